@@ -29,10 +29,14 @@ test: setup
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n auto --dist worksteal
 
 # Long checks, for before a release: the grids whose pairs `make test` runs, with every combination; thousands of random
-# networks and interrupts; coverage of the intervals; a thousand damaged checkpoints and hostile ones; the CUDA kernels'
-# accesses and barriers.
+# networks and interrupts; the tests of values with matrix products that are added up otherwise, see
+# tests/support/summation.py; coverage of the intervals; a thousand damaged checkpoints and hostile ones; the CUDA
+# kernels' accesses and barriers.
+VALUES = $(addprefix tests/,contractions head hessian losses measures model sweep training)
 soak: setup kernels-prove
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m soak -n auto --dist worksteal
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --sums chain -n auto --dist worksteal $(VALUES)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --sums reversed -n auto --dist worksteal $(VALUES)
 	$(BIN)/python tests/soak/checkpoints.py
 
 # The suite's core at the oldest versions that pyproject.toml accepts, in an environment of its own of 7 GB.

@@ -20,7 +20,7 @@ from .errors import FlatnessError, InputError
 from .messages import check_tensor
 from .model import calling, layers, selectors, spread, state, uses
 from .model.data import first, rows_of, same, size, take
-from .model.generators import Generators
+from .model.generators import Randomness
 from .model.row_order import order_in_memory
 from .numerics.ranks import ALONE, Ranks
 from .numerics.shard import Shard
@@ -89,11 +89,7 @@ class Head:
         if layer is not None:
             self._candidates = {layer: model.get_submodule(layer)}
             return
-        self._candidates = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and layers.is_supported(module)
-        }
+        self._candidates = {name: module for name, module in model.named_modules() if layers.is_linear(module)}
         if not self._candidates:
             raise InputError("layer: the model has no Linear layer; name the layer to measure")
 
@@ -136,6 +132,9 @@ class Head:
                 calls.clear()
                 sample = batch
                 outputs, targets = calling.run(self._model, batch, self._forward)
+            if not calls.last and len(self._candidates) == 1:  # the sample is not one that the layer is called on
+                (self.name,) = self._candidates
+                return False
             try:
                 features = self._features(self._head_call(calls, outputs), outputs, targets)
             except NotTheHeadError:
@@ -185,10 +184,8 @@ class Head:
 
     def _may_be_wide(self) -> bool:
         """Return whether a batch's logits may be what fills the memory although only their shape is needed."""
-        wide = any(
-            isinstance(layer, nn.Linear) and layer.out_features > _WIDE_OUTPUTS for layer in self._candidates.values()
-        )
-        return wide and self._loss.known
+        found = self._candidates.values()
+        return self._loss.known and any(layers.is_linear(one) and layers.rows(one) > _WIDE_OUTPUTS for one in found)
 
     def _skip_product(self, batch: Any, calls: calling.Calls, product: contextlib.ExitStack) -> None:
         """Let the model do without the product of a wide head; it was established on one sample."""
@@ -196,8 +193,8 @@ class Head:
         width = layers.rows(module)
         if width <= _WIDE_OUTPUTS or not self.classes.alone or self._forward.decides:
             return
-        generators = Generators([*self._model.modules()])
-        before = generators.states()
+        random = Randomness([*self._model.modules()])
+        before = random.states()
         try:
             with state.without_product(module, width), calling.dry_run():
                 calling.run(self._model, first(batch, 1), self._forward)
@@ -205,7 +202,7 @@ class Head:
             return  # the model looks at its logits: let it have them
         finally:
             calls.clear()
-        if generators.moved(before):
+        if random.moved(before):
             return  # the logits say whether the random numbers matter
         product.enter_context(state.without_product(module, width))
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .errors import FlatnessError, InputError
 
@@ -110,9 +111,15 @@ def check_tensor(what: str, tensor: object) -> Tensor:
         raise InputError(f"{what}: a dense tensor is wanted, got layout {tensor.layout}; pass tensor.to_dense()")
     if tensor.is_quantized:
         raise InputError(f"{what}: a tensor of numbers is wanted, got {tensor.dtype}; pass tensor.dequantize()")
-    if tensor.is_meta:
-        raise InputError(f"{what}: {tuple(tensor.shape)} of {tensor.dtype} on the meta device has no values; load it")
+    if without_values(tensor):
+        kind = "on the meta device" if tensor.is_meta else f"in a {type(tensor).__name__}"
+        raise InputError(f"{what}: {tuple(tensor.shape)} of {tensor.dtype} {kind} has no values; load it")
     return tensor
+
+
+def without_values(tensor: Tensor) -> bool:
+    """Return whether a tensor has a shape and no values."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def check_module(what: str, model: object) -> nn.Module:
@@ -146,9 +153,10 @@ def check_path(option: str, given: object) -> Path:
     Raises:
         InputError: no path, or that of a folder.
     """
-    if not isinstance(given, (str, os.PathLike)) or not isinstance(os.fspath(given), str) or Path(given).is_dir():
+    text = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
+    if not isinstance(text, str) or os.path.isdir(text):  # noqa: PTH112 (for names that no file can have)
         raise InputError(f"{option}={shown(given)}: the path of a file is wanted")
-    return Path(given)
+    return Path(text)
 
 
 def is_out_of_memory(error: Exception | str) -> bool:

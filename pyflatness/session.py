@@ -10,7 +10,8 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from . import losses
+from . import interrupts, losses
+from .errors import InputError
 from .losses import auto
 from .messages import near, shown
 from .model import calling, fingerprint, shards, spread, state
@@ -58,7 +59,17 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
             if name not in parameters:
                 listed = near(name, names, len(names))
                 raise TypeError(f"{function.__name__}() has no argument {name!r}; did you mean {listed}?")
-        return function(*args, **kwargs)
+        if calling.is_transformed():
+            raise InputError(
+                f"{function.__name__} is called inside of a transform of torch.func (vmap, grad, jvp), where tensors "
+                "have no values to measure: call it outside of that; what can be differentiated and mapped is "
+                "pyflatness.flatness_penalty"
+            )
+        depth = interrupts.depth()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            interrupts.undo(depth)
 
     return cast(Callable[P, R], untraced(called))
 

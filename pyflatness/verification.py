@@ -303,14 +303,11 @@ def _double_loss(loss: Any, reduction: str | None) -> Any:
 
 
 def _differentiable(layer: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which a layer has second derivatives: torch differentiates bags of embeddings once only."""
-    if not isinstance(layer, nn.EmbeddingBag):
+    """Return a context in which a layer has second derivatives, also where torch's own forward has none."""
+    if layers.kind_of(layer).twice_differentiable:
         return contextlib.nullcontext()
 
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
-        return layers.kind_of(layer).forward(args, kwargs, layer.weight, None)
-
-    return calling.replaced_forward(layer, forward)
+    return calling.replaced_forward(layer, layers.with_weight(layer, lambda weight: weight))
 
 
 def _untie(layer: nn.Module) -> None:

@@ -18,6 +18,7 @@ from hypothesis import settings
 from pyflatness.contractions import compiled, cuda, reference
 from support import ROOT, emulated, interpreted
 from support.combinations import AT_RANDOM, CUDA_DEVICES, ENGINES, in_soak
+from support.summation import ORDERS
 
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("default")
@@ -47,9 +48,19 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
         yield Engine(backend, isa)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add an option that runs all tests with matrix products that are added up otherwise."""
+    parser.addoption(
+        "--sums", choices=[*ORDERS], help="how matrix products are added up, see tests/support/summation.py"
+    )
+
+
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _seeded(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.manual_seed(0)
+    order = request.config.getoption("sums")
+    with ORDERS[order]() if order else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ _TIME = "SELECT coalesce(sum(seconds), 0) FROM units"
 def ls(store: Path, as_json: bool) -> None:
     """Show how many values of each checkpoint in STORE are done, failed and to do."""
     with Store(store) as held:
+        held.check()
         rows = [dict(row) for row in held.select(_STATES)]
         facts = held.settings()
         ((seconds,),) = held.select(_TIME)

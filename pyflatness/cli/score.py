@@ -131,6 +131,12 @@ _PATH = click.Path(path_type=Path)
 )
 @click.option("--retry", is_flag=True, help="Compute again what failed. (with --store)")
 @click.option(
+    "--version",
+    metavar="TEXT",
+    help="What stands for your code: values stay until it changes, whatever is edited. (with --store)  [default: the "
+    "code itself]",
+)
+@click.option(
     "--spectrum",
     metavar="K",
     type=click.IntRange(1),
@@ -215,6 +221,7 @@ def score(
     out: Path | None,
     store: Path | None,
     retry: bool,
+    version: str | None,
     spectrum: int | None,
     shard: tuple[int, int] | None,
     executor: str,
@@ -240,9 +247,9 @@ def score(
     """
     if (out is None) == (store is None):
         raise click.UsageError("pass --out FILE.csv, or --store FILE.sqlite, with which the same command goes on")
-    if out is not None and (retry or spectrum or shard or table or settings or dry_run or workers > 1):
+    if out is not None and (retry or version or spectrum or shard or table or settings or dry_run or workers > 1):
         raise click.UsageError(
-            "--retry, --spectrum, --shard, --workers, --metadata, --settings and --dry-run go with --store"
+            "--retry, --version, --spectrum, --shard, --workers, --metadata, --settings and --dry-run go with --store"
         )
     if store is not None and as_json:
         raise click.UsageError(
@@ -291,6 +298,7 @@ def score(
             Request(criterion, selectors, measures, options),
             batch_size=batch_size,
             limit=limit,
+            version=version,
             ranks=ranks,
         )
         if auto.is_auto(criterion) and hugging_face.inner(unwrap(run.network(next(iter(run.models))))) is None:

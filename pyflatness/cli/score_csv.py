@@ -71,7 +71,7 @@ def _append(run: Run, out: Path, found: list[Row], notes: Notes, shown: bool | N
                 known = any(outcome.fit != NO_FIT for outcome in outcomes)
                 outcomes.append(run.bench.outcome(replace(job, fit=not known), step))
                 notes.add(name, outcomes[-1].notes)
-            held = [(value, outcome.fit) for outcome in outcomes for value in outcome.values]
+            held = {pair: one for outcome in outcomes for pair, one in outcome.held.items()}
             for row in rows(name, pairs, held):
                 append_whole(file, csv_line(asdict(row).values()))
                 found.append(row)

@@ -70,6 +70,8 @@ def _write(run: Run, path: Path, columns: Mapping[str, Mapping[str, Any]], how: 
         click.echo("the data are known by their first and last batch: a change between these goes unnoticed", err=True)
     with Store.copied(path) if dry_run else Store(path, write=True, command=invocation.command()) as store:
         kept = keep(run, store, retry=how.retry, ends=how.ends, spectrum=how.spectrum)
+        for note in kept.notes:
+            click.echo(printable(note), err=True)
         store.describe(columns)
         click.echo(printable(_summary(run, kept, path)))
         if dry_run:

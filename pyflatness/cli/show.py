@@ -32,11 +32,7 @@ def show(store: Path, checkpoint: str, as_json: bool) -> None:
             for number, facts in settings.items()
         ]
         results = [one for one in attached.found(held) if one.name == name]
-    tables = [
-        (shown, rows(name, [one.value.pair for one in values], [(one.value, one.fit) for one in values]))
-        for shown, values in found
-        if values
-    ]
+    tables = [(shown, rows(name, values, values)) for shown, values in found if values]
     if as_json:
         held_of = [{**shown, "rows": [*map(asdict, of)]} for shown, of in tables]
         others = [{"kind": one.kind, "label": one.label, "text": one.error or str(one.result)} for one in results]

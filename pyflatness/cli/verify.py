@@ -17,8 +17,9 @@ _NEXT = "not whole: put a copy of it back, or run pyflatness score as before wit
 @json_option
 def verify(store: Path, as_json: bool) -> None:
     """Check the file of STORE and what is in it; exits with status 1 if something is wrong."""
-    with Store(store) as held:
-        problems, orphans = upkeep.problems(held), upkeep.orphans(held)
+    with Store(store, checked=False) as held:
+        problems = upkeep.problems(held)
+        orphans = [] if problems else upkeep.orphans(held)
     if as_json:
         show_json({"store": str(store), "whole": not problems, "problems": problems, "orphans": orphans})
     else:

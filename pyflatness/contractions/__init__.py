@@ -8,7 +8,7 @@ from .backends import choose, choose_for_few, choose_for_head, describe
 from .dense import DenseContraction
 from .geometry import Geometry
 from .layer import LayerContraction
-from .precision import full_precision, product, promoted, promoted_dtype, squared_norms
+from .precision import divided, full_precision, multiplied, product, promoted, promoted_dtype, squared_norms
 from .quantities import needs_weight
 from .reference import RowSum
 from .softmax import DEFAULT_MEMORY, FUSED_OUTPUTS, Labels, SoftmaxVariance, default_memory
@@ -22,6 +22,7 @@ __all__ = [
     "FUSED_OUTPUTS",
     "Bounded",
     "Columns",
+    "Contractor",
     "DenseContraction",
     "Geometry",
     "Labels",
@@ -35,10 +36,15 @@ __all__ = [
     "choose_for_head",
     "default_memory",
     "describe",
+    "divided",
     "full_precision",
+    "multiplied",
     "needs_weight",
     "product",
     "promoted",
     "promoted_dtype",
     "squared_norms",
 ]
+
+Contractor = LayerContraction | TokenContraction | WrittenContraction
+"""What contracts a layer's inputs and cotangents, in the form that they have in :mod:`.kinds`."""

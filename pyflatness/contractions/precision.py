@@ -4,6 +4,7 @@ Logits in bf16 step by 0.125 at 20.
 """
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 from types import ModuleType
@@ -19,6 +20,8 @@ So many of about one size, 1.1 to 1.101, were off by a relative 2e-6 there; 30,0
 """
 
 _SETTING = threading.RLock()  # of torch for the process: two threads that put it back in turn would leave it changed
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_SETTING._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def promoted(tensor: Tensor) -> Tensor:
@@ -29,6 +32,20 @@ def promoted(tensor: Tensor) -> Tensor:
 def promoted_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that tensors of ``dtype`` are computed in."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def multiplied(tensor: Tensor, scale: Tensor, dim: int) -> Tensor:
+    """Return ``tensor`` times the scale of its channels, which are in ``dim``."""
+    sizes = [1] * tensor.ndim
+    sizes[dim] = len(scale)
+    tensor = promoted(tensor)
+    return tensor * scale.view(sizes).to(tensor.dtype)
+
+
+def divided(tensor: Tensor, scale: Tensor, dim: int) -> Tensor:
+    """Return ``tensor`` divided by its channels' scale; channels of scale 0 become 0, which drops them."""
+    kept = scale > 0
+    return multiplied(tensor, torch.where(kept, 1 / torch.where(kept, scale, 1.0), 0.0), dim)
 
 
 def full_precision(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:

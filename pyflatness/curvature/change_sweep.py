@@ -23,7 +23,6 @@ from ..model import layers
 from ..numerics.accumulate import counting
 from ..passes import cotangents, linearity
 from ..passes.cotangents import Cotangents
-from ..passes.forms import form_of
 from ..passes.layer_form import LayerForm
 from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
@@ -129,7 +128,7 @@ class ChangeSweep:
         values = sent.sample_weights.new_zeros(1, len(self._names) + 1, 2, run.samples)
         gradient = self._loss_gradient(run)
         for name, along in self._along(run, gradient, moved).items():
-            values[0, self._names.index(name), FIRST] = along.sum(dim=1)
+            values[0, self._runner.places[name], FIRST] = along.sum(dim=1)
             values[0, -1, FIRST] += along.sum(dim=1)
         self._many = self._many or sent.passes > self._most
         rows = {} if self._many else self._second_order(run, sent, moved, values[0, :, SECOND])
@@ -151,7 +150,7 @@ class ChangeSweep:
             for name, along in self._along(run, cotangent, moved).items():
                 whole = along.sum(dim=1)
                 together += whole
-                values[self._names.index(name)] += half * whole.square()
+                values[self._runner.places[name]] += half * whole.square()
                 rows[name] += along.square() * half.unsqueeze(1)
             values[-1] += half * together.square()
         return rows
@@ -168,7 +167,7 @@ class ChangeSweep:
         """Return Δ φ of all calls by position, (n, G, P, d)."""
         module = self._runner.selected[name]
         if name not in self._forms:
-            self._forms[name] = form_of(name, module, (), self._options)
+            self._forms[name] = LayerForm(name, module, (), self._options)
         change = promoted(as_called(name, module, self._changes[name]))
         with contractions.full_precision(run.outputs):
             outputs = [

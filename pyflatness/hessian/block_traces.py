@@ -266,6 +266,8 @@ class BlockTraces:
         def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
             kind = layers.kind_of_call(module)
             inputs = kind.inputs_of(args, kwargs)
+            if output.numel() == 0:
+                return output
             assert inputs is not None
             return output + form.changed(run, kind, inputs, output, added)
 

@@ -295,15 +295,15 @@ class Products:
     def _check(self, number: int, fine: bool) -> None:
         """Raise unless a batch's targets, or its contribution to a product, are finite or may be NaN."""
         what = "its targets, or its part of a product with the loss Hessian, have NaN or infinity"
-        check_batch(self._options, self._runner.modules, number, fine, what)
+        check_batch(self._options, self._runner, number, fine, what)
 
 
-def check_batch(options: Options, modules: Mapping[str, nn.Module], number: int, fine: bool, what: str) -> None:
+def check_batch(options: Options, runner: Runner, number: int, fine: bool, what: str) -> None:
     """Raise unless a batch's contribution to an eigenvalue is fine, or may be NaN.
 
     Args:
         options: of the user.
-        modules: the layers that ran, whose weights may be what is not finite.
+        runner: of the layers whose weights may be what is not finite.
         number: of the batch.
         fine: whether the contribution is finite.
         what: what is not.
@@ -313,7 +313,7 @@ def check_batch(options: Options, modules: Mapping[str, nn.Module], number: int,
     """
 
     def error() -> NonFiniteError:
-        layers.check_finite(modules)
+        layers.check_finite(runner.modules)
         return NonFiniteError(
             f"batch {number}: {what}; an eigenvalue is one of all samples together, so that nan_policy='omit' can "
             "leave none of them out: leave them out of the data, or pass nan_policy='propagate' for NaN"

@@ -26,7 +26,6 @@ from ..numerics import lanczos
 from ..numerics.accumulate import Accumulator
 from ..numerics.lanczos import Ritz
 from ..passes import cotangents, linearity, normalize
-from ..passes.forms import form_of
 from ..passes.layer_form import LayerForm
 from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
@@ -133,7 +132,7 @@ class RowSweep:
     def notes(self, name: str) -> tuple[str, ...]:
         """Return what a reader of a layer's value should know."""
         trusted = (linearity.TAKEN_AS_THEY_ARE,) if name in self._custom else ()
-        return (*layers.tie_notes(self._task.model, self._runner.modules[name]), *trusted)
+        return (*layers.tie_notes(self._task.model, self._runner.selected[name]), *trusted)
 
     def _rows(self, name: str, module: nn.Module, ritz: Ritz) -> Rows:
         linear, ggn = self._runner.is_linear(name), self._options.by_ggn
@@ -150,7 +149,7 @@ class RowSweep:
         return {name for name in names if not ggn and not self._runner.is_linear(name)}
 
     def _check_entries(self, name: str) -> None:
-        weight = layers.matrix(self._runner.modules[name])[0]
+        weight = layers.matrix(self._runner.selected[name])[0]
         if weight.numel() > self._options.max_passes:
             raise NotYetError(
                 f"layer {name!r}: the model is not locally linear in its weight, and it sees several positions of a "
@@ -161,7 +160,7 @@ class RowSweep:
 
     def _of_entries(self, name: str) -> Ritz:
         """Return eigenvalues from the whole block of the layer, a product for each weight."""
-        module = self._runner.modules[name]
+        module = self._runner.selected[name]
         d, m = layers.matrix(module)[0].shape
         products = Products(replace(self._task, selection=Selection({name: module}, frozenset())))
         identity = torch.eye(d * m, dtype=torch.float64, device=products.device)
@@ -173,7 +172,7 @@ class RowSweep:
     def _check_batch(self, number: int, name: str, fine: bool) -> None:
         """Raise unless what a batch adds to a layer's blocks is finite, or may be NaN."""
         what = f"NaN or infinity in the targets, or the inputs or output gradients of layer {name!r}"
-        check_batch(self._options, self._runner.modules, number, fine, what)
+        check_batch(self._options, self._runner, number, fine, what)
 
     # --- one sweep ----------------------------------------------------------------------------------------------------
 
@@ -261,7 +260,7 @@ class RowSweep:
         """Return h (n, b), a backward pass per row; all samples at once, none of whose gradients depends on another."""
         if name in self._custom:
             linearity.check_complete(f"layer {name!r}", [gradient])
-        (call,), dim = run.calls(name), layers.class_dim(self._runner.modules[name])
+        (call,), dim = run.calls(name), layers.class_dim(self._runner.selected[name])
         columns = []
         for s in range(gradient.shape[dim]):
             interrupts.check()
@@ -275,7 +274,7 @@ class RowSweep:
 
     def _features(self, run: Run, name: str) -> Tensor | None:
         """Return φ (n, m) where the layer sees one position of each sample; None where it sees several."""
-        kind, parts = layers.kind_of(self._runner.modules[name]), self._forms[name].inputs(run)
+        kind, parts = layers.kind_of(self._runner.selected[name]), self._forms[name].inputs(run)
         if kind.tokens or self._forms[name].by_weight:
             return None
         geometry = kind.geometry
@@ -284,14 +283,14 @@ class RowSweep:
         return geometry.patches(contractions.promoted(parts[0])).flatten(1)
 
     def _set_up(self, name: str) -> None:
-        module, scale = self._runner.modules[name], self._scales.get(name)
-        self._forms[name] = form_of(name, module, (), self._options, scale)
+        module, scale = self._runner.selected[name], self._scales.get(name)
+        self._forms[name] = LayerForm(name, module, (), self._options, scale)
         kept = self._budget.work // len(self._runner.selected)
         self._blocks[name] = RowBlocks(self._spread(name) != 0, kept, self._budget)
 
     def _spread(self, name: str) -> Tensor:
         """Return what the weights are multiplied by, (b, m)."""
-        module = self._runner.modules[name]
+        module = self._runner.selected[name]
         if name in self._scales:
             return spread(module, self._scales[name])
         return torch.ones_like(layers.matrix(module)[0], dtype=torch.float64)
@@ -317,7 +316,7 @@ class RowSweep:
             self._runner.each(lambda run: (run.number, row_products.of_run(run, loss, modules, sent, most)), take)
             return {name: product * inverse[name] for name, product in sums.items()}
 
-        dtypes = {name: layers.matrix(self._runner.modules[name])[0].dtype for name in names}
+        dtypes = {name: layers.matrix(self._runner.selected[name])[0].dtype for name in names}
         searches = {
             name: row_blocks.search(
                 spreads[name] != 0,

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .. import interrupts
 from ..api import measure
 from ..errors import InputError, NonFiniteError
 from ..measures import are_named, named
 from ..messages import near, shown
+from ..model import generators
 from ..model.data import used_up
-from ..model.generators import Generators, OutsideTorch
 from ..model.selectors import Selector
 from ..model.state import in_eval_mode
 from ..options import Options, check_count, check_flag
@@ -98,19 +99,18 @@ class Watch:
         Raises:
             Exception: what stands in the way, if ``strict``.
         """
-        started = time.perf_counter()
+        started, depth = time.perf_counter(), interrupts.depth()
         try:
-            model, loss = problem()
-            with _as_found(model):
-                data = batches()
-                with loaders.as_found(data):
-                    report = self._report(model, loss, self._limited(data))
-        except Exception as error:  # of whatever kind: hours of training are not to end by it
-            if self.strict:
-                raise
-            self._warn(f"epoch {epoch} is not measured: {type(error).__name__}: {error}")
-            return {}
+            with interrupts.held():  # what a signal's handler raises is no error of the measurement's
+                try:
+                    report = self._as_found(problem, batches)
+                except Exception as error:  # of whatever kind: hours of training are not to end by it
+                    if self.strict:
+                        raise
+                    self._warn(f"epoch {epoch} is not measured: {type(error).__name__}: {error}")
+                    return {}
         finally:
+            interrupts.undo(depth)
             spent = time.perf_counter() - started
             self._spent += spent
         self.history.add(report, step=step, epoch=epoch, seconds=spent)
@@ -134,6 +134,19 @@ class Watch:
         if isinstance(data, tuple):
             raise InputError("limit_batches= is for loaders; pass the tensors' first samples as data=")
         return [*itertools.islice(data, self.limit_batches)]
+
+    def _as_found(self, problem: Callable[[], tuple[nn.Module, Any]], batches: Callable[[], Any]) -> Report:
+        """Measure a model in training, in eval mode; afterwards it, its loader and random states are as they were."""
+        model, loss = problem()
+        with in_eval_mode(model), _buffers_of_rank_zero(model):
+            random = generators.hold([*model.modules()])
+            interrupts.later(random.put_back)
+            with random.watched():
+                data = batches()
+            with loaders.as_found(data):
+                with random.watched():
+                    some = self._limited(data)
+                return self._report(model, loss, some)
 
     def _report(self, model: nn.Module, loss: Any, data: Any) -> Report:
         """Return all measures, or those that are possible, if they were named; the others are not tried again."""
@@ -200,19 +213,6 @@ def _asked(measures: str | Sequence[str] | None) -> str | list[str] | None:
     if measures is None or (isinstance(measures, str) and not are_named(measures)):
         return measures
     return [row.name for row in named(measures)]
-
-
-@contextlib.contextmanager
-def _as_found(model: nn.Module) -> Iterator[None]:
-    """Let a model in training be measured inside, in eval mode; afterwards it and random states are as they were."""
-    of_torch, outside = Generators([*model.modules()]), OutsideTorch()
-    states = of_torch.states()
-    try:
-        with _buffers_of_rank_zero(model), in_eval_mode(model):
-            yield
-    finally:
-        of_torch.put_back(states)
-        outside.put_back()
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from .. import contractions, losses
 from ..errors import InputError, NonFiniteError
 from ..head import HeadBatch
 from ..model import layers
+from ..model.kinds.deviations import FeatureScale
 from ..numerics.accumulate import Accumulator, masked, non_finite
 from ..numerics.ranks import Ranks
 from ..numerics.shard import Shard
@@ -185,7 +186,7 @@ class Total:
 
 
 def _feature_scale(source: Source, options: Options) -> Tensor:
-    deviations, over = normalize.FeatureScale(), Accumulator(options.nan_policy)
+    deviations, over = FeatureScale(), Accumulator(options.nan_policy)
     with contextlib.closing(source.batches()) as batches:
         for batch in batches:
             bad = _bad_rows(batch)

@@ -82,12 +82,10 @@ class _Tangent:
             return self._by_backward_passes(batch)
 
     def _by_forward_mode(self, batch: Any) -> tuple[Tensor, Tensor, Any]:
-        with forward_ad.dual_level():
-            with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore", DeprecationWarning
-                )  # at first torch scripts some derivatives of its own
-                duals = {name: forward_ad.make_dual(values, values) for name, values in self._theta.items()}
+        with warnings.catch_warnings(), forward_ad.dual_level():
+            # At first torch scripts some derivatives of its own, which it warns of, by its version in another category.
+            warnings.filterwarnings("ignore", "`torch.jit")
+            duals = {name: forward_ad.make_dual(values, values) for name, values in self._theta.items()}
             outputs, targets = parameters.run(self._task.model, duals, batch, self._task.forward)
             primal, change = forward_ad.unpack_dual(outputs)
             if change is None:

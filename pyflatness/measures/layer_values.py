@@ -88,18 +88,18 @@ class LayerValues:
             sweep.unite()
             stages.sums = totals.sums()
         found: dict[tuple[str, str], Estimate] = {}
+        rows = {name: self._runner.places[name] for name in self._runner.modules} | {"": -1}
         for measure in measures:
-            names = (*self._runner.modules, "")
-            estimates = {name: self._estimate(name, str(measure.quantity), sweep, stages.sums) for name in names}
+            quantity = str(measure.quantity)
+            estimates = {name: self._estimate(row, name, quantity, sweep, stages.sums) for name, row in rows.items()}
             with attempt(measure):
                 if measure.of_parts is not None:
                     estimates = self._of_parts(measure, stages.sums, sweep, estimates)
                 found.update(((name, measure.name), estimate) for name, estimate in estimates.items())
         return found
 
-    def _estimate(self, name: str, quantity: str, sweep: Sweep, sums: Sums) -> Estimate:
-        """Return the estimate of a quantity in a layer, or for the name ``""`` in the network."""
-        row = [*self._runner.selected].index(name) if name else -1
+    def _estimate(self, row: int, name: str, quantity: str, sweep: Sweep, sums: Sums) -> Estimate:
+        """Return the estimate of a quantity in a layer (``""``: in the network), from a row of the sums."""
         column, of_activations = sweep.quantities.index(quantity), quantity in ACTIVATIONS
         has_neurons = of_activations or QUANTITIES[quantity].neurons is not None
         layers_of = [name] if name else [*self._runner.modules]
@@ -204,7 +204,7 @@ class LayerValues:
         return not why or (name in sweep.by_hessian and why != linearity.CUSTOM)
 
     def _notes(self, name: str, sweep: Sweep) -> tuple[str, ...]:
-        notes = [*layers.tie_notes(self._model, self._runner.modules[name])]
+        notes = [*layers.tie_notes(self._model, self._selected[name])]
         if name in sweep.by_hessian and self._runner.why_not_linear(name) == linearity.CUSTOM:
             notes.append(linearity.TAKEN_AS_THEY_ARE)
         return (*notes, *sweep.notes(name), *self._runner.notes)

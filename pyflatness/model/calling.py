@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .. import interrupts
@@ -30,13 +31,18 @@ class Call:
         return (version(self.inputs), version(self.output)) != self.versions
 
 
+def is_transformed() -> bool:
+    """Return whether a transform of ``torch.func`` (``vmap``, ``grad``, ``jvp``) is under way."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def version(tensor: Tensor) -> int:
     """Count in-place changes; an inference tensor has no count and cannot be changed outside inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 class Calls:
-    """Hook some layers to keep each one's last call, and how many there were."""
+    """Hook some layers to keep each one's last call, and how many there were; see :class:`.recorder.Recorder`."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
@@ -63,7 +69,9 @@ class Calls:
             inputs = args[0] if args else kwargs.get("input")
             if isinstance(inputs, Tensor):
                 inputs = spread.full(inputs)
-            if isinstance(inputs, Tensor) and isinstance(output, Tensor) and not _aside:
+            if not isinstance(output, Tensor) or output.numel() == 0 or is_transformed():
+                return
+            if isinstance(inputs, Tensor) and not _aside:
                 self.last.pop(name, None)
                 self.last[name] = Call(inputs, output, (version(inputs), version(output)))
                 self.count[name] = self.count.get(name, 0) + 1
@@ -86,6 +94,17 @@ def dry_run() -> Iterator[None]:
 
 
 _dry = False
+
+
+def flags() -> tuple[bool, bool, list[int]]:
+    """Return what the contexts here have set."""
+    return _dry, _aside, [*_samples]
+
+
+def set_flags(before: tuple[bool, bool, list[int]]) -> None:
+    """Set them to what :func:`flags` returned."""
+    global _dry, _aside
+    _dry, _aside, _samples[:] = before
 
 
 def is_dry_run() -> bool:
@@ -121,10 +140,10 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Tensor]) -> Itera
     try:
         yield
     finally:
-        if before is None:
+        if module.__dict__.get("forward") is forward:  # else it was put back already, see :class:`.state.Found`
             del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = before
+            if before is not None:
+                module.__dict__["forward"] = before
 
 
 def one_tensor(returned: Any) -> Tensor:

@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..errors import InputError
+from ..messages import without_values
 from .spread import WHOLE, is_spread
 
 
@@ -81,10 +82,10 @@ def _check_values(name: str, module: nn.Module) -> None:
     if "_hf_hook" in vars(module):  # accelerate keeps its weights elsewhere until it is called
         return
     for own, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
-        if tensor is not None and tensor.is_meta:
+        if tensor is not None and without_values(tensor):
             raise InputError(
-                f"model: {_joined(name, own)!r}, {tuple(tensor.shape)}, is on the meta device and has no values; load "
-                "the model first"
+                f"model: {_joined(name, own)!r}, {tuple(tensor.shape)}, has no values (it is on the meta device, or "
+                "a FakeTensor); load the model first"
             )
 
 

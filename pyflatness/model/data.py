@@ -1,5 +1,6 @@
 """Read data as batches: a tuple of tensors or an iterable of batches, moved to the model's device."""
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -19,9 +20,10 @@ from torch.utils.data import (
 
 from .. import interrupts, progress
 from ..errors import InputError
-from ..messages import check_tensor
+from ..messages import check_tensor, without_values
 from ..numerics.shard import WHOLE
 from .fingerprint import Fingerprint
+from .generators import watched
 
 _BATCH_SIZE = 256  # samples of a tuple of tensors that go through the model together
 
@@ -80,7 +82,7 @@ class Batches:
         """Return whether there are no samples; see :meth:`peek`."""
         if self._begun is None:
             taken: list[Any] = []
-            source = _fetched(self._cut())
+            source = self._fetched()
             for batch in source:
                 taken.append(batch)
                 if _checked_size(batch, len(taken) - 1) > 0:
@@ -88,6 +90,19 @@ class Batches:
             self._begun = taken, source
         taken, _ = self._begun
         return not taken or size(taken[-1]) == 0
+
+    def _fetched(self) -> Iterator[Any]:
+        """Yield the batches; an interrupt is raised at once while one is waited for."""
+        is_code = not isinstance(self._data, (tuple, list))
+        with interrupts.at_once(), watched() if is_code else contextlib.nullcontext():
+            source = iter(self._cut())
+        while True:
+            with interrupts.at_once(), watched() if is_code else contextlib.nullcontext():
+                try:
+                    batch = next(source)
+                except StopIteration:
+                    return
+            yield batch
 
     def __len__(self) -> int:
         """Return the number of batches; 0 if the data cannot tell."""
@@ -118,7 +133,7 @@ class Batches:
     def __iter__(self) -> Iterator[Any]:
         empty, read = True, Fingerprint()
         begun, self._begun = self._begun, None
-        source = _fetched(self._cut()) if begun is None else itertools.chain(*begun)
+        source = self._fetched() if begun is None else itertools.chain(*begun)
         for number, batch in enumerate(progress.track(source, len(self), "batches", self._shown)):
             samples = _checked_size(batch, number)
             if samples > 0:
@@ -238,19 +253,6 @@ def no_samples(data: Any = None) -> InputError:
     return InputError(f"data: there are no samples in it{hint}")
 
 
-def _fetched(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield the same; an interrupt is raised at once while one is waited for."""
-    with interrupts.at_once():
-        source = iter(batches)
-    while True:
-        with interrupts.at_once():
-            try:
-                batch = next(source)
-            except StopIteration:
-                return
-        yield batch
-
-
 def _parts(data: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """Return a tuple of tensors that can be cut into batches."""
     tensors = tuple(check_tensor(f"data[{place}]", part) for place, part in enumerate(data))
@@ -269,7 +271,7 @@ def _checked_size(batch: Any, number: int) -> int:
         InputError: it holds arrays, tensors without values or of several lengths, or no tensor at all.
     """
     for part in leaves(batch):
-        if isinstance(part, np.ndarray) or (isinstance(part, Tensor) and (part.is_meta or part.is_nested)):
+        if isinstance(part, np.ndarray) or (isinstance(part, Tensor) and (without_values(part) or part.is_nested)):
             check_tensor(f"data: batch {number}", part)
     samples = size(batch)
     if samples < 0:
@@ -291,13 +293,19 @@ def with_samples(batch: Any, samples: int) -> Iterator[Tensor]:
             yield part
 
 
-def leaves(batch: Any) -> Iterator[Any]:
-    """Return what is in a batch, whatever holds it."""
+def leaves(batch: Any, holders: tuple[Any, ...] = ()) -> Iterator[Any]:
+    """Return what is in a batch, whatever holds it.
+
+    Raises:
+        InputError: what holds it is among its own parts.
+    """
     if isinstance(batch, Tensor) or not isinstance(batch, (tuple, list, Mapping)):
         yield batch
         return
+    if any(batch is holder for holder in holders):
+        raise InputError(f"data: a {type(batch).__name__} in a batch contains itself; pass one that holds tensors")
     for part in batch.values() if isinstance(batch, Mapping) else batch:
-        yield from leaves(part)
+        yield from leaves(part, (*holders, batch))
 
 
 def size(batch: Any) -> int:

@@ -1,108 +1,129 @@
-"""Read and put back the generators that a model's forward pass can draw random numbers from."""
+"""Tell whether a call drew from the generators of torch, Python and NumPy, and put back those that it drew from."""
 
-import ctypes
+import contextlib
 import random
-from collections.abc import Collection
-from dataclasses import dataclass
+import sys
+import threading
+from collections.abc import Collection, Iterator
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-_MT19937 = 624 * 4 + 4  # bytes of the state of NumPy's Mersenne Twister: 624 words, and the place in them
+_PYTHON = random.random.__self__  # type: ignore[attr-defined]
 
 
-class Generators:
-    """Hold torch's generators of the CPU and of a model's devices, and those that its modules hold as attributes.
+class Randomness:
+    """Hold the states of all that a model, its loss and its data may draw random numbers from.
+
+    A generator is put back only if the call drew from it: the numbers of other threads would come again. While no other
+    thread runs, a state that moved says so. Else the user's code is watched: torch says of each operation whether it
+    draws, a profiler's hook sees the calls of Python's generator, and NumPy's state is compared.
 
     Args:
-        modules: all of a model's.
+        modules: all of the model's. Generators that they hold as attributes are theirs alone.
     """
 
     def __init__(self, modules: Collection[nn.Module]) -> None:
         parameters = [parameter for module in modules for parameter in module._parameters.values()]
-        devices = sorted(
-            {parameter.device.index for parameter in parameters if parameter is not None and parameter.is_cuda}
-        )
-        self._held = [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]
-        for module in modules:
-            held = vars(module).values()
-            if torch.Generator in map(type, held):  # there is hardly ever one, and modules are many
-                self._held += [generator for generator in held if isinstance(generator, torch.Generator)]
+        devices = {parameter.device.index for parameter in parameters if parameter is not None and parameter.is_cuda}
+        held = [vars(module).values() for module in modules]  # there is hardly ever one, and modules are many
+        own = [one for values in held if torch.Generator in map(type, values) for one in values]
+        self._own = [generator for generator in own if isinstance(generator, torch.Generator)]
+        self._shared = [torch.default_generator, *(torch.cuda.default_generators[index] for index in sorted(devices))]
+        self._alone = threading.active_count() == 1
+        self._before, self._outside = self.states(), outside()
+        self._drew = self._drew_python = self._drew_numpy = False
 
     def states(self) -> list[Tensor]:
-        """Return the state of each, as it is now."""
-        return [generator.get_state() for generator in self._held]
-
-    def put_back(self, states: list[Tensor]) -> None:
-        """Set the state of each to what :meth:`states` returned."""
-        for generator, state in zip(self._held, states, strict=True):
-            generator.set_state(state)
+        """Return the states of torch's generators and the model's own, as they are now."""
+        return [generator.get_state() for generator in (*self._shared, *self._own)]
 
     def moved(self, before: list[Tensor]) -> bool:
-        """Return whether numbers were drawn from any of them since :meth:`states` returned ``before``."""
+        """Return whether numbers were drawn from any of them since :meth:`states` returned ``before``, by whomever."""
         # As bytes: torch.equal takes twice as long for a few thousand of them.
         return any(
             old.numpy().tobytes() != new.numpy().tobytes() for old, new in zip(before, self.states(), strict=True)
         )
 
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Notice what the user's code draws inside, where other threads run."""
+        if self._alone and threading.active_count() == 1:
+            yield
+            return
+        self._alone, draws, profiler, before = False, _Draws(), sys.getprofile(), outside()[1]
+        sys.setprofile(self._see)
+        try:
+            with draws:
+                yield
+        finally:
+            sys.setprofile(profiler)
+            self._drew |= draws.drew
+            self._drew_numpy |= not equal(before, outside()[1])
 
-class OutsideTorch:
-    """Hold the state of Python's ``random`` and of NumPy's global generator, as they are when this is made.
-
-    Reading them takes a hundred times as long as reading one of torch's, nearly all of it NumPy's. So its bits are held
-    against what they were where they lie, and read only where that does not tell.
-    """
-
-    def __init__(self) -> None:
-        self._python: tuple[Any, ...] = random.getstate()
-        self._numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002, the user's
-        self._bits = _bits()
+    def _see(self, frame: FrameType, event: str, function: Any) -> None:
+        """Notice calls of the generator's methods, which are compiled, in this thread."""
+        if event == "c_call":
+            self._drew_python |= getattr(function, "__self__", None) is _PYTHON
 
     def put_back(self) -> None:
-        """Set both generators to these states."""
-        random.setstate(self._python)
-        if not self._numpy_is_still():
-            np.random.set_state(self._numpy)  # noqa: NPY002
-
-    def moved(self) -> bool:
-        """Return whether numbers were drawn from either since."""
-        if self._python != random.getstate():
-            return True
-        return not (self._numpy_is_still() or _equal(self._numpy, np.random.get_state(legacy=False)))  # noqa: NPY002
-
-    def _numpy_is_still(self) -> bool:
-        """Return whether NumPy's bits prove that nothing was drawn.
-
-        A normal number can be drawn without them where it was kept from before; one is kept only by drawing bits.
-        """
-        return self._bits is not None and not self._numpy["has_gauss"] and self._bits == _bits()
+        """Set those that the call drew from to their states when this was made."""
+        alone = self._alone and threading.active_count() == 1
+        for place, (generator, state) in enumerate(zip((*self._shared, *self._own), self._before, strict=True)):
+            if alone or self._drew or place >= len(self._shared):
+                generator.set_state(state)
+        python, of_numpy = outside()
+        if (alone or self._drew_python) and python != self._outside[0]:
+            random.setstate(self._outside[0])
+        if (alone or self._drew_numpy) and not equal(of_numpy, self._outside[1]):
+            np.random.set_state(self._outside[1])  # noqa: NPY002, the user's
+        if self in _here.held:
+            _here.held.remove(self)
 
 
-@dataclass(frozen=True)
-class Randomness:
-    """Hold all that a model may draw random numbers from.
-
-    Attributes:
-        of_torch: torch's generators and the model's own.
-        outside: the state of the others when the model was taken in hand.
-    """
-
-    of_torch: Generators
-    outside: OutsideTorch
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.held: list[Randomness] = []
 
 
-def _bits() -> bytes | None:
-    """Return the memory of NumPy's global generator; None where it is not the usual one, whose layout is known."""
-    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # in no list of its module
-    if type(generator) is not np.random.MT19937:
-        return None
-    return ctypes.string_at(generator.ctypes.state_address, _MT19937)
+_here = _Here()
 
 
-def _equal(one: Any, other: Any) -> bool:
-    """Return whether two states of NumPy's, of whatever kind the user has set, are the same."""
+def hold(modules: Collection[nn.Module]) -> Randomness:
+    """Return what a call that begins holds, until it is put back."""
+    _here.held.append(Randomness(modules))
+    return _here.held[-1]
+
+
+def watched() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which the user's code runs that a call in this thread is about, see :class:`Randomness`."""
+    return _here.held[-1].watched() if _here.held else contextlib.nullcontext()
+
+
+class _Draws(TorchDispatchMode):
+    """Notice operations of this thread that draw from a generator of torch's own."""
+
+    drew = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.drew |= torch.Tag.nondeterministic_seeded in function.tags and kwargs.get("generator") is None
+        return function(*args, **kwargs)
+
+
+def outside() -> tuple[Any, Any]:
+    """Return the states of Python's ``random`` and of NumPy's global generator."""
+    return random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002, the user's
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Return whether two states, of whatever generators the user has set, are the same."""
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    return np.array_equal(one, other)
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other) == 2:
+        return all(map(equal, one, other))
+    return np.array_equal(one, other) if isinstance(one, np.ndarray) else bool(one == other)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import calling, data
+from . import calling, data, kinds
 
 
 class Inputs:
@@ -32,7 +32,8 @@ class Inputs:
         if found is None:
             self.tensor = None
             for module in model.modules():
-                if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                kind = kinds.find(module)
+                if kind is not None and kind.tokens:
                     module.weight.requires_grad_(True)
         else:
             start = found.clone() if found.is_inference() else found.detach()

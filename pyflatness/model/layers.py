@@ -8,12 +8,11 @@ from torch import Tensor, nn
 
 from ..contractions import Geometry, full_precision, promoted
 from ..errors import InputError, NonFiniteError
-from . import kinds, spread
-from .kinds import SUPPORTED, Linear, Together
+from . import kinds, spread, uses
+from .kinds import SUPPORTED, Linear
 from .uses import Use, besides
 
 _IDLE = "its module is not called"
-_OFFSETS = "bags that are given by offsets=, and not as (n, tokens of a bag), cannot be told apart by sample"
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -52,7 +51,8 @@ def with_weight(module: nn.Module, weight: Callable[[Tensor], Tensor]) -> Callab
 
 def is_together(module: nn.Module) -> bool:
     """Return whether a layer is a weight in all of its uses, of which each may be of a kind of its own."""
-    return isinstance(module, Use) and isinstance(module.kind, Together)
+    kind = kinds.find(module)
+    return kind is not None and kind.by_weight
 
 
 def bytes_by_sample(modules: Mapping[str, nn.Module]) -> int:
@@ -85,16 +85,20 @@ def did_not_run(names: Iterable[str], modules: Mapping[str, nn.Module]) -> Input
     """Return the error for layers, among these modules, that the model's forward pass does not call."""
     listed = [*names]
     reasons = {name: module.refusal for name in listed if isinstance(module := modules[name], Use) and module.refusal}
-    reasons |= {name: _OFFSETS for name in listed if isinstance(modules[name], nn.EmbeddingBag)}
+    reasons |= {name: kind.when_idle for name in listed if (kind := kinds.find(modules[name])) and kind.when_idle}
     why = "".join(f"; {name!r}: {reason}" for name, reason in reasons.items())
-    return InputError(f"layer: {', '.join(map(repr, listed))} did not run in the model's forward pass{why}")
+    return InputError(
+        f"layer: {', '.join(map(repr, listed))} did not run in the model's forward pass (calls on empty tensors, or "
+        f"inside of torch.func.vmap, do not count){why}"
+    )
 
 
 def why_idle(model: nn.Module, module: nn.Module) -> str:
     """Return why a module that is a layer has no value where the forward pass was not seen to call it."""
-    if isinstance(module, nn.EmbeddingBag):
-        return _OFFSETS
-    others = ties(model, module)
+    kind = kinds.find(module)
+    if kind is not None and kind.when_idle:
+        return kind.when_idle
+    others = uses.ties(model, module)
     return f"{_IDLE}, and its weight is that of {', '.join(others)} too" if others else _IDLE
 
 
@@ -107,6 +111,11 @@ def is_convolution(module: nn.Module) -> bool:
 def takes_bias(module: nn.Module) -> bool:
     """Return whether a module is a layer that adds its bias, or would if it had one."""
     return kinds.is_plain(module) and not kind_of(module).tokens
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module is torch's linear layer, or one that is derived from it and computes what that does."""
+    return kinds.base(module) is nn.Linear and is_supported(module)
 
 
 def is_pointwise(module: nn.Module) -> bool:
@@ -296,25 +305,9 @@ def check_dtype(what: str, dtype: torch.dtype) -> None:
         raise InputError(f"{what} is {dtype}; float16, bfloat16, float32 or float64 is wanted")
 
 
-def ties(model: nn.Module, layer: nn.Module) -> list[str]:
-    """Return the names of other modules that own the layer's very weight parameter."""
-    if isinstance(layer, Use):
-        if not layer.source.effective:  # it has the uses of all modules that own its parameter
-            return []
-        (layer, _) = layer.source.places[0]
-    weight = layer._parameters.get("weight")
-    if weight is None:
-        return []
-    return [
-        name
-        for name, module in model.named_modules()
-        if module is not layer and any(p is weight for p in module._parameters.values())
-    ]
-
-
 def tie_notes(model: nn.Module, layer: nn.Module) -> tuple[str, ...]:
     """Return what a reader of a layer's value should know if its weight is tied."""
-    others, besides_in = ties(model, layer), besides.of(layer)
+    others, besides_in = uses.ties(model, layer), besides.of(layer)
     notes = [f"weight tied with {', '.join(others)}: derivative through this use only"] if others else []
     if besides_in:
         notes.append(f"weight used in {besides_in} outside of the layer too: derivative through the layer's calls only")

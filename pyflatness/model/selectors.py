@@ -65,9 +65,13 @@ def select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) ->
         if use is not None:
             whole[use.name] = use
             continue
+        if isinstance(selector, nn.Module):
+            if selector not in first_name:
+                raise InputError(f"layer: this {type(selector).__name__} is not a part of the model")
+            selector = first_name[selector]
         matching = _matching(model, every, (usable.keys(), scales.keys()), selector)
         names = [first_name[every[name]] for name in matching]  # a shared module has several
-        if not isinstance(selector, str) or selector in every:
+        if selector in every:
             named.update(names)
         meant = usable.keys() & names or scales.keys() & names
         if not meant:
@@ -127,11 +131,6 @@ def _matching(
     model: nn.Module, every: Mapping[str, nn.Module], usable: tuple[Collection[str], ...], selector: Any
 ) -> list[str]:
     """Return the names that a selector means; of globs those of the first kind of layers that has any."""
-    if isinstance(selector, nn.Module):
-        names = [name for name, module in every.items() if module is selector][:1]
-        if not names:
-            raise InputError(f"layer: this {type(selector).__name__} is not a part of the model")
-        return names
     if not isinstance(selector, str):
         wanted = "a name, glob, 're:…', 'type:…' or module is wanted"
         if isinstance(selector, type):

@@ -1,6 +1,6 @@
 """Hold the user's model so that it can be run, and so that nothing of it is changed afterwards.
 
-What is left as found, also after an exception or Ctrl-C (:mod:`.interrupts`): hooks, modes, ``requires_grad``,
+What is left as found, also after an exception or a signal (:mod:`.interrupts`): hooks, modes, ``requires_grad``,
 ``.grad``, buffers, the random state, and the switches of the process that a call turns. These are also why calls of
 several threads take turns. The model is a function of one sample: a BatchNorm or Dropout in training mode is refused,
 not switched.
@@ -9,9 +9,10 @@ not switched.
 import contextlib
 import functools
 import operator
+import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,10 +23,10 @@ from .. import interrupts
 from ..errors import InputError
 from ..messages import check_module
 from ..numerics.ranks import Ranks
-from . import fsdp, layers, spread, tensor_parallel, uses
+from . import calling, fsdp, generators, layers, spread, tensor_parallel, uses
 from .calling import replaced_forward
 from .checks import check_modules
-from .generators import Generators, OutsideTorch, Randomness
+from .generators import Randomness
 
 _turn = threading.RLock()
 _PATIENCE = 0.1  # seconds between looks for an interrupt while another thread has its turn
@@ -49,33 +50,43 @@ def observing(model: nn.Module, ranks: Ranks | None = None) -> Iterator[tuple[nn
     """
     check_module("model", model)
     with interrupts.held():
-        while not _turn.acquire(timeout=_PATIENCE):
-            interrupts.check()
+        depth = interrupts.depth()
         try:
-            with contextlib.ExitStack() as stack:
-                yield _prepared(model, stack, ranks)
+            if not _has_turn():
+                interrupts.later(_end_turn)
+                while not _turn.acquire(timeout=_PATIENCE):
+                    interrupts.check()
+            yield _prepared(model, ranks)
         finally:
-            _turn.release()
+            interrupts.undo(depth)
 
 
-def _prepared(model: nn.Module, stack: contextlib.ExitStack, ranks: Ranks | None) -> tuple[nn.Module, Randomness]:
-    """Make a model ready for :func:`observing`; the stack undoes what is done."""
+def _has_turn() -> bool:
+    return bool(_turn._is_owned())  # type: ignore[attr-defined]
+
+
+def _end_turn() -> None:
+    if _has_turn():
+        _turn.release()
+
+
+def _prepared(model: nn.Module, ranks: Ranks | None) -> tuple[nn.Module, Randomness]:
+    """Make a model ready for :func:`observing`, and note how to undo it."""
     model = layers.unwrap(model)
     named = [*model.named_modules()]  # a walk takes long for what it is
     modules = [module for _, module in named]
     check_modules(named, spread=ranks is not None)
+    stack = contextlib.ExitStack()
+    interrupts.later(Found(modules).put_back)
+    interrupts.later(stack.close)
     if ranks is not None:
         stack.enter_context((fsdp if fsdp.is_sharded(model) else tensor_parallel).held(model, ranks))
-    random = Randomness(Generators(modules), OutsideTorch())  # the user's model and data may draw; we do not
-    stack.callback(random.of_torch.put_back, random.of_torch.states())
-    stack.callback(random.outside.put_back)
+    random = generators.hold(modules)  # the user's model and data may draw; we do not
+    interrupts.later(random.put_back)
     # Compiled code ignores hooks that are added later, and is no graph that can be read.
     stack.enter_context(torch.compiler.set_stance("force_eager"))
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.no_grad())
-    buffers = [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
-    stack.callback(_put_back_values, [(buffer, buffer._version, buffer.clone()) for buffer in buffers])
-    stack.callback(put_back, attributes(modules))
     stack.enter_context(uses.held(model))
     if spread.is_held():
         uses.of(model)  # while no module has its parameters gathered
@@ -83,12 +94,75 @@ def _prepared(model: nn.Module, stack: contextlib.ExitStack, ranks: Ranks | None
         if module._backward_hooks or module._backward_pre_hooks:
             vars(module).update(_backward_hooks=OrderedDict(), _backward_pre_hooks=OrderedDict())
     # Transformer layers call their linear layers, instead of one kernel that no hook sees.
-    stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
     torch.backends.mha.set_fastpath_enabled(False)
     for module in modules:
         if isinstance(module, parametrize.ParametrizationList):
             stack.enter_context(replaced_forward(module, _Once(module)))
     return model, random
+
+
+class Found:
+    """Hold what a call may change in modules and in torch, as it is when this is made.
+
+    Args:
+        modules: all of a model's.
+    """
+
+    def __init__(self, modules: Collection[nn.Module]) -> None:
+        self._attributes = attributes(modules)
+        hooks = [vars(m)[name] for m in modules for name in _HOOKS]
+        self._hooks = [(held, {**held}) for held in hooks]
+        parameters = [p for m in modules for p in m._parameters.values() if p is not None]
+        self._flags = [(parameter, parameter.requires_grad) for parameter in parameters]
+        buffers = [buffer for m in modules for buffer in m._buffers.values() if buffer is not None]
+        self._values = [(buffer, buffer._version, buffer.clone()) for buffer in buffers]
+        self._fastpath = torch.backends.mha.get_fastpath_enabled()
+        self._thread = threading.get_ident(), torch.is_grad_enabled(), _functorch_depth(), calling.flags()
+        _inside.append(self)
+
+    def put_back(self) -> None:
+        """Make it as it was, in so far as it was changed."""
+        thread, grad, depth, flags = self._thread
+        if thread == threading.get_ident():  # and not in a forked process that another one lives on in
+            if _functorch_depth() > depth:  # an exception cut vmap or jvp off
+                torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+            torch._C._set_grad_enabled(grad)
+        calling.set_flags(flags)
+        torch.backends.mha.set_fastpath_enabled(self._fastpath)
+        put_back(self._attributes)
+        for hooks, before in self._hooks:
+            if hooks != before:
+                hooks.clear()
+                hooks.update(before)
+        for parameter, flag in self._flags:
+            if parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
+        with torch.no_grad():
+            for buffer, version, value in self._values:
+                if buffer._version != version:
+                    buffer.copy_(value)
+        if self in _inside:
+            _inside.remove(self)
+
+
+_HOOKS = [name for name in vars(nn.Module()) if name.startswith("_forward") and "hooks" in name]
+_inside: list[Found] = []  # of the thread that has its turn
+
+
+def _functorch_depth() -> int:
+    return int(torch._C._functorch.get_dynamic_layer_stack_depth())
+
+
+def _in_child() -> None:
+    """Make a forked process ready: its models are as they were if another thread had its turn, and nobody has one."""
+    if not _has_turn():
+        for found in reversed([*_inside]):
+            found.put_back()
+    _turn._at_fork_reinit()  # type: ignore[attr-defined]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
 
 
 @contextlib.contextmanager
@@ -99,13 +173,20 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     adapters into weights, which could not be undone bit by bit in the middle of a training.
     """
     modes = [(module, module.training) for module in model.modules()]
-    try:
-        for module, _ in modes:
-            module.training = False
-        yield
-    finally:
+
+    def put_back() -> None:
         for module, mode in modes:
             module.training = mode
+
+    with interrupts.held():
+        depth = interrupts.depth()
+        interrupts.later(put_back)
+        try:
+            for module, _ in modes:
+                module.training = False
+            yield
+        finally:
+            interrupts.undo(depth)
 
 
 class _Once:
@@ -170,12 +251,6 @@ def without_product(module: nn.Module, outputs: int) -> Iterator[None]:
 
     with replaced_forward(module, shape_only):
         yield
-
-
-def _put_back_values(values: Iterable[tuple[Tensor, int, Tensor]]) -> None:
-    for tensor, version, value in values:
-        if tensor._version != version:
-            tensor.copy_(value)
 
 
 def attributes(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], dict[str, Any]]]:

@@ -343,8 +343,8 @@ def is_known(error: BaseException) -> bool:
 
 
 def is_the_end(error: BaseException) -> bool:
-    """Return whether an error is of the ranks together, so that they cannot go on to other work."""
-    return isinstance(error, RankError) and _mark(error) != _OF_ONE
+    """Return whether an error is none of the work at hand: of the ranks together, or raised by a signal's handler."""
+    return interrupts.is_raised(error) or (isinstance(error, RankError) and _mark(error) != _OF_ONE)
 
 
 def _mark(error: BaseException | None) -> str | None:

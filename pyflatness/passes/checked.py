@@ -22,7 +22,7 @@ from ..losses import CustomLoss, Loss, remarks
 from ..losses.closure import REFUSAL, depends_on
 from ..messages import is_out_of_memory
 from ..model import calling, data, state
-from ..model.generators import OutsideTorch, Randomness
+from ..model.generators import Randomness, equal, outside
 from ..model.outputs import SideBySide, single
 from .detached import Detached
 from .independence import Decisions, agree, check_each_alone, two_alone
@@ -77,9 +77,9 @@ class Checked:
             outputs, targets = self._run(model, batch)
             self._fewest = min(self._fewest, data.size(batch))
         else:
-            before, outside = self._random.of_torch.states(), self._outside() if self._is_first else None
+            before, others = self._random.states(), outside() if self._is_first else None
             outputs, targets = self._watched(model, batch) if torch.is_grad_enabled() else self._run(model, batch)
-            if self._random.of_torch.moved(before) or (outside is not None and outside.moved()):
+            if self._random.moved(before) or (others is not None and not equal(others, outside())):
                 self._check_repeated(model, batch, outputs)
             if self._is_first and self._fewest >= data.size(batch):
                 self._check_independent(model, batch, outputs)
@@ -93,10 +93,6 @@ class Checked:
         if self._loss_is_open and not outputs.is_meta and isinstance(targets, Tensor):
             self._check_loss(model, batch)
         return outputs, targets
-
-    def _outside(self) -> OutsideTorch:
-        """Return the state outside of torch as it is now: as it was at first, unless the user's data drew from it."""
-        return OutsideTorch() if self._random.outside.moved() else self._random.outside
 
     def _tensor(self, returned: Any) -> Tensor:
         """Return the outputs in what the model returned: side by side if there are several and the loss takes all."""
@@ -175,7 +171,7 @@ class Checked:
         """Raise if a second forward pass of a batch, in which random numbers were drawn, has other outputs."""
         outputs = outputs.detach()
         if not outputs.is_meta:
-            with calling.aside(), torch.no_grad():
+            with calling.aside(), torch.no_grad(), self._random.watched():
                 again, _ = self._run(model, batch)
             if agree(
                 outputs, again, _ROUNDING * torch.finfo(outputs.dtype).eps if outputs.is_floating_point() else 0.0

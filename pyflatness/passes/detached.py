@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
+from torch._C import _functorch, _len_torch_function_stack
 from torch.overrides import TorchFunctionMode
 
 TAKEN_AS_CONSTANT = (
@@ -34,6 +34,7 @@ class Detached(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self._below = _len_torch_function_stack()
         self._held: dict[int, Tensor] = {}  # by id; the tensors are kept so that ids and memory stay theirs
         # Memory of these; false where tensors with a graph share it, so that it is held for those without one alone.
         self._memory: dict[int, bool] = {}
@@ -41,9 +42,13 @@ class Detached(TorchFunctionMode):
         self._is_lost = False  # whether such a tensor, or one with a graph, became a number or an array
         self._script = _last_script()
 
+    def __exit__(self, *exception: Any) -> None:
+        if _len_torch_function_stack() > self._below:  # torch takes a mode off while it is asked; Ctrl-C can come then
+            super().__exit__(*exception)
+
     def reaches(self, outputs: Tensor) -> bool:
         """Return whether a tensor depends on some that were taken out of the graph."""
-        return self._is_lost or self._is_held(outputs) or torch.jit.last_executed_optimized_graph() is not self._script
+        return self._is_lost or self._is_held(outputs) or torch._C._last_executed_optimized_graph() is not self._script
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -108,16 +113,17 @@ class Detached(TorchFunctionMode):
 def _memory(tensor: Tensor) -> int:
     """Return what tensors that share memory have in common."""
     try:
-        return tensor.untyped_storage()._cdata
+        memory: int = tensor.untyped_storage()._cdata
+        return memory
     except NotImplementedError:  # it is sparse, say
         return id(tensor)
 
 
 def _last_script() -> Any:
     """Return what torch has noted as the last run of TorchScript in this thread; a run makes it another one."""
-    if torch.jit.last_executed_optimized_graph() is not None:
+    if torch._C._last_executed_optimized_graph() is not None:
         _nothing()(0)  # the next run may be of the same code
-    return torch.jit.last_executed_optimized_graph()
+    return torch._C._last_executed_optimized_graph()
 
 
 @functools.cache

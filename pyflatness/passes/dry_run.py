@@ -245,7 +245,7 @@ def matters(
     numbers, random = itertools.count(), Directions()
 
     def nudge(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
-        if next(numbers) not in calls or output.numel() == 0:
+        if output.numel() == 0 or next(numbers) not in calls:
             return output
         size = output.abs().amax()
         return output + _NUDGE * torch.finfo(output.dtype).eps * torch.where(size > 0, size, 1) * random.like(output)

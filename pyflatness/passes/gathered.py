@@ -4,12 +4,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ..contractions import LayerContraction, TokenContraction
+from ..contractions import Contractor
 from ..contractions.layer import Contraction, Sign
 from ..contractions.quantities import Contribution
 from ..contractions.routes import Calls
-
-Made = LayerContraction | TokenContraction
 
 
 class Gathered:
@@ -19,7 +17,7 @@ class Gathered:
         make: the contraction, of the whole weight.
     """
 
-    def __init__(self, make: Callable[[], Made]) -> None:
+    def __init__(self, make: Callable[[], Contractor]) -> None:
         self._make = make
 
     def at(self, inputs: Calls, count: int, held: int = 0, positions: Tensor | None = None) -> "GatheredContraction":

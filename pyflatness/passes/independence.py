@@ -134,8 +134,8 @@ def check_unchanged(before: Tensor, now: Tensor, what: str = "outputs") -> None:
     if not agree(before, now, rounding(before.dtype, now.dtype)):
         raise InputError(
             f"the model's {what} for the same samples change with the batch they are in, or from call to call: it "
-            "mixes samples, decides by all of them (if h.mean() > 0), draws random numbers, or its batches cannot be cut into samples (tensors of other things "
-            "whose first dimension is as long as the batch)"
+            "mixes samples, decides by all of them (if h.mean() > 0), draws random numbers, or its batches cannot be "
+            "cut into samples (tensors of other things whose first dimension is as long as the batch)"
         )
 
 

@@ -52,12 +52,13 @@ class _Kept:
 def in_place(outputs: Tensor, users: Users, calls: Calls, samples: int) -> set[str]:
     """Return the layers of whose calls' outputs, and of all that is made of these, a sample's rows are in place."""
     kept, last = _keeping(outputs, users, samples), outputs.grad_fn
+    of_rows = kept.of_rows - kept.of_all
     return {
         name
         for name, made in calls.items()
         if all(
             _has_rows(tuple(call.output.shape), samples)
-            and (call.edge.node == last or call.edge.node in kept.of_rows - kept.of_all)
+            and (call.edge.node == last or call.edge.node in of_rows)
             and kept.nodes.issuperset(users.get(call.edge.node, ()))
             for call in made
         )
@@ -70,13 +71,11 @@ def repeated(outputs: Tensor, users: Users, calls: Calls, samples: int) -> set[s
     They are of one row in dimension 0, or lack the dimension for samples.
     """
     kept = _keeping(outputs, users, samples)
+    of_all = kept.of_all - kept.of_rows
     return {
         name
         for name, made in calls.items()
-        if all(
-            call.edge.node in kept.of_all - kept.of_rows and kept.nodes.issuperset(users.get(call.edge.node, ()))
-            for call in made
-        )
+        if all(call.edge.node in of_all and kept.nodes.issuperset(users.get(call.edge.node, ())) for call in made)
     }
 
 

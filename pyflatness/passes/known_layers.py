@@ -94,6 +94,7 @@ class KnownLayers:
         Raises:
             InputError: a layer that was named did not run, cannot be measured, or does not run at every call.
         """
+        self._leave_out_transformed()
         if self.unseen - found.layouts.keys():
             listed = ", ".join(map(repr, sorted(self.unseen)))
             raise InputError(f"layer {listed} runs at one call of the model and not at the next, on the same batch")
@@ -102,7 +103,8 @@ class KnownLayers:
                 raise batch_layout.mixed(name, self._recorder.calls[name][0].output.shape, found.samples)
             self._leave_out(name, "what it looks up is of all samples, and cannot be told apart by sample")
         if first:
-            self._check_ran(found.layouts.keys() | {name for name in self._selected if self._is_routed(name)})
+            routed = self._recorder.empty.union(name for name in self._selected if self._is_routed(name))
+            self._check_ran(found.layouts.keys() | routed)
         for name in found.layouts:
             layers.check_measurable(name, self._selected[name])
         known = self._layouts if self._samples > 1 else {}
@@ -129,6 +131,18 @@ class KnownLayers:
         self._detached.add(name)
         self._layouts.pop(name, None)
 
+    def _leave_out_transformed(self) -> None:
+        """Leave out the layers that were called inside of a transform of ``torch.func``.
+
+        Raises:
+            InputError: such a layer was named, or gave a value already; or all are such.
+        """
+        for name in self._recorder.transformed - self._detached:
+            why = "it is called inside of torch.func.vmap (or grad, jvp), where it cannot be observed"
+            if name in self._named | self._relied_on or self._selected.keys() <= self._recorder.transformed:
+                raise InputError(f"layer {name!r}: {why}; call it outside of that, or choose other layers")
+            self._leave_out(name, why)
+
     def _check_ran(self, names: Collection[str]) -> None:
         """Raise if a layer that was named is not among those that ran, or if none is."""
         missing = [name for name in self._selected if name in self._named and name not in names]
@@ -141,7 +155,12 @@ class KnownLayers:
         return isinstance(use, Use) and use.routed and not use.refusal
 
     def note_unseen(self) -> None:
-        """Compare the recorded calls with what is known, and leave detached layers out of them."""
+        """Compare the recorded calls with what is known, and leave detached layers out of them.
+
+        Raises:
+            InputError: see :meth:`_leave_out_transformed`.
+        """
+        self._leave_out_transformed()
         for name in self._detached:
             self._recorder.calls.pop(name, None)
         self.unseen = self._recorder.calls.keys() - self._layouts.keys()

@@ -1,13 +1,14 @@
 """Bring a chosen layer into the one form that all contractions take, rescaled for normalised values."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from .. import contractions
-from ..contractions import DenseContraction, LayerContraction, TokenContraction, WrittenContraction, product, promoted
+from ..contractions import Contractor, DenseContraction, LayerContraction, multiplied, product, promoted, promoted_dtype
 from ..contractions.factor import gram_factor
 from ..contractions.layer import Contraction
 from ..errors import InputError
@@ -22,11 +23,11 @@ from .pooled import Pooled
 from .runner import Run
 
 Parts = list[Tensor]
-Contractions = LayerContraction | DenseContraction | TokenContraction | WrittenContraction | Gathered
+Contractions = Contractor | DenseContraction | Gathered
 
 
 class LayerForm:
-    """Hold one layer's weight, inputs and output gradients in that form.
+    """Hold one layer's weight, inputs and output gradients in that form, which its kind says.
 
     A convolution is a weight matrix of its filters for each of its groups, or with ``conv="affine"`` the dense matrix
     of all its inputs and outputs, of which the calls for a sample are the positions.
@@ -44,8 +45,6 @@ class LayerForm:
         by_weight: whether the weight has no positions, so that second derivatives are taken in itself.
     """
 
-    by_weight = False
-
     def __init__(
         self,
         name: str,
@@ -56,17 +55,19 @@ class LayerForm:
     ) -> None:
         self.name, self._module, self._scale, self.quantities = name, module, scale, quantities
         self._kind = kind = layers.kind_of(module)
+        self.by_weight = kind.by_weight
+        self._calls: tuple[Linear, ...] = ()  # the kinds of the last run's
         self._options = options
         weight = module.weight
         assert isinstance(weight, Tensor)
-        dtype = contractions.promoted_dtype(weight.dtype)
+        dtype = promoted_dtype(weight.dtype)
         self.backend = contractions.choose(options.backend, weight.device, dtype, "layers")
         self._dense = options.conv == "affine" and kind.space > 0
         if self._dense:
             spread.refuse("conv='affine'", "pass conv='filter', or ")
         self._memory = Budget(options.memory, device=weight.device).buffers
         self._sizes: set[tuple[int, ...]] = set()
-        self._contraction: LayerContraction | TokenContraction | None = None
+        self._contraction: Contractor | None = None
         self._factor: Tensor | None = None
 
     def of(self, quantities: Sequence[str]) -> "LayerForm":
@@ -88,38 +89,32 @@ class LayerForm:
                 self._contraction = self._of(entries.unflatten(0, (self._kind.groups, -1)))
         return self._contraction
 
-    def _of(self, weight: Tensor) -> LayerContraction | TokenContraction:
+    def _of(self, weight: Tensor) -> Contractor:
         """Return the contraction with a weight (G, d, m)."""
-        return LayerContraction(
-            weight,
-            self._kind.geometry,
-            self.backend,
-            self.quantities,
-            memory=self._memory,
-            convolution=self._kind.space > 0,
-        )
+        return self._kind.contraction(weight, self.backend, self.quantities, self._memory, self.gradients)
 
     def weight(self, run: Run) -> Tensor:
-        """Return the weight (G, d, m) for inputs as :meth:`inputs` has them."""
+        """Return the weight (G, d, m) for inputs as :meth:`patches` has them: those of its columns that these have."""
         if self._dense:
             size = self._size(run)
             dtype, device = layers.matrix(self._module)[0].dtype, run.outputs.device
             pixels = torch.eye(torch.Size(size).numel(), dtype=dtype, device=device).unflatten(1, size)
             if self._scale is not None:
-                pixels = normalize.multiplied(pixels, self._scale, 1).to(dtype)
+                pixels = multiplied(pixels, self._scale, 1).to(dtype)
             dense: Tensor = (
                 layers.apply(self._module, pixels, run.calls(self.name)[0].output).flatten(1).t().unsqueeze(0)
             )
             return dense
-        return self.matrix
+        columns = self.columns(run)
+        return self.matrix if columns is None else self.matrix[..., columns]
 
     def whole_weight(self, run: Run) -> Tensor:
         """Return the weight (G, d, m) with all of its columns, also those that no input of a run has."""
-        return self.weight(run)
+        return self.weight(run) if self._dense else self.matrix
 
     def columns(self, run: Run) -> Tensor | None:
         """Return which columns of the whole weight :meth:`weight` has in a run, (U,); None: all."""
-        return None
+        return None if self._dense or not self._kind.tokens else self._kind.columns(self.inputs(run))
 
     def factor(self, run: Run) -> Tensor:
         """Return R (G, r, d), RᵀR = w wᵀ of :meth:`whole_weight`: made once, unless runs may have other weights."""
@@ -134,7 +129,7 @@ class LayerForm:
         if self._scale is None:
             return weight
         columns = normalize.of_columns(self._module, self._scale)
-        scaled: Tensor = promoted(weight) * columns.to(contractions.promoted_dtype(weight.dtype))
+        scaled: Tensor = promoted(weight) * columns.to(promoted_dtype(weight.dtype))
         return scaled
 
     @property
@@ -149,6 +144,7 @@ class LayerForm:
 
     def inputs(self, run: Run) -> Parts:
         """Return φ of all calls, as the contractions want them."""
+        self._calls = tuple(call.kind for call in run.calls(self.name))
         parts = [
             part for call in run.calls(self.name) for part in self._input_parts(run, call.inputs.detach(), call.output)
         ]
@@ -161,10 +157,17 @@ class LayerForm:
 
     def cotangent(self, run: Run, gradients: Sequence[Tensor]) -> Parts:
         """Return δ of all calls, as the contractions want them."""
-        parts: Parts = []
-        for gradient in gradients:
-            parts += self._in_form(run.samples_first(self.name, gradient))
-        return parts if self._dense else self._kind.joined(parts)
+        first = partial(run.samples_first, self.name)
+        if self._dense:
+            return [part for gradient in gradients for part in first(gradient).unbind(1)]
+        calls = zip(gradients, run.calls(self.name), strict=False)  # some take the gradient in one call alone
+        return self._kind.joined(
+            [
+                part
+                for gradient, call in calls
+                for part in self._kind.cotangents(gradient, call.inputs, call.coefficients, self._scale, first)
+            ]
+        )
 
     def cotangents(self, run: Run, gradients: Tensor) -> Tensor | None:
         """Return several gradients (k, …) in the output of the only call as δ, one's samples behind another's.
@@ -172,7 +175,8 @@ class LayerForm:
         The result is None where they have to be taken one by one.
         """
         layout, count = run.layouts[self.name], len(gradients) * run.samples
-        if layout != Layout() or len(run.calls(self.name)) != 1 or not layout.fits(gradients[0], run.samples):
+        alone = self._kind.tokens or self.by_weight or len(run.calls(self.name)) != 1
+        if alone or layout != Layout() or not layout.fits(gradients[0], run.samples):
             return None
         parts = self._in_form(layout.samples_first(gradients.flatten(0, 1), count))
         return parts[0] if len(parts) == 1 else None
@@ -194,26 +198,28 @@ class LayerForm:
         parts = self.cotangent(run, gradients)
         if self._dense:
             return torch.stack([promoted(part).flatten(1) for part in parts], dim=1).unsqueeze(1)
-        return _joined([self._kind.geometry.rows(promoted(part)) for part in parts])
-
-    def placed(self, run: Run, rows: Tensor, output: Tensor) -> Tensor:
-        """Return rows (n, G, P, d) as an output of one call, with their graph: the transpose of :meth:`rows`."""
-        empty = torch.zeros_like(output, requires_grad=True)
-        (placed,) = torch.autograd.grad(self.rows(run, [empty]), empty, rows, create_graph=True)
-        return placed
+        return _joined([self._kind.rows(part) for part in parts])
 
     def changed(self, run: Run, kind: Linear, inputs: Tensor, output: Tensor, changes: Tensor) -> Tensor:
         """Return how the output of a call, of this kind, changes with each sample's own change of the weight.
 
         The change is (n, G, m, d); both inputs and output are the call's, and have their graph.
         """
-        return self.placed(run, product(self.patches(run, (inputs, output)), changes), output)
+        empty = torch.zeros_like(output, requires_grad=True)
+        if self.by_weight:
+            first = partial(run.samples_first, self.name)
+            laid_out, found = first(empty), self._kind.changed(kind, first(inputs), first(output), changes)
+        else:
+            laid_out, found = self.rows(run, [empty]), product(self.patches(run, (inputs, output)), changes)
+        (placed,) = torch.autograd.grad(laid_out, empty, found.to(laid_out.dtype), create_graph=True)
+        return placed
 
     def fingerprints(self, run: Run) -> Tensor:
         """Return a number for each sample's inputs, (n,), by which its row can be known again."""
         total = torch.zeros(run.samples, dtype=torch.float64, device=run.outputs.device)
         for number, call in enumerate(run.calls(self.name)):
             rows = promoted(run.samples_first(self.name, call.inputs.detach())).flatten(1)
+            rows = rows if rows.is_floating_point() else rows.double()
             total += product(rows, (torch.arange(rows.shape[1], device=rows.device) + number).cos().to(rows.dtype))
         return total
 
@@ -227,17 +233,20 @@ class LayerForm:
         parts = [promoted(part) for inputs, output in calls for part in self._input_parts(run, inputs, output)]
         if self._dense:
             return torch.stack([part.flatten(1) for part in parts], dim=1).unsqueeze(1)
-        return _joined([self._kind.geometry.patches(part) for part in parts])
+        columns, dtype = self.columns(run), promoted_dtype(layers.without_entries(self._module).dtype)
+        return _joined([self._kind.patches(part, columns, dtype) for part in parts])
 
-    def gradients(self, inputs: Parts, cotangent: Parts) -> Tensor:
+    def gradients(self, inputs: Sequence[Tensor], cotangent: Sequence[Tensor]) -> Tensor:
         """Return M of some samples, (n, G, d, m), written out, of their part of :meth:`inputs` and a cotangent."""
-        geometry = self._kind.geometry
-        pairs = [(promoted(delta), promoted(phi)) for phi, delta in zip(inputs, cotangent, strict=True)]
-        return torch.stack([product(geometry.rows(delta).mT, geometry.patches(phi)) for delta, phi in pairs]).sum(dim=0)
+        return self._kind.gradients(inputs, cotangent, layers.without_entries(self._module), self._calls)
 
     def on_all_columns(self, run: Run, found: Tensor) -> Tensor:
         """Return what was found for the columns of :meth:`weight` in a run, (…, columns), for those of the matrix."""
-        return found
+        columns = self.columns(run)
+        if columns is None:
+            return found
+        whole = found.new_zeros(*found.shape[:-1], layers.without_entries(self._module).shape[1])
+        return whole.index_copy_(whole.ndim - 1, columns, found)
 
     def _input_parts(self, run: Run, inputs: Tensor, output: Tensor) -> Parts:
         inputs = self._rescaled(inputs)
@@ -246,7 +255,7 @@ class LayerForm:
         return self._in_form(run.samples_first(self.name, inputs))
 
     def _rescaled(self, inputs: Tensor) -> Tensor:
-        return inputs if self._scale is None else normalize.divided(inputs, self._scale, self._kind.class_dim)
+        return inputs if self._scale is None else self._kind.divided(inputs, self._scale)
 
     def _in_form(self, tensor: Tensor) -> Parts:
         return list(tensor.unbind(1)) if self._dense else self._kind.in_common_form(tensor)
@@ -283,14 +292,14 @@ class Dense:
     def carried(self, delta: Tensor) -> Tensor:
         """Return Wᵀ δ: the gradient in the layer's unpadded input through this layer alone."""
         gamma = layers.carried(self._module, delta, self._size)
-        return gamma if self._scale is None else normalize.multiplied(gamma, self._scale, 1)
+        return gamma if self._scale is None else multiplied(gamma, self._scale, 1)
 
     def applied(self, inputs: Tensor, power: int) -> Tensor:
         """Return W x, or (W ∘ W) x: of a convolution padded with zeros an entry of W is an entry of its weight."""
         weight = self._module.weight
         assert isinstance(weight, Tensor)
         if self._scale is not None:
-            inputs = normalize.multiplied(inputs, self._scale**power, 1)
+            inputs = multiplied(inputs, self._scale**power, 1)
         return layers.affine(self._module, promoted(inputs), promoted(weight.detach()) ** power, None, self._output)
 
 

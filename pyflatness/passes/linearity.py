@@ -185,17 +185,15 @@ def read(users: Users, edges: Edges, *, alone: bool = False) -> Reading:
         alone: whether each is varied alone: an operation then has to be linear in those of its inputs that depend on
             these edges, and not in all of them.
     """
-    is_piecewise, is_of_torch = functools.cache(_is_piecewise), functools.cache(_is_of_torch)
-    proven, custom = set(), set()
-    for name, starts in edges.items():
-        nodes = [edge.node for edge in starts]
-        behind = _behind(nodes, users)
-        varied = behind.union(nodes)
-        if all(_is_piecewise(node, varied) if alone else is_piecewise(node) for node in behind):
-            proven.add(name)
-        if not all(map(is_of_torch, behind)):
-            custom.add(name)
-    return Reading(frozenset(proven), frozenset(custom))
+    takers = {user for several in users.values() for user in several}
+    nodes = {name: {edge.node for edge in starts} for name, starts in edges.items()}
+    custom = _in_front([node for node in takers if not _is_of_torch(node)])
+    if alone:
+        proven = {name for name, starts in nodes.items() if _is_proven_alone(starts, users)}
+    else:
+        smooth = _in_front([node for node in takers if not _is_piecewise(node)])
+        proven = {name for name, starts in nodes.items() if smooth.isdisjoint(starts)}
+    return Reading(frozenset(proven), frozenset(n for n, starts in nodes.items() if not custom.isdisjoint(starts)))
 
 
 def unreached(outputs: Tensor, users: Users, calls: Calls) -> dict[str, frozenset[int]]:
@@ -277,16 +275,31 @@ def _kind(name: str) -> str:
     return next((kind for kind, names in _KINDS.items() if names.fullmatch(name)), "")
 
 
-def _behind(starts: Iterable[Node], users: Users) -> set[Node]:
-    """Return the nodes that depend on some others, these not among them."""
-    behind: set[Node] = set()
-    stack = [user for start in starts for user in users.get(start, ())]
+def _is_proven_alone(starts: Collection[Node], users: Users) -> bool:
+    """Return whether all operations that depend on some nodes are linear in pieces in what depends on these."""
+    behind = _reached([user for start in starts for user in users.get(start, ())], lambda node: users.get(node, ()))
+    varied = behind.union(starts)
+    return all(_is_piecewise(node, varied) for node in behind)
+
+
+def _in_front(nodes: Iterable[Node]) -> set[Node]:
+    """Return the nodes that some depend on, these only if they depend on each other."""
+
+    def sources(node: Node) -> list[Node]:
+        return [source for source, _ in node.next_functions if source is not None]
+
+    return _reached([source for node in nodes for source in sources(node)], sources)
+
+
+def _reached(stack: list[Node], following: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """Return some nodes, and all that follow."""
+    reached: set[Node] = set()
     while stack:
         node = stack.pop()
-        if node not in behind:
-            behind.add(node)
-            stack += users.get(node, ())
-    return behind
+        if node not in reached:
+            reached.add(node)
+            stack += following(node)
+    return reached
 
 
 def users_of(outputs: Tensor) -> Users:

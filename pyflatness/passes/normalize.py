@@ -13,81 +13,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..contractions import Columns, promoted
+from ..contractions import promoted
 from ..errors import InputError, NonFiniteError
 from ..losses import Loss
 from ..model import layers
+from ..model.kinds.deviations import ULPS, Deviations
 from ..numerics import accumulate
 from ..numerics.accumulate import non_finite, omits
-from ..numerics.shard import Shard
 from . import cotangents
 from .cotangents import Cotangents
-from .recorder import Call
 from .runner import Run, Runner
-
-_ULPS = 16  # a deviation below so many units in the last place of the largest entry is none
-
-
-class FeatureScale:
-    """Update the mean, deviation and largest magnitude of each feature, in float64 (Chan's update).
-
-    ``rows`` says how many rows were taken in.
-    """
-
-    def __init__(self) -> None:
-        self.rows = self._features = 0
-        self._mean = self._squares = self._largest = torch.zeros((), dtype=torch.float64, device="cpu")
-        self._eps, self._device = 0.0, torch.device("cpu")
-
-    def add(self, features: Tensor) -> None:
-        """Take in rows (rows, m)."""
-        self._features, self._device = features.shape[1], features.device
-        if len(features) == 0:
-            return
-        self._eps = torch.finfo(features.dtype).eps
-        rows = features.double()
-        mean = rows.mean(dim=0)
-        squares = (rows - mean).square().sum(dim=0)
-        self._merge(len(rows), mean, squares, rows.abs().amax(dim=0))
-
-    def _merge(self, rows: int, mean: Tensor, squares: Tensor, largest: Tensor) -> None:
-        if self.rows == 0:
-            self.rows, self._mean, self._squares, self._largest = rows, mean, squares, largest
-            return
-        total = self.rows + rows
-        shift = mean - self._mean
-        self._squares = self._squares + squares + shift.square() * (self.rows * rows / total)
-        self._mean = self._mean + shift * (rows / total)
-        self._largest = torch.maximum(self._largest, largest)
-        self.rows = total
-
-    def together(self, shard: Shard, name: str) -> None:
-        """Take in the rows of other ranks, where a read of the data ends; ``name`` is the layer's."""
-        if shard.ranks.alone:
-            return
-        own = {
-            "rows": torch.tensor(self.rows, dtype=torch.int64, device="cpu"),
-            "eps": torch.tensor(self._eps, dtype=torch.float64, device="cpu"),
-        }
-        own |= {"mean": self._mean, "squares": self._squares, "largest": self._largest} if self.rows else {}
-        found, device = shard.each(f"the deviations of layer {name!r}", own), self._device
-        self.rows = 0
-        for each in found:
-            rows = int(each["rows"])
-            if rows:
-                self._eps = float(each["eps"])
-                self._merge(rows, *(each[key].to(device) for key in ("mean", "squares", "largest")))
-
-    def scale(self) -> Tensor:
-        """Return σ_j, (m,) float64; |c| for a constant feature, 0 for one that is zero throughout (and drops out).
-
-        Ones where no rows were taken in.
-        """
-        if self.rows == 0:
-            return torch.ones(self._features, dtype=torch.float64, device=self._device)
-        deviation = (self._squares / self.rows).sqrt()
-        constant = deviation <= _ULPS * self._eps * self._largest
-        return torch.where(constant, self._largest, deviation)
 
 
 def differentiable_scale(rows: Tensor, used: Tensor | None, eps: float) -> Tensor:
@@ -104,47 +39,8 @@ def differentiable_scale(rows: Tensor, used: Tensor | None, eps: float) -> Tenso
     mean = rows.sum(dim=0) / count
     variance = torch.where(counted, rows - mean, 0.0).square().sum(dim=0) / count
     largest = rows.abs().amax(dim=0)
-    constant = variance.detach().sqrt() <= _ULPS * eps * largest.detach()
+    constant = variance.detach().sqrt() <= ULPS * eps * largest.detach()
     return torch.where(constant, largest, torch.where(constant, 1.0, variance).sqrt())
-
-
-class TokenScale:
-    """Count how often each token comes, of which the deviations of one-hot features follow.
-
-    Args:
-        count: of all tokens, m.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.rows, self._count = 0, count
-        self._sums = self._squares = torch.zeros(count, dtype=torch.float64, device="cpu")
-
-    def add(self, features: Tensor) -> None:
-        """Take in rows: the numbers of their tokens, and behind them as many coefficients."""
-        self.rows += len(features)
-        tokens, coefficients = features.chunk(2, dim=1)
-        columns = Columns(tokens.long())
-        counts = columns.of(coefficients.unsqueeze(2)).squeeze(2)
-        self._sums, self._squares = (
-            total.to(counts.device).index_add(0, columns.tokens.flatten(), values.flatten())
-            for total, values in ((self._sums, counts), (self._squares, counts.square()))
-        )
-
-    def together(self, shard: Shard, name: str) -> None:
-        """See :meth:`FeatureScale.together`."""
-        rows = torch.tensor(self.rows, dtype=torch.int64, device="cpu")
-        own = {"rows": rows, "sums": self._sums, "squares": self._squares}
-        found = shard.sum(f"the deviations of layer {name!r}", own)
-        self.rows, self._sums, self._squares = int(found["rows"]), found["sums"], found["squares"]
-
-    def scale(self) -> Tensor:
-        """Return σ_j, (m,) float64, as :meth:`FeatureScale.scale` does."""
-        if self.rows == 0:
-            return torch.ones_like(self._sums)
-        mean = self._sums / self.rows
-        variance = self._squares / self.rows - mean.square()
-        eps = torch.finfo(torch.float64).eps
-        return torch.where(variance <= _ULPS * eps * mean.square(), mean.abs(), variance.clamp_min(0).sqrt())
 
 
 def apply(scale: Tensor, matrix: Tensor, *, inverse: bool = False) -> Tensor:
@@ -161,20 +57,6 @@ def of_columns(module: nn.Module, scale: Tensor) -> Tensor:
     return scale.view(layers.groups(module), 1, -1).repeat_interleave(kernel_elements, dim=2)
 
 
-def multiplied(tensor: Tensor, scale: Tensor, dim: int) -> Tensor:
-    """Return ``tensor`` times the scale of its channels, which are in ``dim``."""
-    sizes = [1] * tensor.ndim
-    sizes[dim] = len(scale)
-    tensor = promoted(tensor)
-    return tensor * scale.view(sizes).to(tensor.dtype)
-
-
-def divided(tensor: Tensor, scale: Tensor, dim: int) -> Tensor:
-    """Return ``tensor`` divided by its channels' scale; channels of scale 0 become 0, which drops them."""
-    kept = scale > 0
-    return multiplied(tensor, torch.where(kept, 1 / torch.where(kept, scale, 1.0), 0.0), dim)
-
-
 def feature_scales(runner: Runner, loss: Loss, nan_policy: str) -> dict[str, Tensor]:
     """Return the scale of every layer's input channels, by one data read.
 
@@ -187,18 +69,17 @@ def feature_scales(runner: Runner, loss: Loss, nan_policy: str) -> dict[str, Ten
         InputError: a weight in all of its uses.
     """
     for name, module in runner.selected.items():
-        if layers.is_together(module):
+        if layers.kind_of(module).by_weight:
             raise InputError(
                 f"layer {name!r} is a weight in all of its uses, whose inputs have no deviations in common: normalised "
                 "measures are of each use by itself"
             )
-    deviations: dict[str, FeatureScale | TokenScale] = {}
+    deviations: dict[str, Deviations] = {}
 
-    def of(name: str) -> FeatureScale | TokenScale:
+    def of(name: str) -> Deviations:
         if name not in deviations:
             module = runner.selected[name]
-            tokens = layers.kind_of(module).tokens
-            deviations[name] = TokenScale(layers.matrix(module)[0].shape[1]) if tokens else FeatureScale()
+            deviations[name] = layers.kind_of(module).deviations(layers.without_entries(module).shape[1])
         return deviations[name]
 
     def take(rows: dict[str, Tensor]) -> None:
@@ -263,7 +144,7 @@ def _kept(runner: Runner, run: Run, sent: Cotangents) -> dict[str, _Kept]:
     found = {}
     for name, module in runner.modules.items():
         if run.calls(name):
-            rows = _by_sample(module, run, name)
+            rows = _by_sample(run, name)
             mask = _counted(run, name, sent.used, rows.shape[1], layers.kind_of(module).pointwise)
             good = torch.ones_like(sent.bad)
             if not bool(rows.sum().isfinite()):
@@ -292,28 +173,11 @@ def _non_finite(run: Run, goods: Mapping[str, Tensor]) -> NonFiniteError:
     return non_finite(run.number, good, f"in the input of layer {name!r}")
 
 
-def _by_sample(module: nn.Module, run: Run, name: str) -> Tensor:
-    """Return a tensor of a layer as (n, rows, channels)."""
-    kind = layers.kind_of(module)
-    if kind.tokens:
-        return torch.cat([_tokens(run, name, call, kind.pointwise) for call in run.calls(name)], dim=1)
-    parts = []
-    for call in run.calls(name):
-        inputs = run.samples_first(name, call.inputs.detach())
-        if kind.class_dim == 1:
-            inputs = inputs.movedim(2, -1)
-        parts.append(inputs.reshape(run.samples, -1, inputs.shape[-1]))
-    return torch.cat(parts, dim=1)
-
-
-def _tokens(run: Run, name: str, call: Call, single: bool) -> Tensor:
-    """Return the tokens of a call and their coefficients behind them, (n, rows, 2), or (n, bags, 2 tokens of a bag)."""
-    tokens = run.samples_first(name, call.inputs)
-    if single:  # padding is a feature like others, though its column has no derivative
-        tokens = tokens.reshape(run.samples, -1, 1).double()
-        return torch.cat([tokens, torch.ones_like(tokens)], dim=2)
-    assert call.coefficients is not None
-    return torch.cat([tokens.double(), run.samples_first(name, call.coefficients).double()], dim=2)
+def _by_sample(run: Run, name: str) -> Tensor:
+    """Return the inputs of a layer as (n, rows, channels)."""
+    first = partial(run.samples_first, name)
+    calls = run.calls(name)
+    return torch.cat([call.kind.input_rows(call.inputs.detach(), call.coefficients, first) for call in calls], dim=1)
 
 
 def _counted(run: Run, name: str, used: Tensor, rows: int, pointwise: bool) -> Tensor:

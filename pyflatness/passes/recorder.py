@@ -22,7 +22,7 @@ from .. import interrupts
 from ..errors import InputError, NoGraphError
 from ..messages import check_tensor
 from ..model import layers, spread
-from ..model.calling import is_aside, version
+from ..model.calling import is_aside, is_transformed, version
 from ..model.kinds import Linear
 from ..model.uses import Use
 from ..model.uses.experts import Route
@@ -55,7 +55,15 @@ class Call:
 
 
 class Recorder:
-    """Hook layers and keep their calls, by name, of the last forward pass inside :meth:`recording`."""
+    """Hook layers and keep their calls, by name, of the last forward pass inside :meth:`recording`.
+
+    A call on an empty tensor, as of an expert that nothing is routed to, is none.
+
+    Attributes:
+        calls: by layer.
+        empty: layers that were called on an empty tensor.
+        transformed: layers that were called inside of a transform of ``torch.func``, where no call can be kept.
+    """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules, self._active, self._checking, self._paused = modules, False, False, False
@@ -64,6 +72,8 @@ class Recorder:
         self._shared: set[str] = set()
         self._samples = 1
         self.calls: dict[str, list[Call]] = {}
+        self.empty: set[str] = set()
+        self.transformed: set[str] = set()
 
     @property
     def stand_ins(self) -> list[Use]:
@@ -151,7 +161,7 @@ class Recorder:
 
     def _alias(self, name: str) -> Any:
         def alias(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if self._paused or is_aside():
+            if self._paused or is_aside() or is_transformed():
                 return None
             if self._active and not torch.is_grad_enabled():
                 raise NoGraphError(
@@ -175,6 +185,9 @@ class Recorder:
 
     def _keep(self, name: str) -> Any:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
+            if is_transformed():
+                self.transformed |= {name} if self._active else set()
+                return None
             kind = layers.kind_of_call(module)
             inputs = kind.inputs_of(args, kwargs)
             if self._paused or is_aside() or inputs is None or not isinstance(output, Tensor):
@@ -185,7 +198,9 @@ class Recorder:
                 inputs, own, coefficients = (self._repeated(part, inputs.ndim) for part in (inputs, own, coefficients))
             if kind.tokens and torch.is_grad_enabled() and not own.requires_grad:
                 own = _with_history(own)
-            if self._active:
+            if self._active and output.numel() == 0:
+                self.empty.add(name)
+            elif self._active:
                 self._take(name, module, inputs, own, coefficients)
             return None if own is output else own
 

@@ -98,6 +98,10 @@ class Runner:
         certify: whether it matters which layers are linear.
         reserve: bytes a sample that the work takes besides, by what the dry run found.
         inside: entered around each forward pass and the work on it.
+
+    Attributes:
+        selected: the layers.
+        places: of the layers among these, by name.
     """
 
     def __init__(
@@ -119,6 +123,7 @@ class Runner:
         self.model, self.batches, self.selected, self._forward = model, batches, selection.modules, forward
         self._approve, self._reserve, self._inside = approve, reserve, inside
         self._second_order, self._by_sample, self._certify = second_order, by_sample, certify
+        self.places = {name: place for place, name in enumerate(selection.modules)}
         self._recorder = Recorder(selection.modules)
         self._known = KnownLayers(model, selection, self._recorder, forward, order_matters=order_matters)
         self._certificate = linearity.Certificate()

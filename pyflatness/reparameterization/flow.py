@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..errors import InputError
-from ..model import layers
+from ..model import layers, uses
 
 _ELEMENTWISE = {"relu", "leaky_relu", "_prelu_kernel", "abs", "neg", "clone", "detach", "alias", "_to_copy"}
 _VIEWS = {"view", "_unsafe_view", "_reshape_alias", "squeeze", "unsqueeze", "permute", "transpose", "t", "expand"}
@@ -196,7 +196,7 @@ def obstacle(model: nn.Module, name: str, module: nn.Module) -> str:
                 f"layer {name!r}: its {what} is made by a parametrisation (or a hook); remove that first "
                 "(torch.nn.utils.parametrize.remove_parametrizations)"
             )
-    others = layers.ties(model, module)
+    others = uses.ties(model, module)
     return f"layer {name!r}: its weight is tied with {', '.join(others)}, which would change with it" if others else ""
 
 

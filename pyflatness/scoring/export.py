@@ -15,21 +15,17 @@ from typing import Any
 from ..errors import InputError, MissingExtraError
 from ..options import Options
 from .described import of_json
-from .fit import NO_FIT
-from .rows import csv_line, is_there, row
+from .rows import csv_line, kinds, rows
 from .store import Store
 
 SCHEMA = 1
-COLUMNS = (
-    *("schema", "checkpoint", "layer", "measure", "arguments", "value", "stderr", "low", "high", "exact", "method"),
-    *("samples", "loss", "accuracy", "seconds", "model", "data", "versions", "error", "setting"),
-)
+_KINDS = {"schema": int, **kinds(), **dict.fromkeys(("arguments", "model", "data", "versions", "setting"), str)}
+COLUMNS = (*_KINDS,)
 
 Record = dict[str, Any]
 
 _DEFAULTS = asdict(Options())
 _DIGITS = 12  # of the hash of a setting
-_REAL = ("value", "stderr", "low", "high", "loss", "accuracy", "seconds")
 
 
 def records(store: Store, more: Mapping[str, Mapping[str, Any]] | None = None) -> Iterator[Record]:
@@ -56,10 +52,10 @@ def records(store: Store, more: Mapping[str, Mapping[str, Any]] | None = None) -
         }
         for checkpoint in checkpoints:
             held = store.values(setting, checkpoint["content"])
-            fit = next((one.fit for one in held if one.fit != NO_FIT), NO_FIT)
             columns = dict.fromkeys(names) | metadata[checkpoint["name"]]
-            for one in filter(lambda one: is_there(one.value), held):
-                found = {**same, **asdict(row(checkpoint["name"], one.value, fit)), "versions": one.versions}
+            versions = (one.versions for one in held.values() if one.row.is_there)
+            for row, version in zip(rows(checkpoint["name"], held, held), versions, strict=True):
+                found = {**same, **asdict(row), "versions": version}
                 yield {name: found[name] for name in COLUMNS} | columns
 
 
@@ -135,8 +131,8 @@ def _parquet(found: list[Record]) -> bytes:
     import pyarrow
     import pyarrow.parquet
 
-    kinds = {"schema": "int32", "samples": "int64", "exact": "bool"} | dict.fromkeys(_REAL, "double")
-    named = [(name, pyarrow.type_for_alias(kinds.get(name, "string"))) for name in COLUMNS]
+    types = {int: "int64", bool: "bool", float: "double", str: "string"}
+    named = [(name, pyarrow.type_for_alias(types[kind])) for name, kind in _KINDS.items()]
     others = [*found[0]][len(COLUMNS) :] if found else []
     arrays = [pyarrow.array([record[name] for record in found], kind) for name, kind in named]
     arrays += [_array(pyarrow, [record[name] for record in found]) for name in others]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import StoreError
+from ..messages import shown
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _OF_NETWORKS = (
@@ -28,6 +29,18 @@ _OF_NETWORKS = (
 )
 _FOLDERS = "pyflatness-tmp-"
 _NEW = 60.0  # seconds for which a folder without a lock may be one that is being made
+
+
+def resolved(path: Path) -> Path:
+    """Return a store's own path, whatever links lead to it.
+
+    Raises:
+        StoreError: no file can have that name.
+    """
+    try:
+        return path.resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # with NUL, or a surrogate; links in a circle
+        raise StoreError(f"store: no file can be called {shown(str(path))} ({error})") from None
 
 
 def check_local(path: Path, mounts: Path = _MOUNTS) -> None:
@@ -70,7 +83,7 @@ def only_writer(path: Path) -> Iterator[None]:
     when any other handle on it is closed.
 
     Raises:
-        StoreError: another process has it, or the folder cannot be written to.
+        StoreError: another process has it, the folder cannot be written to, or the file has other names.
     """
     try:
         handle = os.open(path.with_name(f"{path.name}-lock"), os.O_RDWR | os.O_CREAT, 0o666)
@@ -84,6 +97,11 @@ def only_writer(path: Path) -> Iterator[None]:
                 f"store: another process is writing {path}; wait for it, or give this one a store of its own with "
                 "--shard i/N"
             ) from None
+        if path.is_file() and path.stat().st_nlink > 1:
+            raise StoreError(
+                f"store: {path} has {path.stat().st_nlink} names (hard links), by which others may write it; copy it "
+                "(cp), and write the copy"
+            )
         yield
     finally:
         os.close(handle)

@@ -6,8 +6,8 @@ another. Hashes are SHA-256.
 
 import hashlib
 import stat
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..model.data import Batches, leaves, size
 from ..model.layers import unwrap
 from ..options import Options
 from . import described, listing
-from .described import Facts, of_json, plain
+from .described import Description, Facts, of_json, plain
 
 VALUES_VERSION = 1
 """Raised by a release in which a value changes by more than rounding; then all values are computed again."""
@@ -60,32 +60,89 @@ def of_state(module: nn.Module) -> str:
     return of_json([(name, plain(value)) for name, value in module.state_dict().items()])
 
 
-def of_network(network: nn.Module) -> Facts:
-    """Return what makes a network besides its weights: its structure, attributes, dtypes, and sources."""
+def of_network(about: Description, network: nn.Module, made: Any = None) -> Facts:
+    """Return what makes a network besides its weights: classes, attributes, hooks, dtypes and shapes.
+
+    Args:
+        about: to describe it by.
+        network: with any weights.
+        made: what it was made of.
+    """
     network = unwrap(network)
-    kinds = {type(module) for module in network.modules()}
-    state = network.state_dict()
-    weights = [*network.parameters(), *network.buffers()]  # the file's, wherever else the network holds them
-    held = [(name, described.attributes(module, weights)) for name, module in network.named_modules()]
-    hidden = [(name, plain(buffer)) for name, buffer in network.named_buffers() if name not in state]
+    state = network.state_dict(keep_vars=True)
+    of_all = (held for name, held in vars(nn.modules.module).items() if "_hooks" in name and isinstance(held, dict))
+    # The file's weights, wherever else the network holds them.
+    for weight in (*network.parameters(), *(held for name, held in network.named_buffers() if name in state)):
+        about.meet(weight)
     return {
-        "structure": described.without_addresses(network),
         "entries": [(name, described.kind(value)) for name, value in state.items()],
-        "hidden buffers": hidden,
-        "attributes": of_json(held),
-        "sources": sorted({text for kind in kinds if (text := described.source(kind))}),
-        "imported": described.imported(kinds),
+        "network": of_json(about.of(network)),
+        "made": of_json(about.of(made)),
+        "hooks": of_json(about.of([[*hooks.values()] for hooks in of_all])),
     }
 
 
-def of_loss(loss: Any) -> Facts:
+def of_loss(about: Description, loss: Any) -> Facts:
     """Return what a loss is; a name, its function and its module with the same options are the same."""
     if auto.is_auto(loss):  # what it is follows from the model and the data
         return {"name": auto.AUTO}
     resolved = losses.resolve(loss)
     if not isinstance(resolved, losses.CustomLoss):
         return {"name": type(resolved).__name__, **_attributes(resolved)}
-    return described.of_callable(loss) | {"reduction": resolved.reduction}
+    name = getattr(loss, "__qualname__", type(loss).__qualname__)
+    return {"name": name, "loss": of_json(about.of(loss)), "reduction": resolved.reduction}
+
+
+@dataclass(frozen=True)
+class Code:
+    """Hold what the user's code is for values.
+
+    Attributes:
+        model: of the network that checkpoints are of.
+        loss: the loss.
+        files: hashes of source files, by their paths.
+        unknown: what cannot be described, in words; values that depend on it cannot be found again.
+    """
+
+    model: Facts | None
+    loss: Facts
+    files: Mapping[str, str]
+    unknown: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        network: nn.Module | None,
+        made: Any,
+        loss: Any,
+        data: Any,
+        version: str | None,
+        folders: Iterable[Path] = (),
+    ) -> "Code":
+        """Return the code of a run.
+
+        Args:
+            network: that checkpoints are of.
+            made: what it was made of.
+            loss: of the user.
+            data: what makes them, of which the samples count; or they themselves.
+            version: what stands for the user's code; None: it is looked at.
+            folders: of other source files that count.
+
+        Raises:
+            InputError: a source file was edited after it was imported.
+        """
+        of_model, of_loss_ = Description(version), Description(version)
+        model = None if network is None else of_network(of_model, network, made)
+        found = of_loss(of_loss_, loss)
+        places = {*folders, *of_model.folders, *of_loss_.folders, *described.folder(data)}
+        files = {"": version} if version is not None else described.files(places)
+        return cls(model, found, files, (*of_model.unknown, *of_loss_.unknown))
+
+    def differs(self, other: "Code") -> bool:
+        """Return whether another process has other code, as far as it has loaded the same files."""
+        files = any(other.files.get(path, held) != held for path, held in self.files.items())
+        return files or (self.model, self.loss) != (other.model, other.loss)
 
 
 def of_options(options: Options) -> Facts:

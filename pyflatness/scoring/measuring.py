@@ -4,7 +4,7 @@ import importlib
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -18,6 +18,7 @@ from ..numerics.ranks import ALONE, Ranks, is_the_end
 from ..report import Estimate
 from ..session import session
 from .fit import NO_FIT, Fit, FitRecorder
+from .rows import Held, Row
 from .units import Pair, Request, Unit
 
 Step = Callable[[float], None]
@@ -25,31 +26,14 @@ Step = Callable[[float], None]
 
 
 @dataclass(frozen=True)
-class Value:
-    """Hold what came of a pair: the numbers; or ``error``; or neither, of a pattern's layer that did not run."""
-
-    pair: Pair
-    layer: str = ""
-    value: float | None = None
-    stderr: float | None = None
-    method: str | None = None
-    exact: bool | None = None
-    samples: int | None = None
-    low: float | None = None  # of the 95 % interval
-    high: float | None = None
-    seconds: float | None = None
-    error: str = ""
-
-
-@dataclass(frozen=True)
 class Outcome:
-    """Hold what came of a unit: a value for each of its pairs, and the network's loss and accuracy if data were read.
+    """Hold what came of a unit: a row for each of its pairs, and the network's loss and accuracy if data were read.
 
     ``batch_size`` is what the batches had to be cut to for the memory, None where they stayed as they are. ``notes``
     say what was done in reading the checkpoint. Of a spectrum there is the ``file``, or an ``error``.
     """
 
-    values: tuple[Value, ...]
+    values: Mapping[Pair, Row]
     fit: Fit = NO_FIT
     seconds: float = 0.0
     batch_size: int | None = None
@@ -60,13 +44,17 @@ class Outcome:
     @classmethod
     def failed(cls, unit: Unit, error: str) -> "Outcome":
         """Return the outcome of a unit of which nothing could be measured."""
-        places = ((pair, pair.place if isinstance(pair.place, str) else "") for pair in unit.pairs)
-        return cls(tuple(Value(pair, layer, error=error) for pair, layer in places), error=error)
+        return cls({pair: _value(pair, error) for pair in unit.pairs}, error=error)
+
+    @property
+    def held(self) -> dict[Pair, Held]:
+        """Return the rows with the loss and accuracy."""
+        return {pair: Held(row, self.fit) for pair, row in self.values.items()}
 
     @property
     def errors(self) -> list[str]:
         """Return the errors of values and of the whole, each once."""
-        return [*dict.fromkeys(filter(None, (*(value.error for value in self.values), self.error)))]
+        return [*dict.fromkeys(filter(None, (*(row.error for row in self.values.values()), self.error)))]
 
 
 def spectrum_of(model: nn.Module, data: Any, request: Request, k: int, ranks: Ranks = ALONE) -> Outcome:
@@ -92,8 +80,8 @@ def spectrum_of(model: nn.Module, data: Any, request: Request, k: int, ranks: Ra
     except Exception as error:  # as of a unit
         if is_the_end(error):
             raise
-        return Outcome((), error=reason(error))
-    return Outcome((), seconds=time.perf_counter() - start, file=found.to_json().encode())
+        return Outcome({}, error=reason(error))
+    return Outcome({}, seconds=time.perf_counter() - start, file=found.to_json().encode())
 
 
 def measured(
@@ -129,16 +117,16 @@ def measured(
     waiting = deque([unit.measures])
     while waiting:
         names = waiting.popleft()
-        rows = named(names)
-        part = len(names) / len(unit.measures) / max(1, *(row.reads for row in rows))
+        of_names = named(names)
+        part = len(names) / len(unit.measures) / max(1, *(row.reads for row in of_names))
         active = fit and known is None and counts
         recorder = FitRecorder(request.loss, lambda part=part: step(part), active=active)  # type: ignore[misc]
         begin = time.perf_counter()
         try:
             with ranks.agreed("a unit"):
-                values, missing = _values(model, data, request, unit, names, recorder, ranks)
+                by_measure, missing = _values(model, data, request, unit, names, recorder, ranks)
                 seconds = time.perf_counter() - begin
-                if fit and known is None and any(row.reads for row in rows):
+                if fit and known is None and any(row.reads for row in of_names):
                     known = recorder.fit(ranks)
         except Exception as error:  # the user's model and data run here: whatever it is, the next unit goes on
             if is_the_end(error):
@@ -148,9 +136,10 @@ def measured(
             else:
                 found[names[0]] = reason(error)
             continue
-        found.update((name, _Held(values.get(name, {}), missing.get(name, ""), seconds)) for name in names)
-    values_ = tuple(_value(pair, found[pair.measure]) for pair in unit.pairs)
-    return Outcome(values_, known or NO_FIT, time.perf_counter() - start)
+        found.update((name, _Held(by_measure.get(name, {}), missing.get(name, ""), seconds)) for name in names)
+    return Outcome(
+        {pair: _value(pair, found[pair.measure]) for pair in unit.pairs}, known or NO_FIT, time.perf_counter() - start
+    )
 
 
 @dataclass(frozen=True)
@@ -167,19 +156,18 @@ class _Held:
         return self.values.get("" if isinstance(pair.place, tuple) else pair.place)
 
 
-def _value(pair: Pair, held: _Held | str) -> Value:
-    layer = pair.place if isinstance(pair.place, str) else ""
+def _value(pair: Pair, held: _Held | str) -> Row:
+    """Return the row of a pair: the numbers; or the error; or neither, of a pattern's layer that did not run."""
+    empty = Row(layer=pair.place if isinstance(pair.place, str) else "", measure=pair.measure)
     if isinstance(held, str):
-        return Value(pair, layer, error=held)
+        return replace(empty, error=held)
     estimate = held.of(pair)
     if estimate is None:
-        error = held.missing or "the network has no value of it" if isinstance(pair.place, tuple) else ""
-        return Value(pair, layer, error=error)
+        missing = held.missing or "the network has no value of it"
+        return replace(empty, error=missing if isinstance(pair.place, tuple) else "")
     low, high = estimate.interval() or (None, None)
-    return Value(
-        *(pair, estimate.layer, estimate.value, estimate.stderr, estimate.method, estimate.exact, estimate.samples),
-        *(low, high, held.seconds),
-    )
+    numbers = {name: getattr(estimate, name) for name in ("layer", "value", "stderr", "method", "exact", "samples")}
+    return replace(empty, **numbers, low=low, high=high, seconds=held.seconds)
 
 
 def _values(

@@ -1,13 +1,17 @@
-"""Make rows of outcomes: one for each value, as tables have them."""
+"""Hold the one schema of a value: what is measured, kept in stores, exported and shown has these columns.
+
+A new column is a field of :class:`Row`, and where it is measured (:mod:`.measuring`): stores, tables and files have it
+by that.
+"""
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import NamedTuple, get_args
 
 from ..messages import to_cell
 from .fit import NO_FIT, Fit
-from .measuring import Value
 from .units import Pair
 
 
@@ -33,9 +37,9 @@ class Row:
         high: its upper end.
     """
 
-    checkpoint: str
-    layer: str
-    measure: str
+    checkpoint: str = ""
+    layer: str = ""
+    measure: str = ""
     value: float | None = None
     stderr: float | None = None
     method: str | None = None
@@ -48,37 +52,41 @@ class Row:
     low: float | None = None
     high: float | None = None
 
+    @property
+    def is_there(self) -> bool:
+        """Return whether there is anything to say: a layer of a pattern that did not run has neither."""
+        return self.value is not None or bool(self.error)
 
-def rows(checkpoint: str, pairs: Sequence[Pair], held: Iterable[tuple[Value, Fit]]) -> list[Row]:
+
+def kinds() -> dict[str, type]:
+    """Return the type of each column, which may be missing in a row."""
+    return {
+        field.name: next(kind for kind in get_args(field.type) or (field.type,) if kind is not type(None))
+        for field in fields(Row)
+    }
+
+
+class Held(NamedTuple):
+    """Hold a row without its checkpoint, the loss and accuracy of its unit, and as JSON what it was computed with."""
+
+    row: Row
+    fit: Fit
+    versions: str = ""
+
+
+def rows(checkpoint: str, pairs: Iterable[Pair], held: Mapping[Pair, Held]) -> list[Row]:
     """Return the rows of a checkpoint in the order of the pairs; a layer that did not run has none.
+
+    The loss and accuracy of the first unit that has them are those of all rows.
 
     Args:
         checkpoint: its name.
         pairs: what was asked.
-        held: what came of them, each with the loss and accuracy of its unit; those of the first unit that has them are
-            those of all rows.
+        held: what came of them.
     """
-    held = [*held]
-    fit = next((fit for _, fit in held if fit != NO_FIT), NO_FIT)
-    found = {value.pair: value for value, _ in held}
-    return [row(checkpoint, found[pair], fit) for pair in pairs if pair in found and is_there(found[pair])]
-
-
-def is_there(value: Value) -> bool:
-    """Return whether a value has a row."""
-    return value.value is not None or bool(value.error)
-
-
-def row(checkpoint: str, value: Value, fit: Fit) -> Row:
-    """Return the row of a value."""
-    if value.error:
-        return Row(checkpoint, value.layer, value.pair.measure, error=value.error)
-    return Row(
-        *(checkpoint, value.layer, value.pair.measure, value.value, value.stderr, value.method, value.exact),
-        *(value.samples, fit.loss, fit.accuracy, value.seconds),
-        low=value.low,
-        high=value.high,
-    )
+    fit = next((one.fit for one in held.values() if one.fit != NO_FIT), NO_FIT)
+    found = (held[pair].row for pair in pairs if pair in held and held[pair].row.is_there)
+    return [replace(row, checkpoint=checkpoint, **({} if row.error else asdict(fit))) for row in found]
 
 
 def csv_line(cells: Iterable[object]) -> bytes:

@@ -3,7 +3,7 @@
 import functools
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +35,7 @@ class Run:
         request: what is asked of each model.
         batch_size: see :class:`.worker.Setup`, as for the next.
         limit: of samples.
+        version: what stands for the user's code in a store's keys; None: the code itself.
         ranks: that measure each model together. All of them have the data, and the first one decides what is done.
 
     Raises:
@@ -51,11 +52,12 @@ class Run:
         *,
         batch_size: int | str | None = None,
         limit: float | None = None,
+        version: str | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
         ranks.check_alike("the models", {"models": ", ".join(models), "measures": request.measures})
         self.models, self.request, self.ranks = models, request, ranks
-        self.setup = Setup(uuid.uuid4().hex, model, data, request, batch_size, limit)
+        self.setup = Setup(uuid.uuid4().hex, model, data, request, batch_size, limit, version=version)
         self.bench = Bench(self.setup, ranks)
         self._units: dict[tuple[int, tuple[Pair, ...]], list[Unit]] = {}
 
@@ -143,12 +145,14 @@ class Kept:
         setting: the store's number of what is the same for all values.
         contents: of the checkpoints, by name.
         jobs: what is to be computed.
+        notes: why values will not be found again.
         spectra: what spectra are written as, but for the weights and the result; None: none are wanted.
     """
 
     setting: int
     contents: dict[str, str]
     jobs: list[Job]
+    notes: tuple[str, ...]
     spectra: attached.Entry | None = None
 
     def commit(self, store: Store, job: Job, outcome: Outcome) -> None:
@@ -179,28 +183,35 @@ def keep(run: Run, store: Store, *, retry: bool = False, ends: bool = False, spe
     setup, bench = run.setup, run.bench
     ordered = run.request.options.sampled or run.request.options.by_sample
     fingerprint = keys.of_data(bench.data, ordered=ordered, ends=ends)
-    run.setup = bench.setup = replace(setup, fingerprint=fingerprint)
-    model = None
-    if setup.model is not None and bench.network is not None:
-        model = setup.model.facts() | keys.of_network(bench.network)
+    notes: list[str] = []
+    folders: set[Path] = set()
+    contents = {name: _content(held, setup.version, notes, folders) for name, held in run.models.items()}
+    code = bench.code(folders)
+    run.setup = bench.setup = replace(setup, fingerprint=fingerprint, code=code)
     key = {
-        "model": model,
+        "model": code.model,
         "data": fingerprint,
-        "loss": keys.of_loss(run.request.loss),
+        "loss": code.loss,
+        "code": sorted({*code.files.values()}),
         "options": keys.of_options(run.request.options),
         "values version": keys.VALUES_VERSION,
+        **_once(code.unknown),
     }
     shown = {"model": setup.model and setup.model.text(), "data": setup.data.text()}
     setting = store.setting({"key": key, "shown": shown})
-    contents = {name: _content(held) for name, held in run.models.items()}
     store.name({name: (_path(run.models[name]), content) for name, content in contents.items()})
     first: dict[str, str] = {}  # the first name of each content
     for name, content in contents.items():
         first.setdefault(content, name)
     missing = store.ask(setting, {content: run.pairs(name) for content, name in first.items()}, retry=retry)
     jobs = [job for content, pairs in missing.items() for job in run.jobs(first[content], pairs, content)]
+    said = tuple(
+        f"{what}: it cannot be described, and values that depend on it are computed anew by each run; pass a version "
+        "(version=, --version) that stands for your code"
+        for what in dict.fromkeys([*code.unknown, *notes])
+    )
     if not spectrum:
-        return Kept(setting, contents, jobs)
+        return Kept(setting, contents, jobs, said)
     options = {"curvature": run.request.options.curvature, "seed": run.request.options.seed, "k": spectrum}
     of_all = f"{described.of_json({**key, 'options': {}})} {described.of_json(options)}"
     there = attached.there(store, "spectrum", of_all, failed=not retry)
@@ -209,13 +220,23 @@ def keep(run: Run, store: Store, *, retry: bool = False, ends: bool = False, spe
         for content, name in first.items()
         if content not in there
     ]
-    return Kept(setting, contents, jobs, attached.Entry("", "", "spectrum", setup.data.text(), of_all, b""))
+    return Kept(setting, contents, jobs, said, attached.Entry("", "", "spectrum", setup.data.text(), of_all, b""))
 
 
-def _content(held: Path | nn.Module) -> str:
-    if isinstance(held, nn.Module):
-        return described.of_json([keys.of_state(held), keys.of_network(held)])
-    return keys.of_file(held)
+def _once(unknown: Sequence[str]) -> dict[str, str]:
+    """Return what makes a key that no other run has, if there is anything unknown."""
+    return {"once": uuid.uuid4().hex} if unknown else {}
+
+
+def _content(held: Path | nn.Module, version: str | None, unknown: list[str], folders: set[Path]) -> str:
+    """Return the content of a model; add what is unknown of a network in memory, and the folders of its code."""
+    if not isinstance(held, nn.Module):
+        return keys.of_file(held)
+    about = described.Description(version)
+    facts = keys.of_network(about, held)
+    unknown += about.unknown
+    folders |= about.folders
+    return described.of_json([keys.of_state(held), facts, _once(about.unknown)])
 
 
 def _path(held: Path | nn.Module) -> str | None:

@@ -1,7 +1,7 @@
 """Define the public call that scores many models."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict
 from pathlib import Path
@@ -16,9 +16,8 @@ from ..numerics.meeting import Group, joined
 from ..options import MAX_PASSES, Options, check_count, check_flag, check_names
 from ..session import public
 from . import data_specs, executors, listing, pretrained, specs
-from .fit import Fit
-from .measuring import Outcome, Value
-from .rows import rows
+from .measuring import Outcome
+from .rows import Row, rows
 from .run import Models, Run, keep
 from .scores import Scores
 from .store import Store
@@ -41,6 +40,7 @@ def score(
     executor: str | Executor | None = None,
     workers: int = 1,
     retry: bool = False,
+    version: str | None = None,
     spectrum: int | None = None,
     curvature: str = "auto",
     probes: int | str | None = None,
@@ -85,6 +85,8 @@ def score(
             any executor as ``concurrent.futures`` has them.
         workers: how many processes, or tasks at a time.
         retry: compute again what failed before.
+        version: what stands for your code in the store's keys, such as ``"3"``: then a value stays until the version
+            changes, whatever is edited. None: the code itself counts, see docs/scoring.md.
         spectrum: how many of the largest eigenvalues of each model's loss Hessian, in all of its trainable parameters,
             to compute, with the density of all eigenvalues: ``pf.spectrum(model, loss, data, k=spectrum,
             density=True)``, by some 600 products with the Hessian for each model. The store keeps them, and
@@ -127,6 +129,8 @@ def score(
     if layers is not None and not selectors:
         raise InputError("layers: an empty list; pass None for the last Linear that ran")
     retry, path = check_flag("retry", retry), None if store is None else check_path("store", store)
+    if version is not None and not isinstance(version, str):
+        raise InputError(f"version={shown(version)}: a text that stands for your code is wanted, such as '1'")
     request = Request(loss, selectors, tuple(row.name for row in named(measures)), options)
     if isinstance(model, nn.Module):
         raise InputError("model: what makes the network is wanted, got a network; pass models={name: network}")
@@ -137,7 +141,7 @@ def score(
     with joined(process_group) as ranks, contextlib.ExitStack() as stack:
         named_models = _by_name(models)
         source = Source(data, _for_data(data, model, models), "data=")
-        run = Run(named_models, made, source, request, ranks=ranks)
+        run = Run(named_models, made, source, request, version=version, ranks=ranks)
         where = _executor(executor, check_count("workers", workers, 1), stack)
         if ranks.rank > 0:
             run.go((), where, lambda job, outcome: None)
@@ -147,7 +151,11 @@ def score(
         else:
             held = stack.enter_context(Store(path, write=True, command="pf.score in Python"))
             scores = _kept(run, where, held, retry=retry, spectrum=eigenvalues)
-        return scores if ranks.alone else Scores.of(*ranks.first("the scores", [scores.computed, *map(asdict, scores)]))
+        return (
+            scores
+            if ranks.alone
+            else Scores.of(*ranks.first("the scores", [scores.computed, scores.notes, *map(asdict, scores)]))
+        )
 
 
 def _by_name(models: Any) -> Models:
@@ -202,8 +210,10 @@ def _scored(run: Run, executor: Executor) -> Scores:
         found[jobs[id(job)][0]][id(job)] = outcome
 
     run.go([job for _, job in jobs.values()], executor, take)
-    ordered = {name: [own[key] for key in jobs if key in own] for name, own in found.items()}
-    every = (row for name, own in pairs.items() for row in rows(name, own, _values(ordered[name])))
+    every: list[Row] = []
+    for name, own in pairs.items():
+        outcomes = (found[name][key] for key in jobs if key in found[name])
+        every += rows(name, own, {pair: one for outcome in outcomes for pair, one in outcome.held.items()})
     return Scores(tuple(every), len(jobs))
 
 
@@ -214,10 +224,6 @@ def _kept(run: Run, executor: Executor, store: Store, *, retry: bool, spectrum: 
     every = (
         row
         for name, content in kept.contents.items()
-        for row in rows(name, run.pairs(name), ((held.value, held.fit) for held in store.values(kept.setting, content)))
+        for row in rows(name, run.pairs(name), store.values(kept.setting, content))
     )
-    return Scores(tuple(every), len(kept.jobs))
-
-
-def _values(outcomes: Iterable[Outcome]) -> Iterator[tuple[Value, Fit]]:
-    return ((value, outcome.fit) for outcome in outcomes for value in outcome.values)
+    return Scores(tuple(every), len(kept.jobs), kept.notes)

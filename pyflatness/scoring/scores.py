@@ -1,6 +1,6 @@
 """Hold the scores of many models, as a call of :func:`pyflatness.score` returns them."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,15 +36,17 @@ class Scores:
     Attributes:
         rows: in the order of the models, and of what was asked of each.
         computed: how many units were measured by this call; the rest was in the store.
+        notes: why a store will not find values again.
     """
 
     rows: tuple[Row, ...]
     computed: int
+    notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, computed: int, *rows: Mapping[str, Any]) -> "Scores":
+    def of(cls, computed: int, notes: Iterable[str], *rows: Mapping[str, Any]) -> "Scores":
         """Return scores whose rows are mappings."""
-        return cls(tuple(Row(**row) for row in rows), computed)
+        return cls(tuple(Row(**row) for row in rows), computed, tuple(notes))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -152,7 +154,8 @@ class Scores:
         console = Console(width=200, markup=False, highlight=False, emoji=False, color_system=None)
         with console.capture() as capture:
             console.print(table(self.rows))
-        return "\n".join(line.rstrip() for line in capture.get().splitlines() if line.strip())
+        lines = [line.rstrip() for line in capture.get().splitlines() if line.strip()]
+        return "\n".join([*lines, *map(printable, self.notes)])
 
     __repr__ = __str__
 

@@ -12,68 +12,82 @@ setting (data, model, loss, options), the content of the checkpoint, the place a
 
 import contextlib
 import functools
+import hashlib
 import json
 import math
 import platform
 import sqlite3
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..errors import StoreError
 from . import described, keys
-from .files import check_local, only_writer, temporary_folder
+from .files import check_local, only_writer, resolved, temporary_folder
 from .fit import Fit
-from .measuring import Outcome, Value
+from .measuring import Outcome
+from .rows import Held, Row, kinds
 from .units import Pair
 
-SCHEMA = 1
+SCHEMA = 2
 _APPLICATION = 0x666C6174  # "flat", in the header of the file
 
-_TABLES = """
-CREATE TABLE settings (id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, facts TEXT NOT NULL);
+_SQL = {float: "REAL", int: "INTEGER", bool: "INTEGER", str: "TEXT"}
+_NUMBERS = {name: kind for name, kind in kinds().items() if name not in ("checkpoint", "measure", "loss", "accuracy")}
+"""The columns of a row that are a value's own: others are its key, or its unit's."""
+
+_TABLES = f"""
+CREATE TABLE settings (
+    id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, facts TEXT NOT NULL, digest TEXT NOT NULL DEFAULT ''
+);
 CREATE TABLE checkpoints (
     id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, path TEXT, content TEXT NOT NULL,
-    columns TEXT NOT NULL DEFAULT '{}'
+    columns TEXT NOT NULL DEFAULT '{{}}', digest TEXT NOT NULL DEFAULT ''
 );
 CREATE INDEX checkpoints_by_content ON checkpoints (content);
 CREATE TABLE units (
     id INTEGER PRIMARY KEY, setting INTEGER NOT NULL REFERENCES settings, content TEXT NOT NULL,
-    loss REAL, accuracy REAL, seconds REAL NOT NULL, batch_size INTEGER, versions TEXT NOT NULL, finished REAL NOT NULL
+    loss REAL, accuracy REAL, seconds REAL NOT NULL, batch_size INTEGER, versions TEXT NOT NULL, finished REAL NOT NULL,
+    digest TEXT NOT NULL DEFAULT ''
 );
+CREATE INDEX units_by_content ON units (content);
 CREATE TABLE results (
     id INTEGER PRIMARY KEY, setting INTEGER NOT NULL REFERENCES settings, content TEXT NOT NULL,
     place TEXT NOT NULL, measure TEXT NOT NULL,
     state TEXT NOT NULL DEFAULT 'to do' CHECK (state IN ('to do', 'done', 'failed', 'none')),
-    unit INTEGER REFERENCES units, layer TEXT, value REAL, stderr REAL, method TEXT, exact INTEGER, samples INTEGER,
-    low REAL, high REAL, seconds REAL, error TEXT,
-    UNIQUE (setting, content, place, measure), CHECK ((state = 'to do') = (unit IS NULL))
+    unit INTEGER REFERENCES units,
+    {", ".join(f"{name} {_SQL[kind]}" for name, kind in _NUMBERS.items())},
+    UNIQUE (setting, content, place, measure), CHECK ((state = 'to do') = (unit IS NULL)),
+    {", ".join(f"CHECK (typeof({name}) IN ('{_SQL[kind].lower()}', 'null'))" for name, kind in _NUMBERS.items())}
 );
 CREATE INDEX results_by_unit ON results (unit);
+CREATE TABLE runs (
+    id INTEGER PRIMARY KEY, command TEXT NOT NULL, began REAL NOT NULL, versions TEXT NOT NULL,
+    digest TEXT NOT NULL DEFAULT '', UNIQUE (command, began)
+);
+CREATE TABLE attached (
+    id INTEGER PRIMARY KEY, content TEXT NOT NULL, training TEXT NOT NULL, kind TEXT NOT NULL, label TEXT NOT NULL,
+    setting TEXT NOT NULL, file BLOB NOT NULL, error TEXT NOT NULL, versions TEXT NOT NULL, added REAL NOT NULL,
+    digest TEXT NOT NULL DEFAULT '', UNIQUE (content, training, kind, label)
+);
 """
 
-_LATER = {  # tables that stores may lack, which earlier releases made; these releases do not look at them
-    "runs": "id INTEGER PRIMARY KEY, command TEXT NOT NULL, began REAL NOT NULL, versions TEXT NOT NULL, "
-    "UNIQUE (command, began)",
-    "attached": "id INTEGER PRIMARY KEY, content TEXT NOT NULL, training TEXT NOT NULL, kind TEXT NOT NULL, "
-    "label TEXT NOT NULL, setting TEXT NOT NULL, file BLOB NOT NULL, error TEXT NOT NULL, versions TEXT NOT NULL, "
-    "added REAL NOT NULL, UNIQUE (content, training, kind, label)",
-}
+SEALED = ("settings", "checkpoints", "units", "runs", "attached")
+"""The tables whose rows have a digest of what they hold; a unit's is of the values that it has, too."""
 
-_NUMBERS = tuple(field.name for field in fields(Value) if field.name != "pair")
-
-
-class Held(NamedTuple):
-    """Hold a value with the loss and accuracy that came with it, and what it was computed with, as JSON."""
-
-    value: Value
-    fit: Fit
-    versions: str
+_TRIGGERS = (
+    *(f"CREATE INDEX unsealed_{table} ON {table} (id) WHERE digest = ''" for table in SEALED),
+    "CREATE TRIGGER checkpoint_changed AFTER UPDATE OF name, path, content, columns ON checkpoints "
+    "BEGIN UPDATE checkpoints SET digest = '' WHERE id = NEW.id; END",
+    "CREATE TRIGGER result_changed AFTER UPDATE ON results "
+    "BEGIN UPDATE units SET digest = '' WHERE id IN (OLD.unit, NEW.unit); END",
+    "CREATE TRIGGER result_added AFTER INSERT ON results BEGIN UPDATE units SET digest = '' WHERE id = NEW.unit; END",
+    "CREATE TRIGGER result_gone AFTER DELETE ON results BEGIN UPDATE units SET digest = '' WHERE id = OLD.unit; END",
+)
 
 
 class Store:
@@ -84,18 +98,22 @@ class Store:
         write: whether to write it; there is one writer at a time.
         new: whether to make one that is to be written and is not there.
         command: what writes it: a command line, or the name of a Python call; the store keeps it if anything is added.
+        checked: whether to raise if the file is damaged, but for what is in the units.
 
     Raises:
-        StoreError: no store, one of another version, one that another process is writing, one on a network file
-            system, or a file that cannot be read or written.
+        StoreError: no store, a damaged one, one of another version, one that another process is writing, one on a
+            network file system, or a file that cannot be read or written.
     """
 
-    def __init__(self, path: Path, *, write: bool = False, new: bool = True, command: str = "Python call") -> None:
+    def __init__(
+        self, path: Path, *, write: bool = False, new: bool = True, command: str = "Python call", checked: bool = True
+    ) -> None:
         self.path = path
         self._write = write
         self._run = command, time.time()
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack, self._explained():
+            self.path = path = resolved(path)
             if not (write and new) and not path.is_file():
                 raise StoreError(f"store: there is no file {path}")
             if write:
@@ -105,6 +123,8 @@ class Store:
             self._connection = self._connected()
             stack.callback(self._connection.close)
             self._check()
+            if checked:
+                self.check(name for name in SEALED if name != "units")
             if write:
                 self._connection.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;")
                 stack.callback(self._into_one_file)
@@ -135,11 +155,11 @@ class Store:
         return connection
 
     def _check(self) -> None:
-        """Raise if the file is no store of this version; make the tables that are not there."""
+        """Raise if the file is no store of this version, or damaged; make the tables of a new one."""
         application, version = self._number("application_id"), self._number("user_version")
-        if application == version == 0 and self._write and not self._tables():
+        if application == version == 0 and self._write and not self.select("SELECT name FROM sqlite_master"):
             with self.changes():
-                for statement in _TABLES.split(";"):
+                for statement in _statements():
                     self._connection.execute(statement)
                 self._connection.execute(f"PRAGMA application_id = {_APPLICATION}")
                 self._connection.execute(f"PRAGMA user_version = {SCHEMA}")
@@ -148,15 +168,69 @@ class Store:
         elif version != SCHEMA:
             what = "a later" if version > SCHEMA else "an earlier"
             raise StoreError(f"store: {self.path} is of {what} release of pyflatness (schema {version}, here {SCHEMA})")
-        for name in _LATER.keys() - self._tables():  # a reader's own are empty, and none of the file
-            self._connection.execute(f"CREATE {'' if self._write else 'TEMP'} TABLE {name} ({_LATER[name]})")
         self._connection.execute(f"PRAGMA query_only = {'OFF' if self._write else 'ON'}")
 
     def _number(self, pragma: str) -> int:
         return int(self._connection.execute(f"PRAGMA {pragma}").fetchone()[0])
 
-    def _tables(self) -> set[str]:
-        return {row["name"] for row in self._connection.execute("SELECT name FROM sqlite_master")}
+    def problems(self, tables: Iterable[str] = SEALED) -> list[str]:
+        """Return what is wrong with the file, in words; empty if nothing is.
+
+        Args:
+            tables: whose digests are looked at; those of units, which may be many, are by :meth:`values` too.
+        """
+        with self._explained(), self._reading():
+            found = [row[0] for row in self._connection.execute("PRAGMA integrity_check") if row[0] != "ok"]
+            made = {row["sql"] for row in self._connection.execute("SELECT sql FROM sqlite_master WHERE sql NOT NULL")}
+            found += [] if made == {*_statements()} else ["tables of another form than they were made"]
+            broken = self._connection.execute("PRAGMA foreign_key_check").fetchall()
+            found += [f"{len(broken)} rows that refer to others which are not there"] if broken else []
+            for table in [] if found else tables:
+                for row in self._connection.execute(f"SELECT * FROM {table} ORDER BY id").fetchall():
+                    if row["digest"] != self._digest(table, row):
+                        found.append(f"{table} {row['id']}: not what was written")
+        return found
+
+    def check(self, tables: Iterable[str] = SEALED) -> None:
+        """Raise if anything is wrong with the file, as :meth:`problems` says.
+
+        Raises:
+            StoreError: it is damaged.
+        """
+        for problem in self.problems(tables):
+            raise self._damaged(problem)
+
+    def _damaged(self, problem: str) -> StoreError:
+        return StoreError(
+            f"store: {self.path} is damaged ({problem}); pyflatness verify lists what is wrong. Put a copy of it back, "
+            "or score again into another store"
+        )
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Let all that is read inside be of one moment."""
+        self._connection.execute("BEGIN")
+        try:
+            yield
+        finally:
+            with contextlib.suppress(sqlite3.Error):  # there is none after some errors
+                self._connection.execute("ROLLBACK")
+
+    def _digest(self, table: str, row: sqlite3.Row) -> str:
+        """Return the hash of what a row holds and, of a unit, its values."""
+        cells = [[row[name] for name in row.keys() if name != "digest"]]  # noqa: SIM118 (a Row iterates over cells)
+        if table == "units":
+            cells += map(
+                list, self._connection.execute("SELECT * FROM results WHERE unit = ? ORDER BY id", (row["id"],))
+            )
+        return hashlib.sha256(repr(cells).encode()).hexdigest()
+
+    def _seal(self) -> None:
+        """Write the digests of rows that are new or have changed."""
+        for table in SEALED:
+            for row in self._connection.execute(f"SELECT * FROM {table} WHERE digest = ''").fetchall():
+                digest = self._digest(table, row)
+                self._connection.execute(f"UPDATE {table} SET digest = ? WHERE id = ?", (digest, row["id"]))
 
     def _into_one_file(self) -> None:
         with contextlib.suppress(sqlite3.Error):  # someone reads: the log stays until the next writer
@@ -178,7 +252,7 @@ class Store:
         """Raise what SQLite says of the file as an error that names it."""
         try:
             yield
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, OSError, UnicodeError, OverflowError) as error:
             what = "written" if self._write else "read"
             text = getattr(error, "strerror", None) or error
             if "not a database" in str(text):
@@ -199,6 +273,7 @@ class Store:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield self._connection
+                self._seal()
                 self._connection.execute("COMMIT")
             except BaseException:
                 with contextlib.suppress(sqlite3.Error):  # it rolls back by itself after some errors
@@ -289,20 +364,28 @@ class Store:
                 f"UPDATE results SET state = ?, unit = ?, {places} "
                 "WHERE setting = ? AND content = ? AND place = ? AND measure = ? AND state != 'done'",
                 (
-                    (_state(value), number, *_numbers(value), setting, content, _text(value.pair), value.pair.measure)
-                    for value in outcome.values
+                    (_state(row), number, *_numbers(row), setting, content, _text(pair), pair.measure)
+                    for pair, row in outcome.values.items()
                 ),
             )
 
-    def values(self, setting: int, content: str) -> list["Held"]:
-        """Return what came of a checkpoint so far, in the order in which it was asked for."""
-        rows = self.select(
-            "SELECT results.*, units.loss, units.accuracy, units.versions FROM results "
-            "JOIN units ON units.id = results.unit "
-            "WHERE results.setting = ? AND results.content = ? ORDER BY results.id",
-            (setting, content),
-        )
-        return [Held(_value(row), Fit(row["loss"], row["accuracy"]), row["versions"]) for row in rows]
+    def values(self, setting: int, content: str) -> dict[Pair, Held]:
+        """Return what came of a checkpoint so far, in the order in which it was asked for.
+
+        Raises:
+            StoreError: it is not what was written.
+        """
+        with self._explained(), self._reading():
+            query = "SELECT * FROM units WHERE setting = ? AND content = ?"
+            units = {row["id"]: row for row in self._connection.execute(query, (setting, content)).fetchall()}
+            for number, row in units.items():
+                if row["digest"] != self._digest("units", row):
+                    raise self._damaged(f"units {number}: not what was written")
+            query = "SELECT * FROM results WHERE setting = ? AND content = ? AND unit NOT NULL ORDER BY id"
+            found = self._connection.execute(query, (setting, content)).fetchall()
+        if any(row["unit"] not in units for row in found):
+            raise self._damaged(f"values of {content[:16]} in units of others")
+        return {Pair.of(json.loads(row["place"]), row["measure"]): _held(row, units[row["unit"]]) for row in found}
 
     def settings(self) -> dict[int, described.Facts]:
         """Return what is the same for the values of a setting, by its number."""
@@ -346,23 +429,27 @@ def _text(pair: Pair) -> str:
     return json.dumps(pair.place)
 
 
-def _value(row: sqlite3.Row) -> Value:
-    pair = Pair.of(json.loads(row["place"]), row["measure"])
-    numbers = {name: row[name] for name in _NUMBERS}
-    numbers["exact"] = None if row["exact"] is None else bool(row["exact"])
+def _held(row: sqlite3.Row, unit: sqlite3.Row) -> Held:
+    cells: dict[str, Any] = {name: None if row[name] is None else kind(row[name]) for name, kind in _NUMBERS.items()}
     if row["state"] == "done" and row["value"] is None:  # SQLite has no NaN
-        numbers["value"] = math.nan
-    return Value(pair, **numbers)
+        cells["value"] = math.nan
+    return Held(Row(measure=row["measure"], **cells), Fit(unit["loss"], unit["accuracy"]), unit["versions"])
 
 
-def _numbers(value: Value) -> list[Any]:
-    return [getattr(value, name) for name in _NUMBERS]
+def _numbers(row: Row) -> list[Any]:
+    return [getattr(row, name) for name in _NUMBERS]
 
 
-def _state(value: Value) -> str:
-    if value.error:
+def _state(row: Row) -> str:
+    if row.error:
         return "failed"
-    return "none" if value.value is None else "done"
+    return "none" if row.value is None else "done"
+
+
+@functools.cache
+def _statements() -> tuple[str, ...]:
+    """Return what makes the tables."""
+    return (*(text for part in _TABLES.split(";") if (text := part.strip())), *_TRIGGERS)
 
 
 @functools.cache

@@ -27,7 +27,11 @@ def merge(store: Store, other: Store) -> int:
     Of a value that both have the store's own stays, unless it failed or is to do and the other's is not; of a spectrum,
     landscape or history that both have the later one, but for one that failed in the place of one that is there. A
     checkpoint that both know by one name keeps the content that the store has for it.
+
+    Raises:
+        StoreError: the other one is damaged.
     """
+    other.check()
     taken = 0
     with store.changes() as connection:
         settings = {}
@@ -97,6 +101,7 @@ def _take(
 
 
 def _insert(connection: sqlite3.Connection, table: str, cells: dict[str, object]) -> int:
+    cells = {name: cell for name, cell in cells.items() if name != "digest"}
     marks = ", ".join("?" * len(cells))
     cursor = connection.execute(f"INSERT INTO {table} ({', '.join(cells)}) VALUES ({marks})", (*cells.values(),))
     assert cursor.lastrowid is not None
@@ -105,11 +110,8 @@ def _insert(connection: sqlite3.Connection, table: str, cells: dict[str, object]
 
 def problems(store: Store) -> list[str]:
     """Return what is wrong with a store's file, in words; empty if nothing is."""
-    found = [row[0] for row in store.select("PRAGMA integrity_check") if row[0] != "ok"]
-    broken = store.select("PRAGMA foreign_key_check")
-    found += [f"{len(broken)} rows that refer to others which are not there"] if broken else []
     unfinished = "SELECT count(*) FROM results WHERE state = 'failed' AND coalesce(error, '') = ''"
-    return found + _counted(store, {"values that failed without an error": unfinished})
+    return store.problems() or _counted(store, {"values that failed without an error": unfinished})
 
 
 def orphans(store: Store) -> list[str]:

@@ -5,7 +5,7 @@ What is sent to a worker is where the model, data and weights are, and what come
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -51,12 +51,12 @@ class Source:
         """Return the callable, or the data themselves."""
         return data_specs.resolve(self.maker) if isinstance(self.maker, str) else self.maker
 
-    def facts(self) -> described.Facts:
+    def described(self) -> Any:
         """Return what it is, besides what it makes, for a store's keys.
 
         Of a network that a library knows by name this is nothing: what is made says it all, wherever its files are.
         """
-        return {} if pretrained.is_named(self.maker) else described.of_callable(self.function(), self.arguments)
+        return None if pretrained.is_named(self.maker) else [self.function(), {**self.arguments}]
 
     def text(self) -> str:
         """Return what a reader knows it by."""
@@ -82,6 +82,8 @@ class Setup:
             they are, and half as many whenever the memory does not suffice.
         limit: the first so many samples of the data, or this part of them; None: all.
         fingerprint: of the data, which every worker's are held against; None where values are not kept.
+        code: likewise, of model and loss.
+        version: what stands for the user's code; None: it is looked at.
         request: what is asked of each checkpoint.
     """
 
@@ -92,6 +94,8 @@ class Setup:
     batch_size: int | str | None = None
     limit: float | None = None
     fingerprint: described.Facts | None = None
+    code: keys.Code | None = None
+    version: str | None = None
 
 
 @dataclass(frozen=True)
@@ -146,12 +150,28 @@ class Bench:
         """Return the number of batches that are measured here; 0 if the data cannot tell."""
         return len(Batches(self._mine, torch.device("cpu")))
 
-    def check(self, fingerprint: described.Facts) -> None:
-        """Raise if the data are not those of a fingerprint.
+    def code(self, folders: Iterable[Path] = ()) -> keys.Code:
+        """Return what the user's code is here, with the source files in these folders."""
+        setup = self.setup
+        made = None if setup.model is None else setup.model.described()
+        return keys.Code.of(self.network, made, setup.request.loss, setup.data.function(), setup.version, folders)
+
+    def check(self) -> None:
+        """Raise if the data, the model or the loss are not those of the program that hands out the work.
 
         Raises:
-            InputError: they differ, as data with an unseeded split or noise do in each process.
+            InputError: they differ, as data with an unseeded split or noise do in each process, and code that was
+                edited since the program began.
         """
+        fingerprint, code = self.setup.fingerprint, self.setup.code
+        if code is not None and self.code().differs(code):
+            raise InputError(
+                "model, loss: a worker that made them got others than the process that hands out the work; have their "
+                "callables make the same in every process, leave the source files as they are while the work goes on, "
+                "and set what a module holds in its file, not later"
+            )
+        if fingerprint is None:
+            return
         if keys.of_data(self.data, ordered="order" in fingerprint, ends="ends" in fingerprint) != fingerprint:
             raise InputError(
                 "data: a worker that loaded them got other samples than the process that hands out the work; have the "
@@ -222,12 +242,11 @@ def measure(setup: Setup, job: Job) -> Outcome:
     """Measure a unit in the thread or process that this is called in: the function that executors are given.
 
     Raises:
-        InputError: the model or the data cannot be made, or the data are others than they were.
+        InputError: the model or the data cannot be made, or are others than they were.
     """
     bench = _here.bench
     if bench is None or bench.setup.token != setup.token:
         bench = Bench(setup)
-        if setup.fingerprint is not None:
-            bench.check(setup.fingerprint)
+        bench.check()
         _here.bench = bench
     return bench.outcome(job)

@@ -117,7 +117,7 @@ class AdaptiveSweep(Sweep):
             part.add_round(chosen, values)
         part.rounds = rounds
         for name, value in heads.items():
-            part.sums[[*self._runner.selected].index(name), self._heads.columns] = value
+            part.sums[self._runner.places[name], self._heads.columns] = value
         rest = self._pilot(run, nonlinear, tolerance.expected(run.samples)) if nonlinear else None
         prints = {name: form.fingerprints(run) for name, form in forms.items()}
         return _Begun(part, forms, rest, prints, self._left_out(run, sent), nonlinear)
@@ -190,16 +190,14 @@ class AdaptiveSweep(Sweep):
         if custom:
             self._gradients(run, custom)  # which are checked
         value, sizes = residuals.of_run(run, self._loss)
-        gradients, places = block_traces.gradients(run, value, names), [*self._runner.selected]
-        return sizes, {
-            places.index(name): self._traces(run, name, value, gradients[name], self.quantities) for name in names
-        }
+        gradients, places = block_traces.gradients(run, value, names), self._runner.places
+        return sizes, {places[name]: self._traces(run, name, value, gradients[name], self.quantities) for name in names}
 
     def _stacked(self, contributions: Iterable[tuple[str, Contribution]], like: Tensor) -> Tensor:
         """Return contributions (layers, quantities, n) of all selected layers; 0 for one that did not run."""
-        stacked, places = torch.zeros_like(like), [*self._runner.selected]
+        stacked = torch.zeros_like(like)
         for name, contribution in contributions:
-            stacked[places.index(name), : len(contribution.values)] = contribution.values
+            stacked[self._runner.places[name], : len(contribution.values)] = contribution.values
         return stacked
 
 

@@ -21,7 +21,6 @@ from ..numerics import spectra
 from ..numerics.accumulate import Accumulator, non_finite
 from ..numerics.shard import Shard
 from ..passes.dry_run import Findings
-from ..passes.forms import form_of
 from ..passes.layer_form import LayerForm
 from ..passes.memory import Budget
 from ..passes.recorder import Call
@@ -272,7 +271,7 @@ class _Sweep:
     def _weight(self, run: Run, name: str) -> WeightGradient:
         module, options = self._runner.selected[name], self._task.options
         if name not in self._forms:
-            self._forms[name] = form_of(name, module, ("squares",), replace(options, conv="filter"))
+            self._forms[name] = LayerForm(name, module, ("squares",), replace(options, conv="filter"))
         return WeightGradient(run, name, module, self._forms[name], self._width)
 
 

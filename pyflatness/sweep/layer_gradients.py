@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from .. import contractions
 from ..model import layers
 from ..numerics.directions import Directions
-from ..passes.forms import form_of
 from ..passes.independence import agree, rounding
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run
@@ -115,7 +114,7 @@ class LayerGradients:
 
     def _form(self, name: str) -> LayerForm:
         quantity = "weighted" if self._adaptive else "squares"
-        form = form_of(name, self.modules[name], (quantity,), self._options)
+        form = LayerForm(name, self.modules[name], (quantity,), self._options)
         self.backend = contractions.describe(form.backend)
         return form
 

@@ -27,7 +27,6 @@ from ..numerics.accumulate import counting, finite_samples
 from ..numerics.signs import Signs
 from ..options import Options
 from ..passes import cotangents, linearity, normalize
-from ..passes.forms import form_of
 from ..passes.gathered import Gathered
 from ..passes.layer_form import LayerForm
 from ..passes.memory import Budget
@@ -150,7 +149,7 @@ class Sweep:
         sent = cotangents.of_run(run, self._loss)
         heads, forms = self._heads.apart(run, sent, linear)
         draws = 1 if signs is None else len(signs.draws)
-        places = {name: place for place, name in enumerate(self._runner.selected)}
+        places = self._runner.places
         values = torch.zeros(draws, len(places), len(self.quantities), run.samples, dtype=torch.float64, device="cpu")
         values = values.to(run.outputs.device)
         parts: Parts = {}
@@ -248,7 +247,7 @@ class Sweep:
         with block_traces.differentiable(found), contractions.full_precision(run.outputs):
             gradients, first = self._gradients(run, found), len(self._of_weights)
             for name, values in found.items():
-                stream = cotangents.STREAM + 1 + list(self._runner.selected).index(name)
+                stream = cotangents.STREAM + 1 + self._runner.places[name]
                 if self._of_weights:
                     traces = self._traces(run, name, self._loss.value, gradients[name], self._of_weights)
                     self.exact_passes = max(self.exact_passes, traces.products)
@@ -361,7 +360,7 @@ class Sweep:
         """Make the form of each layer that came with this run."""
         for name, module in self._runner.modules.items():
             if name not in self._forms:
-                form = form_of(name, module, self._of_weights, self._options, self._scales.get(name))
+                form = LayerForm(name, module, self._of_weights, self._options, self._scales.get(name))
                 self._forms[name], self.backend = form, contractions.describe(form.backend)
 
 

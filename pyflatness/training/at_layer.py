@@ -45,7 +45,7 @@ class AtLayer:
         if used is not None:
             scale = self._deviations(inputs, used)
             matrix = matrix * normalize.of_columns(module, scale).to(matrix.dtype)
-            inputs = normalize.divided(inputs, scale, kind.class_dim)
+            inputs = kind.divided(inputs, scale)
         padded = self.layout.samples_first(kind.pad(inputs, self.call.output), self.samples)
         return matrix, _joined([columns(part, kind.geometry) for part in kind.in_common_form(padded)], 3)
 
@@ -57,9 +57,7 @@ class AtLayer:
 
     def _deviations(self, inputs: Tensor, used: Tensor) -> Tensor:
         kind = self.call.kind
-        rows = self.layout.samples_first(inputs, self.samples)
-        rows = rows.movedim(2, -1) if kind.class_dim == 1 else rows
-        rows = rows.reshape(self.samples, -1, rows.shape[-1])
+        rows = kind.input_rows(inputs, None, lambda tensor: self.layout.samples_first(tensor, self.samples))
         mask = normalize.rows_used(used.view(self.samples, -1), rows.shape[1], kind.pointwise)
         eps = torch.finfo(self.call.inputs.dtype).eps
         return normalize.differentiable_scale(rows.flatten(0, 1), mask.flatten(), eps)

@@ -33,8 +33,7 @@ class Watched:
     A copy of it, as of a model that is copied with its hooks, keeps nothing.
 
     Args:
-        model: the user's own module, without wrappers.
-        layer: a part of it, or itself.
+        in_use: whether it keeps calls.
 
     Attributes:
         calls: of the layer, whose inputs have their graph.
@@ -43,9 +42,18 @@ class Watched:
         samples: of the batch, -1 if that is not known.
     """
 
-    def __init__(self, model: nn.Module, layer: nn.Module) -> None:
-        self._make(in_use=True)
-        # A layer may be the model itself: its call is kept between the model's first hook and its last.
+    def __init__(self, *, in_use: bool = True) -> None:
+        self.calls: list[Call] = []
+        self.weight: Tensor | None = None
+        self.version, self.samples, self._running, self._in_use = 0, -1, False, in_use
+        self._handles: list[Any] = []
+        self._cached = contextlib.ExitStack()
+
+    def hook(self, model: nn.Module, layer: nn.Module) -> None:
+        """Hook the user's own module, without wrappers, and a layer of it.
+
+        A layer may be the model itself: its call is kept between the model's first hook and its last.
+        """
         self._handles += [
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
             layer.register_forward_hook(self._keep, with_kwargs=True, prepend=True),
@@ -55,20 +63,20 @@ class Watched:
             self._handles.append(layer.register_forward_pre_hook(self._enter))
             self._handles.append(layer.register_forward_hook(self._leave, always_call=True))
 
-    def _make(self, *, in_use: bool) -> None:
-        self.calls: list[Call] = []
-        self.weight: Tensor | None = None
-        self.version, self.samples, self._running, self._in_use = 0, -1, False, in_use
-        self._handles: list[Any] = []
-        self._cached = contextlib.ExitStack()
-
     def __reduce__(self) -> Any:
         return _unused, ()
 
     def remove(self) -> None:
         """Take the hooks away and forget the calls."""
+        try:
+            self._take_off()
+        finally:  # once more, where an interrupt cut that off
+            self._take_off()
+
+    def _take_off(self) -> None:
         while self._handles:
-            self._handles.pop().remove()
+            self._handles[-1].remove()
+            self._handles.pop()
         self._forget()
 
     def _forget(self) -> None:
@@ -131,6 +139,4 @@ def graph_as_recorded() -> Iterator[None]:
 
 def _unused() -> Watched:
     """Return one for the hooks of a copy."""
-    made = Watched.__new__(Watched)
-    made._make(in_use=False)
-    return made
+    return Watched(in_use=False)

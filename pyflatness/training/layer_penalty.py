@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from .. import losses
+from .. import interrupts, losses
 from ..contractions import full_precision, promoted, promoted_dtype
 from ..errors import InputError, NotYetError
 from ..messages import check_module, check_tensor, second_derivatives, shown
@@ -113,8 +113,14 @@ class FlatnessPenalty:
         _check_kind(self._name, self._module)
         self._layout: Layout | None = None
         self._is_new = True
-        self._watched = Watched(self._model, self._module)
+        self._watched = Watched()
         weakref.finalize(self, self._watched.remove).atexit = False  # the model has the hooks, and hooks keep tensors
+        try:
+            with interrupts.held():
+                self._watched.hook(self._model, self._module)
+        except BaseException:  # of a signal's handler: nobody has the penalty, to remove it
+            self._watched.remove()
+            raise
 
     @not_compiled
     def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
@@ -262,8 +268,9 @@ def _one_tensor(outputs: Any) -> Tensor:
 def _check_kind(name: str, module: nn.Module) -> None:
     """Raise for what has a weight matrix and is not called on one tensor that it multiplies."""
     kind = kinds.find(module)
-    if isinstance(module, kinds.Use) or kind is None or kind.tokens or isinstance(kind, kinds.Scale):
-        what = "a weight that no module calls" if isinstance(module, kinds.Use) else f"a {type(module).__name__}"
+    use = isinstance(module, kinds.Use)
+    if use or kind is None or not kind.keeps_graph:
+        what = "a weight that no module calls" if use else f"a {type(module).__name__}"
         raise NotYetError(
             f"layer {name!r} is {what}; FlatnessPenalty takes linear, bilinear, convolutional and transposed "
             "convolutional layers"

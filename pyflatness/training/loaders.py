@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from .. import interrupts
 from ..model.state import put_back
 
 
@@ -22,15 +23,17 @@ def as_found(loader: Any) -> Iterator[None]:
     and draw random numbers of their own. New ones are started for a read.
     """
     parts = _parts(loader)
-    undo = [_snapshot(part) for part in parts]
-    for part in parts:
-        if isinstance(part, DataLoader) and "_iterator" in vars(part):
-            part._iterator = None
-    try:
-        yield
-    finally:
-        for back in undo:
-            back()
+    with interrupts.held():
+        depth = interrupts.depth()
+        for part in parts:
+            interrupts.later(_snapshot(part))
+        try:
+            for part in parts:
+                if isinstance(part, DataLoader) and "_iterator" in vars(part):
+                    part._iterator = None
+            yield
+        finally:
+            interrupts.undo(depth)
 
 
 def _parts(loader: Any) -> list[Any]:

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from .. import interrupts
 from ..api import measure
 from ..errors import InputError
 from ..measures import named
@@ -88,14 +89,17 @@ def track(
         raise InputError(f"history: a History is wanted, got {type(history).__name__} {shown(history)}")
 
     def measured() -> dict[str, Report]:
-        reports = {}
-        for name, module in chosen.items():
-            if isinstance(module, AveragedModel):
-                if not module.n_averaged.item():
-                    continue
-                module = module.module
-            with in_eval_mode(module), loaders.as_found(data):
-                reports[name] = measure(module, loss, data, measures=measures, **options)
+        reports, depth = {}, interrupts.depth()
+        try:
+            for name, module in chosen.items():
+                if isinstance(module, AveragedModel):
+                    if not module.n_averaged.item():
+                        continue
+                    module = module.module
+                with in_eval_mode(module), loaders.as_found(data):
+                    reports[name] = measure(module, loss, data, measures=measures, **options)
+        finally:
+            interrupts.undo(depth)
         return reports
 
     return History(history or (), measured)

@@ -6,6 +6,7 @@ from collections import UserDict, namedtuple
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pyflatness as pf
 from pyflatness.model.data import Batches
@@ -51,6 +52,42 @@ def test_layers_that_are_not_there():
         pf.InputError, match=r"measures: 'trase' does not exist; did you mean trace.* `pyflatness measures` lists all"
     ):
         pf.measure(net(), LOSS, (X, Y), measures=["trase"])
+
+
+def test_batches_that_contain_themselves():
+    pair, mapping, empty = [X, Y], {"inputs": X, "labels": Y}, []
+    for holder in (pair, empty):
+        holder.append(holder)
+    mapping["inside"] = [mapping]
+    for batches, kind in (([pair], "list"), ([mapping], "dict"), (empty, "list"), ([(X, [Y, pair])], "list")):
+        for forward in (None, lambda model, batch: (model(X), Y)):
+            refused(pf.InputError, f"data: a {kind} in a batch contains itself", data=batches, forward=forward)
+
+
+def test_tensors_without_values():
+    with FakeTensorMode():
+        fake, layer = torch.randn(10, 4), nn.Linear(4, 3)
+    refused(pf.InputError, r"data\[0\]: \(10, 4\) of torch.float32 in a FakeTensor has no values", data=(fake, Y))
+    refused(pf.InputError, r"data: batch 1: \(10, 4\) .* in a FakeTensor has no values", data=[(X, Y), (fake, Y)])
+    refused(pf.InputError, r"model: 'weight', \(3, 4\), has no values", layer)
+    with pytest.raises(pf.InputError, match=r"features: .* in a FakeTensor has no values"):
+        pf.head_flatness(fake, torch.randn(3, 4))
+
+
+def test_calls_inside_of_transforms():
+    model, weight = net(), torch.ones(3, 4)
+    calls = {
+        "relative_flatness": lambda x: pf.relative_flatness(model, LOSS, (x, Y)).value,
+        "measure": lambda x: pf.measure(model, LOSS, (x, Y))["trace"].value,
+        "spectrum": lambda x: pf.spectrum(model, LOSS, (x, Y)).largest,
+        "head_flatness": lambda x: pf.head_flatness(x, weight).value,
+    }
+    for name, call in calls.items():
+        for transform in (lambda f: torch.func.vmap(f)(X[None]), lambda f: torch.func.grad(f)(X)):
+            with pytest.raises(pf.InputError, match=f"{name} is called inside of a transform of torch.func"):
+                transform(call)
+    many = torch.func.vmap(lambda x: pf.flatness_penalty(x, weight, None, Y))(torch.stack([X, 2 * X]))
+    assert many.tolist() == [float(pf.flatness_penalty(x, weight, None, Y)) for x in (X, 2 * X)]
 
 
 class Unused(Encoder):

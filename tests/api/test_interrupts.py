@@ -1,9 +1,10 @@
 """Ctrl-C at any line of a call: it is raised, and nothing is left behind, nor by a second one."""
 
 import contextlib
+import functools
+import os
 import random
 import signal
-import sys
 import threading
 import time
 
@@ -12,43 +13,9 @@ import torch
 
 import pyflatness as pf
 from pyflatness import interrupts
+from pyflatness.model import state
+from support.interrupting import KINDS, Handlers, Interrupting
 from support.traces import CALLS, changed, everything, model
-
-
-class Interrupting:
-    """Sends SIGINT at chosen lines, counted in every frame that is entered inside: ours, torch's and the model's.
-
-    One that falls into a finalizer, or the callback of a weak reference, is dropped by Python and not counted as sent.
-    """
-
-    def __init__(self, *lines):
-        self._lines, self.seen, self.sent = set(lines), 0, 0
-
-    def __enter__(self):
-        self._before = sys.gettrace(), sys.unraisablehook
-        sys.unraisablehook = self._dropped
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *exception):
-        trace, sys.unraisablehook = self._before
-        sys.settrace(trace)
-
-    def _dropped(self, found):
-        if found.exc_type is KeyboardInterrupt:
-            self.sent -= 1
-        else:
-            self._before[1](found)
-
-    def _trace(self, frame, event, argument):
-        if frame.f_globals["__name__"] == __name__:
-            return self._trace
-        if event == "line":
-            self.seen += 1
-            if self.seen in self._lines:
-                self.sent += 1
-                signal.raise_signal(signal.SIGINT)
-        return self._trace
 
 
 def lines(call, net):
@@ -59,14 +26,14 @@ def lines(call, net):
     return count.seen
 
 
-def assert_interrupted(name, net, before, *at):
+def assert_interrupted(name, net, before, *at, kind="SIGINT"):
     __tracebackhide__ = True
-    interrupting = Interrupting(*at)
+    interrupting = Interrupting(*at, kind=kind)
     try:
         with interrupting:
             CALLS[name][1](net)
-    except KeyboardInterrupt:
-        assert changed(before, everything(net)) == [], f"{name}, at {at}"
+    except interrupting.error:
+        assert changed(before, everything(net)) == [], f"{name}, {kind} at {at}"
     else:
         assert not interrupting.sent, f"{name}: an interrupt at line {at} was lost"  # else the call had fewer lines
 
@@ -96,6 +63,30 @@ def test_neither_does_a_second_one(name):
     before = everything(net)
     for at in places:
         assert_interrupted(name, net, before, at, at + random.Random(at).randrange(1, 60))
+
+
+@pytest.mark.parametrize("kind", ["SIGALRM", "SIGTERM", "asynchronous"])
+@pytest.mark.parametrize("name", ["head", "adaptive_sharpness_mc", "track", "penalty"])
+def test_other_signals_and_exceptions_leave_nothing(name, kind):
+    """They come out as they were raised, and not as an error of the model's."""
+    net = model(CALLS[name][0])
+    places = chosen(name, net, 12)
+    with Handlers():
+        before = everything(net)
+        for at in places:
+            assert_interrupted(name, net, before, at, kind=kind)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CALLS)
+def test_1500_interrupts_of_every_kind_leave_nothing(name, kind):
+    net = model(CALLS[name][0])
+    places = chosen(name, net, 1500 // len(CALLS) // len(KINDS) + 1)
+    with Handlers():
+        before = everything(net)
+        for at in places:
+            assert_interrupted(name, net, before, at, kind=kind)
 
 
 @pytest.mark.soak
@@ -326,6 +317,89 @@ def test_an_interrupt_while_another_thread_has_its_turn(slow):
     finally:
         stop.set()
         thread.join()
+
+
+class LateError(Exception):
+    """What a timeout raises."""
+
+
+@pytest.mark.parametrize("where", ["model", "loss", "data"])
+def test_what_a_timeout_raises_is_not_wrapped_nor_swallowed(slow, where):
+    def late(number, frame):
+        raise LateError("30 s are over")
+
+    def ring():
+        signal.raise_signal(signal.SIGALRM)
+
+    def forward(model, batch):
+        if where == "model":
+            ring()
+        return model(batch[0]), batch[1]
+
+    def loss(outputs, targets):
+        if where == "loss":
+            ring()
+        return torch.nn.functional.cross_entropy(outputs, targets)
+
+    def batches():
+        if where == "data":
+            ring()
+        yield DATA
+
+    before, handler = everything(slow), signal.signal(signal.SIGALRM, late)
+    try:
+        for call in (pf.relative_flatness, pf.measure):
+            with pytest.raises(LateError, match="30 s are over") as caught:
+                call(slow, loss, batches(), forward=forward)
+            assert type(caught.value) is LateError
+            assert signal.getsignal(signal.SIGALRM) is late
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+    assert changed(before, everything(slow)) == []
+
+
+def test_data_that_handle_their_own_timeouts_can(slow):
+    def late(number, frame):
+        raise LateError
+
+    def batches():
+        try:
+            signal.raise_signal(signal.SIGALRM)
+        except LateError:
+            yield DATA
+
+    handler = signal.signal(signal.SIGALRM, late)
+    try:
+        assert pf.relative_flatness(slow, torch.nn.CrossEntropyLoss(), batches()).samples == 5
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_fork_while_a_thread_measures_can_measure(slow):
+    inside, stop = threading.Event(), threading.Event()
+    other = model(CALLS["head"][0])
+    before, handler = everything(other)["model"], signal.getsignal(signal.SIGINT)
+
+    def forward(measured, batch):
+        inside.set()
+        stop.wait(30)
+        return measured(batch[0]), batch[1]
+
+    call = functools.partial(pf.relative_flatness, other, torch.nn.CrossEntropyLoss(), DATA, forward=forward)
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    inside.wait(30)
+    child = os.fork()
+    if not child:  # the other thread is not here, and what it was about to put back has been
+        signal.alarm(60)
+        fine = changed(before, everything(other)["model"]) == []
+        fine &= state._turn.acquire(timeout=5)
+        os._exit(0 if fine and signal.getsignal(signal.SIGINT) is handler else 1)
+    stop.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+    assert changed(before, everything(other)["model"]) == []
 
 
 def test_reparameterizing_in_place_is_all_or_nothing():

@@ -1,10 +1,12 @@
 """The Fisher-Rao norm against the gradients of single loss terms, by autograd in float64."""
 
 import math
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import pyflatness as pf
@@ -83,6 +85,21 @@ def test_fisher_rao_without_forward_mode():
     value = one("fisher_rao", model, nn.CrossEntropyLoss(), [(X[:4], INDICES[:4]), (X[4:], INDICES[4:])]).value
     assert value == pytest.approx(one("fisher_rao", other, nn.CrossEntropyLoss(), (X, INDICES)).value, rel=1e-12)
     assert_unchanged(model, before)
+
+
+@pytest.mark.parametrize("category", [DeprecationWarning, FutureWarning, UserWarning])
+def test_what_torch_warns_of_when_it_makes_derivatives_in_forward_mode_does_not_reach_the_user(monkeypatch, category):
+    """It scripts some of them, in whatever function of its, which only a process's first call does."""
+    for name in ("make_dual", "unpack_dual"):
+        function = getattr(forward_ad, name)
+
+        def warning(*args, function=function):
+            warnings.warn("`torch.jit.script` is deprecated. Please switch to `torch.compile`.", category, stacklevel=1)
+            return function(*args)
+
+        monkeypatch.setattr(forward_ad, name, warning)
+    estimate = one("fisher_rao", network(M, C), nn.CrossEntropyLoss(), (X, INDICES))  # a warning is an error here
+    assert estimate.method == "forward-mode"
 
 
 def test_fisher_rao_of_a_recurrent_network():

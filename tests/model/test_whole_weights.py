@@ -190,6 +190,15 @@ def test_the_sum_over_uses_is_another_value_and_both_are_there_at_once():
     assert alone.layers == ("embed", "head")
 
 
+def test_all_names_of_a_weight_are_one_layer_by_the_first_that_is_given():
+    model, x, y, *_ = built("embedding and head, of the head")
+    expected = approx(truth.trace_of(hessian("embedding and head, of the head")[0]))
+    for names in (["head.weight", "embed.weight"], ["embed.weight", "head.weight", "embed.weight"]):
+        report = pf.measure(model, LOSS, (x, y), layers=names, measures="trace")
+        assert report.layers == (names[0],)
+        assert report[names[0], "trace"].value == expected
+
+
 def test_of_transformers_the_embedding_and_the_head():
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     torch.manual_seed(0)

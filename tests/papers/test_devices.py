@@ -46,9 +46,9 @@ def test_a_placed_network():
     assert placed(networks.lenet5, torch.device("cpu")) is networks.lenet5
     made = placed(networks.lenet5, meta)
     assert {parameter.device for parameter in made().parameters()} == {meta}
-    facts = [described.of_callable(of) for of in (networks.lenet5, made, placed(networks.mnist_network, meta))]
+    facts = [described.plain(of) for of in (networks.lenet5, made, placed(networks.mnist_network, meta))]
     assert all(one != other for one in facts for other in facts if one is not other)
-    assert described.of_callable(placed(networks.lenet5, meta)) == facts[1]
+    assert described.plain(placed(networks.lenet5, meta)) == facts[1]
 
 
 def small_zoo(recipes):

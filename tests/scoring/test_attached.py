@@ -1,5 +1,6 @@
 """Spectra, landscapes and histories in a store: they come back as they were, and merge, move and go as values do."""
 
+import contextlib
 import html
 import sqlite3
 import time
@@ -150,30 +151,11 @@ def test_results_go_with_their_model(path: Path, spectrum, history) -> None:
     assert held(path) == {("run", ""): history}
 
 
-def of_an_earlier_release(path: Path) -> None:
-    """Make a store what it was before it could hold results and commands."""
-    connection = sqlite3.connect(path)
-    connection.executescript("DROP TABLE runs; DROP TABLE attached;")
-    connection.close()
-
-
-def test_a_store_of_an_earlier_release(path: Path, tmp_path: Path, spectrum) -> None:
-    of_an_earlier_release(path)
-    before = path.read_bytes()
-    assert held(path) == {}
-    for command in (["ls"], ["show", "a"], ["verify"], ["report", "--out", str(tmp_path / "page.html")]):
-        assert status(command[0], str(path), *command[1:]) == 0
-    assert "What added to the store" not in (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert path.read_bytes() == before
-    scores = pf.score({"a": network(), "b": network(1)}, DATA, LOSS, store=path)
-    assert scores.computed == 0
-    pf.add_to_store(path, "a", spectrum)
-    assert equal(held(path)["a", ""], spectrum)
-    other = tmp_path / "other.sqlite"
-    pf.score({"c": network(2)}, DATA, LOSS, store=other)
-    of_an_earlier_release(other)
-    assert status("merge", str(path), str(other)) == 0
-    assert [*held(path)] == [("a", "")]
+def test_results_that_are_gone_with_their_table_are_missed(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("DROP TABLE attached")
+    with pytest.raises(pf.StoreError, match="tables of another form than they were made"):
+        held(path)
 
 
 def commands(path: Path) -> list[str]:

@@ -52,6 +52,13 @@ class Slotted(Scaled):
     __slots__ = ("scale",)
 
 
+def network_facts(network: nn.Module) -> described.Facts:
+    about = described.Description()
+    found = keys.of_network(about, network)
+    assert about.unknown == []
+    return found
+
+
 def around(function: Callable[..., Any]) -> Callable[..., Any]:
     def called(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return function(outputs, targets)
@@ -91,9 +98,9 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_losses_that_differ_have_other_keys(what: str) -> None:
-    one, other = (keys.of_json(described.of_callable(loss)) for loss in DIFFERENT[what])
+    one, other = (keys.of_json(described.plain(loss)) for loss in DIFFERENT[what])
     assert one != other
-    assert one == keys.of_json(described.of_callable(DIFFERENT[what][0]))
+    assert one == keys.of_json(described.plain(DIFFERENT[what][0]))
 
 
 def test_a_loss_with_another_parameter_is_measured_again(tmp_path: Path) -> None:
@@ -135,7 +142,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("what", NETWORKS)
 def test_the_weights_that_a_network_begins_with_do_not_matter(what: str) -> None:
-    assert keys.of_network(NETWORKS[what]()) == keys.of_network(NETWORKS[what]())
+    assert network_facts(NETWORKS[what]()) == network_facts(NETWORKS[what]())
 
 
 def test_files_that_a_source_file_imports_are_a_part_of_it(tmp_path: Path) -> None:
@@ -145,14 +152,15 @@ def test_files_that_a_source_file_imports_are_a_part_of_it(tmp_path: Path) -> No
         (place / "scale_of_net.py").write_text(f"SCALE = {scale}\n")
         (place / "of_net.py").write_text("from torch import nn\nimport scale_of_net\nNet = lambda: nn.Linear(3, 2)\n")
         show = "from pyflatness.scoring import described, specs, keys\nnet = specs.resolve('of_net.py:Net')\n"
-        show += "print(keys.of_json([described.of_callable(net), keys.of_network(net())]))"
+        show += "about = described.Description()\nfacts = keys.of_network(about, net(), net)\n"
+        show += "print(keys.of_json([facts, sorted(described.files(about.folders).values())]))"
         command = [sys.executable, "-c", show]
         found.append(subprocess.run(command, cwd=place, check=True, capture_output=True, text=True).stdout)
     assert found[0] == found[1] != found[2]
 
 
 def test_heads_of_attention_are_told_apart() -> None:
-    one, other = (keys.of_network(nn.MultiheadAttention(4, heads)) for heads in (1, 2))
+    one, other = (network_facts(nn.MultiheadAttention(4, heads)) for heads in (1, 2))
     assert one != other
 
 
@@ -161,8 +169,8 @@ import json, sys
 sys.path[:0] = sys.argv[1:]
 import test_described as t
 from pyflatness.scoring import described, keys
-losses = [described.of_callable(loss) for pair in t.DIFFERENT.values() for loss in pair]
-networks = [keys.of_network(make()) for make in t.NETWORKS.values()]
+losses = [described.plain(loss) for pair in t.DIFFERENT.values() for loss in pair]
+networks = [t.network_facts(make()) for make in t.NETWORKS.values()]
 print(keys.of_json([losses, networks, described.plain({"a", "b", "c"})]))
 """
 

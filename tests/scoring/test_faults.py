@@ -41,11 +41,11 @@ def written(path: Path) -> None:
             store.commit(setting, "other", OUTCOME)
 
 
-def state(path: Path) -> tuple[tuple, list[int]]:
+def state(path: Path) -> tuple[dict, list[int]]:
     """The values that were there before, and how many of the other checkpoint are; the file is whole."""
     with Store(path) as store:
         assert upkeep.problems(store) == []
-        before = tuple(held.value for held in store.values(1, "content"))
+        before = {pair: held.row for pair, held in store.values(1, "content").items()}
         return before, [len(store.values(1, "other")), len(store.select("SELECT * FROM units"))]
 
 

@@ -1,5 +1,7 @@
 """The store's file: whole or not at all, one writer, and no database of anybody else's is touched."""
 
+import contextlib
+import random
 import shutil
 import sqlite3
 import stat
@@ -8,16 +10,25 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import pyflatness as pf
-from pyflatness.scoring import files, keys
+from pyflatness.scoring import attached, export, files, keys, upkeep
 from pyflatness.scoring.fit import Fit
-from pyflatness.scoring.measuring import Outcome, Value
+from pyflatness.scoring.measuring import Outcome
+from pyflatness.scoring.rows import Row
 from pyflatness.scoring.store import SCHEMA, Store
 from pyflatness.scoring.units import Pair
 
 PAIRS = [Pair("body", "trace"), Pair(("body", "head"), "trace"), Pair(None, "relative_flatness"), Pair((), "pac_bayes")]
-OUTCOME = Outcome(tuple(Value(pair, "x", 0.1, exact=True, samples=3) for pair in PAIRS), Fit(0.5, 0.25), 1.5)
+ROWS = {pair: Row(layer="x", measure=pair.measure, value=0.1, exact=True, samples=3) for pair in PAIRS}
+OUTCOME = Outcome(ROWS, Fit(0.5, 0.25), 1.5)
+
+
+TRIGGER = (
+    "CREATE TRIGGER result_changed AFTER UPDATE ON results "
+    "BEGIN UPDATE units SET digest = '' WHERE id IN (OLD.unit, NEW.unit); END"
+)
 
 
 def filled(path: Path) -> tuple[int, str]:
@@ -39,8 +50,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert sorted(child.name for child in path.parent.iterdir()) == ["runs.sqlite", "runs.sqlite-lock"]  # no log left
     with Store(path) as store:
         held = store.values(*key)
-        assert tuple(one.value for one in held) == OUTCOME.values
-        assert {one.fit for one in held} == {OUTCOME.fit}
+        assert {pair: one.row for pair, one in held.items()} == ROWS
+        assert {one.fit for one in held.values()} == {OUTCOME.fit}
         assert store.counts(*of(key)) == {"to do": 0, "done": 4, "failed": 0, "none": 0}
 
 
@@ -48,19 +59,17 @@ def test_a_value_that_is_done_stays(tmp_path: Path) -> None:
     setting, content = filled(path := tmp_path / "runs.sqlite")
     with Store(path, write=True) as store:
         assert store.ask(setting, {content: [*PAIRS, Pair("head", "trace")]}) == {content: [Pair("head", "trace")]}
-        store.commit(
-            setting, content, Outcome((Value(PAIRS[0], error="late"), Value(Pair("head", "trace"), "head", 2.0)))
-        )
-        *first, last = [one.value for one in store.values(setting, content)]
-        assert tuple(first) == OUTCOME.values
-        assert last.value == 2.0
+        last = Row(layer="head", measure="trace", value=2.0)
+        store.commit(setting, content, Outcome({PAIRS[0]: Row(error="late"), Pair("head", "trace"): last}))
+        found = {pair: one.row for pair, one in store.values(setting, content).items()}
+        assert found == {**ROWS, Pair("head", "trace"): last}
 
 
 def test_half_a_commit_is_none(tmp_path: Path) -> None:
     with Store(tmp_path / "runs.sqlite", write=True) as store:
         setting = store.setting({"key": 1})
         store.ask(setting, {"content": PAIRS})
-        broken = Outcome((OUTCOME.values[0], Value(PAIRS[1], value=object())))  # SQLite takes no objects
+        broken = Outcome({PAIRS[0]: ROWS[PAIRS[0]], PAIRS[1]: Row(value=object())})  # SQLite takes no objects
         with pytest.raises(pf.StoreError):
             store.commit(setting, "content", broken)
         assert store.counts(setting, ["content"])["to do"] == 4
@@ -144,6 +153,86 @@ def test_a_store_that_may_not_be_written_is_read(tmp_path: Path) -> None:
             assert len(store.values(*key)) == 4
     finally:
         tmp_path.chmod(stat.S_IRWXU)
+
+
+def test_a_file_has_one_writer_by_whatever_name(tmp_path: Path) -> None:
+    filled(path := tmp_path / "runs.sqlite")
+    (soft := tmp_path / "soft.sqlite").symlink_to(path)
+    (tmp_path / "folder").mkdir()
+    hard = tmp_path / "folder" / "hard.sqlite"
+    with Store(path, write=True), pytest.raises(pf.StoreError, match="another process is writing"):
+        Store(soft, write=True)
+    with Store(soft, write=True), pytest.raises(pf.StoreError, match="another process is writing"):
+        Store(path, write=True)
+    hard.hardlink_to(path)
+    for name in (path, soft, hard):
+        with pytest.raises(pf.StoreError, match=r"has 2 names \(hard links\)"):
+            Store(name, write=True)
+        assert len(Store(name).values(1, "content")) == 4
+    hard.unlink()
+    filled(path)
+
+
+@pytest.mark.parametrize("write", [False, True])
+@pytest.mark.parametrize("name", ["a" * 300, "a" * 250, "a\0b", "a\ud800b"])
+def test_a_name_that_no_file_can_have_is_an_error(name: str, write: bool, tmp_path: Path) -> None:
+    with pytest.raises(pf.StoreError, match=r"^store: "):
+        Store(tmp_path / name, write=write)
+    if write:
+        with pytest.raises(pf.StoreError):
+            pf.score({"a": torch.nn.Linear(3, 2)}, (torch.ones(4, 3), torch.ones(4, 2)), "mse_loss", store=name)
+
+
+def everything(path: Path) -> object:
+    """What readers get of a store."""
+    with Store(path) as store:
+        store.check()
+        found = [*export.records(store)], [*attached.found(store)], upkeep.problems(store)
+        runs = [[*row] for row in store.select("SELECT command, began FROM runs")]
+        return found, store.counts(1, ["content", "later"]), runs
+
+
+def test_every_flip_of_a_bit_is_noticed_or_changes_nothing(tmp_path: Path) -> None:
+    path, random_ = tmp_path / "runs.sqlite", random.Random(0)
+    with Store(path, write=True) as store:
+        facts = {"loss": {"name": "x"}, "options": {"seed": 3}, "data": {"samples": 5}}
+        setting = store.setting({"key": facts, "shown": {"model": "m", "data": "d"}})
+        store.name({"a": (None, "content"), "b": ("/b", "later")})
+        store.describe({"a": {"rate": 0.1}})
+        store.ask(setting, {"content": PAIRS, "later": PAIRS})
+        store.commit(setting, "content", OUTCOME)
+        store.commit(setting, "later", Outcome({PAIRS[0]: Row(error="failed")}))
+        result = pf.spectrum(torch.nn.Linear(2, 2), "mse_loss", (torch.ones(3, 2), torch.ones(3, 2)), k=1)
+        attached.add(store, "a", result)
+    whole, before, noticed = path.read_bytes(), repr(everything(path)), 0
+    used = [place for place, byte in enumerate(whole) if byte]  # most of a page is empty
+    for place in random_.choices(used, k=300) + random_.choices(range(len(whole)), k=100):
+        content = bytearray(whole)
+        content[place] ^= 1 << random_.randrange(8)
+        path.write_bytes(content)
+        try:
+            assert repr(everything(path)) == before
+        except pf.StoreError:
+            noticed += 1
+    assert 100 < noticed < 400
+
+
+def test_a_value_that_was_changed_is_noticed_by_whatever_reads_it(tmp_path: Path) -> None:
+    key = filled(path := tmp_path / "runs.sqlite")
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("DROP TRIGGER result_changed")
+        connection.execute("UPDATE results SET value = 38.06 WHERE id = 1")
+        connection.execute(TRIGGER)
+    with Store(path) as store, pytest.raises(pf.StoreError, match=r"damaged \(units 1: not what was written\)"):
+        store.values(*key)
+    with Store(path) as store, pytest.raises(pf.StoreError, match="damaged"):
+        store.check()
+    with Store(path, write=True) as store, pytest.raises(pf.StoreError, match="damaged"):
+        store.values(*key)
+    with Store(path) as other, Store(tmp_path / "b.sqlite", write=True) as store, pytest.raises(pf.StoreError):
+        upkeep.merge(store, other)
+    with contextlib.closing(sqlite3.connect(path)) as connection, pytest.raises(sqlite3.IntegrityError):
+        connection.execute("UPDATE results SET value = 'text' WHERE id = 1")
 
 
 MOUNTS = """\

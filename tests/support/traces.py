@@ -83,6 +83,11 @@ def _phi():
     return torch.relu(X).double(), torch.linspace(-1, 1, 12).double().view(3, 4), None, Y
 
 
+def _penalty(net):
+    with pf.FlatnessPenalty(net, "body", LOSS, generator=torch.Generator()) as penalty:
+        return penalty(net(X.double()), Y).detach().item()
+
+
 CALLS = {
     "head": (Many, lambda m: pf.relative_flatness(m, LOSS, _data())),
     "normalized": (Plain, lambda m: pf.relative_flatness(m, LOSS, _data(), "body", normalize="std")),
@@ -125,6 +130,7 @@ CALLS = {
         lambda m: pf.linear_interpolation(m, LOSS, _data(), _doubled(m), test=_data(), steps=3),
     ),
     "track": (Many, lambda m: pf.track(m, LOSS, _data(), layers="*").record().reports),
+    "penalty": (Plain, _penalty),
     "reparameterize": (Plain, lambda m: pf.reparameterize(m, {"body": 2.0}, _data()).state_dict()),
     "head_flatness": (Plain, lambda m: pf.head_flatness(*_phi())),
     "flatness_penalty": (Plain, lambda m: pf.flatness_penalty(*_phi())),

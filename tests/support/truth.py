@@ -72,14 +72,24 @@ def exact_formula_error(features: Tensor, weight: Tensor, bias: Tensor | float, 
 def weight_of(model: nn.Module, name: str) -> Tensor:
     """The effective weight of a layer as a matrix (d, m): what a parametrisation makes of its parts, detached."""
     layer, key = place_of(model, name)
-    return as_matrix(layer, getattr(layer, key).detach()).clone()
+    weight = getattr(layer, key).detach()
+    return as_matrix(layer, weight).clone() if (part := _part(name)) is None else weight[part].clone()
 
 
 def place_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that holds a layer's weight, and the weight's name there: of a module, or of a parameter by itself."""
+    """The module that holds a layer's weight, and the weight's name there: of a module, or of a parameter by itself.
+
+    Of an expert, as ``weights[2]``, it is the parameter that has all.
+    """
+    name = name.partition("[")[0]
     parent, _, key = name.rpartition(".")
     held = key in model.get_submodule(parent)._parameters
     return (model.get_submodule(parent), key) if held else (model.get_submodule(name), "weight")
+
+
+def _part(name: str) -> int | None:
+    """Which of a parameter's matrices a layer is; None: all of it."""
+    return int(name.partition("[")[2].rstrip("]")) if "[" in name else None
 
 
 def is_called(model: nn.Module, name: str) -> bool:
@@ -129,6 +139,11 @@ def outputs_of(
     layer, key = place_of(model, name)
     called = is_called(model, name)
 
+    def in_parameter(weight: Tensor) -> Tensor:
+        if (part := _part(name)) is None:
+            return as_weight(layer, weight, key)
+        return torch.stack([weight if place == part else own for place, own in enumerate(layer._parameters[key])])
+
     def outputs(weight: Tensor) -> Tensor:
         def forward(*args, **kwargs) -> Tensor:
             if isinstance(layer, nn.Linear):
@@ -145,7 +160,7 @@ def outputs_of(
         if called:
             layer.forward = forward
         else:
-            layer.__dict__[key] = as_weight(layer, weight, key)  # in front of the parameter
+            layer.__dict__[key] = in_parameter(weight)  # in front of it
         f = model(inputs)
         if sample is None:
             return f

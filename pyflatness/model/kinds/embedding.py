@@ -4,14 +4,17 @@ No one-hot vector is ever written out. Where a token stands for padding torch ta
 is 0.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .linear import Linear
+from ...contractions import Contractor, TokenContraction, promoted
+from .deviations import TokenScale
+from .linear import First, Linear
 
 
 class Embedding(Linear):
@@ -23,6 +26,7 @@ class Embedding(Linear):
 
     tokens = True
     has_input = False
+    keeps_graph = False
     least_dims = 1
 
     def __init__(self, padding: int | None) -> None:
@@ -56,6 +60,83 @@ class Embedding(Linear):
         """Return the columns of the first and the last token, and these rows of the output."""
         return self.affine(inputs.flatten()[[0, -1]], weight, None), output.reshape(-1, output.shape[-1])[[0, -1]]
 
+    def divided(self, inputs: Tensor, scale: Tensor) -> Tensor:
+        """Return the tokens of a call as they are: their scale is in the coefficients."""
+        return inputs
+
+    def input_rows(self, inputs: Tensor, coefficients: Tensor | None, first: First) -> Tensor:
+        """Return the tokens of a call with their coefficients behind them, (n, rows, 2).
+
+        Padding is a feature like others here, though its column has no derivative.
+        """
+        tokens = first(inputs)
+        tokens = tokens.reshape(len(tokens), -1, 1).double()
+        return torch.cat([tokens, torch.ones_like(tokens)], dim=2)
+
+    def deviations(self, columns: int) -> TokenScale:
+        """Return what counts the tokens."""
+        return TokenScale(columns)
+
+    def contraction(
+        self,
+        weight: Tensor,
+        backend: ModuleType,
+        quantities: Sequence[str],
+        memory: int,
+        gradients: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor],
+    ) -> Contractor:
+        """Return what contracts tokens (n, P) and cotangents (n, P, d)."""
+        return TokenContraction(weight, backend, quantities)
+
+    def in_common_form(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tokens of a call, (n, q, …), as (n, P)."""
+        return [tensor.flatten(1).long()]
+
+    def joined(self, parts: list[Tensor]) -> list[Tensor]:
+        """Return tokens or cotangents of several calls as one, along their positions."""
+        return [torch.cat(parts, dim=1)]
+
+    def cotangents(
+        self, gradient: Tensor, inputs: Tensor, coefficients: Tensor | None, scale: Tensor | None, first: First
+    ) -> list[Tensor]:
+        """Return a gradient in the output of a call by position, (n, P, d), times the coefficients of its tokens."""
+        rows = self._by_token(first(gradient), inputs, first)
+        if rows.is_meta:
+            return [rows]
+        given = None if coefficients is None else first(coefficients).flatten(1)
+        if scale is not None:
+            inverse = torch.where(scale > 0, 1 / scale, 0.0)[first(inputs).flatten(1)]
+            given = inverse if given is None else inverse * given
+        return [rows if given is None else rows * given.unsqueeze(2).to(rows.dtype)]
+
+    def _by_token(self, gradient: Tensor, inputs: Tensor, first: First) -> Tensor:
+        """Return a gradient (n, q, …, d) in the output of a call for each of its tokens, (n, P, d)."""
+        return gradient.reshape(len(gradient), -1, gradient.shape[-1])
+
+    def rows(self, cotangent: Tensor) -> Tensor:
+        """Return a cotangent by position, (n, 1, P, d)."""
+        return promoted(cotangent).unsqueeze(1)
+
+    def columns(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Return the tokens that there are, (U,), ascending: second derivatives are taken in their columns alone."""
+        columns: Tensor = torch.unique(inputs[0])
+        return columns
+
+    def patches(self, inputs: Tensor, columns: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return one-hot φ in the columns of some tokens, (n, 1, P, U), written out."""
+        assert columns is not None
+        return inputs.unsqueeze(2).eq(columns).to(dtype).unsqueeze(1)
+
+    def gradients(
+        self, inputs: Sequence[Tensor], cotangent: Sequence[Tensor], like: Tensor, calls: Sequence[Linear]
+    ) -> Tensor:
+        """Return M of some samples, (n, 1, d, m), written out."""
+        (tokens,), delta = inputs, promoted(cotangent[0])
+        columns = delta.new_zeros(len(delta), like.shape[1], delta.shape[2])
+        columns.scatter_add_(1, tokens.unsqueeze(2).expand_as(delta), delta)
+        gradients: Tensor = columns.transpose(1, 2).unsqueeze(1)
+        return gradients
+
 
 class EmbeddingBag(Embedding):
     """Say how the sums or means of an embedding over bags of tokens (n, tokens) are those of a matrix.
@@ -67,6 +148,8 @@ class EmbeddingBag(Embedding):
 
     least_dims = 2
     pointwise = False
+    twice_differentiable = False
+    when_idle = "bags that are given by offsets=, and not as (n, tokens of a bag), cannot be told apart by sample"
 
     def __init__(self, mean: bool, padding: int | None) -> None:
         super().__init__(padding)
@@ -105,3 +188,12 @@ class EmbeddingBag(Embedding):
         """Return W φ and the output of the first and the last bag."""
         assert coefficients is not None
         return self.varied(inputs[[0, -1]], weight, output, coefficients[[0, -1]]), output[[0, -1]]
+
+    def _by_token(self, gradient: Tensor, inputs: Tensor, first: First) -> Tensor:
+        """Return the gradient in each bag for all of its tokens, (n, P, d)."""
+        return gradient.unsqueeze(2).expand(-1, -1, first(inputs).shape[2], -1).flatten(1, 2)
+
+    def input_rows(self, inputs: Tensor, coefficients: Tensor | None, first: First) -> Tensor:
+        """Return the tokens of each bag with their coefficients behind them, (n, bags, 2 tokens of a bag)."""
+        assert coefficients is not None
+        return torch.cat([first(inputs).double(), first(coefficients).double()], dim=2)

@@ -1,13 +1,18 @@
 """Treat a linear layer as a weight matrix; what it says is what other kinds of layers say otherwise."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...contractions import Geometry, product
+from ...contractions import Contractor, Geometry, LayerContraction, divided, product, promoted
+from .deviations import Deviations, FeatureScale
+
+First = Callable[[Tensor], Tensor]
+"""Bring a tensor of a call to samples in dimension 0 and what else is in that in dimension 1: (n, q, …)."""
 
 
 class Linear:
@@ -25,6 +30,10 @@ class Linear:
         row_dims: dimensions of the output that rows take where they are last.
         pointwise: whether every position is multiplied by the same matrix, once.
         repeats_inputs: whether padding repeats pixels of the input.
+        keeps_graph: whether what :meth:`inputs_of` gives has the graph of the arguments.
+        twice_differentiable: whether torch differentiates the layer's own forward twice.
+        when_idle: why a layer that the model calls may not be seen to run, for messages; empty where it is.
+        by_weight: whether the weight has no positions, so that second derivatives are taken in itself.
         geometry: which (padded) inputs a position sees.
         computes: what the output is, for messages.
     """
@@ -38,6 +47,10 @@ class Linear:
     row_dims = 1
     pointwise = True
     repeats_inputs = False
+    keeps_graph = True
+    twice_differentiable = True
+    when_idle = ""
+    by_weight = False
     geometry = Geometry()
     computes = "W φ + b of its weight and input"
 
@@ -75,6 +88,23 @@ class Linear:
         """
         return self.affine(inputs.to(weight.dtype), weight, None, like)
 
+    def changed(self, call: "Linear", inputs: Tensor, output: Tensor, changes: Tensor) -> Tensor:
+        """Return how the output of a call changes with each sample's own change of the weight, which is written out.
+
+        Args:
+            call: the kind of the call.
+            inputs: of the call, (n, q, …).
+            output: likewise.
+            changes: (n, G, m, d).
+        """
+        weights = torch.func.vmap(self.as_weight)(changes.mT.flatten(1, 2))
+        found: Tensor = torch.func.vmap(call.varied_alone)(inputs, weights, output)
+        return found
+
+    def varied_alone(self, inputs: Tensor, weight: Tensor, like: Tensor) -> Tensor:
+        """Return what :meth:`varied` does for a call on these inputs alone."""
+        return self.varied(inputs, weight, like, self.coefficients((inputs,), {}))
+
     def coefficients(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
         """Return what the tokens of a call are multiplied by, of their shape; None: by 1, or there are none."""
         return None
@@ -102,6 +132,81 @@ class Linear:
         tensor, or q of them where three dimensions of space leave none for q.
         """
         return [tensor.reshape(len(tensor), -1, tensor.shape[-1]).transpose(1, 2)[..., None, None]]
+
+    def divided(self, inputs: Tensor, scale: Tensor) -> Tensor:
+        """Return the input of a call with its channels divided by their scale; those of scale 0 become 0."""
+        return divided(inputs, scale, self.class_dim)
+
+    def input_rows(self, inputs: Tensor, coefficients: Tensor | None, first: First) -> Tensor:
+        """Return the unpadded input of a call as (n, rows, channels), of which the deviations of features are taken."""
+        rows = first(inputs)
+        rows = rows.movedim(2, -1) if self.class_dim == 1 else rows
+        return rows.reshape(len(rows), -1, rows.shape[-1])
+
+    def deviations(self, columns: int) -> Deviations:
+        """Return what collects the deviations of inputs as :meth:`input_rows` has them, of a weight's columns."""
+        return FeatureScale()
+
+    def contraction(
+        self,
+        weight: Tensor,
+        backend: ModuleType,
+        quantities: Sequence[str],
+        memory: int,
+        gradients: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor],
+    ) -> Contractor:
+        """Return what contracts inputs and cotangents of the layer, as they are in common form.
+
+        Args:
+            weight: (G, d, m).
+            backend: a module from :func:`.backends.choose`.
+            quantities: names of :data:`.quantities.QUANTITIES`.
+            memory: in bytes.
+            gradients: does what :meth:`gradients` does.
+        """
+        return LayerContraction(weight, self.geometry, backend, quantities, memory=memory, convolution=self.space > 0)
+
+    def cotangents(
+        self, gradient: Tensor, inputs: Tensor, coefficients: Tensor | None, scale: Tensor | None, first: First
+    ) -> list[Tensor]:
+        """Return a gradient in the output of a call in common form, as :meth:`in_common_form` has inputs.
+
+        Args:
+            gradient: of the output's shape.
+            inputs: of the call.
+            coefficients: from :meth:`coefficients`.
+            scale: of the input's channels, by which :meth:`divided` divides them, or None.
+            first: lays out the call's tensors.
+        """
+        return self.in_common_form(first(gradient))
+
+    def rows(self, cotangent: Tensor) -> Tensor:
+        """Return a cotangent in common form by position, (n, G, P, d)."""
+        return self.geometry.rows(promoted(cotangent))
+
+    def columns(self, inputs: Sequence[Tensor]) -> Tensor | None:
+        """Return which columns of the weight inputs in common form have, ascending; None: all of them."""
+        return None
+
+    def patches(self, inputs: Tensor, columns: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return φ of inputs in common form by position in these columns, (n, G, P, m), written out."""
+        return self.geometry.patches(promoted(inputs))
+
+    def gradients(
+        self, inputs: Sequence[Tensor], cotangent: Sequence[Tensor], like: Tensor, calls: Sequence["Linear"]
+    ) -> Tensor:
+        """Return M of some samples, (n, G, d, m), written out.
+
+        Args:
+            inputs: of these, in common form.
+            cotangent: likewise.
+            like: of the form of the matrix (G d, m).
+            calls: the kind of each call that the inputs are of.
+        """
+        patches = [self.geometry.patches(promoted(part)) for part in inputs]
+        return torch.stack([product(self.rows(d).mT, phi) for phi, d in zip(patches, cotangent, strict=True)]).sum(
+            dim=0
+        )
 
     def joined(self, parts: list[Tensor]) -> list[Tensor]:
         """Return tensors of several calls as one, along a free dimension of space, if there is one and sizes allow."""

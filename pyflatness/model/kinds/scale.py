@@ -49,6 +49,7 @@ class Scale(Linear):
 
     has_input = False
     pointwise = False
+    keeps_graph = False
     computes = "γ ∘ x̂ + β of its weight γ, for an x̂ that is the same for any γ"
 
     def __init__(self, module: Any) -> None:

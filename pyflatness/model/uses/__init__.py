@@ -30,6 +30,7 @@ __all__ = [
     "otherwise",
     "reasons",
     "runs_with_its_module",
+    "ties",
     "whole",
     "with_siblings",
 ]
@@ -40,13 +41,15 @@ class _Held:
     """Hold what is known of a model while it is measured.
 
     Attributes:
+        places: see :func:`.candidates.places`.
         uses: the stand-ins for its weights; None as long as they were not asked for.
-        whole: those for weights in all of their uses, by name.
+        whole: those for weights in all of their uses, by the identity of the parameter's places.
         left_out: modules that are layers and have no value, and why.
     """
 
+    places: candidates.Places
     uses: dict[str, Use] | None = None
-    whole: dict[str, Use] = field(default_factory=dict)
+    whole: dict[int, Use] = field(default_factory=dict)
     left_out: dict[nn.Module, str] = field(default_factory=dict)
 
 
@@ -59,27 +62,49 @@ def held(model: nn.Module) -> Iterator[None]:
     if model in _held:
         yield
         return
-    _held[model] = _Held()
+    _held[model] = _known(model)
     try:
         yield
     finally:
         del _held[model]
 
 
+def _known(model: nn.Module) -> _Held:
+    return _held.get(model) or _Held(candidates.places(model))
+
+
+def ties(model: nn.Module, layer: nn.Module) -> list[str]:
+    """Return the names of other modules that own the layer's very weight parameter."""
+    place = (layer, "weight")
+    if isinstance(layer, Use):
+        if not layer.source.effective:  # it has the uses of all modules that own its parameter
+            return []
+        place = layer.source.places[0]
+    return [name for name, module, _ in _known(model).places.get(place, ()) if module is not place[0]]
+
+
 def of(model: nn.Module) -> dict[str, Use]:
     """Return the stand-ins for a model's weights by name, in its order."""
-    known = _held.get(model, _Held())
+    known = _known(model)
     if known.uses is None:
         known.uses = {name: use for source in candidates.sources(model) for name, use in source.uses.items()}
     return known.uses
 
 
 def whole(model: nn.Module, name: str) -> Use | None:
-    """Return what stands for a layer's weight in all of its uses, by the name of the parameter; None if none has it."""
-    known = _held.get(model, _Held()).whole
-    found = known.get(name) or candidates.whole(model, name)
+    """Return what stands for a layer's weight in all of its uses, by the name of the parameter; None if none has it.
+
+    By another name of a tied weight it is the same, which has the name that was asked for first.
+    """
+    known, (prefix, _, key) = _known(model), name.rpartition(".")
+    try:
+        holder = model.get_submodule(prefix)
+    except AttributeError:
+        return None
+    places = known.places.get((holder, key), [])
+    found = known.whole.get(id(places)) or candidates.whole(name, holder, key, [(module, k) for _, module, k in places])
     if found is not None:
-        known[name] = found
+        known.whole[id(places)] = found
     return found
 
 
@@ -191,7 +216,7 @@ def reasons(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         model: inside of :func:`held`, after it was measured.
         names: of the parameters.
     """
-    modules, left_out = dict(model.named_modules()), _held.get(model, _Held()).left_out
+    modules, left_out = dict(model.named_modules()), _known(model).left_out
     by_place = {place: use.source for use in of(model).values() for place in use.source.places}
     found = {}
     for name in names:

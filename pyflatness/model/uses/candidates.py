@@ -14,6 +14,8 @@ from .use import Source, Use
 
 _MOST_DIMENSIONS = 5  # of a weight: those of filters in three dimensions
 _MOST_MATRICES = 64  # in one parameter, each of which may be a weight
+Places = dict[tuple[nn.Module, str], list[tuple[str, nn.Module, str]]]
+"""By the module that holds a parameter and its name there: the name of each such module, the module, the name."""
 _WITH_FUNCTIONS = (nn.MultiheadAttention, nn.Module, nn.ParameterList, nn.ParameterDict)  # classes of torch's
 
 
@@ -52,23 +54,35 @@ def sources(model: nn.Module) -> list[Source]:
     return [*found.values()]
 
 
-def whole(model: nn.Module, name: str) -> Use | None:
-    """Return what stands for all uses of the weight of a layer, by the parameter's name; None if it is of none.
+def places(model: nn.Module) -> Places:
+    """Return all places of each parameter, by each of them."""
+    of_parameters: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    found: Places = {}
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                found[module, key] = of_parameters.setdefault(id(parameter), [])
+                found[module, key].append((name, module, key))
+    return found
+
+
+def whole(name: str, holder: nn.Module, key: str, places: list[tuple[nn.Module, str]]) -> Use | None:
+    """Return what stands for all uses of the weight of a layer, under this name; None for what is none.
 
     Modules that share the weight count with all their calls, and so do functions that use it besides.
+
+    Args:
+        name: of the parameter.
+        holder: a module that has it.
+        key: its name there.
+        places: all such modules, each with its name there.
     """
-    prefix, _, key = name.rpartition(".")
-    modules = dict(model.named_modules(remove_duplicate=False))
-    holder = modules.get(prefix)
-    parameter = None if holder is None else holder._parameters.get(key)
-    if holder is None or parameter is None or key != "weight" or not kinds.is_plain(holder):
+    parameter = holder._parameters.get(key)
+    if parameter is None or key != "weight" or not kinds.is_plain(holder):
         return None
     home = kinds.find(holder)
     if home is None or not _is_candidate(holder, key, parameter):
         return None
-    places = [
-        (module, own) for module in model.modules() for own, other in module._parameters.items() if other is parameter
-    ]
     source = Source(parameter, places)
     source.uses = {name: Use(name, source, home=home)}
     return source.uses[name]

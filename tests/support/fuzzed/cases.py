@@ -1,7 +1,8 @@
 """Random networks with a loss, data, and batches, from a seed."""
 
 import random
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,10 +10,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from support.fuzzed import losses, networks
-from support.fuzzed.drawing import CONVOLUTIONS
+from support.fuzzed.drawing import CONVOLUTIONS, Returned
 from support.fuzzed.losses import Problem
 from support.fuzzed.networks import Network
 from support.fuzzed.truth import Truth, plain_copy
+
+Loss = Callable[[Any, Tensor], Tensor]
 
 
 @dataclass
@@ -48,6 +51,11 @@ class Case:
             return DataLoader(TensorDataset(inputs, targets), batch_size=self.cut[0])
         return list(zip(inputs.split(self.cut), targets.split(self.cut), strict=True))
 
+    def run(self, inputs: Tensor) -> Tensor:
+        """Return the model's outputs as one tensor."""
+        with torch.no_grad():
+            return plain_copy(self.model)(inputs)
+
     def truth(self, kept: Tensor | None = None) -> Truth:
         kept = torch.arange(len(self.inputs)) if kept is None else kept
         return Truth(self.model, self.problem, self.inputs[kept], self.problem.targets[kept], self.names)
@@ -77,7 +85,21 @@ def draw(seed: int) -> Case:
         options["memory"] = rng.choice((2_000, 6_000, 20_000))
     with torch.no_grad():
         outputs = model(inputs)
+    if rng.random() < 0.15:
+        several = problem.text.startswith("callable") and len(network.outputs) > 0 and network.outputs[0] > 1
+        model.append(Returned(rng.choice([*(Returned.SEVERAL if several else Returned.KINDS)])))
+        problem = replace(problem, loss=_of_several(problem.loss)) if several else problem
     return Case(seed, rng, model, inputs, problem, names, _cut(rng, len(inputs)), options, outputs)
+
+
+def _of_several(loss: Loss) -> Loss:
+    """Return a loss of a tensor that takes it in a dictionary or tuple of parts too."""
+
+    def of_several(outputs: Any, targets: Tensor) -> Tensor:
+        parts = outputs.values() if isinstance(outputs, dict) else outputs
+        return loss(outputs if isinstance(outputs, Tensor) else torch.cat([*parts], dim=1), targets)
+
+    return of_several
 
 
 def _inputs(rng: random.Random, generator: torch.Generator, network: Network) -> Tensor:

@@ -213,7 +213,7 @@ def omitted(verdict: Verdict, truth: Truth) -> None:
     else:
         inputs[bad] = torch.nan
     with torch.no_grad():
-        if not torch.isnan(case.model(inputs)[bad]).any() and not targets.isnan().any():
+        if not torch.isnan(case.run(inputs)[bad]).any() and not targets.isnan().any():
             return  # the network does not look at it
     kept = torch.arange(len(inputs)) != bad
     name, normalize = case.rng.choice(case.names), case.rng.choice((None, None, "std"))

@@ -1,10 +1,12 @@
 """What random networks are made of: steps with layers of their own, and what is drawn of a network so far."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
@@ -36,6 +38,38 @@ class Checkpointed(nn.Module):
 
     def forward(self, x):
         return checkpoint(lambda x: self.step(x.clone()), x, use_reentrant=False) if self.on else self.step(x.clone())
+
+
+@dataclass
+class Answer:
+    """What a model may return, as those of transformers do."""
+
+    logits: Tensor
+    rest: Any
+
+
+class Returned(nn.Module):
+    """The last step of a model that returns a tensor in a dictionary, dataclass or tuple, or as several in one.
+
+    :attr:`on` can switch it off.
+    """
+
+    KINDS: ClassVar[dict[str, Callable[[Tensor], Any]]] = {
+        "a dictionary with logits": lambda f: {"loss": None, "logits": f, "hidden": f.detach()},
+        "a dataclass with logits": lambda f: Answer(f, [f.detach()]),
+        "a tuple with a number": lambda f: (f, 3, None),
+    }
+    SEVERAL: ClassVar[dict[str, Callable[[Tensor], Any]]] = {
+        "a dictionary of two": lambda f: {"first": f[:, :1], "rest": f[:, 1:]},
+        "a tuple of two": lambda f: (f[:, :1], f[:, 1:]),
+    }
+
+    def __init__(self, kind):
+        super().__init__()
+        self.make, self.on, self.text = {**self.KINDS, **self.SEVERAL}[kind], True, f"returns {kind}"
+
+    def forward(self, x):
+        return self.make(x) if self.on else x
 
 
 @dataclass

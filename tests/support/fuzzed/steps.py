@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from support.fuzzed import operations
 from support.fuzzed.drawing import IMAGES, TOKENS, VECTORS, Step
 from support.fuzzed.functions import activation, in_place
 
@@ -269,7 +270,7 @@ def vectors_to_images(draw):
 
 
 ANYWHERE = {linear: 6, residual: 2, gate: 1, joined: 1, maxout: 1, recurrence: 1, again: 1, tied: 0.7, unused: 0.7,
-            siamese: 1, act: 0.5, norm: 1.2}  # fmt: skip
+            siamese: 1, act: 0.5, norm: 1.2, **operations.STEPS}  # fmt: skip
 STEPS = {
     VECTORS: {**ANYWHERE, vectors_to_tokens: 0.7, vectors_to_images: 0.4},
     TOKENS: {**ANYWHERE, mix: 2, attention: 1.5, multihead: 1, flattened: 1.5, batch_second: 1, to_vectors: 2.5,

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations
 
 from support import jacobian_truth, truth
-from support.fuzzed.drawing import Checkpointed
+from support.fuzzed.drawing import Checkpointed, Returned
 from support.fuzzed.losses import Problem
 
 _DENSE = 150  # weights of a dense layer of which there is a Hessian
@@ -227,10 +227,10 @@ class Truth:
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
-    """Return a copy without activation checkpointing, all of whose parameters require gradients."""
+    """Return a copy without activation checkpointing that returns a tensor; its parameters require gradients."""
     model = copy.deepcopy(model).requires_grad_(True)
     for module in model.modules():
-        if isinstance(module, Checkpointed):
+        if isinstance(module, (Checkpointed, Returned)):
             module.on = False
         if isinstance(module, parametrizations._WeightNorm):  # torch's kernel has a wrong second derivative (2.13)
             module.forward = _weight_norm
