@@ -26,7 +26,6 @@ _TENSORS = ("per_sample", "per_neuron")  # of an Estimate
 # Beside the measures of a report as a dict.
 _BESIDE = ("skipped", "uncovered", "why_uncovered", "network_of")
 _AGREEING = 1e-6  # of a value: by less than so much probes differ by chance or by rounding, which tells of no error
-AGREE = "its probes agree, by chance or because there is nothing to sample: no standard error is known"
 _WIDTH = 100  # of a table
 _LONGEST = 24  # of a layer's name, from where on it is folded if there is no room for it
 
@@ -41,8 +40,8 @@ class Estimate(float):
 
     Attributes:
         value: the measure, in units of the loss where it is one of its second derivatives.
-        stderr: standard error of ``value`` given the data; None when nothing was drawn at random; NaN where it is not
-            known: the probes agree to rounding, which tells of no error.
+        stderr: standard error of ``value`` given the data; None when nothing was drawn at random. NaN where it is not
+            known: probes that agree up to rounding, by chance or because there is nothing to sample, tell of no error.
         samples: samples (entries of dimension 0 of the batches) that the value is over; 0 if it is of no data.
         method: ``"head"``, ``"ggn"``, ``"hessian"``, ``"ggn-sampled"``, ``"hessian-sampled"`` or ``"definition"``; of
             measures without second derivatives ``"forward-mode"``, ``"monte-carlo"`` or ``"weights"``, of Jacobians
@@ -82,13 +81,12 @@ class Estimate(float):
         return super().__new__(cls, value)
 
     def __post_init__(self) -> None:
-        """Take back what a value cannot claim: to be NaN, exactly; or to have no error because its probes agree."""
+        """Take back what a value cannot claim: to be exact as NaN, or to have no error because its probes agree."""
         if math.isnan(self.value):
             object.__setattr__(self, "exact", False)
         if self.stderr is not None and self.stderr <= _AGREEING * abs(self.value):
-            notes = self.notes if AGREE in self.notes else (*self.notes, AGREE)
-            for name, fact in {"stderr": math.nan, "dof": None, "notes": notes, "exact": False}.items():
-                object.__setattr__(self, name, fact)
+            object.__setattr__(self, "stderr", math.nan)
+            object.__setattr__(self, "dof", None)
 
     def interval(self, level: float = 0.95) -> tuple[float, float] | None:
         """Return the interval that holds the value of the definition with probability ``level``, given the data.
@@ -101,7 +99,8 @@ class Estimate(float):
 
         Returns:
             Both ends; (value, value) of an exact value; None where nothing is known of the error: a standard error
-            without degrees of freedom (one draw alone), or a value that is neither exact nor drawn at random.
+            that is NaN (draws that agree) or without degrees of freedom (one draw alone, few groups of
+            ``probes="adaptive"``), or a value that is neither exact nor drawn at random.
 
         Raises:
             InputError: a level that is no probability.
@@ -119,9 +118,12 @@ class Estimate(float):
 
     def __repr__(self) -> str:
         number = _number(self)
+        how_sure = "" if self.stderr is None else "95 % interval" if self.interval() else "no interval"
+        if self.stderr is not None and math.isnan(self.stderr):
+            how_sure = "standard error unknown"
         facts = [
             "exact" if self.exact else "not exact",
-            "" if self.stderr is None else "95 % interval" if self.interval() else "no interval",
+            how_sure,
             "" if self.bound is None else f"off by at most {self.bound:.2g}",
             f"method {self.method}",
             f"layer {self.layer!r}" if self.layer else "",
