@@ -53,7 +53,7 @@ def model() -> nn.Module:
     return transformers.LlamaForCausalLM.from_pretrained(FOLDER).eval()
 
 
-def measured(count: int, probes: int) -> pf.Report:
+def measured(count: int, probes: int) -> pf.results.Report:
     """Return relative flatness of all layers on some stories."""
     data = [{"input_ids": part} for part in stories(count).split(32)]
     return pf.measure(model(), data=data, measures="relative_flatness", probes=probes, curvature="ggn")
@@ -79,7 +79,7 @@ def compared(count: int, probes: int) -> Iterator[str]:
     yield f"all: max |z| {z.abs().max():.2f}, mean z² {z.square().mean():.2f}, median |z| {z.abs().median():.2f}"
 
 
-def drawn(report: pf.Report, path: Path) -> None:
+def drawn(report: pf.results.Report, path: Path) -> None:
     """Write a figure of layers by kind over depth."""
     matplotlib.use("Agg")
     from matplotlib import pyplot

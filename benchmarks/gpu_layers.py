@@ -141,7 +141,7 @@ def hessian_products(model: nn.Module, n: int, count: int, device: torch.device,
             total += sum((one * other).sum() for one, other in zip(products, vector, strict=True))
         return total
 
-    def ours() -> pf.Spectrum:
+    def ours() -> pf.results.Spectrum:
         return pf.spectrum(model, "cross_entropy", (x, y), k=0, density=True, probes=count, steps=1, progress=False)
 
     products = ours().products

@@ -119,7 +119,7 @@ def network(n: int, rounds: int) -> dict[str, Timing]:
             for x, _ in batches:
                 model(x)
 
-    def measure() -> pf.Estimate:
+    def measure() -> pf.results.Estimate:
         return pf.relative_flatness(model, nn.CrossEntropyLoss(), batches, progress=False)
 
     return in_turn({"pyflatness": measure, "forward": forward}, rounds)

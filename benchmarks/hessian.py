@@ -191,7 +191,7 @@ def estimators(rounds: int, n: int = 256, length: int = 16) -> Iterator[Estimato
         exact = _reference(model, x, y, name)
         target = 0.01 * exact
 
-        def ours(name: str = name, **options: object) -> pf.Estimate:
+        def ours(name: str = name, **options: object) -> pf.results.Estimate:
             return pf.measure(model, LOSS, (x, y), layers=name, measures="trace", **options)[name, "trace"]
 
         found = [ours(probes="adaptive", rtol=0.01, seed=seed) for seed in range(rounds)]

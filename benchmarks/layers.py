@@ -72,14 +72,14 @@ class Work:
     y: Tensor = field(init=False)
     names: list[str] = field(init=False)
     parts: list[int] = field(init=False)
-    report: pf.Report = field(init=False)
+    report: pf.results.Report = field(init=False)
 
     def __post_init__(self) -> None:
         self.y = torch.arange(len(self.x)) % self.classes
         self.names = self.layers or measurable(self.model)
         self.report, self.parts = self._first()
 
-    def measure(self, **options: object) -> pf.Report:
+    def measure(self, **options: object) -> pf.results.Report:
         """Return the call that is timed."""
         return pf.measure(
             self.model,
@@ -104,7 +104,7 @@ class Work:
         """Return relative flatness of the first layer."""
         return self.report[self.names[0], "relative_flatness"].value
 
-    def _first(self) -> tuple[pf.Report, list[int]]:
+    def _first(self) -> tuple[pf.results.Report, list[int]]:
         seen: list[int] = []
 
         def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -56,7 +56,7 @@ class Language:
             LOSS(outputs, targets).backward()
             self.model.zero_grad()
 
-    def measure(self) -> pf.Report:
+    def measure(self) -> pf.results.Report:
         """Return relative flatness of all layers."""
         return pf.measure(
             self.model, LOSS, self.data, measures="relative_flatness", probes=1, curvature="ggn", progress=False

@@ -67,7 +67,7 @@ def timed(classes: int, n: int, rounds: int) -> dict[str, Timing]:
         "composed nmls": lambda: bare.composed(x),
         "nmls": ours("nmls"),
         "all of pf.representation": ours(),
-        "pf.bounds": lambda: pf.bounds(model, LOSS, (x, y)),
+        "pf.theory.bounds": lambda: pf.theory.bounds(model, LOSS, (x, y)),
     }
     return in_turn(alternatives, rounds, repeats=1)
 

@@ -137,7 +137,7 @@ class Setting:
         return total
 
 
-def spectrum(setting: Setting, name: str = OURS, **options: Any) -> pf.Spectrum:
+def spectrum(setting: Setting, name: str = OURS, **options: Any) -> pf.results.Spectrum:
     """Return what ``pf.spectrum`` does, with its products counted."""
     found = pf.spectrum(setting.model, LOSS, setting.data, progress=False, **options)
     setting.products[name] = found.products

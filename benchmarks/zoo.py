@@ -122,7 +122,7 @@ def table(train: Path, test: Path, before: tuple[Path, ...], after: tuple[Path, 
     for title, rows in _by_place(found["before"], head).items():
         _print(title, rows, found)
     for measure in (f"{MEASURES[0].name} {head}", f"{MEASURES[0].name} network"):
-        print(f"\n{pf.correlations(held['before'], measure, 'loss')}")
+        print(f"\n{pf.statistics.correlations(held['before'], measure, 'loss')}")
     _draw(out / "gap.png", held, [name.format(head) for name in DRAWN])
 
 
@@ -145,7 +145,9 @@ def _stem(path: str) -> str:
 def _correlations(columns: Columns, measure: str) -> Correlations:
     """Over the networks that have a value of the measure."""
     values = zip(columns["checkpoint"], columns[measure], strict=True)
-    return pf.correlations(columns, measure, exclude=[name for name, value in values if not np.isfinite(value)])
+    return pf.statistics.correlations(
+        columns, measure, exclude=[name for name, value in values if not np.isfinite(value)]
+    )
 
 
 def _write(path: Path, columns: Columns) -> None:
@@ -197,7 +199,7 @@ def _draw(path: Path, held: dict[str, Columns], measures: list[str]) -> None:
     figure = Figure(figsize=(4 * len(measures), 7.5), layout="constrained")
     for panels, (weights, columns) in zip(figure.subplots(len(held), len(measures)), held.items(), strict=True):
         for panel, measure in zip(panels, measures, strict=True):
-            pf.plot_correlation(columns, measure, axes=panel)
+            pf.statistics.plot_correlation(columns, measure, axes=panel)
             panel.set_xlabel(f"{measure}, {weights}")
             for line in panel.get_lines():
                 line.set_markersize(3)

@@ -5,21 +5,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from . import head, interrupts, losses, plan, tensor_head
 from .errors import InputError
 from .measures import RELATIVE_FLATNESS, are_named, at_head, named
 from .measures.layer_values import LayerValues
-from .model import calling, uses
+from .messages import check_module
+from .model import selectors, uses
+from .model.layers import unwrap
 from .model.selectors import Selector
-from .numerics.meeting import Group, joined
-from .options import MAX_PASSES, Options, check_relative_error
+from .numerics.meeting import joined
+from .options import CALL, EVERY, MeasureHow, Options
 from .passes.detached import TAKEN_AS_CONSTANT
 from .report import Estimate, Report, coverage
 from .session import public, session
 
 
-@public
+@public("normalize", "per_sample", "rtol", "nan_policy", "reduction", "backend", "process_group")
 def head_flatness(
     features: Tensor,
     weight: Tensor,
@@ -27,13 +30,7 @@ def head_flatness(
     targets: Tensor | None = None,
     *,
     loss: Any = "cross_entropy",
-    normalize: str | None = None,
-    per_sample: bool = False,
-    nan_policy: str = "raise",
-    reduction: str | None = None,
-    backend: str = "auto",
-    rtol: float = 0.0,
-    process_group: Group = None,
+    **how: Unpack[MeasureHow],
 ) -> Estimate:
     """Return the relative flatness of a linear head from its input features: exact, no derivative is taken.
 
@@ -51,16 +48,10 @@ def head_flatness(
             cross-entropy without ``pos_weight``).
         loss: ``"cross_entropy"``, ``"mse_loss"``, ``"binary_cross_entropy_with_logits"``, the ``F`` function, an ``nn``
             loss module with its options, or a callable (outputs, targets) -> scalar.
-        normalize: ``"std"`` for the measure of Theorem 4, invariant to every rescaling of neurons.
-        per_sample: also return each sample's value.
-        nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"`` samples with NaN or infinity.
-        reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
-        backend: ``"auto"``, ``"compiled"``, ``"triton"`` (wide heads on a GPU, else as auto) or ``"reference"``.
         rtol: how far the value may be off, relative to it, for the sake of time. At a cross-entropy head of many
             classes, classes are then left out of the second of its two products where all of them together matter no
             more than that, which is guaranteed: ``estimate.bound`` says what the value can be off by. 0: exact. On CUDA
             the exact value is faster, so it is returned whatever ``rtol`` is.
-        process_group: as for :func:`pyflatness.relative_flatness`.
 
     Returns:
         The value in units of the loss, exact up to rounding, or to within its ``bound``.
@@ -77,37 +68,20 @@ def head_flatness(
         >>> pf.head_flatness(phi, w)
         Estimate(1.47459: exact, method head, 2 samples, ... backend)
     """
-    rtol = check_relative_error("rtol", rtol)
-    options = Options(normalize=normalize, per_sample=per_sample, nan_policy=nan_policy, backend=backend, rtol=rtol)
-    resolved = losses.resolve(loss, reduction)
-    with joined(process_group) as group, interrupts.held(), torch.inference_mode(False), torch.no_grad():
+    options = Options.of(how)
+    resolved = losses.resolve(loss, how.get("reduction"))
+    with joined(how.get("process_group")) as group, interrupts.held(), torch.inference_mode(False), torch.no_grad():
         source = tensor_head.from_tensors(features, weight, bias, targets, resolved, group)
         return at_head.total(source, resolved, options).estimate()
 
 
-@public
+@public(*EVERY)
 def relative_flatness(
     model: nn.Module,
     loss: Any = "auto",
     data: Any = ...,
     layer: Selector | None = None,
-    *,
-    curvature: str = "auto",
-    probes: int | str | None = None,
-    target_stderr: float | None = None,
-    rtol: float | None = None,
-    conv: str = "filter",
-    normalize: str | None = None,
-    per_sample: bool = False,
-    backend: str = "auto",
-    nan_policy: str = "raise",
-    reduction: str | None = None,
-    forward: calling.Forward | None = None,
-    memory: int | None = None,
-    seed: int = 0,
-    max_passes: int = MAX_PASSES,
-    progress: bool | None = None,
-    process_group: Group = None,
+    **how: Unpack[MeasureHow],
 ) -> Estimate:
     """Return the relative flatness κ of one layer of a model, with the loss over all of ``data`` as one batch.
 
@@ -130,43 +104,6 @@ def relative_flatness(
             batches does not change the value. Moved to the model's device. Models of transformers have their labels
             shifted, or given to their decoder, as they do it themselves.
         layer: qualified name, glob, ``re:…``, ``type:…`` or module; None takes the last Linear that ran.
-        curvature: ``"auto"``: the Hessian value, by the head, by the GGN where the model is certified to be locally
-            linear in the layer's weight (ReLU, pooling, eval BatchNorm, sums), else by Hessian products. ``"ggn"``: the
-            GGN value (``exact`` says whether it is the Hessian's too). ``"hessian"``: as ``"auto"``, but behind
-            functions that torch did not write too, where ``"auto"`` is an error.
-        probes: a sampled value with a standard error, for fewer passes: k random probes for each sample: directions for
-            Hessian products, or signs over the columns of its square-root factor. ``"adaptive"``: the columns in groups
-            with random signs, heavy ones alone, as many groups a sample as ``rtol`` takes; and where the model is not
-            locally linear in the weight, what that lacks of the Hessian by Hessian probes, most of them for samples on
-            which the loss has a large gradient. How data is cut into batches may then change the value, within its
-            standard error; exact, without one, where each column is alone, and where exact Hessian products are fewer
-            than probes. A head needs no passes and stays exact.
-        target_stderr: an absolute standard error for every value asked for, by as many probes as that takes: a first
-            few say how many, so the data are read more than once. Exact values where these take fewer passes.
-        rtol: of ``probes="adaptive"``: a standard error aimed at, relative to the value; 0.01 unless given. It is found
-            from the outputs and a few probes, so what is reached differs by layer; ``stderr`` says what was. Without
-            ``probes`` it
-            is for heads: the error that is guaranteed, see :func:`head_flatness`; other layers refuse it.
-        conv: ``"filter"``: rows of a convolution are its filters. ``"affine"``: the convolution as one dense matrix of
-            all inputs and outputs, a row for every output pixel.
-        normalize: ``"std"``: the measure of Theorem 4, invariant to every rescaling of neurons; reads the data twice.
-        per_sample: also return each sample's value, (n,), whose mean is the value.
-        backend: ``"auto"``, ``"compiled"``, ``"triton"`` (wide heads on a GPU, else as auto) or ``"reference"``.
-        nan_policy: what to do about NaN or infinity in a sample: ``"raise"``, ``"propagate"`` (its own value, and so
-            the mean, becomes NaN) or ``"omit"`` (left out of the data set, and counted).
-        reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
-        forward: ``(model, batch) -> (outputs, targets)`` for models and batches that are called otherwise.
-        memory: bytes to hold at a time beside model, data and result: at a head for the contraction (24 MiB unless
-            given, on a GPU 416), elsewhere (512 MiB, on a GPU a quarter of its memory) shared out among a micro-batch's
-            graph, to which batches are cut, and what is made of it. The least that is taken at a time is one sample, or
-            at a head sixteen rows and classes; ``estimate.notes`` says so where one sample takes more.
-        seed: of the random signs, which belong to samples by their place in the data: with a number of probes one seed
-            is one value, however data is cut into batches.
-        max_passes: backward passes of a micro-batch, or Hessian products of a layer, that an exact value may take, and
-            probes that a standard error may; more are an error that says how long they would take.
-        progress: show a bar; None: on a terminal.
-        process_group: whose ranks make the call together, each with its own data, and all get the value of the whole
-            (docs/ranks.md). None: all ranks, where ``torch.distributed`` is initialised; False: this process alone.
 
     Returns:
         The value in units of the loss, its method and backend, and how many samples it is over.
@@ -186,43 +123,25 @@ def relative_flatness(
         >>> pf.relative_flatness(model, torch.nn.CrossEntropyLoss(), (x, y), "0")
         Estimate(...: exact, method ggn, layer '0', 100 samples, ... backend)
     """
-    options = Options(
-        *(curvature, probes, target_stderr, conv, normalize, per_sample, backend, nan_policy),
-        *(memory, seed, rtol, max_passes),
-    )
+    options = Options.of(how)
     reads = plan.plan([RELATIVE_FLATNESS], options).reads
     with session(
-        *(model, loss, data, options),
-        reduction=reduction,
-        forward=forward,
+        *(model, loss, data, options, how),
         reads=reads,
         ordered=options.by_sample,
-        progress=progress,
-        process_group=process_group,
         sharded=True,
     ) as task:
         measurement, name = plan.of_layer(RELATIVE_FLATNESS, task, layer)
         return measurement.estimates()[name, RELATIVE_FLATNESS.name]
 
 
-@public
+@public(*CALL, "curvature", "conv", "normalize", "backend", "nan_policy", "memory", "max_passes")
 def block_traces(
     model: nn.Module,
     loss: Any = "auto",
     data: Any = ...,
     layer: Selector | None = None,
-    *,
-    curvature: str = "auto",
-    conv: str = "filter",
-    normalize: str | None = None,
-    backend: str = "auto",
-    nan_policy: str = "raise",
-    reduction: str | None = None,
-    forward: calling.Forward | None = None,
-    memory: int | None = None,
-    max_passes: int = MAX_PASSES,
-    progress: bool | None = None,
-    process_group: Group = None,
+    **how: Unpack[MeasureHow],
 ) -> Tensor:
     """Return the matrix T of block Hessian traces of one layer, of which relative flatness is ⟨w wᵀ, T⟩.
 
@@ -234,17 +153,8 @@ def block_traces(
         loss: its options count.
         data: batches.
         layer: None takes the last Linear that ran.
-        curvature: ``"auto"``, ``"ggn"`` or ``"hessian"``.
         conv: with ``"affine"`` d is the number of all outputs of the convolution.
         normalize: ``"std"``: of the layer with rescaled features and columns.
-        backend: ``"auto"``, ``"compiled"`` or ``"reference"``.
-        nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``.
-        reduction: ``"mean"`` or ``"sum"``.
-        forward: ``(model, batch) -> (outputs, targets)``.
-        memory: bytes to hold at a time, as in :func:`relative_flatness`.
-        max_passes: backward passes, or Hessian products, that it may take.
-        progress: show a bar.
-        process_group: as for :func:`pyflatness.relative_flatness`.
 
     Returns:
         (d, d) float64 on the model's device.
@@ -261,18 +171,8 @@ def block_traces(
         array([[ 0.294918, -0.294918],
                [-0.294918,  0.294918]])
     """
-    options = Options(
-        *(curvature, None, None, conv, normalize, False, backend, nan_policy, memory), max_passes=max_passes
-    )
-    with session(
-        *(model, loss, data, options),
-        reduction=reduction,
-        forward=forward,
-        reads=options.reads,
-        ordered=options.by_sample,
-        progress=progress,
-        process_group=process_group,
-    ) as task:
+    options = Options.of(how)
+    with session(*(model, loss, data, options, how), reads=options.reads, ordered=options.by_sample) as task:
         name, _ = head.find(task, layer)
         traces = LayerValues(task.only(name)).block_traces()
         if task.forward.detaches:
@@ -280,7 +180,7 @@ def block_traces(
         return traces
 
 
-@public
+@public(*EVERY)
 def measure(
     model: nn.Module,
     loss: Any = "auto",
@@ -288,22 +188,7 @@ def measure(
     *,
     layers: Selector | Sequence[Selector] | None = None,
     measures: str | Sequence[str] | None = None,
-    curvature: str = "auto",
-    probes: int | str | None = None,
-    target_stderr: float | None = None,
-    rtol: float | None = None,
-    conv: str = "filter",
-    normalize: str | None = None,
-    per_sample: bool = False,
-    backend: str = "auto",
-    nan_policy: str = "raise",
-    reduction: str | None = None,
-    forward: calling.Forward | None = None,
-    memory: int | None = None,
-    seed: int = 0,
-    max_passes: int = MAX_PASSES,
-    progress: bool | None = None,
-    process_group: Group = None,
+    **how: Unpack[MeasureHow],
 ) -> Report:
     """Return measures of many layers of a model, computed in one sweep over the data.
 
@@ -328,18 +213,9 @@ def measure(
             not know (``probes=``, ``normalize=``), curvature of the wrong sign, a model or loss that it is not defined
             for. What no measure can be had with (data, targets, NaN, a model in training mode) is an error all the
             same.
-        curvature: ``"auto"``, ``"ggn"`` or ``"hessian"``.
-        probes: a number of random probes for each sample, or ``"adaptive"``.
         target_stderr: an absolute standard error for every value of a sweep, the network's too; those derived from one
             (the trace scaled by weights) have its error, scaled as it is.
-        rtol: of ``probes="adaptive"``, a relative standard error aimed at.
-        conv: ``"filter"`` or ``"affine"``.
-        normalize: ``"std"`` for all measures.
-        per_sample: also return each sample's values.
-        backend: ``"auto"``, ``"compiled"`` or ``"reference"``.
         nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``; a sample is left out of all layers.
-        reduction: ``"mean"`` or ``"sum"``.
-        forward: ``(model, batch) -> (outputs, targets)``.
         memory: bytes to hold at a time beside model, data and result (512 MiB, on a GPU a quarter of its memory),
             shared out among a micro-batch's graph, to which batches are cut, and what is made of it. It does not go
             below one sample's graph; w wᵀ and its root for relative flatness of a layer with fewer outputs d than
@@ -347,10 +223,6 @@ def measure(
             nine copies of the parameters for measures over all of them. On top come, by its size too, the Hessians of
             one layer's rows (``relative_flatness_max``), and 1 GiB of vectors for Lanczos (that and ``lambda_max``), or
             ``memory`` where that is more.
-        seed: of the random signs.
-        max_passes: backward passes of a micro-batch, or Hessian products of a layer, that exact values may take.
-        progress: show a bar.
-        process_group: as for :func:`pyflatness.relative_flatness`.
 
     Returns:
         ``report[layer, measure]`` and ``report[measure]`` are estimates, ``str(report)`` is a table;
@@ -369,21 +241,14 @@ def measure(
         >>> report["0", "trace"].exact
         True
     """
-    options = Options(
-        *(curvature, probes, target_stderr, conv, normalize, per_sample, backend, nan_policy),
-        *(memory, seed, rtol, max_passes),
-    )
+    options = Options.of(how)
     options.refuse_tolerance()
     wanted, by_name = named(measures), are_named(measures)
     steps = plan.plan(wanted, options, networks=measures is not None and measures != "sweep")
     with session(
-        *(model, loss, data, options),
-        reduction=reduction,
-        forward=forward,
+        *(model, loss, data, options, how),
         reads=steps.reads,
         ordered=options.by_sample,
-        progress=progress,
-        process_group=process_group,
         sharded=True,
     ) as task:
         task = task.of(layers)
@@ -398,3 +263,20 @@ def measure(
     with_values = tuple(row.name for row in wanted if any(row.name == m for _, m in found))
     network_of = {row.name: row.network_of for row in wanted if ("", row.name) in found}
     return Report(names, with_values, found, measurement.skipped, left_out, why, network_of)
+
+
+@public()
+def layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers of a model that can be measured, by the names that ``layers=`` takes, in the model's order.
+
+    Parameters that no module calls, and that may turn out to be weights, have modules that stand for them.
+
+    Args:
+        model: any module; it does not run, so that some of its layers may not run either.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> [*pf.layers(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)))]
+        ['0', '2']
+    """
+    return selectors.layers(unwrap(check_module("model", model)))

@@ -3,6 +3,17 @@
 from collections.abc import Mapping
 from typing import TypeVar
 
+__all__ = [
+    "BackendError",
+    "FlatnessError",
+    "InputError",
+    "MissingExtraError",
+    "NonFiniteError",
+    "NotYetError",
+    "RankError",
+    "StoreError",
+]
+
 _Error = TypeVar("_Error", bound="InputError")
 
 

@@ -1,20 +1,21 @@
-"""Check once what a user asks of a measurement, and check single options for calls that have others.
+"""Say once what calls take beside model, loss and data, and check it; check single options of calls that have others.
 
 Numbers and switches may come as NumPy's or as tensors without dimensions; from here on they are Python's.
 """
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypedDict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import contractions
 from .errors import BackendError, InputError
 from .messages import check_choice, shown
 from .numerics.accumulate import NAN_POLICIES, omits
+from .numerics.meeting import Group
 
 MAX_PASSES = 2048  # backward passes of a micro-batch, or Hessian products of a layer, unless the user says otherwise
 _MOST_DRAWS = 2**20  # random ones: their standard error is a thousandth of one's, and each has numbers to keep
@@ -26,9 +27,83 @@ _CHOICES = {
 }
 
 
+class How(TypedDict, total=False):
+    """Say how a call is made: what calls take beside model, loss and data. Each call's signature has those it takes.
+
+    Attributes:
+        backend: ``"auto"``, ``"compiled"``, ``"triton"`` (wide heads on a GPU, else as auto) or ``"reference"``.
+        nan_policy: what to do about NaN or infinity in a sample: ``"raise"``, ``"propagate"`` (its own value, and so
+            the mean, becomes NaN) or ``"omit"`` (left out of the data set, and counted).
+        reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
+        forward: ``(model, batch) -> (outputs, targets)`` for models and batches that are called otherwise.
+        memory: bytes to hold at a time beside model, data and result: at a head for the contraction (24 MiB unless
+            given, on a GPU 416), elsewhere (512 MiB, on a GPU a quarter of its memory) shared out among a micro-batch's
+            graph, to which batches are cut, and what is made of it. The least that is taken at a time is one sample, or
+            at a head sixteen rows and classes; ``estimate.notes`` says so where one sample takes more.
+        seed: of what is random; another device may have other noise for it. Random signs belong to samples by
+            their place in the data: with a number of probes one seed is one value, however data is cut into batches.
+        max_passes: backward passes of a micro-batch, or Hessian products of a layer, that an exact value may take, and
+            probes that a standard error may; more are an error that says how long they would take.
+        progress: show a bar; None: on a terminal.
+        process_group: whose ranks make the call together, each with its own data, and all get the value of the whole
+            (docs/ranks.md). None: all ranks, where ``torch.distributed`` is initialised; False: this process alone.
+    """
+
+    backend: str
+    nan_policy: str
+    reduction: str | None
+    forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None
+    memory: int | None
+    seed: int
+    max_passes: int
+    progress: bool | None
+    process_group: Group
+
+
+class MeasureHow(How, total=False):
+    """Say how layers are measured, beside how the call is made.
+
+    Attributes:
+        curvature: ``"auto"``: the Hessian value, by the head, by the GGN where the model is certified to be locally
+            linear in the layer's weight (ReLU, pooling, eval BatchNorm, sums), else by Hessian products. ``"ggn"``: the
+            GGN value (``exact`` says whether it is the Hessian's too). ``"hessian"``: as ``"auto"``, but behind
+            functions that torch did not write too, where ``"auto"`` is an error.
+        probes: a sampled value with a standard error, for fewer passes: k random probes for each sample: directions for
+            Hessian products, or signs over the columns of its square-root factor. ``"adaptive"``: the columns in groups
+            with random signs, heavy ones alone, as many groups a sample as ``rtol`` takes; and where the model is not
+            locally linear in the weight, what that lacks of the Hessian by Hessian probes, most of them for samples on
+            which the loss has a large gradient. How data is cut into batches may then change the value, within its
+            standard error; exact, without one, where each column is alone, and where exact Hessian products are fewer
+            than probes. A head needs no passes and stays exact.
+        target_stderr: an absolute standard error for every value asked for, by as many probes as that takes: a first
+            few say how many, so the data are read more than once. Exact values where these take fewer passes.
+        rtol: of ``probes="adaptive"``: a standard error aimed at, relative to the value; 0.01 unless given. It is found
+            from the outputs and a few probes, so what is reached differs by layer; ``stderr`` says what was. Without
+            ``probes`` it is for heads: the error that is guaranteed, see :func:`pyflatness.head_flatness`; other layers
+            refuse it.
+        conv: ``"filter"``: rows of a convolution are its filters. ``"affine"``: the convolution as one dense matrix of
+            all inputs and outputs, a row for every output pixel.
+        normalize: ``"std"``: the measure of Theorem 4, invariant to every rescaling of neurons; reads the data twice.
+        per_sample: also return each sample's value, (n,), whose mean is the value.
+    """
+
+    curvature: str
+    probes: int | str | None
+    target_stderr: float | None
+    rtol: float | None
+    conv: str
+    normalize: str | None
+    per_sample: bool
+
+
+READING = ("forward", "progress", "process_group")  # what every call takes that runs a model on data
+CALL = ("reduction", *READING)  # and every one that has a loss
+EVERY = (*(name for name in MeasureHow.__annotations__ if name not in How.__annotations__), *How.__annotations__)
+
+
 @dataclass(frozen=True)
 class Options:
-    """Hold the options of :func:`pyflatness.relative_flatness`, which describes them.
+    """Hold the checked options of a measurement, which :class:`How` and :class:`MeasureHow` describe.
 
     Raises:
         InputError: a choice that does not exist, or a number that does not fit.
@@ -46,6 +121,12 @@ class Options:
     seed: int = 0
     rtol: float | None = None
     max_passes: int = MAX_PASSES
+
+    @classmethod
+    def of(cls, how: Mapping[str, Any], **others: Any) -> "Options":
+        """Return the checked options of a call; what concerns how a model is run is none of them."""
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: given for name, given in how.items() if name in names}, **others)
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -125,6 +206,12 @@ class Options:
     def reads(self) -> int:
         """Return how often one sweep reads the data."""
         return (1 if self.normalize is None else 2) + (self.target_stderr is not None)
+
+
+def check_progress(how: Mapping[str, Any]) -> bool | None:
+    """Return whether a call shows a bar; None: on a terminal."""
+    given = how.get("progress")
+    return None if given is None else check_flag("progress", given)
 
 
 def check_count(name: str, value: Any, least: int, wanted: str = "a whole number", most: float = math.inf) -> int:

@@ -3,8 +3,9 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -16,84 +17,113 @@ from .losses import auto
 from .messages import near, shown
 from .model import calling, fingerprint, shards, spread, state
 from .model.data import Batches, first, leaves
-from .numerics.meeting import Group, joined
+from .numerics.meeting import joined
 from .numerics.ranks import ALONE, Ranks
-from .options import Options, check_flag, check_function
+from .options import EVERY, How, MeasureHow, Options, check_function, check_progress
 from .passes.checked import Checked, explained
 from .passes.task import Task
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_AS_IT_IS: Mapping[str, Any] = MappingProxyType({})
 
 # torch's decorator for functions of its own: it loads the compiler at their first call, torch.compiler.disable at once,
 # which would double the time of `import pyflatness`. A lazy wrapper of ours would be traced itself.
 untraced = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 
 
-def public(function: Callable[P, R]) -> Callable[P, R]:
-    """Keep ``torch.compile`` from tracing a public function, and say how it is called where it is called otherwise.
+def public(*taken: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator of a public function, which completes its signature and docstring by options that calls share.
 
-    Its types stay visible. An argument whose default is ``...`` has to be given: those in front of it need not be.
-    """
-    parameters = inspect.signature(function).parameters
-    names = [*parameters]
-    needed = [name for name in names if parameters[name].default is ...]  # behind a loss that need not be given
-    positional = [name for name in names if parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY]
-
-    @functools.wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        if len(args) > len(positional):
-            others = zip(names[len(positional) :], args[len(positional) :], strict=False)
-            by_name = ", ".join(f"{name}={shown(value)}" for name, value in others)
-            raise TypeError(
-                f"{function.__name__}({', '.join(positional)}, *, …) takes {len(positional)} positional arguments, got "
-                f"{len(args)}; the others are passed by name, as in {by_name}"
-            )
-        missing = next((name for name in needed if name not in kwargs and names.index(name) >= len(args)), None)
-        if missing is not None:
-            raise TypeError(
-                f"{function.__name__}() missing 1 required positional argument: {missing!r}; it follows the loss, or "
-                f"is passed by name, {missing}=…, where the loss is the model's own"
-            )
-        for name in kwargs:
-            if name not in parameters:
-                listed = near(name, names, len(names))
-                raise TypeError(f"{function.__name__}() has no argument {name!r}; did you mean {listed}?")
-        if calling.is_transformed():
-            raise InputError(
-                f"{function.__name__} is called inside of a transform of torch.func (vmap, grad, jvp), where tensors "
-                "have no values to measure: call it outside of that; what can be differentiated and mapped is "
-                "pyflatness.flatness_penalty"
-            )
-        depth = interrupts.depth()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            interrupts.undo(depth)
-
-    return cast(Callable[P, R], untraced(called))
-
-
-def taking_options_of(other: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator of a function that hands its ``**options`` on, whose signature then has them by their names.
+    It keeps ``torch.compile`` from tracing the function, and says how it is called where it is called otherwise. Types
+    stay visible. An argument whose default is ``...`` has to be given: those in front of it need not be.
 
     Args:
-        other: the function that takes the options.
+        taken: the options that the function takes as ``**how``, of :class:`.options.MeasureHow`.
     """
 
-    def with_signature(function: Callable[P, R]) -> Callable[P, R]:
-        signature = inspect.signature(function)
-        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        names = {parameter.name for parameter in own}
-        options = [
-            parameter
-            for parameter in inspect.signature(other).parameters.values()
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and parameter.name not in names
-        ]
-        function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
-        return function
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        _complete(function, taken)
+        parameters = inspect.signature(function).parameters
+        names = [*parameters]
+        needed = [name for name in names if parameters[name].default is ...]  # behind a loss that need not be given
+        positional = [name for name in names if parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY]
 
-    return with_signature
+        @functools.wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            if len(args) > len(positional):
+                others = zip(names[len(positional) :], args[len(positional) :], strict=False)
+                by_name = ", ".join(f"{name}={shown(value)}" for name, value in others)
+                raise TypeError(
+                    f"{function.__name__}({', '.join(positional)}, *, …) takes {len(positional)} positional arguments, "
+                    f"got {len(args)}; the others are passed by name, as in {by_name}"
+                )
+            missing = next((name for name in needed if name not in kwargs and names.index(name) >= len(args)), None)
+            if missing is not None:
+                raise TypeError(
+                    f"{function.__name__}() missing 1 required positional argument: {missing!r}; it follows the loss, "
+                    f"or is passed by name, {missing}=…, where the loss is the model's own"
+                )
+            for name in kwargs:
+                if name not in parameters:
+                    listed = near(name, names, len(names))
+                    raise TypeError(f"{function.__name__}() has no argument {name!r}; did you mean {listed}?")
+            if calling.is_transformed():
+                raise InputError(
+                    f"{function.__name__} is called inside of a transform of torch.func (vmap, grad, jvp), where "
+                    "tensors have no values to measure: call it outside of that; what can be differentiated and mapped "
+                    "is pyflatness.flatness_penalty"
+                )
+            depth = interrupts.depth()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                interrupts.undo(depth)
+
+        return cast(Callable[P, R], untraced(called))
+
+    return decorated
+
+
+def _complete(function: Callable[..., Any], taken: Sequence[str]) -> None:
+    """Give a function the signature with the options that it takes, and a docstring with all of its arguments."""
+    signature, defaults = inspect.signature(function), asdict(Options())
+    own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    kinds = MeasureHow.__annotations__
+    shared = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=kinds[name])
+        for name in EVERY
+        if name in taken
+    ]
+    complete = signature.replace(parameters=[*own, *shared])
+    function.__signature__ = complete  # type: ignore[attr-defined]
+    if function.__doc__:  # Python may have been started without them
+        before, title, after = inspect.cleandoc(function.__doc__).partition("\nArgs:\n")
+        if title:
+            said, rest = _entries(after)
+            said = _shared_entries() | said
+            listed = [said[name] for name in complete.parameters if name in said]
+            function.__doc__ = "\n".join([before, "Args:", *listed, *rest])
+
+
+def _entries(section: str) -> tuple[dict[str, str], list[str]]:
+    """Return the entries of a docstring's section by their names, and the lines behind the section."""
+    lines = section.splitlines()
+    end = next((place for place, line in enumerate(lines) if line and not line.startswith(" ")), len(lines))
+    found: dict[str, str] = {}
+    for line in lines[:end]:
+        if line and not line.startswith(" " * 5):
+            name = line.split(":")[0].strip()
+            found[name] = line
+        elif line:
+            found[name] += f"\n{line}"
+    return found, ["", *lines[end:]] if end < len(lines) else []
+
+
+@functools.cache
+def _shared_entries() -> dict[str, str]:
+    docs = [inspect.cleandoc(kind.__doc__ or "").partition("\nAttributes:\n")[2] for kind in (How, MeasureHow)]
+    return {name: entry for doc in docs for name, entry in _entries(doc)[0].items()}
 
 
 @contextlib.contextmanager
@@ -102,13 +132,10 @@ def session(
     loss: Any,
     data: Any,
     options: Options | None = None,
+    how: Mapping[str, Any] = _AS_IT_IS,
     *,
-    reduction: str | None = None,
-    forward: calling.Forward | None = None,
     reads: int = 1,
     ordered: bool = False,
-    progress: bool | None = None,
-    process_group: Group = None,
     sharded: bool = False,
 ) -> Iterator[Task]:
     """Hold the user's model, loss and data ready to be measured; afterwards everything is as it was.
@@ -118,12 +145,9 @@ def session(
         loss: see :func:`.losses.resolve`; or ``"auto"``, see :func:`.auto.of_model`.
         data: see :class:`.data.Batches`.
         options: of the user; None: all as they are by default.
-        reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
-        forward: the user's, see :func:`.calling.run`.
+        how: of the call's options those of :data:`.options.CALL` count here.
         reads: how often the data will be read.
         ordered: whether the samples have to come in the same order at each read.
-        progress: whether reading shows a bar.
-        process_group: whose ranks make the call together, see :func:`.meeting.joined`.
         sharded: whether the model's parameters may be spread over these ranks, see :mod:`.spread`.
 
     Raises:
@@ -131,10 +155,11 @@ def session(
             :func:`.losses.resolve`, :func:`.shards.batches` and :class:`.checked.Checked`.
         RankError: another rank fails or does not come; the ranks' models or options differ.
     """
+    reduction, forward, process_group = (how.get(name) for name in ("reduction", "forward", "process_group"))
     resolved = None if auto.is_auto(loss) else losses.resolve(loss, reduction)
     if forward is not None:
         check_function("forward", forward, "(model, batch) -> (outputs, targets)")
-    progress = None if progress is None else check_flag("progress", progress)
+    progress = check_progress(how)
     options = options or Options()
     with (
         joined(process_group) as ranks,

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import remove_spectral_norm, remove_weight_norm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+from typing_extensions import Unpack
 
 from . import interrupts, losses
 from . import progress as progress_bar
@@ -28,8 +29,7 @@ from .model.data import copied, first, leaves, map_tensors
 from .model.outputs import single
 from .model.uses import experts
 from .numerics import meeting
-from .numerics.meeting import Group
-from .options import check_count, check_number
+from .options import CALL, How, check_count, check_number
 from .passes.linearity import users_of
 from .reparameterization.reparameterize import duplicate
 from .report import Estimate
@@ -98,7 +98,7 @@ class Verification:
         return "\n".join(lines)
 
 
-@public
+@public(*CALL)
 def verify(
     model: nn.Module,
     loss: Any = "auto",
@@ -107,10 +107,7 @@ def verify(
     *,
     samples: int = 32,
     seconds: float | None = 60.0,
-    reduction: str | None = None,
-    forward: calling.Forward | None = None,
-    progress: bool | None = None,
-    process_group: Group = None,
+    **how: Unpack[How],
 ) -> Verification:
     """Compare the compiled and reference values with nested autograd, on the first samples of ``data``.
 
@@ -127,8 +124,6 @@ def verify(
         samples: how many samples to take from the first batch.
         seconds: how long the truth may take. One that would take longer, going by its first backward passes, is an
             error that says how long; None: no limit.
-        reduction: ``"mean"`` or ``"sum"``, if the loss does not say.
-        forward: ``(model, batch) -> (outputs, targets)``.
         progress: show a bar of the truth's backward passes.
         process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.
 
@@ -144,13 +139,11 @@ def verify(
         >>> bool(pf.verify(model, torch.nn.CrossEntropyLoss(), (torch.eye(3).double(), torch.tensor([0, 1, 1]))))
         True
     """
-    meeting.refuse(process_group, "verify")
+    meeting.refuse(how.get("process_group"), "verify")
     samples = check_count("samples", samples, 1, "a number of samples")
     if seconds is not None:
         seconds = check_number("seconds", seconds, "a number of seconds, 0 or more,", lambda given: given >= 0)
-    with session(
-        model, loss, data, reduction=reduction, forward=forward, progress=progress, process_group=False
-    ) as task:
+    with session(model, loss, data, how={**how, "process_group": False}) as task:
         module = task.model
         batch = task.batches.peek()
         for part in leaves(batch):
@@ -159,7 +152,7 @@ def verify(
         batch = first(batch, samples)
         calling.run(module, batch, task.forward)  # with its checks, which the copy in float64 cannot have
         double = _in_double(module)
-        truth_loss = _double_loss(_of_resolved(task.loss) if auto.is_auto(loss) else loss, reduction)
+        truth_loss = _double_loss(_of_resolved(task.loss) if auto.is_auto(loss) else loss, how.get("reduction"))
     batch64 = map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
     measured = [(model, loss, batch), (double, loss if auto.is_auto(loss) else _double_loss(loss, None), batch64)]
     found = []
@@ -176,8 +169,8 @@ def verify(
                 [part],
                 layer,
                 backend=backend,
-                reduction=reduction,
-                forward=forward,
+                reduction=how.get("reduction"),
+                forward=how.get("forward"),
                 progress=False,
                 process_group=False,
             )
@@ -186,14 +179,14 @@ def verify(
     with state.observing(double) as (module, _):
         target = uses.layer(module, estimate.layer)
         _untie(target)
-        risk = functools.partial(_risk, module, truth_loss, batch64, forward)
+        risk = functools.partial(_risk, module, truth_loss, batch64, how.get("forward"))
         if isinstance(target, uses.Use):
             with uses.attached({estimate.layer: target}):
                 risk()  # after which it knows what it stands for
         # The other kernels of attention have no second derivative.
         with calling.differentiated(), _differentiable(target), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
             coarsest = _coarsest(risk())
-            method, truth = _truth(estimate, target, risk, _Passes(estimate, target, seconds, progress))
+            method, truth = _truth(estimate, target, risk, _Passes(estimate, target, seconds, how.get("progress")))
     checks = []
     for dtype, estimate in found:
         error = abs(estimate.value - truth) / abs(truth) if truth else abs(estimate.value)

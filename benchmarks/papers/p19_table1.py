@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pyflatness.errors import InputError
-from pyflatness.invariances import WAYS, invariances
 from pyflatness.scoring import checkpoints, loading
+from pyflatness.theory.invariance import WAYS, invariances
 
 from . import p21_minima
 from .experiment import Bench, Experiment, Finding, Found, Points

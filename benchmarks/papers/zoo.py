@@ -267,8 +267,8 @@ def _scored(
             store = bench.folder / f"{zoo.name}.sqlite"
             scores = score(
                 some,
-                data,
                 "cross_entropy",
+                data,
                 model=made,
                 layers=layers,
                 measures=asked.measures,

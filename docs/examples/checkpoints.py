@@ -81,8 +81,8 @@ for learning_rate in (0.05, 0.2, 0.5):
 # the loss and the accuracy. A second call does so on the test data; only its loss is
 # needed.
 
-on_train = pf.score([folder.name], train, "cross_entropy", model=network, layers="*")
-on_test = pf.score([folder.name], test, "cross_entropy", model=network)
+on_train = pf.score([folder.name], "cross_entropy", train, model=network, layers="*")
+on_test = pf.score([folder.name], "cross_entropy", test, model=network)
 folder.cleanup()
 
 # %%

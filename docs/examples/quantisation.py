@@ -92,12 +92,12 @@ print(reports[4])
 # to zero.
 
 
-def predicted(report: pf.Report, layer: str) -> float:
+def predicted(report: pf.results.Report, layer: str) -> float:
     """Return the change of the loss to second order."""
     return report[layer, "gradient_of_change"] + report[layer, "cost_of_change"]
 
 
-def draw(axes: Axes, report: pf.Report, label: str) -> None:
+def draw(axes: Axes, report: pf.results.Report, label: str) -> None:
     """Draw what is predicted of each layer, and what was measured."""
     costs = [predicted(report, layer) for layer in report.layers]
     (line,) = axes.plot(report.layers, costs, "o-", label=label)

@@ -38,7 +38,7 @@ loss = nn.CrossEntropyLoss()
 # data, exactly.
 
 
-def trained(strength: float) -> tuple[nn.Module, pf.History]:
+def trained(strength: float) -> tuple[nn.Module, pf.results.History]:
     """Return a network that was trained with so much of the penalty, and its history."""
     torch.manual_seed(0)
     model = nn.Sequential(

@@ -29,7 +29,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from .add import add
     from .demo import demo
     from .doctor import doctor
-    from .example_zoo import example_zoo
     from .export import export
     from .gc import gc
     from .group import Group
@@ -47,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sections = {
         "Measure networks": [score, layers, plan],
         "Read and keep a store of values": [ls, show, report, export, add, verify, merge, gc],
-        "Learn": [demo, example_zoo, measures, doctor],
+        "Learn": [demo, measures, doctor],
     }
     group = click.version_option(__version__, prog_name="pyflatness")(Group(sections, _HELP))
     try:

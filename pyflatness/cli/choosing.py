@@ -66,7 +66,7 @@ CHOICES = (
     ),
     Choice(
         "a bound on the generalisation gap",
-        "`pf.generalization_bound`, `pac_bayes`",
+        "`pf.theory.generalization_bound`, `pac_bayes`",
         "see docs/generalization.md, docs/measures.md",
         "many forward passes",
     ),

@@ -1,42 +1,57 @@
 """Run ``pyflatness demo``: does relative flatness go along with generalisation, over two dozen small networks?
 
-Each network is trained on handwritten digits until its training loss is small; then relative flatness κ of its head on
-the training set, plain and normalised (Petzka et al. 2021, Definition 3 and Theorem 4), is held against its
-generalisation gap, the mean test loss minus the mean training loss. Every network is in the table, the plot and the
-correlations, and the correlations are shown as they come out.
+Three architectures learn handwritten digits of 8×8 pixels (scikit-learn's, nothing is downloaded), by several
+optimisers, learning rates and batch sizes. All end in 64 features and a linear head, so that relative flatness is
+compared between heads of one size. Training stops by the training loss, not after a number of epochs, so that slow and
+fast optimisers are compared at about the same fit: not quite, as a fast one is further below the target at the end of
+the epoch that passes it. Then relative flatness κ of the head on the training set, plain and normalised (Petzka et al.
+2021, Definition 3 and Theorem 4), is held against the generalisation gap, the mean test loss minus the mean training
+loss. Networks without a finite κ are in the table, and named as excluded from the correlations.
+
+The folder of the results has the checkpoints, their networks and the data too, to try the commands on.
 """
 
+import contextlib
 import csv
+import functools
 import io
-import itertools
 import json
 import math
 import platform
-from dataclasses import asdict, fields
+import shlex
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import numpy as np
 import torch
 from rich import box
 from rich.table import Table
+from torch import Tensor, nn
 
-from .. import __version__
+from .. import __version__, progress
 from ..errors import MissingExtraError
 from ..messages import printable
-from ..statistics.coefficients import STATISTICS
-from ..statistics.correlation import Correlation, correlation
-from . import demo_networks
-from .demo_networks import Row
+from ..results import Correlations
+from ..scoring.score import score
+from ..statistics import correlations, plot_correlation
+from . import example_networks
 from .output import json_option, show, show_json
 from .paths import prepare_folder, write_whole
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+TARGET_LOSS, MAX_EPOCHS = 0.05, 600
+MEASURES = ("relative_flatness", "relative_flatness_std")
 
-# By their field, the labels in the plot.
-MEASURES = {"kappa": "κ", "normalised_kappa": "κ normalised"}
+Data = tuple[Tensor, Tensor]
+"""Images (n, 1, 8, 8) with values from 0 to 1, and their digits (n,)."""
+
+_TRAINING_IMAGES = 700  # of 1797: few enough that the gap to the test loss is real
+_NETWORKS = {made.__name__: made for made in (example_networks.mlp_1, example_networks.mlp_2, example_networks.cnn)}
+_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": functools.partial(torch.optim.SGD, momentum=0.9),
+    "adam": torch.optim.Adam,
+}
 
 
 @click.command(short_help="Train and measure 24 small networks.")
@@ -51,148 +66,204 @@ def demo(out: Path, seed: int, as_json: bool) -> None:
     """Measure relative flatness and generalisation of 24 small networks.
 
     The command trains them on handwritten digits (less than a minute), prints a table and the correlations, and writes
-    scatter.png, results.json and results.csv. One seed gives one set of numbers.
+    scatter.png, results.json and results.csv; and the checkpoints, with their settings in the metadata, networks.py and
+    the data, to try other commands on, some of which it prints. One seed gives one set of numbers.
     """
     _require_extras()
     prepare_folder(out)
-    rows = demo_networks.run(demo_networks.recipes(seed), demo_networks.load_digits(seed))
-    correlations = correlate(rows, seed)
-    write(out, rows, correlations, seed)
+    with _single_thread():
+        train, test = digits(seed)
+        write_whole(out / "networks.py", Path(example_networks.__file__).read_bytes())
+        for name, (images, labels) in {"train": train, "test": test}.items():
+            file = io.BytesIO()
+            np.savez_compressed(file, images=images.numpy(), labels=labels.numpy())
+            write_whole(out / f"{name}.npz", file.getvalue())
+        rows = measured(recipes(seed), train, test, out)
+    found = correlated(rows)
+    write(out, rows, found, seed)
     if as_json:
-        show_json(_results(rows, correlations, seed))
+        show_json(_results(rows, found, seed))
         return
-    _print(rows, correlations)
-    click.echo(printable(f"scatter.png, results.json and results.csv are in {out}"))
+    show(_table(rows))
+    if not all(row["converged"] for row in rows):
+        click.echo(f"* still above a training loss of {TARGET_LOSS} after the most epochs allowed")
+    for line in str(found or "too few networks for correlations").splitlines():
+        click.echo(printable(line))
+    files = "scatter.png, results.json and results.csv, and the checkpoints and data,"
+    click.echo(printable(f"{files} are in {out}. Commands to go on with:"))
+    for line in commands(out):
+        click.echo(f"\n    {printable(line)}")
 
 
-def correlate(rows: list[Row], seed: int) -> list[Correlation]:
-    """Return the correlation of each kappa with the gap, by each statistic."""
-    gaps = np.array([row.gap for row in rows])
-    return [
-        Correlation(
-            measure, statistic, *correlation(np.array([getattr(row, measure) for row in rows]), gaps, statistic, seed)
-        )
-        for measure in MEASURES
-        for statistic in STATISTICS
+def digits(seed: int) -> tuple[Data, Data]:
+    """Return the training and the test data, split at random."""
+    from sklearn import datasets
+
+    bunch = datasets.load_digits()
+    images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(bunch.target)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+    train, test = order[:_TRAINING_IMAGES], order[_TRAINING_IMAGES:]
+    return (images[train], labels[train]), (images[test], labels[test])
+
+
+def recipes(seed: int) -> list[dict[str, Any]]:
+    """Return three architectures × two optimisers × two learning rates × two batch sizes, each with its seed."""
+    choices = [
+        {"network": network, "optimizer": optimizer, "learning_rate": rate, "batch_size": batch_size}
+        for network in _NETWORKS
+        for optimizer, rate in (("sgd", 0.005), ("sgd", 0.02), ("adam", 0.001), ("adam", 0.005))
+        for batch_size in (16, 128)
     ]
+    return [{**choice, "seed": seed + number} for number, choice in enumerate(choices)]
 
 
-def write(folder: Path, rows: list[Row], correlations: list[Correlation], seed: int) -> None:
+def trained(recipe: Mapping[str, Any], data: Data) -> tuple[nn.Module, int, bool]:
+    """Return a network in eval mode, the epochs that it took, and whether the mean loss of the last is small enough."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(recipe["seed"])  # of the CPU alone, which is all that is forked
+        model = _NETWORKS[recipe["network"]]()
+    images, labels = data
+    optimizer = _OPTIMIZERS[recipe["optimizer"]](model.parameters(), lr=recipe["learning_rate"])
+    shuffle, loss_of = torch.Generator().manual_seed(recipe["seed"]), nn.CrossEntropyLoss()
+    mean, epochs = math.inf, 0
+    while not mean < TARGET_LOSS and epochs < MAX_EPOCHS:
+        total = 0.0
+        for batch in torch.randperm(len(images), generator=shuffle).split(recipe["batch_size"]):
+            optimizer.zero_grad()
+            loss = loss_of(model(images[batch]), labels[batch])
+            loss.backward()
+            optimizer.step()
+            total += loss.item() * len(batch)
+        mean, epochs = total / len(images), epochs + 1
+    return model.eval(), epochs, mean < TARGET_LOSS
+
+
+def measured(chosen: list[dict[str, Any]], train: Data, test: Data, folder: Path) -> list[dict[str, Any]]:
+    """Train a network by each recipe, save it, and return a row for each with losses, accuracy, gap and measures."""
+    from safetensors.torch import save
+
+    networks: dict[str, nn.Module] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    for recipe in progress.track(chosen, len(chosen), "networks", None):
+        how = f"{recipe['optimizer']}_lr{recipe['learning_rate']:g}_batch{recipe['batch_size']}"
+        name = f"{recipe['network']}/{how}"
+        networks[name], epochs, converged = trained(recipe, train)
+        rows[name] = {"name": name, **recipe, "epochs": epochs, "converged": converged}
+    nothing = dict.fromkeys(MEASURES, math.nan)
+    for data, loss, accuracy in ((train, "train_loss", "train_accuracy"), (test, "test_loss", "test_accuracy")):
+        for found in score(networks, data=data, loss="cross_entropy", measures=MEASURES):
+            row = rows[found.checkpoint]
+            row |= {loss: _number(found.loss), accuracy: _number(found.accuracy)}
+            if data is train:
+                row |= {key: row.get(key, nan) for key, nan in nothing.items()}
+                row |= {found.measure: _number(found.value)} if found.measure in MEASURES else {}
+    for name, row in rows.items():
+        row["gap"] = row["test_loss"] - row["train_loss"]
+        (folder / row["network"]).mkdir(exist_ok=True)
+        state = save(networks[name].state_dict(), {key: str(cell) for key, cell in row.items()})
+        write_whole(folder / f"{name}.safetensors", state)
+    return [*rows.values()]
+
+
+def correlated(rows: list[dict[str, Any]]) -> Correlations | None:
+    """Return the correlations of the measures with the gap, over networks whose numbers are finite; None of no two."""
+    out = [row["name"] for row in rows if not all(map(math.isfinite, (row["gap"], *map(row.get, MEASURES))))]
+    return correlations(_columns(rows), MEASURES, exclude=out) if len(rows) - len(out) > 1 else None
+
+
+def write(folder: Path, rows: list[dict[str, Any]], found: Correlations | None, seed: int) -> None:
     """Write the plot, and all numbers in full precision as JSON and CSV."""
-    results = _results(rows, correlations, seed)
     table = io.StringIO()
-    writer = csv.DictWriter(table, [field.name for field in fields(Row)], lineterminator="\n")
+    writer = csv.DictWriter(table, [*rows[0]], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(map(asdict, rows))
-    write_whole(folder / "scatter.png", _plot(rows, correlations))
-    write_whole(folder / "results.json", (json.dumps(results, indent=2, allow_nan=False) + "\n").encode())
+    writer.writerows(rows)
+    if found is not None:
+        write_whole(folder / "scatter.png", _plot(rows, found))
+    results = json.dumps(_results(rows, found, seed), indent=2, allow_nan=False) + "\n"
+    write_whole(folder / "results.json", results.encode())
     write_whole(folder / "results.csv", table.getvalue().encode())
 
 
-def _results(rows: list[Row], correlations: list[Correlation], seed: int) -> dict[str, Any]:
-    """Return what results.json has."""
-    return {
-        "seed": seed,
-        "versions": _versions(),
-        "correlations": [_plain(item.to_dict()) for item in correlations],
-        "networks": [_plain(asdict(row)) for row in rows],
-    }
+def commands(folder: Path) -> Iterator[str]:
+    """Yield command lines that work on the checkpoints."""
+    here = {name: shlex.quote(str(folder / name)) for name in ("networks.py", "train.npz", "test.npz", "mlp_1")}
+    scored = f"pyflatness score --model {here['networks.py']}:mlp_1 --loss cross_entropy {here['mlp_1']}"
+    train, test = folder / "train.csv", folder / "test.csv"
+    yield f"pyflatness layers --model {here['networks.py']}:mlp_1"
+    yield f"{scored} --data {here['train.npz']} --out {shlex.quote(str(train))}"
+    yield f"{scored} --data {here['test.npz']} --out {shlex.quote(str(test))}"
+    shown = f"pf.statistics.correlations({json.dumps(str(train))}, test={json.dumps(str(test))})"
+    yield f"python -c {shlex.quote(f'import pyflatness as pf; print({shown})')}"
 
 
 def _require_extras() -> None:
     try:
         import matplotlib  # noqa: F401
+        import safetensors  # noqa: F401
         import sklearn  # noqa: F401
     except ImportError as error:
         raise MissingExtraError(f"the demo needs {error.name}: pip install 'pyflatness[demo]'") from None
 
 
-def _print(rows: list[Row], correlations: list[Correlation]) -> None:
-    show(_networks_table(rows))
-    if not all(row.converged for row in rows):
-        click.echo(f"* still above a training loss of {demo_networks.TARGET_LOSS} after the most epochs allowed")
-    table = Table("", "", "correlation with the gap", "95 % interval", box=box.SIMPLE_HEAD)
-    for item in correlations:
-        interval = "too few networks" if math.isnan(item.low) else f"{item.low:.2f} to {item.high:.2f}"
-        table.add_row(item.measure.replace("_", " "), item.statistic, f"{item.value:.2f}", interval)
-    show(table)
+@contextlib.contextmanager
+def _single_thread() -> Iterator[None]:
+    """Give torch one thread: these networks gain nothing from more, and sums do not depend on how many there are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
-def _networks_table(rows: list[Row]) -> Table:
+def _number(cell: float | None) -> float:
+    return math.nan if cell is None else cell
+
+
+def _columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    return {name: [row[name] for row in rows] for name in ("name", "network", "gap", *MEASURES)}
+
+
+def _results(rows: list[dict[str, Any]], found: Correlations | None, seed: int) -> dict[str, Any]:
+    """Return what results.json has, which knows no NaN."""
+    import sklearn
+
+    versions = {"pyflatness": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    versions |= {"numpy": np.__version__, "scikit-learn": sklearn.__version__}
+    lists = [row.to_dict() for row in found.rows] if found else [], rows
+    plain = ([{k: _finite(cell) for k, cell in row.items()} for row in held] for held in lists)
+    return {"seed": seed, "versions": versions, **dict(zip(("correlations", "networks"), plain, strict=True))}
+
+
+def _finite(cell: Any) -> Any:
+    return None if isinstance(cell, float) and not math.isfinite(cell) else cell
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
     """Return a table narrow enough for 80 columns, without Greek, which not every terminal can show."""
     table = Table(box=box.SIMPLE_HEAD, padding=0)
-    for header in ("network", "optimiser"):
+    for header in ("network", "optimizer"):
         table.add_column(header)
-    numbers = "batch size,rate,seed,epochs,train loss,test loss,test acc.,gap,kappa,norm. kappa"
-    for header in numbers.split(","):
+    last = "train loss", "test loss", "test acc.", "gap", "kappa", "norm. kappa"
+    for header in ("batch size", "rate", "seed", "epochs", *last):
         table.add_column(header.replace(" ", "\n"), justify="right")
     for row in rows:
         table.add_row(
-            *(row.network, row.optimiser, str(row.batch_size), f"{row.learning_rate:g}", str(row.seed)),
-            f"{row.epochs}{'' if row.converged else '*'}",
-            *(f"{value:.3f}" for value in (row.train_loss, row.test_loss, row.test_accuracy, row.gap)),
-            *(f"{value:.4g}" for value in (row.kappa, row.normalised_kappa)),
+            *(row["network"], row["optimizer"], str(row["batch_size"]), f"{row['learning_rate']:g}", str(row["seed"])),
+            f"{row['epochs']}{'' if row['converged'] else '*'}",
+            *(f"{row[name]:.3f}" for name in ("train_loss", "test_loss", "test_accuracy", "gap")),
+            *(f"{row[name]:.4g}" for name in MEASURES),
         )
     return table
 
 
-def _plot(rows: list[Row], correlations: list[Correlation]) -> bytes:
+def _plot(rows: list[dict[str, Any]], found: Correlations) -> bytes:
     from matplotlib.figure import Figure  # without pyplot: no window, no global state
 
     figure = Figure(figsize=(11, 5), layout="constrained")
-    panels = figure.subplots(1, len(MEASURES), sharey=True)
-    for panel, (measure, label) in zip(panels, MEASURES.items(), strict=True):
-        for network, converged in itertools.product(demo_networks.NETWORKS, (True, False)):
-            group = [row for row in rows if (row.network, row.converged) == (network, converged)]
-            if group:
-                x, y = [getattr(row, measure) for row in group], [row.gap for row in group]
-                panel.plot(x, y, **_style(network, converged))
-        panel.set_title("\n".join(str(item) for item in correlations if item.measure == measure), fontsize=10)
-        _log_scale(panel, [getattr(row, measure) for row in rows])
-        panel.set_xlabel(f"relative flatness {label}")
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel("generalisation gap (test loss − training loss)")
-    panels[0].legend()
+    for panel, measure in zip(figure.subplots(1, len(MEASURES), sharey=True), MEASURES, strict=True):
+        plot_correlation(_columns(rows), measure, exclude=found.excluded, axes=panel)
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=150)
     return image.getvalue()
-
-
-def _log_scale(panel: "Axes", values: list[float]) -> None:
-    """Make an axis logarithmic, with a place for zero if there is one: a network whose features died has κ = 0."""
-    if 0 in values:
-        panel.set_xscale("symlog", linthresh=min((value for value in values if value > 0), default=1.0))
-        return
-    from matplotlib.ticker import LogFormatter
-
-    panel.set_xscale("log")
-    for set_formatter in (panel.xaxis.set_major_formatter, panel.xaxis.set_minor_formatter):
-        set_formatter(LogFormatter())  # 20, not 2 × 10¹
-
-
-def _style(network: str, converged: bool) -> dict[str, Any]:
-    number = list(demo_networks.NETWORKS).index(network)
-    return {
-        "linestyle": "none",
-        "marker": "os^"[number],
-        "color": f"C{number}",
-        "fillstyle": "full" if converged else "none",
-        "label": network if converged else f"{network}, training loss above {demo_networks.TARGET_LOSS}",
-    }
-
-
-def _plain(cells: dict[str, Any]) -> dict[str, Any]:
-    """Return cells for JSON, which knows no NaN."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in cells.items()}
-
-
-def _versions() -> dict[str, str]:
-    import sklearn
-
-    return {
-        "pyflatness": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "scikit-learn": sklearn.__version__,
-    }

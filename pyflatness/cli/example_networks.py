@@ -1,6 +1,6 @@
 """Small networks for images of handwritten digits, (n, 1, 8, 8), with 64 features before a linear head.
 
-This file needs torch alone. `pyflatness example-zoo` puts a copy of it beside the checkpoints that it trains.
+This file needs torch alone. `pyflatness demo` puts a copy of it beside the checkpoints that it trains.
 """
 
 from torch import nn

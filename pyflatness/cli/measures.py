@@ -58,9 +58,10 @@ name. This page is made from the table in the code: `pyflatness measures --markd
 - **cost**: a sweep is a forward pass and one backward pass for each column (C − 1 for cross-entropy with C classes),
   for all layers and measures that share it.
 
-`pf.pac_bayes` and `pf.adaptive_sharpness_mc` are the measures of these names with options: draws, the size of noise,
-initial weights, the readings of the authors' code. `pf.representation` (the largest singular values alone) and
-`pf.mls_adversarial` (steps, radius) have options too. `pf.bounds` lists inequalities with both their sides.
+`pf.measures.pac_bayes` and `pf.measures.adaptive_sharpness_mc` are the measures of these names with options: draws, the
+size of noise, initial weights, the readings of the authors' code. `pf.representation` (the largest singular values
+alone) and `pf.measures.mls_adversarial` (steps, radius) have options too. `pf.theory.bounds` lists inequalities with
+both their sides.
 
 """
 

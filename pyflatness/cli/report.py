@@ -31,7 +31,7 @@ _PATH = click.Path(path_type=Path)
     "--exclude", metavar="NAME", multiple=True, help="Checkpoint to leave out of the correlations; may be repeated."
 )
 @click.option(
-    "--history", type=_PATH, multiple=True, help="JSON file that a pf.History wrote, to show; may be repeated."
+    "--history", type=_PATH, multiple=True, help="JSON file that a pf.results.History wrote, to show; may be repeated."
 )
 @click.option(
     "--interval",

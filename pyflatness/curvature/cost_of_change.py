@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from ..contractions import promoted_dtype
 from ..errors import InputError
@@ -35,8 +36,7 @@ from ..measures.scaled import together
 from ..measures.trace import TRACE
 from ..messages import shown
 from ..model import calling, layers, uses
-from ..numerics.meeting import Group
-from ..options import MAX_PASSES, Options, check_flag
+from ..options import CALL, MeasureHow, Options, check_flag
 from ..passes.task import Task
 from ..report import Estimate, Report
 from ..session import public, session
@@ -45,7 +45,7 @@ from .change_sweep import FIRST, SECOND, ChangeSweep, Found, as_called
 COST, GRADIENT, MEASURED, BY_TRACE = "cost_of_change", "gradient_of_change", "loss_change", "cost_by_trace"
 
 
-@public
+@public(*CALL, "curvature", "probes", "nan_policy", "memory", "seed", "max_passes")
 def cost_of_change(
     model: nn.Module,
     loss: Any = "auto",
@@ -54,16 +54,7 @@ def cost_of_change(
     *,
     measured: bool = True,
     by_trace: bool = False,
-    curvature: str = "auto",
-    probes: int | None = None,
-    nan_policy: str = "raise",
-    reduction: str | None = None,
-    forward: calling.Forward | None = None,
-    memory: int | None = None,
-    seed: int = 0,
-    max_passes: int = MAX_PASSES,
-    progress: bool | None = None,
-    process_group: Group = None,
+    **how: Unpack[MeasureHow],
 ) -> Report:
     """Return what a change Δ of the weights of some layers costs: ½⟨Δ, H Δ⟩, and beside it what the loss does.
 
@@ -82,13 +73,6 @@ def cost_of_change(
         curvature: ``"auto"`` and ``"hessian"`` for the Hessian, ``"ggn"`` for the GGN.
         probes: of the traces of ``by_trace``; None: exact ones. The second order itself is never sampled.
         nan_policy: ``"raise"`` or ``"propagate"``; ``"omit"`` only where no Hessian product and no loss is needed.
-        reduction: ``"mean"`` or ``"sum"``.
-        forward: ``(model, batch) -> (outputs, targets)``.
-        memory: bytes to hold at a time.
-        seed: of the probes.
-        max_passes: backward passes that the traces may take.
-        progress: show a bar.
-        process_group: as for :func:`pyflatness.relative_flatness`.
 
     Returns:
         ``report[layer, measure]`` of each change by itself and ``report[measure]`` of all together, in units of the
@@ -112,29 +96,17 @@ def cost_of_change(
         True
     """
     measured, by_trace = check_flag("measured", measured), check_flag("by_trace", by_trace)
-    options = Options(
-        curvature=curvature,
-        probes=probes,
-        nan_policy=nan_policy,
-        memory=memory,
-        seed=seed,
-        max_passes=max_passes,
-    )
+    options = Options.of(how)
     if not isinstance(changes, Mapping) or not changes:
         raise InputError(
             f"changes={shown(changes)}: a mapping from names of layers to changes of their weights is wanted"
         )
-    if probes is not None and not by_trace:
-        raise InputError(f"probes={shown(probes)} is for by_trace=True; the second order itself is never sampled")
+    if options.probes is not None and not by_trace:
+        raise InputError(
+            f"probes={shown(options.probes)} is for by_trace=True; the second order itself is never sampled"
+        )
     reads = 3 + bool(by_trace) + (len(changes) + 2 if measured else 0)
-    with session(
-        *(model, loss, data, options),
-        reduction=reduction,
-        forward=forward,
-        reads=reads,
-        progress=progress,
-        process_group=process_group,
-    ) as task:
+    with session(model, loss, data, options, how, reads=reads) as task:
         task = task.of([*changes])
         costs = Costs(task, _checked(task.selection.modules, changes))
         found = costs.second_order()

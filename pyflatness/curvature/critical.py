@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from ..errors import InputError, NonFiniteError
 from ..losses import risk
 from ..messages import shown
 from ..model import calling, parameters
-from ..numerics.meeting import Group
-from ..options import Options, check_number
+from ..options import CALL, How, check_number
 from ..passes.task import Task
 from ..report import Estimate
 from ..session import public, session
@@ -28,7 +28,7 @@ from ..session import public, session
 _DOUBLINGS, _HALVINGS = 60, 20
 
 
-@public
+@public(*CALL)
 def critical_sharpness(
     model: nn.Module,
     loss: Any = "auto",
@@ -36,10 +36,7 @@ def critical_sharpness(
     step: Mapping[str, Tensor] = ...,  # type: ignore[assignment]
     *,
     start: float = 1e-3,
-    reduction: str | None = None,
-    forward: calling.Forward | None = None,
-    progress: bool | None = None,
-    process_group: Group = None,
+    **how: Unpack[How],
 ) -> Estimate:
     """Return the critical sharpness λ_c = 2 / η_c along a step Δ of the parameters.
 
@@ -53,10 +50,6 @@ def critical_sharpness(
         step: Δ by the names of parameters, as the model has them or without its wrappers (``torch.compile``, DDP), of
             their shapes: what an optimiser adds to them for a learning rate of 1. Others stay.
         start: the first η.
-        reduction: ``"mean"`` or ``"sum"``.
-        forward: ``(model, batch) -> (outputs, targets)``.
-        progress: show a bar.
-        process_group: as for :func:`pyflatness.relative_flatness`.
 
     Returns:
         λ_c, of method ``"definition"``; ``exact`` is False, since a loss that rises and falls again between two lengths
@@ -71,21 +64,14 @@ def critical_sharpness(
         >>> model = torch.nn.Linear(1, 1, bias=False).double()
         >>> _ = model.weight.data.fill_(3.0)
         >>> data = torch.ones(1, 1).double(), torch.zeros(1, 1).double()
-        >>> found = pf.critical_sharpness(model, torch.nn.MSELoss(), data, {"weight": torch.tensor([[-6.0]])})
+        >>> found = pf.measures.critical_sharpness(model, torch.nn.MSELoss(), data, {"weight": torch.tensor([[-6.0]])})
         >>> round(found.value, 4)
         2.0
     """
     start = check_number("start", start)
     if not isinstance(step, Mapping) or not step:
         raise InputError(f"step={shown(step)}: a mapping from names of parameters to their changes is wanted")
-    with session(
-        *(model, loss, data, Options()),
-        reduction=reduction,
-        forward=forward,
-        reads=3,
-        progress=progress,
-        process_group=process_group,
-    ) as task:
+    with session(model, loss, data, how=how, reads=3) as task:
         line = _Line(task, _checked(parameters.every(task.model), _unwrapped(task.model, model, step)))
         value = 2 / line.critical(start)
         estimate = Estimate(value, None, line.samples, "definition", exact=False, backend="reference")

@@ -15,15 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .. import progress as bars
 from ..errors import InputError
 from ..messages import check_path
-from ..model import calling, fingerprint
+from ..model import fingerprint
 from ..model.selectors import Selector
-from ..numerics.meeting import Group, joined
+from ..numerics.meeting import joined
 from ..numerics.ranks import Ranks
-from ..options import Options, check_flag
+from ..options import CALL, How, Options, check_flag, check_progress
 from ..passes.task import Task
 from ..session import public, session
 from . import directions as making
@@ -38,7 +39,7 @@ _SECONDS = 5.0  # between two times that a file is written, at least
 _SHARE = 0.05  # of the time that writing may take: a file with eigenvectors may be large
 
 
-@public
+@public(*CALL, "seed", "memory")
 def landscape(
     model: nn.Module,
     loss: Any = "auto",
@@ -54,12 +55,7 @@ def landscape(
     accuracy: bool | None = None,
     quadratic: bool | None = None,
     out: str | Path | None = None,
-    seed: int = 0,
-    reduction: str | None = None,
-    forward: calling.Forward | None = None,
-    memory: int | None = None,
-    progress: bool | None = None,
-    process_group: Group = None,
+    **how: Unpack[How],
 ) -> Landscape:
     """Return the loss on a grid of points θ + Σ_k c_k d_k along one or two directions, with its quadratic model.
 
@@ -90,10 +86,6 @@ def landscape(
             same weights, data, loss, directions and grid goes on with it; another one is refused. It has the
             eigenvectors too, which are computed once (again where ``layers`` are no names).
         seed: of random directions, and where Lanczos starts.
-        reduction: ``"mean"`` or ``"sum"``.
-        forward: ``(model, batch) -> (outputs, targets)``.
-        memory: bytes to hold at a time.
-        progress: show a bar.
         process_group: as for :func:`pyflatness.relative_flatness`. The first rank reads and writes the file.
 
     Returns:
@@ -118,21 +110,17 @@ def landscape(
     grid = coefficients(wanted.count, steps, (-0.25, 1.25) if wanted.through else (-1.0, 1.0), span)
     accuracy = None if accuracy is None else check_flag("accuracy", accuracy)
     quadratic = None if quadratic is None else check_flag("quadratic", quadratic)
-    progress = None if progress is None else check_flag("progress", progress)
-    options = Options(memory=memory, seed=seed, nan_policy="propagate")
-    same: dict[str, Any] = {"reduction": reduction, "forward": forward, "process_group": process_group}
+    progress, options = check_progress(how), Options.of(how, nan_policy="propagate")
     path = None if out is None else check_path("out", out)
-    with joined(process_group) as ranks:
-        same["process_group"] = ranks
+    with joined(how.get("process_group")) as ranks:
+        how["process_group"] = ranks
         begun = _begun(path, ranks)
-        made = _made(wanted, layers, seed)
+        made = _made(wanted, layers, how.get("seed", 0))
         has_them = begun is not None and begun.directions and begun.key.get("eigenvectors") == made
         if wanted.given == "eigenvectors" and not has_them:
-            found = spectrum(
-                model, loss, data, layers=layers, k=wanted.count, memory=memory, seed=seed, progress=progress, **same
-            )
+            found = spectrum(model, loss, data, layers=layers, k=wanted.count, **how)
             wanted = replace(wanted, given=found, layers=None)
-        with session(model, loss, data, options, reads=3, progress=False, **same) as task:
+        with session(model, loss, data, options, {**how, "progress": False}, reads=3) as task:
             if wanted.given == "eigenvectors" and begun is not None:
                 _check_same(begun, {"weights": _weights(task.model)}, path)
                 pairs = zip(begun.directions, begun.labels, strict=True)

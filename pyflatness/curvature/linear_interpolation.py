@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .. import progress as bars
 from ..errors import InputError
 from ..messages import shown
-from ..model import calling
 from ..model.parameters import Parameters
 from ..model.selectors import Selector
-from ..numerics.meeting import Group
-from ..options import Options, check_count, check_flag
+from ..options import CALL, How, Options, check_count, check_flag, check_progress
 from ..passes.task import Task
 from ..report import views
 from ..session import public, session
@@ -118,7 +117,7 @@ class LinearInterpolation:
     __repr__ = __str__
 
 
-@public
+@public(*CALL, "memory")
 def linear_interpolation(
     model: nn.Module,
     loss: Any = "auto",
@@ -130,11 +129,7 @@ def linear_interpolation(
     steps: int = 21,
     update_bn: bool | None = None,
     accuracy: bool | None = None,
-    reduction: str | None = None,
-    forward: calling.Forward | None = None,
-    memory: int | None = None,
-    progress: bool | None = None,
-    process_group: Group = None,
+    **how: Unpack[How],
 ) -> LinearInterpolation:
     """Return the loss on the line between two networks, E((1 - α) θ + α θ'), and the barrier between them.
 
@@ -152,10 +147,6 @@ def linear_interpolation(
             ``torch.optim.swa_utils.update_bn`` takes them. None: where there is such a layer. False: statistics are
             linear in α, as other buffers are.
         accuracy: also evaluate the accuracy; None: where targets are classes.
-        reduction: ``"mean"`` or ``"sum"``.
-        forward: ``(model, batch) -> (outputs, targets)``.
-        memory: bytes to hold at a time.
-        progress: show a bar.
         process_group: as for :func:`pyflatness.relative_flatness`. Statistics of BatchNorm are means over the batches
             of all ranks.
 
@@ -178,18 +169,11 @@ def linear_interpolation(
     steps = check_count("steps", steps, 2, "a number of points")
     update_bn = None if update_bn is None else check_flag("update_bn", update_bn)
     accuracy = None if accuracy is None else check_flag("accuracy", accuracy)
-    progress = None if progress is None else check_flag("progress", progress)
+    progress = check_progress(how)
     if not isinstance(other, (nn.Module, Mapping)):
         raise InputError(f"other={shown(other)}: a module or a state dict is wanted")
-    options = Options(memory=memory, nan_policy="propagate")
-    with session(
-        *(model, loss, data, options),
-        reduction=reduction,
-        forward=forward,
-        reads=3,
-        progress=False,
-        process_group=process_group,
-    ) as task:
+    options = Options.of(how, nan_policy="propagate")
+    with session(model, loss, data, options, {**how, "progress": False}, reads=3) as task:
         anew = bool(batch_statistics.norms(task.model)) if update_bn is None else update_bn
         if anew and not batch_statistics.norms(task.model):
             raise InputError("update_bn=True: the model has no BatchNorm with running statistics")

@@ -11,18 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from ..errors import InputError
 from ..hessian.eigenvalues import tolerance_of
 from ..hessian.parameter_products import ParameterProducts
 from ..hessian.products import Names, Products
 from ..messages import check_choice
-from ..model import calling
 from ..model.layers import tie_notes
 from ..model.selectors import Selector
 from ..numerics.eigenpairs import BESIDE, BESIDE_STEPS, Pairs, Search, least_vectors, quadrature
-from ..numerics.meeting import Group
-from ..options import Options, check_count, check_draws, check_flag, check_number
+from ..options import CALL, How, Options, check_count, check_draws, check_flag, check_number
 from ..passes.memory import Budget
 from ..session import public, session
 from .spectra import Density, Spectrum
@@ -32,7 +31,7 @@ MAX_PRODUCTS = 1000  # that eigenpairs take, unless the user says otherwise
 _NUMBER = 8  # bytes of one
 
 
-@public
+@public(*CALL, "nan_policy", "memory", "seed")
 def spectrum(
     model: nn.Module,
     loss: Any = "auto",
@@ -48,13 +47,7 @@ def spectrum(
     tolerance: float | None = None,
     max_products: int = MAX_PRODUCTS,
     curvature: str = "auto",
-    nan_policy: str = "raise",
-    reduction: str | None = None,
-    forward: calling.Forward | None = None,
-    memory: int | None = None,
-    seed: int = 0,
-    progress: bool | None = None,
-    process_group: Group = None,
+    **how: Unpack[How],
 ) -> Spectrum:
     """Return the outermost eigenvalues of the loss Hessian with their eigenvectors, and the density of all of them.
 
@@ -81,14 +74,9 @@ def spectrum(
         curvature: ``"auto"`` and ``"hessian"`` for the Hessian, ``"ggn"`` for the GGN.
         nan_policy: ``"raise"``, or ``"propagate"`` for eigenvalues of NaN; ``"omit"`` is an error where NaN or infinity
             come up, since an eigenvalue is one of all samples together.
-        reduction: ``"mean"`` or ``"sum"``.
-        forward: ``(model, batch) -> (outputs, targets)``.
         memory: bytes to hold at a time; vectors take 1 GiB, or this where it is more. At least 2 (pairs + 4) are needed
             for the eigenpairs, and ``steps + 4`` for the density, of 8 N bytes each: without ``memory=`` these may
             take 4 GiB.
-        seed: of the random vectors.
-        progress: show a bar.
-        process_group: as for :func:`pyflatness.relative_flatness`.
 
     Returns:
         The eigenpairs with their residuals. That no eigenvalue was missed is as certain as that random starts have a
@@ -117,18 +105,11 @@ def spectrum(
     check_choice("which", which, WHICH)
     if not k and not density:
         raise InputError("k=0 and density=False: nothing is asked for")
-    options = Options(curvature=curvature, nan_policy=nan_policy, memory=memory, seed=seed)
-    with session(
-        *(model, loss, data, options),
-        reduction=reduction,
-        forward=forward,
-        reads=3,
-        progress=progress,
-        process_group=process_group,
-    ) as task:
+    options = Options.of(how, curvature=curvature)
+    with session(model, loss, data, options, how, reads=3) as task:
         products = ParameterProducts(task) if layers is None else Products(task.of(layers))
         names = products.names if isinstance(products, ParameterProducts) else tuple(products.modules)
-        block = _Block(products, names, Budget.of(task.model, memory), seed)
+        block = _Block(products, names, Budget.of(task.model, options.memory), options.seed)
         largest, smallest = block.wanted(k, which)
         block.check(largest + smallest, steps if density else 0, max_products)
         precision = tolerance or tolerance_of(products)

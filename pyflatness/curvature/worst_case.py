@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import Unpack
 
 from ..errors import InputError
 from ..messages import check_choice
-from ..model import calling
 from ..numerics import meeting
-from ..numerics.meeting import Group
-from ..options import Options, check_count, check_flag, check_number
+from ..options import CALL, How, Options, check_count, check_flag, check_number
 from ..session import public, session
 from .ascent import Ascent, WorstCase
 
@@ -28,7 +27,7 @@ NORMS = ("l2", "linf")
 _INSTEAD = "pass process_group=False on one rank, with all data, "
 
 
-@public
+@public(*CALL, "seed", "memory")
 def worst_case_sharpness(
     model: nn.Module,
     loss: Any = "auto",
@@ -42,12 +41,7 @@ def worst_case_sharpness(
     restarts: int = 1,
     bound: bool = False,
     normalize_logits: bool = False,
-    seed: int = 0,
-    reduction: str | None = None,
-    forward: calling.Forward | None = None,
-    memory: int | None = None,
-    progress: bool | None = None,
-    process_group: Group = None,
+    **how: Unpack[How],
 ) -> WorstCase:
     """Return the worst rise of the loss within a ball around the weights, found by projected gradient ascent.
 
@@ -68,11 +62,7 @@ def worst_case_sharpness(
         bound: also return what the quadratic model allows (``norm="l2"``): some dozens of Hessian products.
         normalize_logits: divide each sample's outputs f by the root mean square of f - mean(f), so that their scale
             does not count (Andriushchenko et al. 2023, section 3.3).
-        seed: of the random points.
-        reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
-        forward: ``(model, batch) -> (outputs, targets)``.
         memory: bytes to hold at a time, for ``bound``; the ascent runs batches whole.
-        progress: show a bar.
         process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.
 
     Returns:
@@ -103,23 +93,15 @@ def worst_case_sharpness(
         euclidean=norm == "l2",
         steps=check_count("steps", steps, 1, "a number of steps"),
         restarts=check_count("restarts", restarts, 1, "a number of ascents"),
-        seed=seed,
+        seed=how.get("seed", 0),
     )
     m = None if m is None else check_count("m", m, 1, "a number of samples")
-    meeting.refuse(process_group, "worst_case_sharpness", _INSTEAD)
-    options = Options(memory=memory, seed=seed)
-    with session(
-        *(model, loss, data, options),
-        reduction=reduction,
-        forward=forward,
-        reads=3,
-        progress=progress,
-        process_group=False,
-    ) as task:
+    meeting.refuse(how.get("process_group"), "worst_case_sharpness", _INSTEAD)
+    with session(model, loss, data, Options.of(how), {**how, "process_group": False}, reads=3) as task:
         return ascent.of(task, m, normalized=check_flag("normalize_logits", normalize_logits), bounded=bound)
 
 
-@public
+@public(*CALL, "seed")
 def keskar_sharpness(
     model: nn.Module,
     loss: Any = "auto",
@@ -128,11 +110,7 @@ def keskar_sharpness(
     epsilon: float = 1e-3,
     steps: int = 20,
     restarts: int = 1,
-    seed: int = 0,
-    reduction: str | None = None,
-    forward: calling.Forward | None = None,
-    progress: bool | None = None,
-    process_group: Group = None,
+    **how: Unpack[How],
 ) -> WorstCase:
     """Return the ε-sharpness of Keskar et al.: the worst rise within a box, in percent.
 
@@ -146,10 +124,6 @@ def keskar_sharpness(
         epsilon: ε.
         steps: of each ascent.
         restarts: ascents.
-        seed: of the random points.
-        reduction: ``"mean"`` or ``"sum"``.
-        forward: ``(model, batch) -> (outputs, targets)``.
-        progress: show a bar.
         process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.
 
     Returns:
@@ -164,7 +138,7 @@ def keskar_sharpness(
         >>> model = torch.nn.Linear(1, 1, bias=False).double()
         >>> _ = model.weight.data.fill_(1.0)
         >>> data = torch.ones(1, 1).double(), torch.ones(1, 1).double()
-        >>> round(pf.keskar_sharpness(model, torch.nn.MSELoss(), data, epsilon=0.1, restarts=2).value, 6)
+        >>> round(pf.measures.keskar_sharpness(model, torch.nn.MSELoss(), data, epsilon=0.1, restarts=2).value, 6)
         4.0
     """
     ascent = Ascent(
@@ -173,17 +147,10 @@ def keskar_sharpness(
         euclidean=False,
         steps=check_count("steps", steps, 1, "a number of steps"),
         restarts=check_count("restarts", restarts, 1, "a number of ascents"),
-        seed=seed,
+        seed=how.get("seed", 0),
     )
-    meeting.refuse(process_group, "keskar_sharpness", _INSTEAD)
-    with session(
-        *(model, loss, data, Options(seed=seed)),
-        reduction=reduction,
-        forward=forward,
-        reads=3,
-        progress=progress,
-        process_group=False,
-    ) as task:
+    meeting.refuse(how.get("process_group"), "keskar_sharpness", _INSTEAD)
+    with session(model, loss, data, Options.of(how), {**how, "process_group": False}, reads=3) as task:
         found = ascent.of(task, None)
     percent = 100 / (1 + found.loss)
     return replace(found, value=found.value * percent, restarts=found.restarts * percent)

@@ -61,7 +61,7 @@ class FlatnessCallback(*_bases()):  # type: ignore[misc]
         **options: of :func:`pyflatness.measure`: ``probes``, ``curvature``, ``normalize``, ``forward``, ``memory``, …
 
     Attributes:
-        history: a :class:`pyflatness.History` with a record for each measured epoch, ``epoch`` and ``step`` as
+        history: a :class:`pyflatness.results.History` with a record for each measured epoch, ``epoch`` and ``step`` as
             Lightning counts them (epochs from 0). It is saved in checkpoints and restored from them.
 
     Raises:

@@ -46,7 +46,7 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]
         **options: of :func:`pyflatness.measure`: ``probes``, ``curvature``, ``normalize``, ``forward``, ``memory``, …
 
     Attributes:
-        history: a :class:`pyflatness.History` with a record for each measured epoch, counted from 1.
+        history: a :class:`pyflatness.results.History` with a record for each measured epoch, counted from 1.
 
     Raises:
         InputError: measures, options or a model that do not exist; ``loss="auto"`` where the trainer has another loss.

@@ -1,12 +1,10 @@
 """Do what the callbacks have in common: measure a model in training, name the values, keep them, and count the time."""
 
 import contextlib
-import inspect
 import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -22,15 +20,13 @@ from ..model import generators
 from ..model.data import used_up
 from ..model.selectors import Selector
 from ..model.state import in_eval_mode
-from ..options import Options, check_count, check_flag
+from ..options import EVERY, Options, check_count, check_flag
 from ..report import Report
 from ..training import loaders
 from ..training.history import History
 
 NETWORK = "network"
-_PARAMETERS = inspect.signature(measure).parameters
-_OWN = ("model", "loss", "data", "layers", "measures", "process_group")
-_OPTIONS = [name for name in _PARAMETERS if name not in _OWN]
+_OPTIONS = [name for name in EVERY if name != "process_group"]
 
 
 class Watch:
@@ -203,8 +199,7 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
         if name not in _OPTIONS:
             listed = near(name, _OPTIONS, len(_OPTIONS))
             raise TypeError(f"FlatnessCallback() has no argument {name!r}; did you mean {listed}?")
-    choices = {field.name for field in fields(Options)}
-    Options(**{name: given for name, given in options.items() if name in choices})
+    Options.of(options)
     return {"progress": False, **options}
 
 

@@ -4,13 +4,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from ..contractions import Bounded, Labels, RowSum
 from ..errors import InputError
+from ..model.outputs import refusal
 
 Reduction = str
 
@@ -103,6 +104,13 @@ class Loss(Protocol):
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
         """Return the rows of ``outputs`` (classes in ``class_dim``) and their targets, checked, in row-major order."""
 
+    def side_by_side(self, returned: Any) -> Tensor:
+        """Return several outputs of a model as one tensor (n, C), if the loss takes them all.
+
+        Raises:
+            InputError: it takes one, or they have other shapes than before.
+        """
+
     def labels(self, shape: Sequence[int], targets: Tensor | None, class_dim: int) -> Labels | None:
         """Return the class indices of outputs of a shape if they say all of :meth:`terms`; None if that is not so."""
 
@@ -132,6 +140,14 @@ class Loss(Protocol):
 
 class Known(Loss, Protocol):
     """Describe a loss of torch's: its formulas are known, and its terms follow from the outputs' shape and targets."""
+
+    positions: ClassVar[bool] = True
+    convex: ClassVar[bool] = True
+    known: ClassVar[bool] = True
+
+    def side_by_side(self, returned: Any) -> Tensor:
+        """See :class:`Loss`."""
+        raise refusal(returned)
 
     def sampled(self, rows: Tensor, terms: Terms, signs: Tensor) -> Tensor:
         """Return Σ_c r_c s_·c of signs r (rows, C) as :meth:`factors` mix them, (rows, C), with a graph in ``rows``."""

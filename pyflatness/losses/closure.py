@@ -22,7 +22,7 @@ REFUSAL = (
 )
 
 
-def depends_on(loss: CustomLoss, run: Callable[[], tuple[Tensor, Tensor]], parameters: Iterable[Tensor]) -> bool:
+def depends_on(loss: Loss, run: Callable[[], tuple[Tensor, Tensor]], parameters: Iterable[Tensor]) -> bool:
     """Return whether the loss of given outputs has a gradient in any of a model's parameters.
 
     Args:

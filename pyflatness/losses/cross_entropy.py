@@ -14,23 +14,20 @@ from torch.nn import functional as F
 from ..contractions import FUSED_OUTPUTS, Labels, SoftmaxVariance, promoted
 from ..errors import InputError
 from . import penalty
-from .base import Curvature, Factors, Reduction, Terms, marked, rows_like, uniform, without
+from .base import Curvature, Factors, Known, Reduction, Terms, marked, rows_like, uniform, without
 
 _AT_ONCE = 2**18  # probabilities whose roots are taken in float64, so that these stay in a processor's caches
 
 
 @dataclass
-class CrossEntropy:
+class CrossEntropy(Known):
     """Represent cross-entropy: ∂²ℓ/∂z² = a (diag(p) - p pᵀ) with a = Σ_c t_c ω_c for (smoothed) targets t."""
 
     weight: Tensor | None
     ignore_index: int
     label_smoothing: float
     reduction: Reduction
-    positions: ClassVar[bool] = True
     elementwise: ClassVar[bool] = False
-    convex: ClassVar[bool] = True
-    known: ClassVar[bool] = True
     by_rows: ClassVar[bool] = True
 
     def class_dim(self, outputs: Tensor) -> int:

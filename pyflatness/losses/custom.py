@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -56,6 +56,17 @@ class CustomLoss:
         if bool(good.any()):
             self._check_separable(outputs[good], targets[good.to(targets.device)])
         return terms
+
+    def side_by_side(self, returned: Any) -> Tensor:
+        """See :class:`.base.Loss`."""
+        several, whole = SideBySide.of(returned)
+        if self.several not in (None, several):
+            raise InputError(
+                f"model: its outputs have other shapes, {several.shapes}, than in the batches before, "
+                f"{self.several.shapes}; pass forward=, a function (model, batch) -> (outputs, targets)"
+            )
+        self.several = several
+        return whole
 
     def labels(self, shape: Sequence[int], targets: Tensor | None, class_dim: int) -> None:
         """See :class:`.base.Loss`."""

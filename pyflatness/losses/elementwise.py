@@ -11,16 +11,13 @@ from torch.nn import functional as F
 
 from ..contractions import Bounded, product, promoted, promoted_dtype, squared_norms
 from ..errors import InputError
-from .base import Curvature, Factors, Reduction, Terms, diagonal, marked, rows_like, uniform
+from .base import Curvature, Factors, Known, Reduction, Terms, diagonal, marked, rows_like, uniform
 
 
-class _Elementwise:
+class _Elementwise(Known):
     """Hold what sums over outputs have in common: a factor for each output, and no special dimension."""
 
-    positions: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
-    convex: ClassVar[bool] = True
-    known: ClassVar[bool] = True
     by_rows: ClassVar[bool] = False
 
     def class_dim(self, outputs: Tensor) -> int:

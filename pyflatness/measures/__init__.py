@@ -1,32 +1,46 @@
-"""Define the measures, one file per family (formula, source and code together), and the table of their names."""
+"""Define the measures, one file per family (formula, source and code together), and the table of their names.
 
+Public are functions of single measures that have options of their own; :func:`pyflatness.measure` takes all measures
+by their names.
+"""
+
+import importlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
 from ..messages import near
 from ..options import check_names
 from ..sweep.activations import ACTIVATIONS
-from . import at_head, bounds, representation
+from . import at_head as at_head
+from . import bounds, representation
 from .adaptive_sharpness import ADAPTIVE_SHARPNESS
-from .adaptive_sharpness_mc import ADAPTIVE_SHARPNESS_MC
-from .base import Measure
+from .adaptive_sharpness_mc import ADAPTIVE_SHARPNESS_MC, adaptive_sharpness_mc
+from .base import Measure as Measure
 from .fisher_rao import FISHER_RAO
 from .input_trace import INPUT_TRACE
 from .interpolation_adaptive_sharpness import INTERPOLATION_ADAPTIVE_SHARPNESS
 from .interpolation_sharpness import INTERPOLATION_SHARPNESS
 from .lambda_max import LAMBDA_MAX
 from .matrix_normalized_sharpness import MATRIX_NORMALIZED_SHARPNESS, MATRIX_NORMALIZED_SHARPNESS_FROBENIUS
-from .mls_adversarial import MLS_ADVERSARIAL, NORMALIZED_MLS_ADVERSARIAL
+from .mls_adversarial import MLS_ADVERSARIAL, NORMALIZED_MLS_ADVERSARIAL, mls_adversarial
 from .neuron_flatness import NEURON_FLATNESS, NEURON_FLATNESS_MAX, NEURON_FLATNESS_ROWS, NEURON_FLATNESS_ROWS_MAX
 from .normalized_sharpness import NORMALIZED_SHARPNESS
 from .output_trace import OUTPUT_TRACE
-from .pac_bayes import PAC_BAYES, PAC_BAYES_MAGNITUDE
-from .relative_flatness import RELATIVE_FLATNESS, RELATIVE_FLATNESS_STD
+from .pac_bayes import PAC_BAYES, PAC_BAYES_MAGNITUDE, pac_bayes
+from .relative_flatness import RELATIVE_FLATNESS as RELATIVE_FLATNESS
+from .relative_flatness import RELATIVE_FLATNESS_STD as RELATIVE_FLATNESS_STD
 from .relative_flatness_max import RELATIVE_FLATNESS_MAX
 from .scaled import LARGEST_SCALED_LAMBDA_MAX, LARGEST_SCALED_TRACE, SCALED_LAMBDA_MAX, SCALED_TRACE
 from .sharpness import SHARPNESS
-from .trace import TRACE
+from .trace import TRACE as TRACE
 from .weight_norm import WEIGHT_NORM
+
+if TYPE_CHECKING:
+    from ..curvature.critical import critical_sharpness
+    from ..curvature.worst_case import keskar_sharpness
+
+_ABOVE = {"critical_sharpness": "..curvature.critical", "keskar_sharpness": "..curvature.worst_case"}
 
 MEASURES = (
     RELATIVE_FLATNESS,
@@ -113,14 +127,19 @@ def with_bases(measures: Sequence[Measure]) -> tuple[Measure, ...]:
     return tuple(dict.fromkeys([*measures, *(row for row in MEASURES if row.name in bases)]))
 
 
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Find the measures that are made of what stands above this room."""
+        if name in _ABOVE:
+            return getattr(importlib.import_module(_ABOVE[name], __name__), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
-    "MEASURES",
-    "RELATIVE_FLATNESS",
-    "RELATIVE_FLATNESS_STD",
-    "TRACE",
-    "Measure",
-    "are_named",
-    "at_head",
-    "named",
-    "with_bases",
+    "adaptive_sharpness_mc",
+    "critical_sharpness",
+    "keskar_sharpness",
+    "mls_adversarial",
+    "pac_bayes",
 ]

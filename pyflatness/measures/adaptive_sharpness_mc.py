@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import Unpack
 
 from ..losses import risk
 from ..model import calling, parameters, state
-from ..numerics.meeting import Group
 from ..numerics.variances import standard_error
-from ..options import Options, check_draws, check_flag, check_number
+from ..options import CALL, How, Options, check_draws, check_flag, check_number
 from ..report import Estimate
 from ..session import public, session
 from .base import Measure, Task
@@ -34,7 +34,7 @@ from .base import Measure, Task
 RHO, DRAWS = 0.1, 32
 
 
-@public
+@public(*CALL, "seed", "nan_policy")
 def adaptive_sharpness_mc(
     model: nn.Module,
     loss: Any = "auto",
@@ -43,12 +43,7 @@ def adaptive_sharpness_mc(
     rho: float = RHO,
     draws: int = DRAWS,
     scaled: bool = True,
-    seed: int = 0,
-    nan_policy: str = "raise",
-    reduction: str | None = None,
-    forward: calling.Forward | None = None,
-    progress: bool | None = None,
-    process_group: Group = None,
+    **how: Unpack[How],
 ) -> Estimate:
     """Return a network's average-case adaptive sharpness: the mean rise of the loss under noise of size ρ |θ_j|.
 
@@ -67,10 +62,6 @@ def adaptive_sharpness_mc(
         scaled: False leaves out the factor 2/ρ², as Eq. 46 does.
         seed: of the noise; another device gives other noise for it.
         nan_policy: ``"raise"`` or ``"propagate"``; no sample can be left out.
-        reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
-        forward: ``(model, batch) -> (outputs, targets)``.
-        progress: show a bar.
-        process_group: as for :func:`pyflatness.relative_flatness`.
 
     Returns:
         The value with its standard error over draws, of ``draws - 1`` degrees of freedom.
@@ -83,23 +74,12 @@ def adaptive_sharpness_mc(
         >>> import torch, pyflatness as pf
         >>> model = torch.nn.Linear(4, 3)
         >>> data = torch.randn(100, 4), torch.randint(3, (100,))
-        >>> value = pf.adaptive_sharpness_mc(model, torch.nn.CrossEntropyLoss(), data, draws=8)
+        >>> value = pf.measures.adaptive_sharpness_mc(model, torch.nn.CrossEntropyLoss(), data, draws=8)
         >>> value.samples, value.stderr > 0
         (100, True)
     """
     rho, draws, scaled = check_number("rho", rho), check_draws("draws", draws, 2), check_flag("scaled", scaled)
-    options = Options(nan_policy=nan_policy, seed=seed)
-    with session(
-        model,
-        loss,
-        data,
-        options,
-        reduction=reduction,
-        forward=forward,
-        reads=draws + 1,
-        progress=progress,
-        process_group=process_group,
-    ) as task:
+    with session(model, loss, data, Options.of(how), how, reads=draws + 1) as task:
         estimate = _estimate(task, rho, draws, scaled=scaled)
         task.unite()
         return task.noted(estimate)

@@ -9,12 +9,12 @@ N outputs, and S the sharpness at an interpolation, (1/n) Σ_i |∂f_i/∂θ|_F�
     mls_sharpness_bound  |W|₂ √(mean 1/|x_i|²) √S, S over all trainable parameters  ≥ mls        Eq. 11, D of Eq. 48;
                          of the network √(mean_i Σ_l |W_l|₂²/|x_i^l|²) √S  ≥ nmls                Eq. 12
 
-``pf.bounds`` lists all of the paper's steps with their left sides. The paper's S is over all parameters, which are
-more: the S here gives smaller right-hand sides for which the proofs hold as well; ``sharpness="all"`` takes theirs.
+``pf.theory.bounds`` lists all of the paper's steps with their left sides. The paper's S is over all parameters, which
+are more: the S here gives smaller right-hand sides for which the proofs hold as well; ``sharpness="all"`` takes theirs.
 With ``normalized=True`` Eq. 37 is there for the scales σ, σ' of Eq. 36 too, at which its right-hand side is least, with
-``adaptive=True`` Eq. 44, and Eq. 6 for other powers than 2 with ``powers=``. A
-convolution's W has a filter to a row, its groups are matrices of their own, and |W|₂ is the largest of theirs. Where an
-input is zero the right-hand sides are infinite.
+``adaptive=True`` Eq. 44, and Eq. 6 for other powers than 2 with ``powers=``. A convolution's W has a filter to a row,
+its groups are matrices of their own, and |W|₂ is the largest of theirs. Where an input is zero the right-hand sides are
+infinite.
 
 The inequalities rest on J = (∂f/∂z) W and g = |∂f/∂z|_F |x| at the layer's output z. They hold for Linear layers with
 one position, called once, whose input goes nowhere else; elsewhere (tokens, convolutions, shortcuts) there is **no

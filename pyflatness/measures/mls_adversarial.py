@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .. import interrupts
 from ..errors import InputError
@@ -24,8 +25,7 @@ from ..model import calling, inputs, state
 from ..model import data as batching
 from ..numerics import meeting
 from ..numerics.accumulate import Accumulator, non_finite
-from ..numerics.meeting import Group
-from ..options import Options, check_count, check_flag, check_number
+from ..options import READING, MeasureHow, Options, check_count, check_flag, check_number
 from ..passes import recorder
 from ..passes.batch_layout import check_outputs
 from ..passes.task import Task
@@ -37,7 +37,7 @@ STEPS = 20
 _INSTEAD = "take mls, which has the value by Jacobians, "
 
 
-@public
+@public(*READING, "per_sample", "seed", "nan_policy")
 def mls_adversarial(
     model: nn.Module,
     loss: Any = "auto",
@@ -46,12 +46,7 @@ def mls_adversarial(
     steps: int = STEPS,
     radius: float | None = None,
     normalized: bool = False,
-    per_sample: bool = False,
-    seed: int = 0,
-    nan_policy: str = "raise",
-    forward: calling.Forward | None = None,
-    progress: bool | None = None,
-    process_group: Group = None,
+    **how: Unpack[MeasureHow],
 ) -> Estimate:
     """Return how much a small change of the input changes the outputs at most, by gradient ascent on the change.
 
@@ -65,11 +60,6 @@ def mls_adversarial(
         steps: of the ascent, a forward and a backward pass each.
         radius: |δ| / |x|, √ε of the dtype unless given.
         normalized: mean_i |x_i|² s_max², normalised MLS (Definition F.1), in the place of mean_i s_max.
-        per_sample: also return each sample's value.
-        seed: of the starts; another device gives other ones for it.
-        nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``.
-        forward: ``(model, batch) -> (outputs, targets)``.
-        progress: show a bar.
         process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.
 
     Returns:
@@ -84,15 +74,15 @@ def mls_adversarial(
         >>> model = torch.nn.Linear(3, 2, bias=False).double()
         >>> _ = model.weight.data.copy_(torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.0, 2.0]]))
         >>> data = torch.randn(10, 3).double(), torch.randint(2, (10,))
-        >>> round(pf.mls_adversarial(model, torch.nn.CrossEntropyLoss(), data).value, 4)
+        >>> round(pf.measures.mls_adversarial(model, torch.nn.CrossEntropyLoss(), data).value, 4)
         3.0
     """
-    meeting.refuse(process_group, "mls_adversarial", _INSTEAD)
+    meeting.refuse(how.get("process_group"), "mls_adversarial", _INSTEAD)
     steps = check_count("steps", steps, 1, "a number of steps")
     radius = None if radius is None else check_number("radius", radius)
     normalized = check_flag("normalized", normalized)
-    options = Options(per_sample=per_sample, nan_policy=nan_policy, seed=seed)
-    with session(model, loss, data, options, forward=forward, progress=progress, process_group=False) as task:
+    options = Options.of(how)
+    with session(model, loss, data, options, {**how, "process_group": False}) as task:
         return _estimate(task, steps, radius, normalized=normalized)
 
 

@@ -33,14 +33,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from ..errors import InputError, NonFiniteError
 from ..losses import risk
 from ..messages import in_words, with_error
 from ..model import calling, layers, parameters, state
 from ..model.data import size
-from ..numerics.meeting import Group
-from ..options import Options, check_count, check_draws, check_flag, check_number
+from ..options import CALL, How, Options, check_count, check_draws, check_flag, check_number
 from ..reparameterization.folding import Folding
 from ..reparameterization.reparameterize import duplicate
 from ..report import Estimate
@@ -127,7 +127,7 @@ class PacBayes(Bisection):
         return in_words(self, *self._facts(), *bounds, f"accuracy {self.accuracy:.6g}", f"{self.samples} samples")
 
 
-@public
+@public(*CALL, "seed")
 def pac_bayes(
     model: nn.Module,
     loss: Any = "auto",
@@ -139,11 +139,7 @@ def pac_bayes(
     tolerance: float = TOLERANCE,
     initial: nn.Module | Mapping[str, Tensor] | None = None,
     squared: bool = False,
-    seed: int = 0,
-    reduction: str | None = None,
-    forward: calling.Forward | None = None,
-    progress: bool | None = None,
-    process_group: Group = None,
+    **how: Unpack[How],
 ) -> PacBayes:
     """Return PAC-Bayes flatness 1/σ²: Gaussian noise of size σ on all parameters costs 0.1 of accuracy.
 
@@ -160,11 +156,6 @@ def pac_bayes(
         tolerance: of the drop at which it ends.
         initial: θ⁰, the network before training, for the magnitude-aware form: a module like the model or a state dict.
         squared: noise of standard deviation σ², as in the authors' code.
-        seed: of the noise; another device gives other noise for it.
-        reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
-        forward: ``(model, batch) -> (outputs, targets)``.
-        progress: show a bar.
-        process_group: as for :func:`pyflatness.relative_flatness`.
 
     Returns:
         σ, flatness, their standard errors, bounds, and the drops of all draws.
@@ -178,7 +169,7 @@ def pac_bayes(
         >>> _ = torch.manual_seed(0)
         >>> x = torch.randn(200, 4)
         >>> model = torch.nn.Linear(4, 3)
-        >>> found = pf.pac_bayes(model, torch.nn.CrossEntropyLoss(), (x, model(x).argmax(1)))
+        >>> found = pf.measures.pac_bayes(model, torch.nn.CrossEntropyLoss(), (x, model(x).argmax(1)))
         >>> found.reached, abs(found.drop - 0.1) < 0.01
         (True, True)
     """
@@ -186,18 +177,7 @@ def pac_bayes(
     tolerance, squared = check_number("tolerance", tolerance), check_flag("squared", squared)
     draws, steps = check_draws("draws", draws, 1), check_count("steps", steps, 1)
     reads = _reads(draws, steps) * (1 if initial is None else 2)
-    options = Options(seed=seed)
-    with session(
-        model,
-        loss,
-        data,
-        options,
-        reduction=reduction,
-        forward=forward,
-        reads=reads,
-        progress=progress,
-        process_group=process_group,
-    ) as task:
+    with session(model, loss, data, Options.of(how), how, reads=reads) as task:
         return _Search(task, drop, draws, steps, tolerance, squared=squared).result(initial)
 
 

@@ -32,12 +32,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from ..errors import InputError
-from ..model import calling, uses
+from ..model import uses
 from ..model.selectors import Selector
-from ..numerics.meeting import Group
-from ..options import MAX_PASSES, Options, check_count, check_names
+from ..options import READING, MeasureHow, Options, check_count, check_names
 from ..report import Estimate, Report, coverage
 from ..session import public, session
 from ..sweep import jacobians
@@ -183,7 +183,7 @@ LOCAL_DIMENSION = Measure(
 ROWS = (MLS, NMLS, NORMALIZED_MLS, INPUT_INVARIANT_MLS, LOG_VOLUME, VOLUME, LOCAL_DIMENSION)
 
 
-@public
+@public(*READING, "per_sample", "backend", "nan_policy", "memory", "max_passes")
 def representation(
     model: nn.Module,
     loss: Any = "auto",
@@ -192,14 +192,7 @@ def representation(
     layers: Selector | Sequence[Selector] | None = None,
     measures: str | Sequence[str] | None = None,
     top: int | None = None,
-    per_sample: bool = False,
-    backend: str = "auto",
-    nan_policy: str = "raise",
-    forward: calling.Forward | None = None,
-    memory: int | None = None,
-    max_passes: int = MAX_PASSES,
-    progress: bool | None = None,
-    process_group: Group = None,
+    **how: Unpack[MeasureHow],
 ) -> Report:
     """Return how sensitive the outputs are to the model's input and to every layer's, by many measures together.
 
@@ -213,14 +206,6 @@ def representation(
         layers: whose inputs; None: of all layers that can be measured and ran.
         measures: names; None: all of this page.
         top: singular values that volumes are over, the largest (3 in the code of the paper); None: all.
-        per_sample: also return each sample's values.
-        backend: of the eigenvalues: ``"auto"``, ``"compiled"`` or ``"reference"``.
-        nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``; a sample is left out of all places.
-        forward: ``(model, batch) -> (outputs, targets)``.
-        memory: bytes for a micro-batch's graph, layer inputs and Jacobians, to which batches are cut (512 MiB).
-        max_passes: backward passes of a micro-batch, one for each output, that the Jacobian may take.
-        progress: show a bar.
-        process_group: as for :func:`pyflatness.relative_flatness`.
 
     Returns:
         ``report[layer, measure]`` at a layer's input; ``report[measure]`` at the model's, or of the network.
@@ -240,10 +225,8 @@ def representation(
     """
     top = None if top is None else check_count("top", top, 1, "a number of singular values")
     rows = _named(measures)
-    options = Options(
-        per_sample=per_sample, backend=backend, nan_policy=nan_policy, memory=memory, max_passes=max_passes
-    )
-    with session(model, loss, data, options, forward=forward, progress=progress, process_group=process_group) as task:
+    options = Options.of(how)
+    with session(model, loss, data, options, how) as task:
         task = task.of(layers)
         samples = jacobians.measured(task, {need for row in rows for need in row.needs}, top)
         task.unite()

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import FlatnessError, InputError
-from ..losses import CustomLoss, Loss, remarks
+from ..losses import Loss, remarks
 from ..losses.closure import REFUSAL, depends_on
 from ..messages import is_out_of_memory
 from ..model import calling, data, state
 from ..model.generators import Randomness, equal, outside
-from ..model.outputs import SideBySide, single
+from ..model.outputs import single
 from .detached import Detached
 from .independence import Decisions, agree, check_each_alone, two_alone
 
@@ -55,7 +55,7 @@ class Checked:
         self._fewest = math.inf  # samples that were run to find something out
         self.notes: tuple[str, ...] | None = None  # of an estimate; known once a batch went through
         self.detaches = False  # whether outputs depended on what derivatives take as constant, see :mod:`.detached`
-        self._loss_is_open = isinstance(loss, CustomLoss)  # whether it may depend on more than the outputs
+        self._loss_is_open = not loss.known  # whether it may depend on more than the outputs
 
     @property
     def is_users(self) -> bool:
@@ -96,17 +96,8 @@ class Checked:
 
     def _tensor(self, returned: Any) -> Tensor:
         """Return the outputs in what the model returned: side by side if there are several and the loss takes all."""
-        loss = self._loss
-        if not isinstance(loss, CustomLoss) or single(returned) is not None:
-            return calling.one_tensor(returned)
-        several, whole = SideBySide.of(returned)
-        if loss.several not in (None, several):
-            raise InputError(
-                f"model: its outputs have other shapes, {several.shapes}, than in the batches before, "
-                f"{loss.several.shapes}; pass forward=, a function (model, batch) -> (outputs, targets)"
-            )
-        loss.several = several
-        return whole
+        found = single(returned)
+        return self._loss.side_by_side(returned) if found is None else found
 
     def _call(self, batch: Any) -> str:
         """Return in words what was called, and on what."""
@@ -204,7 +195,6 @@ class Checked:
 
     def _check_loss(self, model: nn.Module, batch: Any) -> None:
         """Raise if the loss depends on the model's parameters otherwise than by the outputs; once."""
-        assert isinstance(self._loss, CustomLoss)
         held = {*self._parameters, *model.parameters()}  # others where the model is run functionally
         # Of hooks the innermost are called, so that what this graph keeps is not counted as the sweep's by a dry run. A
         # node that keeps its own output as it is would be held by it, in a cycle that nothing frees.

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import Unpack
 
 from ..errors import FlatnessError, InputError
 from ..model import calling, layers, selectors, state, uses
 from ..model.data import first
 from ..model.selectors import Selector
-from ..options import check_flag
+from ..options import How, check_flag
 from ..passes import normalize
 from ..session import public, session
 from . import flow
@@ -38,14 +39,14 @@ _HINTS = {
 }
 
 
-@public
+@public("forward")
 def reparameterize(
     model: nn.Module,
     factors: Mapping[Selector, Any],
     data: Any,
     *,
     inplace: bool = False,
-    forward: calling.Forward | None = None,
+    **how: Unpack[How],
 ) -> nn.Module:
     """Return the model with other weights for the same function: rows of layers by λ, columns behind by 1/λ.
 
@@ -56,7 +57,6 @@ def reparameterize(
             (neuron-wise). The layers that take its output get 1/λ on their columns; several layers at once are fine.
         data: as for :func:`pyflatness.relative_flatness`, or a tensor of inputs. The function is compared on all of it.
         inplace: change the model's own weights; else a copy's.
-        forward: ``(model, batch) -> (outputs, targets)``.
 
     Returns:
         The reparameterised copy, or the model itself with ``inplace``.
@@ -75,9 +75,9 @@ def reparameterize(
     """
     inplace = check_flag("inplace", inplace)
     batches = [(data, None)] if isinstance(data, Tensor) else data
-    with session(
-        model, nn.MSELoss(), batches, forward=forward, reads=2, process_group=False
-    ) as task:  # no loss has a part in it
+    with session(  # no loss has a part in it
+        model, nn.MSELoss(), batches, how={**how, "process_group": False}, reads=2
+    ) as task:
         module = task.model
         wanted = _factors(module, factors)
         batch = task.batches.peek()

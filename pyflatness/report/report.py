@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from rich import box
@@ -107,7 +107,7 @@ class Estimate(float):
 
         Example:
             >>> import pyflatness as pf
-            >>> sampled = pf.Estimate(2.0, 0.1, 100, "ggn-sampled", exact=False, backend="reference", dof=5.0)
+            >>> sampled = pf.results.Estimate(2.0, 0.1, 100, "ggn-sampled", exact=False, backend="reference", dof=5.0)
             >>> [round(end, 4) for end in sampled.interval()]
             [1.7429, 2.2571]
         """
@@ -177,7 +177,8 @@ class Report:
     """Hold measures of a network's layers, and of the network. ``str(report)`` is a table.
 
     ``report[layer, measure]`` is one layer's :class:`Estimate`, ``report[measure]`` the network's: the sum over the
-    measured layers, or one value of its own. A measure may have values of layers, of the network, or both.
+    measured layers, or one value of its own, and ``report[layer]`` a dict of a layer's estimates by measure. A measure
+    may have values of layers, of the network, or both.
 
     A network's value that is of its measured layers leaves out the weights in :attr:`uncovered`. Where these were left
     out for want of support (``layers=None``: all that can be measured) the value has a note and is not ``exact``. Where
@@ -217,7 +218,15 @@ class Report:
             for layer, estimate in held.items():
                 yield layer, measure, estimate
 
-    def __getitem__(self, key: str | tuple[str, str]) -> Estimate:
+    @overload
+    def __getitem__(self, key: tuple[str, str]) -> Estimate: ...
+
+    @overload
+    def __getitem__(self, key: str) -> Any: ...  # an estimate by a measure's name, a dict of them by a layer's
+
+    def __getitem__(self, key: str | tuple[str, str]) -> Estimate | dict[str, Estimate]:
+        if isinstance(key, str) and key in self.layers and key not in (*self.measures, *self.skipped):
+            return {measure: held[key] for measure, held in self.by_measure().items() if key in held}
         names = ("", key) if isinstance(key, str) else key
         if not isinstance(names, tuple) or len(names) != 2 or not all(isinstance(name, str) for name in names):
             raise InputError(f"report: report[measure] or report[layer, measure] is wanted, got {shown(key)}")
@@ -225,13 +234,32 @@ class Report:
         if measure in self.skipped and (not layer or measure not in self.measures):
             raise InputError(f"report: no value of {measure!r}: {self.skipped[measure]}")
         if measure not in self.measures:
-            hint = f"; it is a layer: report[{measure!r}, measure] is wanted" if measure in self.layers else ""
-            raise InputError(f"report: no measure {measure!r}; there are {', '.join(self.measures)}{hint}")
+            raise InputError(f"report: no measure {measure!r}; there are {', '.join(self.measures)}")
         if layer and layer not in self.layers:
             raise InputError(f"report: no layer {layer!r}; there are {', '.join(self.layers)}, and '' for the network")
         if (layer, measure) not in self._estimates:
             raise InputError(f"report: {measure!r} has no value of {f'layer {layer!r}' if layer else 'the network'}")
         return self._estimates[layer, measure]
+
+    def top(self, count: int = 5, measure: str | None = None) -> dict[str, Estimate]:
+        """Return the layers with the largest values of a measure, largest first; NaN is in none of them.
+
+        Args:
+            count: how many layers.
+            measure: its name; None: the first one that has values of layers.
+
+        Raises:
+            InputError: no such measure, or one without values of layers.
+        """
+        by_layer = {
+            name: {layer: found for layer, found in held.items() if layer} for name, held in self.by_measure().items()
+        }
+        name = next((name for name, held in by_layer.items() if held), None) if measure is None else measure
+        if not by_layer.get(name or ""):
+            of_layers = [name for name, held in by_layer.items() if held]
+            raise InputError(f"report: {measure!r} has no values of layers here; of {', '.join(of_layers)} there are")
+        values = [(layer, found) for layer, found in by_layer[name or ""].items() if not math.isnan(found.value)]
+        return dict(sorted(values, key=lambda item: -item[1].value)[: max(count, 0)])
 
     def by_measure(self) -> dict[str, dict[str, Estimate]]:
         """Return the estimates by measure, then layer (``""`` is the network)."""

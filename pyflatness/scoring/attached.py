@@ -77,7 +77,7 @@ def read(file: bytes, what: str) -> Result:
         ) from None
 
 
-@public
+@public()
 def add_to_store(store: str | Path, name: str, result: Result, *, label: str = "") -> None:
     """Put a spectrum, a landscape or a history into a store of :func:`pyflatness.score`, so that its page shows it.
 
@@ -101,7 +101,7 @@ def add_to_store(store: str | Path, name: str, result: Result, *, label: str = "
         >>> model = torch.nn.Linear(4, 3).eval()
         >>> data = torch.randn(100, 4), torch.randint(3, (100,))
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     scores = pf.score({"linear": model}, data, "cross_entropy", store=f"{folder}/runs.sqlite")
+        ...     scores = pf.score({"linear": model}, "cross_entropy", data, store=f"{folder}/runs.sqlite")
         ...     found = pf.spectrum(model, "cross_entropy", data, density=True)
         ...     pf.add_to_store(f"{folder}/runs.sqlite", "linear", found)
     """

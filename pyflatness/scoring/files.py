@@ -1,9 +1,9 @@
 """Tell what a store's file stands on, keep a second writer away from it, and hold folders for temporary files."""
 
 import contextlib
-import fcntl
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -75,6 +75,22 @@ def _file_system(path: Path, mounts: Path) -> str:
     return found[1]
 
 
+def _lock(handle: int) -> None:
+    """Lock a file until its handle is closed.
+
+    Raises:
+        OSError: another process has locked it.
+    """
+    if sys.platform == "win32":
+        import msvcrt
+
+        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+    else:
+        import fcntl
+
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 @contextlib.contextmanager
 def only_writer(path: Path) -> Iterator[None]:
     """Hold the right to write a store, which ends with the process however it ends.
@@ -91,7 +107,7 @@ def only_writer(path: Path) -> Iterator[None]:
         raise StoreError(f"store: {path} cannot be written ({error.strerror})") from None
     try:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(handle)
         except OSError:
             raise StoreError(
                 f"store: another process is writing {path}; wait for it, or give this one a store of its own with "
@@ -131,7 +147,7 @@ def _locked(path: Path) -> Iterator[None]:
     """
     handle = os.open(path, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(handle)
         yield
     finally:
         os.close(handle)

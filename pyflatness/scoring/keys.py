@@ -87,7 +87,7 @@ def of_loss(about: Description, loss: Any) -> Facts:
     if auto.is_auto(loss):  # what it is follows from the model and the data
         return {"name": auto.AUTO}
     resolved = losses.resolve(loss)
-    if not isinstance(resolved, losses.CustomLoss):
+    if resolved.known:
         return {"name": type(resolved).__name__, **_attributes(resolved)}
     name = getattr(loss, "__qualname__", type(loss).__qualname__)
     return {"name": name, "loss": of_json(about.of(loss)), "reduction": resolved.reduction}

@@ -179,11 +179,9 @@ def _values(
         reads = plan.plan([row], options).reads
         with session(
             *(model, request.loss, data, options),
-            forward=forward,
+            {"forward": forward, "progress": False, "process_group": ranks},
             reads=reads,
             ordered=options.by_sample,
-            progress=False,
-            process_group=ranks,
         ) as task:
             measurement, layer = plan.of_layer(row, task, unit.selectors[0] if unit.selectors else None)
             estimate = measurement.estimates()[layer, row.name]
@@ -202,5 +200,5 @@ def _values(
 
 def _last(model: nn.Module, loss: Any, data: Any, ranks: Ranks) -> str:
     """Return the last Linear that ran."""
-    with session(model, loss, data, process_group=ranks) as task:
+    with session(model, loss, data, how={"process_group": ranks}) as task:
         return head.find(task, None)[0]

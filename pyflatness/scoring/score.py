@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
+from .. import losses
 from ..errors import InputError
+from ..losses import auto
 from ..measures import named
 from ..messages import check_path, shown
-from ..numerics.meeting import Group, joined
-from ..options import MAX_PASSES, Options, check_count, check_flag, check_names
+from ..numerics.meeting import joined
+from ..options import CALL, EVERY, MeasureHow, Options, check_count, check_flag, check_names
 from ..session import public
 from . import data_specs, executors, listing, pretrained, specs
 from .measuring import Outcome
@@ -27,11 +30,11 @@ from .worker import Job, Source
 Model = nn.Module | str | Path
 
 
-@public
+@public(*(name for name in EVERY if name not in (*CALL, "per_sample")), "process_group")
 def score(
     models: Mapping[str, Model] | Iterable[str | Path],
-    data: Any,
     loss: Any = "auto",
+    data: Any = ...,
     *,
     model: str | Callable[..., nn.Module] | None = None,
     layers: str | Sequence[str] | None = None,
@@ -42,18 +45,7 @@ def score(
     retry: bool = False,
     version: str | None = None,
     spectrum: int | None = None,
-    curvature: str = "auto",
-    probes: int | str | None = None,
-    target_stderr: float | None = None,
-    rtol: float | None = None,
-    conv: str = "filter",
-    normalize: str | None = None,
-    backend: str = "auto",
-    nan_policy: str = "raise",
-    memory: int | None = None,
-    seed: int = 0,
-    max_passes: int = MAX_PASSES,
-    process_group: Group = None,
+    **how: Unpack[MeasureHow],
 ) -> Scores:
     """Return measures of many models on one data set, with each one's loss and accuracy from the same pass.
 
@@ -68,9 +60,9 @@ def score(
         models: networks or paths of checkpoints by name; or paths alone, which are then the names: files, folders and
             patterns such as ``"runs/*/epoch_*.pt"``. A network can be named, too: ``"hf:folder"``,
             ``"hf:org/name@revision"`` from the local cache of Hugging Face's hub. All that are named are held at once.
+        loss: as for :func:`pyflatness.measure`; a network of Hugging Face's has its own.
         data: as for :func:`pyflatness.measure`; or a function that returns it, or its name ``"file.py:function"``,
             which every worker calls once.
-        loss: as for :func:`pyflatness.measure`; a network of Hugging Face's has its own.
         model: what makes the network that paths are checkpoints of: a class or function that is called without
             arguments, or its name, ``"file.py:callable"`` or ``"hf:folder"``.
         layers: names, globs, ``re:…`` or ``type:…``; None: the last Linear that ran. With several layers a measure has
@@ -91,17 +83,6 @@ def score(
             to compute, with the density of all eigenvalues: ``pf.spectrum(model, loss, data, k=spectrum,
             density=True)``, by some 600 products with the Hessian for each model. The store keeps them, and
             ``pyflatness report`` shows them. What fails is an error there, and no row.
-        curvature: as for :func:`pyflatness.measure`, like all that follow.
-        probes: a number of random probes for each sample, or ``"adaptive"``.
-        target_stderr: an absolute standard error for every value.
-        rtol: of ``probes="adaptive"``, a relative standard error aimed at.
-        conv: ``"filter"`` or ``"affine"``.
-        normalize: ``"std"`` for all measures.
-        backend: ``"auto"``, ``"compiled"`` or ``"reference"``.
-        nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``.
-        memory: bytes to hold at a time.
-        seed: of the random signs.
-        max_passes: backward passes of a micro-batch, or Hessian products of a layer, that exact values may take.
         process_group: whose ranks make the call together (docs/ranks.md). None: all ranks, where ``torch.distributed``
             is initialised; False: this process alone.
 
@@ -118,13 +99,13 @@ def score(
         >>> import torch, pyflatness as pf
         >>> _ = torch.manual_seed(0)
         >>> networks = {f"seed {seed}": torch.nn.Linear(4, 3).eval() for seed in range(2)}
-        >>> scores = pf.score(networks, (torch.randn(100, 4), torch.randint(3, (100,))), "cross_entropy")
+        >>> scores = pf.score(networks, "cross_entropy", (torch.randn(100, 4), torch.randint(3, (100,))))
         >>> [row.checkpoint for row in scores], scores["seed 0", "relative_flatness"].exact
         (['seed 0', 'seed 1'], True)
     """
-    options = Options(
-        curvature, probes, target_stderr, conv, normalize, False, backend, nan_policy, memory, seed, rtol, max_passes
-    )
+    options = Options.of(how)
+    if not auto.is_auto(loss):
+        losses.resolve(loss)
     selectors = () if layers is None else tuple(check_names("layers", layers))
     if layers is not None and not selectors:
         raise InputError("layers: an empty list; pass None for the last Linear that ran")
@@ -138,7 +119,7 @@ def score(
     eigenvalues = 0 if spectrum is None else check_count("spectrum", spectrum, 1)
     if eigenvalues and store is None:
         raise InputError("spectrum=: spectra are kept in a store; pass store= too, or call pf.spectrum for each model")
-    with joined(process_group) as ranks, contextlib.ExitStack() as stack:
+    with joined(how.get("process_group")) as ranks, contextlib.ExitStack() as stack:
         named_models = _by_name(models)
         source = Source(data, _for_data(data, model, models), "data=")
         run = Run(named_models, made, source, request, version=version, ranks=ranks)

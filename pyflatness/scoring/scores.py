@@ -68,7 +68,7 @@ class Scores:
         raise InputError(f"scores: no row of {key!r}; there are {near(checkpoint, names)}")
 
     def columns(self) -> dict[str, list[Any]]:
-        """Return the rows as columns by name, as :func:`pyflatness.correlations` takes them."""
+        """Return the rows as columns by name, as :func:`pyflatness.statistics.correlations` takes them."""
         return {entry.name: [getattr(row, entry.name) for row in self.rows] for entry in fields(Row)}
 
     @property
@@ -106,8 +106,8 @@ class Scores:
             title: its heading.
             against: the column that measures are held against, such as ``"loss"``; None: ``"gap"`` if there is
                 ``test``, else the loss.
-            test: scores of the same models on test data, or a table as for :func:`pyflatness.correlations`: ``gap`` is
-                their loss less that of these.
+            test: scores of the same models on test data, or a table as for :func:`pyflatness.statistics.correlations`:
+                ``gap`` is their loss less that of these.
             exclude: names of models that do not count in the correlations, and are drawn hollow.
             interval: ``"bootstrap"``, or ``"fisher"``, which takes less time for many models.
             histories: of trainings, by the names that they are shown under.
@@ -130,7 +130,7 @@ class Scores:
         path: str | Path | None = None,
         axes: "Axes | None" = None,
     ) -> "tuple[Figure, Axes]":
-        """Draw a measure against the loss or the generalisation gap; see :func:`pyflatness.plot_correlation`.
+        """Draw a measure against the loss or the gap; see :func:`pyflatness.statistics.plot_correlation`.
 
         Args:
             x: a measure; of one with values of several layers ``"trace network"``, or ``"trace"`` and a layer's name.

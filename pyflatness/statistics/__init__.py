@@ -3,25 +3,11 @@
 A table has a row for each network: :mod:`.tables` reads it from a data frame, a dict of lists or a CSV file.
 """
 
-from .correlation import Correlation, Correlations, correlations
+from .correlation import correlations
 from .figures import plot_correlation, plot_correlation_matrix
-from .grid import (
-    ConditionalMutualInformation,
-    Environment,
-    GranulatedKendall,
-    SignError,
-    conditional_mutual_information,
-    granulated_kendall,
-    sign_error,
-)
+from .grid import conditional_mutual_information, granulated_kendall, sign_error
 
 __all__ = [
-    "ConditionalMutualInformation",
-    "Correlation",
-    "Correlations",
-    "Environment",
-    "GranulatedKendall",
-    "SignError",
     "conditional_mutual_information",
     "correlations",
     "granulated_kendall",

@@ -148,12 +148,12 @@ def correlations(
 
     Example:
         >>> import pyflatness as pf
-        >>> found = pf.correlations({"kappa": [1, 2, 3, 4, 5], "gap": [1, 3, 2, 5, 4]})
+        >>> found = pf.statistics.correlations({"kappa": [1, 2, 3, 4, 5], "gap": [1, 3, 2, 5, 4]})
         >>> round(found["kappa", "Kendall"].value, 6), found.points
         (0.6, 5)
         >>> table = {"kappa": [3, 4, 1, 2, 7, 8, 5, 6, 9, 12], "gap": [1, 2, 3, 5, 4, 6, 8, 7, 10, 9]}
         >>> table |= {"recipe": ["a", "a", "b", "b", "c", "c", "d", "d", "e", "e"]}
-        >>> print(pf.correlations(table, interval="fisher", clusters="recipe"))
+        >>> print(pf.statistics.correlations(table, interval="fisher", clusters="recipe"))
         with gap, 10 networks in 5 clusters; 95 % intervals by Fisher's z and the jackknife over clusters
         kappa  Pearson 0.72 [-0.19, 0.96]
         kappa  Spearman 0.72 [-0.08, 0.96]

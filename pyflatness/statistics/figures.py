@@ -41,7 +41,7 @@ def plot_correlation(
     cluster has its colour.
 
     Args:
-        table: as for :func:`pyflatness.correlations`, like all that follow but the last two.
+        table: as for :func:`pyflatness.statistics.correlations`, like all that follow but the last two.
         x: a column.
         y: a column.
         exclude: names of rows.
@@ -56,12 +56,12 @@ def plot_correlation(
         Figure and axes of matplotlib, outside of pyplot.
 
     Raises:
-        InputError: as :func:`pyflatness.correlations`.
+        InputError: as :func:`pyflatness.statistics.correlations`.
         MissingExtraError: without matplotlib.
 
     Example:
         >>> import pyflatness as pf
-        >>> figure, axes = pf.plot_correlation({"kappa": [1, 2, 3, 4, 5], "gap": [1, 3, 2, 5, 4]}, x="kappa")
+        >>> figure, axes = pf.statistics.plot_correlation({"kappa": [1, 2, 3, 4, 5], "gap": [1, 3, 2, 5, 4]}, x="kappa")
         >>> axes.get_title().splitlines()[0].startswith("Pearson 0.80")
         True
     """
@@ -107,7 +107,7 @@ def plot_correlation_matrix(
     """Draw the correlations of measures with each other, as a matrix of colours.
 
     Args:
-        table: as for :func:`pyflatness.correlations`.
+        table: as for :func:`pyflatness.statistics.correlations`.
         columns: from left to right; None: the gap, if there is one, and all measures.
         statistic: ``"Pearson"``, ``"Spearman"`` or ``"Kendall"`` (τ_b).
         exclude: names of rows to leave out.
@@ -120,13 +120,13 @@ def plot_correlation_matrix(
         that is constant.
 
     Raises:
-        InputError: as :func:`pyflatness.correlations`, or another statistic.
+        InputError: as :func:`pyflatness.statistics.correlations`, or another statistic.
         MissingExtraError: without matplotlib.
 
     Example:
         >>> import pyflatness as pf
         >>> table = {"kappa": [1, 2, 3, 4, 5], "trace": [2, 1, 3, 4, 5], "gap": [1, 3, 2, 5, 4]}
-        >>> figure, axes = pf.plot_correlation_matrix(table)
+        >>> figure, axes = pf.statistics.plot_correlation_matrix(table)
         >>> [label.get_text() for label in axes.get_xticklabels()]
         ['gap', 'kappa', 'trace']
         >>> axes.images[0].get_array()[0].round(1).tolist()

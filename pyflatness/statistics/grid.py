@@ -171,7 +171,7 @@ def granulated_kendall(
     Example:
         >>> import pyflatness as pf
         >>> table = {"depth": [2, 2, 4, 4], "rate": [0.1, 0.3, 0.1, 0.3], "kappa": [1, 2, 4, 3], "gap": [5, 6, 7, 8]}
-        >>> pf.granulated_kendall(table, "kappa", "gap", ["depth", "rate"])
+        >>> pf.statistics.granulated_kendall(table, "kappa", "gap", ["depth", "rate"])
         kappa with gap: granulated Kendall Ψ 0.50; depth 1.00 (2 pairs), rate 0.00 (2 pairs)
     """
     grid = read_grid(table, measure, target, settings, exclude, test)
@@ -271,7 +271,7 @@ def sign_error(
     in g is; here all pairs count alike.
 
     Args:
-        table: as for :func:`pyflatness.granulated_kendall`, like all that follow.
+        table: as for :func:`pyflatness.statistics.granulated_kendall`, like all that follow.
         measure: a column.
         target: a column, such as ``"gap"``.
         settings: columns of hyperparameters, without the seed.
@@ -282,12 +282,12 @@ def sign_error(
         Mean and worst case, and the error of every environment.
 
     Raises:
-        InputError: as :func:`pyflatness.granulated_kendall`.
+        InputError: as :func:`pyflatness.statistics.granulated_kendall`.
 
     Example:
         >>> import pyflatness as pf
         >>> table = {"depth": [2, 2, 4, 4], "rate": [0.1, 0.3, 0.1, 0.3], "kappa": [1, 2, 4, 3], "gap": [5, 6, 7, 8]}
-        >>> pf.sign_error(table, "kappa", "gap", ["depth", "rate"])
+        >>> pf.statistics.sign_error(table, "kappa", "gap", ["depth", "rate"])
         kappa with gap: sign error 0.25, worst 1.00 of 4 environments; depth 0.00, worst 0.00; rate 0.50, worst 1.00
     """
     grid = read_grid(table, measure, target, settings, exclude, test)
@@ -375,7 +375,7 @@ def conditional_mutual_information(
     Few networks in a group of equal settings make Î too large: two networks alone always have Î = 1.
 
     Args:
-        table: as for :func:`pyflatness.granulated_kendall`, like all that follow.
+        table: as for :func:`pyflatness.statistics.granulated_kendall`, like all that follow.
         measure: a column.
         target: a column, such as ``"gap"``.
         settings: columns of hyperparameters.
@@ -391,7 +391,7 @@ def conditional_mutual_information(
     Example:
         >>> import pyflatness as pf
         >>> table = {"depth": [2, 2, 2, 4, 4, 4], "kappa": [1, 2, 3, 6, 5, 4], "gap": [1, 3, 2, 5, 6, 4]}
-        >>> pf.conditional_mutual_information(table, "kappa", "gap", ["depth"])
+        >>> pf.statistics.conditional_mutual_information(table, "kappa", "gap", ["depth"])
         kappa with gap: conditional mutual information 0.082 given depth, 0.433 given nothing
     """
     grid = read_grid(table, measure, target, settings, exclude, test)

@@ -10,49 +10,23 @@ f = ψ(φ), a sample S and local distributions λ_i around the φ_i,
 with labels taken as constant around each sample.
 """
 
-from .gap import GeneralizationGap, Performance, generalization_gap
 from .gap_bounds import (
-    DensityConstants,
-    GeneralizationBound,
     density_constants,
     generalization_bound,
     spectral_robustness_bound,
     uniform_robustness_bound,
 )
-from .inequalities import Bound, Bounds, InterpolationError, bounds, interpolation_error
+from .inequalities import bounds, interpolation_error
 from .perturbed import truncated_normal_noise
-from .robustness import (
-    FeatureRobustness,
-    LabelConstancy,
-    LargestRobustness,
-    MatrixRobustness,
-    feature_robustness,
-    label_constancy,
-    largest_robustness,
-    matrix_robustness,
-)
-from .sampling import Decomposition, Representativeness, authors_representativeness, representativeness
+from .robustness import feature_robustness, label_constancy, largest_robustness, matrix_robustness
+from .sampling import authors_representativeness, representativeness
 
 __all__ = [
-    "Bound",
-    "Bounds",
-    "Decomposition",
-    "DensityConstants",
-    "FeatureRobustness",
-    "GeneralizationBound",
-    "GeneralizationGap",
-    "InterpolationError",
-    "LabelConstancy",
-    "LargestRobustness",
-    "MatrixRobustness",
-    "Performance",
-    "Representativeness",
     "authors_representativeness",
     "bounds",
     "density_constants",
     "feature_robustness",
     "generalization_bound",
-    "generalization_gap",
     "interpolation_error",
     "label_constancy",
     "largest_robustness",

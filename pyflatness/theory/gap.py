@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from ..errors import InputError, NonFiniteError
 from ..losses import Loss, risk
@@ -27,9 +28,8 @@ from ..messages import in_words, with_error
 from ..model import calling
 from ..model.data import size
 from ..numerics.accumulate import Accumulator, normaliser
-from ..numerics.meeting import Group
 from ..numerics.shard import Shard
-from ..options import Options
+from ..options import CALL, How, Options
 from ..passes.task import Task
 from ..session import public, session
 
@@ -125,18 +125,13 @@ class GeneralizationGap:
         return _together(self.train.accuracy_stderr, self.test.accuracy_stderr)
 
 
-@public
+@public(*CALL, "nan_policy")
 def generalization_gap(
     model: nn.Module,
     loss: Any = "auto",
     train: Any = ...,
     test: Any = ...,
-    *,
-    nan_policy: str = "raise",
-    reduction: str | None = None,
-    forward: calling.Forward | None = None,
-    progress: bool | None = None,
-    process_group: Group = None,
+    **how: Unpack[How],
 ) -> GeneralizationGap:
     """Return loss and accuracy of a model on training and test data, by one read of each.
 
@@ -149,10 +144,6 @@ def generalization_gap(
         test: the same.
         nan_policy: ``"raise"``; ``"propagate"``: a loss that is NaN makes the mean NaN; ``"omit"``: samples whose loss
             is NaN or infinite are left out, of the accuracy too, and counted.
-        reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
-        forward: ``(model, batch) -> (outputs, targets)``.
-        progress: show a bar.
-        process_group: as for :func:`pyflatness.relative_flatness`.
 
     Returns:
         Both, and their differences, with standard errors over the samples.
@@ -171,10 +162,8 @@ def generalization_gap(
         >>> round(found.gap, 6), found.accuracy_gap
         (0.5, 0.5)
     """
-    policy = Options(nan_policy=nan_policy).nan_policy
-    with session(
-        model, loss, train, reduction=reduction, forward=forward, progress=progress, process_group=process_group
-    ) as task:
+    policy = Options.of(how).nan_policy
+    with session(model, loss, train, how=how) as task:
         return GeneralizationGap(performance(task, policy), performance(task.on(test), policy))
 
 

@@ -6,7 +6,7 @@ to second order in δ, with labels locally constant. The first term bounds E_F o
 which only the distribution of the data would tell, its plug-in estimate by folds is taken
 (:mod:`.representativeness`), so this is an approximation of the bound, as in the paper's Figure 4, and not a bound: ψ
 has seen the folds that are held out, and where it has fitted them better than new data the measured gap is larger. The
-plug-in of a ψ fitted on each fold's sample is :func:`pyflatness.representativeness` with ``fit=``, for a head.
+plug-in of a ψ fitted on each fold's sample is :func:`pyflatness.theory.representativeness` with ``fit=``, for a head.
 Uniform over all |A| ≤ δ, at a minimum and to second order, from other measures:
 
     E_F ≤ δ² d/2 κ^φ (Theorem 14)         E_F ≤ δ²/2 |w|² λ_max (Petzka et al. 2019, appendix C.1)
@@ -40,6 +40,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .. import head
 from ..errors import InputError
@@ -47,12 +48,11 @@ from ..losses import Loss
 from ..measures import RELATIVE_FLATNESS
 from ..measures.relative_flatness_max import relative_flatness_max
 from ..messages import check_tensor, in_words
-from ..model import calling, data, layers
+from ..model import data, layers
 from ..model.data import Batches
 from ..model.selectors import Selector
 from ..numerics import meeting
-from ..numerics.meeting import Group
-from ..options import check_count, check_draws, check_flag, check_number, check_seed
+from ..options import CALL, How, Options, check_count, check_draws, check_flag, check_number
 from ..plan import of_layer
 from ..report import Estimate
 from ..session import public, session
@@ -81,7 +81,7 @@ def uniform_robustness_bound(delta: float, rows: int, maximal_flatness: float) -
 
     Example:
         >>> import pyflatness as pf
-        >>> round(pf.uniform_robustness_bound(0.1, 2, 1.286842), 8)
+        >>> round(pf.theory.uniform_robustness_bound(0.1, 2, 1.286842), 8)
         0.01286842
     """
     delta, rows = check_number("delta", delta), check_count("rows", rows, 1)
@@ -106,7 +106,7 @@ def spectral_robustness_bound(delta: float, weight_norm: float, lambda_max: floa
 
     Example:
         >>> import pyflatness as pf
-        >>> round(pf.spectral_robustness_bound(0.1, 5.0, 0.514737), 8)
+        >>> round(pf.theory.spectral_robustness_bound(0.1, 5.0, 0.514737), 8)
         0.01286843
     """
     delta = check_number("delta", delta)
@@ -156,7 +156,7 @@ class GeneralizationBound:
         return in_words(self, *facts)
 
 
-@public
+@public(*CALL, "seed")
 def generalization_bound(
     model: nn.Module,
     loss: Any = "auto",
@@ -169,11 +169,7 @@ def generalization_bound(
     kappa: Estimate | float | None = None,
     folds: int = FOLDS,
     draws: int = DRAWS,
-    seed: int = 0,
-    reduction: str | None = None,
-    forward: calling.Forward | None = None,
-    progress: bool | None = None,
-    process_group: Group = None,
+    **how: Unpack[How],
 ) -> GeneralizationBound:
     """Return the approximate bound of the generalisation gap by relative flatness and representativeness.
 
@@ -195,9 +191,6 @@ def generalization_bound(
         folds: of the training data, for representativeness.
         draws: pairs ±ξ of noise for each sample, at least 2.
         seed: of folds and noise; another device gives other noise for it.
-        reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
-        forward: ``(model, batch) -> (outputs, targets)``.
-        progress: show a bar.
         process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.
 
     Returns:
@@ -212,19 +205,17 @@ def generalization_bound(
         >>> x = torch.randn(600, 8).double()
         >>> y, model = (x[:, 0] > 0).long(), torch.nn.Linear(8, 2).double()
         >>> data = (x[:300], y[:300]), (x[300:], y[300:])
-        >>> found = pf.generalization_bound(model, torch.nn.CrossEntropyLoss(), data[0], test=data[1])
+        >>> found = pf.theory.generalization_bound(model, torch.nn.CrossEntropyLoss(), data[0], test=data[1])
         >>> parts = found.representativeness.test
         >>> abs(parts.gap - found.measured.gap) < 1e-12, found.delta == 300 ** (-1 / 12)
         (True, True)
     """
-    meeting.refuse(process_group, "generalization_bound", "generalization_gap and relative_flatness are, ")
+    meeting.refuse(how.get("process_group"), "generalization_bound", "generalization_gap and relative_flatness are, ")
     folds, draws = check_count("folds", folds, 2), check_draws("draws", draws, 2)
-    seed = check_seed("seed", seed)
+    seed = Options.of(how).seed
     kappa, uniform = None if kappa is None else _number("kappa", kappa), check_flag("uniform", uniform)
     delta = None if delta is None else check_number("delta", delta)
-    with session(
-        model, loss, train, reduction=reduction, forward=forward, reads=3, progress=progress, process_group=False
-    ) as task:
+    with session(model, loss, train, how={**how, "process_group": False}, reads=3) as task:
         name, source = head.find(task, layer)
         perturbed = Perturbed(task.model, name, task.forward, head=source is not None)
         m = _features(perturbed, name)
@@ -271,7 +262,7 @@ def _features(perturbed: Perturbed, name: str) -> int:
     if layers.is_convolution(perturbed.layer):
         raise InputError(
             f"layer {name!r} is a {type(perturbed.layer).__name__}: its patches overlap, so that there is no one "
-            "feature vector for a sample; pf.feature_robustness takes it"
+            "feature vector for a sample; pf.theory.feature_robustness takes it"
         )
     return int(layers.matrix(perturbed.layer)[0].shape[1])
 
@@ -376,9 +367,9 @@ class DensityConstants:
         return float(terms.logsumexp(dim=0)) - 2 / (4 + self.features) * math.log(self.samples)
 
 
-@public
+@public("seed")
 def density_constants(
-    features: Tensor, largest_loss: float, *, volume: float | None = None, draws: int = 10_000, seed: int = 0
+    features: Tensor, largest_loss: float, *, volume: float | None = None, draws: int = 10_000, **how: Unpack[How]
 ) -> DensityConstants:
     """Return the constants C_1 and C_2 of the representativeness bound, with a normal density of the features.
 
@@ -389,7 +380,6 @@ def density_constants(
         largest_loss: L, positive.
         volume: Vol of the set in which features lie; None: of the ball around their mean that holds them.
         draws: of the normal density, for the integral.
-        seed: of the draws.
 
     Returns:
         The constants, most of them as logarithms.
@@ -400,7 +390,7 @@ def density_constants(
     Example:
         >>> import torch, pyflatness as pf
         >>> _ = torch.manual_seed(0)
-        >>> found = pf.density_constants(torch.randn(1000, 2) + 3, 2.0)
+        >>> found = pf.theory.density_constants(torch.randn(1000, 2) + 3, 2.0)
         >>> round(found.tau, 4), found.log_bound(0.1) > found.log_bound(0.5)
         (0.4585, True)
     """
@@ -421,7 +411,7 @@ def density_constants(
         log_volume = _log_sphere(m) - math.log(m) + m * math.log(radius) if radius else -math.inf
     else:
         log_volume = math.log(check_number("volume", volume))
-    curvature = _curvature(phi, mean, draws, check_seed("seed", seed))
+    curvature = _curvature(phi, mean, draws, Options.of(how).seed)
     log_first = math.log(tau * largest_loss * curvature)
     log_second = (log_alpha + log_beta + log_volume) / 2 + math.log(largest_loss)
     return DensityConstants(tau, log_beta, log_alpha, curvature, log_volume, log_first, log_second, m, n)

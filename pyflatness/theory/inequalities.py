@@ -22,6 +22,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .. import interrupts
 from ..errors import InputError
@@ -35,8 +36,7 @@ from ..messages import in_words
 from ..model import calling, parameters
 from ..model.selectors import Selector
 from ..numerics import meeting
-from ..numerics.meeting import Group
-from ..options import MAX_PASSES, Options, check_count, check_flag, check_number, check_several
+from ..options import READING, How, Options, check_count, check_flag, check_number, check_several
 from ..passes.task import Task
 from ..report import Estimate
 from ..session import public, session
@@ -221,7 +221,7 @@ def _adaptive(net: NetworkTerms, weighted: Mapping[str, float], everything: floa
     return rows
 
 
-@public
+@public(*READING, "nan_policy", "backend", "memory", "max_passes")
 def bounds(
     model: nn.Module,
     loss: Any = "auto",
@@ -232,13 +232,7 @@ def bounds(
     normalized: bool = False,
     adaptive: bool = False,
     powers: Sequence[int] = (),
-    nan_policy: str = "raise",
-    backend: str = "auto",
-    forward: calling.Forward | None = None,
-    memory: int | None = None,
-    max_passes: int = MAX_PASSES,
-    progress: bool | None = None,
-    process_group: Group = None,
+    **how: Unpack[How],
 ) -> Bounds:
     """Return the bounds of "From Loss Flatness to Compressed Representations", layer by layer, with both sides.
 
@@ -259,13 +253,6 @@ def bounds(
             side: of the layer's weight, and of all trainable parameters; by two sweeps more.
         powers: k other than 2 for which Eq. 6 is wanted too, in logarithms. Its θ are the chosen layers' weights, with
             ``sharpness="all"`` all trainable parameters.
-        nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``.
-        backend: ``"auto"``, ``"compiled"`` or ``"reference"``.
-        forward: ``(model, batch) -> (outputs, targets)``.
-        memory: bytes for a part's graph, layer inputs and Jacobians, to which batches are cut (512 MiB).
-        max_passes: backward passes of a micro-batch, one for each output, that the Jacobian may take.
-        progress: show a bar.
-        process_group: as for :func:`pyflatness.relative_flatness`.
 
     Returns:
         ``bounds[layer, equation]`` and ``bounds[equation]`` are inequalities, ``str(bounds)`` a table.
@@ -278,11 +265,11 @@ def bounds(
         >>> _ = torch.manual_seed(0)
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).eval()
         >>> data = torch.randn(100, 4), torch.randint(3, (100,))
-        >>> found = pf.bounds(model, torch.nn.CrossEntropyLoss(), data)
+        >>> found = pf.theory.bounds(model, torch.nn.CrossEntropyLoss(), data)
         >>> found["12"].guaranteed, found["12"].left <= found["12"].right
         (True, True)
     """
-    options = Options(backend=backend, nan_policy=nan_policy, memory=memory, max_passes=max_passes)
+    options = Options.of(how)
     normalized, adaptive = check_flag("normalized", normalized), check_flag("adaptive", adaptive)
     wanted = "whole numbers"
     powers = [check_count("powers", power, 1, wanted) for power in check_several("powers", powers, wanted)]
@@ -291,9 +278,7 @@ def bounds(
         if powers:
             raise InputError(f"powers: Eq. 6 takes |∂f_i/∂θ| of every sample; pass sharpness=None or {_ALL!r}")
     reads = 1 + normalized + 2 * adaptive + (sharpness == _ALL)
-    with session(
-        model, loss, data, options, forward=forward, reads=reads, progress=progress, process_group=process_group
-    ) as task:
+    with session(model, loss, data, options, how, reads=reads) as task:
         task = task.of(layers)
         least = _least(task) if normalized else {}
         scales = {name: minimum.columns for name, minimum in least.items()}
@@ -385,18 +370,14 @@ class InterpolationError:
         return None if self.largest is None else self.parameters * self.largest * self.residual
 
 
-@public
+@public(*READING, "memory", "max_passes")
 def interpolation_error(
     model: nn.Module,
     data: Any,
     *,
     adaptive: bool = False,
     second_derivatives: bool = False,
-    forward: calling.Forward | None = None,
-    memory: int | None = None,
-    max_passes: int = MAX_PASSES,
-    progress: bool | None = None,
-    process_group: Group = None,
+    **how: Unpack[How],
 ) -> InterpolationError:
     """Return how far sharpness is from its value at an interpolation, with both sides of Lemma B.1 or E.2 of C24.
 
@@ -409,10 +390,7 @@ def interpolation_error(
         adaptive: Lemma E.2, of adaptive sharpness.
         second_derivatives: also compute M and the sum between the two sides, by a run and three backward passes for
             every entry of every parameter.
-        forward: ``(model, batch) -> (outputs, targets)``.
-        memory: bytes for a micro-batch's graph, as for :func:`pyflatness.measure`.
         max_passes: runs, or Hessian products, that exact values may take for a micro-batch.
-        progress: show a bar.
         process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.
 
     Returns:
@@ -427,23 +405,15 @@ def interpolation_error(
         >>> _ = torch.manual_seed(0)
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)).double()
         >>> x = torch.randn(20, 2).double()
-        >>> found = pf.interpolation_error(model, (x, model(x).detach() + 0.01), second_derivatives=True)
+        >>> found = pf.theory.interpolation_error(model, (x, model(x).detach() + 0.01), second_derivatives=True)
         >>> round(found.residual, 6), found.difference <= found.middle <= found.bound
         (0.01, True)
     """
-    meeting.refuse(process_group, "interpolation_error", "sharpness and interpolation_sharpness are, ")
+    meeting.refuse(how.get("process_group"), "interpolation_error", "sharpness and interpolation_sharpness are, ")
     adaptive = check_flag("adaptive", adaptive)
-    options = Options(memory=memory, max_passes=max_passes)
-    with session(
-        model,
-        _half_squared_error,
-        data,
-        options,
-        forward=forward,
-        reads=3 + check_flag("second_derivatives", second_derivatives),
-        progress=progress,
-        process_group=False,
-    ) as task:
+    reads = 3 + check_flag("second_derivatives", second_derivatives)
+    alone = {**how, "process_group": False}
+    with session(model, _half_squared_error, data, Options.of(how), alone, reads=reads) as task:
         residual = _residual(task)
         sharpness = diagonal.estimate(task, adaptive=adaptive)
         near = at_interpolation(task, adaptive=adaptive)

@@ -45,7 +45,7 @@ def truncated_normal_noise(features: Tensor, delta: float, *, draws: int = 1, se
     Example:
         >>> import torch, pyflatness as pf
         >>> phi = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
-        >>> noise = pf.truncated_normal_noise(phi, 0.1, draws=1000)
+        >>> noise = pf.theory.truncated_normal_noise(phi, 0.1, draws=1000)
         >>> noise.shape, bool((noise.norm(dim=-1) <= 0.1 * phi.norm(dim=-1)).all())
         (torch.Size([1000, 2, 2]), True)
     """

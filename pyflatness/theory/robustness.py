@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from .. import head, interrupts, losses, tensor_head
 from ..contractions import product, promoted
@@ -48,14 +49,22 @@ from ..errors import InputError
 from ..losses import Loss, risk
 from ..measures import RELATIVE_FLATNESS
 from ..messages import check_tensor, in_words, span
-from ..model import calling, layers
+from ..model import layers
 from ..model.data import Batches, size
 from ..model.selectors import Selector
 from ..numerics import meeting
 from ..numerics.accumulate import Accumulator, check_together, omits
-from ..numerics.meeting import Group
 from ..numerics.variances import standard_error
-from ..options import Options, check_count, check_draws, check_function, check_number, check_numbers, check_seed
+from ..options import (
+    CALL,
+    How,
+    Options,
+    check_count,
+    check_draws,
+    check_function,
+    check_number,
+    check_numbers,
+)
 from ..passes.task import Task
 from ..plan import of_layer
 from ..report import Estimate, intervals, views
@@ -153,7 +162,7 @@ class FeatureRobustness:
         return figure, axes
 
 
-@public
+@public(*CALL, "seed", "nan_policy")
 def feature_robustness(
     model: nn.Module,
     loss: Any = "auto",
@@ -163,12 +172,7 @@ def feature_robustness(
     alphas: Iterable[float] = ALPHAS,
     draws: int = DRAWS,
     kappa: Estimate | float | None = None,
-    seed: int = 0,
-    nan_policy: str = "raise",
-    reduction: str | None = None,
-    forward: calling.Forward | None = None,
-    progress: bool | None = None,
-    process_group: Group = None,
+    **how: Unpack[How],
 ) -> FeatureRobustness:
     """Return feature robustness of a layer, averaged over orthogonal matrices, beside the parabola that κ predicts.
 
@@ -182,12 +186,7 @@ def feature_robustness(
         alphas: α of the curve.
         draws: pairs ±A, at least 2. At a head the model runs once a batch; elsewhere 2 · draws · alphas times.
         kappa: κ of the layer, if it is known or to be found with options; None: :func:`pyflatness.relative_flatness`.
-        seed: of the draws.
         nan_policy: ``"raise"`` or ``"propagate"``; no sample can be left out.
-        reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
-        forward: ``(model, batch) -> (outputs, targets)``.
-        progress: show a bar.
-        process_group: as for :func:`pyflatness.relative_flatness`.
 
     Returns:
         The curve, its standard errors, and the parabola.
@@ -201,7 +200,7 @@ def feature_robustness(
         >>> _ = torch.manual_seed(0)
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).double().eval()
         >>> data = torch.randn(100, 4).double(), torch.randint(3, (100,))
-        >>> found = pf.feature_robustness(model, torch.nn.CrossEntropyLoss(), data, alphas=[0.1], draws=200)
+        >>> found = pf.theory.feature_robustness(model, torch.nn.CrossEntropyLoss(), data, alphas=[0.1], draws=200)
         >>> (low, high), = found.interval(0.99).tolist()
         >>> low < float(found.parabola) < high
         True
@@ -209,24 +208,14 @@ def feature_robustness(
     steps = check_numbers("alphas", alphas)
     draws = check_draws("draws", draws, 2)
     kappa = None if kappa is None else check_number("kappa", kappa, "a number", math.isfinite)
-    options = Options(nan_policy=nan_policy, seed=seed)
+    options = Options.of(how)
     if omits(options.nan_policy):
         raise InputError("nan_policy='omit': no sample can be left out of feature robustness; 'raise' or 'propagate'")
-    with session(
-        model,
-        loss,
-        data,
-        options,
-        reduction=reduction,
-        forward=forward,
-        reads=2,
-        progress=progress,
-        process_group=process_group,
-    ) as task:
+    with session(model, loss, data, options, how, reads=2) as task:
         name, source = head.find(task, layer)
         perturbed = Perturbed(task.model, name, task.forward, head=source is not None)
         turns = Turns(perturbed.layer, torch.Generator("cpu").manual_seed(options.seed))
-        curve = _Curve(perturbed, task.loss, task.batches, steps, policy=nan_policy)
+        curve = _Curve(perturbed, task.loss, task.batches, steps, policy=options.nan_policy)
         for start in range(0, draws, curve.kept):
             curve.add([turns.draw() for _ in range(min(curve.kept, draws - start))])
         if kappa is None:
@@ -355,7 +344,7 @@ class LargestRobustness:
         )
 
 
-@public
+@public(*CALL)
 def matrix_robustness(
     model: nn.Module,
     loss: Any = "auto",
@@ -364,15 +353,12 @@ def matrix_robustness(
     *,
     matrix: Tensor,
     alphas: Iterable[float],
-    reduction: str | None = None,
-    forward: calling.Forward | None = None,
-    progress: bool | None = None,
-    process_group: Group = None,
+    **how: Unpack[How],
 ) -> MatrixRobustness:
     """Return feature robustness of a layer to a feature matrix A, at some α.
 
-    E(w + αwA) - E(w)   (Petzka et al. 2021, Definition 1 and Eq. 4). :func:`pyflatness.feature_robustness` has its mean
-    over orthogonal A.
+    E(w + αwA) - E(w)   (Petzka et al. 2021, Definition 1 and Eq. 4). :func:`pyflatness.theory.feature_robustness` has
+    its mean over orthogonal A.
 
     Args:
         model: in eval mode; left as it was found.
@@ -381,10 +367,6 @@ def matrix_robustness(
         layer: a Linear layer or a convolution, whose rows are its filters; None takes the last Linear that ran.
         matrix: A, (m, m) for m columns of the weight; of a convolution with groups also (groups, m, m).
         alphas: α, of any sign.
-        reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
-        forward: ``(model, batch) -> (outputs, targets)``.
-        progress: show a bar.
-        process_group: as for :func:`pyflatness.relative_flatness`.
 
     Returns:
         The rises, and ε.
@@ -398,22 +380,13 @@ def matrix_robustness(
         >>> model = torch.nn.Linear(2, 1, bias=False).double()
         >>> _ = model.weight.data.copy_(torch.tensor([[1.0, 2.0]]))
         >>> data = torch.eye(2).double(), model(torch.eye(2).double()).detach()
-        >>> found = pf.matrix_robustness(model, torch.nn.MSELoss(), data, matrix=torch.eye(2), alphas=[0.1, 0.2])
+        >>> found = pf.theory.matrix_robustness(model, torch.nn.MSELoss(), data, matrix=torch.eye(2), alphas=[0.1, 0.2])
         >>> [round(rise, 6) for rise in found.rises.tolist()], round(found.epsilon, 6)
         ([0.025, 0.1], 0.1)
     """
     steps = check_numbers("alphas", alphas, "numbers", math.isfinite)
     matrix = check_tensor("matrix", matrix)
-    with session(
-        model,
-        loss,
-        data,
-        reduction=reduction,
-        forward=forward,
-        reads=1 + len(steps),
-        progress=progress,
-        process_group=process_group,
-    ) as task:
+    with session(model, loss, data, how=how, reads=1 + len(steps)) as task:
         curve = _Loss(task, layer)
         change = product(curve.weight, curve.fitting(matrix))
         own = curve.at(torch.zeros_like(change))
@@ -423,7 +396,7 @@ def matrix_robustness(
     return MatrixRobustness(grid, values, own, curve.name, curve.samples)
 
 
-@public
+@public(*CALL, "seed")
 def largest_robustness(
     model: nn.Module,
     loss: Any = "auto",
@@ -433,11 +406,7 @@ def largest_robustness(
     delta: float,
     starts: int = 4,
     steps: int = 50,
-    seed: int = 0,
-    reduction: str | None = None,
-    forward: calling.Forward | None = None,
-    progress: bool | None = None,
-    process_group: Group = None,
+    **how: Unpack[How],
 ) -> LargestRobustness:
     """Return the feature matrix of norm 1 to which a layer is least robust, and the rise of the loss with it.
 
@@ -452,10 +421,6 @@ def largest_robustness(
         delta: δ, positive.
         starts: of the ascent.
         steps: of each, at most; it ends where the loss rises no more.
-        seed: of the starts.
-        reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
-        forward: ``(model, batch) -> (outputs, targets)``.
-        progress: show a bar.
         process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.
 
     Returns:
@@ -470,24 +435,15 @@ def largest_robustness(
         >>> model = torch.nn.Linear(2, 1, bias=False).double()
         >>> _ = model.weight.data.copy_(torch.tensor([[3.0, 4.0]]))
         >>> data = torch.eye(2).double(), model(torch.eye(2).double()).detach()
-        >>> found = pf.largest_robustness(model, torch.nn.MSELoss(), data, delta=0.1)
+        >>> found = pf.theory.largest_robustness(model, torch.nn.MSELoss(), data, delta=0.1)
         >>> round(found.rise, 6)  # |δwA|² / 2 at |wA| = 5
         0.125
     """
-    meeting.refuse(process_group, "largest_robustness", "matrix_robustness is, ")
+    meeting.refuse(how.get("process_group"), "largest_robustness", "matrix_robustness is, ")
     delta, starts = check_number("delta", delta), check_count("starts", starts, 1)
-    steps, options = check_count("steps", steps, 1), Options(seed=seed)
-    with session(
-        model,
-        loss,
-        data,
-        options,
-        reduction=reduction,
-        forward=forward,
-        reads=1 + starts * (steps + 1),
-        progress=progress,
-        process_group=False,
-    ) as task:
+    steps, options = check_count("steps", steps, 1), Options.of(how)
+    alone = {**how, "process_group": False}
+    with session(model, loss, data, options, alone, reads=1 + starts * (steps + 1)) as task:
         curve = _Loss(task, layer)
         q, r = torch.linalg.qr(curve.weight.transpose(1, 2))  # w = Rᵀ Qᵀ of the QR decomposition's Q
         own = curve.at(torch.zeros_like(curve.weight))
@@ -630,7 +586,7 @@ class LabelConstancy:
         return self.deltas.square() * float(kappa) / (2 * self.features) + self.changes
 
 
-@public
+@public("seed")
 def label_constancy(
     features: Tensor,
     weight: Tensor,
@@ -641,7 +597,7 @@ def label_constancy(
     loss: Any = "cross_entropy",
     deltas: Sequence[float],
     draws: int = 64,
-    seed: int = 0,
+    **how: Unpack[How],
 ) -> LabelConstancy:
     """Return how much labels that change around the features of a sample change a linear head's loss.
 
@@ -656,7 +612,6 @@ def label_constancy(
         loss: as for :func:`pyflatness.head_flatness`; not a callable.
         deltas: δ, positive.
         draws: of Δ for each sample, at least 2; more of them find more of the supremum.
-        seed: of the draws; another device gives other ones for it.
 
     Returns:
         D by δ, and C.
@@ -668,13 +623,13 @@ def label_constancy(
         >>> import torch, pyflatness as pf
         >>> _ = torch.manual_seed(0)
         >>> phi, w = torch.randn(50, 2), torch.eye(2)
-        >>> found = pf.label_constancy(phi, w, labels=lambda x: (x[:, 0] < x[:, 1]).long(), deltas=[1e-6, 0.5])
+        >>> found = pf.theory.label_constancy(phi, w, labels=lambda x: (x[:, 0] < x[:, 1]).long(), deltas=[1e-6, 0.5])
         >>> float(found.changes[0]), bool(found.changes[1] > 0.01)
         (0.0, True)
     """
     resolved = losses.known(loss, "loss of a single sample")
     radii = check_numbers("deltas", deltas)
-    draws, seed = check_draws("draws", draws, 2), check_seed("seed", seed)
+    draws, seed = check_draws("draws", draws, 2), Options.of(how).seed
     check_function("labels", labels, "of features (n, m) that returns their targets")
     targets = check_tensor("targets", labels(features) if targets is None else targets)
     tensor_head.check_tensors(features, weight, bias, targets, resolved)

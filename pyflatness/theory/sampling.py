@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .. import interrupts, losses, tensor_head
 from ..contractions import product, promoted
@@ -37,9 +38,8 @@ from ..errors import InputError
 from ..losses import Loss, risk
 from ..messages import check_tensor, in_words, shown
 from ..numerics import accumulate, meeting
-from ..numerics.meeting import Group
 from ..numerics.variances import standard_error
-from ..options import check_count, check_draws, check_function, check_number, check_seed
+from ..options import How, Options, check_count, check_draws, check_function, check_number
 from ..report import intervals
 from ..session import public
 from .perturbed import kernel_noise
@@ -125,7 +125,7 @@ class Representativeness:
         return in_words(self, *facts)
 
 
-@public
+@public("reduction", "seed", "process_group")
 def representativeness(
     features: Tensor,
     weight: Tensor,
@@ -138,14 +138,12 @@ def representativeness(
     draws: int = DRAWS,
     fit: Fit | None = None,
     test: tuple[Tensor, Tensor] | None = None,
-    seed: int = 0,
-    reduction: str | None = None,
-    process_group: Group = None,
+    **how: Unpack[How],
 ) -> Representativeness:
     """Return the representativeness of a sample in the feature space of a linear head (plug-in of equation 3).
 
     mean_T ℓ(ψ(φ), y) - (1/|S|) Σ_S E_ξ ℓ(ψ(φ_i + ξ), y_i), ψ(φ) = wφ + b, over k folds T; ξ of
-    :func:`pyflatness.truncated_normal_noise`   (Petzka et al. 2021, Eq. 3, 5 and 6).
+    :func:`pyflatness.theory.truncated_normal_noise`   (Petzka et al. 2021, Eq. 3, 5 and 6).
 
     Args:
         features: φ, (n, m), of any floating-point dtype.
@@ -159,8 +157,6 @@ def representativeness(
         fit: (features, targets) -> (weight, bias), called on the sample of each fold; None keeps w and b, and then the
             mean over folds of one size is -E_F whatever the data: read ``magnitude``, or pass ``test``.
         test: features and targets that w was not fitted to, for E_gen = E_Rep + E_F of the whole sample.
-        seed: of folds and noise; another device gives other noise for it.
-        reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another; the values are means.
         process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.
 
     Returns:
@@ -175,15 +171,15 @@ def representativeness(
         >>> _ = torch.manual_seed(0)
         >>> phi, w = torch.randn(600, 8).double(), torch.randn(2, 8).double()
         >>> y = (phi @ w.t()).argmax(1)
-        >>> found = pf.representativeness(phi[:300], w, targets=y[:300], test=(phi[300:], y[300:]))
+        >>> found = pf.theory.representativeness(phi[:300], w, targets=y[:300], test=(phi[300:], y[300:]))
         >>> parts = found.test
         >>> abs(parts.gap - parts.representativeness - parts.robustness) < 1e-12
         True
     """
-    meeting.refuse(process_group, "representativeness")
-    resolved = losses.resolve(loss, reduction)
+    meeting.refuse(how.get("process_group"), "representativeness")
+    resolved = losses.resolve(loss, how.get("reduction"))
     folds, draws = check_count("folds", folds, 2), check_draws("draws", draws, 2)
-    seed = check_seed("seed", seed)
+    seed = Options.of(how).seed
     delta = None if delta is None else check_number("delta", delta)
     if test is not None and (not isinstance(test, (tuple, list)) or len(test) != 2):
         raise InputError(f"test={shown(test)}: a pair (features, targets) is wanted")
@@ -396,7 +392,7 @@ def _by_draw(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     return values
 
 
-@public
+@public("reduction", "seed", "process_group")
 def authors_representativeness(
     features: Tensor,
     weight: Tensor,
@@ -406,14 +402,12 @@ def authors_representativeness(
     loss: Any = "cross_entropy",
     folds: int = FOLDS,
     fit: Fit | None = None,
-    seed: int = 0,
-    reduction: str | None = None,
-    process_group: Group = None,
+    **how: Unpack[How],
 ) -> float:
     """Return the quantity that the authors' code calls representativeness, to compare with published figures.
 
     mean_T [ℓ(ψ(φ_j), y_j) - (1/|S|) Σ_S v_i K(φ_j, φ_i) ℓ(ψ(φ_i), y_j)], v_i = |φ_i| / Σ|φ|, K a kernel of the square
-    root of the distance. There is no δ in it: it cancels. For Eq. 3 see :func:`pyflatness.representativeness`.
+    root of the distance. There is no δ in it: it cancels. For Eq. 3 see :func:`pyflatness.theory.representativeness`.
 
     Args:
         features: φ, (n, m).
@@ -423,8 +417,6 @@ def authors_representativeness(
         loss: as for :func:`pyflatness.head_flatness`; every sample counts the same.
         folds: k, at least 2.
         fit: (features, targets) -> (weight, bias) on the sample of each fold, as in the authors' notebook.
-        seed: of the folds.
-        reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
         process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.
 
     Returns:
@@ -436,13 +428,13 @@ def authors_representativeness(
     Example:
         >>> import torch, pyflatness as pf
         >>> phi, w = torch.ones(4, 2), torch.zeros(2, 2)
-        >>> value = pf.authors_representativeness(phi, w, targets=torch.tensor([0, 1, 0, 1]), folds=2)
+        >>> value = pf.theory.authors_representativeness(phi, w, targets=torch.tensor([0, 1, 0, 1]), folds=2)
         >>> abs(value - 0.693147 * (1 - 0.398942 / 2)) < 1e-6  # log 2, and K = 1/√(2π) divided by |S| = 2
         True
     """
-    meeting.refuse(process_group, "authors_representativeness")
-    folds, seed = check_count("folds", folds, 2), check_seed("seed", seed)
-    resolved = losses.resolve(loss, reduction)
+    meeting.refuse(how.get("process_group"), "authors_representativeness")
+    folds, seed = check_count("folds", folds, 2), Options.of(how).seed
+    resolved = losses.resolve(loss, how.get("reduction"))
     features, targets = check_tensor("features", features), check_tensor("targets", targets)
     if features.ndim == 0:
         raise InputError("features: 2 dimensions are wanted, got shape ()")

@@ -71,8 +71,8 @@ class History:
     """Hold measures of a network over its training, a :class:`Record` for each step at which it was measured.
 
     :func:`pyflatness.track` makes one, whose :meth:`record` measures. One that was read from a file only holds records,
-    and so does ``pf.History()``, to which reports that were measured otherwise can be added by :meth:`add`. Iterating
-    gives the records, ``history[-1]`` is the last one.
+    and so does ``pf.results.History()``, to which reports that were measured otherwise can be added by :meth:`add`.
+    Iterating gives the records, ``history[-1]`` is the last one.
 
     Args:
         records: to begin with.
@@ -96,7 +96,7 @@ class History:
             numbers: whatever else belongs to this step, by name, as ``train_loss=0.3``.
 
         Returns:
-            The new record; ``record.reports["live"]`` is a :class:`pyflatness.Report`.
+            The new record; ``record.reports["live"]`` is a :class:`pyflatness.results.Report`.
 
         Raises:
             InputError: a step or number that is none, a name that a column of the table has, or a history that was

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
+from typing_extensions import Unpack
 
 from .. import interrupts
 from ..api import measure
@@ -12,10 +13,11 @@ from ..errors import InputError
 from ..measures import named
 from ..messages import check_choice, check_module, shown
 from ..model.data import used_up
+from ..model.selectors import Selector
 from ..model.state import in_eval_mode
-from ..options import check_names
+from ..options import EVERY, MeasureHow, check_names
 from ..report import Report
-from ..session import public, taking_options_of
+from ..session import public
 from . import loaders
 from .history import History
 
@@ -23,8 +25,7 @@ _AVERAGED = ("ema", "swa")
 _WEIGHTS = ("live", *_AVERAGED)
 
 
-@public
-@taking_options_of(measure)
+@public(*EVERY)
 def track(
     model: nn.Module,
     loss: Any = "auto",
@@ -34,11 +35,12 @@ def track(
     weights: str | Sequence[str] = "live",
     averaged: nn.Module | None = None,
     history: History | None = None,
-    **options: Any,
+    layers: Selector | Sequence[Selector] | None = None,
+    **how: Unpack[MeasureHow],
 ) -> History:
     """Return a history of a network's measures, to which every call of ``history.record()`` adds those of that moment.
 
-    It measures as :func:`pyflatness.measure` does, which describes all options but these, at the cost of one such call
+    It measures as :func:`pyflatness.measure` does, at the cost of one such call
     for each record and each set of weights. The model may be in training mode: it is measured in eval mode, which is
     set on each module, without a call of ``eval()``. A training with records is bit for bit the one without.
 
@@ -54,8 +56,9 @@ def track(
             averaged weights. Statistics of BatchNorm are measured as it has them: call ``update_bn`` first, or make it
             with ``use_buffers=True``.
         history: one to go on with, as :meth:`.History.from_json` returns it; it is not changed.
-        options: as for :func:`pyflatness.measure`; ``layers=`` as names where averaged weights are measured. In a
-            process group every rank records, with its own data, and has the values of the whole.
+        layers: as for :func:`pyflatness.measure`; as names where averaged weights are measured.
+        process_group: as for :func:`pyflatness.measure`: every rank records, with its own data, and has the values of
+            the whole.
 
     Returns:
         The history, without a record or with those of ``history``.
@@ -97,7 +100,7 @@ def track(
                         continue
                     module = module.module
                 with in_eval_mode(module), loaders.as_found(data):
-                    reports[name] = measure(module, loss, data, measures=measures, **options)
+                    reports[name] = measure(module, loss, data, measures=measures, layers=layers, **how)
         finally:
             interrupts.undo(depth)
         return reports

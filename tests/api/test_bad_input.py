@@ -34,22 +34,29 @@ class Encoder(nn.Module):
 
 
 def test_layers_that_are_not_there():
-    refused(pf.InputError, r"nothing in the model matches 'haed'; did you mean head", Encoder(), layer="haed")
-    refused(pf.InputError, r"nothing in the model matches 'zzz'; did you mean fc1, fc2, head", Encoder(), layer="zzz")
-    refused(pf.InputError, r"'fc\*' matches 2 layers, one is wanted: fc1, fc2", Encoder(), layer="fc*")
-    refused(pf.InputError, r"'type:Linear' matches 3 layers", Encoder(), layer="type:Linear")
-    refused(pf.InputError, r"'re:\(' is not a regular expression", Encoder(), layer="re:(")
-    refused(pf.InputError, r"this Linear is not a part of the model", Encoder(), layer=nn.Linear(2, 2))
-    refused(pf.InputError, r"a name, glob, .* is wanted, got int", Encoder(), layer=[3])
-    refused(pf.InputError, r"the model has no Linear layer", nn.Conv1d(4, 3, 1), data=(X[..., None], Y[:, None]))
-    refused(pf.InputError, r"layer '1' is a ReLU; what can be measured is Linear, Conv1d.* transformers", layer="1")
-    refused(pf.InputError, r"is a LayerNorm", net(nn.LayerNorm(8, elementwise_affine=False)), layer="type:LayerNorm")
-    with pytest.raises(pf.InputError, match="an empty list"):
+    refused(pf.errors.InputError, r"nothing in the model matches 'haed'; did you mean head", Encoder(), layer="haed")
+    refused(
+        pf.errors.InputError, r"nothing in the model matches 'zzz'; did you mean fc1, fc2, head", Encoder(), layer="zzz"
+    )
+    refused(pf.errors.InputError, r"'fc\*' matches 2 layers, one is wanted: fc1, fc2", Encoder(), layer="fc*")
+    refused(pf.errors.InputError, r"'type:Linear' matches 3 layers", Encoder(), layer="type:Linear")
+    refused(pf.errors.InputError, r"'re:\(' is not a regular expression", Encoder(), layer="re:(")
+    refused(pf.errors.InputError, r"this Linear is not a part of the model", Encoder(), layer=nn.Linear(2, 2))
+    refused(pf.errors.InputError, r"a name, glob, .* is wanted, got int", Encoder(), layer=[3])
+    refused(pf.errors.InputError, r"the model has no Linear layer", nn.Conv1d(4, 3, 1), data=(X[..., None], Y[:, None]))
+    refused(
+        pf.errors.InputError, r"layer '1' is a ReLU; what can be measured is Linear, Conv1d.* transformers", layer="1"
+    )
+    refused(
+        pf.errors.InputError, r"is a LayerNorm", net(nn.LayerNorm(8, elementwise_affine=False)), layer="type:LayerNorm"
+    )
+    with pytest.raises(pf.errors.InputError, match="an empty list"):
         pf.measure(net(), LOSS, (X, Y), layers=[])
-    with pytest.raises(pf.InputError, match="has none that can be measured"):
+    with pytest.raises(pf.errors.InputError, match="has none that can be measured"):
         pf.measure(nn.Sequential(nn.PReLU()), LOSS, (X, Y))
     with pytest.raises(
-        pf.InputError, match=r"measures: 'trase' does not exist; did you mean trace.* `pyflatness measures` lists all"
+        pf.errors.InputError,
+        match=r"measures: 'trase' does not exist; did you mean trace.* `pyflatness measures` lists all",
     ):
         pf.measure(net(), LOSS, (X, Y), measures=["trase"])
 
@@ -61,16 +68,16 @@ def test_batches_that_contain_themselves():
     mapping["inside"] = [mapping]
     for batches, kind in (([pair], "list"), ([mapping], "dict"), (empty, "list"), ([(X, [Y, pair])], "list")):
         for forward in (None, lambda model, batch: (model(X), Y)):
-            refused(pf.InputError, f"data: a {kind} in a batch contains itself", data=batches, forward=forward)
+            refused(pf.errors.InputError, f"data: a {kind} in a batch contains itself", data=batches, forward=forward)
 
 
 def test_tensors_without_values():
     with FakeTensorMode():
         fake, layer = torch.randn(10, 4), nn.Linear(4, 3)
-    refused(pf.InputError, r"data\[0\]: \(10, 4\) of torch.float32 in a FakeTensor has no values", data=(fake, Y))
-    refused(pf.InputError, r"data: batch 1: \(10, 4\) .* in a FakeTensor has no values", data=[(X, Y), (fake, Y)])
-    refused(pf.InputError, r"model: 'weight', \(3, 4\), has no values", layer)
-    with pytest.raises(pf.InputError, match=r"features: .* in a FakeTensor has no values"):
+    refused(pf.errors.InputError, r"data\[0\]: \(10, 4\) .* in a FakeTensor has no values", data=(fake, Y))
+    refused(pf.errors.InputError, r"data: batch 1: .* in a FakeTensor has no values", data=[(X, Y), (fake, Y)])
+    refused(pf.errors.InputError, r"model: 'weight', \(3, 4\), has no values", layer)
+    with pytest.raises(pf.errors.InputError, match=r"features: .* in a FakeTensor has no values"):
         pf.head_flatness(fake, torch.randn(3, 4))
 
 
@@ -84,7 +91,7 @@ def test_calls_inside_of_transforms():
     }
     for name, call in calls.items():
         for transform in (lambda f: torch.func.vmap(f)(X[None]), lambda f: torch.func.grad(f)(X)):
-            with pytest.raises(pf.InputError, match=f"{name} is called inside of a transform of torch.func"):
+            with pytest.raises(pf.errors.InputError, match=f"{name} is called inside of a transform of torch.func"):
                 transform(call)
     many = torch.func.vmap(lambda x: pf.flatness_penalty(x, weight, None, Y))(torch.stack([X, 2 * X]))
     assert many.tolist() == [float(pf.flatness_penalty(x, weight, None, Y)) for x in (X, 2 * X)]
@@ -96,7 +103,7 @@ class Unused(Encoder):
 
 
 def test_a_named_layer_that_did_not_run():
-    refused(pf.InputError, r"'fc2' did not run in the model's forward pass", Unused(), layer="fc2")
+    refused(pf.errors.InputError, r"'fc2' did not run in the model's forward pass", Unused(), layer="fc2")
 
 
 def test_heads_that_are_not_heads_in_every_batch():
@@ -106,12 +113,12 @@ def test_heads_that_are_not_heads_in_every_batch():
             return z if len(x) < 5 else z * 2
 
     model = nn.Sequential(Moody(4, 3))
-    refused(pf.InputError, "the model's outputs for the same samples change with the batch they are in", model)
+    refused(pf.errors.InputError, "the model's outputs for the same samples change with the batch they are in", model)
 
 
 def test_outputs_that_do_not_hold_the_samples():
-    refused(pf.InputError, "does not hold 2 samples in dimension 0", Encoder(lambda z: z.t()), layer="fc1")
-    refused(pf.InputError, "does not hold 2 samples in dimension 0", Encoder(lambda z: z.sum()), layer="fc1")
+    refused(pf.errors.InputError, "does not hold 2 samples in dimension 0", Encoder(lambda z: z.t()), layer="fc1")
+    refused(pf.errors.InputError, "does not hold 2 samples in dimension 0", Encoder(lambda z: z.sum()), layer="fc1")
 
 
 def test_layers_that_cannot_be_measured():
@@ -124,10 +131,10 @@ def test_layers_that_cannot_be_measured():
             super().__init__(*sizes)
             self.forward = lambda x: 2 * nn.Linear.forward(self, x)
 
-    refused(pf.InputError, r"layer '2': its weight is used in sum", net(Summed(8, 8)), layer="2")
-    refused(pf.InputError, r"'2' \(Patched\): its output is not W φ \+ b", net(Patched(8, 8)), layer="2")
+    refused(pf.errors.InputError, r"layer '2': its weight is used in sum", net(Summed(8, 8)), layer="2")
+    refused(pf.errors.InputError, r"'2' \(Patched\): its output is not W φ \+ b", net(Patched(8, 8)), layer="2")
     lazy = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 3))
-    refused(pf.InputError, "lazy layers whose weights are not initialised", lazy, layer="0")
+    refused(pf.errors.InputError, "lazy layers whose weights are not initialised", lazy, layer="0")
 
 
 class Smooth(Encoder):
@@ -138,18 +145,20 @@ class Smooth(Encoder):
 def test_second_derivatives_that_do_not_exist():
     model = nn.Sequential(nn.Linear(4, 6), nn.Hardsigmoid(), nn.Linear(6, 3))
     message = r"layer '0': an operation behind it has no second derivative \(.*hardsigmoid.*curvature='ggn' gives"
-    refused(pf.InputError, message, model, layer="0")
+    refused(pf.errors.InputError, message, model, layer="0")
     assert pf.relative_flatness(model, LOSS, (X, Y), "0", curvature="ggn").value > 0
 
 
 def test_numbers_of_draws():
-    refused(pf.InputError, r"probes=0: a number of random probes", Encoder(), layer="fc1", probes=0)
-    refused(pf.InputError, r"probes=True: a number of random probes", Encoder(), layer="fc1", probes=True)
-    refused(pf.InputError, r"probes=2.5: a number of random probes", Encoder(), layer="fc1", probes=2.5)
-    refused(pf.InputError, r"target_stderr=0: a standard error above", Encoder(), layer="fc1", target_stderr=0)
-    refused(pf.InputError, r"pass one of them", Encoder(), layer="fc1", target_stderr=0.1, probes=2)
+    refused(pf.errors.InputError, r"probes=0: a number of random probes", Encoder(), layer="fc1", probes=0)
+    refused(pf.errors.InputError, r"probes=True: a number of random probes", Encoder(), layer="fc1", probes=True)
+    refused(pf.errors.InputError, r"probes=2.5: a number of random probes", Encoder(), layer="fc1", probes=2.5)
+    refused(pf.errors.InputError, r"target_stderr=0: a standard error above", Encoder(), layer="fc1", target_stderr=0)
+    refused(pf.errors.InputError, r"pass one of them", Encoder(), layer="fc1", target_stderr=0.1, probes=2)
     for seed in (2**63, 0.5, None):
-        refused(pf.InputError, rf"seed={seed}: an integer of 64 bits", Encoder(), layer="fc1", probes=2, seed=seed)
+        refused(
+            pf.errors.InputError, rf"seed={seed}: an integer of 64 bits", Encoder(), layer="fc1", probes=2, seed=seed
+        )
 
 
 def test_more_passes_than_are_sensible():
@@ -166,7 +175,7 @@ def test_more_passes_than_are_sensible():
         r"3200 backward passes a batch \(1600 loss terms of a sample x 2 columns of the loss's factor\), more than "
         r"max_passes=2048, and about \d+ min \d\d s for each 2 samples by .* pass max_passes=3200 .* or probes="
     )
-    refused(pf.InputError, message, Segments(), data=(images, targets), layer="body")
+    refused(pf.errors.InputError, message, Segments(), data=(images, targets), layer="body")
     assert pf.relative_flatness(Segments(), LOSS, (images, targets), "body", probes=2).stderr > 0
     targets[:, 1:] = -100  # a sample's terms that count are few
     assert pf.relative_flatness(Segments(), LOSS, (images, targets), "body").value > 0
@@ -179,8 +188,8 @@ class Mixing(Encoder):
 
 
 def test_samples_that_are_mixed():
-    refused(pf.InputError, "layer 'fc1': its rows .* cannot be told apart", Mixing(), layer="fc1")
-    refused(pf.InputError, "outputs for the same samples change with the batch", Mixing(), layer="fc2")
+    refused(pf.errors.InputError, "layer 'fc1': its rows .* cannot be told apart", Mixing(), layer="fc1")
+    refused(pf.errors.InputError, "outputs for the same samples change with the batch", Mixing(), layer="fc2")
 
 
 class Noisy(Encoder):
@@ -189,7 +198,7 @@ class Noisy(Encoder):
 
 
 def test_outputs_that_change_from_call_to_call():
-    refused(pf.InputError, "draws random numbers", Noisy(), layer="fc1")
+    refused(pf.errors.InputError, "draws random numbers", Noisy(), layer="fc1")
 
 
 class NoGraph(Encoder):
@@ -201,50 +210,57 @@ class NoGraph(Encoder):
 
 def test_layers_without_a_graph():
     refused(
-        pf.InputError, r"layer 'fc1' runs without recording a graph: under torch.no_grad\(\)", NoGraph(), layer="fc1"
+        pf.errors.InputError,
+        r"layer 'fc1' runs without recording a graph: under torch.no_grad\(\)",
+        NoGraph(),
+        layer="fc1",
     )
 
 
 def test_block_traces_that_would_not_fit():
     wide = nn.Sequential(nn.Linear(4, 12000), nn.ReLU(), nn.Linear(12000, 3))
-    with pytest.raises(pf.InputError, match="a matrix of 12000 x 12000, more than 1024 MiB"):
+    with pytest.raises(pf.errors.InputError, match="a matrix of 12000 x 12000, more than 1024 MiB"):
         pf.block_traces(wide, LOSS, (X, Y), "0")
 
 
 def test_reports_without_what_is_asked():
     report = pf.measure(net(), LOSS, (X, Y))
-    with pytest.raises(pf.InputError, match="no layer '7'; there are 0, 2, and '' for the network"):
+    with pytest.raises(pf.errors.InputError, match="no layer '7'; there are 0, 2, and '' for the network"):
         report["7", "trace"]
-    with pytest.raises(pf.InputError, match="no measure 'kappa'; there are relative_flatness, trace"):
+    with pytest.raises(pf.errors.InputError, match="no measure 'kappa'; there are relative_flatness, trace"):
         report["kappa"]
 
 
 def test_modes_in_which_samples_are_not_independent():
     refused(
-        pf.InputError, r"'2' \(BatchNorm1d\) is in training mode: call model.eval\(\)", net(nn.BatchNorm1d(8)).train()
+        pf.errors.InputError,
+        r"'2' \(BatchNorm1d\) is in training mode: call model.eval\(\)",
+        net(nn.BatchNorm1d(8)).train(),
     )
-    refused(pf.InputError, r"'2' \(Dropout\) is in training mode", net(nn.Dropout(0.1)).train())
-    refused(pf.InputError, r"has no running statistics", net(nn.BatchNorm1d(8, track_running_stats=False)))
+    refused(pf.errors.InputError, r"'2' \(Dropout\) is in training mode", net(nn.Dropout(0.1)).train())
+    refused(pf.errors.InputError, r"has no running statistics", net(nn.BatchNorm1d(8, track_running_stats=False)))
     pf.relative_flatness(net(nn.Dropout(0.0)).train(), LOSS, (X, Y))
 
 
 def test_data():
-    refused(pf.InputError, "no samples", data=(X[:0], Y[:0]))
-    refused(pf.InputError, "no samples", data=[])
-    refused(pf.InputError, r"different lengths: \[10, 9\]", data=(X, Y[:9]))
-    refused(pf.InputError, "wrap it, DataLoader", data=torch.utils.data.TensorDataset(X, Y))
-    refused(pf.InputError, "an iterable of batches is wanted, got Tensor", data=X)
-    refused(pf.InputError, r"wanted, got dict; .*data=\[batch\]", data={"x": X, "labels": Y})
-    refused(pf.InputError, r"`labels`, got a tuple of 3", data=(X, Y, Y))
-    refused(pf.InputError, r"`labels`, got a Tensor", data=[X])
-    refused(pf.InputError, r"can be read once, and 2 reads", data=iter([(X, Y)]), normalize="std")
+    refused(pf.errors.InputError, "no samples", data=(X[:0], Y[:0]))
+    refused(pf.errors.InputError, "no samples", data=[])
+    refused(pf.errors.InputError, r"different lengths: \[10, 9\]", data=(X, Y[:9]))
+    refused(pf.errors.InputError, "wrap it, DataLoader", data=torch.utils.data.TensorDataset(X, Y))
+    refused(pf.errors.InputError, "an iterable of batches is wanted, got Tensor", data=X)
+    refused(pf.errors.InputError, r"wanted, got dict; .*data=\[batch\]", data={"x": X, "labels": Y})
+    refused(pf.errors.InputError, r"`labels`, got a tuple of 3", data=(X, Y, Y))
+    refused(pf.errors.InputError, r"`labels`, got a Tensor", data=[X])
+    refused(pf.errors.InputError, r"can be read once, and 2 reads", data=iter([(X, Y)]), normalize="std")
     pf.relative_flatness(net(), LOSS, iter([(X, Y)]))
-    refused(pf.InputError, r"a pair \(outputs, targets\) is wanted", forward=lambda model, batch: model(batch[0]))
-    refused(pf.InputError, "a tensor is wanted, got list", data=[(X, Y.tolist())])
+    refused(
+        pf.errors.InputError, r"a pair \(outputs, targets\) is wanted", forward=lambda model, batch: model(batch[0])
+    )
+    refused(pf.errors.InputError, "a tensor is wanted, got list", data=[(X, Y.tolist())])
 
 
 def test_a_model_without_numbers():
-    refused(pf.InputError, "meta device", net().to("meta"))
+    refused(pf.errors.InputError, "meta device", net().to("meta"))
 
 
 def test_data_goes_to_the_models_device():
@@ -258,36 +274,38 @@ def test_data_goes_to_the_models_device():
 
 
 def test_targets():
-    refused(pf.InputError, r"batch 0: targets: class 3 does not exist among 3 classes", data=(X, Y + 1))
-    refused(pf.InputError, r"class -1 does not exist .*ignore_index is -100", data=(X, Y - 1))
-    refused(pf.InputError, r"batch 1: targets", data=[(X, Y), (X, Y + 1)])
-    refused(pf.InputError, r"must be int64, got torch.float32", data=(X, Y.float()))
-    refused(pf.InputError, r"are wanted, got torch.bool", data=(X, Y > 1))
-    refused(pf.InputError, r"shape \(10,\) are wanted .* got \(10, 2\)", data=(X, Y[:, None].expand(10, 2)))
-    refused(pf.InputError, r"shape \(10, 3\) is wanted, got \(10, 2\)", data=(X, torch.rand(10, 2)))
-    refused(pf.InputError, "every one is ignored", data=(X, torch.full((10,), -100)))
-    refused(pf.InputError, r"shape \(10, 3\) is wanted, got \(10,\)", loss=nn.MSELoss(), data=(X, Y.float()))
-    refused(pf.InputError, "floating-point labels", loss=nn.BCEWithLogitsLoss(), data=(X, torch.ones(10, 3).long()))
-    refused(pf.InputError, "one per sample", loss=lambda f, y: f.sum(1).mean(), data=[(X, Y[:4])])
+    refused(pf.errors.InputError, r"batch 0: targets: class 3 does not exist among 3 classes", data=(X, Y + 1))
+    refused(pf.errors.InputError, r"class -1 does not exist .*ignore_index is -100", data=(X, Y - 1))
+    refused(pf.errors.InputError, r"batch 1: targets", data=[(X, Y), (X, Y + 1)])
+    refused(pf.errors.InputError, r"must be int64, got torch.float32", data=(X, Y.float()))
+    refused(pf.errors.InputError, r"are wanted, got torch.bool", data=(X, Y > 1))
+    refused(pf.errors.InputError, r"shape \(10,\) are wanted .* got \(10, 2\)", data=(X, Y[:, None].expand(10, 2)))
+    refused(pf.errors.InputError, r"shape \(10, 3\) is wanted, got \(10, 2\)", data=(X, torch.rand(10, 2)))
+    refused(pf.errors.InputError, "every one is ignored", data=(X, torch.full((10,), -100)))
+    refused(pf.errors.InputError, r"shape \(10, 3\) is wanted, got \(10,\)", loss=nn.MSELoss(), data=(X, Y.float()))
+    refused(
+        pf.errors.InputError, "floating-point labels", loss=nn.BCEWithLogitsLoss(), data=(X, torch.ones(10, 3).long())
+    )
+    refused(pf.errors.InputError, "one per sample", loss=lambda f, y: f.sum(1).mean(), data=[(X, Y[:4])])
 
 
 def test_losses():
-    refused(pf.InputError, r"loss='hinge' is not known; choose cross_entropy", loss="hinge")
-    refused(pf.InputError, "an nn loss module, an F function", loss=3)
-    refused(pf.InputError, "an nn loss module, an F function", loss=[1])
-    refused(pf.InputError, "reduction 'none' gives no number", loss=nn.CrossEntropyLoss(reduction="none"))
-    refused(pf.InputError, "reduction 'median'", reduction="median")
-    refused(pf.InputError, "2 class weights for 3 classes", loss=nn.CrossEntropyLoss(weight=torch.ones(2)))
+    refused(pf.errors.InputError, r"loss='hinge' is not known; choose cross_entropy", loss="hinge")
+    refused(pf.errors.InputError, "an nn loss module, an F function", loss=3)
+    refused(pf.errors.InputError, "an nn loss module, an F function", loss=[1])
+    refused(pf.errors.InputError, "reduction 'none' gives no number", loss=nn.CrossEntropyLoss(reduction="none"))
+    refused(pf.errors.InputError, "reduction 'median'", reduction="median")
+    refused(pf.errors.InputError, "2 class weights for 3 classes", loss=nn.CrossEntropyLoss(weight=torch.ones(2)))
     labels = torch.ones(10, 3)
     per_sample = nn.BCEWithLogitsLoss(weight=torch.ones(10, 1))
-    refused(pf.InputError, "one entry per sample", loss=per_sample, data=(X, labels))
+    refused(pf.errors.InputError, "one entry per sample", loss=per_sample, data=(X, labels))
     wrong = nn.BCEWithLogitsLoss(pos_weight=torch.ones(5))
-    refused(pf.InputError, r"pos_weight of shape \(5,\) does not fit", loss=wrong, data=(X, labels))
-    refused(pf.InputError, "couples samples", loss=lambda f, y: (f - f.mean(0)).square().mean())
+    refused(pf.errors.InputError, r"pos_weight of shape \(5,\) does not fit", loss=wrong, data=(X, labels))
+    refused(pf.errors.InputError, "couples samples", loss=lambda f, y: (f - f.mean(0)).square().mean())
     weighted = nn.NLLLoss(torch.ones(3), reduction="sum")
-    refused(pf.InputError, r"outputs in float64 and does not take them .*loss\.double\(\)", loss=weighted)
-    refused(pf.InputError, "follow the outputs' dtype", loss=lambda f, y: (f @ torch.ones(3, 1)).square().mean())
-    refused(pf.InputError, "a scalar tensor is wanted", loss=lambda f, y: f)
+    refused(pf.errors.InputError, r"outputs in float64 and does not take them .*loss\.double\(\)", loss=weighted)
+    refused(pf.errors.InputError, "follow the outputs' dtype", loss=lambda f, y: (f @ torch.ones(3, 1)).square().mean())
+    refused(pf.errors.InputError, "a scalar tensor is wanted", loss=lambda f, y: f)
 
 
 @pytest.mark.parametrize(
@@ -302,12 +320,12 @@ def test_losses():
     ],
 )
 def test_options(option, match):
-    refused(pf.FlatnessError, match, **option)
+    refused(pf.errors.FlatnessError, match, **option)
 
 
 def test_models():
-    refused(pf.InputError, "a torch.nn.Module is wanted, got function", lambda x: x)
-    refused(pf.InputError, "has no parameters", nn.ReLU())
+    refused(pf.errors.InputError, "a torch.nn.Module is wanted, got function", lambda x: x)
+    refused(pf.errors.InputError, "has no parameters", nn.ReLU())
 
 
 # --- NaN and infinity -------------------------------------------------------------------------------------------------
@@ -318,8 +336,8 @@ def test_non_finite_weights_are_named(bad):
     model = net()
     with torch.no_grad():
         model[2].weight[1, 2] = bad
-    refused(pf.NonFiniteError, "layer '2': its weight has 1 entries", model)
-    refused(pf.NonFiniteError, "layer '2': its weight has 1 entries", model, nan_policy="omit")
+    refused(pf.errors.NonFiniteError, "layer '2': its weight has 1 entries", model)
+    refused(pf.errors.NonFiniteError, "layer '2': its weight has 1 entries", model, nan_policy="omit")
     assert math.isnan(float(pf.relative_flatness(model, LOSS, (X, Y), nan_policy="propagate")))
 
 
@@ -332,7 +350,10 @@ def test_non_finite_features(bad, normalize):
     batches = [(x[:5], Y[:5]), (x[5:], Y[5:])]
     options = {"per_sample": True, "normalize": normalize}
     refused(
-        pf.NonFiniteError, r"batch 1: 1 of 5 rows .* features of layer '0' \(the first is row 1\)", model, data=batches
+        pf.errors.NonFiniteError,
+        r"batch 1: 1 of 5 rows .* features of layer '0' \(the first is row 1\)",
+        model,
+        data=batches,
     )
     kept = torch.arange(10) != 6
     expected = pf.relative_flatness(model, LOSS, (X[kept], Y[kept]), **options)
@@ -348,12 +369,16 @@ def test_non_finite_features(bad, normalize):
 
 def test_overflowing_logits_are_named():
     model = nn.Sequential(nn.Linear(4, 3))
-    refused(pf.NonFiniteError, "batch 0: 10 of 10 rows have NaN or infinity in the", model, data=(X * 1e38, Y))
+    refused(pf.errors.NonFiniteError, "batch 0: 10 of 10 rows have NaN or infinity in the", model, data=(X * 1e38, Y))
 
 
 def test_everything_omitted():
     refused(
-        pf.NonFiniteError, "all 10 samples", nn.Sequential(nn.Linear(4, 3)), data=(X * math.nan, Y), nan_policy="omit"
+        pf.errors.NonFiniteError,
+        "all 10 samples",
+        nn.Sequential(nn.Linear(4, 3)),
+        data=(X * math.nan, Y),
+        nan_policy="omit",
     )
 
 
@@ -364,7 +389,7 @@ def test_nothing_left_to_normalise(backend):
     assert flat.value == 0
     options = {"normalize": "std", "backend": backend}
     assert math.isnan(pf.head_flatness(X * math.nan, torch.randn(3, 4), nan_policy="propagate", **options).value)
-    with pytest.raises(pf.NonFiniteError, match="all 10 samples"):
+    with pytest.raises(pf.errors.NonFiniteError, match="all 10 samples"):
         pf.head_flatness(X * math.nan, torch.randn(3, 4), nan_policy="omit", **options)
 
 
@@ -404,17 +429,17 @@ def test_padding_that_the_loss_ignores_may_hold_anything():
     ],
 )
 def test_head_tensors(arguments, match):
-    with pytest.raises(pf.FlatnessError, match=match):
+    with pytest.raises(pf.errors.FlatnessError, match=match):
         pf.head_flatness(*arguments)
 
 
 def test_losses_that_need_targets():
     w = torch.ones(3, 4)
-    with pytest.raises(pf.InputError, match="class weights cannot do without"):
+    with pytest.raises(pf.errors.InputError, match="class weights cannot do without"):
         pf.head_flatness(X, w, loss=nn.CrossEntropyLoss(weight=torch.ones(3)))
-    with pytest.raises(pf.InputError, match="pos_weight cannot do without"):
+    with pytest.raises(pf.errors.InputError, match="pos_weight cannot do without"):
         pf.head_flatness(X, w, loss=nn.BCEWithLogitsLoss(pos_weight=torch.ones(3)))
-    with pytest.raises(pf.InputError, match="got none"):
+    with pytest.raises(pf.errors.InputError, match="got none"):
         pf.head_flatness(X, w, loss=lambda f, y: f.sum(1).mean())
     assert float(pf.head_flatness(X, w, loss="mse_loss")) > 0
     assert float(pf.head_flatness(X, w, loss="binary_cross_entropy_with_logits")) > 0

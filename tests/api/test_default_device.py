@@ -34,7 +34,7 @@ def numbers(result):
         return [str(result.dtype), str(result.device), result.tolist()]
     if isinstance(result, nn.Module):
         return [numbers(p) for p in result.parameters()]
-    if isinstance(result, pf.Report):
+    if isinstance(result, pf.results.Report):
         return {key: numbers(estimate) for key, estimate in result._estimates.items()}
     if hasattr(result, "__dataclass_fields__"):
         return [numbers(getattr(result, name)) for name in result.__dataclass_fields__]
@@ -66,7 +66,7 @@ def test_calls_on_tensors(name):
 
 
 def test_truncated_normal_noise():
-    assert_same(lambda: pf.truncated_normal_noise(X, 0.1, draws=3))
+    assert_same(lambda: pf.theory.truncated_normal_noise(X, 0.1, draws=3))
 
 
 class Smooth(nn.Module):

@@ -1,7 +1,6 @@
 """Every public call given every bad input: one error of ours that names what was received, and a model as it was."""
 
 import enum
-import inspect
 import re
 
 import numpy as np
@@ -13,6 +12,7 @@ from torch.nn import functional as F
 import pyflatness as pf
 from support import doors
 from support.doors import LOSS, ON_MODELS, ON_TENSORS, WITHOUT_LOSS, WITHOUT_USE_OF_LOSS, C, Returning, X, Y, of_layout
+from support.public import CALLS
 from support.unchanged import assert_unchanged, snapshot
 
 
@@ -251,7 +251,7 @@ TENSORS = {
         {"loss": lambda y, f: F.cross_entropy(f, y)},
         r"is called as loss\(outputs, targets\)|a callable has no (loss of a single sample|formula at a head)",
     ),
-    "rtol: none": ({"rtol": None}, "rtol=None: a relative error from 0"),
+    "rtol: one": ({"rtol": 1.0}, "rtol=1.0: a relative error from 0"),
     "per_sample: none": ({"per_sample": None}, "per_sample=None"),
     "delta: text": ({"delta": "a"}, "delta='a'"),
     "seed: text": ({"seed": "a"}, "seed='a': an integer"),
@@ -260,7 +260,7 @@ TENSORS = {
 }
 
 
-def refused(call, match, model, *args, error=pf.FlatnessError, **options):
+def refused(call, match, model, *args, error=pf.errors.FlatnessError, **options):
     """The error, which is one line or so; and the model is as it was."""
     before = snapshot(model) if isinstance(model, nn.Module) else None
     with pytest.raises(error, match=match) as caught:
@@ -315,7 +315,7 @@ def test_tensors(name):
     for changed, match in TENSORS.values():
         if all(doors.takes(call, option) for option in changed):
             given = dict(zip(("features", "weight", "bias", "targets"), doors.head(), strict=True))
-            with pytest.raises(pf.FlatnessError, match=match):
+            with pytest.raises(pf.errors.FlatnessError, match=match):
                 call(**{**given, **changed})
 
 
@@ -338,13 +338,12 @@ def test_calls_that_do_not_fit_are_type_errors_as_in_python(call, match):
 
 def test_every_public_call_is_here():
     """Those that take a model, or features and a weight; of `score` it is what makes one, of a row for each."""
-    calls = {name: getattr(pf, name) for name in pf.__all__ if inspect.isfunction(getattr(pf, name))}
-    assert {name for name, call in calls.items() if doors.takes(call, "model")} == {
-        *(*ON_MODELS, "causal_lm", "score"),
+    assert {name for name, call in CALLS.items() if doors.takes(call, "model")} == {
+        *(*ON_MODELS, "causal_lm", "layers", "score"),  # of `layers` the model does not run
         *("interpolation_error", "invariances"),  # of targets as outputs are; measures of two models
         "track",  # its records are what measure returns, of models in any mode
     }
-    assert {name for name, call in calls.items() if doors.takes(call, "weight")} == {*ON_TENSORS}
+    assert {name for name, call in CALLS.items() if doors.takes(call, "weight")} == {*ON_TENSORS}
 
 
 def test_good_inputs_of_the_door():
@@ -369,8 +368,8 @@ def test_switches_of_numpy_and_torch(true):
 
 @pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), torch.tensor(0.5)])
 def test_numbers_of_numpy_and_torch(number):
-    found = pf.adaptive_sharpness_mc(doors.net(), LOSS, (X, Y), rho=number, draws=2)
-    assert found == pf.adaptive_sharpness_mc(doors.net(), LOSS, (X, Y), rho=0.5, draws=2)
+    found = pf.measures.adaptive_sharpness_mc(doors.net(), LOSS, (X, Y), rho=number, draws=2)
+    assert found == pf.measures.adaptive_sharpness_mc(doors.net(), LOSS, (X, Y), rho=0.5, draws=2)
 
 
 def test_memory_that_one_sample_exceeds_is_a_note():
@@ -385,6 +384,6 @@ def test_memory_that_one_sample_exceeds_is_a_note():
 
 
 def test_long_values_are_cut():
-    with pytest.raises(pf.InputError) as caught:
+    with pytest.raises(pf.errors.InputError) as caught:
         pf.relative_flatness(doors.net(), X.repeat(100, 1), (X, Y))
     assert re.fullmatch(r"[^\n]{,400}", str(caught.value))

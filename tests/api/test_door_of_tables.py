@@ -17,12 +17,12 @@ def _grid(call):
 
 
 CALLS = {
-    "correlations": lambda **given: pf.correlations(**{"table": TABLE, "x": "m", "y": "y", **given}),
-    "granulated_kendall": _grid(pf.granulated_kendall),
-    "sign_error": _grid(pf.sign_error),
-    "conditional_mutual_information": _grid(pf.conditional_mutual_information),
-    "plot_correlation": lambda **given: pf.plot_correlation(**{"table": TABLE, "x": "m", "y": "y", **given}),
-    "plot_correlation_matrix": lambda **given: pf.plot_correlation_matrix(**{"table": TABLE, **given}),
+    "correlations": lambda **given: pf.statistics.correlations(**{"table": TABLE, "x": "m", "y": "y", **given}),
+    "granulated_kendall": _grid(pf.statistics.granulated_kendall),
+    "sign_error": _grid(pf.statistics.sign_error),
+    "conditional_mutual_information": _grid(pf.statistics.conditional_mutual_information),
+    "plot_correlation": lambda **given: pf.statistics.plot_correlation(**{"table": TABLE, "x": "m", "y": "y", **given}),
+    "plot_correlation_matrix": lambda **given: pf.statistics.plot_correlation_matrix(**{"table": TABLE, **given}),
     "invariances": lambda **given: pf.invariances(
         **{"model": doors.net(), "loss": LOSS, "data": (X, Y), "measures": "trace", **given}
     ),
@@ -30,7 +30,7 @@ CALLS = {
 }
 OF_TABLES = ("correlations", "granulated_kendall", "sign_error", "conditional_mutual_information", "plot_correlation")
 REPORT = pf.measure(doors.net(), LOSS, (X, Y), measures="trace")
-HISTORY = pf.History()
+HISTORY = pf.results.History()
 HISTORY.add(REPORT, step=1)
 RESULTS = [
     (lambda: REPORT[None], r"report\[measure\] or report\[layer, measure\] is wanted, got None"),
@@ -40,10 +40,10 @@ RESULTS = [
     (lambda: REPORT.plot(axes=3), "axes: axes of matplotlib are wanted, .* got int"),
     (lambda: REPORT.plot(axes=[1, 2]), "axes: one for each of trace is wanted, got 2"),
     (lambda: REPORT.plot(3), "path=3: the path of a file is wanted"),
-    (lambda: pf.Report.from_json(3), "report: JSON text, or the path of a file of it, is wanted"),
+    (lambda: pf.results.Report.from_json(3), "report: JSON text, or the path of a file of it, is wanted"),
     (lambda: HISTORY.plot(measures=[]), "measures: an empty list; pass None for all that were recorded"),
     (lambda: HISTORY.plot(axes=3), "axes: axes of matplotlib are wanted, .* got int"),
-    (lambda: pf.Landscape.load(3), "path=3: the path of a file is wanted"),
+    (lambda: pf.results.Landscape.load(3), "path=3: the path of a file is wanted"),
 ]
 CASES = [
     *((name, {"table": {"m": 3}}, "table: m=3: cells are wanted") for name in OF_TABLES),
@@ -73,6 +73,7 @@ CASES = [
     ("score", {"models": [np.ones(2)]}, "models: array.*: a path is wanted, or a network by its name"),
     ("score", {"model": nn.Linear(2, 2)}, r"model: what makes the network is wanted, .* models=\{name: network\}"),
     ("score", {"data": None}, "data: a tuple of tensors or an iterable of batches is wanted, got NoneType"),
+    ("score", {"data": LOSS, "loss": (X, Y)}, r"got tuple .*; the order of arguments is \(model, loss, data\)"),
     ("score", {"data": 3}, "data: a tuple of tensors or an iterable of batches is wanted, got int"),
     (
         "score",
@@ -89,13 +90,13 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "given", "match"), CASES, ids=lambda each: each if isinstance(each, str) else None)
 def test_bad_input(name, given, match):
-    with pytest.raises(pf.InputError, match=match):
+    with pytest.raises(pf.errors.InputError, match=match):
         CALLS[name](**given)
 
 
 @pytest.mark.parametrize(("call", "match"), RESULTS)
 def test_results(call, match):
-    with pytest.raises(pf.InputError, match=match):
+    with pytest.raises(pf.errors.InputError, match=match):
         call()
 
 
@@ -106,12 +107,15 @@ def test_what_the_cases_are_made_from_is_fine():
 
 def test_seeds_of_either_sign():
     """As everywhere else; NumPy's generators take none below zero."""
-    one, other = (pf.correlations(TABLE, "m", "y", seed=seed) for seed in (-1, 0))
+    one, other = (pf.statistics.correlations(TABLE, "m", "y", seed=seed) for seed in (-1, 0))
     assert one["m", "Pearson"].value == other["m", "Pearson"].value
     assert pf.invariances(doors.net(), LOSS, (X, Y), measures="trace", seed=-1).rows
 
 
 def test_no_clusters_are_no_clusters():
-    assert pf.correlations(TABLE, "m", "y", clusters=[]).rows == pf.correlations(TABLE, "m", "y").rows
-    _, axes = pf.plot_correlation(TABLE, "m", "y", clusters=[])
+    assert (
+        pf.statistics.correlations(TABLE, "m", "y", clusters=[]).rows
+        == pf.statistics.correlations(TABLE, "m", "y").rows
+    )
+    _, axes = pf.statistics.plot_correlation(TABLE, "m", "y", clusters=[])
     assert axes.get_legend_handles_labels()[1] == ["6 networks"]

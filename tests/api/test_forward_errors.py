@@ -15,14 +15,14 @@ WIDE = [(torch.cat([x, x], 1), y) for x, y in DATA]
 @pytest.mark.parametrize("name", CALLS)
 def test_inputs_of_another_shape(name):
     message = r"model\(inputs\) on the inputs \(5, 8\) float64 raised RuntimeError: mat1 and mat2 .*forward="
-    with pytest.raises(pf.InputError, match=message) as caught:
+    with pytest.raises(pf.errors.InputError, match=message) as caught:
         CALLS[name](network(), LOSS, WIDE)
     assert type(caught.value.__cause__) is RuntimeError
 
 
 @pytest.mark.parametrize("layer", ["body", "head"])
 def test_a_later_batch(layer):
-    with pytest.raises(pf.InputError, match=r"inputs \(2, 8\) float64 raised RuntimeError"):
+    with pytest.raises(pf.errors.InputError, match=r"inputs \(2, 8\) float64 raised RuntimeError"):
         pf.relative_flatness(network(), LOSS, [*DATA[:2], WIDE[2]], layer)
 
 
@@ -33,7 +33,7 @@ def test_a_forward_of_the_users(layer):
 
     data = [{"x": x, "labels": y} for x, y in DATA]
     with pytest.raises(
-        pf.InputError, match=r"forward\(model, batch\) on the batch \{x: \(5, 4\).* raised KeyError: 'y'"
+        pf.errors.InputError, match=r"forward\(model, batch\) on the batch \{x: \(5, 4\).* raised KeyError: 'y'"
     ):
         pf.relative_flatness(network(), LOSS, data, layer, forward=forward)
 
@@ -47,7 +47,7 @@ def test_any_exception(error):
 
     net.act.register_forward_pre_hook(fail)
     for layer in ("body", "head"):
-        with pytest.raises(pf.InputError, match=f"raised {error.__name__}: of the user") as caught:
+        with pytest.raises(pf.errors.InputError, match=f"raised {error.__name__}: of the user") as caught:
             pf.relative_flatness(net, LOSS, DATA, layer)
         assert isinstance(caught.value.__cause__, error)
 
@@ -77,5 +77,5 @@ def test_a_model_that_misses_an_argument():
         r"model\(\*\*inputs\) on the inputs \{attention_mask: \(2, 3\) float32\} \(`labels` .* raised ValueError: "
         ".*specify"
     )
-    with pytest.raises(pf.InputError, match=message):
+    with pytest.raises(pf.errors.InputError, match=message):
         pf.relative_flatness(net, LOSS, [batch], "classifier")

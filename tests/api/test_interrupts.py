@@ -185,7 +185,7 @@ def interrupt_its_forward(slow, signals, goes_on):
 
     slow.working = working
     with pytest.raises(KeyboardInterrupt):
-        pf.adaptive_sharpness_mc(slow, torch.nn.CrossEntropyLoss(), DATA)
+        pf.measures.adaptive_sharpness_mc(slow, torch.nn.CrossEntropyLoss(), DATA)
     del slow.working
     assert changed(before, everything(slow)) == []
 

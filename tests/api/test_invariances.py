@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import pyflatness as pf
-from pyflatness.invariances import _change
 from pyflatness.measures import MEASURES
+from pyflatness.theory.invariance import _change
 
 
 def network():
@@ -49,7 +49,7 @@ def test_changes_are_those_of_the_values():
 def test_a_value_of_one_neuron_counts():
     """Of two neurons that change places the sum and the largest stay as they are."""
     one, other = (
-        pf.Estimate(3.0, None, 10, "ggn", True, "reference", None, per_neuron=torch.tensor(values).double())
+        pf.results.Estimate(3.0, None, 10, "ggn", True, "reference", None, per_neuron=torch.tensor(values).double())
         for values in ([1.0, 2.0], [2.0, 1.0])
     )
     assert _change(one, one) == 0
@@ -74,7 +74,7 @@ def test_single_precision_and_frame():
     frame = found.to_frame()
     assert frame["kept"].tolist() == [True, False]
     assert "kept" in str(found)
-    with pytest.raises(pf.InputError, match="no \\('trace', 'layer-wise'\\)"):
+    with pytest.raises(pf.errors.InputError, match="no \\('trace', 'layer-wise'\\)"):
         found["trace", "layer-wise"]
 
 
@@ -89,5 +89,5 @@ def test_single_precision_and_frame():
     ],
 )
 def test_errors(model, options, message):
-    with pytest.raises(pf.InputError, match=message):
+    with pytest.raises(pf.errors.InputError, match=message):
         pf.invariances(model, LOSS, DATA, **options)

@@ -17,7 +17,7 @@ CALLS = {  # by Hessian products, of a layer, by gradients, and by forward passe
 }
 
 
-def refused(name, match, model, loss, data, error=pf.InputError):
+def refused(name, match, model, loss, data, error=pf.errors.InputError):
     before = snapshot(model)
     with pytest.raises(error, match=match):
         CALLS[name](model, loss, data)
@@ -60,20 +60,22 @@ def test_outputs_without_a_graph(name):
 
 @pytest.mark.parametrize("call", [doors.ON_MODELS["verify"], lambda *a: pf.measure(*a, measures="fisher_rao")])
 def test_outputs_without_a_graph_of_others(call):
-    with pytest.raises(pf.InputError, match="autograd has no path from its outputs back to its weights"):
+    with pytest.raises(pf.errors.InputError, match="autograd has no path from its outputs back to its weights"):
         call(Returning(lambda z: z.detach()), LOSS, (X, Y))
 
 
 @pytest.mark.parametrize("name", ["relative_flatness", "verify", "mls_adversarial", "representation"])
 def test_outputs_of_whole_numbers(name):
-    with pytest.raises(pf.InputError, match=r"torch.int64, which has no derivative; .* the logits in front of argmax"):
+    with pytest.raises(
+        pf.errors.InputError, match=r"torch.int64, which has no derivative; .* the logits in front of argmax"
+    ):
         doors.ON_MODELS[name](Returning(lambda z: z.argmax(1)), LOSS, (X, Y))
 
 
 @pytest.mark.parametrize("name", ["relative_flatness", "verify", "mls_adversarial", "representation", "spectrum"])
 def test_outputs_with_classes_first(name):
     match = r"does not hold \d+ samples in dimension 0; have the model \(or forward=\) return outputs with the samples"
-    with pytest.raises(pf.InputError, match=match):
+    with pytest.raises(pf.errors.InputError, match=match):
         doors.ON_MODELS[name](Returning(lambda z: z.t()), LOSS, (X, Y))
 
 
@@ -81,7 +83,9 @@ def test_outputs_with_classes_first(name):
     "name", ["adaptive_sharpness_mc", "feature_robustness", "matrix_robustness", "generalization_bound"]
 )
 def test_nan_that_cannot_be_left_out(name):
-    with pytest.raises(pf.NonFiniteError, match=r"batch 0: the loss of the model.* is nan; no sample can be left out"):
+    with pytest.raises(
+        pf.errors.NonFiniteError, match=r"batch 0: the loss of the model.* is nan; no sample can be left out"
+    ):
         doors.ON_MODELS[name](doors.net(), LOSS, (X * torch.nan, Y))
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import pyflatness as pf
 from pyflatness.messages import with_error
+from support.public import CALLS
 
 LOSS = nn.CrossEntropyLoss()
 DATA = torch.randn(24, 4, generator=torch.Generator().manual_seed(0)).double(), torch.arange(24) % 3
@@ -62,7 +63,7 @@ def test_worst_cases(model: nn.Module) -> None:
     ends = f"{float(found.restarts.min()):.6g} to {float(found.restarts.max()):.6g}"
     assert str(found).startswith(f"WorstCase({found.value:.6g}, 2 restarts from {ends}, bound of the quadratic model ")
     assert str(found).endswith(f"loss {found.loss:.6g}, gradient norm {found.gradient_norm:.4g}, ρ = 0.05, 24 samples)")
-    one = pf.keskar_sharpness(model, LOSS, DATA, steps=2)
+    one = pf.measures.keskar_sharpness(model, LOSS, DATA, steps=2)
     assert str(one).startswith(f"WorstCase({one.value:.6g}, 1 start, loss ")
 
 
@@ -87,40 +88,41 @@ def test_gaps(model: nn.Module) -> None:
 
 
 def test_pac_bayes(model: nn.Module) -> None:
-    found = pf.pac_bayes(model, LOSS, DATA, draws=2, tolerance=0.1)
+    found = pf.measures.pac_bayes(model, LOSS, DATA, draws=2, tolerance=0.1)
     assert f"flatness {with_error(found.flatness, found.flatness_stderr)}" in str(found)
     assert f", bound {found.bound:.6g}, accuracy {found.accuracy:.6g}, 24 samples)" in str(found)
     assert str(found).startswith(f"PacBayes(σ = {with_error(found.sigma, found.stderr)}, ")
 
 
 def test_robustness(model: nn.Module) -> None:
-    found = pf.matrix_robustness(model, LOSS, DATA, matrix=torch.eye(5).double(), alphas=[0.1, 0.3])
+    found = pf.theory.matrix_robustness(model, LOSS, DATA, matrix=torch.eye(5).double(), alphas=[0.1, 0.3])
     low, high = (f"{float(end):.4g}" for end in found.rises.aminmax())
     assert str(found).startswith(f"MatrixRobustness(rises from {low} to {high} for α from 0.1 to 0.3, ε = ")
-    largest = pf.largest_robustness(model, LOSS, DATA, delta=0.1, steps=2)
+    largest = pf.theory.largest_robustness(model, LOSS, DATA, delta=0.1, steps=2)
     assert str(largest).startswith(f"LargestRobustness({largest.rise:.6g}, ")
     assert "matrix 5 × 5, " in str(largest)
 
 
 def test_an_interpolation() -> None:
     line = nn.Linear(4, 1).double().eval()
-    found = pf.interpolation_error(line, (DATA[0], DATA[0][:, :1]))
+    found = pf.theory.interpolation_error(line, (DATA[0], DATA[0][:, :1]))
     assert str(found).startswith(f"InterpolationError(sharpness {found.sharpness:.6g}, at interpolation ")
     assert f"residual {found.residual:.4g}, {found.parameters} parameters, 24 samples" in str(found)
 
 
 def test_label_constancy_and_densities() -> None:
     features, head = DATA[0], torch.randn(3, 4, generator=torch.Generator().manual_seed(1)).double()
-    found = pf.label_constancy(features, head, labels=lambda phi: (phi[:, 0] > 0).long(), deltas=[0.1, 0.2], draws=2)
+    found = pf.theory.label_constancy(
+        features, head, labels=lambda phi: (phi[:, 0] > 0).long(), deltas=[0.1, 0.2], draws=2
+    )
     assert f"for δ from 0.1 to 0.2, C = {found.constant:.4g}, m = 4, 24 samples, 2 draws)" in str(found)
-    densities = pf.density_constants(features, 1.0)
+    densities = pf.theory.density_constants(features, 1.0)
     assert str(densities).startswith(f"DensityConstants(log C_1 = {densities.log_first:.6g}, log C_2 = ")
 
 
 def test_no_public_result_prints_as_a_raw_dataclass() -> None:
     """Every class that a public call says it returns has a text of its own."""
-    calls = [getattr(pf, name) for name in pf.__all__]
-    returned = {inspect.signature(call).return_annotation for call in calls if inspect.isfunction(call)}
+    returned = {inspect.signature(call).return_annotation for call in CALLS.values()}
     results = {kind for kind in returned if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
     assert len(results) > 15
     raw = {

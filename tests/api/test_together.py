@@ -57,13 +57,13 @@ def test_the_default_reads_the_data_once():
     report = pf.measure(mlp(), LOSS, iter([(X[:5], Y[:5]), (X[5:], Y[5:])]), measures="sweep")
     assert list(report.measures) == ONE_SWEEP
     for name in TWO_READS:
-        with pytest.raises(pf.InputError, match="iterator"):
+        with pytest.raises(pf.errors.InputError, match="iterator"):
             pf.measure(mlp(), LOSS, iter([(X, Y)]), measures=name)
 
 
 def test_the_default_has_no_sum_for_a_network_s_adaptive_sharpness():
     report = pf.measure(mlp(), LOSS, (X, Y), measures="sweep")
-    with pytest.raises(pf.InputError, match="'adaptive_sharpness' has no value of the network"):
+    with pytest.raises(pf.errors.InputError, match="'adaptive_sharpness' has no value of the network"):
         report["adaptive_sharpness"]
     assert report["0", "adaptive_sharpness"].value > 0
     for names in ("adaptive_sharpness", "all"):
@@ -88,9 +88,9 @@ def test_options_that_leave_some_out_of_the_default(options, left_out):
     assert [name for name in ONE_SWEEP if name not in left_out] == list(report.measures)
     assert {*report.skipped} == {*left_out}
     for name in left_out:
-        with pytest.raises(pf.InputError, match=f"report: no value of '{name}': "):
+        with pytest.raises(pf.errors.InputError, match=f"report: no value of '{name}': "):
             report[name]
-        with pytest.raises((pf.InputError, pf.NotYetError)):
+        with pytest.raises((pf.errors.InputError, pf.errors.NotYetError)):
             pf.measure(mlp(), LOSS, (X, Y), measures=name, **options)
 
 
@@ -124,7 +124,7 @@ def test_all_says_what_does_not_apply_and_why():
     assert "an accuracy needs classes" in report.skipped["pac_bayes"]
     assert len(report.measures) == len(MEASURES) - 3
     for name in report.skipped:
-        with pytest.raises(pf.InputError):
+        with pytest.raises(pf.errors.InputError):
             pf.measure(mlp(nn.Tanh), nn.MSELoss(), (X, torch.randn(12, 4).double()), measures=name)
 
 
@@ -138,14 +138,14 @@ def test_all_of_a_model_of_tokens():
 
 def test_derived_measures_go_with_their_bases(monkeypatch):
     def refuses(task):
-        raise pf.NotYetError("not for this one")
+        raise pf.errors.NotYetError("not for this one")
 
     rows = [dataclasses.replace(row, compute=refuses) if row.name == "lambda_max" else row for row in MEASURES]
     monkeypatch.setattr(measures, "MEASURES", tuple(rows))
     report = pf.measure(mlp(), LOSS, (X, Y), measures="all")
     assert set(report.skipped) == {"lambda_max", "scaled_lambda_max", "largest_scaled_lambda_max"}
     assert set(report.skipped.values()) == {"not for this one"}
-    with pytest.raises(pf.NotYetError, match="not for this one"):
+    with pytest.raises(pf.errors.NotYetError, match="not for this one"):
         pf.measure(mlp(), LOSS, (X, Y), measures="scaled_lambda_max")
 
 
@@ -161,9 +161,9 @@ def test_layers_whose_network_is_too_dear():
         expected = truth.adaptive_sharpness_of(matrix, truth.weight_of(model, "0"))
         assert report["0", "adaptive_sharpness"].value == pytest.approx(expected, rel=1e-9)
         assert "adaptive_sharpness" in report.measures
-        with pytest.raises(pf.InputError, match=whole):
+        with pytest.raises(pf.errors.InputError, match=whole):
             report["adaptive_sharpness"]
-        again = pf.Report.from_json(report.to_json())
+        again = pf.results.Report.from_json(report.to_json())
         assert again == report
         assert again.skipped == report.skipped
 
@@ -173,13 +173,13 @@ def test_layers_whose_network_is_too_dear():
 
 @pytest.mark.parametrize("names", [None, "all"])
 def test_errors_of_everything_are_errors(names):
-    with pytest.raises(pf.NonFiniteError, match="batch 0: 1 of 12"):
+    with pytest.raises(pf.errors.NonFiniteError, match="batch 0: 1 of 12"):
         pf.measure(mlp(), LOSS, (torch.where(torch.arange(12)[:, None] == 3, torch.nan, X), Y), measures=names)
-    with pytest.raises(pf.InputError, match="training mode"):
+    with pytest.raises(pf.errors.InputError, match="training mode"):
         pf.measure(nn.Sequential(*mlp(), nn.Dropout()), LOSS, (X, Y), measures=names)
-    with pytest.raises(pf.InputError, match="targets"):
+    with pytest.raises(pf.errors.InputError, match="targets"):
         pf.measure(mlp(), LOSS, (X, Y + 100), measures=names)
-    with pytest.raises(pf.InputError, match="nothing in the model matches"):
+    with pytest.raises(pf.errors.InputError, match="nothing in the model matches"):
         pf.measure(mlp(), LOSS, (X, Y), layers="9", measures=names)
 
 
@@ -196,11 +196,11 @@ def test_programming_errors_are_errors(error, monkeypatch):
 
 def test_nan_of_one_measure_is_an_error(monkeypatch):
     def not_finite(task):
-        raise pf.NonFiniteError("in a derivative")
+        raise pf.errors.NonFiniteError("in a derivative")
 
     rows = [dataclasses.replace(row, compute=not_finite) if row.name == "fisher_rao" else row for row in MEASURES]
     monkeypatch.setattr(measures, "MEASURES", tuple(rows))
-    with pytest.raises(pf.NonFiniteError, match="in a derivative"):
+    with pytest.raises(pf.errors.NonFiniteError, match="in a derivative"):
         pf.measure(mlp(), LOSS, (X, Y), measures="all")
 
 
@@ -212,7 +212,7 @@ def test_reasons_in_a_report(tmp_path):
     path = tmp_path / "report.json"
     text = report.to_json(path)
     assert json.loads(text)["skipped"] == report.skipped
-    for again in (pf.Report.from_json(path), pf.Report.from_dict(report.to_dict())):
+    for again in (pf.results.Report.from_json(path), pf.results.Report.from_dict(report.to_dict())):
         assert again == report
         assert (again.skipped, again.measures, str(again)) == (report.skipped, report.measures, str(report))
     assert "skipped" not in pf.measure(mlp(), LOSS, (X, Y), measures="sweep").to_dict()
@@ -255,7 +255,7 @@ def test_how_often_data_are_read():
 
 
 def test_measures_of_nothing():
-    with pytest.raises(pf.InputError, match="at least one name is wanted"):
+    with pytest.raises(pf.errors.InputError, match="at least one name is wanted"):
         pf.measure(mlp(), LOSS, (X, Y), measures=[])
 
 
@@ -282,5 +282,5 @@ def test_sampled_values_have_no_largest():
     assert "largest of several" in report.skipped["largest_scaled_trace"]
     report = pf.measure(mlp(), LOSS, (X, Y), measures=["trace", "adaptive_sharpness"], probes="adaptive", rtol=0.1)
     assert "takes probes=k" in report.skipped["adaptive_sharpness"]
-    with pytest.raises(pf.InputError, match="takes probes=k"):
+    with pytest.raises(pf.errors.InputError, match="takes probes=k"):
         pf.measure(mlp(), LOSS, (X, Y), measures="sharpness", probes="adaptive")

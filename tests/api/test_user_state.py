@@ -69,7 +69,7 @@ def test_an_error_leaves_no_trace_while_it_is_handled(model, options):
     x[3] = torch.nan
     try:
         pf.relative_flatness(model, LOSS, (x, Y), **options)
-    except pf.NonFiniteError:
+    except pf.errors.NonFiniteError:
         assert_unchanged(model, before)
     else:
         pytest.fail("NaN was not noticed")
@@ -78,7 +78,7 @@ def test_an_error_leaves_no_trace_while_it_is_handled(model, options):
 def test_a_refusal_leaves_no_trace(model):
     before = snapshot(model)
     for layer in ("he", "nothing", "re:("):
-        with pytest.raises(pf.FlatnessError):
+        with pytest.raises(pf.errors.FlatnessError):
             pf.relative_flatness(model, LOSS, (X, Y), layer)
     assert_unchanged(model, before)
 

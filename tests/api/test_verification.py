@@ -96,7 +96,7 @@ def test_verify_hidden_layers_by_the_laplacian(monkeypatch):
     assert result, result
     assert result.method == "laplacian in the input"
     case = CASES["residual"]
-    with pytest.raises(pf.InputError, match="several positions in a sample; verify a smaller layer"):
+    with pytest.raises(pf.errors.InputError, match="several positions in a sample; verify a smaller layer"):
         pf.verify(case.build(), case.loss, (case.inputs, case.targets), case.layers[0])
 
 
@@ -106,7 +106,7 @@ def test_verify_says_what_a_long_truth_costs():
         r"layer '2' of 28 weights: the truth of 5 samples takes 28 backward passes, about .* s, more than seconds=0; "
         r"pass fewer samples=, a smaller layer of the same kind, or seconds=None"
     )
-    with pytest.raises(pf.InputError, match=message):
+    with pytest.raises(pf.errors.InputError, match=message):
         pf.verify(model, nn.CrossEntropyLoss(), data, samples=5, seconds=0)
     assert pf.verify(model, nn.CrossEntropyLoss(), data, samples=5, seconds=None)
 
@@ -114,7 +114,9 @@ def test_verify_says_what_a_long_truth_costs():
 def test_verify_says_what_a_long_laplacian_costs(monkeypatch):
     monkeypatch.setattr("pyflatness.verification._DEFINITION_ENTRIES", 0)
     model, data = classifier(6, 7, C), (torch.randn(9, 6), torch.randint(C, (9,)))
-    with pytest.raises(pf.InputError, match=r"layer '0' of 42 weights: the truth of 9 samples takes 6 backward passes"):
+    with pytest.raises(
+        pf.errors.InputError, match=r"layer '0' of 42 weights: the truth of 9 samples takes 6 backward passes"
+    ):
         pf.verify(model, nn.CrossEntropyLoss(), data, "0", seconds=0)
 
 
@@ -135,5 +137,5 @@ def test_verify_has_a_bar(monkeypatch):
 
 @pytest.mark.parametrize("seconds", [-1, "1 min", float("nan"), True])
 def test_verify_takes_seconds(seconds):
-    with pytest.raises(pf.InputError, match=r"seconds=.*: a number of seconds"):
+    with pytest.raises(pf.errors.InputError, match=r"seconds=.*: a number of seconds"):
         pf.verify(classifier(6, C), nn.CrossEntropyLoss(), (torch.randn(9, 6), torch.randint(C, (9,))), seconds=seconds)

@@ -51,7 +51,7 @@ def _score(folder: Path, data: str, out: str, *rest: object) -> Path:
 
 
 @pytest.fixture
-def zoo(tiny: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[Path], pf.Report]:
+def zoo(tiny: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[Path], pf.results.Report]:
     """A folder with the network's file, its checkpoints, and what is measured of the first."""
     if not RUNNER.is_file():
         pytest.skip("the benchmarks are not part of this source tree")
@@ -114,13 +114,13 @@ def test_the_zoo_reparameterised_and_its_tables(zoo, capsys):
     for row, train, test in zip(rows, losses[:6], losses[6:], strict=True):
         assert float(row["gap"]) == pytest.approx(test - train, rel=1e-4, abs=1e-5)
     for name, moved in (("relative_flatness 4", False), ("weight_norm network", True)):
-        same = [pf.correlations(file, name)[name, "Pearson"].value for file in (before, after)]
+        same = [pf.statistics.correlations(file, name)[name, "Pearson"].value for file in (before, after)]
         assert (abs(same[0] - same[1]) > 1e-3) == moved
         assert (f"| {name} | before and after | 6 |" in printed) != moved
         assert (f"| {name} | after | 6 |" in printed) == moved
     written = _rows(folder / "docs" / "correlations.csv")
     table = {(row["measure"], row["weights"], row["statistic"]): row for row in written}
     assert len(table) == 6 * (4 + 4 + 4 + 4 + 1 + 1)
-    expected = pf.correlations(after, "sharpness")["sharpness", "Kendall"]
+    expected = pf.statistics.correlations(after, "sharpness")["sharpness", "Kendall"]
     assert float(table["sharpness", "after", "Kendall"]["value"]) == pytest.approx(expected.value, abs=6e-4)
     assert (folder / "docs" / "gap.png").stat().st_size > 0

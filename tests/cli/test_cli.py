@@ -1,11 +1,8 @@
-"""The command line: doctor's self-check, the demo's numbers and files, and errors that a user can read."""
+"""The command line: doctor's self-check, correlations, and errors that a user can read."""
 
-import csv
-import json
 import math
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +12,10 @@ from scipy import stats
 
 import pyflatness as pf
 from pyflatness import cli
-from pyflatness.cli import demo, demo_networks, doctor
+from pyflatness.cli import demo, doctor, paths
 from pyflatness.contractions import backends, compiled, cuda
 from pyflatness.statistics.coefficients import STATISTICS
 from pyflatness.statistics.correlation import correlation
-
-TINY = [
-    demo_networks.Recipe("MLP-1", "Adam", 0.005, 64, seed=3),
-    demo_networks.Recipe("CNN", "SGD", 0.02, 64, seed=4),
-    demo_networks.Recipe("MLP-2", "SGD", 0.02, 64, seed=5),
-]
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -37,16 +28,6 @@ def _status(*arguments: str) -> object:
     with pytest.raises(SystemExit) as exit_:
         cli.main(arguments)
     return str(exit_.value) if str(exit_.value).startswith("Error: ") else exit_.value.code or 0
-
-
-@pytest.fixture
-def one_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_networks, "MAX_EPOCHS", 1)
-
-
-@pytest.fixture
-def digits() -> demo_networks.Digits:
-    return demo_networks.load_digits(0)
 
 
 def test_doctor_in_a_process() -> None:
@@ -156,93 +137,13 @@ def test_demo_refuses_an_unwritable_folder_before_training(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(demo_networks, "load_digits", lambda seed: pytest.fail("work began"))
+    monkeypatch.setattr(demo, "digits", lambda seed: pytest.fail("work began"))
     assert str(_status("demo", "--out", str(tmp_path / path))).startswith(f"Error: --out {tmp_path / path}: ")
 
 
 def test_the_folder_is_tried_and_left_empty(tmp_path: Path) -> None:
-    demo.prepare_folder(tmp_path / "a" / "b")
+    paths.prepare_folder(tmp_path / "a" / "b")
     assert list((tmp_path / "a" / "b").iterdir()) == []
-
-
-def test_recipes_vary_everything() -> None:
-    recipes = demo_networks.recipes(7)
-    assert len(set(recipes)) == len({recipe.seed for recipe in recipes}) == 24
-    for field in ("network", "optimiser", "learning_rate", "batch_size"):
-        assert len({getattr(recipe, field) for recipe in recipes}) > 1
-
-
-def test_digits_are_split_by_seed(digits: demo_networks.Digits) -> None:
-    assert digits.train_images.shape[1:] == (1, 8, 8)
-    assert len(digits.train_images) + len(digits.test_images) == 1797
-    assert torch.equal(demo_networks.load_digits(0).train_images, digits.train_images)
-    assert not torch.equal(demo_networks.load_digits(1).train_images, digits.train_images)
-
-
-def test_training_reaches_the_target(digits: demo_networks.Digits) -> None:
-    trained = demo_networks.train(TINY[0], digits)
-    loss, accuracy = demo_networks.evaluate(trained.model, digits.train_images, digits.train_labels)
-    assert trained.converged
-    assert not trained.model.training
-    assert loss < 2 * demo_networks.TARGET_LOSS
-    assert accuracy > 0.95
-
-
-@pytest.mark.usefixtures("one_epoch")
-def test_tiny_demo_is_deterministic_and_writes_every_row(tmp_path: Path, digits: demo_networks.Digits) -> None:
-    threads, state = torch.get_num_threads(), torch.get_rng_state()
-    rows = demo_networks.run(TINY, digits)
-    assert torch.get_num_threads() == threads
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.manual_seed(99)
-    assert demo_networks.run(TINY, digits) == rows
-    assert demo_networks.run([replace(TINY[0], seed=8)], digits)[0].kappa != rows[0].kappa
-
-    correlations = demo.correlate(rows, seed=0)
-    assert demo.correlate(rows, seed=0) == correlations
-    demo.write(tmp_path, rows, correlations, seed=0)
-    assert (tmp_path / "scatter.png").read_bytes().startswith(b"\x89PNG")
-    results = json.loads((tmp_path / "results.json").read_text())
-    with (tmp_path / "results.csv").open(newline="") as file:
-        table = list(csv.DictReader(file))
-    assert results["seed"] == 0
-    assert results["versions"]["torch"] == torch.__version__
-    assert len(results["correlations"]) == 6
-    for row, from_json, from_csv in zip(rows, results["networks"], table, strict=True):
-        assert demo_networks.Row(**from_json) == row
-        assert float(from_csv["kappa"]) == row.kappa
-        assert from_csv["network"] == row.network
-        assert not row.converged
-        assert row.gap == row.test_loss - row.train_loss
-        assert row.kappa > 0
-        assert row.normalised_kappa > 0
-
-
-@pytest.mark.usefixtures("one_epoch")
-def test_demo_command_shows_networks_that_did_not_get_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(demo_networks, "recipes", lambda seed: TINY)
-    assert _status("demo", "--out", str(tmp_path), "--seed", "5") == 0
-    out, err = capsys.readouterr()
-    assert out.count("1*") == len(TINY)
-    assert "after the most epochs allowed" in out
-    for statistic in ("Pearson", "Spearman", "Kendall"):
-        assert out.count(statistic) == 2
-    assert err == ""
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.csv", "results.json", "scatter.png"]
-
-
-@pytest.mark.usefixtures("one_epoch")
-def test_networks_that_diverged_or_died_stay_in_everything(tmp_path: Path, digits: demo_networks.Digits) -> None:
-    diverged = demo_networks.run([replace(TINY[2], learning_rate=1e30)], digits)[0]
-    assert math.isnan(diverged.kappa)
-    dead = replace(diverged, gap=0.1, kappa=0.0, normalised_kappa=0.0)
-    rows = [diverged, dead, replace(dead, kappa=2.0)]
-    demo.write(tmp_path, rows, demo.correlate(rows, seed=0), seed=0)
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert [row["kappa"] for row in results["networks"]] == [None, 0.0, 2.0]
-    assert all(item["value"] is None for item in results["correlations"])
 
 
 SCIPY = {

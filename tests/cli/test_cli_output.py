@@ -14,13 +14,15 @@ import pytest
 
 import pyflatness as pf
 from pyflatness import cli
-from pyflatness.cli import demo, demo_networks, doctor, paths, score_csv
+from pyflatness.cli import demo, doctor, paths, score_csv
 from pyflatness.scoring.rows import Row
 from support.score_runs import status
 
-NETWORK = demo_networks.Row(
-    *("MLP-1", "Adam", 0.005, 64, 3, 17, True, 0.0499123, 0.123456, 0.961234, 0.0735437, 12.3456789, 0.00123456)
-)
+NETWORK = {
+    **{"name": "mlp_1/a", "network": "mlp_1", "optimizer": "adam", "learning_rate": 0.005, "batch_size": 64, "seed": 3},
+    **{"epochs": 17, "converged": True, "train_loss": 0.0499123, "test_loss": 0.123456, "test_accuracy": 0.961234},
+    **{"gap": 0.0735437, "relative_flatness": 12.3456789, "relative_flatness_std": 0.00123456},
+}
 SCORED = Row("runs/a long name of a file.safetensors", "stage1.0.conv1", "relative_flatness", 0.367799, None, "head")
 
 
@@ -42,7 +44,7 @@ def _printed(command: Callable[[], object], width: int, monkeypatch, capsys) -> 
         lambda: status("measures"),
         lambda: doctor.show(doctor._table([doctor.Check("avx512", doctor.torch.float64, 1.5e-13, "fused", 1e-12)])),
         lambda: doctor.show(doctor._environment()),
-        lambda: demo._print([NETWORK], []),
+        lambda: doctor.show(demo._table([NETWORK])),
         lambda: score_csv.print_rows([SCORED]),
     ],
     ids=["layers", "measures", "doctor", "environment", "demo", "score"],
@@ -117,17 +119,18 @@ def _space(bytes_: int) -> Iterator[None]:
 
 
 def test_results_of_the_demo_are_whole_or_the_older_ones(tmp_path: Path) -> None:
-    demo.write(tmp_path, [NETWORK], [], seed=0)
+    several = [NETWORK | {"name": f"mlp_1/{place}", "gap": 0.01 * place} for place in range(9)]
+    demo.write(tmp_path, several, demo.correlated(several), seed=0)
     older = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert sorted(older) == ["results.csv", "results.json", "scatter.png"]
-    with _space(1000), pytest.raises(pf.InputError) as caught:
-        demo.write(tmp_path, [NETWORK] * 9, [], seed=0)
+    with _space(1000), pytest.raises(pf.errors.InputError) as caught:
+        demo.write(tmp_path, several, demo.correlated(several), seed=0)
     assert str(caught.value) == f"--out: {tmp_path / 'scatter.png'} cannot be written (File too large)"
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == older
 
 
 def test_a_folder_in_the_place_of_a_result(tmp_path: Path) -> None:
     (tmp_path / "results.csv").mkdir()
-    with pytest.raises(pf.InputError, match=r"--out: .*results\.csv cannot be written \(Is a directory\)"):
+    with pytest.raises(pf.errors.InputError, match=r"--out: .*results\.csv cannot be written \(Is a directory\)"):
         paths.write_whole(tmp_path / "results.csv", b"rows")
     assert [path.name for path in tmp_path.iterdir()] == ["results.csv"]

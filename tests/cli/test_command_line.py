@@ -40,7 +40,7 @@ def store(tiny):
     """A store with one checkpoint."""
     path = Path(tiny).with_name("runs.sqlite")
     options = {"model": f"{tiny}:Tiny", "layers": "*", "measures": ["trace", "weight_norm"], "store": path}
-    pf.score({"first": saved(tiny, 1, "1.safetensors")}, f"{tiny}:data", "cross_entropy", **options)
+    pf.score({"first": saved(tiny, 1, "1.safetensors")}, "cross_entropy", f"{tiny}:data", **options)
     return str(path)
 
 

@@ -33,7 +33,7 @@ def test_counts_of_samples_in_files(option, wrong, tmp_path):
     read = data_specs.resolve(str(path))
     inputs, _ = read(**{option: 2})
     assert len(inputs) == (2 if option == "count" else 4)
-    with pytest.raises(pf.InputError, match=f"{option}={wrong!r}: a number of samples is wanted, at least 1"):
+    with pytest.raises(pf.errors.InputError, match=f"{option}={wrong!r}: a number of samples is wanted, at least 1"):
         read(**{option: wrong})
 
 

@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-import pyflatness as pf
-from pyflatness.cli import demo, demo_networks
 from support.score_runs import arguments_of, rows_of, saved, status
 
 LINEAR = ["--model", "torch.nn:Linear", "--model-args", '{"in_features": 4, "out_features": 3}']
@@ -67,16 +65,3 @@ def test_json_of_score_is_not_of_a_store(tiny, tmp_path, capsys):
     place = arguments.index("--out")
     assert status(*arguments[:place], *arguments[place + 2 :]) == 2
     assert "--json goes with --out" in capsys.readouterr().err
-
-
-def test_json_of_the_demo_is_its_file(tmp_path, monkeypatch, capsys):
-    row = demo_networks.Row(
-        *("MLP-1", "Adam", 0.005, 64, 3, 17, True, 0.0499123, 0.123456, 0.961234, 0.0735437, 12.3456789, 0.00123456)
-    )
-    monkeypatch.setattr(demo_networks, "run", lambda recipes, digits: [row] * 6)
-    assert status("demo", "--out", str(tmp_path), "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found == json.loads((tmp_path / "results.json").read_text())
-    assert found["versions"]["pyflatness"] == pf.__version__
-    assert len(found["networks"]) == 6
-    assert demo.MEASURES.keys() == {row["measure"] for row in found["correlations"]}

@@ -290,14 +290,14 @@ def test_tied_weights_may_be_stored_once(tiny: str) -> None:
     state = {name: torch.full_like(tensor, 2.0) for name, tensor in tied.state_dict().items()}
     loading.load(tied, {name: tensor for name, tensor in state.items() if name != "a.weight"})
     assert (tied.a.weight == 2).all()
-    with pytest.raises(pf.InputError, match=r"a\.weight and b\.weight, one weight in the model, differ"):
+    with pytest.raises(pf.errors.InputError, match=r"a\.weight and b\.weight, one weight in the model, differ"):
         loading.load(tied, {**state, "a.weight": state["a.weight"] + 1})
 
 
 def test_many_differences_are_shortened() -> None:
     network = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(50)))
     state = {("other." if n < 56 else "") + name: torch.ones(3) for n, name in enumerate(network.state_dict())}
-    with pytest.raises(pf.InputError, match=r"Missing key.* … Unexpected key.* … .* And 42 more\.") as caught:
+    with pytest.raises(pf.errors.InputError, match=r"Missing key.* … Unexpected key.* … .* And 42 more\.") as caught:
         loading.load(network, state)
     assert len(str(caught.value)) < 1000
 

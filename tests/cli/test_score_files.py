@@ -72,12 +72,12 @@ def test_no_altered_weight_is_read_from_an_archive(tiny: str) -> None:
         path.write_bytes(flipped)
         try:
             assert _equal(checkpoints.read(path).state, state), place
-        except pf.InputError:
+        except pf.errors.InputError:
             refused += 1
     assert refused > 100  # the others are in the padding between the archive's parts
     values = content.index(state["body.weight"].numpy().tobytes())
     path.write_bytes(content[:values] + bytes([content[values] ^ 1]) + content[values + 1 :])
-    with pytest.raises(pf.InputError, match=r"damaged.* the checksum of a/data/0 is wrong"):
+    with pytest.raises(pf.errors.InputError, match=r"damaged.* the checksum of a/data/0 is wrong"):
         checkpoints.read(path)
 
 

@@ -94,7 +94,7 @@ def test_sampled_values_have_their_errors(tiny: str) -> None:
     assert status(*arguments_of(tiny, "--probes", "some", path)) != 0
 
 
-def _in_report(report: pf.Report) -> set[tuple[str, str]]:
+def _in_report(report: pf.results.Report) -> set[tuple[str, str]]:
     return {(layer, measure) for layer, measure, _ in report}
 
 

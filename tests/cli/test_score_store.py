@@ -131,7 +131,7 @@ def _done(store: Path) -> int:
     try:
         with pf.scoring.store.Store(store) as held:
             return held.select("SELECT count(*) FROM results WHERE state = 'done'")[0][0]
-    except pf.StoreError:  # it is being made
+    except pf.errors.StoreError:  # it is being made
         return 0
 
 

@@ -43,7 +43,7 @@ def test_a_misspelt_measure_has_few_near_ones(slip, meant, tiny, capsys):
     said = " ".join(capsys.readouterr().err.split())
     assert f"'{slip}' does not exist; did you mean {meant}" in said
     assert "weight_norm" not in said
-    with pytest.raises(pf.InputError, match=f"did you mean {meant}"):
+    with pytest.raises(pf.errors.InputError, match=f"did you mean {meant}"):
         pf.measure(torch.nn.Linear(3, 2), "cross_entropy", [], measures=[slip])
 
 
@@ -56,23 +56,18 @@ def test_names_that_are_meant():
 
 def test_a_store_is_no_table_and_a_table_no_store(tiny, tmp_path, capsys):
     store = tmp_path / "train.sqlite"
-    pf.score({"first": saved(tiny, 0, "0.safetensors")}, f"{tiny}:data", "cross_entropy", model=f"{tiny}:Tiny",
+    pf.score({"first": saved(tiny, 0, "0.safetensors")}, "cross_entropy", f"{tiny}:data", model=f"{tiny}:Tiny",
              store=store)  # fmt: skip
-    with pytest.raises(pf.InputError, match=r"is a store, no table; pyflatness export .*train.sqlite --out FILE.csv"):
-        pf.correlations(store, "trace", "loss")
+    with pytest.raises(
+        pf.errors.InputError, match=r"is a store, no table; pyflatness export .*train.sqlite --out FILE.csv"
+    ):
+        pf.statistics.correlations(store, "trace", "loss")
     table = store.with_suffix(".csv")
     assert status("export", str(store), "--out", str(table)) == 0
     said = str(status("report", str(table), "--out", str(tmp_path / "page.html")))
     assert "train.csv is no store" in said
     assert "--store FILE" in said
     assert "committed" not in said
-
-
-def test_a_layer_without_a_measure_says_what_is_wanted():
-    network = torch.nn.Sequential(torch.nn.Linear(4, 3)).eval()
-    report = pf.measure(network, "cross_entropy", [(torch.zeros(2, 4), torch.zeros(2, dtype=torch.long))], layers="*")
-    with pytest.raises(pf.InputError, match=r"no measure '0'; .*; it is a layer: report\['0', measure\] is wanted"):
-        report["0"]
 
 
 def test_score_without_a_checkpoint_says_that_weights_are_not_from_one(tiny, capsys):
@@ -102,8 +97,8 @@ def test_settings_of_a_store_are_told_apart(tiny, tmp_path, capsys):
     assert ", 7 samples; loss" in page.read_text(encoding="utf-8")
     table = tmp_path / "runs.csv"
     assert status("export", str(store), "--out", str(table)) == 0
-    with pytest.raises(pf.InputError, match="has two rows of 'relative_flatness'; the column 'setting'"):
-        pf.correlations(table, "relative_flatness", "loss")
+    with pytest.raises(pf.errors.InputError, match="has two rows of 'relative_flatness'; the column 'setting'"):
+        pf.statistics.correlations(table, "relative_flatness", "loss")
 
 
 def test_settings_that_differ_by_the_content_of_data_alone_have_hashes():

@@ -22,7 +22,7 @@ def store(tiny: str) -> Path:
     files = [saved(tiny, seed, f"{seed}.safetensors") for seed in (1, 2)]
     path, bad = Path(tiny).with_name("runs.sqlite"), Path(tiny).with_name("bad.safetensors")
     options = {"model": f"{tiny}:Tiny", "layers": "*", "measures": ["trace", "weight_norm"], "store": path}
-    pf.score({"first": files[0], "second": files[1], "bad": bad}, f"{tiny}:data", "cross_entropy", **options)
+    pf.score({"first": files[0], "second": files[1], "bad": bad}, "cross_entropy", f"{tiny}:data", **options)
     return path
 
 
@@ -89,7 +89,7 @@ def test_without_pyarrow(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_of_data_that_changed_under_one_name_are_told_apart(store: Path) -> None:
     network, (x, y) = {"a": torch.nn.Linear(4, 3).eval()}, (torch.randn(30, 4), torch.randint(3, (30,)))
     for data in ((x, y), (x, (y + 1) % 3)):
-        pf.score(network, data, "cross_entropy", store=store, measures=["trace", "weight_norm"])
+        pf.score(network, "cross_entropy", data, store=store, measures=["trace", "weight_norm"])
     out = store.with_suffix(".json")
     assert status("export", str(store), "--out", str(out)) == 0
     rows = [row for row in json.loads(out.read_text())["rows"] if row["checkpoint"] == "a"]
@@ -120,7 +120,7 @@ def test_gc_takes_out_what_no_checkpoint_has(tiny: str, store: Path, capsys: pyt
     state["head.bias"] += 1
     save_file(state, path)
     options = {"model": f"{tiny}:Tiny", "layers": "*", "measures": "trace", "store": store}
-    assert pf.score({"first": path}, f"{tiny}:data", "cross_entropy", **options).computed == 1
+    assert pf.score({"first": path}, "cross_entropy", f"{tiny}:data", **options).computed == 1
     assert status("verify", str(store)) == 0
     assert "6 values of weights that no checkpoint has: pyflatness gc takes them out" in capsys.readouterr().out
     size = store.stat().st_size
@@ -128,7 +128,7 @@ def test_gc_takes_out_what_no_checkpoint_has(tiny: str, store: Path, capsys: pyt
     assert status("verify", str(store)) == 0
     assert "takes them out" not in capsys.readouterr().out
     assert store.stat().st_size <= size
-    assert pf.score({"first": path}, f"{tiny}:data", "cross_entropy", **options).computed == 0
+    assert pf.score({"first": path}, "cross_entropy", f"{tiny}:data", **options).computed == 0
 
 
 def test_verify_finds_what_is_broken(store: Path, capsys: pytest.CaptureFixture[str]) -> None:

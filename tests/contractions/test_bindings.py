@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from pyflatness import BackendError
 from pyflatness.contractions import compiled, softmax
+from pyflatness.errors import BackendError
 from support.nested import changed
 
 _C = pytest.importorskip("pyflatness._C", reason="the compiled kernels are not built")
@@ -262,7 +262,7 @@ x, w = torch.ones(3, 2), torch.eye(2)
 print(pf.head_flatness(x, w).backend, pf.head_flatness(x, w, backend="reference").backend)
 try:
     pf.head_flatness(x, w, backend="compiled")
-except pf.BackendError as error:
+except pf.errors.BackendError as error:
     print(error)
 """
     result = run_python(code)

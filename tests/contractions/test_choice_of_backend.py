@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import pyflatness as pf
-from pyflatness import BackendError
 from pyflatness.contractions import backends, compiled, cuda, reference
+from pyflatness.errors import BackendError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyflatness import BackendError
 from pyflatness.contractions import SoftmaxVariance, choose, compiled, reference
+from pyflatness.errors import BackendError
 from support import truth
 from support.cases import on_threads
 from support.truth import exact_formula_error, tolerance

@@ -5,9 +5,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pyflatness import BackendError
 from pyflatness.contractions import compiled, reference
 from pyflatness.contractions.geometry import Geometry
+from pyflatness.errors import BackendError
 from support.cases import on_threads
 from support.combinations import ENGINES
 from support.layer_cases import CASES, DTYPES, LAYOUTS, ONE, double, layer, limit

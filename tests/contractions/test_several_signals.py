@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import pyflatness as pf
-from pyflatness import BackendError
 from pyflatness.contractions import LayerContraction, compiled, cuda, reference
 from pyflatness.contractions.geometry import Geometry
 from pyflatness.contractions.layer import Contraction
+from pyflatness.errors import BackendError
 from pyflatness.passes import memory
 from support.cases import on_threads
 from support.layer_cases import CASES, DTYPES, LAYOUTS, ONE, double, layer, layout, limit

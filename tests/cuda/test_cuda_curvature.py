@@ -49,7 +49,7 @@ CALLS = {
     "worst case, linf": lambda net, data: pf.worst_case_sharpness(
         net, LOSS, data, steps=2, norm="linf", normalize_logits=True
     ),
-    "keskar": lambda net, data: pf.keskar_sharpness(net, LOSS, data, steps=3, restarts=2),
+    "keskar": lambda net, data: pf.measures.keskar_sharpness(net, LOSS, data, steps=3, restarts=2),
     "plane": lambda net, data: pf.landscape(net, LOSS, data, dimensions=2, steps=3, quadratic=True, accuracy=True),
     "line of an eigenvector": lambda net, data: along_eigenvectors(net, data).losses.abs().sum(),
     "plane through networks": lambda net, data: pf.landscape(
@@ -123,7 +123,7 @@ def test_the_step_that_makes_the_loss_rise(cuda_device):
         LOSS(net(whole[0]), whole[1]).backward()
         step = {name: -parameter.grad for name, parameter in net.named_parameters()}
         net.zero_grad()
-        return pf.critical_sharpness(net, LOSS, data, step).value
+        return pf.measures.critical_sharpness(net, LOSS, data, step).value
 
     assert found(cuda_device) == pytest.approx(found(torch.device("cpu")), rel=1e-6)
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from pyflatness import BackendError
 from pyflatness.contractions import backends, cuda, reference
+from pyflatness.errors import BackendError
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ pytestmark = on_a_gpu
 X, Y = doors.X.double(), doors.Y
 VALUES = torch.linspace(-1, 1, doors.N * doors.C, dtype=torch.float64).view(doors.N, doors.C)
 OTHERS = {  # of what the grid has not: losses, models or records of their own
-    "interpolation_error": lambda model, loss, data: pf.interpolation_error(
+    "interpolation_error": lambda model, loss, data: pf.theory.interpolation_error(
         model, (data[0], VALUES.to(data[0].device)), adaptive=True, second_derivatives=True
     ),
     "invariances": lambda model, loss, data: pf.invariances(model, loss, data, measures=["trace", "relative_flatness"]),
@@ -108,10 +108,10 @@ def test_calls_of_tensors(cuda_device, around, name):
 
 def test_calls_of_features(cuda_device):
     states = random_states()
-    assert_close(pf.density_constants(X.to(cuda_device), 1.0), pf.density_constants(X, 1.0), rel=1e-10)
-    noise = pf.truncated_normal_noise(X.to(cuda_device), 0.1, draws=3)
+    assert_close(pf.theory.density_constants(X.to(cuda_device), 1.0), pf.theory.density_constants(X, 1.0), rel=1e-10)
+    noise = pf.theory.truncated_normal_noise(X.to(cuda_device), 0.1, draws=3)
     assert noise.device.type == cuda_device.type
-    assert torch.equal(noise, pf.truncated_normal_noise(X.to(cuda_device), 0.1, draws=3))
+    assert torch.equal(noise, pf.theory.truncated_normal_noise(X.to(cuda_device), 0.1, draws=3))
     assert all(map(torch.equal, random_states(), states))
 
 

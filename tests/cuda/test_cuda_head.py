@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pyflatness import BackendError
 from pyflatness.contractions import SoftmaxVariance, cuda, reference
+from pyflatness.errors import BackendError
 from support import truth
 from support.cuda_heads import class_sums, draw, relative
 from support.truth import exact_formula_error, tolerance

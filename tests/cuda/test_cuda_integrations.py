@@ -147,7 +147,7 @@ def test_models_in_worker_processes(cuda_device):
     """A process of its own begins with a GPU that it has not used yet."""
     data = batches()
     models = {"first": network().to(cuda_device), "second": network().to(cuda_device)}
-    found = pf.score(models, data, nn.CrossEntropyLoss(), workers=2)
-    expected = pf.score({name: network() for name in models}, data, nn.CrossEntropyLoss())
+    found = pf.score(models, nn.CrossEntropyLoss(), data, workers=2)
+    expected = pf.score({name: network() for name in models}, nn.CrossEntropyLoss(), data)
     assert [row.error for row in found] == [""] * len(found)
     assert [row.value for row in found] == pytest.approx([row.value for row in expected], rel=1e-8)

@@ -5,9 +5,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pyflatness import BackendError
 from pyflatness.contractions import cuda, reference
 from pyflatness.contractions.geometry import Geometry
+from pyflatness.errors import BackendError
 from support import layer_cases as layers
 from support.cuda_layers import CASES, in_one_order, layer, moved
 

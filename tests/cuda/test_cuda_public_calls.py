@@ -10,7 +10,7 @@ from torch import nn
 import pyflatness as pf
 from pyflatness.contractions import backends, cuda
 from pyflatness.measures import MEASURES
-from support import hugging_face, unchanged
+from support import hugging_face, public, unchanged
 from support.on_cuda import assert_close, in_one_order, moved, on_a_gpu, random_states
 from support.public_calls import CALLS, OF_TENSORS, batches, network
 
@@ -43,7 +43,7 @@ def options(function, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in SAMPLED | {"verify"}])
 def test_public_calls(cuda_device, name, backend):
-    function = getattr(pf, name.partition(",")[0], pf.measure)
+    function = public.CALLS.get(name.partition(",")[0], pf.measure)
     model, data = network().to(cuda_device), moved(batches(), cuda_device)
     before, states = unchanged.snapshot(model), random_states()
     found = CALLS[name](model, LOSS, data, **options(function, backend))
@@ -165,7 +165,7 @@ def test_a_class_weight_elsewhere(cuda_device):
     expected = float(pf.relative_flatness(network(), loss, batches()))
     try:
         found = float(pf.relative_flatness(network().to(cuda_device), loss, batches()))
-    except (pf.FlatnessError, RuntimeError) as error:
+    except (pf.errors.FlatnessError, RuntimeError) as error:
         assert "cuda" in str(error)  # noqa: PT017
     else:
         assert found == pytest.approx(expected, rel=1e-10)
@@ -177,7 +177,7 @@ def test_noise_of_the_gpus_generator_is_refused(cuda_device, name):
     net = network().to(cuda_device)
     net.act.register_forward_hook(lambda module, args, h: h + 1e-5 * torch.randn_like(h))
     states = random_states()
-    with pytest.raises(pf.InputError, match="draws random numbers in its forward pass"):
+    with pytest.raises(pf.errors.InputError, match="draws random numbers in its forward pass"):
         pf.measure(net, LOSS, moved(batches(), cuda_device), measures=name)
     assert all(map(torch.equal, random_states(), states))
 
@@ -209,7 +209,7 @@ def test_the_time_of_a_pass_is_that_of_the_gpu(cuda_device, monkeypatch):
     """Where an exact value is refused, the message says how long it would take: the host waits for what it times."""
     waited, right = [], torch.cuda.synchronize
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: (waited.append(device), right(device)))
-    with pytest.raises(pf.InputError, match="max_passes=1"):
+    with pytest.raises(pf.errors.InputError, match="max_passes=1"):
         pf.relative_flatness(network().to(cuda_device), LOSS, batches(), "body", max_passes=1)
     assert [torch.device(device).type for device in waited if device is not None] == ["cuda", "cuda"]
 
@@ -239,7 +239,7 @@ def test_scores(cuda_device, tmp_path, from_files):
         if from_files:
             save_file(network().state_dict(), tmp_path / "first.safetensors")
             models, given = [tmp_path / "first.safetensors"], {"model": lambda: network().to(device)}
-        return pf.score(models, batches(), LOSS, layers="*", measures=["relative_flatness", "trace"], **given)
+        return pf.score(models, LOSS, batches(), layers="*", measures=["relative_flatness", "trace"], **given)
 
     expected, found = scored("cpu"), scored(cuda_device)
     assert [row.error for row in found] == ["" for row in expected]

@@ -109,7 +109,7 @@ def test_checkpointing_changes_no_eigenvalue(curvature):
 CALLS = {
     "spectrum": lambda model: pf.spectrum(model, LOSS, _data()),
     "worst case": lambda model: pf.worst_case_sharpness(model, LOSS, _data()),
-    "Keskar's": lambda model: pf.keskar_sharpness(model, LOSS, _data()),
+    "Keskar's": lambda model: pf.measures.keskar_sharpness(model, LOSS, _data()),
 }
 
 
@@ -119,7 +119,7 @@ CALLS = {
 def test_reentrant_checkpointing_is_no_silent_zero(name, first):
     model = Checkpointed(True).double().eval()
     model = model if first else nn.Sequential(nn.Linear(4, 4), model).double().eval()
-    with pytest.raises(pf.InputError, match=r"reentrant activation checkpointing.* pass use_reentrant=False"):
+    with pytest.raises(pf.errors.InputError, match=r"reentrant activation checkpointing.* pass use_reentrant=False"):
         CALLS[name](model)
 
 
@@ -134,5 +134,5 @@ def test_checkpointed_weight_norm_is_refused_by_name():
         def forward(self, x):
             return checkpoint(self.inner, x, use_reentrant=False)
 
-    with pytest.raises(pf.NotYetError, match=r"weight_norm.* switch checkpointing off"):
+    with pytest.raises(pf.errors.NotYetError, match=r"weight_norm.* switch checkpointing off"):
         pf.spectrum(Again().double().eval(), LOSS, _data())

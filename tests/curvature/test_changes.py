@@ -102,5 +102,5 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_options_are_refused(model, case):
     call, message = BAD[case]
-    with pytest.raises(pf.InputError, match=message):
+    with pytest.raises(pf.errors.InputError, match=message):
         call(model)

@@ -130,7 +130,7 @@ def test_autocast_goes_on_as_it_was(monkeypatch):
 
 def test_the_model_is_as_it_was_after_an_error():
     model, data = Net(*KINDS["2d"]).double().eval(), _data(KINDS["2d"][1])
-    with pytest.raises(pf.NonFiniteError):
+    with pytest.raises(pf.errors.NonFiniteError):
         pf.spectrum(model, LOSS, (data[0] * torch.nan, data[1]), k=1)
 
     def failing(module, arguments):
@@ -138,6 +138,6 @@ def test_the_model_is_as_it_was_after_an_error():
             raise RuntimeError("stop")
 
     model.first.register_forward_pre_hook(failing)
-    with pytest.raises(pf.InputError, match="stop"):
+    with pytest.raises(pf.errors.InputError, match="stop"):
         pf.spectrum(model, LOSS, data, k=1)
     assert all("_conv_forward" not in module.__dict__ for module in model.modules())

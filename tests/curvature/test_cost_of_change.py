@@ -232,11 +232,11 @@ BAD = {
 def test_refuses_what_is_no_change(case):
     model, data = _made("convolutions")
     changes, message = BAD[case]
-    with pytest.raises(pf.InputError, match=message):
+    with pytest.raises(pf.errors.InputError, match=message):
         pf.cost_of_change(model, nn.CrossEntropyLoss(), data, changes)
 
 
 def test_refuses_probes_of_nothing():
     model, data = _made("convolutions")
-    with pytest.raises(pf.InputError, match="probes=3 is for by_trace"):
+    with pytest.raises(pf.errors.InputError, match="probes=3 is for by_trace"):
         pf.cost_of_change(model, nn.CrossEntropyLoss(), data, pf.changes.rounded(model), probes=3)

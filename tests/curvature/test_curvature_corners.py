@@ -150,7 +150,7 @@ def test_loss_of_groups_is_that_of_all_data(name):
 def test_a_group_without_targets_is_refused():
     inputs, targets = _data()
     targets = targets.index_fill(0, torch.tensor([4, 5]), -100)
-    with pytest.raises(pf.InputError, match="no target of a group of samples counts"):
+    with pytest.raises(pf.errors.InputError, match="no target of a group of samples counts"):
         pf.worst_case_sharpness(_network(), LOSS, (inputs, targets), m=2, steps=1)
 
 
@@ -166,7 +166,7 @@ class Growing(nn.Module):
 def test_an_infinite_loss_is_a_rise():
     data = torch.full((1, 1), 30.0).double(), torch.full((1, 1), 3e13).double()
     found = [
-        pf.critical_sharpness(Growing(), nn.MSELoss(), data, {"w": torch.ones(1, 1)}, start=start).value
+        pf.measures.critical_sharpness(Growing(), nn.MSELoss(), data, {"w": torch.ones(1, 1)}, start=start).value
         for start in (1e-4, 1e4)
     ]
     assert found[0] == pytest.approx(found[1], rel=1e-4)
@@ -219,5 +219,5 @@ def test_critical_sharpness_refuses_noise():
     torch.manual_seed(0)
     model, data = Noisy(4, 3).double().eval(), (torch.randn(12, 4).double(), torch.randint(3, (12,)))
     step = {"weight": -model.weight.detach()}
-    with pytest.raises(pf.InputError, match="draws random numbers in its forward pass"):
-        pf.critical_sharpness(model, nn.CrossEntropyLoss(), data, step)
+    with pytest.raises(pf.errors.InputError, match="draws random numbers in its forward pass"):
+        pf.measures.critical_sharpness(model, nn.CrossEntropyLoss(), data, step)

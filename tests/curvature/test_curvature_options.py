@@ -81,7 +81,7 @@ def test_a_search_that_ends_by_its_limit_says_so():
 
 
 def test_fewer_products_than_pairs_are_refused():
-    with pytest.raises(pf.InputError, match=r"max_products=5: 6 eigenpairs"):
+    with pytest.raises(pf.errors.InputError, match=r"max_products=5: 6 eigenpairs"):
         pf.spectrum(_network(), LOSS, _data(), k=3, which="both", max_products=5)
 
 
@@ -99,7 +99,7 @@ def test_vectors_that_do_not_fit_are_an_error_before_the_first_product(options, 
     needed = vectors * 8 * size
     assert needed > (2**30 if "memory" in options else 2**32)
     data = torch.randn(2, 1500), torch.randint(2, (2,))
-    with pytest.raises(pf.InputError, match=rf"{named}: {vectors} vectors of {size:,} .* pass memory={needed} "):
+    with pytest.raises(pf.errors.InputError, match=rf"{named}: {vectors} vectors of {size:,} .* pass memory={needed} "):
         pf.spectrum(model.eval(), LOSS, data, **options)
 
 
@@ -218,7 +218,7 @@ def test_a_step_by_the_names_of_a_wrapped_model(wrap):
     gradients = torch.autograd.grad(LOSS(model(data[0]), data[1]), [*model.parameters()])
     wrapped = wrap(model)
     found = [
-        pf.critical_sharpness(
+        pf.measures.critical_sharpness(
             wrapped, LOSS, data, {name: -g for (name, _), g in zip(names.named_parameters(), gradients, strict=True)}
         ).value
         for names in (wrapped, model)

@@ -202,7 +202,7 @@ def test_the_quadratic_model_against_a_dense_hessian(frozen):
     value = found.quadratic.at(torch.tensor([0.3]), torch.tensor([-0.7]))
     expected = found.loss + gradient @ change + 0.5 * change @ hessian @ change
     torch.testing.assert_close(value, expected.view(1, 1), rtol=1e-7, atol=0)  # of coefficients in float32
-    with pytest.raises(pf.InputError, match="as many as there are directions are wanted, 2, got 1"):
+    with pytest.raises(pf.errors.InputError, match="as many as there are directions are wanted, 2, got 1"):
         found.quadratic.at(torch.tensor([0.3]))
 
 
@@ -213,7 +213,7 @@ def test_a_quadratic_loss_is_its_quadratic_model():
     found = pf.landscape(model, nn.MSELoss(), (x, y), steps=(5, 6), span=3)
     torch.testing.assert_close(found.losses, found.quadratic.at(*found.coefficients), rtol=1e-12, atol=0)
     assert found.accuracy is None  # targets are no classes
-    with pytest.raises(pf.InputError, match="accuracy needs classes"):
+    with pytest.raises(pf.errors.InputError, match="accuracy needs classes"):
         pf.landscape(model, nn.MSELoss(), (x, y), accuracy=True)
 
 
@@ -240,7 +240,7 @@ def test_a_plane_through_checkpoints_has_their_losses_with_statistics(as_state):
     corners = [LOSS(model(x), y).item() for model in models]
     assert [float(found.losses[at]) for at in ((0, 0), (1, 0), (0, 1))] == pytest.approx(corners, rel=1e-12)
     assert found.quadratic is None
-    with pytest.raises(pf.InputError, match="quadratic=True: buffers go along"):
+    with pytest.raises(pf.errors.InputError, match="quadratic=True: buffers go along"):
         pf.landscape(models[0], LOSS, (x, y), through=others, quadratic=True)
     line = pf.landscape(models[0], LOSS, (x, y), through=others[0], steps=4)
     assert line.coefficients[0].tolist() == [-0.25, 0.25, 0.75, 1.25]
@@ -275,7 +275,7 @@ def test_shared_parameters_move_once():
         found = pf.landscape(model, LOSS, data(), directions=given, steps=3)
         losses, _ = looped(model, *data(), [{"one.weight": change}], found)
         torch.testing.assert_close(found.losses, losses, rtol=1e-12, atol=0)
-    with pytest.raises(pf.InputError, match=r"'two' is 'one\.weight', one parameter of two names"):
+    with pytest.raises(pf.errors.InputError, match=r"'two' is 'one\.weight', one parameter of two names"):
         pf.landscape(model, LOSS, data(), directions={"one": change, "two": 2 * change})
     moved = copy.deepcopy(model)
     moved.one.weight.data += 1
@@ -308,7 +308,7 @@ def test_errors_leave_all_as_it_was():
         return net(batch[0]), batch[1]
 
     before = snapshot(model)
-    with pytest.raises(pf.InputError, match="boom"):
+    with pytest.raises(pf.errors.InputError, match="boom"):
         pf.landscape(model, LOSS, pixels(), through=other, forward=forward, memory=1)
     assert_unchanged(model, before)
 
@@ -343,7 +343,7 @@ def test_errors_leave_all_as_it_was():
     ],
 )
 def test_what_does_not_fit_is_refused(options, match):
-    with pytest.raises(pf.InputError, match=match):
+    with pytest.raises(pf.errors.InputError, match=match):
         pf.landscape(mlp(), LOSS, data(), **options)
 
 
@@ -367,6 +367,6 @@ def test_a_model_without_second_derivatives_says_what_to_do():
             return Once.apply(self.head(x))
 
     model = Net().double().eval()
-    with pytest.raises(pf.InputError, match="quadratic=False leaves the quadratic model out"):
+    with pytest.raises(pf.errors.InputError, match="quadratic=False leaves the quadratic model out"):
         pf.landscape(model, LOSS, data(), steps=3)
     assert pf.landscape(model, LOSS, data(), steps=3, quadratic=False).quadratic is None

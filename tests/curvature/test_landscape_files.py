@@ -69,16 +69,16 @@ def test_an_interrupted_slice_goes_on_bit_for_bit(tmp_path, memory, last, done, 
     counting = Stopping(1 << 30)
     whole, out = call(tmp_path / "whole.npz", memory=memory, **{where: counting}), tmp_path / "a.npz"
     stopping = Stopping((1 << 30) - counting.left - last, error)
-    with pytest.raises((pf.InputError, KeyboardInterrupt), match="stopped"):
+    with pytest.raises((pf.errors.InputError, KeyboardInterrupt), match="stopped"):
         call(out, memory=memory, **{where: stopping})
-    begun = pf.Landscape.load(out)
+    begun = pf.results.Landscape.load(out)
     assert begun.done == done
     assert torch.equal(begun.losses.view(-1)[:done], whole.losses.view(-1)[:done])
     assert bool(begun.losses.view(-1)[done:].isnan().all())
     assert f"{done} of 90 points are evaluated" in str(begun)
     finished = call(out, memory=memory, **{where: Stopping(1 << 30)})
     same(finished, whole)
-    same(pf.Landscape.load(out), finished)
+    same(pf.results.Landscape.load(out), finished)
 
 
 def test_a_finished_slice_is_read_from_its_file(tmp_path):
@@ -105,7 +105,7 @@ def test_a_finished_slice_is_read_from_its_file(tmp_path):
 def test_a_file_of_another_slice_is_refused_by_name(tmp_path, changed, what):
     call(tmp_path / "a.npz")
     before = (tmp_path / "a.npz").read_bytes()
-    with pytest.raises(pf.InputError, match=rf"out='.*a\.npz' is a slice of other .*{what}"):
+    with pytest.raises(pf.errors.InputError, match=rf"out='.*a\.npz' is a slice of other .*{what}"):
         call(tmp_path / "a.npz", **changed)
     assert (tmp_path / "a.npz").read_bytes() == before
 
@@ -113,14 +113,14 @@ def test_a_file_of_another_slice_is_refused_by_name(tmp_path, changed, what):
 def test_files_that_are_no_slices(tmp_path):
     path = tmp_path / "a.npz"
     np.savez(path, losses=np.zeros(3))
-    for use in (pf.Landscape.load, call):
-        with pytest.raises(pf.InputError, match=r"a\.npz.*: no landscape that Landscape\.save wrote"):
+    for use in (pf.results.Landscape.load, call):
+        with pytest.raises(pf.errors.InputError, match=r"a\.npz.*: no landscape that Landscape\.save wrote"):
             use(path)
     path.write_bytes(b"text")
-    with pytest.raises(pf.InputError, match="no landscape"):
-        pf.Landscape.load(path)
+    with pytest.raises(pf.errors.InputError, match="no landscape"):
+        pf.results.Landscape.load(path)
     with pytest.raises(FileNotFoundError):
-        pf.Landscape.load(tmp_path / "b.npz")
+        pf.results.Landscape.load(tmp_path / "b.npz")
     with pytest.raises(FileNotFoundError):
         call(tmp_path / "none" / "a.npz")
 
@@ -156,7 +156,7 @@ def test_numpy_reads_the_file_without_pickle(tmp_path):
         }
     regression = pf.landscape(mlp(), nn.MSELoss(), (data()[0], torch.zeros(40, 3).double()), quadratic=False, steps=3)
     regression.save(tmp_path / "b.npz")
-    again = pf.Landscape.load(tmp_path / "b.npz")
+    again = pf.results.Landscape.load(tmp_path / "b.npz")
     assert again.accuracy is None
     assert again.quadratic is None
 
@@ -195,7 +195,7 @@ def test_losses_that_are_not_finite_are_gaps(steps):
         assert not any(inside)
         assert any(path.contains_point((float(x[7] + x[8]) / 2, 0.05)) for path in filled.get_paths())
     found.losses[:] = torch.nan
-    with pytest.raises(pf.InputError, match="no loss of the slice is finite"):
+    with pytest.raises(pf.errors.InputError, match="no loss of the slice is finite"):
         found.plot()
 
 
@@ -212,9 +212,9 @@ def test_eigenvectors_are_computed_once(tmp_path, monkeypatch, layers):
     options = {"directions": "eigenvectors", "layers": layers, "memory": 1}  # a point at a time
     counting = Stopping(1 << 30)
     whole, out = call(tmp_path / "whole.npz", forward=counting, **options), tmp_path / "a.npz"
-    with pytest.raises(pf.InputError, match="stopped"):
+    with pytest.raises(pf.errors.InputError, match="stopped"):
         call(out, forward=Stopping((1 << 30) - counting.left - 7), **options)
-    begun = pf.Landscape.load(out)
+    begun = pf.results.Landscape.load(out)
     assert 0 < begun.done < 90
     vectors = torch.stack([torch.cat([c.flatten() for c in each.values()]) for each in begun.directions])
     torch.testing.assert_close(vectors @ vectors.T, torch.eye(2).double(), rtol=0, atol=1e-12)
@@ -228,11 +228,11 @@ def test_eigenvectors_are_computed_once(tmp_path, monkeypatch, layers):
         same(finished, whole)
         assert not finished.directions  # they are for the file
         same(call(out, **options), whole)
-        with pytest.raises(pf.InputError, match="slice of other weights"):
+        with pytest.raises(pf.errors.InputError, match="slice of other weights"):
             call(out, mlp(bias=1e-6), **options)
-        with pytest.raises(pf.InputError, match="slice of other data"):
+        with pytest.raises(pf.errors.InputError, match="slice of other data"):
             call(out, held=data(39), **options)
-    with pytest.raises(pf.InputError, match="slice of other directions"):
+    with pytest.raises(pf.errors.InputError, match="slice of other directions"):
         call(out, **options | {"layers": "0"})
 
 
@@ -240,7 +240,7 @@ def test_eigenvectors_of_layers_that_are_no_names_are_computed_again(tmp_path):
     model = mlp()
     options = {"directions": "eigenvectors", "layers": model[0]}
     whole = call(tmp_path / "a.npz", model, **options)
-    assert not pf.Landscape.load(tmp_path / "a.npz").directions
+    assert not pf.results.Landscape.load(tmp_path / "a.npz").directions
     same(call(tmp_path / "a.npz", model, **options), whole)
 
 
@@ -255,5 +255,5 @@ def test_a_file_of_eigenvectors_of_another_network_is_refused(tmp_path):
     out, options = tmp_path / "a.npz", {"directions": "eigenvectors"}
     call(out, **options)
     wider = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double().eval()
-    with pytest.raises(pf.InputError, match="slice of other weights"):
+    with pytest.raises(pf.errors.InputError, match="slice of other weights"):
         call(out, wider, **options)

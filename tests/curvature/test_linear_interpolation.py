@@ -159,7 +159,7 @@ def test_errors_leave_all_as_it_was():
         return model(batch[0]), batch[1]
 
     before = snapshot(one)
-    with pytest.raises(pf.InputError, match="boom"):
+    with pytest.raises(pf.errors.InputError, match="boom"):
         pf.linear_interpolation(one, LOSS, batches(), other, forward=forward)
     assert count[-1]
     assert one[1].momentum == 0.3
@@ -182,11 +182,11 @@ def test_what_does_not_fit_is_refused(options, match):
     model = options.get("model", network(0)).double().eval()
     doubled = {key: 2 * value for key, value in model.state_dict().items()}
     own = {key: options[key] for key in options if key in ("steps", "update_bn")}
-    with pytest.raises(pf.InputError, match=match):
+    with pytest.raises(pf.errors.InputError, match=match):
         pf.linear_interpolation(model, LOSS, options.get("data", batches()), options.get("other", doubled), **own)
 
 
 def test_no_norm_to_update():
     one, other = network(0, norm=False), network(1, norm=False)
-    with pytest.raises(pf.InputError, match="update_bn=True: the model has no BatchNorm"):
+    with pytest.raises(pf.errors.InputError, match="update_bn=True: the model has no BatchNorm"):
         pf.linear_interpolation(one, LOSS, batches(), other, update_bn=True)

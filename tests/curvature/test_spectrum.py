@@ -164,7 +164,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_options_are_refused(case):
     options, message = BAD[case]
-    with pytest.raises(pf.InputError, match=message):
+    with pytest.raises(pf.errors.InputError, match=message):
         pf.spectrum(_network(), LOSS, _data(), **options)
 
 

@@ -74,7 +74,7 @@ def test_keskar_is_in_percent_of_its_own_box():
     scale = model.weight.detach().abs().flatten() + 1
     corners = (torch.tensor(signs).double() * 0.1 * scale for signs in itertools.product((-1, 1), repeat=5))
     rise = max(float(gradient @ u + 0.5 * u @ hessian @ u) for u in corners)
-    found = pf.keskar_sharpness(model, nn.MSELoss(), (x, y), epsilon=0.1, steps=40, restarts=8)
+    found = pf.measures.keskar_sharpness(model, nn.MSELoss(), (x, y), epsilon=0.1, steps=40, restarts=8)
     loss = nn.MSELoss()(model(x), y).item()
     assert found.loss == pytest.approx(loss)
     assert found.value == pytest.approx(100 * rise / (1 + loss), rel=1e-9)
@@ -112,7 +112,7 @@ def test_adaptive_value_does_not_see_rescalings_and_normalised_logits_no_scale()
 def test_critical_sharpness_of_gradient_steps_on_a_quadratic_loss():
     model, (x, y), hessian, gradient = _quadratic(at_minimum=False)
     for start in (1e-3, 1e3):
-        found = pf.critical_sharpness(
+        found = pf.measures.critical_sharpness(
             model, nn.MSELoss(), [(x[:7], y[:7]), (x[7:], y[7:])], {"weight": -gradient.view(1, 5)}, start=start
         )
         expected = float(gradient @ hessian @ gradient / gradient.square().sum())
@@ -130,8 +130,8 @@ def test_critical_sharpness_refuses_steps_that_are_none():
         "a mapping from names": {},
     }
     for message, step in cases.items():
-        with pytest.raises(pf.InputError, match=message):
-            pf.critical_sharpness(model, nn.MSELoss(), data, step)
+        with pytest.raises(pf.errors.InputError, match=message):
+            pf.measures.critical_sharpness(model, nn.MSELoss(), data, step)
 
 
 BAD = {
@@ -148,12 +148,12 @@ BAD = {
 def test_bad_options_are_refused(case):
     model, data, _, _ = _quadratic()
     options, message = BAD[case]
-    with pytest.raises(pf.InputError, match=message):
+    with pytest.raises(pf.errors.InputError, match=message):
         pf.worst_case_sharpness(model, nn.MSELoss(), data, **options)
 
 
 def test_a_loss_of_nan_is_an_error():
     model, (x, y), _, _ = _quadratic()
     x[3, 2] = torch.nan
-    with pytest.raises(pf.NonFiniteError, match="the loss at the model's weights is nan"):
+    with pytest.raises(pf.errors.NonFiniteError, match="the loss at the model's weights is nan"):
         pf.worst_case_sharpness(model, nn.MSELoss(), (x, y))

@@ -76,7 +76,7 @@ def test_reduction_can_be_said():
 
 def test_a_sum_written_as_a_callable_is_noticed():
     features, weight, bias = head(torch.float64)
-    with pytest.raises(pf.InputError, match="couples samples, or its reduction is not that"):
+    with pytest.raises(pf.errors.InputError, match="couples samples, or its reduction is not that"):
         pf.head_flatness(features, weight, bias, PROBABILITIES.double(), loss=lambda f, y: (f - y).square().sum())
     value = pf.head_flatness(
         features, weight, bias, PROBABILITIES.double(), loss=lambda f, y: (f - y).square().sum(), reduction="sum"
@@ -239,7 +239,7 @@ def test_coupled_samples_are_noticed_one_sample_at_a_time():
         return F.cross_entropy(f, t, weight=torch.tensor([1.0, 2, 5]).to(f))
 
     for size in (1, 6):
-        with pytest.raises(pf.InputError, match="couples samples"):
+        with pytest.raises(pf.errors.InputError, match="couples samples"):
             pf.relative_flatness(model, weighted, list(zip(x.split(size), y.split(size), strict=True)))
 
 

@@ -166,11 +166,13 @@ def test_a_wrong_label_is_named(engine, wrong):
     features, weight, bias = problem(40, 4, 6)
     labels = torch.arange(40) % 4
     labels[17] = wrong
-    with pytest.raises(pf.InputError, match=rf"^targets: class {wrong} does not exist among 4 classes, .*ignore_index"):
+    with pytest.raises(
+        pf.errors.InputError, match=rf"^targets: class {wrong} does not exist among 4 classes, .*ignore_index"
+    ):
         pf.head_flatness(features, weight, bias, labels, backend=engine.backend)
     model = nn.Sequential(nn.Linear(6, 4)).double()
     batches = list(zip(features.split(10), labels.split(10), strict=True))
-    with pytest.raises(pf.InputError, match=f"^batch 1: targets: class {wrong} does not exist"):
+    with pytest.raises(pf.errors.InputError, match=f"^batch 1: targets: class {wrong} does not exist"):
         pf.relative_flatness(model, nn.CrossEntropyLoss(), batches, backend=engine.backend)
 
 
@@ -192,7 +194,7 @@ def test_policies_for_nan(engine, policy):
 
 def test_all_targets_ignored(engine):
     features, weight, bias = problem(4, 3, 5)
-    with pytest.raises(pf.InputError, match="every one is ignored"):
+    with pytest.raises(pf.errors.InputError, match="every one is ignored"):
         pf.head_flatness(features, weight, bias, torch.full((4,), -100), backend=engine.backend)
 
 

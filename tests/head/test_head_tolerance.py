@@ -191,8 +191,8 @@ def test_the_estimate_carries_the_bound():
     assert abs(near.value - exact.value) <= near.bound
     assert f"not exact, off by at most {near.bound:.2g}, method head" in repr(near)
     assert float(near.per_sample.mean()) == pytest.approx(near.value, rel=1e-12)
-    assert pf.Estimate.from_dict(near.to_dict()) == near
-    assert pf.Estimate.from_dict(near.to_dict()).bound == near.bound
+    assert pf.results.Estimate.from_dict(near.to_dict()) == near
+    assert pf.results.Estimate.from_dict(near.to_dict()).bound == near.bound
 
 
 @pytest.mark.parametrize(
@@ -246,11 +246,11 @@ def test_where_there_is_no_such_tolerance():
         lambda: pf.measure(model, nn.CrossEntropyLoss(), data, measures="weight_norm", rtol=0.1),
     ):
         with pytest.raises(
-            pf.InputError, match=r"rtol=0.1 is for probes='adaptive', or for the relative flatness of a h"
+            pf.errors.InputError, match=r"rtol=0.1 is for probes='adaptive', or for the relative flatness of a h"
         ):
             call()
     for rtol in (-0.1, 1, math.nan):
-        with pytest.raises(pf.InputError, match=f"rtol={rtol}: a relative error from 0 to less than 1"):
+        with pytest.raises(pf.errors.InputError, match=f"rtol={rtol}: a relative error from 0 to less than 1"):
             pf.head_flatness(torch.ones(2, 3), torch.ones(4, 3), rtol=rtol)
 
 

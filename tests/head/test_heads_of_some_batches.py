@@ -35,13 +35,13 @@ def test_a_copy_that_one_sample_does_not_show():
 
 def test_data_that_can_be_read_once_are_refused():
     model, data = problem()
-    with pytest.raises(pf.InputError, match="'head' is not the model's head as in the batches before"):
+    with pytest.raises(pf.errors.InputError, match="'head' is not the model's head as in the batches before"):
         pf.relative_flatness(model, LOSS, iter([data]))
 
 
 def test_a_tolerance_is_for_heads_alone():
     model, data = problem()
-    with pytest.raises(pf.InputError, match="'head' is not the model's head as in the batches before"):
+    with pytest.raises(pf.errors.InputError, match="'head' is not the model's head as in the batches before"):
         pf.relative_flatness(model, LOSS, data, rtol=0.01)
 
 
@@ -67,6 +67,6 @@ def test_the_loss_of_scores_counts_no_batch_twice():
     """The first batch is read by the formula, and the second shows that the layer is no head: an error, as before."""
     model, (x, y) = problem()
     data = [(x[:1], y[:1]), (x[1:], y[1:])]
-    row = pf.score({"copied": model}, data, "cross_entropy").rows[0]
+    row = pf.score({"copied": model}, "cross_entropy", data).rows[0]
     assert "not the model's head as in the batches before" in row.error
     assert row.loss is None or row.loss == pytest.approx(float(LOSS(model(x), y)), rel=1e-6)

@@ -171,7 +171,7 @@ def test_scaled_sampled_values():
     assert report["scaled_trace"].stderr == pytest.approx(
         sum(report[layer, "scaled_trace"].stderr for layer in report.layers)
     )
-    with pytest.raises(pf.InputError, match="the largest of several is too large in the mean"):
+    with pytest.raises(pf.errors.InputError, match="the largest of several is too large in the mean"):
         pf.measure(case.build(), case.loss, batches(case), measures="largest_scaled_trace", probes=4)
 
 
@@ -190,10 +190,10 @@ def test_what_follows_costs_nothing_more_and_shows_no_base():
         calls[str(measures)] = len(counted)
     assert len(set(calls.values())) == 1
     assert report.measures == ("scaled_lambda_max",)
-    with pytest.raises(pf.InputError, match="no measure 'lambda_max'"):
+    with pytest.raises(pf.errors.InputError, match="no measure 'lambda_max'"):
         report["lambda_max"]
     report = pf.measure(case.build(), case.loss, batches(case), measures=["trace", "largest_scaled_trace"])
-    with pytest.raises(pf.InputError, match=r"has no value of layer '2'"):
+    with pytest.raises(pf.errors.InputError, match=r"has no value of layer '2'"):
         report["2", "largest_scaled_trace"]
 
 

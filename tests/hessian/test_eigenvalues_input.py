@@ -36,7 +36,7 @@ def test_nan(measure, activation, policy):
         assert all(math.isnan(report[layer, measure].value) for layer in report.layers)
         assert not report["0", measure].exact
         return
-    with pytest.raises(pf.NonFiniteError, match=r"batch 1: .* leave them out of the data"):
+    with pytest.raises(pf.errors.NonFiniteError, match=r"batch 1: .* leave them out of the data"):
         pf.measure(model, LOSS, spoiled(), measures=measure, nan_policy=policy)
 
 
@@ -44,7 +44,7 @@ def test_the_first_layer_with_nan_is_named():
     """Not any of them, as the order of a set of their names has it, which is another one in each process."""
     with torch.random.fork_rng(), torch.no_grad():
         model = mlp(5, *[6] * 12, 4).double().eval()
-    with pytest.raises(pf.NonFiniteError, match=r"gradients of layer '0'"):
+    with pytest.raises(pf.errors.NonFiniteError, match=r"gradients of layer '0'"):
         pf.measure(model, LOSS, spoiled(), measures="relative_flatness_max", nan_policy="omit")
 
 
@@ -52,41 +52,41 @@ def test_the_first_layer_with_nan_is_named():
 def test_non_finite_weights_are_named(measure):
     model = CASE.build()
     model[2].weight.data[0, 0] = torch.inf
-    with pytest.raises(pf.NonFiniteError, match=r"layer '2': its weight has 1 entries"):
+    with pytest.raises(pf.errors.NonFiniteError, match=r"layer '2': its weight has 1 entries"):
         pf.measure(model, LOSS, (X, Y), measures=measure)
 
 
 @pytest.mark.parametrize("measure", MEASURES)
 def test_all_targets_ignored(measure):
-    with pytest.raises(pf.InputError, match="every one is ignored"):
+    with pytest.raises(pf.errors.InputError, match="every one is ignored"):
         pf.measure(CASE.build(), LOSS, (X, torch.full_like(Y, -100)), measures=measure)
 
 
 @pytest.mark.parametrize("measure", MEASURES)
 def test_targets_that_do_not_fit(measure):
-    with pytest.raises(pf.InputError, match=r"batch 0: targets: class 7 does not exist"):
+    with pytest.raises(pf.errors.InputError, match=r"batch 0: targets: class 7 does not exist"):
         pf.measure(CASE.build(), LOSS, (X, torch.full_like(Y, 7)), measures=measure)
-    with pytest.raises(pf.InputError, match=r"batch 0: targets: a tensor is wanted, got list"):
+    with pytest.raises(pf.errors.InputError, match=r"batch 0: targets: a tensor is wanted, got list"):
         pf.measure(CASE.build(), LOSS, [(X, Y.tolist())], measures=measure)
 
 
 @pytest.mark.parametrize("measure", [*MEASURES, "scaled_trace", "scaled_lambda_max"])
 def test_dense_convolutions_are_not_there_yet(measure):
     case = CASES["cnn"]
-    with pytest.raises(pf.NotYetError, match=r"layer '\w+': .*conv='affine'.* conv='filter' gives"):
+    with pytest.raises(pf.errors.NotYetError, match=r"layer '\w+': .*conv='affine'.* conv='filter' gives"):
         pf.measure(case.build(), case.loss, (case.inputs, case.targets), measures=measure, conv="affine")
 
 
 @pytest.mark.parametrize("measure", ["scaled_trace", "largest_scaled_lambda_max"])
 def test_scaled_measures_are_not_normalised(measure):
     model = CASES["mlp ReLU"].build()
-    with pytest.raises(pf.NotYetError, match="normalize='std' is not there for them"):
+    with pytest.raises(pf.errors.NotYetError, match="normalize='std' is not there for them"):
         pf.measure(model, LOSS, (X, Y), measures=measure, normalize="std")
 
 
 @pytest.mark.parametrize("measure", MEASURES)
 def test_iterators_are_refused(measure):
-    with pytest.raises(pf.InputError, match=r"can be read once, and \d+ reads are needed"):
+    with pytest.raises(pf.errors.InputError, match=r"can be read once, and \d+ reads are needed"):
         pf.measure(CASE.build(), LOSS, iter([(X, Y)]), measures=measure)
 
 
@@ -96,9 +96,9 @@ IMAGES = torch.randn(6, 4, 3, 3, generator=torch.Generator().manual_seed(0)), to
 @pytest.mark.parametrize("measure", MEASURES)
 def test_operations_without_a_second_derivative(measure):
     net = network(F.hardsigmoid)
-    with pytest.raises(pf.InputError, match=r"layer 'body': an operation behind it has no second derivative"):
+    with pytest.raises(pf.errors.InputError, match=r"layer 'body': an operation behind it has no second derivative"):
         pf.measure(net, nn.CrossEntropyLoss(), IMAGES, layers="body", measures=measure)
-    with pytest.raises(pf.InputError, match=r"no second derivative .* of the GGN too"):
+    with pytest.raises(pf.errors.InputError, match=r"no second derivative .* of the GGN too"):
         pf.measure(net, nn.CrossEntropyLoss(), IMAGES, layers="body", measures="lambda_max", curvature="ggn")
 
 
@@ -106,7 +106,7 @@ def test_operations_without_a_second_derivative(measure):
 def test_functions_that_torch_did_not_write(measure):
     options = {"layers": "body", "measures": measure}
     net, loss, bare = network(Relu.apply), nn.CrossEntropyLoss(), network(torch.square)
-    with pytest.raises(pf.InputError, match=r"behind layer 'body' is a function that torch did not write"):
+    with pytest.raises(pf.errors.InputError, match=r"behind layer 'body' is a function that torch did not write"):
         pf.measure(net, loss, IMAGES, **options)
     found = pf.measure(net, loss, IMAGES, curvature="hessian", **options)["body", measure]
     expected = pf.measure(bare, loss, IMAGES, curvature="hessian", **options)["body", measure]
@@ -114,14 +114,16 @@ def test_functions_that_torch_did_not_write(measure):
     assert expected.exact
     assert not found.exact
     assert "taken as they are" in str(found)
-    with pytest.raises(pf.InputError, match=r"layer 'body': the second derivative of a function behind it is missing"):
+    with pytest.raises(
+        pf.errors.InputError, match=r"layer 'body': the second derivative of a function behind it is missing"
+    ):
         pf.measure(network(Opaque.apply), loss, IMAGES, curvature="hessian", **options)
 
 
 def test_more_products_than_are_reckoned_with_are_refused():
     net = nn.Sequential(nn.Conv2d(20, 20, 3), nn.Tanh(), nn.Flatten(), nn.Linear(180, 3)).eval()
     data = torch.randn(4, 20, 5, 5), torch.arange(4) % 3
-    with pytest.raises(pf.NotYetError, match=r"layer '0': .* need 3600 products, .* curvature='ggn'"):
+    with pytest.raises(pf.errors.NotYetError, match=r"layer '0': .* need 3600 products, .* curvature='ggn'"):
         pf.measure(net, nn.CrossEntropyLoss(), data, measures="relative_flatness_max")
     assert not pf.measure(net, LOSS, data, measures="relative_flatness_max", curvature="ggn")["0", MEASURES[1]].exact
 
@@ -130,7 +132,7 @@ def test_curved_layers_that_fit_nowhere_are_refused(monkeypatch):
     monkeypatch.setattr("pyflatness.passes.memory.Budget.blocks", 0)
     net = nn.Sequential(nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 3)).eval()
     data = torch.randn(4, 60), torch.arange(4) % 3
-    with pytest.raises(pf.NotYetError, match=r"layer '0': .* need 2400 products"):
+    with pytest.raises(pf.errors.NotYetError, match=r"layer '0': .* need 2400 products"):
         pf.measure(net, nn.CrossEntropyLoss(), data, measures="relative_flatness_max", memory=1)
 
 
@@ -190,7 +192,7 @@ def test_the_user_s_things_are_left_alone(measures, curvature):
         pf.measure(model, LOSS, (X, Y), measures=measures, curvature=curvature)
     assert_unchanged(model, before)
     assert all("forward" not in module.__dict__ for module in model.modules())
-    with pytest.raises(pf.NonFiniteError):
+    with pytest.raises(pf.errors.NonFiniteError):
         pf.measure(model, LOSS, spoiled(), measures=measures, curvature=curvature)
     assert_unchanged(model, before)
     assert all("forward" not in module.__dict__ for module in model.modules())

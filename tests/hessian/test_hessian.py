@@ -128,7 +128,7 @@ def test_a_few_draws_more_for_a_standard_error():
 def test_a_standard_error_that_neither_draws_nor_exact_values_reach():
     model, loss, data = many("mlp Tanh", 4)
     with pytest.raises(
-        pf.InputError, match=r"target_stderr=1e-09 takes about \d+ probes .* more than max_passes=3, .*; pass a"
+        pf.errors.InputError, match=r"target_stderr=1e-09 takes about \d+ probes .* more than max_passes=3, .*; pass a"
     ):
         pf.relative_flatness(model, loss, data, "0", target_stderr=1e-9, max_passes=3)
 
@@ -203,7 +203,7 @@ def test_samples_that_are_left_out():
     kept = torch.ones(len(inputs), dtype=torch.bool)
     kept[[3, 17]] = False
     inputs = torch.where(kept[:, None], inputs, torch.nan)
-    with pytest.raises(pf.NonFiniteError, match="2 of 240 samples"):
+    with pytest.raises(pf.errors.NonFiniteError, match="2 of 240 samples"):
         pf.relative_flatness(model, loss, (inputs, targets), "0")
     expected = pf.relative_flatness(model, loss, (inputs[kept], targets[kept]), "0").value
     assert pf.relative_flatness(model, loss, (inputs, targets), "0", nan_policy="omit").value == pytest.approx(expected)
@@ -243,7 +243,7 @@ def test_signs_are_fair_and_independent():
 def test_more_products_than_are_allowed():
     model, loss, data = many("mlp Tanh", 1)
     message = r"layer '0': its exact Hessian value takes \d+ Hessian products \(\d+ rows .* probes= for a"
-    with pytest.raises(pf.InputError, match=message):
+    with pytest.raises(pf.errors.InputError, match=message):
         pf.relative_flatness(model, loss, data, "0", max_passes=3)
     assert pf.relative_flatness(model, loss, data, "0", probes=2, max_passes=3).stderr > 0
 

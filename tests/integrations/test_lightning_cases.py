@@ -153,7 +153,7 @@ def test_what_is_not_possible_is_skipped_or_an_error(made, options, message):
         module = fit([callback], max_epochs=1, **options)
     assert len(module.losses) == 3
     assert len(callback.history) == 0
-    with pytest.raises((pf.InputError, RuntimeError), match=message):
+    with pytest.raises((pf.errors.InputError, RuntimeError), match=message):
         fit([made(strict=True)], **options)
 
 
@@ -167,25 +167,25 @@ def test_weights_that_are_spread_are_refused():
 
 def test_two_losses_or_none_are_an_error_at_the_beginning():
     module = lightning_module(pl, criterion=False)
-    with pytest.raises(pf.InputError, match=r"has no attribute loss or criterion or .*pass the loss"):
+    with pytest.raises(pf.errors.InputError, match=r"has no attribute loss or criterion or .*pass the loss"):
         fit([FlatnessCallback()], module)
     module.loss_fn, module.criterion = F.cross_entropy, nn.MSELoss()
-    with pytest.raises(pf.InputError, match=r"has several losses \(criterion, loss_fn\)"):
+    with pytest.raises(pf.errors.InputError, match=r"has several losses \(criterion, loss_fn\)"):
         fit([FlatnessCallback()], module)
     assert module.losses == []
-    with pytest.raises(pf.InputError, match="has no module of that name"):
+    with pytest.raises(pf.errors.InputError, match="has no module of that name"):
         fit([FlatnessCallback(loss="cross_entropy", model="network")], module)
     fit([FlatnessCallback(loss="cross_entropy", strict=True)], module)
 
 
 BAD = {
-    "a measure": ({"measures": "flatness"}, pf.InputError, "does not exist"),
+    "a measure": ({"measures": "flatness"}, pf.errors.InputError, "does not exist"),
     "an argument": ({"probe": 3}, TypeError, "did you mean probes"),
-    "an option's value": ({"curvature": "full"}, pf.InputError, "choose one of"),
-    "data": ({"data": "test"}, pf.InputError, "'train', 'val'"),
-    "an iterator": ({"data": iter([])}, pf.InputError, "can be read once"),
-    "epochs": ({"every_n_epochs": 0}, pf.InputError, "at least 1"),
-    "batches": ({"limit_batches": 0.5}, pf.InputError, "whole number"),
+    "an option's value": ({"curvature": "full"}, pf.errors.InputError, "choose one of"),
+    "data": ({"data": "test"}, pf.errors.InputError, "'train', 'val'"),
+    "an iterator": ({"data": iter([])}, pf.errors.InputError, "can be read once"),
+    "epochs": ({"every_n_epochs": 0}, pf.errors.InputError, "at least 1"),
+    "batches": ({"limit_batches": 0.5}, pf.errors.InputError, "whole number"),
 }
 
 

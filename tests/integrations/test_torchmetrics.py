@@ -136,7 +136,7 @@ def test_a_weight_that_moves_within_an_epoch_is_refused(change, by_forward):
     before = [tensor.clone() for tensor in metric.metric_state.values()]
     with torch.no_grad():
         change(layer)
-    with pytest.raises(pf.InputError, match=r"weight: it has changed since the first update .* call reset\(\)"):
+    with pytest.raises(pf.errors.InputError, match=r"weight: it has changed since the first update .* call reset\(\)"):
         take(FEATURES[5:], TARGETS[5:])
     assert all(map(torch.equal, before, metric.metric_state.values()))
     metric.reset()
@@ -147,7 +147,7 @@ def test_a_weight_that_moves_within_an_epoch_is_refused(change, by_forward):
 
 def test_sums_of_two_weights_are_not_merged():
     ours, theirs = updated(RelativeFlatness(WEIGHT)), updated(RelativeFlatness(2 * WEIGHT))
-    with pytest.raises(pf.InputError, match="weight: it has changed"):
+    with pytest.raises(pf.errors.InputError, match="weight: it has changed"):
         ours.merge_state(theirs)
     one = updated(RelativeFlatness(WEIGHT, BIAS), FEATURES[:12], TARGETS[:12], CUTS[:2])
     one.merge_state(updated(RelativeFlatness(WEIGHT, BIAS), FEATURES[12:], TARGETS[12:], CUTS[2:]))
@@ -269,9 +269,9 @@ def test_numbers_that_are_not_finite():
     features[14] = torch.nan
     metric = RelativeFlatness(head())
     metric.update(*(held[:12] for held in (features, TARGETS)))
-    with pytest.raises(pf.NonFiniteError, match="batch 1: 1 of 25 rows have NaN"):
+    with pytest.raises(pf.errors.NonFiniteError, match="batch 1: 1 of 25 rows have NaN"):
         metric.update(*(held[12:] for held in (features, TARGETS)))
-    with pytest.raises(pf.NonFiniteError, match="batch 2: 1 of 25 rows have NaN"):
+    with pytest.raises(pf.errors.NonFiniteError, match="batch 2: 1 of 25 rows have NaN"):
         metric(*(held[12:] for held in (features, TARGETS)))
     assert updated(RelativeFlatness(head(), nan_policy="propagate"), features).compute().isnan()
     found = updated(RelativeFlatness(head(), nan_policy="omit"), features).compute()
@@ -310,7 +310,7 @@ def test_numbers_that_are_not_finite():
     ],
 )
 def test_bad_input(make, message):
-    with pytest.raises(pf.InputError, match=message):
+    with pytest.raises(pf.errors.InputError, match=message):
         make()
 
 
@@ -330,7 +330,7 @@ def test_without_torchmetrics(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", refused)
     monkeypatch.delitem(sys.modules, "pyflatness.integrations.torchmetrics")
-    with pytest.raises(pf.MissingExtraError, match=r"pip install 'pyflatness\[torchmetrics\]'"):
+    with pytest.raises(pf.errors.MissingExtraError, match=r"pip install 'pyflatness\[torchmetrics\]'"):
         __import__("pyflatness.integrations.torchmetrics")
 
 
@@ -347,7 +347,7 @@ def test_over_two_ranks_of_uneven_data():
             assert restored
         assert len({value for value, _ in found[name]}) == 1
     for error in found["streamed_with_other_weights"]:
-        assert isinstance(error, pf.InputError)
+        assert isinstance(error, pf.errors.InputError)
         assert "is another on another rank" in str(error)
 
 

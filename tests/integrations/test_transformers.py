@@ -180,7 +180,7 @@ def test_a_loss_of_the_trainers_has_to_be_passed(tmp_path):
     loss = nn.CrossEntropyLoss(label_smoothing=0.1)
     for options in ({"label_smoothing_factor": 0.1}, {"compute_loss_func": lambda *args, **kwargs: None}):
         trainer = trainer_of(tmp_path, **options)
-        with pytest.raises(pf.InputError, match="pass the one to measure by"):
+        with pytest.raises(pf.errors.InputError, match="pass the one to measure by"):
             FlatnessCallback(trainer)
         FlatnessCallback(trainer, loss=loss)
     *_, (callback,) = trained(tmp_path, {"loss": loss, "strict": True}, label_smoothing_factor=0.1)
@@ -190,8 +190,8 @@ def test_a_loss_of_the_trainers_has_to_be_passed(tmp_path):
 def test_bad_arguments(tmp_path):
     trainer = trainer_of(tmp_path)
     for arguments, options, error, message in (
-        (["classifier"], {}, pf.InputError, "a Trainer of transformers is wanted, got str"),
-        ([trainer], {"model": "nowhere"}, pf.InputError, "has no module of that name"),
+        (["classifier"], {}, pf.errors.InputError, "a Trainer of transformers is wanted, got str"),
+        ([trainer], {"model": "nowhere"}, pf.errors.InputError, "has no module of that name"),
         ([trainer], {"process_group": False}, TypeError, "no argument 'process_group'"),
     ):
         with pytest.raises(error, match=message):

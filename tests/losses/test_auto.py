@@ -108,10 +108,10 @@ def test_every_public_call_takes_it():
     for call, options in (
         (pf.block_traces, {"layer": "classifier"}),
         (pf.representation, {"layers": "classifier"}),
-        (pf.mls_adversarial, {"steps": 1}),
-        (pf.pac_bayes, {"draws": 2, "steps": 1}),
-        (pf.adaptive_sharpness_mc, {"draws": 2}),
-        (pf.feature_robustness, {"layer": "classifier", "draws": 2}),
+        (pf.measures.mls_adversarial, {"steps": 1}),
+        (pf.measures.pac_bayes, {"draws": 2, "steps": 1}),
+        (pf.measures.adaptive_sharpness_mc, {"draws": 2}),
+        (pf.theory.feature_robustness, {"layer": "classifier", "draws": 2}),
     ):
         found, expected = call(net, data=data, **options), call(net, loss, data, **options)
         assert repr(found) == repr(expected), call
@@ -121,7 +121,7 @@ def test_every_public_call_takes_it():
 
 def test_a_loss_that_is_none_of_these_is_an_error():
     def refusal(net, batch, match):
-        with pytest.raises(pf.InputError, match=match):
+        with pytest.raises(pf.errors.InputError, match=match):
             pf.relative_flatness(net.eval(), data=[batch])
 
     net, batch = FAMILIES["Llama"]()

@@ -53,8 +53,8 @@ def test_positions_behind_the_text_are_ignored():
 def test_batches_without_positions_are_told_what_is_missing():
     net, batch = answers()
     del batch["end_positions"]
-    with pytest.raises(pf.InputError, match="'start_positions' and 'end_positions', one number for each sample"):
+    with pytest.raises(pf.errors.InputError, match="'start_positions' and 'end_positions', one number for each sample"):
         pf.measure(net, data=[batch])
     labelled = {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
-    with pytest.raises(pf.InputError, match="there are input_ids, labels"):
+    with pytest.raises(pf.errors.InputError, match="there are input_ids, labels"):
         pf.measure(net, data=[labelled])

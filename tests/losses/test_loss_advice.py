@@ -51,11 +51,15 @@ def test_kl_divergence_by_its_mean_over_all_outputs():
 def test_negative_log_likelihood_as_its_message_says(data):
     model, (x, y) = log_probabilities(), data
     x = x.double()
-    with pytest.raises(pf.InputError, match=r"leave the LogSoftmax out .* nn.CrossEntropyLoss .* reduction='sum'"):
+    with pytest.raises(
+        pf.errors.InputError, match=r"leave the LogSoftmax out .* nn.CrossEntropyLoss .* reduction='sum'"
+    ):
         pf.relative_flatness(model, nn.NLLLoss(WEIGHTS), (x, y))
-    with pytest.raises(pf.InputError, match=r"over the first samples it is not the mean .* leave the LogSoftmax out"):
+    with pytest.raises(
+        pf.errors.InputError, match=r"over the first samples it is not the mean .* leave the LogSoftmax out"
+    ):
         pf.relative_flatness(model, nn.NLLLoss(WEIGHTS.double()), (x, y))
-    with pytest.raises(pf.InputError, match="leave the LogSoftmax out"):
+    with pytest.raises(pf.errors.InputError, match="leave the LogSoftmax out"):
         pf.relative_flatness(model, functools.partial(F.nll_loss, weight=WEIGHTS.double()), (x, y))
     summed = pf.relative_flatness(model, nn.NLLLoss(WEIGHTS, reduction="sum").double(), (x, y))
     expected = pf.relative_flatness(model[:-1], nn.CrossEntropyLoss(weight=WEIGHTS, reduction="sum"), (x, y))
@@ -64,7 +68,9 @@ def test_negative_log_likelihood_as_its_message_says(data):
 
 @pytest.mark.parametrize("weights", [WEIGHTS, WEIGHTS.double()])
 def test_subclasses_say_that_they_are(data, weights):
-    with pytest.raises(pf.InputError, match=r"Focal is a subclass of nn.CrossEntropyLoss.* pass nn.CrossEntropyLoss"):
+    with pytest.raises(
+        pf.errors.InputError, match=r"Focal is a subclass of nn.CrossEntropyLoss.* pass nn.CrossEntropyLoss"
+    ):
         pf.relative_flatness(classifier(M, C), Focal(weight=weights), data)
 
 
@@ -78,7 +84,9 @@ def test_the_cause_of_an_error_in_a_loss_is_kept(data):
     def loss(outputs, targets):
         return outputs[:, 99].mean()
 
-    with pytest.raises(pf.InputError, match=r"loss is called as .* IndexError: index 99 is out of bounds") as caught:
+    with pytest.raises(
+        pf.errors.InputError, match=r"loss is called as .* IndexError: index 99 is out of bounds"
+    ) as caught:
         pf.relative_flatness(classifier(M, C), loss, data)
     assert isinstance(caught.value.__cause__, IndexError)
 
@@ -96,7 +104,7 @@ def test_exceptions_of_the_users_own_pass(data):
 
 def test_options_of_a_partial_that_there_are_not(data):
     loss = functools.partial(F.cross_entropy, smoothing=0.1)
-    with pytest.raises(pf.InputError, match=r"is not F.cross_entropy with its options \(.*'smoothing'"):
+    with pytest.raises(pf.errors.InputError, match=r"is not F.cross_entropy with its options \(.*'smoothing'"):
         pf.relative_flatness(classifier(M, C), loss, data)
 
 

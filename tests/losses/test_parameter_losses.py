@@ -38,7 +38,7 @@ OF_TRAINABLE = {  # parameters, so not of a frozen network
 def test_every_public_call_refuses_weight_decay(name, frozen):
     net = network(frozen)
     flags = [p.requires_grad for p in net.parameters()]
-    with pytest.raises(pf.InputError, match=MESSAGE):
+    with pytest.raises(pf.errors.InputError, match=MESSAGE):
         CALLS[name](net, decayed(net), DATA)
     assert [p.requires_grad for p in net.parameters()] == flags
     CALLS[name](net, lambda f, y: F.cross_entropy(f, y), DATA)
@@ -51,14 +51,14 @@ def test_heads_given_as_tensors(name, detached):
     net = network()
     phi = net[:2](x).detach()
     weight = net.head.weight.detach() if detached else net.head.weight
-    with pytest.raises(pf.InputError, match=MESSAGE):
+    with pytest.raises(pf.errors.InputError, match=MESSAGE):
         OF_TENSORS[name](phi, weight, y, lambda f, t: F.cross_entropy(f, t) + net.head.weight.square().sum())
     OF_TENSORS[name](phi, weight, y, lambda f, t: F.cross_entropy(f, t))
 
 
 def test_a_tensor_head_in_the_loss_itself():
     phi, weight = torch.randn(5, 4), torch.randn(3, 4)
-    with pytest.raises(pf.InputError, match=MESSAGE):
+    with pytest.raises(pf.errors.InputError, match=MESSAGE):
         pf.head_flatness(phi, weight, targets=torch.arange(5) % 3, loss=lambda f, t: f.square().mean() + weight.sum())
     assert not weight.requires_grad
 
@@ -84,7 +84,7 @@ class Keeping(nn.Module):
 @pytest.mark.parametrize("penalty", [lambda net, f: net.penalty, lambda net, f: net.kept.square().sum() / len(f)])
 def test_activations_that_the_model_keeps(name, penalty):
     net = Keeping()
-    with pytest.raises(pf.InputError, match=MESSAGE):
+    with pytest.raises(pf.errors.InputError, match=MESSAGE):
         CALLS[name](net, lambda f, y: F.cross_entropy(f, y) + 0.5 * penalty(net, f), DATA)
     assert net.kept is None
     assert net.penalty is None
@@ -114,7 +114,7 @@ class Tempered(nn.Module):
 
 def test_a_loss_module_that_holds_the_model():
     net = network()
-    with pytest.raises(pf.InputError, match=MESSAGE):
+    with pytest.raises(pf.errors.InputError, match=MESSAGE):
         pf.relative_flatness(net, Penalised(net), DATA)
 
 
@@ -136,14 +136,14 @@ def test_parameters_of_the_loss_alone_are_constants():
 def test_a_parametrised_weight_in_the_loss():
     net = network()
     parametrizations.weight_norm(net.body)
-    with pytest.raises(pf.InputError, match=MESSAGE):
+    with pytest.raises(pf.errors.InputError, match=MESSAGE):
         pf.relative_flatness(net, lambda f, y: F.cross_entropy(f, y) + net.body.weight.square().sum(), DATA, "body")
 
 
 def test_under_no_grad_and_in_inference_mode():
     net = network()
     for mode in (torch.no_grad, torch.inference_mode):
-        with mode(), pytest.raises(pf.InputError, match=MESSAGE):
+        with mode(), pytest.raises(pf.errors.InputError, match=MESSAGE):
             pf.relative_flatness(net, decayed(net), DATA)
 
 

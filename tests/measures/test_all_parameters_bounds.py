@@ -78,7 +78,7 @@ def test_bounds_by_the_sharpness_of_all_parameters(activation):
         squares += float(ratios.square().mean())
     assert report["mls_sharpness_bound"].value == pytest.approx(math.sqrt(squares * S), rel=1e-10)
     assert report["nmls"].value <= report["mls_sharpness_bound"].value
-    bounds = pf.bounds(net, LOSS, CUT, sharpness="all")
+    bounds = pf.theory.bounds(net, LOSS, CUT, sharpness="all")
     assert report["0", "mls_sharpness_bound"].value == pytest.approx(bounds["0", "11"].right, rel=1e-12)
     assert report["mls_sharpness_bound"].value == pytest.approx(bounds["12"].right, rel=1e-12)
 
@@ -92,7 +92,7 @@ def test_sampling_of_other_measures_does_not_sample_it():
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
 def test_proposition_e4(activation):
     net = model(activation)
-    bounds, every = pf.bounds(net, LOSS, CUT, adaptive=True), derivatives(net)
+    bounds, every = pf.theory.bounds(net, LOSS, CUT, adaptive=True), derivatives(net)
     for name in ("0", "2", "4"):
         weight = net.get_submodule(name).weight.detach()
         x, jacobian = jacobians(net, name)
@@ -103,21 +103,21 @@ def test_proposition_e4(activation):
             assert (bound.left, bound.right) == pytest.approx((left, right), rel=1e-10)
             assert bound.guaranteed
             assert bound.left <= bound.right
-    with pytest.raises(pf.InputError, match="equation '44'"):
-        pf.bounds(net, LOSS, DATA)["0", "44"]
+    with pytest.raises(pf.errors.InputError, match="equation '44'"):
+        pf.theory.bounds(net, LOSS, DATA)["0", "44"]
 
 
 def test_proposition_e4_is_reached():
     """One row and one column: J_jk² W_k² x² = (J W x)² with d = 1."""
     net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 2, bias=False)).double()
-    found = pf.bounds(net, nn.MSELoss(), (X[:, :1], torch.zeros(6, 2).double()), adaptive=True)["0", "44, W"]
+    found = pf.theory.bounds(net, nn.MSELoss(), (X[:, :1], torch.zeros(6, 2).double()), adaptive=True)["0", "44, W"]
     assert found.left == pytest.approx(found.right, rel=1e-12)
 
 
 @pytest.mark.parametrize("sharpness", [None, "all"])
 def test_equation_6_for_every_power(sharpness):
     net = model()
-    bounds, every = pf.bounds(net, LOSS, CUT, powers=[1, 3, 40], sharpness=sharpness), derivatives(net)
+    bounds, every = pf.theory.bounds(net, LOSS, CUT, powers=[1, 3, 40], sharpness=sharpness), derivatives(net)
     chosen = [found for name, found in every.items() if sharpness == "all" or name.endswith("weight")]
     theta = sum(found.square().flatten(1).sum(dim=1) for found in chosen).sqrt()
     for name in ("0", "2", "4"):
@@ -131,15 +131,15 @@ def test_equation_6_for_every_power(sharpness):
                 assert bound.log
                 assert [bound.left, bound.right] == pytest.approx(sides, rel=1e-9)
                 assert bound.left <= bound.right
-    again = pf.bounds(net, LOSS, CUT, powers=[2], sharpness=sharpness)
+    again = pf.theory.bounds(net, LOSS, CUT, powers=[2], sharpness=sharpness)
     assert again["0", "6, k = 2"].right == pytest.approx(math.log(again["0", "6"].right), rel=1e-9)
 
 
 def test_powers_that_do_not_fit():
-    with pytest.raises(pf.InputError, match="powers"):
-        pf.bounds(model(), LOSS, DATA, powers=[0])
-    with pytest.raises(pf.InputError, match="sharpness=None or 'all'"):
-        pf.bounds(model(), LOSS, DATA, powers=[3], sharpness=1e9)
+    with pytest.raises(pf.errors.InputError, match="powers"):
+        pf.theory.bounds(model(), LOSS, DATA, powers=[0])
+    with pytest.raises(pf.errors.InputError, match="sharpness=None or 'all'"):
+        pf.theory.bounds(model(), LOSS, DATA, powers=[3], sharpness=1e9)
 
 
 @pytest.mark.parametrize("name", ["mlp Tanh", "cnn", "residual"])
@@ -147,7 +147,7 @@ def test_normalised_sensitivity_by_ascent(name):
     case = networks.CASES[name]
     data = case.inputs, case.targets
     exact = pf.representation(case.build(), case.loss, data, measures="normalized_mls", per_sample=True)
-    found = pf.mls_adversarial(case.build(), case.loss, data, steps=300, normalized=True, per_sample=True)
+    found = pf.measures.mls_adversarial(case.build(), case.loss, data, steps=300, normalized=True, per_sample=True)
     torch.testing.assert_close(found.per_sample, exact["normalized_mls"].per_sample, rtol=2e-4, atol=0)
     assert found.value == pytest.approx(float(found.per_sample.mean()), rel=1e-12)
     few = pf.measure(case.build(), case.loss, data, measures="normalized_mls_adversarial")
@@ -157,7 +157,7 @@ def test_normalised_sensitivity_by_ascent(name):
 def test_pac_bayes_from_the_initialisation():
     net, start = model(), network(M, 6, 5, C, seed=3)
     data = X, net(X).argmax(dim=1)
-    found = pf.pac_bayes(net, LOSS, data, initial=start)
+    found = pf.measures.pac_bayes(net, LOSS, data, initial=start)
     weights = {name: w.detach() for name, w in net.named_parameters() if w.ndim > 1}
     steps = torch.cat([(w - start.get_parameter(name)).detach().flatten() for name, w in weights.items()])
     rest = math.log(len(X) / found.sigma) + 10
@@ -169,7 +169,7 @@ def test_pac_bayes_from_the_initialisation():
     assert found.magnitude_origin_bound == pytest.approx(sum(terms) / 4 + math.log(len(X) / sigma) + 10)
     scored = pf.measure(net, LOSS, data, measures="pac_bayes_magnitude")["pac_bayes_magnitude"]
     assert scored.value == found.magnitude.flatness == 1 / sigma**2
-    without = pf.pac_bayes(net, LOSS, data)
+    without = pf.measures.pac_bayes(net, LOSS, data)
     assert (without.initial_bound, without.magnitude_origin_bound) == (None, None)
 
 

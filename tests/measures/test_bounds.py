@@ -45,7 +45,7 @@ def test_both_sides_by_brute_force(activation):
     weights, found = parts(model, X)
     n, N = len(X), C
     S = sum(float(g.square().mean()) for _, _, _, g, _ in found.values())
-    bounds = pf.bounds(model, LOSS, [(X[:4], INDICES[:4]), (X[4:], INDICES[4:])])
+    bounds = pf.theory.bounds(model, LOSS, [(X[:4], INDICES[:4]), (X[4:], INDICES[4:])])
     assert (bounds.samples, bounds.outputs) == (n, N)
     assert bounds.sharpness == pytest.approx(S, rel=1e-10)
     expected = {}
@@ -104,7 +104,7 @@ def test_the_inequalities_hold_for_linear_layers(seed):
             module.weight.data.mul_(10 ** float(torch.randn((), generator=generator)))
     x = torch.randn(n, widths[0], generator=generator, dtype=torch.float64).exp()
     data = x, torch.zeros(n, widths[-1], dtype=torch.float64)
-    bounds = pf.bounds(model, nn.MSELoss(), data, normalized=True)
+    bounds = pf.theory.bounds(model, nn.MSELoss(), data, normalized=True)
     for row in bounds.rows:
         assert row.guaranteed, row
         assert holds(row), row
@@ -119,7 +119,7 @@ def test_the_scales_of_normalised_sharpness(activation):
     model = network(M, 6, 5, C, activation=activation)
     model[2].weight.data[:, 1] = 0  # a column that drops out
     data = [(X[:4], INDICES[:4]), (X[4:], INDICES[4:])]
-    bounds, plain = pf.bounds(model, LOSS, data, normalized=True), pf.bounds(model, LOSS, data)
+    bounds, plain = pf.theory.bounds(model, LOSS, data, normalized=True), pf.theory.bounds(model, LOSS, data)
     assert [row for row in bounds.rows if row.equation != "37, least"] == [*plain.rows]
     for name in ("0", "2", "4"):
         weight, at = (
@@ -142,7 +142,9 @@ def test_the_scales_of_normalised_sharpness(activation):
         assert row.right <= bounds[name, "37"].right * (1 + 1e-9)
         assert holds(row)
     convolution = networks.CASES["cnn"]
-    found = pf.bounds(convolution.build(), convolution.loss, (convolution.inputs, convolution.targets), normalized=True)
+    found = pf.theory.bounds(
+        convolution.build(), convolution.loss, (convolution.inputs, convolution.targets), normalized=True
+    )
     assert [row.layer for row in found.rows if row.equation == "37, least"] == ["7"]
 
 
@@ -162,7 +164,7 @@ def test_what_is_not_guaranteed(name, caveats, dtype):
     case = networks.CASES[name]
     inputs = case.inputs.to(dtype) if case.inputs.is_floating_point() else case.inputs
     data = inputs, case.targets
-    bounds = pf.bounds(case.build().to(dtype), case.loss, data, layers=[*case.layers])
+    bounds = pf.theory.bounds(case.build().to(dtype), case.loss, data, layers=[*case.layers])
     for layer, caveat in caveats.items():
         shape = "" if caveat == "its input goes another way too" else caveat  # Eq. 17 is for such layers
         for row in bounds.rows:
@@ -176,15 +178,15 @@ def test_what_is_not_guaranteed(name, caveats, dtype):
 def test_an_input_of_zero_and_a_dead_network():
     x = torch.cat([X, torch.zeros(1, M, dtype=torch.float64)])
     data = x, torch.cat([INDICES, INDICES[:1]])
-    assert pf.bounds(network(M, 6, C), LOSS, data)["0", "11"].right == math.inf
+    assert pf.theory.bounds(network(M, 6, C), LOSS, data)["0", "11"].right == math.inf
     dead = network(M, 6, C)
     dead[2].weight.data.zero_()
-    assert all(holds(row) for row in pf.bounds(dead, LOSS, (X, INDICES)).rows)
+    assert all(holds(row) for row in pf.theory.bounds(dead, LOSS, (X, INDICES)).rows)
 
 
 def test_measures_by_name_and_the_table():
     model = network(M, 6, C)
-    bounds = pf.bounds(model, LOSS, (X, INDICES))
+    bounds = pf.theory.bounds(model, LOSS, (X, INDICES))
     report = pf.measure(
         model, LOSS, (X, INDICES), measures=["mls_bound", "nmls_bound", "log_volume_bound", "mls", "nmls"]
     )
@@ -194,7 +196,7 @@ def test_measures_by_name_and_the_table():
     assert report["2", "mls_bound"].value == bounds["2", "48, C"].right
     assert bounds["12"].left == pytest.approx(report["nmls"].value, rel=1e-12)
     assert json.loads(bounds.to_json())["sharpness"] == bounds.sharpness
-    with pytest.raises(pf.InputError, match="nothing of layer 'x' and equation '12'"):
+    with pytest.raises(pf.errors.InputError, match="nothing of layer 'x' and equation '12'"):
         bounds["x", "12"]
 
 
@@ -208,7 +210,7 @@ def test_another_sharpness():
                 float(g.square().sum()) for g in torch.autograd.grad(f, [*model.parameters()], retain_graph=True)
             )
     S = whole / len(X)
-    own, bounds = (pf.bounds(model, LOSS, (X, INDICES), sharpness=s) for s in (None, S))
+    own, bounds = (pf.theory.bounds(model, LOSS, (X, INDICES), sharpness=s) for s in (None, S))
     assert bounds.sharpness == S > own.sharpness
     for row, other in zip(bounds.rows, own.rows, strict=True):
         powers = {"6": 1, "11": 0.5, "12": 0.5}
@@ -216,22 +218,22 @@ def test_another_sharpness():
             assert row.right == pytest.approx(other.right * (S / own.sharpness) ** powers[row.equation], rel=1e-10)
         assert row.left == other.left
         assert holds(row)
-    found = pf.bounds(model, LOSS, (X, INDICES), sharpness="all", normalized=True)
+    found = pf.theory.bounds(model, LOSS, (X, INDICES), sharpness="all", normalized=True)
     assert found.sharpness == pytest.approx(S, rel=1e-10)
     assert found["12"].right == pytest.approx(bounds["12"].right, rel=1e-10)
-    with pytest.raises(pf.InputError, match="sharpness='some': a number or 'all' is wanted"):
-        pf.bounds(model, LOSS, (X, INDICES), sharpness="some")
-    with pytest.raises(pf.InputError, match=r"sharpness=0\.1: of the chosen layers' weights alone it is"):
-        pf.bounds(model, LOSS, (X, INDICES), sharpness=0.1)
+    with pytest.raises(pf.errors.InputError, match="sharpness='some': a number or 'all' is wanted"):
+        pf.theory.bounds(model, LOSS, (X, INDICES), sharpness="some")
+    with pytest.raises(pf.errors.InputError, match=r"sharpness=0\.1: of the chosen layers' weights alone it is"):
+        pf.theory.bounds(model, LOSS, (X, INDICES), sharpness=0.1)
 
 
 def test_nan():
     x = X.clone()
     x[3] = torch.inf
-    with pytest.raises(pf.NonFiniteError, match="1 of 6 samples"):
-        pf.bounds(network(M, 6, C), LOSS, (x, INDICES))
+    with pytest.raises(pf.errors.NonFiniteError, match="1 of 6 samples"):
+        pf.theory.bounds(network(M, 6, C), LOSS, (x, INDICES))
     kept = [0, 1, 2, 4, 5]
-    found = pf.bounds(network(M, 6, C), LOSS, (x, INDICES), nan_policy="omit")
-    expected = pf.bounds(network(M, 6, C), LOSS, (X[kept], INDICES[kept]))
+    found = pf.theory.bounds(network(M, 6, C), LOSS, (x, INDICES), nan_policy="omit")
+    expected = pf.theory.bounds(network(M, 6, C), LOSS, (X[kept], INDICES[kept]))
     for row, other in zip(found.rows, expected.rows, strict=True):
         assert row.right == pytest.approx(other.right, rel=1e-12)

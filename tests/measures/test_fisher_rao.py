@@ -134,7 +134,7 @@ def test_fisher_rao_of_what_cannot_be_derived_says_so():
 
     model = Net(lambda net, x: net.b(Once.apply(net.a(x))), a=nn.Linear(M, 6), b=nn.Linear(6, C)).double()
     with pytest.raises(
-        pf.NotYetError, match="fisher_rao: the model has operations without derivatives in forward mode"
+        pf.errors.NotYetError, match="fisher_rao: the model has operations without derivatives in forward mode"
     ):
         one("fisher_rao", model, LOSS, (X, INDICES))
 
@@ -144,7 +144,7 @@ def test_fisher_rao_and_nan(policy):
     model, x = network(M, 6, C), X.clone()
     x[2] = torch.nan
     if policy == "raise":
-        with pytest.raises(pf.NonFiniteError, match="batch 0: 1 of 6 loss terms have NaN"):
+        with pytest.raises(pf.errors.NonFiniteError, match="batch 0: 1 of 6 loss terms have NaN"):
             one("fisher_rao", model, LOSS, (x, INDICES))
         return
     estimate = one("fisher_rao", model, LOSS, (x, INDICES), nan_policy=policy)

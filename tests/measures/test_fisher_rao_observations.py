@@ -62,5 +62,5 @@ def test_a_sample_with_nan_in_one_output_is_left_out():
 
 def test_outputs_that_are_not_of_samples_are_refused():
     model = Net(lambda net, x: net.a(x)[:4], a=nn.Linear(M, C)).double()
-    with pytest.raises(pf.InputError, match="batch 0: its 4 loss terms cannot be told apart by its 6 samples"):
+    with pytest.raises(pf.errors.InputError, match="batch 0: its 4 loss terms cannot be told apart by its 6 samples"):
         one("fisher_rao", model, nn.MSELoss(), [(X, normal(3, 4, C))])

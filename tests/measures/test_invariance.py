@@ -60,7 +60,7 @@ def test_pac_bayes_moves():
     net = network(norms=False)
     labels = net(X).argmax(1)
     other = pf.reparameterize(net, factors(net, "layer-wise"), X)
-    one, two = (pf.pac_bayes(model, nn.CrossEntropyLoss(), (X, labels)) for model in (net, other))
+    one, two = (pf.measures.pac_bayes(model, nn.CrossEntropyLoss(), (X, labels)) for model in (net, other))
     assert two.sigma != pytest.approx(one.sigma, rel=0.1)
 
 

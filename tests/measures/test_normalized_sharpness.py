@@ -94,7 +94,7 @@ def test_every_layer(name, layer, curvature):
     options = {"layers": layer, "measures": "normalized_sharpness", "curvature": curvature}
     for size in (case.samples, 1):
         if expected is None:
-            with pytest.raises(pf.InputError, match=f"layer '{layer}': .* negative .* no lower bound"):
+            with pytest.raises(pf.errors.InputError, match=f"layer '{layer}': .* negative .* no lower bound"):
                 pf.measure(case.build(), case.loss, batches(case, size), **options)
             continue
         estimate = pf.measure(case.build(), case.loss, batches(case, size), **options)[layer, "normalized_sharpness"]
@@ -118,7 +118,7 @@ def test_every_backend_and_memory(name, engine):
 
 def test_samples_cannot_be_left_out():
     case = CASES["mlp ReLU"]
-    with pytest.raises(pf.InputError, match="nan_policy='omit' can leave none"):
+    with pytest.raises(pf.errors.InputError, match="nan_policy='omit' can leave none"):
         pf.measure(case.build(), case.loss, batches(case), measures="normalized_sharpness", nan_policy="omit")
     inputs = case.inputs.clone()
     inputs[0] = torch.nan
@@ -143,7 +143,7 @@ def test_matrix_normalised(name):
     traces = {layer: truth.trace_of(grid.hessian(case, layer)) for layer in case.layers}
     options = {"layers": list(case.layers), "measures": MATRIX}
     if min(traces.values()) < 0:
-        with pytest.raises(pf.InputError, match="of which there is no root"):
+        with pytest.raises(pf.errors.InputError, match="of which there is no root"):
             pf.measure(case.build(), case.loss, batches(case), **options)
         return
     report = pf.measure(case.build(), case.loss, iter(batches(case)), **options)
@@ -151,7 +151,7 @@ def test_matrix_normalised(name):
         expected = sum(norms(case, layer)[place] * traces[layer] ** 0.5 for layer in case.layers)
         assert report[measure].value == pytest.approx(expected, rel=1e-9)
         assert report[measure].exact
-        with pytest.raises(pf.InputError, match="no layer"):
+        with pytest.raises(pf.errors.InputError, match="no layer"):
             report[case.layers[0], measure]
 
 
@@ -178,7 +178,7 @@ def test_matrix_normalised_sampled():
 
 def test_matrix_normalised_is_of_the_weights_as_they_are():
     case = CASES["mlp ReLU"]
-    with pytest.raises(pf.NotYetError, match="normalize='std' is not there"):
+    with pytest.raises(pf.errors.NotYetError, match="normalize='std' is not there"):
         pf.measure(case.build(), case.loss, batches(case), measures=MATRIX, normalize="std")
 
 

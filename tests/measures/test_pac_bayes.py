@@ -37,7 +37,7 @@ def data(net):
 def test_sigma_costs_the_wanted_accuracy(net, data):
     """Fresh noise of that size does so too, within what ten draws can tell."""
     for drop in (0.05, 0.1, 0.3):
-        found = pf.pac_bayes(net, LOSS, data, drop=drop, draws=40)
+        found = pf.measures.pac_bayes(net, LOSS, data, drop=drop, draws=40)
         assert found.reached
         assert abs(found.drop - drop) < 0.01
         assert found.drop == pytest.approx(sum(found.drops) / 40)
@@ -57,7 +57,7 @@ def accuracy(net, data, sigma, seed):
 
 
 def test_monotone_in_the_drop_and_in_the_scale_of_the_weights(net, data):
-    found = [pf.pac_bayes(net, LOSS, data, drop=drop, tolerance=1e-9) for drop in (0.02, 0.05, 0.1, 0.2, 0.3)]
+    found = [pf.measures.pac_bayes(net, LOSS, data, drop=drop, tolerance=1e-9) for drop in (0.02, 0.05, 0.1, 0.2, 0.3)]
     assert [f.sigma for f in found] == sorted(f.sigma for f in found)
     assert [f.flatness for f in found] == sorted((f.flatness for f in found), reverse=True)
     torch.manual_seed(0)
@@ -67,7 +67,7 @@ def test_monotone_in_the_drop_and_in_the_scale_of_the_weights(net, data):
         for p in larger.parameters():
             p.mul_(2)
     labelled = X, plain(X).argmax(1)
-    one, twice = (pf.pac_bayes(model, LOSS, labelled, tolerance=1e-9) for model in (plain, larger))
+    one, twice = (pf.measures.pac_bayes(model, LOSS, labelled, tolerance=1e-9) for model in (plain, larger))
     assert twice.sigma == pytest.approx(
         2 * one.sigma, abs=2 * 2.0**-14
     )  # the same draws, so the same noise twice as large
@@ -75,27 +75,27 @@ def test_monotone_in_the_drop_and_in_the_scale_of_the_weights(net, data):
 
 
 def test_steps_draws_seeds_and_cuts(net, data):
-    few = pf.pac_bayes(net, LOSS, data, steps=3, tolerance=1e-9)
+    few = pf.measures.pac_bayes(net, LOSS, data, steps=3, tolerance=1e-9)
     assert not few.reached
     assert few.bracket[1] - few.bracket[0] == 0.25
     assert few.sigma in few.bracket
-    assert pf.pac_bayes(net, LOSS, data) == pf.pac_bayes(net, LOSS, data)
-    assert pf.pac_bayes(net, LOSS, data, seed=1).drops != pf.pac_bayes(net, LOSS, data).drops
+    assert pf.measures.pac_bayes(net, LOSS, data) == pf.measures.pac_bayes(net, LOSS, data)
+    assert pf.measures.pac_bayes(net, LOSS, data, seed=1).drops != pf.measures.pac_bayes(net, LOSS, data).drops
     cut = [*zip(data[0].split(150), data[1].split(150), strict=True)]
-    assert pf.pac_bayes(net, LOSS, cut).sigma == pf.pac_bayes(net, LOSS, data).sigma
+    assert pf.measures.pac_bayes(net, LOSS, cut).sigma == pf.measures.pac_bayes(net, LOSS, data).sigma
 
 
 def test_the_authors_sigma_is_the_root(net, data):
-    ours = pf.pac_bayes(net, LOSS, data, tolerance=1e-9, steps=20)
-    theirs = pf.pac_bayes(net, LOSS, data, tolerance=1e-9, steps=20, squared=True)
+    ours = pf.measures.pac_bayes(net, LOSS, data, tolerance=1e-9, steps=20)
+    theirs = pf.measures.pac_bayes(net, LOSS, data, tolerance=1e-9, steps=20, squared=True)
     assert theirs.sigma == pytest.approx(math.sqrt(ours.sigma), rel=1e-3)
 
 
 def test_bounds(net, data):
     torch.manual_seed(7)
     start = classifier(5, 12, C).double()
-    found = pf.pac_bayes(net, LOSS, data, initial=start)
-    assert found == pf.pac_bayes(net, LOSS, data, initial=start.state_dict())
+    found = pf.measures.pac_bayes(net, LOSS, data, initial=start)
+    assert found == pf.measures.pac_bayes(net, LOSS, data, initial=start.state_dict())
     weights = torch.cat([net[0].weight.flatten(), net[2].weight.flatten()]).detach()
     steps = weights - torch.cat([start[0].weight.flatten(), start[2].weight.flatten()]).detach()
     bound = float(weights.square().sum()) / (4 * found.sigma**2) + math.log(400 / found.sigma) + 10
@@ -106,7 +106,7 @@ def test_bounds(net, data):
     mean = float(steps.square().sum()) / len(steps)
     terms = [math.log((epsilon**2 + (sigma**2 + 1) * mean) / (epsilon**2 + sigma**2 * s**2)) for s in steps.tolist()]
     assert found.magnitude_bound == pytest.approx(sum(terms) / 4 + math.log(400 / sigma) + 10)
-    without = pf.pac_bayes(net, LOSS, data)
+    without = pf.measures.pac_bayes(net, LOSS, data)
     assert (without.magnitude, without.magnitude_bound) == (None, None)
     assert without.sigma == found.sigma
 
@@ -118,13 +118,13 @@ def test_the_noise_of_the_magnitude_aware_form(net, data):
         for p in signs.parameters():
             p.copy_(p.sign())
     labelled = X, signs(X).argmax(1)
-    found = pf.pac_bayes(signs, LOSS, labelled, initial=net, tolerance=1e-9, steps=20)
+    found = pf.measures.pac_bayes(signs, LOSS, labelled, initial=net, tolerance=1e-9, steps=20)
     assert found.magnitude.sigma == pytest.approx(found.sigma, rel=1e-2)
 
 
 def test_as_a_measure(net, data):
     estimate = pf.measure(net, LOSS, data, measures="pac_bayes", seed=2)["pac_bayes"]
-    found = pf.pac_bayes(net, LOSS, data, seed=2)
+    found = pf.measures.pac_bayes(net, LOSS, data, seed=2)
     assert estimate.value == found.flatness
     assert (estimate.samples, estimate.exact, estimate.method) == (400, False, "monte-carlo")
     for number in (f"σ = {found.sigma:.5g}", "in 10 draws", f"bound {found.bound:.5g}", f"{min(found.drops):.3g} to"):
@@ -141,7 +141,7 @@ def test_drops_out_of_reach_are_said_so(which):
         net[2].bias.mul_(0.0 if which == "brittle" else 1.0)
         y = net(x).argmax(1) if which == "brittle" else torch.full((100,), int(net(x).argmin(1)[0]))
     report = pf.measure(net, LOSS, (x, y), measures="pac_bayes")
-    found = pf.pac_bayes(net, LOSS, (x, y))
+    found = pf.measures.pac_bayes(net, LOSS, (x, y))
     assert not found.reached
     assert found.sigma == pytest.approx(2.0 if which == "chance" else 2.0**-14, rel=1e-3)
     assert any("no σ was found" in note for note in report["pac_bayes"].notes)
@@ -152,7 +152,7 @@ def test_drops_out_of_reach_are_said_so(which):
 
 def test_accuracy_of_every_kind_of_target(net):
     def of(model, loss, *data):
-        return pf.pac_bayes(model, loss, data, steps=1, draws=1).accuracy
+        return pf.measures.pac_bayes(model, loss, data, steps=1, draws=1).accuracy
 
     y = net(X).argmax(1)
     wrong = y.clone()
@@ -172,26 +172,30 @@ def test_accuracy_of_every_kind_of_target(net):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"drop": 1.5}, pf.InputError, "drop=1.5"),
-        ({"draws": 0}, pf.InputError, "draws=0"),
-        ({"steps": 0}, pf.InputError, "steps=0"),
-        ({"tolerance": -1}, pf.InputError, "tolerance=-1"),
-        ({"loss": nn.MSELoss(), "data": (X, normal(2, 400, C))}, pf.InputError, r"an accuracy needs classes of shape"),
+        ({"drop": 1.5}, pf.errors.InputError, "drop=1.5"),
+        ({"draws": 0}, pf.errors.InputError, "draws=0"),
+        ({"steps": 0}, pf.errors.InputError, "steps=0"),
+        ({"tolerance": -1}, pf.errors.InputError, "tolerance=-1"),
+        (
+            {"loss": nn.MSELoss(), "data": (X, normal(2, 400, C))},
+            pf.errors.InputError,
+            r"an accuracy needs classes of shape",
+        ),
         (
             {"data": (X * torch.nan, torch.zeros(400).long())},
-            pf.NonFiniteError,
+            pf.errors.NonFiniteError,
             "batch 0: the model's outputs have NaN",
         ),
-        ({"data": (X, torch.full((400,), -100))}, pf.InputError, "every one is ignored"),
-        ({"data": iter([(X, torch.zeros(400).long())])}, pf.InputError, "can be read once"),
-        ({"initial": nn.Linear(5, 4)}, pf.InputError, "initial: it does not fit the model .*Missing"),
-        ({"initial": {}}, pf.InputError, "initial: it does not fit the model"),
+        ({"data": (X, torch.full((400,), -100))}, pf.errors.InputError, "every one is ignored"),
+        ({"data": iter([(X, torch.zeros(400).long())])}, pf.errors.InputError, "can be read once"),
+        ({"initial": nn.Linear(5, 4)}, pf.errors.InputError, "initial: it does not fit the model .*Missing"),
+        ({"initial": {}}, pf.errors.InputError, "initial: it does not fit the model"),
     ],
 )
 def test_refusals(net, data, options, error, message):
     options = {"loss": LOSS, "data": data, **options}
     with pytest.raises(error, match=message):
-        pf.pac_bayes(net, **options)
+        pf.measures.pac_bayes(net, **options)
 
 
 # --- BatchNorm --------------------------------------------------------------------------------------------------------
@@ -263,7 +267,7 @@ def test_scales_inside_of_batch_norm_do_not_count():
             norm.running_mean.mul_(7.0)
             norm.running_var.add_(norm.eps).mul_(49.0).sub_(norm.eps)
     torch.testing.assert_close(other(images), net(images))
-    one, two = (pf.pac_bayes(model, LOSS, (images, labels)) for model in (net, other))
+    one, two = (pf.measures.pac_bayes(model, LOSS, (images, labels)) for model in (net, other))
     assert one.sigma == two.sigma
     assert one.bound == pytest.approx(two.bound)
 
@@ -271,7 +275,7 @@ def test_scales_inside_of_batch_norm_do_not_count():
 def test_no_trace_with_batch_norm_and_initial_weights():
     net, start = residual(), residual()
     before, first = snapshot(net), snapshot(start)
-    pf.pac_bayes(net, LOSS, (IMAGES, LABELS), initial=start, steps=2, draws=2)
+    pf.measures.pac_bayes(net, LOSS, (IMAGES, LABELS), initial=start, steps=2, draws=2)
     assert_unchanged(net, before)
     assert_unchanged(start, first)
 
@@ -291,6 +295,6 @@ def test_noise_reaches_every_parameter():
             return self.head(x * self.scale)
 
     net = Affine()
-    pf.pac_bayes(net, LOSS, (X.float(), torch.zeros(400).long()), steps=1, draws=2)
+    pf.measures.pac_bayes(net, LOSS, (X.float(), torch.zeros(400).long()), steps=1, draws=2)
     for name, p in net.named_parameters():
         assert any(not torch.equal(value, p) for value in seen[name])

@@ -20,7 +20,9 @@ def network():
 
 
 def test_no_measure_of_the_jacobian():
-    with pytest.raises(pf.InputError, match="measures: at least one name is wanted, or None for all of the Jacobian"):
+    with pytest.raises(
+        pf.errors.InputError, match="measures: at least one name is wanted, or None for all of the Jacobian"
+    ):
         pf.representation(network(), nn.CrossEntropyLoss(), (X, Y), measures=[])
 
 

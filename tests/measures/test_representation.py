@@ -132,7 +132,7 @@ def test_tokens_have_no_derivative():
     expected = jacobian_truth.of_data(model, data[0], ["one", "two"])["one", "mls"].mean()
     for value in (whole["one", "mls"], whole["two", "mls"], alone["one", "mls"]):
         assert value.value == pytest.approx(float(expected), rel=1e-12)
-    with pytest.raises(pf.InputError, match="'mls' has no value of the network"):
+    with pytest.raises(pf.errors.InputError, match="'mls' has no value of the network"):
         whole["mls"]
     assert "no floating-point tensor among a batch's inputs): layers only" in str(whole)
 
@@ -218,7 +218,7 @@ def test_nan(policy):
     call = {"nan_policy": policy, "per_sample": True}
     if policy == "raise":
         with pytest.raises(
-            pf.NonFiniteError, match=r"batch 0: 1 of 6 samples have NaN .* of the model's input, layer '0'"
+            pf.errors.NonFiniteError, match=r"batch 0: 1 of 6 samples have NaN .* of the model's input, layer '0'"
         ):
             pf.representation(model, LOSS, (x, INDICES), **call)
         return
@@ -233,7 +233,7 @@ def test_nan(policy):
         assert report[name].value == pytest.approx(expected[name].value, rel=1e-12)
         assert (report[name].samples, report[name].omitted) == (5, 1)
         assert report[name].per_sample.isnan().sum() == 1
-    with pytest.raises(pf.NonFiniteError, match="all 6 samples"):
+    with pytest.raises(pf.errors.NonFiniteError, match="all 6 samples"):
         pf.representation(model, LOSS, (x * torch.nan, INDICES), nan_policy="omit")
 
 
@@ -247,7 +247,7 @@ def test_nan(policy):
     ],
 )
 def test_refusals(options, message):
-    with pytest.raises(pf.InputError, match=message):
+    with pytest.raises(pf.errors.InputError, match=message):
         pf.representation(network(M, 6, C), LOSS, (X, INDICES), **options)
 
 
@@ -258,15 +258,15 @@ def test_outputs_of_several_lengths():
     report = pf.representation(case.build(), case.loss, batches, measures="nmls")
     halves = [pf.representation(case.build(), case.loss, [batch], measures="nmls")["nmls"].value for batch in batches]
     assert report["nmls"].value == pytest.approx(sum(halves) / 2, rel=1e-10)
-    with pytest.raises(pf.InputError, match="bounds: samples of"):
-        pf.bounds(case.build(), case.loss, batches)
+    with pytest.raises(pf.errors.InputError, match="bounds: samples of"):
+        pf.theory.bounds(case.build(), case.loss, batches)
 
 
 def test_hooks_go_with_an_error():
     model, x = network(M, 6, C), X.clone()
     x[2, 1] = torch.nan
     before = snapshot(model)
-    with pytest.raises(pf.NonFiniteError) as caught:
+    with pytest.raises(pf.errors.NonFiniteError) as caught:
         pf.representation(model, LOSS, [(X, INDICES), (x, INDICES)])
     assert_unchanged(model, before)
     assert "batch 1" in str(caught.value)
@@ -275,7 +275,8 @@ def test_hooks_go_with_an_error():
 def test_too_many_outputs():
     model = nn.Sequential(nn.Linear(M, 3000))
     with pytest.raises(
-        pf.InputError, match=r"3000 outputs of a sample take as many .* more than max_passes=2048; .* mls_adversarial"
+        pf.errors.InputError,
+        match=r"3000 outputs of a sample take as many .* more than max_passes=2048; .* mls_adversarial",
     ):
         pf.representation(model, LOSS, (X.float(), INDICES))
 

@@ -63,7 +63,7 @@ def test_its_left_side_is_at_what_follows_the_sum(scale):
         torch.manual_seed(seed)
         model = Net(two_blocks, **{name: nn.Linear(*sizes) for name, sizes in WIDTHS.items()}).double()
         model.three.weight.data.mul_(scale)
-        bounds = pf.bounds(model, LOSS, [(X[:4], INDICES[:4]), (X[4:], INDICES[4:])])
+        bounds = pf.theory.bounds(model, LOSS, [(X[:4], INDICES[:4]), (X[4:], INDICES[4:])])
         first, second = (at_sum(model, name)(X) for name in ("one", "two"))
         assert bounds["one", "17"].left == pytest.approx(at_input(model)(X) - first, rel=1e-8, abs=1e-12)
         assert bounds["two", "17"].left == pytest.approx(first - second, rel=1e-8, abs=1e-12)
@@ -82,7 +82,7 @@ def test_the_pair_of_two_layers_of_a_branch_is_no_inequality():
     model = Net(lambda net, x: net.head(x + net.two(net.one(x))), **layers(one=(M, 7), two=(7, M), head=(M, C)))
     model = model.double()
     model.two.weight.data.mul_(1e-3)
-    bounds = pf.bounds(model, LOSS, (X, INDICES))
+    bounds = pf.theory.bounds(model, LOSS, (X, INDICES))
     assert bounds["one", "5"].left - bounds["two", "5"].left > bounds["one", "17"].right
     assert holds(bounds["one", "17"])
 
@@ -96,7 +96,7 @@ def test_the_sum_over_layers_is_guaranteed_where_it_telescopes(behind):
 
     model = Net(forward, **layers(one=(M, M), head=(M, C))).double()
     model.one.weight.data.mul_(0.1)
-    bounds = pf.bounds(model, LOSS, (X, INDICES))
+    bounds = pf.theory.bounds(model, LOSS, (X, INDICES))
     assert bounds["one", "17"].guaranteed
     assert holds(bounds["one", "17"])
     assert bounds["17, summed"].guaranteed == (behind is torch.relu)
@@ -118,7 +118,7 @@ def test_convolutional_blocks():
         seen = {}
         return forward(model, inputs, seen), seen["one"]
 
-    row = pf.bounds(model, LOSS, (x, INDICES[:5]))["one", "17"]
+    row = pf.theory.bounds(model, LOSS, (x, INDICES[:5]))["one", "17"]
     assert row.left == pytest.approx(at_input(model)(x) - largest(model, place, x), rel=1e-8)
     assert row.caveat == "a convolution"
 
@@ -127,15 +127,15 @@ def test_a_sample_with_nan_hides_no_shortcut():
     x = X.clone()
     x[3] = torch.nan
     model = Net(two_blocks, **layers(**WIDTHS)).double()
-    bounds = pf.bounds(model, LOSS, (x, INDICES), nan_policy="omit")
+    bounds = pf.theory.bounds(model, LOSS, (x, INDICES), nan_policy="omit")
     kept = [0, 1, 2, 4, 5]
-    expected = pf.bounds(model, LOSS, (X[kept], INDICES[kept]))
+    expected = pf.theory.bounds(model, LOSS, (X[kept], INDICES[kept]))
     assert [row.caveat for row in bounds.rows] == [row.caveat for row in expected.rows]
     assert bounds["one", "17"].left == pytest.approx(expected["one", "17"].left, rel=1e-12)
 
 
 def test_of_plain_layers_the_next_one_is_taken_off():
-    bounds = pf.bounds(network(M, 6, 5, C), LOSS, (X, INDICES))
+    bounds = pf.theory.bounds(network(M, 6, 5, C), LOSS, (X, INDICES))
     assert bounds["0", "17"].what == "mean s_max less that of the next layer"
     assert bounds["0", "17"].left == bounds["0", "5"].left - bounds["2", "5"].left
     assert [row.layer for row in bounds.rows if row.equation == "17"] == ["0", "2"]

@@ -204,7 +204,7 @@ def test_frozen_parameters_are_left_out():
 
 @pytest.mark.parametrize("name", ["sharpness", "interpolation_sharpness", "adaptive_sharpness"])
 def test_none_trainable(name):
-    with pytest.raises(pf.InputError, match="none of its parameters requires gradients"):
+    with pytest.raises(pf.errors.InputError, match="none of its parameters requires gradients"):
         one(name, network(M, 6, C).requires_grad_(False), LOSS, (X, INDICES))
 
 
@@ -277,7 +277,7 @@ def test_nan(name, measure):
     x[2] = torch.nan
     kept = torch.arange(len(x)) != 2
     clean = one(measure, model, LOSS, (x[kept], case.targets[kept])).value
-    with pytest.raises(pf.NonFiniteError, match="batch 0: 1 of 6 samples"):
+    with pytest.raises(pf.errors.NonFiniteError, match="batch 0: 1 of 6 samples"):
         one(measure, model, LOSS, (x, case.targets))
     omitted = one(measure, model, LOSS, (x, case.targets), nan_policy="omit", per_sample=True)
     assert omitted.value == pytest.approx(clean, rel=1e-10)
@@ -288,7 +288,9 @@ def test_nan(name, measure):
     assert spread.per_sample.isnan().tolist() == (~kept).tolist()
     with torch.no_grad():
         next(model.parameters()).view(-1)[0] = torch.nan
-    with pytest.raises(pf.NonFiniteError, match=r"(parameter '0.weight': it|layer '0': its weight) has 1 entries"):
+    with pytest.raises(
+        pf.errors.NonFiniteError, match=r"(parameter '0.weight': it|layer '0': its weight) has 1 entries"
+    ):
         one(measure, model, LOSS, (case.inputs, case.targets))
 
 
@@ -330,7 +332,7 @@ def test_target_stderr(activation):
 
 def test_too_many_products():
     model, data = network(M, 50, 40, C, activation=nn.Tanh), (X, INDICES)
-    with pytest.raises(pf.InputError, match=r"0.weight, .* takes 2340 Hessian products, .* probes="):
+    with pytest.raises(pf.errors.InputError, match=r"0.weight, .* takes 2340 Hessian products, .* probes="):
         one("sharpness", model, LOSS, data)
     assert one("sharpness", model, LOSS, data, probes=2).stderr > 0
     assert one("sharpness", model, LOSS, data, curvature="ggn").value > 0
@@ -340,7 +342,7 @@ def test_too_many_products():
 def test_adaptive_sharpness_is_the_limit_of_monte_carlo(activation):
     model, data = network(M, 6, C, activation=activation), (X, INDICES)
     exact = one("adaptive_sharpness", model, LOSS, data).value
-    estimate = pf.adaptive_sharpness_mc(model, LOSS, data, rho=1e-3, draws=2000)
+    estimate = pf.measures.adaptive_sharpness_mc(model, LOSS, data, rho=1e-3, draws=2000)
     assert abs(estimate.value - exact) < 4 * estimate.stderr
 
 
@@ -375,7 +377,7 @@ def test_functions_that_torch_did_not_write(function, layer):
 
     model, plain = net(function.apply), net(torch.square)
     plain.load_state_dict(model.state_dict())
-    with pytest.raises(pf.InputError, match=r"behind parameter 'first.*weight', .* torch did not write"):
+    with pytest.raises(pf.errors.InputError, match=r"behind parameter 'first.*weight', .* torch did not write"):
         one("sharpness", model, LOSS, (X, INDICES))
     found, expected = (measured(of(m), curvature="ggn")["sharpness"] for m in (model, plain))
     assert found.value == pytest.approx(expected.value, rel=1e-10)
@@ -386,5 +388,5 @@ def test_functions_that_torch_did_not_write(function, layer):
         assert not taken.exact
         assert "taken as they are" in repr(taken)
     else:
-        with pytest.raises(pf.InputError, match=r"parameter 'first.*second derivative .* is missing"):
+        with pytest.raises(pf.errors.InputError, match=r"parameter 'first.*second derivative .* is missing"):
             one("sharpness", model, LOSS, (X, INDICES), curvature="hessian")

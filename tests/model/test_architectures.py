@@ -18,17 +18,17 @@ MEASURES = ["relative_flatness", "trace"]
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 
 
-def measured(architecture: Architecture, model: torch.nn.Module, measures=MEASURES, **options) -> pf.Report:
+def measured(architecture: Architecture, model: torch.nn.Module, measures=MEASURES, **options) -> pf.results.Report:
     return pf.measure(model, LOSS, [architecture.batch()], measures=measures, forward=architecture.forward, **options)
 
 
 @functools.cache
-def exact(name: str) -> tuple[torch.nn.Module, pf.Report]:
+def exact(name: str) -> tuple[torch.nn.Module, pf.results.Report]:
     model = BY_NAME[name].model()
     return model, measured(BY_NAME[name], model)
 
 
-def check_layers(architecture: Architecture, model: torch.nn.Module, report: pf.Report, rel: float) -> None:
+def check_layers(architecture: Architecture, model: torch.nn.Module, report: pf.results.Report, rel: float) -> None:
     """Hold each layer's value against the truth, the network's against their sum; all that may be exact are."""
     for layer in report.layers:
         expected = weight_truth.relative_flatness_and_trace(model, architecture.risk, layer)
@@ -79,7 +79,7 @@ def test_exact_values_take_as_many_passes_as_the_table_counts(name: str) -> None
         by_hessian = method == "hessian"
         passes = counted.layers[layer].products if by_hessian else counted.passes
         said = rf"\b{passes} {'Hessian products' if by_hessian else 'backward passes'} "
-        with pytest.raises(pf.InputError, match=said):
+        with pytest.raises(pf.errors.InputError, match=said):
             measured(architecture, model, ["relative_flatness"], layers=layer, max_passes=passes - 1)
     assert counted.uncovered == report.uncovered
 

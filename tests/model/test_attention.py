@@ -118,7 +118,7 @@ def test_whole_in_one_place_and_in_parts_in_another():
         value = expected.values(expected.hessian)["trace"]
         assert report[f"attend.in_proj_weight{label}", "trace"].value == pytest.approx(value, rel=1e-9)
     assert report.uncovered == {}
-    with pytest.raises(pf.InputError, match=r"on a part of it.*in_proj_weight\[q\].* may be measured instead"):
+    with pytest.raises(pf.errors.InputError, match=r"on a part of it.*in_proj_weight\[q\].* may be measured instead"):
         pf.relative_flatness(model, LOSS, (X, Y), "attend.in_proj_weight")
 
 
@@ -159,7 +159,7 @@ def test_jacobians():
 
 
 def test_rescaling_refuses_uses_of_parameters():
-    with pytest.raises(pf.InputError, match=r"'attend.in_proj_weight' is no plain layer"):
+    with pytest.raises(pf.errors.InputError, match=r"'attend.in_proj_weight' is no plain layer"):
         pf.reparameterize(CASES["packed"][0], {"attend.in_proj_weight": 2.0}, X)
 
 

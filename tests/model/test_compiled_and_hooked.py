@@ -60,7 +60,7 @@ def test_hooks_are_there_again():
     net.body.register_full_backward_hook(lambda *args: heard.append(args[0]))
     net.head.register_full_backward_pre_hook(lambda *args: heard.append(args[0]))
     pf.measure(net, LOSS, DATA, measures="all")
-    with pytest.raises(pf.InputError):
+    with pytest.raises(pf.errors.InputError):
         pf.measure(net, LOSS, DATA, layers="nowhere")
     assert heard == []
     LOSS(net(DATA[0][0].clone().requires_grad_()), DATA[0][1]).backward()

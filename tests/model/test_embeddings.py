@@ -34,7 +34,7 @@ def bags_by_offsets():
 )
 def test_what_is_not_a_matrix_is_named_and_left_out_of_all_layers(embed, why):
     model = classifier(embed).double()
-    with pytest.raises(pf.InputError, match=rf"layer 'embed' is of type {why}.*choose other layers"):
+    with pytest.raises(pf.errors.InputError, match=rf"layer 'embed' is of type {why}.*choose other layers"):
         pf.measure(model, LOSS, (WORDS, Y), layers="embed", measures="trace")
     report = pf.measure(model, LOSS, (WORDS, Y), measures="trace")
     assert report.layers == ("head",)
@@ -44,7 +44,7 @@ def test_what_is_not_a_matrix_is_named_and_left_out_of_all_layers(embed, why):
 
 def test_bags_by_offsets_are_left_out_and_said_to_be():
     with pytest.raises(
-        pf.InputError, match=r"'embed' did not run .* offsets=, and not as .* cannot be told apart by sample"
+        pf.errors.InputError, match=r"'embed' did not run .* offsets=, and not as .* cannot be told apart by sample"
     ):
         pf.measure(bags_by_offsets(), LOSS, (WORDS, Y), layers="embed", measures="trace")
     report = pf.measure(bags_by_offsets(), LOSS, (WORDS, Y), measures="trace")
@@ -67,7 +67,7 @@ def test_what_is_looked_up_once_for_all_samples_may_be_left_out():
     report = pf.measure(network(), LOSS, (WORDS, Y), measures="trace")
     assert report.layers == ("embed", "head")
     assert [*report.uncovered] == ["bias.weight"]
-    with pytest.raises(pf.InputError, match=r"layer 'bias': its rows \(4, 4, 2\) cannot be told apart"):
+    with pytest.raises(pf.errors.InputError, match=r"layer 'bias': its rows \(4, 4, 2\) cannot be told apart"):
         pf.measure(network(), LOSS, (WORDS, Y), layers=["bias", "head"], measures="trace")
     alone = pf.measure(network(), LOSS, [(x[None], y[None]) for x, y in zip(WORDS, Y, strict=True)], measures="trace")
     assert alone.layers == ("embed", "bias", "head")
@@ -77,7 +77,7 @@ def test_what_is_looked_up_once_for_all_samples_may_be_left_out():
 @pytest.mark.parametrize("measures", [["nmls"], ["mls_bound"]])
 def test_tokens_have_no_derivative(measures):
     case = CASES["embedding"]
-    with pytest.raises(pf.InputError, match="'embed' has an input with a derivative"):
+    with pytest.raises(pf.errors.InputError, match="'embed' has an input with a derivative"):
         pf.measure(case.build(), case.loss, (case.inputs, case.targets), layers="embed", measures=measures)
     everything, head = (
         pf.measure(case.build(), case.loss, (case.inputs, case.targets), layers=layers, measures=measures)
@@ -89,8 +89,10 @@ def test_tokens_have_no_derivative(measures):
 
 def test_there_are_no_features_to_perturb():
     case = CASES["embedding"]
-    with pytest.raises(pf.InputError, match="layer 'embed' is of type Embedding: there is no feature vector"):
-        pf.feature_robustness(case.build(), case.loss, (case.inputs, case.targets), "embed", alphas=[0.1], draws=2)
+    with pytest.raises(pf.errors.InputError, match="layer 'embed' is of type Embedding: there is no feature vector"):
+        pf.theory.feature_robustness(
+            case.build(), case.loss, (case.inputs, case.targets), "embed", alphas=[0.1], draws=2
+        )
 
 
 def test_a_large_vocabulary_is_not_written_out():

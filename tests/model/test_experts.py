@@ -128,7 +128,7 @@ def test_an_expert_that_no_token_reaches_is_named():
     assert set(report.why_uncovered.values()) == {"no token of the data is routed to expert 1"}
     assert not report["trace"].exact
     for selector in ("experts.down_proj[1]", "*[[]1]"):
-        with pytest.raises(pf.InputError, match=r"experts.*\[1\]' did not run"):
+        with pytest.raises(pf.errors.InputError, match=r"experts.*\[1\]' did not run"):
             pf.measure(model, LOSS, (X, Y), layers=selector, measures=MEASURES)
 
 
@@ -166,7 +166,7 @@ def test_selected_by_name_and_glob():
         assert set(report.layers) == expected
         for layer in expected:
             assert values(report, layer) == pytest.approx(values(whole, layer), rel=1e-12)
-    with pytest.raises(pf.InputError, match=r"experts.down_proj\[0\]"):
+    with pytest.raises(pf.errors.InputError, match=r"experts.down_proj\[0\]"):
         pf.measure(model, LOSS, (X, Y), layers="experts.down_proj")
 
 
@@ -220,7 +220,7 @@ def test_other_measures_are_those_of_plain_layers():
 
 def test_calls_that_perturb_or_watch_the_model():
     model, layer = Mixture(chosen=1), "experts.down_proj[1]"
-    robustness = pf.feature_robustness(model, LOSS, (X, Y), layer, draws=3)
+    robustness = pf.theory.feature_robustness(model, LOSS, (X, Y), layer, draws=3)
     assert float(robustness.rises.abs().max()) > 0
     traces = pf.block_traces(model, LOSS, (X, Y), layer)
     assert float(traces.trace()) == pytest.approx(truth(model, layer)[1], rel=1e-8)

@@ -104,7 +104,7 @@ class LastNorm2d(nn.LayerNorm):
     ],
 )
 def test_what_is_no_scale_is_refused(norm, message):
-    with pytest.raises(pf.InputError, match=message):
+    with pytest.raises(pf.errors.InputError, match=message):
         measured("block.0", norm)
 
 
@@ -128,14 +128,14 @@ def test_features_are_what_the_layer_gives_with_ones_bit_by_bit(norm, size, dtyp
 
 def test_a_training_batch_norm_is_refused():
     net = network(nn.BatchNorm1d(3))
-    with pytest.raises(pf.InputError, match=r"call model.eval\(\)"):
+    with pytest.raises(pf.errors.InputError, match=r"call model.eval\(\)"):
         pf.measure(net.train(), LOSS, (X, Y), layers="block.0", measures="trace")
 
 
 def test_there_are_no_features_in_front_to_perturb_and_no_jacobian():
-    with pytest.raises(pf.InputError, match="layer 'last' is of type RMSNorm: there is no feature vector"):
-        pf.feature_robustness(network(), LOSS, (X, Y), "last", alphas=[0.1], draws=2)
-    with pytest.raises(pf.InputError, match="'last' has an input with a derivative"):
+    with pytest.raises(pf.errors.InputError, match="layer 'last' is of type RMSNorm: there is no feature vector"):
+        pf.theory.feature_robustness(network(), LOSS, (X, Y), "last", alphas=[0.1], draws=2)
+    with pytest.raises(pf.errors.InputError, match="'last' has an input with a derivative"):
         pf.measure(network(), LOSS, (X, Y), layers="last", measures="nmls")
 
 

@@ -139,7 +139,7 @@ def test_tokens_that_are_not_in_order_of_samples():
     report = pf.measure(fixed(Mixture()), LOSS, data, measures=MEASURES, forward=first_half_then_second)
     (why,) = refused(report)
     assert "cannot be told apart by sample" in why
-    with pytest.raises(pf.InputError, match="cannot be told apart"):
+    with pytest.raises(pf.errors.InputError, match="cannot be told apart"):
         pf.measure(fixed(Mixture()), LOSS, data, layers="experts.*", forward=first_half_then_second)
 
 
@@ -263,7 +263,7 @@ def test_own_ways_are_named_and_left_out(mix):
     for layer in report.layers:
         found = tuple(report[layer, measure].value for measure in MEASURES)
         assert found == pytest.approx(truth(model, layer), rel=1e-8, abs=1e-12), layer
-    with pytest.raises(pf.InputError, match="'w'"):
+    with pytest.raises(pf.errors.InputError, match="'w'"):
         pf.relative_flatness(model, LOSS, (X, Y), "w")
 
 

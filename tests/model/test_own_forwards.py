@@ -210,9 +210,9 @@ def test_a_weight_that_depends_on_more_is_left_out_and_named(kind):
     assert report.layers == ("head",)
     assert [*report.uncovered] == [*report.why_uncovered] == ["own.weight"]
     for layer in ("own", model.own):
-        with pytest.raises(pf.InputError, match="'own': its weight is used in"):
+        with pytest.raises(pf.errors.InputError, match="'own': its weight is used in"):
             pf.relative_flatness(model, LOSS, (ROWS, Y), layer)
     for choice in ("type:Summed", None):
         only = Net(lambda net, x: net.own(x).mean(1), own=Summed(4, 3)).double()
-        with pytest.raises(pf.InputError, match="'own': its weight is used in sum"):
+        with pytest.raises(pf.errors.InputError, match="'own': its weight is used in sum"):
             pf.measure(only, LOSS, (ROWS, Y), layers=choice)

@@ -171,13 +171,13 @@ def test_what_is_not_run_step_by_step_is_named(build, why):
     assert {*report.why_uncovered.values()} == {why}
     assert not report["trace"].exact
     name = next(name for name in dict(model.named_parameters()) if "weight_ih" in name)
-    with pytest.raises(pf.InputError, match=r"packed sequences|used in lstm"):
+    with pytest.raises(pf.errors.InputError, match=r"packed sequences|used in lstm"):
         pf.relative_flatness(model, LOSS, (X, Y), name)
 
 
 def test_dropout_between_layers_is_refused_in_training_mode_alone():
     model = Net(nn.LSTM(2, 2, num_layers=2, batch_first=True, dropout=0.5), 4).train()
-    with pytest.raises(pf.InputError, match="dropout"):
+    with pytest.raises(pf.errors.InputError, match="dropout"):
         pf.relative_flatness(model, LOSS, (X, Y), "cell.weight_hh_l1")
     model.eval()
     found = pf.relative_flatness(model, LOSS, (X, Y), "cell.weight_hh_l1").value

@@ -34,7 +34,7 @@ class Recurrent(nn.Module):
 )
 def test_names_of_parameters_and_blocks(name, message):
     model, data = Recurrent().double(), (normal(0, 5, 3, 4), Y)
-    with pytest.raises(pf.InputError, match=message):
+    with pytest.raises(pf.errors.InputError, match=message):
         pf.measure(model, LOSS, data, layers=name, measures="trace")
 
 
@@ -49,6 +49,6 @@ def test_a_parameter_of_many_experts():
 
     model, data = Mixture(), (normal(0, 5, 3, 4), Y)
     message = r"its parts are layers: 'experts.down_proj\[0\]' to '.*\[\d\]', and 'experts.down_proj\*' is all of them"
-    with pytest.raises(pf.InputError, match=message):
+    with pytest.raises(pf.errors.InputError, match=message):
         pf.measure(model, LOSS, data, layers="experts.down_proj", measures="trace")
     assert all("down_proj[" in name for name in pf.measure(model, LOSS, data, layers="experts.down_proj*").layers)

@@ -41,7 +41,7 @@ def both(outputs, y):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_loss_of_one_tensor_asks_which_one_is_meant(name):
-    with pytest.raises(pf.InputError, match=WAY_OUT):
+    with pytest.raises(pf.errors.InputError, match=WAY_OUT):
         CALLS[name](Heads(), LOSS, DATA)
 
 
@@ -89,12 +89,12 @@ def test_every_public_call_takes_such_a_loss(name):
 
 def test_there_is_no_accuracy_of_several_outputs():
     assert pf.generalization_gap(Heads(), both, DATA, DATA).train.accuracy is None
-    with pytest.raises(pf.InputError, match="several outputs, and an accuracy is of one"):
-        pf.pac_bayes(Heads(), both, DATA)
+    with pytest.raises(pf.errors.InputError, match="several outputs, and an accuracy is of one"):
+        pf.measures.pac_bayes(Heads(), both, DATA)
 
 
 def test_a_callable_that_takes_one_tensor_is_told_of_the_others():
-    with pytest.raises(pf.InputError, match=r"returns several outputs, and a callable gets them all.*forward="):
+    with pytest.raises(pf.errors.InputError, match=r"returns several outputs, and a callable gets them all.*forward="):
         pf.relative_flatness(Heads(), lambda f, y: F.cross_entropy(f, y), DATA)
 
 
@@ -132,7 +132,7 @@ def test_a_parameter_beside_the_logits_is_no_output():
     ],
 )
 def test_outputs_that_are_not_of_samples(give):
-    with pytest.raises(pf.InputError, match="pass forward="):
+    with pytest.raises(pf.errors.InputError, match="pass forward="):
         pf.relative_flatness(Heads(give), both, DATA)
 
 
@@ -140,5 +140,5 @@ def test_outputs_whose_shapes_change():
     def give(first, second):
         return (first, second) if len(first) == 5 else (first, second[:, :1])
 
-    with pytest.raises(pf.InputError, match="other shapes"):
+    with pytest.raises(pf.errors.InputError, match="other shapes"):
         pf.relative_flatness(Heads(give), both, DATA, "body")

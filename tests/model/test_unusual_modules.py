@@ -34,12 +34,12 @@ def exhausted():
 @pytest.mark.parametrize("compiled", [torch.jit.script, lambda net: torch.jit.trace(net, X)], ids=["script", "trace"])
 def test_jit_modules_are_refused(compiled):
     net = compiled(mlp())
-    for call in (pf.relative_flatness, pf.measure, pf.verify, pf.block_traces, pf.pac_bayes):
+    for call in (pf.relative_flatness, pf.measure, pf.verify, pf.block_traces, pf.measures.pac_bayes):
         with pytest.raises(
-            pf.InputError, match=r"model: it is compiled by torch.jit .* pass the nn.Module that it was"
+            pf.errors.InputError, match=r"model: it is compiled by torch.jit .* pass the nn.Module that it was"
         ):
             call(net, LOSS, (X, Y))
-    with pytest.raises(pf.InputError, match=r"model: '0' is compiled by torch.jit"):
+    with pytest.raises(pf.errors.InputError, match=r"model: '0' is compiled by torch.jit"):
         pf.measure(nn.Sequential(net, nn.ReLU()), LOSS, (X, Y))
 
 
@@ -59,7 +59,7 @@ for measure, values in pf.measure(*arguments).by_measure().items():
         assert abs(float(value) - float(before[measure][layer])) <= 1e-12 * float(value), (measure, layer)
 try:
     pf.block_traces(*arguments)
-except pf.InputError as error:
+except pf.errors.InputError as error:
     print(error)
 dist.destroy_process_group()
 """
@@ -95,7 +95,7 @@ def test_stop_iteration_of_a_forward_pass_is_an_error_that_says_so(at):
         lambda net: pf.measure(net, LOSS, batches, measures="fisher_rao"),
         lambda net: pf.measure(net, LOSS, batches, measures="mls"),
     ):
-        with pytest.raises(pf.InputError, match=said):
+        with pytest.raises(pf.errors.InputError, match=said):
             call(Stopping(at))
 
 
@@ -116,11 +116,11 @@ class Ending(Dataset):
 
 def test_data_that_end_by_an_error_are_not_taken_for_all():
     with pytest.raises(
-        pf.InputError, match="data: reading batch 1 raised StopIteration: something that reads the data"
+        pf.errors.InputError, match="data: reading batch 1 raised StopIteration: something that reads the data"
     ):
         pf.measure(mlp(), LOSS, ending(X, Y), measures="trace")
     for loader in (DataLoader(Ending(), batch_size=4), DataLoader(Ending(), batch_size=4, shuffle=True)):
-        with pytest.raises(pf.InputError, match=r"data: the loader ended after \d of its 3 batches"):
+        with pytest.raises(pf.errors.InputError, match=r"data: the loader ended after \d of its 3 batches"):
             pf.measure(mlp(), LOSS, loader, measures="trace")
 
 
@@ -155,7 +155,7 @@ def test_subclasses_whose_weight_is_no_number_are_said_to_be_that(kind, base):
         for choice in ("own", f"type:{kind.__name__}", own, None):
             if choice is None and hasattr(model, "other"):
                 continue
-            with pytest.raises(pf.InputError, match=said):
+            with pytest.raises(pf.errors.InputError, match=said):
                 pf.measure(model, LOSS, (X, Y), layers=choice)
 
 
@@ -192,7 +192,7 @@ def test_reentrant_checkpointing_leaves_the_measures_that_need_no_graph():
     for measure in ("relative_flatness", "trace", "relative_flatness_std", "lambda_max"):
         assert "runs without recording a graph" in report.skipped[measure]
     for measures in (None, "relative_flatness"):
-        with pytest.raises(pf.InputError, match="layer 'a' runs without recording a graph"):
+        with pytest.raises(pf.errors.InputError, match="layer 'a' runs without recording a graph"):
             pf.measure(checkpointed("reentrant"), LOSS, (X, Y), measures=measures)
 
 
@@ -220,5 +220,5 @@ def test_reentrant_checkpointing_behind_a_layer_is_refused_by_name():
         head=nn.Linear(6, 3),
     )
     for measure in ("relative_flatness", "lambda_max", "sharpness", "mls", "mls_adversarial"):
-        with pytest.raises(pf.InputError, match=r"reentrant activation checkpointing.* use_reentrant=False"):
+        with pytest.raises(pf.errors.InputError, match=r"reentrant activation checkpointing.* use_reentrant=False"):
             pf.measure(net.double(), LOSS, (X, Y), layers="a", measures=measure)

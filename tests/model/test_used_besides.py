@@ -71,7 +71,7 @@ def test_weights_are_where_they_were_also_after_an_error(fails: bool) -> None:
 
     net = network(forward)
     weight = net.a.weight
-    with pytest.raises(pf.InputError, match="ValueError: no") if fails else contextlib.nullcontext():
+    with pytest.raises(pf.errors.InputError, match="ValueError: no") if fails else contextlib.nullcontext():
         pf.measure(net, LOSS, (X, Y), measures="trace")
     assert net.a.weight is weight
     assert not net.a._forward_hooks

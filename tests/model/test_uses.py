@@ -162,8 +162,8 @@ def test_what_is_not_followed_is_named_and_left_out(name):
     assert not report["trace"].exact
     other = pf.measure(plain, LOSS, (X, Y), measures=["relative_flatness", "trace"])
     assert report["head", "trace"] == other["head", "trace"]
-    assert pf.Report.from_json(report.to_json()) == report
-    with pytest.raises(pf.InputError, match="'w'"):
+    assert pf.results.Report.from_json(report.to_json()) == report
+    with pytest.raises(pf.errors.InputError, match="'w'"):
         pf.relative_flatness(model, LOSS, (X, Y), "w")
 
 
@@ -203,7 +203,9 @@ def test_measures_of_features_are_those_of_a_module_in_its_place():
     twin.layer = nn.Linear(4, 6).double()
     twin.layer.weight, twin.layer.bias = model.w, model.b
     calls = {
-        "feature robustness": lambda net, name: pf.feature_robustness(net, LOSS, (X, Y), name, draws=3).rises.tolist(),
+        "feature robustness": lambda net, name: pf.theory.feature_robustness(
+            net, LOSS, (X, Y), name, draws=3
+        ).rises.tolist(),
         "Jacobians": lambda net, name: [float(pf.representation(net, LOSS, (X, Y))["nmls"])],
         "normalised": lambda net, name: [
             float(pf.relative_flatness(net, LOSS, (X, Y), name, normalize="std")),
@@ -265,7 +267,7 @@ def test_a_layer_that_is_given_another_weight_is_an_error(inside):
 
     outer, options = (Calling(), {}) if inside else (model, {"forward": forward})
     with pytest.raises(
-        pf.InputError, match=r"layer '(body\.)?0' \(Linear\): its weight in the forward pass is not the"
+        pf.errors.InputError, match=r"layer '(body\.)?0' \(Linear\): its weight in the forward pass is not the"
     ):
         pf.measure(outer, LOSS, data, measures=["trace"], **options)
     other["0.weight"] = model[0].weight.detach().clone()

@@ -231,7 +231,7 @@ OTHERWISE = {
 @pytest.mark.parametrize("function", OTHERWISE)
 def test_a_use_that_is_not_linear_is_refused_by_its_name(function):
     model = one(OTHERWISE[function])().double()
-    with pytest.raises(pf.InputError, match=rf"layer 'a.weight': its weight is used in .*{function}"):
+    with pytest.raises(pf.errors.InputError, match=rf"layer 'a.weight': its weight is used in .*{function}"):
         pf.measure(model, LOSS, (X, Y), layers="a.weight", measures="trace")
     assert type(model.a.weight) is nn.Parameter
     assert model.a.weight.requires_grad
@@ -278,10 +278,10 @@ def test_a_parameter_in_operations_of_two_kinds_is_one_layer_where_it_is_named(n
 def test_what_has_no_meaning_for_all_uses_together():
     model, x, y, layer, _ = built("embedding and head, of the head")
     with pytest.raises(
-        pf.InputError, match="is a weight in all of its uses, whose inputs have no deviations in common"
+        pf.errors.InputError, match="is a weight in all of its uses, whose inputs have no deviations in common"
     ):
         pf.measure(model, LOSS, (x, y), layers=layer, measures="relative_flatness_std")
-    with pytest.raises(pf.InputError, match=r"'head\.weight' has an input with a derivative"):
+    with pytest.raises(pf.errors.InputError, match=r"'head\.weight' has an input with a derivative"):
         pf.measure(model, LOSS, (x, y), layers=layer, measures="nmls")
-    with pytest.raises(pf.InputError, match="is a parameter and no layer; the layer that it belongs to is 'a'"):
+    with pytest.raises(pf.errors.InputError, match="is a parameter and no layer; the layer that it belongs to is 'a'"):
         pf.measure(one(side_by_side)(), LOSS, (X, Y), layers="a.bias")

@@ -81,7 +81,7 @@ def test_a_weight_that_depends_on_data_is_seen_with_one_sample_too(samples):
     torch.manual_seed(0)
     data = [(x[None], y[None]) for x, y in zip(X, Y, strict=True)][:samples]
     net = Net(lambda net, x: net.head(net.a(x).relu()), a=FromData(4, 4), head=nn.Linear(4, 3)).double()
-    with pytest.raises(pf.InputError, match="its weight is"):
+    with pytest.raises(pf.errors.InputError, match="its weight is"):
         pf.measure(net, LOSS, data, layers="a", measures="trace")
     report = pf.measure(net, LOSS, data, measures="trace")
     assert report.layers == ("head",)
@@ -104,7 +104,7 @@ class InPlace(nn.Module):
 def test_a_frozen_parameter_that_is_changed_in_place():
     net = Net(lambda net, x: net.head(net.a(x).relu()), a=InPlace(), head=nn.Linear(4, 3)).double()
     message = r"layer 'a.table': the forward pass changes its weight in place, by clamp_, .* out of place"
-    with pytest.raises(pf.InputError, match=message):
+    with pytest.raises(pf.errors.InputError, match=message):
         pf.measure(net, LOSS, (X, Y), layers="a.table", measures="trace")
     report = pf.measure(net, LOSS, (X, Y), measures="trace")
     assert report.layers == ("head",)

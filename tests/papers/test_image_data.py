@@ -83,7 +83,7 @@ def test_pickles_are_data(tmp_path, monkeypatch, content):
     content = {**content, b"fine_labels": content[b"labels"]} if isinstance(content, dict) else content
     for name in ("train", "test"):
         (tmp_path / "cifar-100-python" / name).write_bytes(pickle.dumps(content, protocol=2))
-    with pytest.raises(pf.InputError, match="cifar-100-python/train"):
+    with pytest.raises(pf.errors.InputError, match="cifar-100-python/train"):
         image_data.read(tmp_path, "cifar100")
     assert not (tmp_path / "harmed").exists()
 
@@ -93,7 +93,7 @@ def test_damaged_pickles(tmp_path, cut):
     (tmp_path / "cifar-100-python").mkdir()
     content = protocol_2(batch(b"fine_labels", PIXELS, LABELS))[:cut]
     (tmp_path / "cifar-100-python" / "train").write_bytes(content)
-    with pytest.raises(pf.InputError, match="no batch of images, or a damaged one"):
+    with pytest.raises(pf.errors.InputError, match="no batch of images, or a damaged one"):
         image_data.read(tmp_path, "cifar100")
 
 
@@ -109,7 +109,7 @@ def test_mnist_of_torchvision(tmp_path, name, place, packed):
             path.write_bytes(gzip.compress(content) if packed else content)
     same(image_data.read(tmp_path, name)[1], grey[:, None], LABELS)
     path.write_bytes(path.read_bytes()[:20] if packed else path.read_bytes()[:-1])
-    with pytest.raises(pf.InputError, match="t10k-labels-idx1-ubyte"):
+    with pytest.raises(pf.errors.InputError, match="t10k-labels-idx1-ubyte"):
         image_data.read(tmp_path, name)
 
 
@@ -138,7 +138,7 @@ def test_hugging_face(tmp_path, image, label):
     for name in ("a", "b"):
         same(image_data.read(tmp_path, name)[0], PIXELS, LABELS)
     parquet.write_table(arrow.table({image: [1]}), tmp_path / "a" / "data" / "train-00000-of-00001.parquet")
-    with pytest.raises(pf.InputError, match="columns 'image' and 'label' are wanted"):
+    with pytest.raises(pf.errors.InputError, match="columns 'image' and 'label' are wanted"):
         image_data.read(tmp_path, "a")
 
 
@@ -161,10 +161,10 @@ def test_npz(tmp_path):
 
 
 def test_what_is_not_there(tmp_path):
-    with pytest.raises(pf.InputError, match="cifar-10-batches-py/ of torchvision, cifar10/ of Hugging Face"):
+    with pytest.raises(pf.errors.InputError, match="cifar-10-batches-py/ of torchvision, cifar10/ of Hugging Face"):
         image_data.read(tmp_path, "cifar10")
-    with pytest.raises(pf.InputError, match="--data-dir"):
+    with pytest.raises(pf.errors.InputError, match="--data-dir"):
         image_data.read(None, "mnist")
     np.savez(tmp_path / "objects.npz", train_images=np.array([{}], dtype=object), train_labels=[1])
-    with pytest.raises(pf.InputError, match=r"objects\.npz: no file of arrays"):
+    with pytest.raises(pf.errors.InputError, match=r"objects\.npz: no file of arrays"):
         image_data.read(tmp_path, "objects")

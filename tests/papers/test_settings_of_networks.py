@@ -77,7 +77,7 @@ def test_other_weights_of_a_network_that_diverged(tmp_path):
 
 @pytest.mark.parametrize("value", ["x", 2.5, True, [1]])
 def test_a_setting_of_another_type(value):
-    with pytest.raises(pf.InputError, match="type int is wanted, such as 3"):
+    with pytest.raises(pf.errors.InputError, match="type int is wanted, such as 3"):
         c24_trends.PERCEPTRON.settings("small", {"seeds": value})
 
 
@@ -95,7 +95,9 @@ def test_pairs_without_a_value(monkeypatch, tmp_path):
     findings = {item.what: item for item in found.findings}
     names = ("bound", "nmls", *recipes)
     rest = {name: [v for k, v in enumerate(table[name]) if k != 3] for name in names}
-    expected = pf.correlations(rest, "bound", "nmls", clusters=[*recipes])["bound", "Pearson"]  # seeds are no evidence
+    expected = pf.statistics.correlations(rest, "bound", "nmls", clusters=[*recipes])[
+        "bound", "Pearson"
+    ]  # seeds are no evidence
     item = findings["bound with NMLS, Pearson"]
     assert (item.value, item.low, item.high) == (expected.value, expected.low, expected.high)
     assert all(item.value is not None for item in findings.values())
@@ -117,7 +119,7 @@ def test_the_grids_interval_is_over_recipes(tmp_path, monkeypatch):
     monkeypatch.setattr(grid_networks, "made", lambda bench: (columns, {}))
     found = grid.EXPERIMENT.run(Bench("small", {}, tmp_path))
     table = {"kappa": kappa, "gap": gap, "width": columns["width"]}
-    row = pf.correlations(table, "kappa", clusters="width")["kappa", "Kendall"]
+    row = pf.statistics.correlations(table, "kappa", clusters="width")["kappa", "Kendall"]
     first = found.findings[0]
     assert (first.value, first.low, first.high) == (row.value, row.low, row.high)
 

@@ -120,7 +120,7 @@ def test_a_value_that_is_missing_leaves_out_its_network_alone():
     found = correlating.with_gap(networks, ["kappa", "other"])
     assert (found.points, found.excluded) == (8, ("a_seed0", "e_seed1"))
     empty = Networks(networks.columns, tuple(networks.columns["name"]), {"a_seed0": "did not converge"})
-    with pytest.raises(pf.InputError, match=r"no network converged .*did not converge"):
+    with pytest.raises(pf.errors.InputError, match=r"no network converged .*did not converge"):
         correlating.with_gap(empty, ["kappa"])
 
 

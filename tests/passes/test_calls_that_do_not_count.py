@@ -63,7 +63,7 @@ def test_experts_that_are_given_no_rows(data):
     check(named, net, names)
     for name in names:
         assert pf.relative_flatness(net, LOSS, data, name).value == pytest.approx(expected(net, name)[0], rel=1e-9)
-    with pytest.raises(pf.InputError, match=r"layer: 'experts\.3' did not run .*calls on empty tensors"):
+    with pytest.raises(pf.errors.InputError, match=r"layer: 'experts\.3' did not run .*calls on empty tensors"):
         pf.measure(net, LOSS, data, layers="experts.3")
 
 
@@ -93,15 +93,15 @@ def test_a_layer_inside_of_vmap_is_left_out():
         assert "inside.weight: it is called inside of torch.func.vmap" in " ".join(str(report).split())
         assert not report["trace"].exact
     for layers in ("inside", ["inside", "head"]):
-        with pytest.raises(pf.InputError, match=r"layer 'inside': it is called inside of torch\.func\.vmap"):
+        with pytest.raises(pf.errors.InputError, match=r"layer 'inside': it is called inside of torch\.func\.vmap"):
             pf.measure(net, LOSS, (X, Y), layers=layers)
-    with pytest.raises(pf.InputError, match=r"layer 'inside': it is called inside of torch\.func\.vmap"):
+    with pytest.raises(pf.errors.InputError, match=r"layer 'inside': it is called inside of torch\.func\.vmap"):
         pf.relative_flatness(net, LOSS, (X, Y), "inside")
 
 
 def test_all_layers_inside_of_vmap():
     net = filled(Net(lambda net, x: torch.func.vmap(net.only)(x), only=nn.Linear(3, 3)))
-    with pytest.raises(pf.InputError, match=r"layer 'only': it is called inside of torch\.func\.vmap"):
+    with pytest.raises(pf.errors.InputError, match=r"layer 'only': it is called inside of torch\.func\.vmap"):
         pf.measure(net, LOSS, (X, Y))
 
 
@@ -110,5 +110,5 @@ def test_a_layer_that_later_batches_call_inside_of_vmap():
         a=nn.Linear(3, 4), head=nn.Linear(4, 3)))  # fmt: skip
     order = [i for i in range(len(X)) if not (X[i] > 1.2).any()] + [i for i in range(len(X)) if (X[i] > 1.2).any()]
     assert (X > 1.2).any()
-    with pytest.raises(pf.InputError, match=r"layer 'a': it is called inside of torch\.func\.vmap"):
+    with pytest.raises(pf.errors.InputError, match=r"layer 'a': it is called inside of torch\.func\.vmap"):
         pf.measure(net, LOSS, [(X[i : i + 1], Y[i : i + 1]) for i in order], layers="a")

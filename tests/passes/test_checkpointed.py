@@ -38,7 +38,7 @@ def test_weight_norm_inside_is_refused():
     model = network(torch.tanh)
     parametrizations.weight_norm(model[0].step.first)
     before = snapshot(model)
-    with pytest.raises(pf.NotYetError, match=r"weight_norm .* switch checkpointing off"):
+    with pytest.raises(pf.errors.NotYetError, match=r"weight_norm .* switch checkpointing off"):
         one("sharpness", model, LOSS, (X, INDICES))
     assert_unchanged(model, before)
 
@@ -54,7 +54,7 @@ def test_second_derivatives_that_checkpointing_does_not_have_are_refused():
     step = Step("first", view_in_place, first=nn.Linear(M, 6))
     model = nn.Sequential(Checkpointed(step), nn.Tanh(), nn.Linear(6, C)).double().eval()
     before = snapshot(model)
-    with pytest.raises(pf.NotYetError, match="switch checkpointing off"):
+    with pytest.raises(pf.errors.NotYetError, match="switch checkpointing off"):
         pf.relative_flatness(model, LOSS, (X, INDICES), "0.step.first")
     assert_unchanged(model, before)
     model[0].on = False

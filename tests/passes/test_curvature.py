@@ -91,7 +91,7 @@ def test_curved_tails_take_second_derivatives(name):
     assert "body" not in found.proven
     net, loss = network(CURVED[name]).double(), nn.CrossEntropyLoss()
     if found.custom:
-        with pytest.raises(pf.InputError, match=r"behind layer 'body' is a function that torch did not write"):
+        with pytest.raises(pf.errors.InputError, match=r"behind layer 'body' is a function that torch did not write"):
             pf.relative_flatness(net, loss, (X.double(), Y), "body")
     else:
         estimate = pf.relative_flatness(net, loss, (X.double(), Y), "body")
@@ -107,12 +107,14 @@ def test_functions_that_torch_did_not_write_are_taken_as_they_are_on_request():
     assert estimate.value == pytest.approx(truth.of_model(net, loss, X.double(), Y, "body"), rel=1e-9)
     assert not estimate.exact
     assert "taken as they are" in repr(estimate)
-    with pytest.raises(pf.InputError, match="layer 'body': the second derivative of a function behind it is missing"):
+    with pytest.raises(
+        pf.errors.InputError, match="layer 'body': the second derivative of a function behind it is missing"
+    ):
         pf.relative_flatness(network(Opaque.apply).double(), loss, data, "body", curvature="hessian")
 
 
 def test_operations_without_a_second_derivative_certify_nothing():
-    with pytest.raises(pf.InputError, match="no second derivative"):
+    with pytest.raises(pf.errors.InputError, match="no second derivative"):
         pf.measure(network(F.hardsigmoid), nn.CrossEntropyLoss(), (X, Y), layers="body")
 
 
@@ -169,7 +171,9 @@ def test_a_second_derivative_that_is_missing_without_a_sign(width, probes):
     model = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 3)).double()
     model[1].forward = Once.apply
     data = torch.randn(6, 4).double(), torch.arange(6) % 3
-    with pytest.raises(pf.InputError, match="layer '0': the second derivative of a function behind it is missing"):
+    with pytest.raises(
+        pf.errors.InputError, match="layer '0': the second derivative of a function behind it is missing"
+    ):
         pf.relative_flatness(model, nn.CrossEntropyLoss(), data, "0", curvature="hessian", probes=probes)
 
 
@@ -185,5 +189,7 @@ def test_a_second_derivative_that_is_missing_on_one_of_two_ways(measure, curvatu
 
     net = Net(forward, body=nn.Linear(4, 5), head=nn.Linear(5, 3))
     data = torch.randn(6, 4), torch.arange(6) % 3
-    with pytest.raises(pf.InputError, match=r"'body.*': the second derivative of a function behind it is missing"):
+    with pytest.raises(
+        pf.errors.InputError, match=r"'body.*': the second derivative of a function behind it is missing"
+    ):
         pf.measure(net, nn.CrossEntropyLoss(), data, layers="body", measures=measure, curvature=curvature)

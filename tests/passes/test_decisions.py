@@ -49,7 +49,7 @@ def test_a_value_is_that_of_single_samples_or_none(way, layer):
         for size in (24, 5):
             try:
                 found = pf.relative_flatness(net, LOSS, cut(size), layer, curvature="ggn").value
-            except pf.InputError:
+            except pf.errors.InputError:
                 refused += 1
             else:
                 assert found == pytest.approx(expected, rel=1e-9)
@@ -74,13 +74,13 @@ def test_every_public_call_refuses(call):
         net.body.weight.abs_()
         net.body.bias.zero_()
         x[4] *= -100
-    with pytest.raises(pf.InputError, match=CHANGE):
+    with pytest.raises(pf.errors.InputError, match=CHANGE):
         CALLS[call](net, LOSS, [(x, Y[:6])])
 
 
 def test_in_front_of_a_head_of_many_classes_too():
     net = network(DECIDED["a branch"], classes=1500)
-    with pytest.raises(pf.InputError, match=CHANGE):
+    with pytest.raises(pf.errors.InputError, match=CHANGE):
         pf.relative_flatness(net, LOSS, (X, Y))
 
 
@@ -92,5 +92,5 @@ def test_a_later_batch_may_be_the_first_that_decides_otherwise():
     batches = [(x.abs(), y) for x, y in cut(4)]
     pf.relative_flatness(net, LOSS, batches, "body")
     batches[4][0][1:] *= -0.01
-    with pytest.raises(pf.InputError, match=CHANGE):
+    with pytest.raises(pf.errors.InputError, match=CHANGE):
         pf.relative_flatness(net, LOSS, batches, "body")

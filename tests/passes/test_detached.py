@@ -178,7 +178,7 @@ def test_values_behind_a_detached_way_are_not_called_exact(way):
     assert not any(report["front", measure].exact for measure in ("relative_flatness", "lambda_max"))
     assert not report["fisher_rao"].exact
     assert not pf.representation(net, LOSS, (X, Y))["front", "mls"].exact
-    with pytest.raises(pf.InputError, match="no block traces, since the model's outputs may depend on tensors"):
+    with pytest.raises(pf.errors.InputError, match="no block traces, since the model's outputs may depend on tensors"):
         pf.block_traces(net, LOSS, (X, Y), "front")
 
 

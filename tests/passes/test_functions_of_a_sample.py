@@ -58,7 +58,7 @@ def test_every_public_call_refuses(call, kind):
         pytest.skip("parameters are exchanged in each of its passes, and attributes put back: all have the same count")
     net = Net(first)
     before = generators()
-    with pytest.raises(pf.InputError, match=message):
+    with pytest.raises(pf.errors.InputError, match=message):
         CALLS[call](net, LOSS, DATA)
     assert generators() == before
 
@@ -66,7 +66,7 @@ def test_every_public_call_refuses(call, kind):
 @pytest.mark.parametrize("samples", [2, 12, 40])
 def test_what_a_layer_has_by_a_sample_s_place_is_seen_in_one_batch(samples):
     net, data = Net(KINDS["the place in the batch"][0]), batches(samples, size=samples)
-    with pytest.raises(pf.InputError, match=CHANGES):
+    with pytest.raises(pf.errors.InputError, match=CHANGES):
         pf.relative_flatness(net, LOSS, data, "body")
 
 

@@ -198,7 +198,7 @@ def test_inputs_that_are_modified_in_place_are_taken_as_they_went_in():
 
 def test_a_jacobian_in_a_view_that_is_modified_in_place_is_refused():
     with pytest.raises(
-        pf.InputError, match=r"layer 'a': its input is a view .* write x = x \+ y in the place of x \+= y"
+        pf.errors.InputError, match=r"layer 'a': its input is a view .* write x = x \+ y in the place of x \+= y"
     ):
         pf.measure(mixed_in_place(view=True), LOSS, (X, Y), layers="a", measures="mls")
 
@@ -221,7 +221,7 @@ def test_what_torch_cannot_differentiate_in_a_weight_is_said():
     model, loss = Added().double(), nn.CrossEntropyLoss()
     data = torch.randn(6, 4).double(), torch.arange(6) % 3
     for measure in ("lambda_max", "sharpness", "interpolation_sharpness"):
-        with pytest.raises(pf.InputError, match=r"modified in place later.*write h = h \+ layer\(h\)"):
+        with pytest.raises(pf.errors.InputError, match=r"modified in place later.*write h = h \+ layer\(h\)"):
             pf.measure(model, loss, data, measures=measure)
     report = pf.measure(model, loss, data, measures="all")
     assert "modified in place later" in report.skipped["lambda_max"]

@@ -87,5 +87,5 @@ def test_a_change_that_begins_at_a_later_batch_is_said():
     net, batches = network(tensor), data(10)
     net.run = forward
     batches[1][0][2, 1] = 100
-    with pytest.raises(pf.InputError, match=r"changes its inputs in place on the batch .* have it work on a copy"):
+    with pytest.raises(pf.errors.InputError, match=r"changes its inputs in place on .* have it work on a copy"):
         pf.relative_flatness(net, LOSS, batches, "body")

@@ -45,7 +45,7 @@ MIX = {
 def test_samples_that_are_mixed_from_a_later_batch_on_are_refused(mix, start):
     for measure in ("trace", "lambda_max", "mls"):
         net, data = mixing_from(start, MIX[mix])
-        with pytest.raises(pf.InputError, match=r"outputs for the same samples change|cannot be told apart"):
+        with pytest.raises(pf.errors.InputError, match=r"outputs for the same samples change|cannot be told apart"):
             pf.measure(net, LOSS, data, layers="front", measures=measure)
 
 
@@ -82,7 +82,7 @@ def test_second_derivatives_that_are_not_finite_are_said(last):
     data = [(x, Y[:16])] if last else [(x[:8], Y[:8]), (x[8:], Y[8:16])]
     said = r"batch \d: 1 of \d+ samples have NaN or infinity .* second derivatives .* layer 'front'"
     for options in ({}, {"curvature": "hessian"}):
-        with pytest.raises(pf.NonFiniteError, match=said):
+        with pytest.raises(pf.errors.NonFiniteError, match=said):
             pf.relative_flatness(net, LOSS, data, "front", **options)
     left = pf.relative_flatness(net, LOSS, data, "front", nan_policy="omit")
     assert (left.omitted, left.exact) == (1, True)

@@ -23,7 +23,9 @@ def data(classes: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
 def test_backward_passes_are_allowed_up_to_the_limit(call):
     five = call(network(), LOSS, data(), "0", max_passes=5)  # C - 1 columns
     torch.testing.assert_close(torch.as_tensor(five if call is pf.block_traces else five.value), expected(call))
-    with pytest.raises(pf.InputError, match=rf"takes 5 backward passes a batch .*, more than max_passes=4, {TIME}"):
+    with pytest.raises(
+        pf.errors.InputError, match=rf"takes 5 backward passes a batch .*, more than max_passes=4, {TIME}"
+    ):
         call(network(), LOSS, data(), "0", max_passes=4)
 
 
@@ -38,7 +40,7 @@ def test_more_than_the_default_where_it_is_allowed():
     model = nn.Linear(3, 2100).double().eval()
     x, y = torch.randn(2, 3, dtype=torch.float64), torch.tensor([0, 7])
     trace = {"layers": "", "measures": "trace", "progress": False}
-    with pytest.raises(pf.InputError, match=r"pass max_passes=2099 to take that time, or probes="):
+    with pytest.raises(pf.errors.InputError, match=r"pass max_passes=2099 to take that time, or probes="):
         pf.measure(model, LOSS, (x, y), **trace)
     found = pf.measure(model, LOSS, (x, y), max_passes=2099, **trace)["trace"]
     p = torch.softmax(model(x).detach(), dim=1)
@@ -49,7 +51,7 @@ def test_more_than_the_default_where_it_is_allowed():
 
 def test_hessian_products():
     message = rf"layer '0': its exact Hessian value takes 4 Hessian products .*, more than max_passes=3, {TIME}"
-    with pytest.raises(pf.InputError, match=message + ".* curvature='ggn'"):
+    with pytest.raises(pf.errors.InputError, match=message + ".* curvature='ggn'"):
         pf.relative_flatness(network(nn.Tanh), LOSS, data(), "0", max_passes=3)
     limited = pf.relative_flatness(network(nn.Tanh), LOSS, data(), "0", max_passes=5)
     assert limited.value == pf.relative_flatness(network(nn.Tanh), LOSS, data(), "0").value
@@ -57,23 +59,25 @@ def test_hessian_products():
 
 def test_products_over_all_parameters():
     message = rf"takes \d+ Hessian products, one for every entry, more than max_passes=5, {TIME}"
-    with pytest.raises(pf.InputError, match=message):
+    with pytest.raises(pf.errors.InputError, match=message):
         pf.measure(network(nn.Tanh), LOSS, data(), measures="sharpness", max_passes=5)
 
 
 def test_jacobians():
-    with pytest.raises(pf.InputError, match=r"the 6 outputs of a sample .* more than max_passes=5; pass max_passes=6"):
+    with pytest.raises(
+        pf.errors.InputError, match=r"the 6 outputs of a sample .* more than max_passes=5; pass max_passes=6"
+    ):
         pf.representation(network(), LOSS, data(), max_passes=5)
     assert pf.representation(network(), LOSS, data(), max_passes=6)["mls"].exact
 
 
 def test_probes_for_a_standard_error():
     message = r"target_stderr=0.01 takes about \d+ probes .* more than max_passes=3, and about \d+ min"
-    with pytest.raises(pf.InputError, match=message):
+    with pytest.raises(pf.errors.InputError, match=message):
         pf.relative_flatness(network(nn.Tanh), LOSS, data(), "0", target_stderr=0.01, max_passes=3)
 
 
 @pytest.mark.parametrize("given", [0, -1, 2.5, True, "many"])
 def test_limits_that_are_none(given):
-    with pytest.raises(pf.InputError, match=r"max_passes=.*: a number of passes is wanted, at least 1"):
+    with pytest.raises(pf.errors.InputError, match=r"max_passes=.*: a number of passes is wanted, at least 1"):
         pf.measure(network(), LOSS, data(), max_passes=given)

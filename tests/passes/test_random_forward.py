@@ -32,7 +32,7 @@ def noisy(net, h):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_every_public_call_refuses_noise(name):
-    with pytest.raises(pf.InputError, match=MESSAGE):
+    with pytest.raises(pf.errors.InputError, match=MESSAGE):
         CALLS[name](Net(noisy), LOSS, DATA)
     CALLS[name](Net(), LOSS, DATA)
 
@@ -40,7 +40,7 @@ def test_every_public_call_refuses_noise(name):
 def test_reparameterize_refuses_noise():
     net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), Net(noisy).head).double()
     net[1].register_forward_hook(lambda module, args, h: noisy(module, h) if len(h) > 2 else None)
-    with pytest.raises(pf.InputError, match=MESSAGE):
+    with pytest.raises(pf.errors.InputError, match=MESSAGE):
         pf.reparameterize(net, {"0": 2.0}, DATA)
 
 
@@ -48,7 +48,7 @@ def test_reparameterize_refuses_noise():
 def test_dropout_that_asks_for_the_mode_is_refused_in_training_mode_only(name):
     net = Net(lambda net, h: F.dropout(h, 0.5, net.training))
     CALLS[name](net, LOSS, DATA)
-    with pytest.raises(pf.InputError, match=r"training mode: call model\.eval"):
+    with pytest.raises(pf.errors.InputError, match=r"training mode: call model\.eval"):
         CALLS[name](net.train(), LOSS, DATA)
 
 
@@ -76,7 +76,7 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("kind", [Attention, Recurrent])
 def test_dropout_inside_of_torchs_own_modules(kind):
     net, data = kind(), (torch.randn(6, 3, 4, generator=torch.Generator().manual_seed(1)), torch.arange(6) % 3)
-    with pytest.raises(pf.InputError, match=r"training mode: call model\.eval"):
+    with pytest.raises(pf.errors.InputError, match=r"training mode: call model\.eval"):
         pf.relative_flatness(net.train(), LOSS, data)
     assert pf.relative_flatness(net.eval(), LOSS, data).exact
 
@@ -84,7 +84,7 @@ def test_dropout_inside_of_torchs_own_modules(kind):
 @pytest.mark.parametrize("layer", ["head", "body"])
 def test_noise_from_a_later_batch_on(layer):
     net = Net(lambda net, h: noisy(net, h) if len(h) == 2 else h)
-    with pytest.raises(pf.InputError, match=r"draws random numbers .*\(2, 4\)"):
+    with pytest.raises(pf.errors.InputError, match=r"draws random numbers .*\(2, 4\)"):
         pf.relative_flatness(net, LOSS, DATA, layer)
 
 
@@ -94,7 +94,7 @@ def test_a_generator_of_the_models_own():
 
     net = Net(drawn)
     net.generator = torch.Generator()
-    with pytest.raises(pf.InputError, match="draws random numbers"):
+    with pytest.raises(pf.errors.InputError, match="draws random numbers"):
         pf.relative_flatness(net, LOSS, DATA)
 
 
@@ -122,7 +122,7 @@ def test_a_wide_head_has_its_logits_compared(draws):
     net = Net(noisy if draws else lambda net, h: h + 0 * torch.rand(1))
     net.head = nn.Linear(6, 1500).double()
     if draws:
-        with pytest.raises(pf.InputError, match="draws random numbers"):
+        with pytest.raises(pf.errors.InputError, match="draws random numbers"):
             pf.relative_flatness(net, LOSS, DATA)
     else:
         assert pf.relative_flatness(net, LOSS, DATA).method == "head"
@@ -131,5 +131,5 @@ def test_a_wide_head_has_its_logits_compared(draws):
 def test_a_wide_head_whose_model_draws_from_a_later_batch_on():
     net = Net(lambda net, h: noisy(net, h) if len(h) == 2 else h)
     net.head = nn.Linear(6, 1500).double()
-    with pytest.raises(pf.InputError, match="draws random numbers"):
+    with pytest.raises(pf.errors.InputError, match="draws random numbers"):
         pf.relative_flatness(net, LOSS, DATA)

@@ -63,19 +63,19 @@ SAME = {
 @pytest.mark.parametrize("make", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("name", ["relative_flatness_max", "relative_flatness_std", "lambda_max"])
 def test_other_samples_at_a_later_read(name, make):
-    with pytest.raises(pf.InputError, match=OTHER):
+    with pytest.raises(pf.errors.InputError, match=OTHER):
         pf.measure(network(), LOSS, Reads(make), measures=[name, "trace"], layers="head")
 
 
 @pytest.mark.parametrize("name", ["pac_bayes", "adaptive_sharpness_mc", "feature_robustness", "generalization_bound"])
 def test_calls_that_read_several_times(name):
-    with pytest.raises(pf.InputError, match=OTHER):
+    with pytest.raises(pf.errors.InputError, match=OTHER):
         CALLS[name](network(), LOSS, Reads(CHANGES["an input"]))
 
 
 def test_options_that_read_several_times():
     for options in ({"normalize": "std"}, {"target_stderr": 1e-2}):
-        with pytest.raises(pf.InputError, match=OTHER):
+        with pytest.raises(pf.errors.InputError, match=OTHER):
             pf.relative_flatness(network(), LOSS, Reads(CHANGES["an input"]), "body", **options)
 
 
@@ -91,7 +91,7 @@ def test_another_order_or_cut_is_the_same_data(make, measure):
 def test_samples_that_are_told_apart_keep_their_order(options):
     net, options = network(), {"normalize": "std", **options}
     pf.relative_flatness(net, LOSS, Reads(SAME["cut otherwise"]), **options)
-    with pytest.raises(pf.InputError, match=r"in another order than the first.*shuffle=False"):
+    with pytest.raises(pf.errors.InputError, match=r"in another order than the first.*shuffle=False"):
         pf.relative_flatness(net, LOSS, Reads(SAME["shuffled"]), **options)
 
 
@@ -111,7 +111,7 @@ class Augmented(Dataset):
 
 def test_loaders_of_torch():
     net = network()
-    with pytest.raises(pf.InputError, match=r"pass the batches of one read, as list\(loader\)"):
+    with pytest.raises(pf.errors.InputError, match=r"pass the batches of one read, as list\(loader\)"):
         pf.relative_flatness(net, LOSS, DataLoader(Augmented(), batch_size=5), normalize="std")
     assert pf.relative_flatness(net, LOSS, list(DataLoader(Augmented(), batch_size=5)), normalize="std").exact
     shuffled = DataLoader(TensorDataset(X, Y), batch_size=5, shuffle=True)
@@ -140,7 +140,7 @@ def test_inputs_of_every_kind(dtype):
 
     options = {"forward": forward, "normalize": "std"}
     pf.relative_flatness(network(), LOSS, Reads(make(flip=False)), **options)
-    with pytest.raises(pf.InputError, match=OTHER):
+    with pytest.raises(pf.errors.InputError, match=OTHER):
         pf.relative_flatness(network(), LOSS, Reads(make(flip=True)), **options)
 
 

@@ -46,9 +46,9 @@ def test_outputs_that_depend_on_a_layer_without_a_path_to_it_are_refused(way, dt
     net = network(HIDDEN[way]).to(dtype)
     said = r"layer 'side': the model's outputs change with what it gives, but autograd has no path"
     for measure in ("trace", "lambda_max", "mls"):
-        with pytest.raises(pf.InputError, match=said):
+        with pytest.raises(pf.errors.InputError, match=said):
             pf.measure(net, LOSS, (X.to(dtype), Y), measures=measure, layers=["side", "front"])
-    with pytest.raises(pf.InputError, match=said):
+    with pytest.raises(pf.errors.InputError, match=said):
         pf.relative_flatness(net, LOSS, (X.to(dtype), Y), "side", probes=2)
     assert pf.measure(net, LOSS, (X.to(dtype), Y), layers="front")["front", "trace"].value > 0
 
@@ -77,14 +77,14 @@ def test_one_call_of_several_without_a_part_is_looked_at_alone():
     net.run = lambda net, x: net.head(torch.relu(net.shared(x)))
     assert pf.relative_flatness(net, LOSS, (X, Y), "shared").value == pytest.approx(before.value, rel=1e-6)
     net.run, net.used = forward, True
-    with pytest.raises(pf.InputError, match="layer 'shared': the model's outputs change"):
+    with pytest.raises(pf.errors.InputError, match="layer 'shared': the model's outputs change"):
         pf.relative_flatness(net, LOSS, (X, Y), "shared")
 
 
 def test_a_layer_that_loses_its_path_at_a_later_batch_is_refused():
     net = network(lambda h, z: h + (z if float(z.detach().abs().max()) < 50 else z.detach()))
     batches = [(X, Y), (X, Y), (100 * X, Y)]
-    with pytest.raises(pf.InputError, match="layer 'side': the model's outputs change"):
+    with pytest.raises(pf.errors.InputError, match="layer 'side': the model's outputs change"):
         pf.measure(net, LOSS, batches, measures="trace")
 
 
@@ -93,5 +93,5 @@ def test_outputs_without_any_graph_are_refused():
     data, head = (X, Y), net.head
     net.head = nn.Identity()
     net.run = lambda net, x: (net.front(x) @ head.weight.t()).detach()
-    with pytest.raises(pf.InputError, match="layer 'front': the model's outputs change"):
+    with pytest.raises(pf.errors.InputError, match="layer 'front': the model's outputs change"):
         pf.relative_flatness(net, LOSS, data, "front")

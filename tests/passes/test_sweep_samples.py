@@ -53,7 +53,7 @@ def test_gathered_outputs_are_held_to_every_batch():
         return net(batch[0])[batch[1]], torch.zeros(int(batch[1].sum()), dtype=torch.int64)
 
     kappa(net, batches[:1], "one", forward=valid)
-    with pytest.raises(pf.InputError, match=r"layer 'one': .* cannot be told apart"):
+    with pytest.raises(pf.errors.InputError, match=r"layer 'one': .* cannot be told apart"):
         kappa(net, batches, "one", forward=valid)
 
 
@@ -88,7 +88,7 @@ def test_rows_in_another_order():
     x, y = torch.randn(6, 4).double().sort(0).values, torch.arange(6) % 3
     batches = [(x, y), (x.flip(0), y)]
     assert kappa(net, batches, "one") == pytest.approx(one_by_one(net, batches, "one"), rel=1e-9)
-    with pytest.raises(pf.InputError, match="cannot be told apart"):
+    with pytest.raises(pf.errors.InputError, match="cannot be told apart"):
         kappa(net, batches, "one", per_sample=True)
 
 
@@ -129,14 +129,14 @@ def test_a_layer_that_runs_for_later_samples_only(memory):
     batches = [(x, y), (late, y[:32])]
     report = pf.measure(net, LOSS, batches, memory=memory, measures="sweep")
     assert report.layers == ("inp", "late", "head")
-    with pytest.raises(pf.InputError, match=r"batch 0: targets: a tensor is wanted, got list"):
+    with pytest.raises(pf.errors.InputError, match=r"batch 0: targets: a tensor is wanted, got list"):
         pf.measure(net, LOSS, [(x, y.tolist())], normalize="std")
 
 
 def test_samples_mixed_in_front_of_the_layer_in_batches_of_two():
     net = Net(lambda net, x: net.head(torch.relu(net.one(x - x.mean(0)))), one=nn.Linear(4, 5), head=nn.Linear(5, 3))
     x, y = torch.randn(6, 4), torch.arange(6) % 3
-    with pytest.raises(pf.InputError, match="change with the batch they are in"):
+    with pytest.raises(pf.errors.InputError, match="change with the batch they are in"):
         kappa(net, list(zip(x.split(2), y.split(2), strict=True)), "one")
 
 
@@ -152,7 +152,7 @@ def test_omitted_samples_leave_the_deviations_wherever_they_went_wrong():
 def test_layers_without_a_dimension_for_samples():
     net = Net(lambda net, x: net.head(torch.relu(net.one(x[0]))[None]), one=nn.Linear(4, 5), head=nn.Linear(5, 3))
     with pytest.raises(
-        pf.InputError, match=r"layer 'one' is called on an input \(4,\) without a dimension for samples"
+        pf.errors.InputError, match=r"layer 'one' is called on an input \(4,\) without a dimension for samples"
     ):
         kappa(net, (torch.randn(1, 4), torch.tensor([1])), "one")
 
@@ -160,7 +160,7 @@ def test_layers_without_a_dimension_for_samples():
 def test_affine_convolutions_on_images_of_several_sizes():
     net = nn.Sequential(nn.Conv1d(2, 3, 3), nn.ReLU(), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(3, 3))
     batches = [(torch.randn(3, 2, size), torch.arange(3)) for size in (6, 8)]
-    with pytest.raises(pf.InputError, match=r"on inputs of several sizes \[\(2, 6\), \(2, 8\)\]"):
+    with pytest.raises(pf.errors.InputError, match=r"on inputs of several sizes \[\(2, 6\), \(2, 8\)\]"):
         kappa(net, batches, "0", conv="affine")
 
 

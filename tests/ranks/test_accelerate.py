@@ -17,7 +17,7 @@ def test_ranks_measure_what_accelerate_prepares(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     inputs, targets = rank_script.dataset().tensors
     for name, places in (("even", [*range(25), *range(7)]), ("each_once", [*range(25)])):  # 8 batches of 4
-        first, second = (pf.Report.from_json(tmp_path / f"{name}{rank}") for rank in range(2))
+        first, second = (pf.results.Report.from_json(tmp_path / f"{name}{rank}") for rank in range(2))
         assert first == second
         data = inputs[places], targets[places]
         expected = pf.measure(rank_script.model(), nn.CrossEntropyLoss(), data, measures=first.measures)

@@ -47,9 +47,9 @@ def test_the_model_is_left_as_it_was_found(found):
 
 def test_an_error_in_one_rank_s_forward_pass_ends_all_and_leaves_the_model_as_it_was(found):
     (first, *_), (second, *_) = found["failing"]
-    assert isinstance(first, pf.RankError)
+    assert isinstance(first, pf.errors.RankError)
     assert str(first).startswith("rank 1: ValueError: no more")
-    assert isinstance(second, pf.InputError)
+    assert isinstance(second, pf.errors.InputError)
     assert "raised ValueError: no more" in str(second)
     expected = pf.relative_flatness(rank_cases.model(), rank_cases.LOSS, rank_cases.data(), "0", **rank_fsdp.SAMPLED)
     for _, as_found, value in found["failing"]:
@@ -63,10 +63,10 @@ def test_an_interrupt_of_one_rank_ends_all_where_errors_of_the_user_s_loss_are_p
 
 def test_an_error_in_one_rank_s_data_is_one_of_all(found):
     for error in found["bad_data"]:
-        assert isinstance(error, pf.NonFiniteError)
+        assert isinstance(error, pf.errors.NonFiniteError)
         assert str(error).startswith("rank 1: batch ")
     for error in found["other_layers"]:
-        assert isinstance(error, pf.RankError)
+        assert isinstance(error, pf.errors.RankError)
         assert "other layers" in str(error)
 
 
@@ -95,12 +95,12 @@ def test_measures_that_are_not_there_are_skipped_with_a_reason(found):
 
 def test_fsdp1_is_refused():
     kind = type("FullyShardedDataParallel", (nn.Sequential,), {})  # torch's own takes an accelerator to be made
-    with pytest.raises(pf.InputError, match=r"it is a FullyShardedDataParallel .*fully_shard"):
+    with pytest.raises(pf.errors.InputError, match=r"it is a FullyShardedDataParallel .*fully_shard"):
         pf.relative_flatness(kind(rank_cases.model()), rank_cases.LOSS, rank_cases.data())
 
 
 def test_parameters_of_zero_3_are_refused():
     model = rank_cases.model()
     model[0].weight.ds_id = 0  # as DeepSpeed marks them
-    with pytest.raises(pf.InputError, match=r"'0.weight' is spread over processes by DeepSpeed ZeRO-3"):
+    with pytest.raises(pf.errors.InputError, match=r"'0.weight' is spread over processes by DeepSpeed ZeRO-3"):
         pf.relative_flatness(model, rank_cases.LOSS, rank_cases.data())

@@ -31,7 +31,7 @@ def test_ranks_have_the_values_of_one_process(expected, tmp_path: Path, size: in
     assert done.returncode == 0, done.stderr
     first, *others = ((tmp_path / f"{rank}").read_text() for rank in range(size))
     assert all(other == first for other in others)
-    found = pf.Report.from_json(tmp_path / "0")
+    found = pf.results.Report.from_json(tmp_path / "0")
     for measure, values in expected.by_measure().items():
         for layer, value in values.items():
             assert float(found[layer, measure]) == pytest.approx(float(value), rel=1e-10)

@@ -23,7 +23,7 @@ def test_a_rank_without_memory_for_what_is_to_be_sent_ends_all(found, name):
     """It says so in a message of the size that the others wait for."""
     first, second = found[name]
     assert isinstance(second, MemoryError)
-    assert isinstance(first, pf.RankError)
+    assert isinstance(first, pf.errors.RankError)
     assert str(first) == "rank 1: MemoryError: no room"
 
 
@@ -61,7 +61,7 @@ def test_an_interrupt_when_all_have_come_is_told_to_the_others(found):
 
 def test_a_store_that_does_not_answer_is_an_error_of_the_ranks(found):
     for error in found["a_store_that_is_gone"]:
-        assert isinstance(error, pf.RankError)
+        assert isinstance(error, pf.errors.RankError)
         assert "the store of the process group does not answer" in str(error)
 
 

@@ -3,9 +3,9 @@
 import inspect
 import re
 
-import pyflatness as pf
 from pyflatness.measures import MEASURES
 from support import ROOT, rank_cases
+from support.public import CALLS
 
 PAGE = (ROOT / "docs" / "ranks.md").read_text("utf-8")
 BY_THEMSELVES = {"reparameterize"}  # which read data, and never together
@@ -18,8 +18,7 @@ def rows(header):
 
 
 def test_every_call_on_data_is_listed():
-    calls = [name for name in pf.__all__ if inspect.isroutine(getattr(pf, name))]
-    together = {name for name in calls if "process_group" in inspect.signature(getattr(pf, name)).parameters}
+    together = {name for name, call in CALLS.items() if "process_group" in inspect.signature(call).parameters}
     assert rows("call").keys() == together | BY_THEMSELVES
 
 

@@ -14,11 +14,11 @@ CASES = (
     *("of_a_batch_sampler", "of_few_samples", "of_fewer_samples_in_a_batch", "of_float32"),
 )
 ERRORS = {
-    "by_processes": (pf.InputError, "executor: the 2 ranks of a process group measure each model together"),
-    "with_a_sampler": (pf.InputError, "data: a loader with DistributedSampler has the samples of one rank"),
-    "with_own_parts": (pf.InputError, "data: rank 1 got other samples than rank 0"),
-    "of_other_models": (pf.RankError, "rank 1 has other models than rank 0"),
-    "lost": (pf.RankError, "rank 0: another of the 2 ranks ended"),
+    "by_processes": (pf.errors.InputError, "executor: the 2 ranks of a process group measure each model together"),
+    "with_a_sampler": (pf.errors.InputError, "data: a loader with DistributedSampler has the samples of one rank"),
+    "with_own_parts": (pf.errors.InputError, "data: rank 1 got other samples than rank 0"),
+    "of_other_models": (pf.errors.RankError, "rank 1 has other models than rank 0"),
+    "lost": (pf.errors.RankError, "rank 0: another of the 2 ranks ended"),
 }
 
 

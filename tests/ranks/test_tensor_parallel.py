@@ -10,10 +10,13 @@ from support import rank_parallel, ranks
 
 CASES = "sampled", "exactly", "positions", "head", "head_normalized", "head_of_squared_error", "vocabulary_in_parts"
 REFUSED = {
-    "other data": (pf.RankError, "rank 1 has other samples than rank 0"),
-    "parts of logits": (pf.RankError, "rank 1 has other outputs than rank 0"),
-    "lambda_max": (pf.NotYetError, "lambda_max cannot be had yet of a model whose parameters are spread over ranks"),
-    "one rank": (pf.InputError, r"spread over the processes \[0, 1\], .* each with the same data"),
+    "other data": (pf.errors.RankError, "rank 1 has other samples than rank 0"),
+    "parts of logits": (pf.errors.RankError, "rank 1 has other outputs than rank 0"),
+    "lambda_max": (
+        pf.errors.NotYetError,
+        "lambda_max cannot be had yet of a model whose parameters are spread over ranks",
+    ),
+    "one rank": (pf.errors.InputError, r"spread over the processes \[0, 1\], .* each with the same data"),
 }
 
 

@@ -15,7 +15,7 @@ SCRIPT = ROOT / "tests" / "support" / "rank_script.py"
 def test_ranks_of_torchrun_measure_a_wrapped_model_together(tmp_path: Path):
     done = ranks.torchrun(SCRIPT, tmp_path)
     assert done.returncode == 0, done.stderr
-    first, second = (pf.Report.from_json(tmp_path / f"{rank}") for rank in range(2))
+    first, second = (pf.results.Report.from_json(tmp_path / f"{rank}") for rank in range(2))
     assert first == second
     inputs, targets = rank_script.dataset().tensors
     repeated = torch.cat([inputs, inputs[:1]]), torch.cat([targets, targets[:1]])  # as the sampler does

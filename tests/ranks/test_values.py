@@ -37,7 +37,7 @@ def found():
 
 def plain(result):
     """Return a result as nested dicts and lists of numbers and strings."""
-    if isinstance(result, pf.Estimate | pf.Report):
+    if isinstance(result, pf.results.Estimate | pf.results.Report):
         return plain(result.to_dict())
     if isinstance(result, torch.Tensor):
         return result.tolist()

@@ -126,7 +126,7 @@ def test_gates_and_scalars_and_pooled_sequences():
     ).double()  # fmt: skip
     x = torch.randn(4, 3, 5).double()
     torch.testing.assert_close(pf.reparameterize(gated, {"body": positive(6)}, x)(x), gated(x))
-    with pytest.raises(pf.InputError, match=r"layer 'gate': its output goes into 'sigmoid' in the model itself"):
+    with pytest.raises(pf.errors.InputError, match=r"layer 'gate': its output goes into 'sigmoid' in the model itself"):
         pf.reparameterize(gated, {"gate": 2.0}, x)
 
 
@@ -182,7 +182,7 @@ def test_refusals_name_the_place_and_change_nothing(case):
     make, factors, x, message = REFUSED[case]
     net = make()
     before = snapshot(net)
-    with pytest.raises(pf.InputError, match=message):
+    with pytest.raises(pf.errors.InputError, match=message):
         pf.reparameterize(net, factors, x, inplace=True)
     assert_unchanged(net, before)
 
@@ -190,14 +190,14 @@ def test_refusals_name_the_place_and_change_nothing(case):
 def test_tied_weights_are_refused():
     net = nn.Sequential(nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5))
     net[2].weight = net[0].weight
-    with pytest.raises(pf.InputError, match=r"layer '0': its weight is tied with 2"):
+    with pytest.raises(pf.errors.InputError, match=r"layer '0': its weight is tied with 2"):
         pf.reparameterize(net, {"0": 2.0}, torch.randn(3, 5))
 
 
 def test_a_model_that_cannot_be_copied():
     net = classifier(5, 4, 3)
     net.kept = (x for x in itertools.count())
-    with pytest.raises(pf.InputError, match="cannot be copied"):
+    with pytest.raises(pf.errors.InputError, match="cannot be copied"):
         pf.reparameterize(net, {"0": 2.0}, torch.randn(3, 5))
 
 
@@ -226,7 +226,7 @@ def test_inside_of_a_transformer_layer():
     other = pf.reparameterize(net, {"0.linear1": positive(16)}, x)
     torch.testing.assert_close(other(x), net(x))
     assert not torch.equal(other[0].linear2.weight, net[0].linear2.weight)
-    with pytest.raises(pf.InputError, match=r"layer '0.linear2': .* 'add' \(a sum, .* in module '0'"):
+    with pytest.raises(pf.errors.InputError, match=r"layer '0.linear2': .* 'add' \(a sum, .* in module '0'"):
         pf.reparameterize(net, {"0.linear2": 2.0}, x)
 
 
@@ -252,7 +252,7 @@ def test_what_a_forward_does_behind_the_model():
 
     other = pf.reparameterize(net, {"0": 3.0}, [batch], forward=forward)
     torch.testing.assert_close(other[0].weight, 3 * net[0].weight)
-    with pytest.raises(pf.InputError, match=r"layer '2': .* 'add' .* in the model itself"):
+    with pytest.raises(pf.errors.InputError, match=r"layer '2': .* 'add' .* in the model itself"):
         pf.reparameterize(net, {"2": 3.0}, [batch], forward=forward)
 
 
@@ -265,7 +265,7 @@ def test_every_network_of_the_grid_keeps_its_function_or_is_refused(name):
             rows = len(net.get_submodule(layer).weight)
             try:
                 other = pf.reparameterize(net, {layer: positive(rows) if factor is None else factor}, case.inputs)
-            except pf.InputError:
+            except pf.errors.InputError:
                 continue
             torch.testing.assert_close(other(case.inputs), net(case.inputs), rtol=1e-8, atol=1e-10)
             moved = [k for k, value in other.state_dict().items() if not torch.equal(value, net.state_dict()[k])]

@@ -28,7 +28,9 @@ def test_relative_flatness_and_trace_by_default():
 def test_sets_of_measures_leave_out_what_cannot_be_had():
     report = pf.measure(classifier(5, 6, 3), LOSS, (X, Y), measures="sweep", probes=2)
     assert "neuron_flatness" in report.skipped
-    with pytest.raises(pf.InputError, match=r"'sweeps' does not exist; did you mean sweep\?.* 'all' stand for several"):
+    with pytest.raises(
+        pf.errors.InputError, match=r"'sweeps' does not exist; did you mean sweep\?.* 'all' stand for several"
+    ):
         pf.measure(classifier(5, 3), LOSS, (X, Y), measures="sweeps")
 
 
@@ -103,4 +105,4 @@ def test_what_a_network_s_value_is_of():
         if what == "the sum over layers":
             assert sums[measure].value == pytest.approx(sum(sums[layer, measure].value for layer in sums.layers))
     assert "network, " not in str(pf.measure(model, LOSS, (X, Y)))
-    assert pf.Report.from_json(report.to_json()).network_of == report.network_of
+    assert pf.results.Report.from_json(report.to_json()).network_of == report.network_of

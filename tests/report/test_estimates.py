@@ -14,7 +14,7 @@ import torch
 import pyflatness as pf
 
 FACTS = {"stderr": 0.1, "samples": 5, "method": "ggn-sampled", "exact": False, "backend": "reference", "dof": 4.0}
-HALF, TWO = pf.Estimate(0.5, **FACTS), pf.Estimate(2.0, **FACTS)
+HALF, TWO = pf.results.Estimate(0.5, **FACTS), pf.results.Estimate(2.0, **FACTS)
 
 
 def test_formatting():
@@ -75,7 +75,7 @@ def test_copies():
         assert (float(other), other.value, other.dof) == (2.0, 2.0, 4.0)
     changed = dataclasses.replace(TWO, value=3.0)
     assert (float(changed), changed.value) == (3.0, 3.0)
-    assert pf.Estimate.from_dict(whole.to_dict()) == whole
+    assert pf.results.Estimate.from_dict(whole.to_dict()) == whole
 
 
 def test_facts_cannot_be_changed():

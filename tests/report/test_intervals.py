@@ -31,14 +31,14 @@ def test_student_s_quantile(dof):
 
 @pytest.mark.parametrize("level", [0, 1, 1.5, -0.1, math.nan, True, "0.95"])
 def test_levels(level):
-    with pytest.raises(pf.InputError, match=r"level=.* a probability between 0 and 1"):
+    with pytest.raises(pf.errors.InputError, match=r"level=.* a probability between 0 and 1"):
         sampled().interval(level)
-    with pytest.raises(pf.InputError, match="level="):
+    with pytest.raises(pf.errors.InputError, match="level="):
         dataclasses.replace(sampled(), stderr=None, dof=None).interval(level)
 
 
 def sampled(**facts):
-    return pf.Estimate(**{**FACTS, **facts})
+    return pf.results.Estimate(**{**FACTS, **facts})
 
 
 FACTS = {"value": 2.0, "stderr": 0.1, "samples": 5, "method": "ggn-sampled", "exact": False, "backend": "reference"}
@@ -166,7 +166,7 @@ def test_every_sampled_estimate_has_an_interval(activation):
                     continue
                 assert low < estimate.value < high
                 assert estimate.dof > 0.999
-        assert pf.Report.from_json(report.to_json()) == report
+        assert pf.results.Report.from_json(report.to_json()) == report
         assert report.to_frame()["dof"].min() > 0.999
 
 
@@ -212,7 +212,7 @@ def test_draws_that_agree_by_chance_have_no_interval():
         assert (estimate.exact, estimate.dof, estimate.interval()) == (False, None, None)
         assert "[–]: not exact, standard error unknown, method ggn-sampled" in repr(estimate)
         assert "<td>unknown</td>" in re.sub(r"<td[^>]*>", "<td>", estimate._repr_html_())
-        again = pf.Estimate.from_dict(json.loads(json.dumps(estimate.to_dict())))
+        again = pf.results.Estimate.from_dict(json.loads(json.dumps(estimate.to_dict())))
         assert again == estimate
     others = [estimate for estimate in found if estimate not in agreeing]
     assert all(estimate.stderr > 1e-3 * estimate and estimate.interval() for estimate in others)
@@ -236,7 +236,7 @@ def test_groups_of_few_samples_have_no_interval():
 
 @pytest.mark.parametrize("stderr", [None, 0.1])
 def test_a_value_that_is_no_number_is_not_exact(stderr):
-    assert not pf.Estimate(math.nan, stderr, 5, "ggn", exact=True, backend="reference").exact
+    assert not pf.results.Estimate(math.nan, stderr, 5, "ggn", exact=True, backend="reference").exact
     inputs = torch.where(torch.arange(40)[:, None] == 3, math.nan, X)
     found = pf.head_flatness(inputs, normal(2, 3, 5), targets=Y, nan_policy="propagate")
     assert math.isnan(found)

@@ -26,20 +26,24 @@ def report():
 def test_json_and_back(report, tmp_path):
     path = tmp_path / "report.json"
     text = report.to_json(path)
-    for other in (pf.Report.from_json(text), pf.Report.from_json(path), pf.Report.from_json(str(path))):
+    for other in (
+        pf.results.Report.from_json(text),
+        pf.results.Report.from_json(path),
+        pf.results.Report.from_json(str(path)),
+    ):
         assert other == report
         assert (other.layers, other.measures) == (report.layers, report.measures)
         assert str(other) == str(report)
         assert torch.equal(other["2", "trace"].per_sample, report["2", "trace"].per_sample)
-    assert pf.Report.from_dict(json.loads(text)) == pf.Report.from_dict(report.to_dict()) == report
+    assert pf.results.Report.from_dict(json.loads(text)) == pf.results.Report.from_dict(report.to_dict()) == report
 
 
 def test_estimates_and_back(report):
     estimate = report["2", "trace"]
-    assert pf.Estimate.from_dict(estimate.to_dict()) == estimate
+    assert pf.results.Estimate.from_dict(estimate.to_dict()) == estimate
     bare = {"value": math.nan, "stderr": math.inf, "samples": 3, "method": "head", "exact": True, "backend": "compiled"}
-    odd = pf.Estimate.from_dict(bare)
-    assert odd == pf.Estimate.from_dict(json.loads(json.dumps(odd.to_dict())))
+    odd = pf.results.Estimate.from_dict(bare)
+    assert odd == pf.results.Estimate.from_dict(json.loads(json.dumps(odd.to_dict())))
     assert odd.notes == ()
     assert odd != dataclasses.replace(odd, samples=4)
     assert odd != 3
@@ -50,19 +54,19 @@ def test_estimates_and_back(report):
     ("make", "message"),
     [
         (
-            lambda: pf.Estimate.from_dict({"value": 1.0}),
+            lambda: pf.results.Estimate.from_dict({"value": 1.0}),
             r"missing or unknown: \['backend', 'exact', 'method'.*'stderr'\]",
         ),
-        (lambda: pf.Estimate.from_dict([1.0]), "missing or unknown: .*'value'"),
-        (lambda: pf.Report.from_dict([]), "measure -> layer -> estimate"),
-        (lambda: pf.Report.from_dict({"trace": 3}), "measure -> layer -> estimate"),
-        (lambda: pf.Report.from_dict({"trace": {"0": {"values": 3}}}), "missing or unknown: .*'values'"),
-        (lambda: pf.Report.from_json("nowhere.json"), "JSON text, or the path .* No such file"),
-        (lambda: pf.Report.from_json("{"), "JSON text, or the path"),
+        (lambda: pf.results.Estimate.from_dict([1.0]), "missing or unknown: .*'value'"),
+        (lambda: pf.results.Report.from_dict([]), "measure -> layer -> estimate"),
+        (lambda: pf.results.Report.from_dict({"trace": 3}), "measure -> layer -> estimate"),
+        (lambda: pf.results.Report.from_dict({"trace": {"0": {"values": 3}}}), "missing or unknown: .*'values'"),
+        (lambda: pf.results.Report.from_json("nowhere.json"), "JSON text, or the path .* No such file"),
+        (lambda: pf.results.Report.from_json("{"), "JSON text, or the path"),
     ],
 )
 def test_what_is_no_report(make, message):
-    with pytest.raises(pf.InputError, match=message):
+    with pytest.raises(pf.errors.InputError, match=message):
         make()
 
 
@@ -82,9 +86,9 @@ def test_a_table_with_values_of_the_network_alone(report):
     assert "[95 % intervals]" in text
     assert "intervals" not in str(report)
     assert "network: adaptive_sharpness_mc: ρ = 0.1" in text
-    with pytest.raises(pf.InputError, match=r"no layer '0'"):
+    with pytest.raises(pf.errors.InputError, match=r"no layer '0'"):
         alone["0", "fisher_rao"]
-    with pytest.raises(pf.InputError, match="'fisher_rao' has no value of layer '2'"):
+    with pytest.raises(pf.errors.InputError, match="'fisher_rao' has no value of layer '2'"):
         report["2", "fisher_rao"]
 
 
@@ -111,7 +115,7 @@ def test_a_figure(report, tmp_path):
         assert list(drawn) == [report[layer, name].value for layer in report.layers]
         assert axis.get_yscale() == "log"
         assert figure is axis.figure
-    with pytest.raises(pf.InputError, match="fisher_rao has values of the network alone"):
+    with pytest.raises(pf.errors.InputError, match="fisher_rao has values of the network alone"):
         pf.measure(classifier(5, 3), LOSS, (X, Y), measures="fisher_rao").plot()
 
 
@@ -121,5 +125,21 @@ def test_without_extras(report, extra, call, monkeypatch):
         if name.split(".")[0] == extra:
             monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, extra, None)
-    with pytest.raises(pf.MissingExtraError, match=f"needs {extra}: pip install 'pyflatness"):
+    with pytest.raises(pf.errors.MissingExtraError, match=f"needs {extra}: pip install 'pyflatness"):
         getattr(report, call)()
+
+
+def test_the_values_of_a_layer_and_the_layers_with_the_largest_ones():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).double().eval()
+    data = torch.randn(12, 4).double(), torch.arange(12) % 3
+    found = pf.measure(model, nn.CrossEntropyLoss(), data, measures=["fisher_rao", "relative_flatness", "trace"])
+    assert found["2"] == {name: found["2", name] for name in ("relative_flatness", "trace")}
+    by_layer = {layer: found[layer, "trace"].value for layer in found.layers}
+    assert [*found.top(2, "trace")] == sorted(by_layer, key=by_layer.__getitem__, reverse=True)[:2]
+    assert found.top() == found.top(3, "relative_flatness")  # the first with values of layers
+    assert [*pf.layers(model)] == [*found.layers]
+    with pytest.raises(pf.errors.InputError, match="'fisher_rao' has no values of layers here; of relative_flatness"):
+        found.top(measure="fisher_rao")
+    with pytest.raises(pf.errors.InputError, match="no measure '7'; there are fisher_rao"):
+        found["7"]

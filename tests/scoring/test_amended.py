@@ -18,10 +18,10 @@ from support.score_runs import saved
 MEASURES = ["trace", "relative_flatness"]
 
 
-def scored(tiny: str, paths, data="data", loss="cross_entropy", **options) -> pf.Scores:
+def scored(tiny: str, paths, data="data", loss="cross_entropy", **options) -> pf.results.Scores:
     options = {"model": f"{tiny}:Tiny", "layers": "head", "store": Path(tiny).with_name("runs.sqlite"), **options}
     data = f"{tiny}:{data}" if isinstance(data, str) else data
-    return pf.score(paths, data, loss, **options)
+    return pf.score(paths, loss, data, **options)
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def paths(tiny: str) -> list[Path]:
     return found
 
 
-def values(scores: pf.Scores) -> list[tuple[str, str, float]]:
+def values(scores: pf.results.Scores) -> list[tuple[str, str, float]]:
     return [(row.layer, row.measure, row.value) for row in scores]
 
 
@@ -171,17 +171,17 @@ def test_networks_in_memory(tiny: str) -> None:
     x, y = torch.randn(30, 4), torch.randint(3, (30,))
     networks = {f"{d}": nn.Sequential(nn.Linear(4, d), nn.ReLU(), nn.Linear(d, 3)).eval() for d in (5, 6)}
     store = Path(tiny).with_name("runs.sqlite")
-    first = pf.score(networks, (x, y), "cross_entropy", store=store)
+    first = pf.score(networks, "cross_entropy", (x, y), store=store)
     assert first.computed == 2
     assert first["5", "relative_flatness"].value == pf.relative_flatness(networks["5"], "cross_entropy", (x, y)).value
-    assert pf.score(networks, (x, y), "cross_entropy", store=store).rows == first.rows
+    assert pf.score(networks, "cross_entropy", (x, y), store=store).rows == first.rows
     networks["6"][1] = nn.LeakyReLU()
-    assert pf.score(networks, (x, y), "cross_entropy", store=store).computed == 1
+    assert pf.score(networks, "cross_entropy", (x, y), store=store).computed == 1
     networks["5"][2].weight.data[0, 0] += 1
-    assert pf.score(networks, (x, y), "cross_entropy", store=store).computed == 1
-    without = pf.score(networks, (x, y), "cross_entropy")
+    assert pf.score(networks, "cross_entropy", (x, y), store=store).computed == 1
+    without = pf.score(networks, "cross_entropy", (x, y))
     assert [dataclasses.replace(row, seconds=None) for row in without] == [
-        dataclasses.replace(row, seconds=None) for row in pf.score(networks, (x, y), "cross_entropy", store=store)
+        dataclasses.replace(row, seconds=None) for row in pf.score(networks, "cross_entropy", (x, y), store=store)
     ]
 
 
@@ -191,7 +191,7 @@ def test_a_value_that_is_nan_is_a_value(tiny: str) -> None:
     store = Path(tiny).with_name("runs.sqlite")
     network = nn.Linear(4, 3).eval()
     for _ in range(2):
-        scores = pf.score({"a": network}, (x, y), "cross_entropy", store=store, nan_policy="propagate")
+        scores = pf.score({"a": network}, "cross_entropy", (x, y), store=store, nan_policy="propagate")
         assert math.isnan(scores["a", "relative_flatness"].value)
         assert scores.errors == {}
     assert scores.computed == 0

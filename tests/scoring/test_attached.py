@@ -25,19 +25,19 @@ def network(seed: int = 0) -> nn.Module:
 
 
 @pytest.fixture(scope="module")
-def spectrum() -> pf.Spectrum:
+def spectrum() -> pf.results.Spectrum:
     return pf.spectrum(network(), LOSS, DATA, k=2, which="both", density=True, probes=2, steps=8)
 
 
 @pytest.fixture(scope="module")
-def landscape() -> pf.Landscape:
+def landscape() -> pf.results.Landscape:
     return pf.landscape(network(), LOSS, DATA, steps=(4, 3), accuracy=True)
 
 
 @pytest.fixture(scope="module")
-def history() -> pf.History:
+def history() -> pf.results.History:
     report = pf.measure(network(), LOSS, DATA, measures=["trace", "relative_flatness"])
-    made = pf.History()
+    made = pf.results.History()
     for step in range(2):
         made.add(report, step=step, train_loss=1.0 - step)
     return made
@@ -46,7 +46,7 @@ def history() -> pf.History:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A store with two models, of which one value each was computed."""
-    pf.score({"a": network(), "b": network(1)}, DATA, LOSS, store=tmp_path / "runs.sqlite")
+    pf.score({"a": network(), "b": network(1)}, LOSS, DATA, store=tmp_path / "runs.sqlite")
     return tmp_path / "runs.sqlite"
 
 
@@ -55,7 +55,7 @@ def held(path: Path) -> dict[tuple[str, str], attached.Result]:
         return {(one.name, one.label): one.result for one in attached.found(store)}
 
 
-def equal(first: pf.Spectrum, second: pf.Spectrum) -> bool:
+def equal(first: pf.results.Spectrum, second: pf.results.Spectrum) -> bool:
     """Whether two spectra are the same, whatever eigenvectors they have."""
     return first.to_json() == second.to_json()
 
@@ -80,12 +80,12 @@ def test_results_come_back_as_they_were(path: Path, spectrum, landscape, history
 
 def test_json_of_a_spectrum(spectrum, tmp_path: Path) -> None:
     spectrum.to_json(tmp_path / "spectrum.json")
-    assert equal(pf.Spectrum.from_json(tmp_path / "spectrum.json"), spectrum)
+    assert equal(pf.results.Spectrum.from_json(tmp_path / "spectrum.json"), spectrum)
     plain = pf.spectrum(network(), LOSS, DATA, k=1)
-    assert pf.Spectrum.from_json(plain.to_json()).density is None
+    assert pf.results.Spectrum.from_json(plain.to_json()).density is None
     for text in ("{}", '{"format": "another"}', spectrum.to_json().replace('"nodes"', '"knots"')):
-        with pytest.raises(pf.InputError, match=r"spectrum: JSON of Spectrum\.to_json"):
-            pf.Spectrum.from_json(text)
+        with pytest.raises(pf.errors.InputError, match=r"spectrum: JSON of Spectrum\.to_json"):
+            pf.results.Spectrum.from_json(text)
 
 
 def test_the_same_label_is_replaced(path: Path, spectrum, history) -> None:
@@ -95,18 +95,22 @@ def test_the_same_label_is_replaced(path: Path, spectrum, history) -> None:
     pf.add_to_store(path, "a", history)  # a training of the name of a model is none of its results
     with Store(path) as store:
         results = [(one.name, one.label, type(one.result)) for one in attached.found(store)]
-    assert results == [("a", "", pf.Spectrum), ("a", "again", pf.Spectrum), ("a", "", pf.History)]
+    assert results == [
+        ("a", "", pf.results.Spectrum),
+        ("a", "again", pf.results.Spectrum),
+        ("a", "", pf.results.History),
+    ]
     assert equal(held(path)["a", "again"], spectrum)
 
 
 def test_what_is_wrong_is_said(path: Path, spectrum, history, tmp_path: Path) -> None:
-    with pytest.raises(pf.InputError, match="'c' is not in the store; there are a, b"):
+    with pytest.raises(pf.errors.InputError, match="'c' is not in the store; there are a, b"):
         pf.add_to_store(path, "c", spectrum)
-    with pytest.raises(pf.InputError, match="returned is wanted, got float"):
+    with pytest.raises(pf.errors.InputError, match="returned is wanted, got float"):
         pf.add_to_store(path, "a", 1.0)
-    with pytest.raises(pf.InputError, match="label='x': a history is told from others by the name"):
+    with pytest.raises(pf.errors.InputError, match="label='x': a history is told from others by the name"):
         pf.add_to_store(path, "run", history, label="x")
-    with pytest.raises(pf.StoreError, match="there is no file"):
+    with pytest.raises(pf.errors.StoreError, match="there is no file"):
         pf.add_to_store(tmp_path / "none.sqlite", "a", spectrum)
     assert held(path) == {}
 
@@ -119,9 +123,9 @@ def test_a_store_of_histories_alone(tmp_path: Path, history) -> None:
 
 def test_merging_takes_the_later_one(path: Path, tmp_path: Path, spectrum, history, monkeypatch) -> None:
     other = tmp_path / "other.sqlite"
-    pf.score({"b": network(1), "c": network(2)}, DATA, LOSS, store=other)
+    pf.score({"b": network(1), "c": network(2)}, LOSS, DATA, store=other)
     pf.add_to_store(path, "b", spectrum)
-    pf.add_to_store(path, "run", pf.History())
+    pf.add_to_store(path, "run", pf.results.History())
     later = time.time() + 10
     monkeypatch.setattr(time, "time", lambda: later)
     pf.add_to_store(other, "run", history)
@@ -154,7 +158,7 @@ def test_results_go_with_their_model(path: Path, spectrum, history) -> None:
 def test_results_that_are_gone_with_their_table_are_missed(path: Path) -> None:
     with contextlib.closing(sqlite3.connect(path)) as connection:
         connection.execute("DROP TABLE attached")
-    with pytest.raises(pf.StoreError, match="tables of another form than they were made"):
+    with pytest.raises(pf.errors.StoreError, match="tables of another form than they were made"):
         held(path)
 
 
@@ -201,29 +205,29 @@ def test_files_that_are_no_results(path: Path, tmp_path: Path) -> None:
 
 def test_spectra_are_asked_for_as_measures_are(tmp_path: Path) -> None:
     models, path = {"a": network(), "b": network(1)}, tmp_path / "runs.sqlite"
-    assert pf.score({"a": models["a"]}, DATA, LOSS, store=path, spectrum=2).computed == 2  # a value and a spectrum
+    assert pf.score({"a": models["a"]}, LOSS, DATA, store=path, spectrum=2).computed == 2  # a value and a spectrum
     mine = pf.spectrum(models["a"], LOSS, DATA, k=1)
     pf.add_to_store(path, "a", mine)
-    assert pf.score(models, DATA, LOSS, store=path, spectrum=2).computed == 2  # those of b
-    assert pf.score(models, DATA, LOSS, store=path, spectrum=2).computed == 0
+    assert pf.score(models, LOSS, DATA, store=path, spectrum=2).computed == 2  # those of b
+    assert pf.score(models, LOSS, DATA, store=path, spectrum=2).computed == 0
     found = held(path)
     assert [*found] == [("a", "tuple"), ("a", ""), ("b", "tuple")]
     assert equal(found["a", ""], mine)
     for name, model in models.items():
         truth = pf.spectrum(model, LOSS, DATA, k=2, density=True)
         assert equal(found[name, "tuple"], truth)
-    assert pf.score(models, DATA, LOSS, store=path, spectrum=3).computed == 2  # they take the place of those before
+    assert pf.score(models, LOSS, DATA, store=path, spectrum=3).computed == 2  # they take the place of those before
     assert len(held(path)["b", "tuple"].eigenvalues) == 3
     other = DATA[0] + 1, DATA[1]
     before = held(path)["a", "tuple"]
-    assert pf.score({"a": models["a"]}, other, LOSS, store=path, spectrum=3).computed == 2
+    assert pf.score({"a": models["a"]}, LOSS, other, store=path, spectrum=3).computed == 2
     assert equal(held(path)["a", "tuple"], before)  # that of the data before is kept
     (label,) = (label for _, label in held(path) if label.startswith("tuple "))
     assert equal(held(path)["a", label], pf.spectrum(models["a"], LOSS, other, k=3, density=True))
     for data in (other, DATA):
-        assert pf.score({"a": models["a"]}, data, LOSS, store=path, spectrum=3).computed == 0
-    with pytest.raises(pf.InputError, match="spectra are kept in a store"):
-        pf.score(models, DATA, LOSS, spectrum=2)
+        assert pf.score({"a": models["a"]}, LOSS, data, store=path, spectrum=3).computed == 0
+    with pytest.raises(pf.errors.InputError, match="spectra are kept in a store"):
+        pf.score(models, LOSS, DATA, spectrum=2)
 
 
 class Once(torch.autograd.Function):
@@ -248,10 +252,10 @@ def test_a_spectrum_that_fails_is_kept_as_an_error(tmp_path: Path) -> None:
     path = tmp_path / "runs.sqlite"
     broken = nn.Sequential(nn.Linear(4, 5), NotTwice(), nn.Linear(5, 3)).double().eval()
     models = {"a": network(), "broken": broken}
-    scores = pf.score(models, DATA, LOSS, store=path, spectrum=1)
+    scores = pf.score(models, LOSS, DATA, store=path, spectrum=1)
     assert scores["broken", "relative_flatness"].value > 0
-    assert pf.score(models, DATA, LOSS, store=path, spectrum=1).computed == 0
-    assert pf.score(models, DATA, LOSS, store=path, spectrum=1, retry=True).computed == 1
+    assert pf.score(models, LOSS, DATA, store=path, spectrum=1).computed == 0
+    assert pf.score(models, LOSS, DATA, store=path, spectrum=1, retry=True).computed == 1
     with Store(path) as store:
         (good, bad) = attached.found(store)
         assert upkeep.problems(store) == []

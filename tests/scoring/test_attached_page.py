@@ -32,8 +32,8 @@ LINE = pf.landscape(network(9), LOSS, DATA, dimensions=1, steps=5)
 PLANE = pf.landscape(network(9), LOSS, DATA, steps=(4, 3))
 
 
-def history(seed: int) -> pf.History:
-    made = pf.History()
+def history(seed: int) -> pf.results.History:
+    made = pf.results.History()
     for step in range(2):
         made.add(pf.measure(network(seed + step), LOSS, DATA, measures="trace"), step=10 * step, train_loss=1.0 - step)
     return made
@@ -45,7 +45,7 @@ HISTORIES = {"first": history(0), HOSTILE: history(5)}
 @pytest.fixture(scope="module")
 def html(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("store") / "runs.sqlite"
-    pf.score(NETWORKS, DATA, LOSS, layers="*", measures=["trace", "relative_flatness"], store=path)
+    pf.score(NETWORKS, LOSS, DATA, layers="*", measures=["trace", "relative_flatness"], store=path)
     for name, spectrum in SPECTRA.items():
         pf.add_to_store(path, name, spectrum)
     pf.add_to_store(path, "run/epoch_9", LINE, label="line")
@@ -202,11 +202,11 @@ def test_trainings_by_columns() -> None:
 
 
 def test_a_page_without_any_of_it() -> None:
-    scores = pf.Scores((Row("a", "", "trace", 1.0, loss=0.1), Row("b", "", "trace", 2.0, loss=0.2)), 0)
+    scores = pf.results.Scores((Row("a", "", "trace", 1.0, loss=0.1), Row("b", "", "trace", 2.0, loss=0.2)), 0)
     assert {"Spectra", "Landscapes", "Over the training", "Commands"} & {*drawn(scores.to_html())} == set()
 
 
 def test_a_folder_of_checkpoints_from_python(tmp_path: Path) -> None:
     rows = [Row(f"epoch_{number}", "", "trace", float(number), loss=0.1) for number in range(3)]
-    found = drawn(pf.Scores(tuple(rows), 0).to_html(tmp_path / "page.html"))["Over the training"]
+    found = drawn(pf.results.Scores(tuple(rows), 0).to_html(tmp_path / "page.html"))["Over the training"]
     assert [row["m0"] for row in found["data"] if "m0" in row] == [0.0, 1.0, 2.0]

@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 
-def scores(models: int, measures: int, layers: tuple[str, ...] = ("a", "b", "")) -> pf.Scores:
+def scores(models: int, measures: int, layers: tuple[str, ...] = ("a", "b", "")) -> pf.results.Scores:
     draw = random.Random(0)
     rows = [
         Row(f"m{m}", layer, f"measure_{k}", draw.gauss(1, 0.2), None, "ggn", True, 20, draw.random(), 0.5, 1.0)
@@ -33,7 +33,7 @@ def scores(models: int, measures: int, layers: tuple[str, ...] = ("a", "b", ""))
         for k in range(measures)
         for layer in (layers if k == 1 else ("",))
     ]
-    return pf.Scores((*rows, Row(HOSTILE, "", "measure_0", error=HOSTILE)), 0)
+    return pf.results.Scores((*rows, Row(HOSTILE, "", "measure_0", error=HOSTILE)), 0)
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def results() -> dict[str, Any]:
         name: pf.landscape(network(seed), LOSS, DATA, steps=(4, 3 + seed))
         for seed, name in enumerate(["plain", HOSTILE])
     }
-    histories = {"first": pf.History(), "second": pf.History()}
+    histories = {"first": pf.results.History(), "second": pf.results.History()}
     for place, history in enumerate(histories.values()):
         for step in range(3):
             history.add(pf.measure(network(3 * place + step), LOSS, DATA, measures="trace"), step=step)
@@ -197,7 +197,7 @@ def results() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def written(results: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("store") / "runs.sqlite"
-    pf.score({"plain": network(0), HOSTILE: network(1)}, DATA, LOSS, store=path)
+    pf.score({"plain": network(0), HOSTILE: network(1)}, LOSS, DATA, store=path)
     for kind in ("spectra", "planes", "histories"):
         for name, result in results[kind].items():
             pf.add_to_store(path, name, result)

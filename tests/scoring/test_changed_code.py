@@ -177,7 +177,7 @@ def test_what_cannot_be_described_is_computed_and_said(tmp_path: Path) -> None:
     cell.run("Net.forward = lambda self, x: 2 * self.head(x)")
     assert pf.score(networks, data, "mse_loss", store=tmp_path / "a.sqlite", version="1").computed == 0
     assert pf.score(networks, data, "mse_loss", store=tmp_path / "a.sqlite", version="2").computed == 1
-    with pytest.raises(pf.InputError, match="a text that stands for your code"):
+    with pytest.raises(pf.errors.InputError, match="a text that stands for your code"):
         pf.score(networks, data, "mse_loss", store=tmp_path / "a.sqlite", version=2)
 
 
@@ -307,12 +307,12 @@ def test_a_file_that_was_edited_after_it_was_imported_is_an_error(project: Path)
     text = (project / "net.py").read_text()
     edited = text.replace("return late(", "return 3 * late(")
     (project / "net.py").write_text(edited)  # before the store meets it for the first time
-    with pytest.raises(pf.InputError, match=r"net\.py was edited after it was imported.*restart"):
+    with pytest.raises(pf.errors.InputError, match=r"net\.py was edited after it was imported.*restart"):
         pf.score(networks, data, "mse_loss", store="runs.sqlite")
     (project / "net.py").write_text(f"# only a comment\n{text}")
     assert pf.score(networks, data, "mse_loss", store="runs.sqlite").computed == 1
     (project / "base.py").write_text("SCALE = 5.0\n")
-    with pytest.raises(pf.InputError, match=r"base\.py was edited"):
+    with pytest.raises(pf.errors.InputError, match=r"base\.py was edited"):
         pf.score(networks, data, "mse_loss", store="runs.sqlite")
     for name in ("base", "config", "net"):  # what a notebook may do in place of a restart
         importlib.reload(sys.modules[name])
@@ -325,5 +325,5 @@ def test_workers_with_other_code_are_refused(project: Path) -> None:
     options = {"model": "net.py:Net", "store": "runs.sqlite", "executor": "processes"}
     settings = importlib.import_module("settings")
     settings.POWER = 7.0  # which the worker does not know
-    with pytest.raises(pf.InputError, match="a worker that made them got others"):
+    with pytest.raises(pf.errors.InputError, match="a worker that made them got others"):
         pf.score(["a.safetensors"], "net.py:data", "mse_loss", **options)

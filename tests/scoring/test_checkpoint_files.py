@@ -88,7 +88,7 @@ def test_shards_with_an_index(kind: str, tmp_path: Path) -> None:
 
     def error(**changes: object) -> str:
         index.write_text(json.dumps({**content, **changes}))
-        with pytest.raises(pf.InputError) as caught:
+        with pytest.raises(pf.errors.InputError) as caught:
             checkpoints.read(index)
         return str(caught.value)
 
@@ -121,19 +121,19 @@ def test_hyperparameters_of_safetensors(tmp_path: Path) -> None:
 )
 def test_pickles_without_weights(content, message: str, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "x.pt")
-    with pytest.raises(pf.InputError, match=message):
+    with pytest.raises(pf.errors.InputError, match=message):
         checkpoints.read(tmp_path / "x.pt")
 
 
 def test_notes_of_git_lfs(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n")
-    with pytest.raises(pf.InputError, match="git lfs pull"):
+    with pytest.raises(pf.errors.InputError, match="git lfs pull"):
         checkpoints.read(tmp_path / "x.safetensors")
 
 
 def test_what_is_expanded_takes_no_memory(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(1).expand(2**28)}, tmp_path / "expanded.pt")  # 4 bytes in the file, a GiB as numbers
-    with pytest.raises(pf.InputError, match="a claims 1073741824 bytes and has 4"):
+    with pytest.raises(pf.errors.InputError, match="a claims 1073741824 bytes and has 4"):
         checkpoints.read(tmp_path / "expanded.pt")
 
 

@@ -41,7 +41,7 @@ def test_models_in_wrappers_take_the_weights_of_bare_ones() -> None:
 
 
 def refusal(model: nn.Module, state: dict[str, torch.Tensor]) -> str:
-    with pytest.raises(pf.InputError) as caught:
+    with pytest.raises(pf.errors.InputError) as caught:
         loading.load(model, state)
     return str(caught.value)
 

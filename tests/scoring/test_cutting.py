@@ -53,7 +53,7 @@ def test_a_part_of_data_of_unknown_length() -> None:
         def __iter__(self):
             return iter([(torch.ones(3, 2), torch.ones(3))])
 
-    with pytest.raises(pf.InputError, match="do not say how many samples"):
+    with pytest.raises(pf.errors.InputError, match="do not say how many samples"):
         Cut(Unknown(), torch.device("cpu"), limit=0.5)
 
 

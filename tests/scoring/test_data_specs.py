@@ -21,7 +21,7 @@ def read(path: Path, **arguments: object):
 
 
 def refusal(path: Path, **arguments: object) -> str:
-    with pytest.raises(pf.InputError) as caught:
+    with pytest.raises(pf.errors.InputError) as caught:
         list(read(path, **arguments))
     return str(caught.value)
 
@@ -56,13 +56,13 @@ def test_arrays_that_cannot_be_read(tmp_path: Path) -> None:
     assert "an array of numbers is wanted, got <U1 of shape (2,)" in refusal(tmp_path / "texts.npz")
     (tmp_path / "cut.npz").write_bytes((tmp_path / "none.npz").read_bytes()[:200])
     assert "no file of arrays, or a damaged one" in refusal(tmp_path / "cut.npz")
-    with pytest.raises(pf.InputError, match="there is no such file"):
+    with pytest.raises(pf.errors.InputError, match="there is no such file"):
         data_specs.resolve(str(tmp_path / "missing.npz"))
 
 
 def test_a_callable_is_still_one(tiny: str) -> None:
     assert data_specs.resolve(f"{tiny}:data") is specs.resolve(f"{tiny}:data")
-    with pytest.raises(pf.InputError, match=r"file\.py:callable or package\.module:callable"):
+    with pytest.raises(pf.errors.InputError, match=r"file\.py:callable or package\.module:callable"):
         data_specs.resolve("no_such_folder")
 
 
@@ -176,5 +176,5 @@ def test_data_sets_of_hugging_face(tmp_path: Path) -> None:
 
 def test_what_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(pf.MissingExtraError, match=r"Pillow: pip install 'pyflatness\[data\]'"):
+    with pytest.raises(pf.errors.MissingExtraError, match=r"Pillow: pip install 'pyflatness\[data\]'"):
         data_specs.resolve(str(tmp_path))

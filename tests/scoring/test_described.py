@@ -106,7 +106,7 @@ def test_losses_that_differ_have_other_keys(what: str) -> None:
 def test_a_loss_with_another_parameter_is_measured_again(tmp_path: Path) -> None:
     data, networks = (torch.randn(20, 3), torch.randn(20, 2)), {"a": nn.Linear(3, 2).eval()}
     for kind in (Scaled, Hidden, lambda scale: Scaled(scale).method):
-        one, two = (pf.score(networks, data, kind(scale), store=tmp_path / "a.sqlite") for scale in (1.0, 2.0))
+        one, two = (pf.score(networks, kind(scale), data, store=tmp_path / "a.sqlite") for scale in (1.0, 2.0))
         assert two["a", "relative_flatness"].value == pytest.approx(2 * one["a", "relative_flatness"].value, rel=1e-6)
 
 
@@ -125,9 +125,9 @@ def test_networks_that_differ_in_an_attribute_are_not_one(tmp_path: Path) -> Non
     for network in networks.values():
         network.eval().load_state_dict(networks["a"].state_dict())
     data = torch.randn(20, 3), torch.randn(20, 2)
-    kept = pf.score(networks, data, "mse_loss", store=tmp_path / "a.sqlite")
-    assert [row.value for row in kept] == [row.value for row in pf.score(networks, data, "mse_loss")]
-    assert pf.score(networks, data, "mse_loss", store=tmp_path / "a.sqlite").computed == 0
+    kept = pf.score(networks, "mse_loss", data, store=tmp_path / "a.sqlite")
+    assert [row.value for row in kept] == [row.value for row in pf.score(networks, "mse_loss", data)]
+    assert pf.score(networks, "mse_loss", data, store=tmp_path / "a.sqlite").computed == 0
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
@@ -190,6 +190,6 @@ def test_an_index_that_names_no_files_is_a_row_with_an_error(part: str, tmp_path
     index.write_text(json.dumps({"weight_map": {"weight": part}}))
     data = torch.randn(20, 3), torch.randn(20, 2)
     store = tmp_path / "a.sqlite"
-    (row,) = pf.score([index], data, "mse_loss", model=functools.partial(nn.Linear, 3, 2), store=store)
+    (row,) = pf.score([index], "mse_loss", data, model=functools.partial(nn.Linear, 3, 2), store=store)
     assert row.error
     assert row.value is None

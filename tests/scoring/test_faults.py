@@ -67,7 +67,7 @@ def every_write(folder: Path) -> None:
             message = ""
             try:
                 written(path)
-            except pf.StoreError as error:
+            except pf.errors.StoreError as error:
                 message = str(error)
             finally:
                 changes = library.count_changes()

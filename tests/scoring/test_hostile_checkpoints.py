@@ -32,7 +32,7 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
 
     def error(content: bytes, ending: str) -> str:
         (tmp_path / f"x.{ending}").write_bytes(content)
-        with pytest.raises(pf.InputError) as caught:
+        with pytest.raises(pf.errors.InputError) as caught:
             checkpoints.read(tmp_path / f"x.{ending}")
         return str(caught.value)
 
@@ -60,7 +60,7 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
             (tmp_path / "x.pt").write_bytes(content)
             try:
                 state = checkpoints.read(tmp_path / "x.pt").state
-            except pf.InputError as error:
+            except pf.errors.InputError as error:
                 messages.append(str(error))
             else:
                 tensors.append(name)
@@ -86,7 +86,7 @@ def limited() -> Iterator[None]:
 def test_bombs_are_errors_before_they_take_memory(tmp_path: Path) -> None:
     for name, content in hostile.bombs().items():
         (tmp_path / "x.pt").write_bytes(content)
-        with limited(), pytest.raises(pf.InputError) as caught:
+        with limited(), pytest.raises(pf.errors.InputError) as caught:
             print(name, checkpoints.read(tmp_path / "x.pt"))
         assert "MemoryError" not in str(caught.value), name
     torch.save({"a": torch.ones(2)}, tmp_path / "x.pt")
@@ -99,8 +99,8 @@ def test_archives_of_arrays_that_claim_all_memory_are_errors(tmp_path: Path, mon
     assert data_specs.read_npz(tmp_path / "x.npz")[0].shape == zeros.shape  # a little more than the file's size is fine
     monkeypatch.setattr(arrays, "_MORE", 2**24)
     monkeypatch.setattr(np.lib.npyio.NpzFile, "__getitem__", None)  # nothing is read
-    for read in (data_specs.read_npz, pf.Landscape.load):
-        with pytest.raises(pf.InputError, match=r"claim 33\d+ bytes in a file of \d+; .*np.savez, without compression"):
+    for read in (data_specs.read_npz, pf.results.Landscape.load):
+        with pytest.raises(pf.errors.InputError, match=r"claim 33\d+ bytes in a file of \d+; .*np.savez"):
             read(tmp_path / "x.npz")
 
 

@@ -143,7 +143,7 @@ def test_what_cannot_be_planned_is_said(capsys):
         def forward(self, x):
             return self.layer(x) if x.sum() > 0 else x
 
-    with pytest.raises(pf.InputError, match="asks for values"):
+    with pytest.raises(pf.errors.InputError, match="asks for values"):
         planned.work(Asking, planned.Batch(2, None, (3,)))
 
 

@@ -25,7 +25,7 @@ def made(spec: str, **arguments: object) -> nn.Module:
 
 
 def refusal(spec: str, **arguments: object) -> str:
-    with pytest.raises(pf.InputError) as caught:
+    with pytest.raises(pf.errors.InputError) as caught:
         made(spec, **arguments)
     return str(caught.value)
 
@@ -52,7 +52,7 @@ def test_a_folder_that_is_no_model(tmp_path: Path, folder: Path) -> None:
     assert refusal(f"hf:{tmp_path}").startswith(f"--model: hf:{tmp_path}: the folder has no config.json")
     for file in folder.glob("token*"):
         file.unlink()
-    with pytest.raises(pf.InputError, match=r"if it has no tokenizer, pass tokenizer=.*tokenizer\.json"):
+    with pytest.raises(pf.errors.InputError, match=r"if it has no tokenizer, pass tokenizer=.*tokenizer\.json"):
         pretrained.tokenizer(str(folder))
 
 
@@ -147,7 +147,9 @@ def test_a_library_that_is_missing(library: str, wanted: str, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     kind = {"transformers": "hf"}.get(library, library)
-    with pytest.raises(pf.MissingExtraError, match=re.escape(f"models of {library} need it: pip install {wanted}")):
+    with pytest.raises(
+        pf.errors.MissingExtraError, match=re.escape(f"models of {library} need it: pip install {wanted}")
+    ):
         specs.resolve(f"{kind}:resnet18")
 
 

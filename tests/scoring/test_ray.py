@@ -46,15 +46,15 @@ def test_values_deaths_errors_and_resuming(cluster, tiny: str, capfd: pytest.Cap
 
 def test_threads_and_errors_of_a_task(cluster) -> None:
     assert cluster.submit(torch.get_num_threads).result() == 1
-    with pytest.raises(pf.InputError, match="a loss") as error:
+    with pytest.raises(pf.errors.InputError, match="a loss") as error:
         cluster.submit(_raise, "a loss").result()
-    assert (type(error.value), str(error.value)) == (pf.InputError, "a loss")
+    assert (type(error.value), str(error.value)) == (pf.errors.InputError, "a loss")
     with pytest.raises(BrokenExecutor, match="WorkerCrashedError"):
         cluster.submit(os._exit, 3).result()
 
 
 def _raise(text: str) -> None:
-    raise pf.InputError(text)
+    raise pf.errors.InputError(text)
 
 
 def test_a_program_on_a_cluster_that_is_there(cluster, tiny: str) -> None:
@@ -78,7 +78,7 @@ def test_a_program_on_a_cluster_that_is_there(cluster, tiny: str) -> None:
     with named("ray", 1, {"address": address}) as second:
         assert second.submit(os.getpid).result() > 0
     assert cluster.submit(os.getpid).result() > 0
-    with pytest.raises(pf.InputError, match=r"'127\.0\.0\.1:1': this process is connected to .* already"):
+    with pytest.raises(pf.errors.InputError, match=r"'127\.0\.0\.1:1': this process is connected to .* already"):
         named("ray", 1, {"address": "127.0.0.1:1"})
 
 
@@ -95,9 +95,9 @@ def test_what_a_death_is(name: str) -> None:
 def test_options_that_do_not_fit() -> None:
     from pyflatness.scoring import ray_executor
 
-    with pytest.raises(pf.InputError, match=r"no connection to '127\.0\.0\.1:1': ConnectionRefusedError"):
+    with pytest.raises(pf.errors.InputError, match=r"no connection to '127\.0\.0\.1:1': ConnectionRefusedError"):
         ray_executor._connect("127.0.0.1:1", 1)
-    with pytest.raises(pf.InputError, match=r"executor='ray': .*num_cpu"):
+    with pytest.raises(pf.errors.InputError, match=r"executor='ray': .*num_cpu"):
         named("ray", 1, {"num_cpu": 2})
-    with pytest.raises(pf.InputError, match=r"executor='processes': .*'address'; it takes \(workers: int\)"):
+    with pytest.raises(pf.errors.InputError, match=r"executor='processes': .*'address'; it takes \(workers: int\)"):
         named("processes", 1, {"address": "auto"})

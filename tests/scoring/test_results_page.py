@@ -32,7 +32,7 @@ def scores():
     rows = [row(f"m{place}", "trace", a, loss=b) for place, (a, b) in enumerate(zip(x, y, strict=True))]
     failed = Row(HOSTILE, "", "trace", error="no such file " + HOSTILE)
     sampled = [row("m0", "pac_bayes", 2.0, stderr=0.1, exact=False, low=1.8, high=2.2, loss=y[0])]
-    return pf.Scores((*rows, *sampled, row("m1", "pac_bayes", 3.0, exact=False, loss=y[1]), failed), 0)
+    return pf.results.Scores((*rows, *sampled, row("m1", "pac_bayes", 3.0, exact=False, loss=y[1]), failed), 0)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_correlations_are_those_of_the_call(scores, parsed):
     complete = [one for one in scores if one.measure == "trace" and one.value is not None]
     table = {"checkpoint": [one.checkpoint for one in complete]}
     table |= {"trace": [one.value for one in complete], "loss": [one.loss for one in complete]}
-    found = pf.correlations(table, "trace", "loss", exclude=["m8"])
+    found = pf.statistics.correlations(table, "trace", "loss", exclude=["m8"])
     for place, how in enumerate(("Pearson", "Spearman", "Kendall"), 1):
         assert f"{how} {cells['trace'][place]}" == str(found["trace", how])
     assert cells["trace"][4:] == ["8", "2"]  # one failed, one excluded
@@ -91,7 +91,7 @@ def test_correlations_are_those_of_the_call(scores, parsed):
 
 def test_few_networks_have_no_interval():
     layers = [row(f"m{place}", "trace", place + 1.0, layer="a", loss=place**2) for place in range(3)]
-    html = pf.Scores(
+    html = pf.results.Scores(
         (*layers, *(row(f"m{place}", "trace", 2.0 - place, loss=place**2) for place in range(3))), 0
     ).to_html()
     lines = Parsed(html).tables["Correlations with loss"]
@@ -125,14 +125,16 @@ def test_the_summary_says_what_is_exact(parsed):
 
 
 def test_gap_of_test_data(scores):
-    test = pf.Scores(tuple(row(one.checkpoint, "trace", 1.0, loss=2.0) for one in scores if one.measure == "trace"), 0)
+    test = pf.results.Scores(
+        tuple(row(one.checkpoint, "trace", 1.0, loss=2.0) for one in scores if one.measure == "trace"), 0
+    )
     assert "Correlations with generalisation gap" in Parsed(scores.to_html(test=test)).tables
-    with pytest.raises(pf.InputError, match="no column of numbers 'size'"):
+    with pytest.raises(pf.errors.InputError, match="no column of numbers 'size'"):
         scores.to_html(against="size")
-    with pytest.raises(pf.InputError, match="'m99' is none of the models, such as 'm0'"):
+    with pytest.raises(pf.errors.InputError, match="'m99' is none of the models, such as 'm0'"):
         scores.to_html(exclude=["m99"])
-    with pytest.raises(pf.InputError, match="no values to show"):
-        pf.Scores((), 0).to_html()
+    with pytest.raises(pf.errors.InputError, match="no values to show"):
+        pf.results.Scores((), 0).to_html()
 
 
 def test_a_report_and_a_history(tmp_path):
@@ -143,10 +145,10 @@ def test_a_report_and_a_history(tmp_path):
     assert (tmp_path / "report.html").read_text(encoding="utf-8") == text
     lines = {line[0]: line for line in Parsed(text).tables["Values by layer"]}
     assert lines["network"][1] == f"{report['trace'].value:.6g}"
-    history = pf.History()
+    history = pf.results.History()
     for step in range(3):
         history.add(report, step=step, train_loss=1.0 - step)
-    scores = pf.Scores((row("a", "trace", 1.0), row("b", "trace", math.inf)), 0)
+    scores = pf.results.Scores((row("a", "trace", 1.0), row("b", "trace", math.inf)), 0)
     tables = Parsed(scores.to_html(histories={"run": history})).tables
     header, *lines = tables["What was recorded: run"]
     assert header[2:] == ["trace", "relative_flatness", "train_loss"]
@@ -158,7 +160,7 @@ def test_the_command_writes_a_page(tiny, capsys):
     folder = Path(tiny).parent
     files = {str(seed): saved(tiny, seed, f"{seed}.safetensors") for seed in (1, 2)}
     options = {"model": f"{tiny}:Tiny", "layers": "*", "measures": ["trace"], "store": folder / "runs.sqlite"}
-    pf.score({**files, "bad": folder / "bad.safetensors"}, f"{tiny}:data", "cross_entropy", **options)
+    pf.score({**files, "bad": folder / "bad.safetensors"}, "cross_entropy", f"{tiny}:data", **options)
     assert status("report", str(folder / "runs.sqlite"), "--out", str(folder / "out" / "page.html")) == 0
     assert "wrote" in capsys.readouterr().out
     html = (folder / "out" / "page.html").read_text(encoding="utf-8")
@@ -175,5 +177,5 @@ def test_the_command_writes_a_page(tiny, capsys):
 
 def test_without_altair(scores, monkeypatch):
     monkeypatch.setitem(sys.modules, "altair", None)
-    with pytest.raises(pf.MissingExtraError, match=r"pip install 'pyflatness\[html\]'"):
+    with pytest.raises(pf.errors.MissingExtraError, match=r"pip install 'pyflatness\[html\]'"):
         scores.to_html()

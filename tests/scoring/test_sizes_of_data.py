@@ -16,7 +16,7 @@ def path(tmp_path):
 @pytest.mark.parametrize("option", ["count", "batch_size"])
 @pytest.mark.parametrize("value", [0, -1, 2.5, "8", True])
 def test_of_arrays(path, option, value):
-    with pytest.raises(pf.InputError, match=f"{option}={value!r}: a number of samples is wanted, at least 1"):
+    with pytest.raises(pf.errors.InputError, match=f"{option}={value!r}: a number of samples is wanted, at least 1"):
         data_specs.read_npz(path, **{option: value})
 
 
@@ -27,13 +27,13 @@ def test_the_first_of_arrays(path):
 
 @pytest.mark.parametrize("option", ["count", "batch_size"])
 def test_of_texts(tmp_path, option):
-    with pytest.raises(pf.InputError, match=f"{option}=0: a number of samples is wanted"):
+    with pytest.raises(pf.errors.InputError, match=f"{option}=0: a number of samples is wanted"):
         texts.read_file(tmp_path / "a.txt", **{option: 0})
 
 
 def test_of_tables_and_images(tmp_path):
     pytest.importorskip("pyarrow")
-    with pytest.raises(pf.InputError, match="count=-1: a number of samples is wanted"):
+    with pytest.raises(pf.errors.InputError, match="count=-1: a number of samples is wanted"):
         data_specs.read_parquet(tmp_path / "a.parquet", count=-1)
-    with pytest.raises(pf.InputError, match="batch_size=0: a number of samples is wanted"):
+    with pytest.raises(pf.errors.InputError, match="batch_size=0: a number of samples is wanted"):
         images.read_images(tmp_path, batch_size=0)

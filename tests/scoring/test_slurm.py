@@ -80,18 +80,18 @@ def test_what_slurm_refuses_ends_the_run(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setitem(slurm_executor._WAITS, "slurm", slurm_executor._Waits(0.1, 0.0))
     with named("slurm", 2, {"folder": tmp_path}) as executor:
-        with pytest.raises(pf.InputError, match="invalid partition"):
+        with pytest.raises(pf.errors.InputError, match="invalid partition"):
             executor.submit(os.getpid).result()
         with pytest.raises(BrokenExecutor, match="invalid partition"):
             executor.submit(os.getpid)
 
 
 def test_options_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(pf.InputError, match="cluster='pbs' does not exist"):
+    with pytest.raises(pf.errors.InputError, match="cluster='pbs' does not exist"):
         named("slurm", 1, {"cluster": "pbs"})
-    with pytest.raises(pf.InputError, match="Unknown argument 'partitoin'"):
+    with pytest.raises(pf.errors.InputError, match="Unknown argument 'partitoin'"):
         named("slurm", 1, {"cluster": "local", "folder": tmp_path, "partitoin": "long"})
     assert not [*tmp_path.iterdir()]
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(pf.InputError, match=r"there is no Slurm here \(no srun\)"):
+    with pytest.raises(pf.errors.InputError, match=r"there is no Slurm here \(no srun\)"):
         named("slurm", 1)

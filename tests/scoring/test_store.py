@@ -70,7 +70,7 @@ def test_half_a_commit_is_none(tmp_path: Path) -> None:
         setting = store.setting({"key": 1})
         store.ask(setting, {"content": PAIRS})
         broken = Outcome({PAIRS[0]: ROWS[PAIRS[0]], PAIRS[1]: Row(value=object())})  # SQLite takes no objects
-        with pytest.raises(pf.StoreError):
+        with pytest.raises(pf.errors.StoreError):
             store.commit(setting, "content", broken)
         assert store.counts(setting, ["content"])["to do"] == 4
         assert store.select("SELECT * FROM units") == []
@@ -82,7 +82,7 @@ def test_there_is_one_writer(tmp_path: Path) -> None:
         assert store.setting({"key": 1}) == 1
         with Store(path) as reader:  # others read meanwhile
             assert reader.counts(1, [])["done"] == 0
-        with pytest.raises(pf.StoreError, match="another process is writing"):
+        with pytest.raises(pf.errors.StoreError, match="another process is writing"):
             Store(path, write=True)
     filled(path)
 
@@ -139,7 +139,7 @@ def _other_version(path: Path) -> None:
 def test_other_files_are_left_as_they_are(make, words: str, write: bool, tmp_path: Path) -> None:
     make(path := tmp_path / "runs.sqlite")
     before = path.read_bytes() if path.is_file() else None
-    with pytest.raises(pf.StoreError, match=words):
+    with pytest.raises(pf.errors.StoreError, match=words):
         Store(path, write=write)
     assert (path.read_bytes() if path.is_file() else None) == before
 
@@ -160,13 +160,13 @@ def test_a_file_has_one_writer_by_whatever_name(tmp_path: Path) -> None:
     (soft := tmp_path / "soft.sqlite").symlink_to(path)
     (tmp_path / "folder").mkdir()
     hard = tmp_path / "folder" / "hard.sqlite"
-    with Store(path, write=True), pytest.raises(pf.StoreError, match="another process is writing"):
+    with Store(path, write=True), pytest.raises(pf.errors.StoreError, match="another process is writing"):
         Store(soft, write=True)
-    with Store(soft, write=True), pytest.raises(pf.StoreError, match="another process is writing"):
+    with Store(soft, write=True), pytest.raises(pf.errors.StoreError, match="another process is writing"):
         Store(path, write=True)
     hard.hardlink_to(path)
     for name in (path, soft, hard):
-        with pytest.raises(pf.StoreError, match=r"has 2 names \(hard links\)"):
+        with pytest.raises(pf.errors.StoreError, match=r"has 2 names \(hard links\)"):
             Store(name, write=True)
         assert len(Store(name).values(1, "content")) == 4
     hard.unlink()
@@ -176,10 +176,10 @@ def test_a_file_has_one_writer_by_whatever_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("write", [False, True])
 @pytest.mark.parametrize("name", ["a" * 300, "a" * 250, "a\0b", "a\ud800b"])
 def test_a_name_that_no_file_can_have_is_an_error(name: str, write: bool, tmp_path: Path) -> None:
-    with pytest.raises(pf.StoreError, match=r"^store: "):
+    with pytest.raises(pf.errors.StoreError, match=r"^store: "):
         Store(tmp_path / name, write=write)
     if write:
-        with pytest.raises(pf.StoreError):
+        with pytest.raises(pf.errors.StoreError):
             pf.score({"a": torch.nn.Linear(3, 2)}, (torch.ones(4, 3), torch.ones(4, 2)), "mse_loss", store=name)
 
 
@@ -212,7 +212,7 @@ def test_every_flip_of_a_bit_is_noticed_or_changes_nothing(tmp_path: Path) -> No
         path.write_bytes(content)
         try:
             assert repr(everything(path)) == before
-        except pf.StoreError:
+        except pf.errors.StoreError:
             noticed += 1
     assert 100 < noticed < 400
 
@@ -223,13 +223,13 @@ def test_a_value_that_was_changed_is_noticed_by_whatever_reads_it(tmp_path: Path
         connection.execute("DROP TRIGGER result_changed")
         connection.execute("UPDATE results SET value = 38.06 WHERE id = 1")
         connection.execute(TRIGGER)
-    with Store(path) as store, pytest.raises(pf.StoreError, match=r"damaged \(units 1: not what was written\)"):
+    with Store(path) as store, pytest.raises(pf.errors.StoreError, match=r"damaged \(units 1: not what was written\)"):
         store.values(*key)
-    with Store(path) as store, pytest.raises(pf.StoreError, match="damaged"):
+    with Store(path) as store, pytest.raises(pf.errors.StoreError, match="damaged"):
         store.check()
-    with Store(path, write=True) as store, pytest.raises(pf.StoreError, match="damaged"):
+    with Store(path, write=True) as store, pytest.raises(pf.errors.StoreError, match="damaged"):
         store.values(*key)
-    with Store(path) as other, Store(tmp_path / "b.sqlite", write=True) as store, pytest.raises(pf.StoreError):
+    with Store(path) as other, Store(tmp_path / "b.sqlite", write=True) as store, pytest.raises(pf.errors.StoreError):
         upkeep.merge(store, other)
     with contextlib.closing(sqlite3.connect(path)) as connection, pytest.raises(sqlite3.IntegrityError):
         connection.execute("UPDATE results SET value = 'text' WHERE id = 1")
@@ -258,7 +258,7 @@ def test_network_file_systems_are_refused(path: str, kind: str, tmp_path: Path) 
     if not kind:
         files.check_local(Path(path), mounts)
         return
-    with pytest.raises(pf.StoreError, match=rf"network file system \({kind}\).*--shard i/N.*merge"):
+    with pytest.raises(pf.errors.StoreError, match=rf"network file system \({kind}\).*--shard i/N.*merge"):
         files.check_local(Path(path), mounts)
 
 

@@ -28,7 +28,7 @@ def read(path: Path, **arguments: object) -> list[dict[str, torch.Tensor]]:
 
 
 def refusal(path: Path, **arguments: object) -> str:
-    with pytest.raises(pf.InputError) as caught:
+    with pytest.raises(pf.errors.InputError) as caught:
         read(path, **arguments)
     return str(caught.value)
 
@@ -170,7 +170,10 @@ def test_the_tokenizer_of_the_model(folder: Path, tmp_path: Path) -> None:
     assert data_specs.with_tokenizer(str(path), {"tokenizer": "t"}, model) == {"tokenizer": "t"}
     assert data_specs.with_tokenizer(str(numbers), {}, model) == {}
     assert data_specs.with_tokenizer(str(path), {}, "file.py:Net") == {}
-    scores = pf.score([model], str(path))
+    scores = pf.score([model], data=str(path))
     direct = pf.relative_flatness(word_models.llama(), data=read(path, tokenizer=model))
     assert scores[model, "relative_flatness"].value == direct.value
-    assert scores[model, "relative_flatness"].value == pf.score({"a": model}, str(path))["a", "relative_flatness"].value
+    assert (
+        scores[model, "relative_flatness"].value
+        == pf.score({"a": model}, data=str(path))["a", "relative_flatness"].value
+    )

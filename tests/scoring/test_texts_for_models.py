@@ -85,7 +85,9 @@ def test_a_masked_language_model_is_measured_on_texts(folder: Path, tmp_path: Pa
         for size in (8, 60)
     ]
     assert values[0] == pytest.approx(values[1], rel=1e-4)
-    with pytest.raises(pf.InputError, match=r"no `labels`, which BertForMaskedLM needs; .* mask=0.15 makes them"):
+    with pytest.raises(
+        pf.errors.InputError, match=r"no `labels`, which BertForMaskedLM needs; .* mask=0.15 makes them"
+    ):
         pf.measure(net, data=read(path, folder))
 
 
@@ -125,11 +127,11 @@ def test_classes_of_texts(folder: Path, tmp_path: Path) -> None:
     ],
 )
 def test_options_that_do_not_fit(arguments: dict[str, object], message: str, folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(pf.InputError, match=message):
+    with pytest.raises(pf.errors.InputError, match=message):
         read(written(tmp_path / "d.jsonl"), folder, **arguments)
 
 
 def test_a_tokenizer_without_a_token_for_masks(tmp_path: Path) -> None:
     word_models.tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(pf.InputError, match="the tokenizer has no token for masks"):
+    with pytest.raises(pf.errors.InputError, match="the tokenizer has no token for masks"):
         read(written(tmp_path / "d.jsonl"), tmp_path, mask=0.15)

@@ -36,7 +36,7 @@ def edited(tiny: str) -> str:
     return str(path)
 
 
-def plain(scores: pf.Scores) -> list[pf.scoring.rows.Row]:
+def plain(scores: pf.results.Scores) -> list[pf.scoring.rows.Row]:
     return [dataclasses.replace(row, seconds=None) for row in scores]
 
 
@@ -47,31 +47,31 @@ def test_values_are_those_of_this_process_and_a_death_costs_one_unit(tiny: str, 
     save_file(state, deadly := Path(tiny).with_name("deadly.safetensors"))
     torch.set_num_threads(1)
     options = {"model": f"{edited}:Deadly", "measures": ["trace", "pac_bayes"], "layers": "*"}
-    here = pf.score(files, f"{edited}:data", "cross_entropy", **options)
+    here = pf.score(files, "cross_entropy", f"{edited}:data", **options)
     store = Path(tiny).with_name("runs.sqlite")
     found = pf.score(
         [*files[:3], deadly, *files[3:]],
-        *(f"{edited}:data", "cross_entropy"),
+        *("cross_entropy", f"{edited}:data"),
         **{**options, "store": store, "executor": "processes", "workers": 2},
     )
     assert [row for row in plain(found) if row.checkpoint != str(deadly)] == plain(here)
     assert {row.error[:18] for row in found if row.checkpoint == str(deadly)} == {"the worker died 3 "}
-    again = pf.score(files, f"{edited}:data", "cross_entropy", **options, store=store)
+    again = pf.score(files, "cross_entropy", f"{edited}:data", **options, store=store)
     assert again.computed == 0
 
 
 def test_data_that_differ_between_processes_are_refused(tiny: str, edited: str) -> None:
     options = {"model": f"{tiny}:Tiny", "store": Path(tiny).with_name("runs.sqlite"), "executor": "processes"}
-    with pytest.raises(pf.InputError, match="a worker that loaded them got other samples"):
-        pf.score([saved(tiny, 1, "a.safetensors")], f"{edited}:unseeded", "cross_entropy", **options)
+    with pytest.raises(pf.errors.InputError, match="a worker that loaded them got other samples"):
+        pf.score([saved(tiny, 1, "a.safetensors")], "cross_entropy", f"{edited}:unseeded", **options)
 
 
 def test_an_executor_of_the_users(tiny: str) -> None:
     files = [saved(tiny, seed, f"{seed}.safetensors") for seed in range(4)]
     options = {"model": f"{tiny}:Tiny", "layers": "*"}
-    here = pf.score(files, f"{tiny}:data", "cross_entropy", **options)
+    here = pf.score(files, "cross_entropy", f"{tiny}:data", **options)
     with ThreadPoolExecutor(2) as executor:
-        assert plain(pf.score(files, f"{tiny}:data", "cross_entropy", executor=executor, **options)) == plain(here)
+        assert plain(pf.score(files, "cross_entropy", f"{tiny}:data", executor=executor, **options)) == plain(here)
 
 
 class _Dying(Executor):
@@ -98,30 +98,34 @@ def test_a_unit_is_submitted_again_when_its_worker_dies(tiny: str) -> None:
     files = [saved(tiny, seed, f"{seed}.safetensors") for seed in range(4)]
     options = {"model": f"{tiny}:Tiny", "store": Path(tiny).with_name("runs.sqlite")}
     executor = _Dying({1, 3})
-    scores = pf.score(files, f"{tiny}:data", "cross_entropy", executor=executor, **options)
+    scores = pf.score(files, "cross_entropy", f"{tiny}:data", executor=executor, **options)
     assert (executor.calls, scores.errors) == (6, {})
-    lost = pf.score(files[:1], f"{tiny}:data", "cross_entropy", executor=_Dying({1, 2, 3}), model=f"{tiny}:Tiny")
+    lost = pf.score(files[:1], "cross_entropy", f"{tiny}:data", executor=_Dying({1, 2, 3}), model=f"{tiny}:Tiny")
     assert [row.error for row in lost] == ["the worker died 3 times in this unit: gone"]
     broken = _Dying(set(), closed=True)
-    with pytest.raises(pf.InputError, match="executor: it is broken"):
-        pf.score(files, f"{tiny}:data", "cross_entropy", executor=broken, **options, layers="*")
-    assert pf.score(files, f"{tiny}:data", "cross_entropy", **options, layers="*").computed == 2
+    with pytest.raises(pf.errors.InputError, match="executor: it is broken"):
+        pf.score(files, "cross_entropy", f"{tiny}:data", executor=broken, **options, layers="*")
+    assert pf.score(files, "cross_entropy", f"{tiny}:data", **options, layers="*").computed == 2
 
 
 def test_what_is_in_memory_stays_there(tiny: str) -> None:
     data, files = (torch.randn(8, 4), torch.arange(8) % 3), [saved(tiny, 0, "a.safetensors")]
-    with pytest.raises(pf.InputError, match="data: the workers of an executor load them by themselves"):
-        pf.score(files, data, "cross_entropy", model=f"{tiny}:Tiny", executor=_Dying(set()))
-    with pytest.raises(pf.InputError, match="models: the workers of an executor read weights"):
-        pf.score({"a": tiny_net(tiny, 0)}, lambda: data, "cross_entropy", executor=_Dying(set()))
+    with pytest.raises(pf.errors.InputError, match="data: the workers of an executor load them by themselves"):
+        pf.score(files, "cross_entropy", data, model=f"{tiny}:Tiny", executor=_Dying(set()))
+    with pytest.raises(pf.errors.InputError, match="models: the workers of an executor read weights"):
+        pf.score({"a": tiny_net(tiny, 0)}, "cross_entropy", lambda: data, executor=_Dying(set()))
 
 
 @pytest.mark.parametrize(
     ("name", "error", "words"),
     [
-        ("thread", pf.InputError, "'thread' does not exist; choose one of 'serial', 'processes', 'ray', 'slurm'"),
-        ("ray", pf.MissingExtraError, r"needs ray: pip install 'pyflatness\[ray\]'"),
-        ("slurm", pf.MissingExtraError, r"needs submitit: pip install 'pyflatness\[slurm\]'"),
+        (
+            "thread",
+            pf.errors.InputError,
+            "'thread' does not exist; choose one of 'serial', 'processes', 'ray', 'slurm'",
+        ),
+        ("ray", pf.errors.MissingExtraError, r"needs ray: pip install 'pyflatness\[ray\]'"),
+        ("slurm", pf.errors.MissingExtraError, r"needs submitit: pip install 'pyflatness\[slurm\]'"),
     ],
 )
 def test_executors_by_name(name: str, error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch) -> None:

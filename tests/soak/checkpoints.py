@@ -78,7 +78,7 @@ def attacked(folder: Path) -> bool:
             start = time.perf_counter()
             try:
                 result = f"read: {', '.join(pickles.read(folder / 'x.pt')[0])}"
-            except pf.InputError as error:
+            except pf.errors.InputError as error:
                 result = str(error)
             most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
             table.add_row(name, f"{time.perf_counter() - start:.1f}", str(most), result)

@@ -18,9 +18,9 @@ def test_a_broken_checkpoint_makes_no_column(tmp_path):
         writer = csv.DictWriter(file, [*rows[0]])
         writer.writeheader()
         writer.writerows(rows)
-    found = pf.correlations(path, y="loss", exclude=["broken"])
+    found = pf.statistics.correlations(path, y="loss", exclude=["broken"])
     assert {row.measure for row in found.rows} == {"kappa fc1", "kappa fc2"}
     expected = stats.kendalltau(range(6), [1, 3, 2, 5, 4, 6]).statistic
     assert found["kappa fc1", "Kendall"].value == pytest.approx(expected)
-    with pytest.raises(pf.InputError, match="broken"):
-        pf.correlations(path, y="loss")
+    with pytest.raises(pf.errors.InputError, match="broken"):
+        pf.statistics.correlations(path, y="loss")

@@ -40,7 +40,7 @@ def scored(path, losses, layers=("fc",), skip=()):
 
 
 def test_against_scipy():
-    found = pf.correlations(TABLE)
+    found = pf.statistics.correlations(TABLE)
     assert (found.points, found.excluded, found.y) == (20, (), "gap")
     assert found["kappa", "Pearson"].value == pytest.approx(stats.pearsonr(KAPPA, GAP).statistic)
     assert found["kappa", "Spearman"].value == pytest.approx(stats.spearmanr(KAPPA, GAP).statistic)
@@ -48,61 +48,65 @@ def test_against_scipy():
     for row in found.rows:
         assert row.low < row.value < row.high
     assert found["trace", "Spearman"].value == pytest.approx(-found["kappa", "Spearman"].value)
-    assert pf.correlations(TABLE) == found
-    other = pf.correlations(TABLE, seed=1)
+    assert pf.statistics.correlations(TABLE) == found
+    other = pf.statistics.correlations(TABLE, seed=1)
     assert other["kappa", "Pearson"].value == found["kappa", "Pearson"].value
     assert other["kappa", "Pearson"].low != found["kappa", "Pearson"].low
 
 
 def test_no_interval_from_fewer_than_five_networks():
     for count in (3, 4):
-        found = pf.correlations({"kappa": list(range(count)), "gap": list(range(count))})
+        found = pf.statistics.correlations({"kappa": list(range(count)), "gap": list(range(count))})
         assert [row.value for row in found.rows] == pytest.approx([1, 1, 1])
         assert all(math.isnan(row.low) and math.isnan(row.high) for row in found.rows)
         assert str(found["kappa", "Pearson"]) == "Pearson 1.00 [–]"
-    assert not math.isnan(pf.correlations({"kappa": [1, 2, 3, 4, 5], "gap": [1, 3, 2, 5, 4]})["kappa", "Kendall"].low)
+    assert not math.isnan(
+        pf.statistics.correlations({"kappa": [1, 2, 3, 4, 5], "gap": [1, 3, 2, 5, 4]})["kappa", "Kendall"].low
+    )
 
 
 def test_every_form_of_table(tmp_path):
     pandas = pytest.importorskip("pandas")
-    found = pf.correlations(TABLE, "kappa")
+    found = pf.statistics.correlations(TABLE, "kappa")
     rows = [dict(zip(TABLE, row, strict=True)) for row in zip(*TABLE.values(), strict=True)]
     wide = write(tmp_path / "wide.csv", rows)
     frame = pandas.DataFrame(TABLE)
     indexed = frame.set_index("checkpoint")
     for table in (wide, str(wide), frame, indexed):
-        assert pf.correlations(table, "kappa") == found
-        assert pf.correlations(table, "kappa", exclude=["net3"]).excluded == (NAMES[3],)
+        assert pf.statistics.correlations(table, "kappa") == found
+        assert pf.statistics.correlations(table, "kappa", exclude=["net3"]).excluded == (NAMES[3],)
     assert list(found.to_frame().columns) == ["measure", "statistic", "value", "low", "high", "y", "points"]
 
 
 def test_files_of_score(tmp_path):
     train, test = np.linspace(0, 1, 20), np.linspace(0, 1, 20) + GAP
     paths = [scored(tmp_path / f"{name}.csv", losses) for name, losses in (("train", train), ("test", test))]
-    found = pf.correlations(paths[0], test=paths[1])
+    found = pf.statistics.correlations(paths[0], test=paths[1])
     assert found["relative_flatness", "Pearson"].value == pytest.approx(stats.pearsonr(KAPPA, GAP).statistic)
     assert {row.measure for row in found.rows} == {"relative_flatness", "weight_norm"}
-    with pytest.raises(pf.InputError, match=r"no column of numbers 'gap'.*pass test="):
-        pf.correlations(paths[0])
-    assert pf.correlations(paths[0], y="loss").points == 20
+    with pytest.raises(pf.errors.InputError, match=r"no column of numbers 'gap'.*pass test="):
+        pf.statistics.correlations(paths[0])
+    assert pf.statistics.correlations(paths[0], y="loss").points == 20
     several = scored(tmp_path / "several.csv", train, ("conv", "fc"))
-    measures = {row.measure for row in pf.correlations(several, test=paths[1]).rows}
+    measures = {row.measure for row in pf.statistics.correlations(several, test=paths[1]).rows}
     assert measures == {"relative_flatness conv", "relative_flatness fc", "weight_norm"}
     broken = scored(tmp_path / "broken.csv", train, skip=(3, 5))
-    with pytest.raises(pf.InputError, match=r"'gap' is empty, NaN or infinite for runs/net3.safetensors, runs/net5"):
-        pf.correlations(broken, test=paths[1])
-    assert pf.correlations(broken, test=paths[1], exclude=["net3", "net5"]).points == 18
+    with pytest.raises(
+        pf.errors.InputError, match=r"'gap' is empty, NaN or infinite for runs/net3.safetensors, runs/net5"
+    ):
+        pf.statistics.correlations(broken, test=paths[1])
+    assert pf.statistics.correlations(broken, test=paths[1], exclude=["net3", "net5"]).points == 18
 
 
 def test_figures(tmp_path):
     pytest.importorskip("matplotlib")
-    figure, axes = pf.plot_correlation(TABLE, "kappa", path=tmp_path / "scatter.png")
+    figure, axes = pf.statistics.plot_correlation(TABLE, "kappa", path=tmp_path / "scatter.png")
     assert (tmp_path / "scatter.png").stat().st_size > 0
     assert figure.axes == [axes]
     (points,) = axes.get_lines()
     assert np.array_equal(points.get_xydata(), np.stack([KAPPA, GAP], 1))
-    assert axes.get_title().splitlines() == [str(row) for row in pf.correlations(TABLE, "kappa").rows]
-    _, axes = pf.plot_correlation(TABLE, "kappa", exclude=NAMES[:2])
+    assert axes.get_title().splitlines() == [str(row) for row in pf.statistics.correlations(TABLE, "kappa").rows]
+    _, axes = pf.statistics.plot_correlation(TABLE, "kappa", exclude=NAMES[:2])
     full, hollow = axes.get_lines()
     assert len(full.get_xdata()) == 18
     assert hollow.get_fillstyle() == "none"
@@ -110,17 +114,17 @@ def test_figures(tmp_path):
     legend = [text.get_text() for text in axes.get_legend().get_texts()]
     assert legend == ["18 networks", "2 excluded by name, not in the correlations"]
     wide = {"kappa": [1, 10, 1000], "gap": [1, 2, 3]}
-    assert pf.plot_correlation(wide, "kappa")[1].get_xscale() == "log"
+    assert pf.statistics.plot_correlation(wide, "kappa")[1].get_xscale() == "log"
     panel = figure.add_subplot()
-    assert pf.plot_correlation(wide, "kappa", axes=panel) == (figure, panel)
-    _, axes = pf.plot_correlation({"kappa": [1, 2, math.nan], "gap": [1, 2, 3]}, "kappa", exclude=["2"])
+    assert pf.statistics.plot_correlation(wide, "kappa", axes=panel) == (figure, panel)
+    _, axes = pf.statistics.plot_correlation({"kappa": [1, 2, math.nan], "gap": [1, 2, 3]}, "kappa", exclude=["2"])
     assert axes.get_xscale() == "linear"
 
 
 def test_what_is_undefined_and_what_is_shown():
-    found = pf.correlations({"kappa": [1, 1, 1], "gap": [1, 2, 3]})
+    found = pf.statistics.correlations({"kappa": [1, 1, 1], "gap": [1, 2, 3]})
     assert all(math.isnan(row.value) for row in found.rows)
-    text = str(pf.correlations(TABLE, "kappa", exclude=[NAMES[0]]))
+    text = str(pf.statistics.correlations(TABLE, "kappa", exclude=[NAMES[0]]))
     assert text.startswith(f"with gap, 19 networks, 1 excluded: {NAMES[0]}")
     assert "Kendall" in text
 
@@ -128,8 +132,8 @@ def test_what_is_undefined_and_what_is_shown():
 def test_the_name_of_a_measure_alone_is_answered_with_its_columns_the_network_s_first():
     columns = [f"kappa {layer}" for layer in range(12)]
     table = {name: [1, 2, 3] for name in [*columns, "kappa network", "kappas", "gap"]}
-    with pytest.raises(pf.InputError, match="'kappa'; there are kappa network, kappa 0, kappa 1") as caught:
-        pf.plot_correlation(table, "kappa")
+    with pytest.raises(pf.errors.InputError, match="'kappa'; there are kappa network, kappa 0, kappa 1") as caught:
+        pf.statistics.plot_correlation(table, "kappa")
     assert "kappas" not in str(caught.value)
 
 
@@ -150,25 +154,28 @@ def test_the_name_of_a_measure_alone_is_answered_with_its_columns_the_network_s_
     ],
 )
 def test_refusals(arguments, options, message):
-    with pytest.raises(pf.InputError, match=message):
-        pf.correlations(*arguments, **options)
-    with pytest.raises(pf.InputError, match="no \\('kappa', 'Spear'\\)"):
-        pf.correlations(TABLE)["kappa", "Spear"]
+    with pytest.raises(pf.errors.InputError, match=message):
+        pf.statistics.correlations(*arguments, **options)
+    with pytest.raises(pf.errors.InputError, match="no \\('kappa', 'Spear'\\)"):
+        pf.statistics.correlations(TABLE)["kappa", "Spear"]
 
 
 def test_without_the_extras(monkeypatch):
-    found = pf.correlations(TABLE)
-    for extra, call in (("pandas", found.to_frame), ("matplotlib", lambda: pf.plot_correlation(TABLE, "kappa"))):
+    found = pf.statistics.correlations(TABLE)
+    for extra, call in (
+        ("pandas", found.to_frame),
+        ("matplotlib", lambda: pf.statistics.plot_correlation(TABLE, "kappa")),
+    ):
         name = "matplotlib.figure" if extra == "matplotlib" else extra
         monkeypatch.setitem(sys.modules, name, None)
-        with pytest.raises(pf.MissingExtraError, match=f"needs {extra}: pip install 'pyflatness"):
+        with pytest.raises(pf.errors.MissingExtraError, match=f"needs {extra}: pip install 'pyflatness"):
             call()
 
 
 @pytest.mark.parametrize("option", ["given", "clusters"])
 def test_names_of_columns_that_can_be_read_once(option):
     table = {"a": KAPPA, "b": [1, 2, 3, 4] * 5, "y": GAP}
-    listed = pf.correlations(table, ["a"], "y", **{option: ["b"]})
-    once = pf.correlations(table, (name for name in ["a"]), "y", **{option: (name for name in ["b"])})
+    listed = pf.statistics.correlations(table, ["a"], "y", **{option: ["b"]})
+    once = pf.statistics.correlations(table, (name for name in ["a"]), "y", **{option: (name for name in ["b"])})
     assert str(once) == str(listed)
-    assert str(once) != str(pf.correlations(table, ["a"], "y"))
+    assert str(once) != str(pf.statistics.correlations(table, ["a"], "y"))

@@ -25,7 +25,7 @@ def legend(axes):
 
 
 def test_clusters_have_colours_and_their_intervals_are_shown():
-    _, axes = pf.plot_correlation(TABLE, "kappa", clusters="recipe")
+    _, axes = pf.statistics.plot_correlation(TABLE, "kappa", clusters="recipe")
     lines = axes.get_lines()
     assert len({(line.get_color(), line.get_marker()) for line in lines}) == 7
     for number, line in enumerate(lines):
@@ -33,17 +33,17 @@ def test_clusters_have_colours_and_their_intervals_are_shown():
         assert np.array_equal(line.get_xydata(), np.stack([KAPPA, NOISE - KAPPA], 1)[here])
     assert legend(axes) == [f"recipe {k}" for k in range(7)]
     assert axes.get_title().splitlines() == [
-        str(row) for row in pf.correlations(TABLE, "kappa", clusters="recipe").rows
+        str(row) for row in pf.statistics.correlations(TABLE, "kappa", clusters="recipe").rows
     ]
-    _, axes = pf.plot_correlation(TABLE, "kappa", clusters="recipe", interval="fisher")
+    _, axes = pf.statistics.plot_correlation(TABLE, "kappa", clusters="recipe", interval="fisher")
     assert "[" in axes.get_title()
     assert axes.get_title().splitlines() == [
-        str(row) for row in pf.correlations(TABLE, "kappa", clusters="recipe", interval="fisher").rows
+        str(row) for row in pf.statistics.correlations(TABLE, "kappa", clusters="recipe", interval="fisher").rows
     ]
 
 
 def test_many_clusters_are_counted_in_the_legend():
-    _, axes = pf.plot_correlation(TABLE, "kappa", clusters="number", exclude=["0"])
+    _, axes = pf.statistics.plot_correlation(TABLE, "kappa", clusters="number", exclude=["0"])
     *clusters, counted, hollow = axes.get_lines()
     assert len({(line.get_color(), line.get_marker()) for line in clusters}) == 14
     assert len(counted.get_xdata()) == 0
@@ -54,7 +54,7 @@ def test_many_clusters_are_counted_in_the_legend():
 
 @pytest.mark.parametrize("statistic", ["Pearson", "Spearman", "Kendall"])
 def test_the_matrix_holds_the_correlations(statistic, tmp_path):
-    figure, axes = pf.plot_correlation_matrix(TABLE, statistic=statistic, path=tmp_path / "matrix.png")
+    figure, axes = pf.statistics.plot_correlation_matrix(TABLE, statistic=statistic, path=tmp_path / "matrix.png")
     assert (tmp_path / "matrix.png").stat().st_size > 0
     names = [label.get_text() for label in axes.get_xticklabels()]
     assert names == [label.get_text() for label in axes.get_yticklabels()] == ["gap", "kappa", "trace", "number"]
@@ -68,14 +68,14 @@ def test_the_matrix_holds_the_correlations(statistic, tmp_path):
 
 
 def test_the_matrix_of_chosen_columns_and_networks():
-    figure, axes = pf.plot_correlation_matrix(TABLE, ["trace", "kappa"], exclude=["1"])
+    figure, axes = pf.statistics.plot_correlation_matrix(TABLE, ["trace", "kappa"], exclude=["1"])
     assert axes.images[0].get_array().shape == (2, 2)
     assert figure.axes[-1].get_ylabel() == "Kendall, 27 networks"
     panel = figure.add_subplot()
-    assert pf.plot_correlation_matrix(TABLE, ["trace", "kappa"], axes=panel) == (figure, panel)
+    assert pf.statistics.plot_correlation_matrix(TABLE, ["trace", "kappa"], axes=panel) == (figure, panel)
     wide = {f"m{k}": RNG.normal(size=9) for k in range(20)}
-    assert not pf.plot_correlation_matrix(wide)[1].texts  # no room
-    flat = pf.plot_correlation_matrix({"kappa": [1, 1, 1], "gap": [1, 2, 3]})[1].images[0].get_array()
+    assert not pf.statistics.plot_correlation_matrix(wide)[1].texts  # no room
+    flat = pf.statistics.plot_correlation_matrix({"kappa": [1, 1, 1], "gap": [1, 2, 3]})[1].images[0].get_array()
     assert math.isnan(flat.filled(math.nan)[0, 1])
 
 
@@ -92,5 +92,5 @@ def test_the_matrix_of_chosen_columns_and_networks():
     ],
 )
 def test_refusals(arguments, options, message):
-    with pytest.raises(pf.InputError, match=message):
-        pf.plot_correlation_matrix(*arguments, **options)
+    with pytest.raises(pf.errors.InputError, match=message):
+        pf.statistics.plot_correlation_matrix(*arguments, **options)

@@ -34,7 +34,7 @@ def study(seed=0, ties=False):
 
 
 def one(table, statistic, **options):
-    return pf.correlations(table, "kappa", **options)["kappa", statistic]
+    return pf.statistics.correlations(table, "kappa", **options)["kappa", statistic]
 
 
 def test_fisher_of_pearson_is_that_of_scipy():
@@ -97,11 +97,14 @@ def test_clusters_may_be_named_by_several_columns():
     table = study()
     table["optimiser"] = [name[-1] in "0123" for name in table["recipe"]]
     table["rate"] = [int(name[-1]) % 4 for name in table["recipe"]]
-    together = pf.correlations(table, "kappa", clusters=["optimiser", "rate"])
-    assert together.rows == pf.correlations(table, "kappa", clusters="recipe").rows
+    together = pf.statistics.correlations(table, "kappa", clusters=["optimiser", "rate"])
+    assert together.rows == pf.statistics.correlations(table, "kappa", clusters="recipe").rows
     assert together.clusters == 7
     assert str(together).startswith("with gap, 26 networks in 7 clusters; 95 % bootstrap intervals over clusters\n")
-    assert {row.measure for row in pf.correlations(table, clusters="rate", given="loss").rows} == {"kappa", "optimiser"}
+    assert {row.measure for row in pf.statistics.correlations(table, clusters="rate", given="loss").rows} == {
+        "kappa",
+        "optimiser",
+    }
 
 
 def test_no_interval_from_few_networks_or_clusters():
@@ -110,9 +113,9 @@ def test_no_interval_from_few_networks_or_clusters():
     fewer = {name: column[:] for name, column in table.items()} | {"half": [k % 4 for k in range(26)]}
     for interval in ("bootstrap", "fisher"):
         for row in (
-            *pf.correlations(few, interval=interval).rows,
-            *pf.correlations(fewer, "kappa", interval=interval, clusters="half").rows,
-            *pf.correlations({**few, "kappa": [1, 2, 4, 3]}, interval=interval).rows,
+            *pf.statistics.correlations(few, interval=interval).rows,
+            *pf.statistics.correlations(fewer, "kappa", interval=interval, clusters="half").rows,
+            *pf.statistics.correlations({**few, "kappa": [1, 2, 4, 3]}, interval=interval).rows,
         ):
             assert math.isfinite(row.value)
             assert math.isnan(row.low)
@@ -125,9 +128,9 @@ def test_no_interval_from_few_networks_or_clusters():
 def test_fisher_has_no_interval_for_a_perfect_correlation():
     line = {"kappa": [1, 2, 3, 4, 5, 6], "gap": [2, 4, 6, 8, 10, 12], "recipe": list("abcdef")}
     for clusters in (None, "recipe"):
-        assert [str(row)[-3:] for row in pf.correlations(line, interval="fisher", clusters=clusters).rows] == [
-            "[–]"
-        ] * 3
+        assert [
+            str(row)[-3:] for row in pf.statistics.correlations(line, interval="fisher", clusters=clusters).rows
+        ] == ["[–]"] * 3
 
 
 def left(values, given):
@@ -140,7 +143,7 @@ def left(values, given):
 def test_partial_correlations_are_those_of_residuals(names):
     table = study(1) | {"epochs": np.random.default_rng(2).normal(size=26).tolist()}
     kappa, gap, *given = (np.array(table[name]) for name in ("kappa", "gap", *names))
-    found = pf.correlations(table, "kappa", given=names)
+    found = pf.statistics.correlations(table, "kappa", given=names)
     assert found.given == names
     assert found["kappa", "Pearson"].value == pytest.approx(SCIPY["Pearson"](left(kappa, given), left(gap, given)))
     ranks = [stats.rankdata(values) for values in (kappa, gap, *given)]
@@ -165,12 +168,12 @@ def test_partial_correlation_takes_out_what_the_loss_explains():
     loss = generator.normal(size=400)
     kappa, gap = (loss + 0.5 * generator.normal(size=400) for _ in range(2))
     table = {"kappa": kappa, "gap": gap, "loss": loss}
-    for row in pf.correlations(table, "kappa", interval="fisher").rows:
+    for row in pf.statistics.correlations(table, "kappa", interval="fisher").rows:
         assert row.low > 0.5
-    for row in pf.correlations(table, "kappa", interval="fisher", given="loss").rows:
+    for row in pf.statistics.correlations(table, "kappa", interval="fisher", given="loss").rows:
         assert row.low < 0.2  # Kendall's keeps a little: its partial is 0 only for pairs, not for normal variables
         assert abs(row.value) < 0.25
-    for row in pf.correlations({**table, "kappa": loss}, "kappa", given="loss").rows:
+    for row in pf.statistics.correlations({**table, "kappa": loss}, "kappa", given="loss").rows:
         assert math.isnan(row.value)
 
 
@@ -179,13 +182,13 @@ def test_text_columns_are_clusters_in_files_of_score(tmp_path):
     lines = ["checkpoint,layer,measure,value,loss,recipe"]
     lines += [f"net{k},,kappa,{table['kappa'][k]!r},{table['gap'][k]!r},{table['recipe'][k]}" for k in range(26)]
     (path := tmp_path / "scored.csv").write_text("\n".join(lines))
-    found = pf.correlations(path, "kappa", "loss", clusters="recipe")
+    found = pf.statistics.correlations(path, "kappa", "loss", clusters="recipe")
     assert [row.low for row in found.rows] == [
-        row.low for row in pf.correlations(table, "kappa", clusters="recipe").rows
+        row.low for row in pf.statistics.correlations(table, "kappa", clusters="recipe").rows
     ]
     path.write_text("\n".join([*lines[:-1], lines[-1][: lines[-1].rindex(",") + 1]]))
-    with pytest.raises(pf.InputError, match="'recipe' is empty for net25"):
-        pf.correlations(path, "kappa", "loss", clusters="recipe")
+    with pytest.raises(pf.errors.InputError, match="'recipe' is empty for net25"):
+        pf.statistics.correlations(path, "kappa", "loss", clusters="recipe")
 
 
 @pytest.mark.parametrize(
@@ -202,8 +205,8 @@ def test_text_columns_are_clusters_in_files_of_score(tmp_path):
     ],
 )
 def test_refusals(options, message):
-    with pytest.raises(pf.InputError, match=message):
-        pf.correlations({**study(), "same": [1] * 26}, "kappa", **options)
+    with pytest.raises(pf.errors.InputError, match=message):
+        pf.statistics.correlations({**study(), "same": [1] * 26}, "kappa", **options)
 
 
 def test_every_statistic_of_the_whole_sample_is_that_of_scipy():

@@ -50,7 +50,7 @@ def test_granulated_kendall_by_hand():
 
     Of the rate, shallow: 0, 1 agree, τ = 1. Deep: 2, 3 do not, 2, 4 do, and 3, 4 have the same rate: τ = 0. So ψ = 1/2.
     """
-    found = pf.granulated_kendall(SMALL, "kappa", "gap", ["depth", "rate"])
+    found = pf.statistics.granulated_kendall(SMALL, "kappa", "gap", ["depth", "rate"])
     assert found.by_setting == {"depth": 1.0, "rate": 0.5}
     assert found.pairs == {"depth": 3, "rate": 3}
     assert float(found) == found.value == 0.75
@@ -59,7 +59,7 @@ def test_granulated_kendall_by_hand():
 
 def test_sign_error_by_hand():
     """Of four environments only (deep, 0.1) against (deep, 0.3) errs, in 2, 3 and not in 2, 4: ½. Mean ½ / 4 = 1/8."""
-    found = pf.sign_error(SMALL, "kappa", "gap", ["depth", "rate"])
+    found = pf.statistics.sign_error(SMALL, "kappa", "gap", ["depth", "rate"])
     errors = {(e.first, e.second): (e.setting, e.error, e.pairs) for e in found.environments}
     assert errors == {
         ("shallow, 0.1", "deep, 0.1"): ("depth", 0.0, 1),
@@ -87,7 +87,7 @@ def test_conditional_mutual_information_by_hand():
     Î = 1/4 · 1 + 3/4 · (1 - H₂(1/3)). With the rate given one pair has 0.1 and three have 0.3, and all agree: 1. With
     both the one pair 3, 4 is left, which agrees.
     """
-    found = pf.conditional_mutual_information(SMALL, "kappa", "gap", ["depth", "rate"])
+    found = pf.statistics.conditional_mutual_information(SMALL, "kappa", "gap", ["depth", "rate"])
     assert found.by_condition == pytest.approx(
         {(): channel(0.1), ("depth",): 1 / 4 + 3 / 4 * channel(1 / 3), ("rate",): 1.0, ("depth", "rate"): 1.0}
     )
@@ -98,7 +98,7 @@ def test_conditional_mutual_information_by_hand():
 @pytest.mark.parametrize("case", CASES)
 def test_granulated_kendall_pair_by_pair(case):
     table = study(*case)
-    found = pf.granulated_kendall(table, "kappa", "gap", SETTINGS)
+    found = pf.statistics.granulated_kendall(table, "kappa", "gap", SETTINGS)
     for setting in SETTINGS:
         by_others = {}
         pairs = [*differing(table, setting)]
@@ -118,7 +118,7 @@ def test_sign_error_pair_by_pair(case):
         for i, j in differing(table, setting):
             sides = frozenset(tuple(table[name][k] for name in SETTINGS) for k in (i, j))
             environments.setdefault(sides, []).append((1 - agreement(table, i, j)) / 2)
-    found = pf.sign_error(table, "kappa", "gap", SETTINGS)
+    found = pf.statistics.sign_error(table, "kappa", "gap", SETTINGS)
     means = [np.mean(errors) for errors in environments.values()]
     assert (found.mean, found.worst) == pytest.approx((np.mean(means), max(means)))
     assert sorted(e.error for e in found.environments) == pytest.approx(sorted(means))
@@ -128,7 +128,7 @@ def test_sign_error_pair_by_pair(case):
 @pytest.mark.parametrize("case", CASES)
 def test_conditional_mutual_information_pair_by_pair(case):
     table = study(*case)
-    found = pf.conditional_mutual_information(table, "kappa", "gap", SETTINGS)
+    found = pf.statistics.conditional_mutual_information(table, "kappa", "gap", SETTINGS)
     sets = [given for size in range(3) for given in itertools.combinations(SETTINGS, size)]
     assert [*found.by_condition] == sets
     for given in sets:
@@ -166,17 +166,20 @@ def test_of_tables_with_a_known_answer():
     gap = 3.0 * table["a"] + generator.normal(size=270)
     table |= {"gap": gap, "same": gap**3, "opposite": -gap, "setting": table["a"] + 1e-3 * table["noise"]}
     options = "gap", ["a", "b", "c"]
-    value = {name: pf.granulated_kendall(table, name, *options) for name in ("same", "opposite", "noise", "setting")}
+    value = {
+        name: pf.statistics.granulated_kendall(table, name, *options)
+        for name in ("same", "opposite", "noise", "setting")
+    }
     assert [value["same"].value, value["opposite"].value] == [1, -1]
     assert abs(value["noise"].value) < 0.1
     assert value["setting"].by_setting["a"] > 0.9
     assert abs(value["setting"].by_setting["b"]) < 0.1
-    error = {name: pf.sign_error(table, name, *options) for name in value}
+    error = {name: pf.statistics.sign_error(table, name, *options) for name in value}
     assert [(error[name].mean, error[name].worst) for name in ("same", "opposite")] == [(0, 0), (1, 1)]
     assert 0.45 < error["noise"].mean < 0.55 < error["noise"].worst
     assert error["setting"].by_setting()["a"][0] < 0.05
     assert error["setting"].worst > 0.6  # where another setting changes
-    found = {name: pf.conditional_mutual_information(table, name, *options) for name in value}
+    found = {name: pf.statistics.conditional_mutual_information(table, name, *options) for name in value}
     assert found["same"].value == pytest.approx(1)
     assert found["opposite"].value == pytest.approx(1)
     assert found["noise"].value < 0.01
@@ -187,11 +190,11 @@ def test_of_tables_with_a_known_answer():
 
 def test_equal_values_count_half():
     tied = {**SMALL, "kappa": [1, 1, 1, 1, 1]}
-    assert pf.granulated_kendall(tied, "kappa", "gap", ["depth", "rate"]).value == 0
-    assert pf.sign_error(tied, "kappa", "gap", ["depth", "rate"]).worst == 0.5
-    assert pf.conditional_mutual_information(tied, "kappa", "gap", ["depth", "rate"]).value == 0
+    assert pf.statistics.granulated_kendall(tied, "kappa", "gap", ["depth", "rate"]).value == 0
+    assert pf.statistics.sign_error(tied, "kappa", "gap", ["depth", "rate"]).worst == 0.5
+    assert pf.statistics.conditional_mutual_information(tied, "kappa", "gap", ["depth", "rate"]).value == 0
     same = {**SMALL, "gap": [1, 1, 1, 1, 1]}
-    found = pf.conditional_mutual_information(same, "kappa", "gap", ["depth", "rate"])
+    found = pf.statistics.conditional_mutual_information(same, "kappa", "gap", ["depth", "rate"])
     assert all(map(math.isnan, (found.value, *found.by_condition.values())))
     assert "conditional mutual information nan given any settings" in str(found)
 
@@ -204,7 +207,11 @@ def test_every_form_of_table(tmp_path):
     lines += [f"{k},,kappa,{SMALL['kappa'][k]},1,{DEPTH[k]},{RATE[k]}" for k in range(5)]
     (scored := tmp_path / "scored.csv").write_text("\n".join(lines))
     test = {"checkpoint": range(5), "loss": [1 + gap for gap in SMALL["gap"]]}
-    for function in (pf.granulated_kendall, pf.sign_error, pf.conditional_mutual_information):
+    for function in (
+        pf.statistics.granulated_kendall,
+        pf.statistics.sign_error,
+        pf.statistics.conditional_mutual_information,
+    ):
         found = function(SMALL, "kappa", "gap", ["depth", "rate"])
         assert function(frame, "kappa", "gap", ["depth", "rate"]) == found
         assert function(tmp_path / "wide.csv", "kappa", "gap", ["depth", "rate"]) == found
@@ -215,7 +222,10 @@ def test_every_form_of_table(tmp_path):
         assert len(shown) == {"granulated_kendall": 2, "sign_error": 4}.get(function.__name__, 4)
 
 
-@pytest.mark.parametrize("function", [pf.granulated_kendall, pf.sign_error, pf.conditional_mutual_information])
+@pytest.mark.parametrize(
+    "function",
+    [pf.statistics.granulated_kendall, pf.statistics.sign_error, pf.statistics.conditional_mutual_information],
+)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -230,12 +240,12 @@ def test_every_form_of_table(tmp_path):
     ],
 )
 def test_refusals(function, arguments, message):
-    with pytest.raises(pf.InputError, match=message):
+    with pytest.raises(pf.errors.InputError, match=message):
         function(*arguments)
 
 
-@pytest.mark.parametrize("function", [pf.granulated_kendall, pf.sign_error])
+@pytest.mark.parametrize("function", [pf.statistics.granulated_kendall, pf.statistics.sign_error])
 def test_a_setting_that_never_differs_alone(function):
     coupled = {"depth": [1, 2, 3], "rate": [1, 2, 3], "kappa": [1, 2, 3], "gap": [1, 2, 3]}
-    with pytest.raises(pf.InputError, match="no two networks differ in 'depth' alone"):
+    with pytest.raises(pf.errors.InputError, match="no two networks differ in 'depth' alone"):
         function(coupled, "kappa", "gap", ["depth", "rate"])

@@ -23,7 +23,7 @@ def test_all_permutations_of_six_networks(statistic):
     x, y = np.array([3.0, 1.0, 2.0, 6.0, 5.0, 9.0]), np.array([1.0, 2.0, 4.0, 3.0, 8.0, 6.0])
     values = [coefficients(statistic, [x, y[[*order]]], whole(6))[0] for order in itertools.permutations(range(6))]
     exact = (distances(values) >= distances(values)[0] - 1e-12).mean()
-    found = pf.correlations({"x": x, "gap": y}, permutations=20_000)["x", statistic]
+    found = pf.statistics.correlations({"x": x, "gap": y}, permutations=20_000)["x", statistic]
     assert found.p == pytest.approx(exact, abs=5 * math.sqrt(exact * (1 - exact) / 20_000) + 1e-4)
     assert found.p_holm == found.p_bh == found.p  # one measure
     assert str(found).endswith(f", p = {found.p:.2g} (Holm {found.p:.2g}, B–H {found.p:.2g})")
@@ -97,7 +97,7 @@ def test_a_measure_of_the_recipe_alone_says_nothing_within_recipes():
     kappa, gap = (recipe + 1e-3 * generator.normal(size=24) for _ in range(2))
     table = {"kappa": kappa, "gap": gap, "recipe": CLUSTERS}
     plain, over, within = (
-        pf.correlations(table, "kappa", permutations=1999, **options)["kappa", "Pearson"].p
+        pf.statistics.correlations(table, "kappa", permutations=1999, **options)["kappa", "Pearson"].p
         for options in ({}, {"clusters": "recipe"}, {"clusters": "recipe", "within": True})
     )
     assert plain == 1 / 2000  # none of the random orders is as far
@@ -142,10 +142,10 @@ def test_p_values_of_many_measures():
     gap = generator.normal(size=30)
     table = {"good": gap + 0.3 * generator.normal(size=30), "flat": np.ones(30), "gap": gap}
     table |= {f"noise{k}": generator.normal(size=30) for k in range(8)}
-    found = pf.correlations(table, permutations=999)
+    found = pf.statistics.correlations(table, permutations=999)
     assert "; 95 % bootstrap intervals, p by 999 permutations of networks" in str(found)
     assert math.isnan(found["flat", "Kendall"].p)
     good = found["good", "Kendall"]
     assert (good.p, good.p_holm, good.p_bh) == pytest.approx((0.001, 0.009, 0.009))  # of 9 that are defined
     assert list(found.to_frame().columns)[5:8] == ["p", "p_holm", "p_bh"]
-    assert [row.value for row in pf.correlations(table).rows[:3]] == [row.value for row in found.rows[:3]]
+    assert [row.value for row in pf.statistics.correlations(table).rows[:3]] == [row.value for row in found.rows[:3]]

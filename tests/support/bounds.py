@@ -1,4 +1,4 @@
-"""Rows of ``pf.bounds``."""
+"""Rows of ``pf.theory.bounds``."""
 
 import math
 

@@ -10,14 +10,18 @@ import pyflatness as pf
 
 
 def flatness(model: nn.Module, inputs: Tensor, targets: Tensor) -> float:
-    estimate: pf.Estimate = pf.relative_flatness(model, nn.CrossEntropyLoss(), (inputs, targets), layer="0")
+    estimate: pf.results.Estimate = pf.relative_flatness(model, nn.CrossEntropyLoss(), (inputs, targets), layer="0")
     interval = estimate.interval()
     return estimate.value if interval is None else interval[1]
 
 
-def by_measure(model: nn.Module, loader: "DataLoader[tuple[Tensor, ...]]") -> Mapping[str, Mapping[str, pf.Estimate]]:
-    report: pf.Report = pf.measure(model, nn.CrossEntropyLoss(), loader, measures=["relative_flatness", "trace"])
-    whole: pf.Estimate = report["trace"]
+def by_measure(
+    model: nn.Module, loader: "DataLoader[tuple[Tensor, ...]]"
+) -> Mapping[str, Mapping[str, pf.results.Estimate]]:
+    report: pf.results.Report = pf.measure(
+        model, nn.CrossEntropyLoss(), loader, measures=["relative_flatness", "trace"]
+    )
+    whole: pf.results.Estimate = report["trace"]
     print(f"{float(whole):.3g}", report.to_json())
     return report.by_measure()
 

@@ -76,11 +76,11 @@ def _cost_of_change(model, loss, data, **options):
 def _critical_sharpness(model, loss, data, **options):
     step = torch.linspace(-1, 1, 24, dtype=torch.float32, device="cpu").view(6, 4)
     try:  # the loss falls along it or along its opposite
-        return pf.critical_sharpness(model, loss, data, {"0.weight": step}, **options)
-    except pf.InputError as error:
+        return pf.measures.critical_sharpness(model, loss, data, {"0.weight": step}, **options)
+    except pf.errors.InputError as error:
         if "rises along it" not in str(error):
             raise
-        return pf.critical_sharpness(model, loss, data, {"0.weight": -step}, **options)
+        return pf.measures.critical_sharpness(model, loss, data, {"0.weight": -step}, **options)
 
 
 def _linear_interpolation(model, loss, data, **options):
@@ -93,7 +93,7 @@ def _reparameterize(model, loss, data, **options):
 
 _gap.__signature__ = inspect.signature(pf.generalization_gap)
 _cost_of_change.__signature__ = inspect.signature(pf.cost_of_change)
-_critical_sharpness.__signature__ = inspect.signature(pf.critical_sharpness)
+_critical_sharpness.__signature__ = inspect.signature(pf.measures.critical_sharpness)
 _linear_interpolation.__signature__ = inspect.signature(pf.linear_interpolation)
 _reparameterize.__signature__ = inspect.signature(pf.reparameterize)
 
@@ -104,18 +104,18 @@ ON_MODELS = {
     "measure": pf.measure,
     "verify": pf.verify,
     "representation": pf.representation,
-    "bounds": pf.bounds,
-    "mls_adversarial": _few(pf.mls_adversarial, steps=2),
-    "pac_bayes": _few(pf.pac_bayes, draws=2, steps=2),
-    "adaptive_sharpness_mc": _few(pf.adaptive_sharpness_mc, draws=2),
-    "feature_robustness": _few(pf.feature_robustness, draws=2),
-    "matrix_robustness": _few(pf.matrix_robustness, matrix=torch.eye(6), alphas=[0.1]),
-    "largest_robustness": _few(pf.largest_robustness, delta=0.1, starts=1, steps=2),
+    "bounds": pf.theory.bounds,
+    "mls_adversarial": _few(pf.measures.mls_adversarial, steps=2),
+    "pac_bayes": _few(pf.measures.pac_bayes, draws=2, steps=2),
+    "adaptive_sharpness_mc": _few(pf.measures.adaptive_sharpness_mc, draws=2),
+    "feature_robustness": _few(pf.theory.feature_robustness, draws=2),
+    "matrix_robustness": _few(pf.theory.matrix_robustness, matrix=torch.eye(6), alphas=[0.1]),
+    "largest_robustness": _few(pf.theory.largest_robustness, delta=0.1, starts=1, steps=2),
     "generalization_gap": _gap,
-    "generalization_bound": _few(pf.generalization_bound, folds=2, draws=2),
+    "generalization_bound": _few(pf.theory.generalization_bound, folds=2, draws=2),
     "cost_of_change": _cost_of_change,
     "worst_case_sharpness": _few(pf.worst_case_sharpness, steps=2),
-    "keskar_sharpness": _few(pf.keskar_sharpness, steps=2),
+    "keskar_sharpness": _few(pf.measures.keskar_sharpness, steps=2),
     "critical_sharpness": _critical_sharpness,
     "spectrum": _few(pf.spectrum, k=1),
     "landscape": _few(pf.landscape, steps=3),
@@ -126,9 +126,9 @@ ON_MODELS = {
 ON_TENSORS = {
     "head_flatness": pf.head_flatness,
     "flatness_penalty": pf.flatness_penalty,
-    "representativeness": _few(pf.representativeness, folds=2, draws=2),
-    "authors_representativeness": _few(pf.authors_representativeness, folds=2),
-    "label_constancy": _few(pf.label_constancy, labels=lambda x: Y.to(x.device), deltas=[0.1], draws=2),
+    "representativeness": _few(pf.theory.representativeness, folds=2, draws=2),
+    "authors_representativeness": _few(pf.theory.authors_representativeness, folds=2),
+    "label_constancy": _few(pf.theory.label_constancy, labels=lambda x: Y.to(x.device), deltas=[0.1], draws=2),
 }
 WITHOUT_LOSS = {"reparameterize"}
 WITHOUT_USE_OF_LOSS = {"representation", "bounds", "mls_adversarial", "pac_bayes", *WITHOUT_LOSS}

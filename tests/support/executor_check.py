@@ -45,14 +45,14 @@ def check(executor: Executor, tiny: str) -> None:
     files = [saved(tiny, 0, "a.safetensors"), fated(tiny, 98), fated(tiny, 97)]
     spec, store = network(tiny), Path(tiny).with_name("runs.sqlite")
     options = {"model": f"{spec}:Fateful", "measures": ["trace"]}
-    found = pf.score(files, f"{spec}:data", "cross_entropy", **options, store=store, executor=executor)
+    found = pf.score(files, "cross_entropy", f"{spec}:data", **options, store=store, executor=executor)
     assert Path(tiny).with_name("once").exists()
-    here = pf.score(files, f"{spec}:data", "cross_entropy", **options)
+    here = pf.score(files, "cross_entropy", f"{spec}:data", **options)
     assert [dataclasses.replace(row, seconds=None) for row in found] == [
         dataclasses.replace(row, seconds=None) for row in here
     ]
     assert {row.checkpoint: "OSError: no such disk" in row.error for row in found} == {
         str(path): path is files[2] for path in files
     }
-    again = pf.score(files, f"{spec}:data", "cross_entropy", **options, store=store, executor=executor)
+    again = pf.score(files, "cross_entropy", f"{spec}:data", **options, store=store, executor=executor)
     assert (found.computed, again.computed, [*again]) == (3, 0, [*found])

@@ -52,7 +52,7 @@ class Coverage:
     Attributes:
         entries: of all weights.
         layers: by name.
-        uncovered: weight -> share, see :attr:`pyflatness.Report.uncovered`.
+        uncovered: weight -> share, see :attr:`pyflatness.results.Report.uncovered`.
         passes: backward passes that an exact GGN takes: columns of a term's factor times terms of a sample.
     """
 

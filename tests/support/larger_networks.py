@@ -108,13 +108,13 @@ class LanguageModel(nn.Module):
         return SimpleNamespace(logits=self.head(F.relu(self.body(h + h.cumsum(1)))))
 
 
-def of_language(layer: str, **options: Any) -> pf.Estimate:
+def of_language(layer: str, **options: Any) -> pf.results.Estimate:
     ids = classes(11, 11, 5, 6)
     batches = [{"input_ids": part, "labels": part} for part in ids.split(2)]
     return pf.relative_flatness(built(LanguageModel), CROSS_ENTROPY, batches, layer, forward=pf.causal_lm, **options)
 
 
-def wide_head(classes_: int, dtype: torch.dtype, **options: Any) -> pf.Estimate:
+def wide_head(classes_: int, dtype: torch.dtype, **options: Any) -> pf.results.Estimate:
     features, weight = normal(12, 40, 16).to(dtype), normal(13, classes_, 16).to(dtype)
     return pf.head_flatness(features, 3 * weight, None, classes(14, classes_, 40), **options)
 

@@ -42,7 +42,7 @@ def assert_close(found, expected, rel, most=1e-10):
 
 def _without_signs(result):
     """A result without the signs of eigenvectors, which are another library's on another device."""
-    if not isinstance(result, pf.Spectrum):
+    if not isinstance(result, pf.results.Spectrum):
         return result
     return dataclasses.replace(
         result, eigenvectors={name: vectors.abs() for name, vectors in result.eigenvectors.items()}

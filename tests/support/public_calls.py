@@ -19,24 +19,28 @@ CALLS = {
     "measure": pf.measure,
     "fisher_rao": _measured("fisher_rao"),
     "sharpness": _measured("sharpness"),
-    "pac_bayes": pf.pac_bayes,
+    "pac_bayes": pf.measures.pac_bayes,
     "pac_bayes_magnitude": _measured("pac_bayes_magnitude"),
-    "normalized_mls_adversarial": lambda *args, **options: pf.mls_adversarial(*args, normalized=True, **options),
-    "adaptive_sharpness_mc": lambda *args, **options: pf.adaptive_sharpness_mc(*args, draws=2, **options),
-    "mls_adversarial": pf.mls_adversarial,
+    "normalized_mls_adversarial": lambda *args, **options: pf.measures.mls_adversarial(
+        *args, normalized=True, **options
+    ),
+    "adaptive_sharpness_mc": lambda *args, **options: pf.measures.adaptive_sharpness_mc(*args, draws=2, **options),
+    "mls_adversarial": pf.measures.mls_adversarial,
     "representation": pf.representation,
-    "bounds": pf.bounds,
-    "feature_robustness": lambda *args, **options: pf.feature_robustness(*args, draws=2, alphas=[0.1], **options),
-    "matrix_robustness": lambda *args, **options: pf.matrix_robustness(
+    "bounds": pf.theory.bounds,
+    "feature_robustness": lambda *args, **options: pf.theory.feature_robustness(
+        *args, draws=2, alphas=[0.1], **options
+    ),
+    "matrix_robustness": lambda *args, **options: pf.theory.matrix_robustness(
         *args, layer="*body", matrix=torch.eye(4), alphas=[0.1], **options
     ),
-    "largest_robustness": lambda *args, **options: pf.largest_robustness(
+    "largest_robustness": lambda *args, **options: pf.theory.largest_robustness(
         *args, layer="*body", delta=0.1, starts=1, steps=2, **options
     ),
     "generalization_gap": lambda model, loss, data, **options: pf.generalization_gap(
         model, loss, data, data, **options
     ),
-    "generalization_bound": lambda *args, **options: pf.generalization_bound(*args, draws=2, **options),
+    "generalization_bound": lambda *args, **options: pf.theory.generalization_bound(*args, draws=2, **options),
     "worst_case_sharpness": lambda *args, **options: pf.worst_case_sharpness(*args, steps=2, **options),
     "spectrum": lambda *args, **options: pf.spectrum(*args, k=1, **options),
     "cost_of_change": lambda model, loss, data, **options: pf.cost_of_change(
@@ -52,10 +56,10 @@ CALLS = {
 
 OF_TENSORS = {
     "head_flatness": lambda phi, weight, y, loss: pf.head_flatness(phi, weight, targets=y, loss=loss),
-    "representativeness": lambda phi, weight, y, loss: pf.representativeness(
+    "representativeness": lambda phi, weight, y, loss: pf.theory.representativeness(
         phi, weight, targets=y, loss=loss, draws=2
     ),
-    "authors_representativeness": lambda phi, weight, y, loss: pf.authors_representativeness(
+    "authors_representativeness": lambda phi, weight, y, loss: pf.theory.authors_representativeness(
         phi, weight, targets=y, loss=loss
     ),
 }

@@ -120,7 +120,7 @@ def representation(rank, size):
 
 
 def bounds(rank, size):
-    return pf.bounds(model(), LOSS, batches(rank, size), sharpness="all", normalized=True)
+    return pf.theory.bounds(model(), LOSS, batches(rank, size), sharpness="all", normalized=True)
 
 
 def tracked(rank, size):
@@ -131,15 +131,15 @@ def tracked(rank, size):
 
 
 def adaptive_sharpness_mc(rank, size):
-    return pf.adaptive_sharpness_mc(model(), LOSS, batches(rank, size), draws=3)
+    return pf.measures.adaptive_sharpness_mc(model(), LOSS, batches(rank, size), draws=3)
 
 
 def pac_bayes(rank, size):
-    return pf.pac_bayes(model(), LOSS, part(rank, size), draws=3)
+    return pf.measures.pac_bayes(model(), LOSS, part(rank, size), draws=3)
 
 
 def feature_robustness(rank, size):
-    return pf.feature_robustness(model(), LOSS, part(rank, size), "0", alphas=[0.1, 0.5], draws=3)
+    return pf.theory.feature_robustness(model(), LOSS, part(rank, size), "0", alphas=[0.1, 0.5], draws=3)
 
 
 def generalization_gap(rank, size):

@@ -135,12 +135,12 @@ def adaptive(rank, size):
 def refused(rank, size):
     calls = {
         "verify": lambda: pf.verify(model(), LOSS, part(rank, size)),
-        "mls_adversarial": lambda: pf.mls_adversarial(model(), LOSS, part(rank, size)),
+        "mls_adversarial": lambda: pf.measures.mls_adversarial(model(), LOSS, part(rank, size)),
         "worst_case_sharpness": lambda: pf.worst_case_sharpness(model(), LOSS, part(rank, size)),
-        "keskar_sharpness": lambda: pf.keskar_sharpness(model(), LOSS, part(rank, size)),
-        "generalization_bound": lambda: pf.generalization_bound(model(), LOSS, part(rank, size)),
-        "representativeness": lambda: pf.representativeness(data()[0], torch.ones(3, 5), targets=data()[1]),
-        "authors_representativeness": lambda: pf.authors_representativeness(
+        "keskar_sharpness": lambda: pf.measures.keskar_sharpness(model(), LOSS, part(rank, size)),
+        "generalization_bound": lambda: pf.theory.generalization_bound(model(), LOSS, part(rank, size)),
+        "representativeness": lambda: pf.theory.representativeness(data()[0], torch.ones(3, 5), targets=data()[1]),
+        "authors_representativeness": lambda: pf.theory.authors_representativeness(
             data()[0], torch.ones(3, 5), targets=data()[1]
         ),
     }
@@ -148,7 +148,7 @@ def refused(rank, size):
     for name, call in calls.items():
         try:
             found[name] = call()
-        except pf.FlatnessError as error:
+        except pf.errors.FlatnessError as error:
             found[name] = error
     return found
 
@@ -169,7 +169,7 @@ def on_one_rank(rank, size):
     try:
         if rank == 0:
             pf.relative_flatness(model(), LOSS, data())
-    except pf.RankError as error:
+    except pf.errors.RankError as error:
         found = error
     sent = torch.tensor(float(rank))
     dist.all_reduce(sent)

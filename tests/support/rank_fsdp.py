@@ -263,7 +263,7 @@ def interrupted(rank, size):
     model = sharded(nn.Sequential(nn.Linear(5, 4), Interrupted(4, 3)).double(), size)
     try:
         pf.relative_flatness(model, lambda *pair: F.cross_entropy(*pair), batches(rank, size), "0", **SAMPLED)
-    except (KeyboardInterrupt, pf.RankError) as error:
+    except (KeyboardInterrupt, pf.errors.RankError) as error:
         return repr(error)
 
 
@@ -291,12 +291,12 @@ def refused(rank, size):
         ),
         "adaptive": lambda: pf.relative_flatness(model, LOSS, mine, "0", probes="adaptive"),
         "one rank": lambda: pf.relative_flatness(model, LOSS, mine, process_group=False),
-        "other calls": lambda: pf.pac_bayes(model, LOSS, mine),
+        "other calls": lambda: pf.measures.pac_bayes(model, LOSS, mine),
     }
     for name, call in calls.items():
         try:
             call()
-        except pf.FlatnessError as error:
+        except pf.errors.FlatnessError as error:
             found[name] = error
     return found
 

@@ -57,7 +57,7 @@ def main(folder, of, kind=""):
         mine = (Dying if rank == 1 else list)(batches(of))
     try:
         report = pf.measure(network, data=mine, **CHOICE)
-    except pf.RankError as error:
+    except pf.errors.RankError as error:
         Path(folder, f"{rank}").write_text(str(error))
         raise
     Path(folder, f"{rank}").write_text(report.to_json())

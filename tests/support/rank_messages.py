@@ -33,7 +33,7 @@ def _failing(rank, call):
         try:
             with joined(None) as group:
                 return call(group)
-        except (pf.RankError, MemoryError) as error:
+        except (pf.errors.RankError, MemoryError) as error:
             return error
 
 
@@ -76,7 +76,7 @@ def caught_in_between(rank, size):
                     with contextlib.suppress(Exception):
                         group.exchange("in between", None)
                     group.exchange("afterwards", None)
-            except (pf.RankError, ValueError) as error:
+            except (pf.errors.RankError, ValueError) as error:
                 found.append(error)
         return found, group.exchange("another step", rank)
 
@@ -108,7 +108,7 @@ def one_goes_as_the_other_comes(rank, size):
         time.sleep(pause if rank == 1 else 0)
         try:
             found.append(float(pf.relative_flatness(model(), LOSS, part(rank, size))))
-        except pf.RankError as error:
+        except pf.errors.RankError as error:
             found.append(type(error).__name__)
         dist.barrier()  # else a rank that went meets the other, which came late, in its next call
     store.set_timeout(timedelta(seconds=60))
@@ -129,7 +129,7 @@ def noted_before(rank, size):
     with mock.patch.object(meeting._Meeting, "_are_here", are_here):
         try:
             return float(pf.relative_flatness(model(), LOSS, part(rank, size)))
-        except (pf.RankError, KeyboardInterrupt) as error:
+        except (pf.errors.RankError, KeyboardInterrupt) as error:
             return repr(error)
 
 
@@ -140,7 +140,7 @@ def a_store_that_is_gone(rank, size):
     with mock.patch.object(dist.Store, "add", add), mock.patch.object(dist.PrefixStore, "add", add, create=True):
         try:
             return pf.relative_flatness(model(), LOSS, part(rank, size))
-        except pf.RankError as error:
+        except pf.errors.RankError as error:
             return error
 
 

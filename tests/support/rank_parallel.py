@@ -96,6 +96,6 @@ def refused(rank, size):
     for name, call in calls.items():
         try:
             call()
-        except pf.FlatnessError as error:
+        except pf.errors.FlatnessError as error:
             found[name] = error
     return found, [(type(p).__name__, p.requires_grad, p.grad is None) for p in model.parameters()]

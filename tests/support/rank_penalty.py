@@ -42,7 +42,7 @@ def step_with_unused(rank, size):
 def static_step(rank, size):
     try:
         return _step(rank, size, static_graph=True)
-    except pf.InputError as error:
+    except pf.errors.InputError as error:
         return str(error)
 
 

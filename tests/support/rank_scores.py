@@ -24,7 +24,7 @@ def rows(given, models=None, **options):
     """Return the rows but for the time they took, and how many units were measured."""
     models = {f"seed {seed}": network(seed) for seed in range(2)} if models is None else models
     options = {"layers": "*", "measures": ["relative_flatness", "trace", "fisher_rao"], **options}
-    scores = pf.score(models, given, "cross_entropy", **options)
+    scores = pf.score(models, "cross_entropy", given, **options)
     return [replace(row, seconds=None) for row in scores], scores.computed
 
 
@@ -117,7 +117,7 @@ def lost(rank, size):
     """A message that does not arrive is no error of the model: the call ends, and no row has it."""
 
     def sent(ranks, *arguments, **options):
-        raise pf.RankError("rank 0: another of the 2 ranks ended")
+        raise pf.errors.RankError("rank 0: another of the 2 ranks ended")
 
     class Losing(nn.Sequential):
         def forward(self, x):

@@ -50,7 +50,7 @@ def main(folder, kind=""):
     try:
         network = DistributedDataParallel(model())
         report = pf.measure(network, nn.CrossEntropyLoss(), loader, measures=["relative_flatness", "trace"])
-    except pf.RankError as error:
+    except pf.errors.RankError as error:
         Path(folder, f"{rank}").write_text(str(error))
         raise
     Path(folder, f"{rank}").write_text(report.to_json())

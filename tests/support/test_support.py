@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import pyflatness as pf
 from support import combinations, value_grid, values
 from support.cases import LOSSES
 from support.grid import CASES
+from support.public import CALLS
 
 SCRIPT = Path(values.__file__)
 
@@ -42,10 +42,9 @@ def test_names_of_the_grid_are_unique(entries):
 def test_the_grid_covers_measures_losses_backends_networks_and_calls(entries):
     names = [name.split(" | ") for name, _ in entries]
     calls = {parts[0].split(",")[0] for parts in names}
-    functions = {name for name in pf.__all__ if callable(getattr(pf, name)) and not isinstance(getattr(pf, name), type)}
     figures = {"plot_correlation", "plot_correlation_matrix"}
     # The forward= of other entries, a formula of numbers alone, a comparison of measures that are here, and a file.
-    assert functions - calls == {*figures, "causal_lm", "density_constants", "invariances", "add_to_store"}
+    assert {*CALLS} - calls == {*figures, "causal_lm", "density_constants", "invariances", "add_to_store"}
     table = value_grid.measure_names()
     assert len(table) > 30
     assert {f"measure {name}" for name in table} <= calls

@@ -142,7 +142,8 @@ def outputs_of(
     def in_parameter(weight: Tensor) -> Tensor:
         if (part := _part(name)) is None:
             return as_weight(layer, weight, key)
-        return torch.stack([weight if place == part else own for place, own in enumerate(layer._parameters[key])])
+        others = enumerate(getattr(layer, key))  # as another part's function has set them
+        return torch.stack([weight if place == part else own for place, own in others])
 
     def outputs(weight: Tensor) -> Tensor:
         def forward(*args, **kwargs) -> Tensor:

@@ -112,7 +112,7 @@ def of_layers() -> Iterator[Entry]:
             yield f"block_traces | {case.name} | layer {layer}", call
 
 
-def _at_head(loss: str, dtype: torch.dtype, **options: Any) -> pf.Estimate:
+def _at_head(loss: str, dtype: torch.dtype, **options: Any) -> pf.results.Estimate:
     features, weight, bias = head(dtype)
     function, targets = (to(dtype, value) for value in LOSSES[loss])
     return pf.head_flatness(features, weight, bias, targets, loss=function, **options)

@@ -38,7 +38,7 @@ def facts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Yield the facts of a result as pairs of a path and a text, which has every bit of numbers."""
     if isinstance(value, BaseException):
         yield f"{path}error", f"{type(value).__name__}: {_ADDRESS.sub('0x…', str(value))}"
-    elif isinstance(value, pf.Report):
+    elif isinstance(value, pf.results.Report):
         yield f"{path}table", _printed(value)
         for name in ("layers", "measures", "skipped", "uncovered"):
             yield from facts(getattr(value, name), f"{path}{name}.")

@@ -30,7 +30,7 @@ def _gap(model: nn.Module, loss: Any, data: Any, **options: Any) -> Any:
 
 
 def _bound(model: nn.Module, loss: Any, data: Any, **options: Any) -> Any:
-    return pf.generalization_bound(
+    return pf.theory.generalization_bound(
         model, loss, data, test=tuple(part[:2] for part in data), folds=2, draws=3, **options
     )
 
@@ -42,7 +42,7 @@ def _rescaled(model: nn.Module, loss: Any, data: Any, factor: Any = 2.0) -> nn.M
 
 def _from_the_start(model: nn.Module, loss: Any, data: Any) -> Any:
     initial = {name: 0.5 * value for name, value in model.state_dict().items()}
-    return pf.pac_bayes(model, loss, data, draws=2, steps=4, initial=initial)
+    return pf.measures.pac_bayes(model, loss, data, draws=2, steps=4, initial=initial)
 
 
 def _printed(model: nn.Module, loss: Any, data: Any) -> list[str]:
@@ -62,10 +62,10 @@ def _round_trip(model: nn.Module, loss: Any, data: Any) -> dict[str, Any]:
     estimate = report[report.layers[0], "trace"]
     return {
         "json": text,
-        "read back": pf.Report.from_json(text),
+        "read back": pf.results.Report.from_json(text),
         "frame": report.to_frame().to_csv(),
         "interval": estimate.interval(0.5),
-        "estimate": pf.Estimate.from_dict(estimate.to_dict()),
+        "estimate": pf.results.Estimate.from_dict(estimate.to_dict()),
         "network": report["trace"],
     }
 
@@ -91,12 +91,12 @@ def _shuffled(
     return call(model, loss, Shuffled(data, changed=changed), **options)
 
 
-def _critical(model: nn.Module, loss: Any, data: Any, **options: Any) -> pf.Estimate:
+def _critical(model: nn.Module, loss: Any, data: Any, **options: Any) -> pf.results.Estimate:
     step = {name: -parameter.detach() for name, parameter in model.named_parameters()}
-    return pf.critical_sharpness(model, loss, data, step, **options)
+    return pf.measures.critical_sharpness(model, loss, data, step, **options)
 
 
-def _change(model: nn.Module, loss: Any, data: Any, **options: Any) -> pf.Report:
+def _change(model: nn.Module, loss: Any, data: Any, **options: Any) -> pf.results.Report:
     return pf.cost_of_change(model, loss, data, pf.changes.rounded(model, 4), **options)
 
 
@@ -120,9 +120,9 @@ def _history(model: nn.Module, loss: Any, data: Any, **options: Any) -> list[Any
 
 
 CALLS: dict[str, Callable[..., Any]] = {
-    "interpolation_error": lambda model, loss, data: pf.interpolation_error(model, data),
+    "interpolation_error": lambda model, loss, data: pf.theory.interpolation_error(model, data),
     "worst_case_sharpness": partial(pf.worst_case_sharpness, steps=4, restarts=2, bound=True, adaptive=True, m=3),
-    "keskar_sharpness": partial(pf.keskar_sharpness, steps=3),
+    "keskar_sharpness": partial(pf.measures.keskar_sharpness, steps=3),
     "critical_sharpness": _critical,
     "spectrum": partial(pf.spectrum, k=2, which="both", density=True, probes=2, steps=5),
     "landscape": _landscape,
@@ -133,17 +133,19 @@ CALLS: dict[str, Callable[..., Any]] = {
     "representation": pf.representation,
     "representation, top, by sample": partial(pf.representation, top=2, per_sample=True),
     "representation, tight": partial(pf.representation, memory=1, backend="reference"),
-    "bounds": pf.bounds,
-    "bounds, sharpness of all, normalized": partial(pf.bounds, sharpness="all", normalized=True),
-    "mls_adversarial": partial(pf.mls_adversarial, steps=4, per_sample=True),
-    "mls_adversarial, radius": partial(pf.mls_adversarial, steps=2, radius=0.1, seed=4),
-    "pac_bayes": partial(pf.pac_bayes, draws=3, steps=5),
-    "pac_bayes, squared": partial(pf.pac_bayes, draws=2, steps=4, squared=True, drop=0.3, seed=2),
-    "adaptive_sharpness_mc": partial(pf.adaptive_sharpness_mc, draws=3),
-    "adaptive_sharpness_mc, not scaled": partial(pf.adaptive_sharpness_mc, draws=2, scaled=False, rho=0.3, seed=5),
-    "feature_robustness": partial(pf.feature_robustness, draws=3, alphas=ALPHAS),
+    "bounds": pf.theory.bounds,
+    "bounds, sharpness of all, normalized": partial(pf.theory.bounds, sharpness="all", normalized=True),
+    "mls_adversarial": partial(pf.measures.mls_adversarial, steps=4, per_sample=True),
+    "mls_adversarial, radius": partial(pf.measures.mls_adversarial, steps=2, radius=0.1, seed=4),
+    "pac_bayes": partial(pf.measures.pac_bayes, draws=3, steps=5),
+    "pac_bayes, squared": partial(pf.measures.pac_bayes, draws=2, steps=4, squared=True, drop=0.3, seed=2),
+    "adaptive_sharpness_mc": partial(pf.measures.adaptive_sharpness_mc, draws=3),
+    "adaptive_sharpness_mc, not scaled": partial(
+        pf.measures.adaptive_sharpness_mc, draws=2, scaled=False, rho=0.3, seed=5
+    ),
+    "feature_robustness": partial(pf.theory.feature_robustness, draws=3, alphas=ALPHAS),
     "feature_robustness, propagate": partial(
-        pf.feature_robustness, draws=2, alphas=ALPHAS, nan_policy="propagate", seed=1
+        pf.theory.feature_robustness, draws=2, alphas=ALPHAS, nan_policy="propagate", seed=1
     ),
     "generalization_gap": _gap,
     "generalization_gap, omit": partial(_gap, nan_policy="omit"),
@@ -187,37 +189,46 @@ def _refitted(loss: str) -> Any:
         return weight + held.mean(), bias
 
     test = features[:3] + 1, targets[:3]
-    return pf.representativeness(features, weight, bias, targets, loss=function, folds=2, draws=2, fit=fit, test=test)
+    return pf.theory.representativeness(
+        features, weight, bias, targets, loss=function, folds=2, draws=2, fit=fit, test=test
+    )
 
 
 def _noise(**options: Any) -> torch.Tensor:
     features, *_ = head(torch.float32)
-    return pf.truncated_normal_noise(features, 0.3, **options)
+    return pf.theory.truncated_normal_noise(features, 0.3, **options)
 
 
 def of_features() -> Iterator[Entry]:
     """Yield representativeness of heads as tensors, noise and bounds from numbers."""
     for loss in LOSSES:
-        yield f"representativeness | {loss}", partial(_of_head, pf.representativeness, loss, folds=2, draws=3)
+        yield f"representativeness | {loss}", partial(_of_head, pf.theory.representativeness, loss, folds=2, draws=3)
         yield f"representativeness, refitted | {loss}", partial(_refitted, loss)
-        yield f"authors_representativeness | {loss}", partial(_of_head, pf.authors_representativeness, loss, folds=2)
+        yield (
+            f"authors_representativeness | {loss}",
+            partial(_of_head, pf.theory.authors_representativeness, loss, folds=2),
+        )
         yield f"flatness_penalty | {loss}", partial(_of_head, pf.flatness_penalty, loss)
     for draws, seed in itertools.product((1, 3), (0, 5)):
         yield f"truncated_normal_noise | {draws} | {seed}", partial(_noise, draws=draws, seed=seed)
-    yield "uniform_robustness_bound", partial(pf.uniform_robustness_bound, 0.3, 7, 1.25)
-    yield "spectral_robustness_bound", partial(pf.spectral_robustness_bound, 0.3, 7.5, 1.25)
+    yield "uniform_robustness_bound", partial(pf.theory.uniform_robustness_bound, 0.3, 7, 1.25)
+    yield "spectral_robustness_bound", partial(pf.theory.spectral_robustness_bound, 0.3, 7.5, 1.25)
     draw = torch.Generator().manual_seed(3)
     columns = {name: torch.rand(12, generator=draw).tolist() for name in ("gap", "trace", "relative_flatness")}
-    yield "correlations", partial(pf.correlations, columns, seed=1)
-    yield "correlations, one", partial(pf.correlations, columns, "trace")
+    yield "correlations", partial(pf.statistics.correlations, columns, seed=1)
+    yield "correlations, one", partial(pf.statistics.correlations, columns, "trace")
     columns |= {"depth": [1, 2, 3] * 4, "optimiser": ["sgd"] * 6 + ["adam"] * 6}
     clusters = {"clusters": ["depth", "optimiser"], "permutations": 99}
-    yield "correlations, clusters", partial(pf.correlations, columns, "trace", **clusters)
+    yield "correlations, clusters", partial(pf.statistics.correlations, columns, "trace", **clusters)
     yield (
         "correlations, given",
-        partial(pf.correlations, columns, "trace", given="relative_flatness", interval="fisher"),
+        partial(pf.statistics.correlations, columns, "trace", given="relative_flatness", interval="fisher"),
     )
-    for function in (pf.granulated_kendall, pf.conditional_mutual_information, pf.sign_error):
+    for function in (
+        pf.statistics.granulated_kendall,
+        pf.statistics.conditional_mutual_information,
+        pf.statistics.sign_error,
+    ):
         yield function.__name__, partial(function, columns, "trace", "gap", ["depth", "optimiser"])
 
 

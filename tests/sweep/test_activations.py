@@ -121,7 +121,7 @@ def test_embeddings_have_outputs_and_no_inputs():
     found = pf.measure(case.build(), case.loss, batches(case), layers="embed", measures="output_trace")
     expected = activation_truth.of_case(case, "embed", "outputs")
     torch.testing.assert_close(found["embed", "output_trace"].per_neuron, expected, rtol=1e-9, atol=1e-12)
-    with pytest.raises(pf.InputError, match="input_trace: layer 'embed' has no input with a derivative"):
+    with pytest.raises(pf.errors.InputError, match="input_trace: layer 'embed' has no input with a derivative"):
         pf.measure(case.build(), case.loss, batches(case), measures="input_trace")
 
 
@@ -262,8 +262,10 @@ def test_a_sample_that_is_omitted():
 def test_what_does_not_apply_is_refused_by_name():
     model, loss = network(5, 6, cases.C), nn.CrossEntropyLoss()
     for name in OF:
-        with pytest.raises(pf.InputError, match=f"{name} has no value by probes='adaptive'"):
+        with pytest.raises(pf.errors.InputError, match=f"{name} has no value by probes='adaptive'"):
             pf.measure(model, loss, (X, Y), measures=name, probes="adaptive")
     smooth = network(5, 6, cases.C, activation=nn.Tanh)
-    with pytest.raises(pf.InputError, match=r"layer '0': exact values of its activations take 6 Hessian products"):
+    with pytest.raises(
+        pf.errors.InputError, match=r"layer '0': exact values of its activations take 6 Hessian products"
+    ):
         pf.measure(smooth, loss, (X, Y), layers="0", measures="output_trace", max_passes=5)

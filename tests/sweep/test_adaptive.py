@@ -224,7 +224,7 @@ def test_one_sample_has_an_error():
 
 
 def refused(match, model, loss, data, layer="0", **options):
-    with pytest.raises(pf.InputError, match=match):
+    with pytest.raises(pf.errors.InputError, match=match):
         pf.relative_flatness(model, loss, data, layer, **{"probes": "adaptive", **options})
 
 
@@ -273,7 +273,7 @@ def test_samples_that_are_not_finite(bad):
         model = nn.Sequential(*model, nn.Hardtanh(-1e300, 1e300))
         x = torch.where(kept[:, None], x, 1e308)
     loss = nn.CrossEntropyLoss()
-    with pytest.raises(pf.NonFiniteError, match="2 of 240 samples"):
+    with pytest.raises(pf.errors.NonFiniteError, match="2 of 240 samples"):
         adaptive(model, loss, (x, y))
     exact = adaptive(model, loss, (x, y), nan_policy="omit", rtol=1e-9)["0", "trace"]
     assert (exact.samples, exact.omitted) == (238, 2)
@@ -290,7 +290,7 @@ def test_the_user_s_model_is_left_as_it_was():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     flags, state = [p.requires_grad for p in model.parameters()], torch.random.get_rng_state()
     adaptive(model, nn.CrossEntropyLoss(), data)
-    with pytest.raises(pf.InputError):
+    with pytest.raises(pf.errors.InputError):
         adaptive(model, lambda f, y: -F.cross_entropy(f, y), data)
     assert torch.equal(state, torch.random.get_rng_state())
     assert flags == [p.requires_grad for p in model.parameters()]

@@ -100,7 +100,7 @@ def test_more_classes_than_backward_passes():
     rows = through @ model[0].weight.detach()  # J w
     spread = (p.unsqueeze(2) * rows.square()).sum(1) - (p.unsqueeze(2) * rows).sum(1).square()
     assert found.value == pytest.approx(float((X.square().sum(1) * spread.sum(1)).mean()), rel=1e-9)
-    with pytest.raises(pf.InputError, match=r"2999 backward passes .* more than max_passes=4"):
+    with pytest.raises(pf.errors.InputError, match=r"2999 backward passes .* more than max_passes=4"):
         pf.relative_flatness(model, nn.CrossEntropyLoss(), (X, Y), "0", max_passes=4)
 
 

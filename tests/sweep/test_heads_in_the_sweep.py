@@ -132,7 +132,7 @@ def test_nan_and_ignored_targets():
     x[3, 1], y[7] = torch.nan, -100
     data = [(x[:6], y[:6]), (x[6:], y[6:])]
     kept = torch.arange(16) != 3
-    with pytest.raises(pf.NonFiniteError, match=r"batch 0: 1 of 6 samples .* layer 'last'"):
+    with pytest.raises(pf.errors.NonFiniteError, match=r"batch 0: 1 of 6 samples .* layer 'last'"):
         measure(Net(), data, layers="last", measures=KAPPA)
     omitted = measure(Net(), data, layers="last", measures=KAPPA, nan_policy="omit", per_sample=True)["last", KAPPA]
     assert omitted.value == pytest.approx(expected(Net(), x[kept], y[kept]), rel=1e-10)

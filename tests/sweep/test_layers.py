@@ -24,7 +24,7 @@ def test_ggn_of_every_layer(name):
     for size in (case.samples, 2, 1):
         data = data_of(case, size)
         if name == "gathered tokens" and size == case.samples:
-            with pytest.raises(pf.InputError, match=r"layer 'one': .* cannot be told apart by the"):
+            with pytest.raises(pf.errors.InputError, match=r"layer 'one': .* cannot be told apart by the"):
                 pf.measure(model, case.loss, data, layers=list(case.layers), curvature="ggn")
             continue
         report = pf.measure(

@@ -72,7 +72,7 @@ def test_a_target_that_is_no_number(name, route, bad):
     def value(policy, data=data, **more):
         return pf.relative_flatness(model, loss, data, layer, nan_policy=policy, **options, **more)
 
-    with pytest.raises(pf.NonFiniteError, match=r"batch 0: 1 of 4 .* NaN or infinity .*(targets|loss)"):
+    with pytest.raises(pf.errors.NonFiniteError, match=r"batch 0: 1 of 4 .* NaN or infinity .*(targets|loss)"):
         value("raise")
     passed = value("propagate", per_sample=True)
     assert math.isnan(passed.value)
@@ -92,7 +92,7 @@ def test_head_flatness(bad):
         y = y.double()
         for normalize in (None, "std"):
             options = {"loss": loss, "normalize": normalize}
-            with pytest.raises(pf.NonFiniteError, match="1 of 6 rows have NaN or infinity in the targets"):
+            with pytest.raises(pf.errors.NonFiniteError, match="1 of 6 rows have NaN or infinity in the targets"):
                 pf.head_flatness(X, weight, None, spoiled(y, bad), **options)
             found = pf.head_flatness(X, weight, None, spoiled(y, bad), nan_policy="omit", **options)
             expected = pf.head_flatness(X[KEPT], weight, None, y[KEPT], **options)
@@ -106,7 +106,7 @@ def test_head_flatness(bad):
 def test_eigenvalues(measure, activation, reduction):
     model, loss, y = network(M, 6, C, activation=activation), nn.MSELoss(reduction=reduction), PROBABILITIES.double()
     for policy in ("raise", "omit"):
-        with pytest.raises(pf.NonFiniteError, match="targets"):
+        with pytest.raises(pf.errors.NonFiniteError, match="targets"):
             pf.measure(model, loss, (X, spoiled(y, math.nan)), measures=[measure], nan_policy=policy)
     report = pf.measure(model, loss, (X, spoiled(y, math.nan)), measures=[measure], nan_policy="propagate")
     assert math.isnan(report["0", measure].value)
@@ -121,7 +121,7 @@ def test_measures_of_all_parameters(measure, activation):
         return pf.measure(model, nn.MSELoss(), data, measures=[measure], nan_policy=policy)[measure]
 
     data = X, spoiled(y, math.nan)
-    with pytest.raises(pf.NonFiniteError):
+    with pytest.raises(pf.errors.NonFiniteError):
         value(data)
     assert math.isnan(value(data, "propagate"))
     omitted = value(data, "omit")
@@ -133,7 +133,7 @@ def test_measures_of_all_parameters(measure, activation):
 def test_block_traces(layer):
     model, loss, y = network(M, 6, C), nn.MSELoss(), PROBABILITIES.double()
     data = X, spoiled(y, math.nan)
-    with pytest.raises(pf.NonFiniteError):
+    with pytest.raises(pf.errors.NonFiniteError):
         pf.block_traces(model, loss, data, layer)
     assert bool(pf.block_traces(model, loss, data, layer, nan_policy="propagate").isnan().all())
     found = pf.block_traces(model, loss, data, layer, nan_policy="omit", normalize="std")
@@ -147,7 +147,7 @@ def test_outputs_that_are_no_numbers_behind_a_layer_that_is_fine(layer):
     model = Net(lambda net, x: net.body(x[:, :M]) + x[:, M:].sum(1, keepdim=True), body=network(M, 6, C)).double()
     x, y = torch.cat([X, torch.zeros(N, 1).double()], dim=1), PROBABILITIES.double()
     x[2, M] = torch.nan
-    with pytest.raises(pf.NonFiniteError, match="outputs"):
+    with pytest.raises(pf.errors.NonFiniteError, match="outputs"):
         pf.relative_flatness(model, nn.MSELoss(), (x, y), f"body.{layer}")
     found = pf.relative_flatness(model, nn.MSELoss(), (x, y), f"body.{layer}", nan_policy="omit", normalize="std")
     expected = pf.relative_flatness(model, nn.MSELoss(), (x[KEPT], y[KEPT]), f"body.{layer}", normalize="std")
@@ -190,7 +190,7 @@ def test_a_sample_found_bad_after_the_deviations_is_an_error():
 
     model = Net(forward, a=nn.Linear(M, 5), b=nn.Linear(5, C)).double()
     for options in ({"curvature": "ggn"}, {"curvature": "ggn", "probes": "adaptive"}):
-        with pytest.raises(pf.NonFiniteError, match="cannot leave them out of the deviations"):
+        with pytest.raises(pf.errors.NonFiniteError, match="cannot leave them out of the deviations"):
             pf.relative_flatness(
                 model, nn.CrossEntropyLoss(), (X, LABELS.argmax(1)), "a", nan_policy="omit", normalize="std", **options
             )  # fmt: skip

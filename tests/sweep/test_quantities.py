@@ -219,7 +219,7 @@ def test_not_of_a_dense_convolution(name, measure):
     case = CASES[name]
     convolution = next(layer for layer in case.layers if isinstance(case.build().get_submodule(layer), CONVOLUTIONS))
     options = {"layers": convolution, "conv": "affine"}
-    with pytest.raises(pf.NotYetError, match=f"layer '{convolution}': .*conv='filter' gives"):
+    with pytest.raises(pf.errors.NotYetError, match=f"layer '{convolution}': .*conv='filter' gives"):
         pf.measure(case.build(), case.loss, batches(case), measures=measure, **options)
     assert measure not in pf.measure(case.build(), case.loss, batches(case), **options).measures
 
@@ -228,7 +228,7 @@ def test_not_of_a_dense_convolution(name, measure):
 @pytest.mark.parametrize("measure", [*SUMS[1:], *LARGEST, "normalized_sharpness"])
 def test_not_sampled(measure, options):
     case = CASES["mlp ReLU"]
-    with pytest.raises(pf.InputError, match="has no sampled value: pass probes=None"):
+    with pytest.raises(pf.errors.InputError, match="has no sampled value: pass probes=None"):
         pf.measure(case.build(), case.loss, batches(case), measures=measure, **options)
 
 
@@ -250,7 +250,7 @@ def test_samples_that_are_left_out():
 def test_report_from_json():
     case = CASES["mlp ReLU"]
     report = pf.measure(case.build(), case.loss, batches(case), measures=(*SUMS, *LARGEST))
-    again = pf.Report.from_json(report.to_json())
+    again = pf.results.Report.from_json(report.to_json())
     assert again == report
     assert torch.equal(again["0", "neuron_flatness"].per_neuron, report["0", "neuron_flatness"].per_neuron)
     assert again["0", "adaptive_sharpness"].per_neuron is None
@@ -266,7 +266,7 @@ def test_one_layer_s_largest_is_the_layer_s():
 def test_more_products_than_are_allowed():
     case = CASES["mlp Tanh"]
     with pytest.raises(
-        pf.InputError, match=r"layer '0': its exact Hessian value takes \d+ Hessian products, more than"
+        pf.errors.InputError, match=r"layer '0': its exact Hessian value takes \d+ Hessian products, more than"
     ):
         pf.measure(case.build(), case.loss, batches(case), measures="neuron_flatness", max_passes=3)
 

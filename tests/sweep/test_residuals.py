@@ -137,7 +137,7 @@ def test_samples_that_are_not_finite(policy):
     kept = torch.ones(120, dtype=torch.bool)
     kept[[3, 70]] = False
     bad = torch.where(kept[:, None], x, torch.nan)
-    with pytest.raises(pf.NonFiniteError, match="2 of 120 samples"):
+    with pytest.raises(pf.errors.NonFiniteError, match="2 of 120 samples"):
         adaptive(model, (bad, y))
     exact = pf.measure(model, LOSS, (x[kept], y[kept]), layers="0", measures="trace")["0", "trace"].value
     found = adaptive(model, (bad, y), nan_policy=policy, per_sample=True, rtol=0.05)["0", "trace"]
@@ -244,14 +244,14 @@ def test_a_layer_that_runs_in_some_batches():
 
 def test_rows_in_another_order_are_noticed():
     inner, data = smooth(20.0)
-    with pytest.raises(pf.InputError, match=r"layer 'inner\.0': its inputs for the same samples"):
+    with pytest.raises(pf.errors.InputError, match=r"layer 'inner\.0': its inputs for the same samples"):
         adaptive(Sorting(inner), data, "inner.0", rtol=0.02)
 
 
 def test_too_many_products():
     model, data = smooth(1.0)
     with pytest.raises(
-        pf.InputError, match=r"takes \d+ Hessian products a sample .* more than max_passes=5; pass a larger"
+        pf.errors.InputError, match=r"takes \d+ Hessian products a sample .* more than max_passes=5; pass a larger"
     ):
         adaptive(model, data, rtol=1e-4, max_passes=5)
 
@@ -280,16 +280,16 @@ def test_functions_that_torch_did_not_write():
             return self.last(Cubed.apply(self.first(x)))
 
     _, data = smooth(1.0)
-    with pytest.raises(pf.InputError, match="did not write"):
+    with pytest.raises(pf.errors.InputError, match="did not write"):
         adaptive(Model(), data, "first")
-    with pytest.raises(pf.InputError, match="second derivative of a function behind it is missing"):
+    with pytest.raises(pf.errors.InputError, match="second derivative of a function behind it is missing"):
         adaptive(Model(), data, "first", curvature="hessian")
     assert adaptive(Model(), data, "first", curvature="ggn")["first", "trace"].method.startswith("ggn")
 
 
 def test_losses_that_are_not_convex_are_refused():
     model, data = smooth(1.0)
-    with pytest.raises(pf.InputError, match="probes='adaptive' is for losses that are convex"):
+    with pytest.raises(pf.errors.InputError, match="probes='adaptive' is for losses that are convex"):
         adaptive(model, data, loss=lambda f, y: -F.cross_entropy(f, y))
 
 

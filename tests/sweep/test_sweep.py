@@ -59,7 +59,7 @@ def test_modules_and_shared_modules_as_selectors():
 def test_a_named_layer_has_to_run_and_a_pattern_one_of_them():
     net = residual()
     net[6].idle = nn.Linear(2, 2)
-    with pytest.raises(pf.InputError, match=r"'6.idle' did not run"):
+    with pytest.raises(pf.errors.InputError, match=r"'6.idle' did not run"):
         pf.measure(net, LOSS, (X, Y), layers=["8", "6.idle"])
     assert pf.measure(net, LOSS, (X, Y), layers="type:Linear").layers == ("8",)
 
@@ -192,7 +192,7 @@ def test_an_exception_leaves_no_trace(model, error, where):
 
     before = snapshot(model)
     explained = error is RuntimeError and where == "forward"  # with ours around it
-    with pytest.raises(pf.InputError if explained else error, match="stopped"):
+    with pytest.raises(pf.errors.InputError if explained else error, match="stopped"):
         pf.measure(model, LOSS, batches(), forward=forward, curvature="ggn")
     assert_unchanged(model, before)
 
@@ -205,7 +205,7 @@ def test_an_error_leaves_no_trace_while_it_is_handled(model, options):
     for call in (pf.measure, pf.block_traces):
         try:
             call(model, LOSS, (x, Y), **options, **({"layer": "0"} if call is pf.block_traces else {}))
-        except pf.NonFiniteError:
+        except pf.errors.NonFiniteError:
             assert_unchanged(model, before)
         else:
             pytest.fail("NaN was not noticed")
@@ -272,7 +272,7 @@ def test_activation_checkpointing(reentrant):
 
     plain = pf.measure(residual(), LOSS, (X, Y), measures="sweep")
     if reentrant:
-        with pytest.raises(pf.InputError, match="pass use_reentrant=False"):
+        with pytest.raises(pf.errors.InputError, match="pass use_reentrant=False"):
             pf.measure(Checkpointed(), LOSS, (X, Y))
         return
     report = pf.measure(Checkpointed(), LOSS, (X, Y), measures="sweep")

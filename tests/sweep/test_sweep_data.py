@@ -20,9 +20,9 @@ def test_one_shot_iterators():
     assert_same(expected, pf.measure(residual(), LOSS, iter([(X[:9], Y[:9]), (X[9:], Y[9:])]), measures="sweep"))
     alone = pf.relative_flatness(residual(), LOSS, iter([(X[:9], Y[:9]), (X[9:], Y[9:])]), "0")
     assert alone.value == pytest.approx(expected["0", "relative_flatness"].value, rel=1e-5)
-    with pytest.raises(pf.InputError, match="can be read once, and 3 reads"):
+    with pytest.raises(pf.errors.InputError, match="can be read once, and 3 reads"):
         pf.measure(residual(), LOSS, iter([(X, Y)]), measures=["trace", "relative_flatness_std"])
-    with pytest.raises(pf.InputError, match="can be read once, and 2 reads"):
+    with pytest.raises(pf.errors.InputError, match="can be read once, and 2 reads"):
         pf.relative_flatness(residual(), LOSS, iter([(X, Y)]), "0", target_stderr=1.0)
 
 
@@ -155,7 +155,7 @@ def test_non_finite_samples(bad, normalize):
     x[6, 0, 0, 0] = bad
     batches, kept = [(x[:5], Y[:5]), (x[5:], Y[5:])], torch.arange(20) != 6
     options = {"normalize": normalize, "per_sample": True, "measures": "sweep"}
-    with pytest.raises(pf.NonFiniteError, match=r"batch 1: 1 of 15 samples have NaN or infinity .* layer '0'"):
+    with pytest.raises(pf.errors.NonFiniteError, match=r"batch 1: 1 of 15 samples have NaN or infinity .* layer '0'"):
         pf.measure(residual(), LOSS, batches, **options)
     expected = pf.measure(residual(), LOSS, (X[kept], Y[kept]), **options)
     omitted = pf.measure(residual(), LOSS, batches, nan_policy="omit", **options)
@@ -177,7 +177,7 @@ def test_non_finite_weights_are_named():
     with torch.no_grad():
         net[5].conv2.weight[1, 2, 0, 0] = math.nan
     for policy in ("raise", "omit"):
-        with pytest.raises(pf.NonFiniteError, match=r"layer '5.conv2': its weight has 1 entries"):
+        with pytest.raises(pf.errors.NonFiniteError, match=r"layer '5.conv2': its weight has 1 entries"):
             pf.measure(net, LOSS, (X, Y), nan_policy=policy)
 
 

@@ -114,7 +114,7 @@ def test_parametrised_and_frozen_weights_and_modules_of_several_names():
 
 def test_json_and_back():
     report = of(transformer(), (FLOATS, Y))
-    for other in (pf.Report.from_json(report.to_json()), pf.Report.from_dict(report.to_dict())):
+    for other in (pf.results.Report.from_json(report.to_json()), pf.results.Report.from_dict(report.to_dict())):
         assert other == report
         assert other.uncovered == report.uncovered
         assert str(other) == str(report)

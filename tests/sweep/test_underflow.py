@@ -38,14 +38,18 @@ def test_heads(dtype, loss, per_sample):
         return pf.head_flatness(features, weight, targets=targets, loss=loss, per_sample=per_sample, **options)
 
     tiny = TINY[dtype] * features
-    with pytest.raises(pf.NonFiniteError, match="40 of 40 rows have inputs of the layer whose squares underflow"):
+    with pytest.raises(
+        pf.errors.NonFiniteError, match="40 of 40 rows have inputs of the layer whose squares underflow"
+    ):
         flatness(tiny)
     found = flatness(tiny, nan_policy="propagate")
     assert math.isnan(found)
     assert not found.exact
-    with pytest.raises(pf.NonFiniteError, match="all 40 samples"):
+    with pytest.raises(pf.errors.NonFiniteError, match="all 40 samples"):
         flatness(tiny, nan_policy="omit")
-    with pytest.raises(pf.NonFiniteError, match="squares underflow"):  # here those of weights times deviations do
+    with pytest.raises(
+        pf.errors.NonFiniteError, match="squares underflow"
+    ):  # here those of weights times deviations do
         flatness(tiny, normalize="std")
     small = 1e-15  # its square does not
     assert flatness(small * features) == pytest.approx(flatness(features, small * weight), rel=1e-5, abs=0)
@@ -58,7 +62,7 @@ def test_heads(dtype, loss, per_sample):
 @pytest.mark.parametrize("options", [{}, {"probes": 2}, {"probes": "adaptive"}])
 def test_layers(dtype, options, activation):
     model, data = network(dtype, activation), batches(dtype)
-    with pytest.raises(pf.NonFiniteError, match=MESSAGE):
+    with pytest.raises(pf.errors.NonFiniteError, match=MESSAGE):
         pf.measure(model, LOSS, data, measures="trace", **options)
     found = pf.measure(model, LOSS, data, measures="trace", nan_policy="propagate", per_sample=True, **options)
     lost = torch.arange(40) < 20
@@ -75,7 +79,7 @@ def test_what_is_read_off_sums_over_samples():
     names = ["neuron_flatness", "normalized_sharpness"]
     found = pf.measure(model, LOSS, data, layers="0", measures=names, nan_policy="propagate")
     assert all(math.isnan(found["0", name]) for name in names)
-    with pytest.raises(pf.NonFiniteError, match=MESSAGE):
+    with pytest.raises(pf.errors.NonFiniteError, match=MESSAGE):
         pf.block_traces(model, LOSS, data, "0")
     assert bool(pf.block_traces(model, LOSS, data, "0", nan_policy="propagate").isnan().all())
     left = [(x[kept], y[kept]) for (x, y), kept in zip(data, (slice(7, 8), slice(None)), strict=True)]

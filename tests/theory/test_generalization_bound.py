@@ -32,8 +32,10 @@ DATA, TEST = (normal(1, 50, 5), classes(2, 50)), (normal(3, 20, 5), classes(4, 2
 def test_the_bound_of_a_head_is_that_of_its_features():
     model = net()
     features, others = (model[:2](x).detach() for x in (DATA[0], TEST[0]))
-    found = pf.generalization_bound(model, LOSS, DATA, test=TEST, seed=4)
-    parts = pf.representativeness(features, model[2].weight, model[2].bias, DATA[1], test=(others, TEST[1]), seed=4)
+    found = pf.theory.generalization_bound(model, LOSS, DATA, test=TEST, seed=4)
+    parts = pf.theory.representativeness(
+        features, model[2].weight, model[2].bias, DATA[1], test=(others, TEST[1]), seed=4
+    )
     mine = found.representativeness
     for one, two in zip([*mine.folds, mine.test], [*parts.folds, parts.test], strict=True):
         assert one.representativeness == pytest.approx(two.representativeness, rel=1e-9)
@@ -50,7 +52,7 @@ def test_the_bound_of_a_head_is_that_of_its_features():
 def test_the_bound_of_an_inner_layer_by_brute_force():
     model = net(nn.Tanh())
     cut = [*zip(DATA[0].split(50), DATA[1].split(50), strict=True)]
-    found = pf.generalization_bound(model, LOSS, cut, "0", delta=0.3, draws=4, seed=1)
+    found = pf.theory.generalization_bound(model, LOSS, cut, "0", delta=0.3, draws=4, seed=1)
     places, noisy = assigned(50, 3, 1), []
     for xi in perturbed.kernel_noise(DATA[0], 0.3, 4, generator(1)):
         noisy.append(sum(F.cross_entropy(model(DATA[0] + s * xi), DATA[1], reduction="none") for s in (1, -1)) / 2)
@@ -66,8 +68,8 @@ def test_the_bound_of_an_inner_layer_by_brute_force():
 
 def test_the_reduction_sum_gives_means():
     model = net()
-    one = pf.generalization_bound(model, LOSS, DATA, test=TEST)
-    two = pf.generalization_bound(model, nn.CrossEntropyLoss(reduction="sum"), DATA, test=TEST)
+    one = pf.theory.generalization_bound(model, LOSS, DATA, test=TEST)
+    two = pf.theory.generalization_bound(model, nn.CrossEntropyLoss(reduction="sum"), DATA, test=TEST)
     assert two.bound == pytest.approx(one.bound)
     assert two.kappa == pytest.approx(one.kappa)
 
@@ -83,9 +85,9 @@ def test_a_network_that_fitted_noise_is_above_the_approximate_bound():
     model = nn.Linear(20, 1, bias=False).double()
     with torch.no_grad():
         model.weight.copy_(ridge(features, y)[0])
-    found = pf.generalization_bound(model, nn.MSELoss(), (features, y), test=(others, other_y), delta=0.1)
+    found = pf.theory.generalization_bound(model, nn.MSELoss(), (features, y), test=(others, other_y), delta=0.1)
     assert found.bound < found.measured.gap
-    refitted = pf.representativeness(features, model.weight, targets=y, loss="mse_loss", fit=ridge, delta=0.1)
+    refitted = pf.theory.representativeness(features, model.weight, targets=y, loss="mse_loss", fit=ridge, delta=0.1)
     assert found.flatness + refitted.value > found.measured.gap
 
 
@@ -104,8 +106,8 @@ def test_uniform_bounds():
     blocks = [float(torch.linalg.eigvalsh(hessian[s, :, s]).max()) for s in range(3)]
     maximal = sum(float(w[s].square().sum()) * blocks[s] for s in range(3))
     largest = float(torch.linalg.eigvalsh(hessian.reshape(9, 9)).max())
-    uniform = pf.uniform_robustness_bound(delta, 3, maximal)
-    spectral = pf.spectral_robustness_bound(delta, float(w.square().sum()), largest)
+    uniform = pf.theory.uniform_robustness_bound(delta, 3, maximal)
+    spectral = pf.theory.spectral_robustness_bound(delta, float(w.square().sum()), largest)
     assert uniform == pytest.approx(delta**2 * 1.5 * maximal)
     for seed in range(50):
         a = normal(seed, 3, 3)
@@ -114,13 +116,13 @@ def test_uniform_bounds():
         assert rise <= uniform * 1.01
         assert rise <= spectral * 1.01
     bad = (
-        lambda: pf.uniform_robustness_bound(0, 3, 1.0),
-        lambda: pf.uniform_robustness_bound(0.1, 0, 1.0),
-        lambda: pf.spectral_robustness_bound(0.1, "a", 1.0),
-        lambda: pf.spectral_robustness_bound(0.1, 1.0, math.nan),
+        lambda: pf.theory.uniform_robustness_bound(0, 3, 1.0),
+        lambda: pf.theory.uniform_robustness_bound(0.1, 0, 1.0),
+        lambda: pf.theory.spectral_robustness_bound(0.1, "a", 1.0),
+        lambda: pf.theory.spectral_robustness_bound(0.1, 1.0, math.nan),
     )
     for call in bad:
-        with pytest.raises(pf.InputError, match="wanted"):
+        with pytest.raises(pf.errors.InputError, match="wanted"):
             call()
 
 
@@ -129,10 +131,10 @@ def test_no_trace():
     LOSS(model(X), Y).backward()
     model.eval()
     before = snapshot(model)
-    pf.generalization_bound(model, LOSS, (X, Y), "0", test=(X, Y))
+    pf.theory.generalization_bound(model, LOSS, (X, Y), "0", test=(X, Y))
     assert_unchanged(model, before)
-    with pytest.raises(pf.NonFiniteError):
-        pf.generalization_bound(model, LOSS, (X * torch.nan, Y), kappa=1.0)
+    with pytest.raises(pf.errors.NonFiniteError):
+        pf.theory.generalization_bound(model, LOSS, (X * torch.nan, Y), kappa=1.0)
     assert_unchanged(model, before)
 
 
@@ -161,8 +163,8 @@ POSITIONS = nn.Sequential(nn.Unflatten(1, (5, 1)), nn.Linear(1, C), nn.Flatten()
     ],
 )
 def test_bounds_refuse(model, options, message):
-    with pytest.raises(pf.InputError, match=message):
-        pf.generalization_bound(model, LOSS, **{"train": DATA, **options})
+    with pytest.raises(pf.errors.InputError, match=message):
+        pf.theory.generalization_bound(model, LOSS, **{"train": DATA, **options})
 
 
 # --- the paper's synthetic setup, appendix C.1 ------------------------------------------------------------------------
@@ -217,7 +219,7 @@ def test_bound_and_gap_on_the_papers_synthetic_setup():
     theirs = []
     for separation in (0.5, 2.0, 6.0):
         model, train, test = setup(separation, 3)
-        found = pf.generalization_bound(model, nn.MSELoss(), train, test=test, draws=8)
+        found = pf.theory.generalization_bound(model, nn.MSELoss(), train, test=test, draws=8)
         parts = found.representativeness.test
         assert (found.delta, found.features, found.samples) == (600 ** (-1 / 12), 8, 600)
         assert parts.gap == pytest.approx(parts.representativeness + parts.robustness, abs=1e-12)
@@ -225,6 +227,6 @@ def test_bound_and_gap_on_the_papers_synthetic_setup():
         assert found.bound > found.measured.gap
         assert found.flatness > parts.robustness > 0
         features, w = model[:-1](train[0]).detach(), model[-1].weight.detach()
-        theirs.append(pf.authors_representativeness(features, w, targets=train[1], loss="mse_loss"))
+        theirs.append(pf.theory.authors_representativeness(features, w, targets=train[1], loss="mse_loss"))
         assert theirs[-1] == pytest.approx(found.measured.train.loss, rel=0.01)  # nearly the loss itself
     assert theirs == sorted(theirs, reverse=True)

@@ -90,7 +90,7 @@ def test_nan_policies():
     bad = x.clone()
     bad[4], bad[9] = torch.nan, torch.inf
     left = torch.tensor([i for i in range(30) if i not in (4, 9)])
-    with pytest.raises(pf.NonFiniteError, match="batch 0: the loss is nan"):
+    with pytest.raises(pf.errors.NonFiniteError, match="batch 0: the loss is nan"):
         pf.generalization_gap(model, LOSS, (x, y), (bad, y))
     found = pf.generalization_gap(model, LOSS, (x, y), (bad, y), nan_policy="omit")
     clean = pf.generalization_gap(model, LOSS, (x, y), (x[left], y[left]))
@@ -100,7 +100,7 @@ def test_nan_policies():
     through = pf.generalization_gap(model, LOSS, (x, y), (bad, y), nan_policy="propagate")
     assert through.gap != through.gap
     assert through.test.samples == 30
-    with pytest.raises(pf.NonFiniteError, match="nan_policy='omit': all 1 samples have NaN"):
+    with pytest.raises(pf.errors.NonFiniteError, match="nan_policy='omit': all 1 samples have NaN"):
         pf.generalization_gap(model, LOSS, (x, y), (bad[4:5], y[4:5]), nan_policy="omit")
 
 
@@ -122,7 +122,7 @@ def test_masked_logits_are_no_reason_to_complain():
 def test_no_trace():
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     LOSS(model(X), Y).backward()
-    with pytest.raises(pf.InputError, match=r"model.eval\(\)"):
+    with pytest.raises(pf.errors.InputError, match=r"model.eval\(\)"):
         pf.generalization_gap(model, LOSS, (X, Y), (X, Y))
     model.eval()
     before = snapshot(model)
@@ -141,5 +141,5 @@ def test_no_trace():
     ],
 )
 def test_refusals(options, message):
-    with pytest.raises(pf.InputError, match=message):
+    with pytest.raises(pf.errors.InputError, match=message):
         pf.generalization_gap(nn.Linear(4, 3), LOSS, **{"train": (X, Y), "test": (X, Y), **options})

@@ -50,7 +50,7 @@ def test_both_sides(adaptive, size):
     sharpness, near, middle, largest = brute_force(net, targets, adaptive=adaptive)
     before = snapshot(net)
     cut = [(X[:4], targets[:4]), (X[4:], targets[4:])]
-    found = pf.interpolation_error(net, cut, adaptive=adaptive, second_derivatives=True)
+    found = pf.theory.interpolation_error(net, cut, adaptive=adaptive, second_derivatives=True)
     assert_unchanged(net, before)
     assert found.sharpness == pytest.approx(sharpness, rel=1e-9)
     assert found.at_interpolation == pytest.approx(near, rel=1e-9)
@@ -64,17 +64,17 @@ def test_both_sides(adaptive, size):
 
 def test_a_piecewise_linear_network_has_no_difference():
     net = network(M, 5, C)
-    found = pf.interpolation_error(net, (X, normal(2, 6, C)), second_derivatives=True)
+    found = pf.theory.interpolation_error(net, (X, normal(2, 6, C)), second_derivatives=True)
     assert found.sharpness == pytest.approx(found.at_interpolation, rel=1e-12)
     assert (found.middle, found.largest, found.bound) == (0, 0, 0)
     assert found.residual > 0
-    without = pf.interpolation_error(net, (X, normal(2, 6, C)))
+    without = pf.theory.interpolation_error(net, (X, normal(2, 6, C)))
     assert (without.middle, without.largest, without.bound) == (None, None, None)
 
 
 def test_what_does_not_fit():
     net = network(M, 5, C)
-    with pytest.raises(pf.InputError, match="targets of the outputs' shape"):
-        pf.interpolation_error(net, (X, torch.arange(6) % C))
-    with pytest.raises(pf.InputError, match="take a run each, more than max_passes=20"):
-        pf.interpolation_error(net, (X, normal(2, 6, C)), second_derivatives=True, max_passes=20)
+    with pytest.raises(pf.errors.InputError, match="targets of the outputs' shape"):
+        pf.theory.interpolation_error(net, (X, torch.arange(6) % C))
+    with pytest.raises(pf.errors.InputError, match="take a run each, more than max_passes=20"):
+        pf.theory.interpolation_error(net, (X, normal(2, 6, C)), second_derivatives=True, max_passes=20)

@@ -18,7 +18,7 @@ def test_definition_9_on_the_line():
         return (x > 1.5).double()
 
     deltas = [0.3, 0.6]
-    found = pf.label_constancy(phi, w, labels=labels, loss="mse_loss", deltas=deltas, draws=400)
+    found = pf.theory.label_constancy(phi, w, labels=labels, loss="mse_loss", deltas=deltas, draws=400)
     expected = []
     for delta in deltas:
         largest = []
@@ -39,17 +39,19 @@ def test_definition_9_on_the_line():
 
 def test_constant_labels_change_nothing():
     phi, w = normal(1, 20, 4), normal(2, 3, 4)
-    found = pf.label_constancy(phi, w, targets=torch.arange(20) % 3, labels=lambda x: torch.arange(20) % 3, deltas=[1])
+    found = pf.theory.label_constancy(
+        phi, w, targets=torch.arange(20) % 3, labels=lambda x: torch.arange(20) % 3, deltas=[1]
+    )
     assert (float(found.changes), found.constant) == (0, 0)
     assert found.epsilon(2.0).tolist() == pytest.approx([2 / 8])
 
 
 def test_what_label_constancy_refuses():
     phi, w = normal(1, 20, 4), normal(2, 3, 4)
-    with pytest.raises(pf.InputError, match="deltas"):
-        pf.label_constancy(phi, w, labels=lambda x: x[:, 0].long(), targets=torch.arange(20) % 3, deltas=[0])
-    with pytest.raises(pf.NotYetError, match="no loss of a single sample"):
-        pf.label_constancy(phi, w, labels=lambda x: x, loss=lambda f, y: f.sum(), targets=phi, deltas=[1])
+    with pytest.raises(pf.errors.InputError, match="deltas"):
+        pf.theory.label_constancy(phi, w, labels=lambda x: x[:, 0].long(), targets=torch.arange(20) % 3, deltas=[0])
+    with pytest.raises(pf.errors.NotYetError, match="no loss of a single sample"):
+        pf.theory.label_constancy(phi, w, labels=lambda x: x, loss=lambda f, y: f.sum(), targets=phi, deltas=[1])
 
 
 def kernel(r):
@@ -59,7 +61,7 @@ def kernel(r):
 @pytest.mark.parametrize("m", [1, 2, 3, 400])
 def test_the_kernel_by_quadrature(m):
     features = normal(m, 500 if m > 3 else 50, m) + 4
-    found = pf.density_constants(features, 1.0)
+    found = pf.theory.density_constants(features, 1.0)
     r = (torch.arange(200_000).double() + 0.5) / 200_000
     sphere = math.log(2) + m / 2 * math.log(math.pi) - math.lgamma(m / 2)
     mass, second, square = (float((r ** (m - 1) * f).mean()) for f in (kernel(r), r**2 * kernel(r), kernel(r) ** 2))
@@ -84,13 +86,13 @@ def test_the_curvature_by_quadrature_and_autograd():
     (slope,) = torch.autograd.grad(weighted.sum(), z, create_graph=True)
     laplacian = sum(torch.autograd.grad(slope[:, c].sum(), z, retain_graph=True)[0][:, c] for c in (0, 1))
     truth = float(laplacian.abs().sum() * (axis[1] - axis[0]) ** 2)
-    found = pf.density_constants(features, 2.0, draws=200_000)
+    found = pf.theory.density_constants(features, 2.0, draws=200_000)
     assert found.curvature == pytest.approx(truth, rel=0.02)
     assert found.log_first == pytest.approx(math.log(found.tau * 2 * found.curvature))
     assert found.log_second == pytest.approx((found.log_alpha + found.log_beta + found.log_volume) / 2 + math.log(2))
     radius = float((features - features.mean(dim=0)).norm(dim=1).max())
     assert found.log_volume == pytest.approx(math.log(math.pi * radius**2))
-    own = pf.density_constants(features, 2.0, volume=3.0)
+    own = pf.theory.density_constants(features, 2.0, volume=3.0)
     assert own.log_volume == pytest.approx(math.log(3))
     both = math.exp(own.log_first) + math.exp(own.log_second) / math.sqrt(0.1)
     assert own.log_bound(0.1) == pytest.approx(math.log(both * 300 ** (-2 / 6)))
@@ -98,8 +100,8 @@ def test_the_curvature_by_quadrature_and_autograd():
 
 def test_features_without_a_density():
     for features in (normal(1, 3, 3), normal(1, 20, 1).expand(20, 3), torch.ones(20)):
-        with pytest.raises(pf.InputError, match="features"):
-            pf.density_constants(features, 1.0)
+        with pytest.raises(pf.errors.InputError, match="features"):
+            pf.theory.density_constants(features, 1.0)
 
 
 def test_theorem_15():
@@ -108,16 +110,18 @@ def test_theorem_15():
     net, data = nn.Linear(4, 3).double(), (x[:60], torch.arange(60) % 3)
     test = x[60:], torch.arange(60) % 3
     loss = nn.CrossEntropyLoss()
-    plain = pf.generalization_bound(net, loss, data, test=test)
-    found = pf.generalization_bound(net, loss, data, test=test, uniform=True)
+    plain = pf.theory.generalization_bound(net, loss, data, test=test)
+    found = pf.theory.generalization_bound(net, loss, data, test=test, uniform=True)
     report = pf.measure(net, loss, data, measures="relative_flatness_max").by_measure()["relative_flatness_max"]
     (largest,) = report.values()
-    assert found.flatness == pytest.approx(pf.uniform_robustness_bound(plain.delta, 3, largest), rel=1e-9)
-    every = [pf.generalization_bound(net, loss, data, delta=share * plain.delta) for share in (0.25, 0.5, 0.75, 1)]
+    assert found.flatness == pytest.approx(pf.theory.uniform_robustness_bound(plain.delta, 3, largest), rel=1e-9)
+    every = [
+        pf.theory.generalization_bound(net, loss, data, delta=share * plain.delta) for share in (0.25, 0.5, 0.75, 1)
+    ]
     best = min(every, key=lambda bound: bound.representativeness.magnitude)
     assert found.representativeness.magnitude == best.representativeness.magnitude
     assert found.representativeness.delta == best.delta
     assert found.bound == found.flatness + found.representativeness.magnitude
     assert (found.delta, found.measured) == (plain.delta, plain.measured)
-    known = pf.generalization_bound(net, loss, data, test=test, uniform=True, kappa=largest)
+    known = pf.theory.generalization_bound(net, loss, data, test=test, uniform=True, kappa=largest)
     assert known.bound == pytest.approx(found.bound, rel=1e-12)

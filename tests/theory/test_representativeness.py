@@ -53,7 +53,7 @@ def test_radii_of_many_features_do_not_underflow():
 def test_noise_is_a_truncated_normal_in_the_plane():
     """Against normal numbers of width δ|φ|, those outside of the ball thrown away."""
     phi, delta = torch.tensor([[3.0, 4.0]]).double(), 0.2
-    drawn = pf.truncated_normal_noise(phi, delta, draws=20_000)[:, 0]
+    drawn = pf.theory.truncated_normal_noise(phi, delta, draws=20_000)[:, 0]
     plain = torch.randn(60_000, 2, generator=generator(), dtype=torch.float64)
     plain = delta * 5 * plain[plain.norm(dim=1) < 1]
     for of in (lambda xi: xi[:, 0], lambda xi: xi.sum(1), lambda xi: xi.norm(dim=1)):
@@ -64,18 +64,18 @@ def test_noise_is_a_truncated_normal_in_the_plane():
 def test_noise_shapes_seeds_dtypes_and_random_state():
     phi = torch.randn(4, 3, 5, generator=generator()).bfloat16()
     state = torch.get_rng_state()
-    one, two = (pf.truncated_normal_noise(phi, 0.1, draws=2, seed=3) for _ in range(2))
+    one, two = (pf.theory.truncated_normal_noise(phi, 0.1, draws=2, seed=3) for _ in range(2))
     assert torch.equal(state, torch.get_rng_state())
     assert torch.equal(one, two)
     assert (one.shape, one.dtype) == ((2, 4, 3, 5), torch.float32)
     assert not torch.equal(one[0], one[1])
-    assert float(pf.truncated_normal_noise(torch.zeros(2, 3), 1.0).abs().max()) == 0
+    assert float(pf.theory.truncated_normal_noise(torch.zeros(2, 3), 1.0).abs().max()) == 0
     for bad, message in ((torch.arange(3), "int64"), (3.0, "float"), (torch.ones(2, 0), r"\(2, 0\)")):
-        with pytest.raises(pf.InputError, match=message):
-            pf.truncated_normal_noise(bad, 0.1)
+        with pytest.raises(pf.errors.InputError, match=message):
+            pf.theory.truncated_normal_noise(bad, 0.1)
     for options, message in (({"delta": 0.0}, "delta=0.0"), ({"delta": 1.0, "draws": 0}, "draws=0")):
-        with pytest.raises(pf.InputError, match=message):
-            pf.truncated_normal_noise(phi, **options)
+        with pytest.raises(pf.errors.InputError, match=message):
+            pf.theory.truncated_normal_noise(phi, **options)
 
 
 # --- representativeness -----------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def double_loop(phi, weight, bias, targets, loss, places, delta, draws, seed):
 def test_by_a_double_loop(loss, folds):
     fn, targets = (to(torch.float64, part) for part in LOSSES[loss])
     targets = targets.repeat(6, *(1,) * (targets.ndim - 1))[:31]
-    found = pf.representativeness(PHI, W, B, targets, loss=fn, delta=0.4, folds=folds, draws=3, seed=2)
+    found = pf.theory.representativeness(PHI, W, B, targets, loss=fn, delta=0.4, folds=folds, draws=3, seed=2)
     truth = double_loop(PHI, W, B, targets, fn, assigned(31, folds, 2), 0.4, 3, 2)
     for part, (gap, rep, robustness) in zip(found.folds, truth, strict=True):
         assert part.gap == pytest.approx(gap, rel=1e-9)
@@ -128,7 +128,7 @@ def test_weights_and_ignored_targets_count_as_in_the_loss():
     fn = nn.CrossEntropyLoss(weight=torch.tensor([0.5, 2.0, 1.0, 3.0]).double(), label_smoothing=0.1)
     labels = LABELS.clone()
     labels[:5] = -100
-    found = pf.representativeness(PHI, W, B, labels, loss=fn, delta=0.4, folds=2, draws=2)
+    found = pf.theory.representativeness(PHI, W, B, labels, loss=fn, delta=0.4, folds=2, draws=2)
     places = assigned(31, 2, 0)
     for k, part in enumerate(found.folds):
         inside, outside = (float(fn(PHI[i] @ W.t() + B, labels[i])) for i in (places == k, places != k))
@@ -139,7 +139,7 @@ def test_folds_are_even_and_cover():
     places = assigned(31, 3, 0)
     assert sorted(places.bincount().tolist()) == [10, 10, 11]
     assert not torch.equal(places, assigned(31, 3, 1))
-    with pytest.raises(pf.InputError, match="folds=3: there are 2 samples"):
+    with pytest.raises(pf.errors.InputError, match="folds=3: there are 2 samples"):
         assigned(2, 3, 0)
 
 
@@ -153,7 +153,9 @@ def test_where_the_value_is_known():
     n, m, delta = 20_000, 6, 0.5
     phi, w = normal(5, n, m), normal(6, 1, m)
     y = torch.zeros(n, 1).double()
-    found = pf.representativeness(phi, w, targets=y, loss="mse_loss", delta=delta, draws=64, test=(normal(7, n, m), y))
+    found = pf.theory.representativeness(
+        phi, w, targets=y, loss="mse_loss", delta=delta, draws=64, test=(normal(7, n, m), y)
+    )
     true_robustness = float(w.square().sum()) * delta**2 * radial(m, 2)  # mean |φ|² = m
     spread = float(w.square().sum()) * 2**0.5 / n**0.5  # of a mean of (wφ)²
     assert found.test.robustness == pytest.approx(true_robustness, rel=0.03)
@@ -171,9 +173,9 @@ def test_a_grid_with_the_right_kernel_is_representative():
     phi, w = 1 + normal(8, n, m), torch.tensor([[2.0, -1.0]]).double()
     y = (phi @ w.t()).sign()
     copies = 200
-    cloud = phi + pf.truncated_normal_noise(phi, delta, draws=copies, seed=9)
+    cloud = phi + pf.theory.truncated_normal_noise(phi, delta, draws=copies, seed=9)
     test = cloud.flatten(0, 1), y.repeat(copies, 1)
-    found = pf.representativeness(phi, w, targets=y, loss="mse_loss", delta=delta, draws=400, test=test).test
+    found = pf.theory.representativeness(phi, w, targets=y, loss="mse_loss", delta=delta, draws=400, test=test).test
     assert found.robustness > 0.1
     assert abs(found.representativeness) < 0.02 * found.robustness
 
@@ -187,10 +189,10 @@ def test_the_folds_of_one_head_say_minus_robustness_and_a_fit_does_not():
         return torch.linalg.solve(gram, features.t() @ targets).t(), None
 
     w, _ = ridge(phi, y)
-    plain = pf.representativeness(phi, w, targets=y, loss="mse_loss")
+    plain = pf.theory.representativeness(phi, w, targets=y, loss="mse_loss")
     robustness = sum(part.robustness for part in plain.folds) / 3
     assert plain.value == pytest.approx(-robustness, rel=1e-9)
-    fitted = pf.representativeness(phi, w, targets=y, loss="mse_loss", fit=ridge)
+    fitted = pf.theory.representativeness(phi, w, targets=y, loss="mse_loss", fit=ridge)
     assert fitted.refitted
     assert sum(part.gap for part in fitted.folds) / 3 > 0.1  # pure noise, 8 features: refitted heads do worse on T
     places = assigned(60, 3, 0)
@@ -205,7 +207,7 @@ def test_robustness_of_the_kernel_is_that_of_turned_features():
     n, m, delta = 200, 4, 0.05
     phi, labels = normal(1, n, m), classes(4, n)
     kappa = float(pf.head_flatness(phi, W, B))
-    found = pf.representativeness(phi, W, B, labels, delta=delta, draws=300)
+    found = pf.theory.representativeness(phi, W, B, labels, delta=delta, draws=300)
     robustness = sum(part.robustness for part in found.folds) / 3
     assert abs(robustness - delta**2 * radial(m, 2) * kappa / (2 * m)) < 4 * found.stderr + 0.01 * robustness
     assert delta**2 * kappa / (2 * m) > robustness
@@ -227,8 +229,8 @@ def test_robustness_of_the_kernel_is_that_of_turned_features():
     ],
 )
 def test_refusals(options, message):
-    with pytest.raises(pf.InputError, match=message):
-        pf.representativeness(**{"features": PHI, "weight": W, "bias": B, "targets": LABELS, **options})
+    with pytest.raises(pf.errors.InputError, match=message):
+        pf.theory.representativeness(**{"features": PHI, "weight": W, "bias": B, "targets": LABELS, **options})
 
 
 # --- the authors' quantity --------------------------------------------------------------------------------------------
@@ -257,16 +259,20 @@ def their_loops(phi, predict, targets, loss, places):
 def test_the_authors_quantity_by_their_loops(loss):
     fn, targets = (to(torch.float64, part) for part in LOSSES[loss])
     targets = targets.repeat(6, *(1,) * (targets.ndim - 1))[:31]
-    found = pf.authors_representativeness(PHI, W, B, targets, loss=fn, seed=2)
+    found = pf.theory.authors_representativeness(PHI, W, B, targets, loss=fn, seed=2)
     truth = their_loops(PHI, lambda phi: phi @ W.t() + B, targets, fn, assigned(31, 3, 2))
     assert found == pytest.approx(truth, rel=1e-9)
 
 
 def test_the_authors_quantity_knows_no_delta_and_refusals():
-    assert pf.authors_representativeness(3 * PHI, W / 3, B, LABELS) != pf.authors_representativeness(PHI, W, B, LABELS)
-    refit = pf.authors_representativeness(PHI, W, B, LABELS, fit=lambda f, t: (W, B))
-    assert refit == pf.authors_representativeness(PHI, W, B, LABELS)
+    assert pf.theory.authors_representativeness(3 * PHI, W / 3, B, LABELS) != pf.theory.authors_representativeness(
+        PHI, W, B, LABELS
+    )
+    refit = pf.theory.authors_representativeness(PHI, W, B, LABELS, fit=lambda f, t: (W, B))
+    assert refit == pf.theory.authors_representativeness(PHI, W, B, LABELS)
     refused = ({"folds": 0}, "folds=0"), ({"targets": None}, "got NoneType"), ({"weight": W[:, :2]}, r"\(4, 2\)")
     for options, message in refused:
-        with pytest.raises(pf.InputError, match=message):
-            pf.authors_representativeness(**{"features": PHI, "weight": W, "bias": B, "targets": LABELS, **options})
+        with pytest.raises(pf.errors.InputError, match=message):
+            pf.theory.authors_representativeness(
+                **{"features": PHI, "weight": W, "bias": B, "targets": LABELS, **options}
+            )

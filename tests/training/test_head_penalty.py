@@ -173,5 +173,5 @@ def test_constant_and_empty_features_when_normalised():
 def test_errors_name_what_was_received(changed, match):
     features, weight, bias = head()
     given = {"features": features, "weight": weight, "bias": bias, "targets": None, **changed}
-    with pytest.raises(pf.InputError, match=match):
+    with pytest.raises(pf.errors.InputError, match=match):
         pf.flatness_penalty(**given)

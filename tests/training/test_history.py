@@ -45,18 +45,22 @@ def sampled():
 def test_json_and_back(exact, tmp_path):
     path = tmp_path / "history.json"
     text = exact.to_json(path)
-    for other in (pf.History.from_json(text), pf.History.from_json(path), pf.History.from_json(str(path))):
+    for other in (
+        pf.results.History.from_json(text),
+        pf.results.History.from_json(path),
+        pf.results.History.from_json(str(path)),
+    ):
         assert other == exact
         assert other.to_json() == text
         assert [record.seconds for record in other] == [record.seconds for record in exact]
         assert str(other) == str(exact)
         kept, read = (held[1].reports["swa"]["2", "trace"].per_sample for held in (exact, other))
         assert torch.equal(kept, read)
-    assert exact != pf.History([*exact][:2])
+    assert exact != pf.results.History([*exact][:2])
     assert exact != history(per_sample=True, measures="trace")
     changed = json.loads(text)
     changed["records"][1]["numbers"]["train_loss"] = 2.0
-    assert pf.History.from_json(json.dumps(changed)) != exact
+    assert pf.results.History.from_json(json.dumps(changed)) != exact
     assert exact != text
     assert exact[0] != text
 
@@ -74,13 +78,15 @@ def test_json_and_back(exact, tmp_path):
     ],
 )
 def test_bad_json(source, message):
-    with pytest.raises(pf.InputError, match=message):
-        pf.History.from_json(source)
+    with pytest.raises(pf.errors.InputError, match=message):
+        pf.results.History.from_json(source)
 
 
 def test_a_history_that_was_read_is_gone_on_with(exact):
-    read = pf.History.from_json(exact.to_json())
-    with pytest.raises(pf.InputError, match=r"made without a model; pf.track\(model, loss, data, history=history"):
+    read = pf.results.History.from_json(exact.to_json())
+    with pytest.raises(
+        pf.errors.InputError, match=r"made without a model; pf.track\(model, loss, data, history=history"
+    ):
         read.record(step=30)
     more = pf.track(classifier(5, 6, 4, 3), LOSS, (X, Y), history=read)
     more.record(step=30)
@@ -88,11 +94,11 @@ def test_a_history_that_was_read_is_gone_on_with(exact):
     assert [*more][:3] == [*read]
     assert len(read) == 3
     assert repr(more) == "History(4 records from step 0 to 30: relative_flatness, trace)"
-    assert repr(pf.History()) == "History(0 records: nothing measured)"
+    assert repr(pf.results.History()) == "History(0 records: nothing measured)"
 
 
 def test_reports_that_were_measured_otherwise(exact):
-    found = pf.History()
+    found = pf.results.History()
     for record in exact:
         numbers = {"step": record.step, "epoch": record.epoch, **record.numbers}
         assert found.add(record.reports, seconds=record.seconds, **numbers) == record
@@ -100,11 +106,11 @@ def test_reports_that_were_measured_otherwise(exact):
     report = exact[1].reports["swa"]
     assert found.add(report, step=3).reports == {"live": report}
     assert found[-1].seconds is None
-    assert pf.History.from_json(found.to_json()) == found
+    assert pf.results.History.from_json(found.to_json()) == found
     for wrong in ({"live": 3}, report.to_dict(), None):
-        with pytest.raises(pf.InputError, match=r"a report of pf.measure is wanted, or a dict of them, got"):
+        with pytest.raises(pf.errors.InputError, match=r"a report of pf.measure is wanted, or a dict of them, got"):
             found.add(wrong)
-    with pytest.raises(pf.InputError, match="measure= has the name of a column"):
+    with pytest.raises(pf.errors.InputError, match="measure= has the name of a column"):
         found.add(report, measure=3.0)
 
 
@@ -125,7 +131,7 @@ def test_frame_has_a_row_for_every_estimate(exact):
     assert "per_neuron" not in frame
     table = frame.query("layer == '4' and weights == 'live'").pivot(index="step", columns="measure", values="value")
     assert table.loc[20, "trace"] == exact[2].reports["live"]["4", "trace"]
-    assert pf.History().to_frame().empty
+    assert pf.results.History().to_frame().empty
 
 
 def test_an_axis_for_each_measure_and_a_line_for_each_layer(exact, tmp_path):
@@ -166,7 +172,7 @@ def test_axes_of_the_users(exact):
     one, two = figure.subplots(1, 2)
     assert exact.plot(measures="lr", axes=one) == (figure, [one])
     assert exact.plot(measures=["lr", "trace"], axes=figure.axes) == (figure, [one, two])
-    with pytest.raises(pf.InputError, match=r"axes: one for each of trace is wanted, got 2"):
+    with pytest.raises(pf.errors.InputError, match=r"axes: one for each of trace is wanted, got 2"):
         exact.plot(measures="trace", axes=[one, two])
 
 
@@ -177,7 +183,7 @@ def test_records_without_steps_are_drawn_by_their_count():
     _, (panel,) = found.plot()
     assert panel.get_xlabel() == "record"
     assert [*panel.get_lines()[0].get_xdata()] == [0, 1]
-    with pytest.raises(pf.InputError, match="x='step': record 1 has no step"):
+    with pytest.raises(pf.errors.InputError, match="x='step': record 1 has no step"):
         found.plot(x="step")
 
 
@@ -199,13 +205,13 @@ def test_many_layers_have_colours_of_their_own():
     ],
 )
 def test_bad_figures(exact, options, message):
-    with pytest.raises(pf.InputError, match=message):
+    with pytest.raises(pf.errors.InputError, match=message):
         exact.plot(**options)
 
 
 def test_nothing_to_draw():
-    with pytest.raises(pf.InputError, match="nothing was recorded yet"):
-        pf.History().plot()
+    with pytest.raises(pf.errors.InputError, match="nothing was recorded yet"):
+        pf.results.History().plot()
 
 
 def test_records_are_made_of_what_they_say(exact):

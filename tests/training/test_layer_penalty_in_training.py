@@ -203,7 +203,7 @@ def test_a_compiled_model_has_the_same_gradients_or_an_error(backend):
                 torch.testing.assert_close(parameter.grad, gradient)
         else:
             message = "'second'.*no second derivative.*leave what is behind the layer out of torch.compile"
-            with pytest.raises(pf.InputError, match=message):
+            with pytest.raises(pf.errors.InputError, match=message):
                 penalty(outputs, Y)
 
 
@@ -305,7 +305,7 @@ INPUTS = torch.randn(4, 5, generator=GENERATOR)
 )
 def test_errors_name_the_layer(make, layer, message):
     model = make()
-    with pf.FlatnessPenalty(model, layer, LOSS) as penalty, pytest.raises(pf.InputError, match=message):
+    with pf.FlatnessPenalty(model, layer, LOSS) as penalty, pytest.raises(pf.errors.InputError, match=message):
         penalty(model(INPUTS), Y)
 
 
@@ -314,10 +314,10 @@ def test_a_frozen_layer_and_outputs_without_a_graph():
     with pf.FlatnessPenalty(model, "head", LOSS) as penalty:
         with torch.no_grad():
             outputs = model(INPUTS)
-        with pytest.raises(pf.InputError, match="outputs: they have no graph"):
+        with pytest.raises(pf.errors.InputError, match="outputs: they have no graph"):
             penalty(outputs, Y)
         model.head.weight.requires_grad_(False)
-        with pytest.raises(pf.InputError, match="layer 'head' is frozen"):
+        with pytest.raises(pf.errors.InputError, match="layer 'head' is frozen"):
             penalty(model(INPUTS), Y)
 
 
@@ -326,35 +326,35 @@ def test_outputs_of_another_pass_or_of_another_shape():
     with pf.FlatnessPenalty(model, "shared", LOSS) as penalty:
         first = model(INPUTS)
         model(INPUTS)
-        with pytest.raises(pf.InputError, match=r"layer 'shared'.*last forward pass"):
+        with pytest.raises(pf.errors.InputError, match=r"layer 'shared'.*last forward pass"):
             penalty(first, Y)
-        with pytest.raises(pf.InputError, match=r"targets: class indices of shape \(4,\) are wanted"):
+        with pytest.raises(pf.errors.InputError, match=r"targets: class indices of shape \(4,\) are wanted"):
             penalty(model(INPUTS), Y[:3])
-        with pytest.raises(pf.InputError, match=r"no tensor, .* got str; pass the one that the loss takes"):
+        with pytest.raises(pf.errors.InputError, match=r"no tensor, .* got str; pass the one that the loss takes"):
             penalty("nothing", Y)
-        with pytest.raises(pf.InputError, match="targets: a tensor is wanted"):
+        with pytest.raises(pf.errors.InputError, match="targets: a tensor is wanted"):
             penalty(model(INPUTS), [0, 1, 2, 0])
 
 
 def test_what_cannot_be_penalised_is_refused_at_once():
     model = nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 3))
     for layer, what in (("0", "a Embedding"), ("1", "a LayerNorm")):
-        with pytest.raises(pf.NotYetError, match=f"layer '{layer}' is {what}; FlatnessPenalty takes linear"):
+        with pytest.raises(pf.errors.NotYetError, match=f"layer '{layer}' is {what}; FlatnessPenalty takes linear"):
             pf.FlatnessPenalty(model, layer)
-    with pytest.raises(pf.NotYetError, match="has no sampled factors"):
+    with pytest.raises(pf.errors.NotYetError, match="has no sampled factors"):
         pf.FlatnessPenalty(model, "2", nn.NLLLoss())
-    with pytest.raises(pf.InputError, match="nothing in the model matches 'linear'"):
+    with pytest.raises(pf.errors.InputError, match="nothing in the model matches 'linear'"):
         pf.FlatnessPenalty(model, "linear")
-    with pytest.raises(pf.InputError, match="probes=0"):
+    with pytest.raises(pf.errors.InputError, match="probes=0"):
         pf.FlatnessPenalty(model, "2", probes=0)
-    with pytest.raises(pf.InputError, match="normalize='max'"):
+    with pytest.raises(pf.errors.InputError, match="normalize='max'"):
         pf.FlatnessPenalty(model, "2", normalize="max")
-    with pytest.raises(pf.InputError, match=r"generator: a torch.Generator is wanted, got 3"):
+    with pytest.raises(pf.errors.InputError, match=r"generator: a torch.Generator is wanted, got 3"):
         pf.FlatnessPenalty(model, "2", generator=3)
-    with pytest.raises(pf.InputError, match=r"model: a torch.nn.Module is wanted"):
+    with pytest.raises(pf.errors.InputError, match=r"model: a torch.nn.Module is wanted"):
         pf.FlatnessPenalty("model", "2")
     attention = nn.TransformerEncoderLayer(4, 2, 4)
-    with pytest.raises(pf.NotYetError, match="a weight that no module calls"):
+    with pytest.raises(pf.errors.NotYetError, match="a weight that no module calls"):
         pf.FlatnessPenalty(attention, "self_attn.in_proj_weight[q]")
 
 
@@ -371,7 +371,7 @@ class Attending(nn.Module):
 def test_fused_attention_is_named_in_the_first_call():
     model, x = Attending(), torch.randn(4, 3, 4, generator=GENERATOR)
     with pf.FlatnessPenalty(model, "first", LOSS) as penalty:
-        with pytest.raises(pf.InputError, match=r"layer 'first'.*no second derivative.*sdpa_kernel"):
+        with pytest.raises(pf.errors.InputError, match=r"layer 'first'.*no second derivative.*sdpa_kernel"):
             penalty(model(x), Y)
         with sdpa_kernel(SDPBackend.MATH):
             outputs = model(x)
@@ -390,5 +390,8 @@ def test_an_input_that_was_modified_in_place():
             return self.head(torch.relu(self.layer(h) + h.mul_(2)))
 
     model = Overwriting()
-    with pf.FlatnessPenalty(model, "layer", LOSS) as penalty, pytest.raises(pf.InputError, match=r"'layer'.*in place"):
+    with (
+        pf.FlatnessPenalty(model, "layer", LOSS) as penalty,
+        pytest.raises(pf.errors.InputError, match=r"'layer'.*in place"),
+    ):
         penalty(model(INPUTS), Y)

@@ -32,7 +32,7 @@ def test_the_layers_weight_has_changed(layer):
         LOSS(outputs, Y).backward(retain_graph=True)
         optimizer.step()
         match = rf"layer '{layer}': its weight was modified in place after the forward pass; .* optimizer\.step\(\)"
-        with pytest.raises(pf.InputError, match=match):
+        with pytest.raises(pf.errors.InputError, match=match):
             penalty(outputs, Y)
         assert penalty(model(X), Y) > 0
 
@@ -43,7 +43,7 @@ def test_another_weight_has_changed():
         outputs = model(X)
         with torch.no_grad():
             model[2].weight.mul_(2)
-        with pytest.raises(pf.InputError, match=r"outputs: a weight or another tensor .* was modified in place"):
+        with pytest.raises(pf.errors.InputError, match=r"outputs: a weight or another tensor .* was modified in place"):
             penalty(outputs, Y)
 
 
@@ -53,7 +53,9 @@ def test_a_backward_pass_came_first(layer):
     with pf.FlatnessPenalty(model, layer, LOSS) as penalty:
         outputs = model(X)
         LOSS(outputs, Y).backward()
-        with pytest.raises(pf.InputError, match=r"outputs: a backward pass has freed their graph; .* before backward"):
+        with pytest.raises(
+            pf.errors.InputError, match=r"outputs: a backward pass has freed their graph; .* before backward"
+        ):
             penalty(outputs, Y)
 
 

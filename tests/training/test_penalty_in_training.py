@@ -73,7 +73,7 @@ def test_a_compiled_step_has_no_break_and_the_same_gradients(options):
 def test_a_compiled_step_refuses_targets_that_do_not_exist():
     torch.compiler.reset()
     compiled = torch.compile(pf.flatness_penalty, fullgraph=True, backend="aot_eager")
-    with pytest.raises(pf.InputError, match="class 7 does not exist among 3 classes"):
+    with pytest.raises(pf.errors.InputError, match="class 7 does not exist among 3 classes"):
         compiled(torch.ones(2, M), torch.ones(D, M), None, torch.tensor([0, 7]))
 
 

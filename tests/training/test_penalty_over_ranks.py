@@ -34,7 +34,7 @@ def test_a_head_that_is_spread_over_ranks_is_refused():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         weight = distribute_tensor(torch.randn(3, 5), init_device_mesh("cpu", (1,)), [Replicate()])
-        with pytest.raises(pf.NotYetError, match="weight: it is spread over ranks"):
+        with pytest.raises(pf.errors.NotYetError, match="weight: it is spread over ranks"):
             pf.flatness_penalty(torch.randn(4, 5), weight)
     finally:
         dist.destroy_process_group()

@@ -198,7 +198,7 @@ def test_an_error_leaves_model_and_history_as_they_were():
     model, data = Regularised().train(), [(X, Y), (X[:, :3], Y)]
     history = pf.track(model, LOSS, data)
     before = torch.get_rng_state()
-    with pytest.raises(pf.InputError, match=r"\(24, 3\)"):
+    with pytest.raises(pf.errors.InputError, match=r"\(24, 3\)"):
         history.record()
     assert len(history) == 0
     assert (model.training, model.norm.training, model.frozen.training) == (True, True, False)
@@ -216,7 +216,7 @@ def test_numbers_of_every_kind():
 
 
 def record_estimate():
-    return pf.Estimate(2.0, None, 3, "definition", exact=True, backend="reference")
+    return pf.results.Estimate(2.0, None, 3, "definition", exact=True, backend="reference")
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def record_estimate():
 )
 def test_bad_numbers(numbers, message):
     history = pf.track(classifier(5, 6, 4, 3), LOSS, (X, Y))
-    with pytest.raises(pf.InputError, match=message):
+    with pytest.raises(pf.errors.InputError, match=message):
         history.record(**numbers)
     assert len(history) == 0
 
@@ -256,7 +256,7 @@ def test_bad_numbers(numbers, message):
 )
 def test_bad_input_is_found_before_the_training(options, message):
     given = {"model": classifier(5, 6, 3), "loss": LOSS, "data": (X, Y)} | options
-    with pytest.raises(pf.InputError, match=message):
+    with pytest.raises(pf.errors.InputError, match=message):
         pf.track(**given)
 
 

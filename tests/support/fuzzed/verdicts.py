@@ -47,7 +47,7 @@ class Verdict:
         self.counts[CALLS, what] += 1
         try:
             result = run()
-        except pf.FlatnessError as error:
+        except pf.errors.FlatnessError as error:
             self.counts[REFUSED, what] += 1
             self.reasons[f"{what}: {_without_names(str(error))}"] += 1
         except Exception:

@@ -16,16 +16,19 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from typing_extensions import Unpack
 
-from .api import measure
-from .errors import InputError
-from .measures import MEASURES
-from .messages import check_module, shown
-from .model.layers import is_supported, matrix
-from .model.selectors import Selector
-from .options import check_numbers, check_seed
-from .reparameterization.reparameterize import reparameterize
-from .report import Estimate, views
+from ..api import measure
+from ..errors import InputError
+from ..measures import MEASURES
+from ..messages import check_module, shown
+from ..model.calling import Forward
+from ..model.layers import is_supported, matrix
+from ..model.selectors import Selector
+from ..options import EVERY, MeasureHow, Options, check_numbers
+from ..reparameterization.reparameterize import reparameterize
+from ..report import Estimate, views
+from ..session import public
 
 if TYPE_CHECKING:
     import pandas
@@ -96,16 +99,16 @@ class Invariances:
     __repr__ = __str__
 
 
+@public(*EVERY)
 def invariances(
     model: nn.Module,
-    loss: Any,
-    data: Any,
+    loss: Any = "auto",
+    data: Any = ...,
     *,
     measures: str | Sequence[str] | None = None,
     layers: Selector | Sequence[Selector] | None = None,
     factors: tuple[float, float] = (5.0, 25.0),
-    seed: int = 0,
-    **options: Any,
+    **how: Unpack[MeasureHow],
 ) -> Invariances:
     """Return which measures stay the same at other weights of the same function, layer-wise and neuron-wise.
 
@@ -119,8 +122,7 @@ def invariances(
         measures: names, None, ``"sweep"`` or ``"all"``, as for :func:`pyflatness.measure`.
         layers: that are measured, as for :func:`pyflatness.measure`; all that can be get new weights.
         factors: between which the factors are drawn, uniformly.
-        seed: of the factors.
-        options: of :func:`pyflatness.measure`, such as ``forward=`` or ``probes=``.
+        seed: of the factors, and of what is random in the measures.
 
     Returns:
         For each measure and way the largest relative change, and whether it is rounding: at most 1e-6 for exact values
@@ -142,19 +144,18 @@ def invariances(
          trace          moved, ...     moved, ...     no
          scaled_trace   kept, ...      moved, ...     layer-wise
     """
-    model, seed = check_module("model", model), check_seed("seed", seed)
+    model, seed = check_module("model", model), Options.of(how).seed
     low, *high = check_numbers("factors", factors, "two positive numbers (low, high)")
     if len(high) != 1 or low > high[0]:
         raise InputError(f"factors={shown(factors)}: two positive numbers (low, high) are wanted")
-    forward = {"forward": options["forward"]} if "forward" in options else {}
+    forward = how.get("forward")
     multiplied, skipped = _multiplied(model, data, np.random.default_rng(seed % 2**64), factors, forward)
-    options = {"layers": layers, "measures": measures, "seed": seed, **options}
-    before = measure(model, loss, data, **options)
+    before = measure(model, loss, data, layers=layers, measures=measures, **how)
     tolerance = _EXACT if next(model.parameters()).dtype == torch.float64 else _ROUNDED
     found: dict[str, list[Invariance]] = {name: [] for name in before.measures}
     for way in WAYS:
-        other = reparameterize(model, {name: drawn[way] for name, drawn in multiplied.items()}, data, **forward)
-        after = measure(other, loss, data, **options).by_measure()
+        other = reparameterize(model, {name: drawn[way] for name, drawn in multiplied.items()}, data, forward=forward)
+        after = measure(other, loss, data, layers=layers, measures=measures, **how).by_measure()
         for name, own in before.by_measure().items():
             found[name].append(_compared(name, way, own, after.get(name, {}), tolerance))
     rows = tuple(row for own in found.values() for row in own)
@@ -162,7 +163,7 @@ def invariances(
 
 
 def _multiplied(
-    model: nn.Module, data: Any, drawn: np.random.Generator, factors: tuple[float, float], forward: Mapping[str, Any]
+    model: nn.Module, data: Any, drawn: np.random.Generator, factors: tuple[float, float], forward: Forward | None
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Return the factors of each layer by the way, and why other layers have none."""
     found: dict[str, dict[str, Any]] = {}
@@ -171,7 +172,7 @@ def _multiplied(
         if not is_supported(module):
             continue
         try:
-            reparameterize(model, {name: 1.0}, data, **forward)
+            reparameterize(model, {name: 1.0}, data, forward=forward)
         except InputError as error:
             skipped[name] = str(error)
         else:

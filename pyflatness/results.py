@@ -1,0 +1,56 @@
+"""Name the classes of all that public calls return, for annotations and for reading files that they have written."""
+
+from .curvature.ascent import WorstCase
+from .curvature.linear_interpolation import LinearInterpolation
+from .curvature.slices import Landscape
+from .curvature.spectra import Density, Spectrum
+from .measures.pac_bayes import PacBayes
+from .report import Estimate, Report
+from .scoring.scores import Scores
+from .statistics.correlation import Correlation, Correlations
+from .statistics.grid import ConditionalMutualInformation, Environment, GranulatedKendall, SignError
+from .theory.gap import GeneralizationGap, Performance
+from .theory.gap_bounds import DensityConstants, GeneralizationBound
+from .theory.inequalities import Bound, Bounds, InterpolationError
+from .theory.invariance import Invariance, Invariances
+from .theory.robustness import FeatureRobustness, LabelConstancy, LargestRobustness, MatrixRobustness
+from .theory.sampling import Decomposition, Representativeness
+from .training.history import History, Record
+from .verification import Check, Verification
+
+__all__ = [
+    "Bound",
+    "Bounds",
+    "Check",
+    "ConditionalMutualInformation",
+    "Correlation",
+    "Correlations",
+    "Decomposition",
+    "Density",
+    "DensityConstants",
+    "Environment",
+    "Estimate",
+    "FeatureRobustness",
+    "GeneralizationBound",
+    "GeneralizationGap",
+    "GranulatedKendall",
+    "History",
+    "InterpolationError",
+    "Invariance",
+    "Invariances",
+    "LabelConstancy",
+    "Landscape",
+    "LargestRobustness",
+    "LinearInterpolation",
+    "MatrixRobustness",
+    "PacBayes",
+    "Performance",
+    "Record",
+    "Report",
+    "Representativeness",
+    "Scores",
+    "SignError",
+    "Spectrum",
+    "Verification",
+    "WorstCase",
+]
