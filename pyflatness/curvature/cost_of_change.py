@@ -32,6 +32,7 @@ from ..errors import InputError
 from ..hessian.products import Products
 from ..losses import risk
 from ..measures.layer_values import LayerValues
+from ..measures.scaled import together
 from ..measures.trace import TRACE
 from ..messages import shown
 from ..model import calling, layers, uses
@@ -251,12 +252,9 @@ class Costs:
                 value=factor * trace.value,
                 stderr=None if trace.stderr is None else factor * trace.stderr,
             )
-        found["", BY_TRACE] = replace(
-            traces["", TRACE.name],
-            value=sum(estimate.value for estimate in found.values()),
-            stderr=None if self._task.options.probes is None else sum(e.stderr or 0.0 for e in found.values()),
-            dof=None,
-        )
+        stderr, dof = together([*found.values()])
+        value = sum(estimate.value for estimate in found.values())
+        found["", BY_TRACE] = replace(traces["", TRACE.name], value=value, stderr=stderr, dof=dof)
         return found
 
 

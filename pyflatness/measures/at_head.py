@@ -22,7 +22,7 @@ from ..errors import InputError, NonFiniteError
 from ..head import HeadBatch
 from ..model import layers
 from ..model.kinds.deviations import FeatureScale
-from ..numerics.accumulate import Accumulator, masked, non_finite
+from ..numerics.accumulate import Accumulator, masked, non_finite, underflow
 from ..numerics.ranks import Ranks
 from ..numerics.shard import Shard
 from ..options import Options
@@ -118,8 +118,9 @@ class Total:
                 batch.features.new_empty(len(batch.features), dtype=torch.float64) if self._options.per_sample else None
             )
             found = curvature.total(batch.features, batch.labels, rows)
-        if found is None or not math.isfinite(found.total):  # row by row it shows what is wrong, or is left out
-            self._add_rows(batch, curvature)
+        lost = None if found is None else self._lost(batch, found.total)
+        if found is None or lost is not None or not math.isfinite(found.total):
+            self._add_rows(batch, curvature)  # which shows what is wrong, or leaves it out
             return
         self._over.add(batch.samples, float(found.counted))
         self.value += found.total
@@ -133,6 +134,9 @@ class Total:
         if self._scale is not None:
             rows = self._as_in_the_first_read(batch, rows)
         total, weights, kept = float(rows.sum()), batch.terms.weights, None
+        lost = self._lost(batch, total)
+        if lost is not None:
+            rows, total = rows.masked_fill(lost, math.nan), math.nan
         if not math.isfinite(total):
             rows = torch.where(batch.terms.scale != 0, rows, 0.0)
             kept = _kept(self._over, batch, ~rows.isfinite(), self._error)
@@ -146,6 +150,11 @@ class Total:
             self._bound += float(torch.where(counted, bounds, 0.0).sum())
         if self._options.per_sample:
             self._contributions.append(_by_sample(batch, masked(rows, kept, torch.nan)).sum(dim=1))
+
+    def _lost(self, batch: HeadBatch, total: float) -> Tensor | None:
+        """Return which rows are lost to underflow, (rows,); None: none is."""
+        policy, name = self._options.nan_policy, self._source.name
+        return underflow(policy, batch.number, abs(total), [batch.features], name, "rows")
 
     def _as_in_the_first_read(self, batch: HeadBatch, rows: Tensor) -> Tensor:
         """Return rows with NaN in those that the deviations are without; samples that are left out have no others."""

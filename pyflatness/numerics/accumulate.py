@@ -8,10 +8,13 @@ are divided by is the normaliser. It is decided here alone what a ``nan_policy``
     "raise"      an error says where they are
     "propagate"  the values of their samples are NaN, and so are the sums
     "omit"       their samples are left out of sums and normaliser, and counted
+
+The same holds of a sum of squares that is 0, or short of digits, because its inputs' squares underflow.
 """
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +24,7 @@ from .shard import WHOLE, Key, Parts, Shard
 
 NAN_POLICIES = "raise", "propagate", "omit"
 _SAMPLES = "samples"  # among sums over ranks
+_SMALL = torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps
 
 Error = Callable[[], NonFiniteError]
 """Make the error for "raise". It may raise another itself, of weights, where leaving out samples would not help."""
@@ -46,6 +50,45 @@ def non_finite(number: int, fine: Tensor, where: str, rows: str = "samples") -> 
         f"batch {number}: {int((~fine).sum())} of {len(fine)} {rows} have NaN or infinity {where}; pass "
         "nan_policy='omit' or 'propagate' to go on"
     )
+
+
+def underflow(
+    policy: str, number: int, total: float, inputs: Iterable[Tensor], layer: str, rows: str = "samples"
+) -> Tensor | None:
+    """Return which rows of a batch have lost their values to underflow, (rows,) bool; None: no value is lost.
+
+    A sum of products with squared inputs is right up to rounding where it is far above the dtype's smallest normal
+    number, or the largest of these squares is above that. Where all inputs are 0 it is a true 0.
+
+    Args:
+        policy: of the user.
+        number: of the batch.
+        total: Σ |value| over the rows.
+        inputs: of the layer, (rows, …) each, not yet normalised; they are asked for where the sum is all but 0.
+        layer: its name, or empty.
+        rows: what the rows are.
+
+    Raises:
+        NonFiniteError: there are some, under "raise".
+    """
+    if not total < _SMALL:
+        return None
+    parts = [part for part in inputs if part.numel()]
+    if not parts or not all(part.is_floating_point() for part in parts):  # a token counts as 1
+        return None
+    limits = torch.finfo(functools.reduce(torch.promote_types, [part.dtype for part in parts], torch.float32))
+    largest = max(abs(float(end)) for part in parts for end in part.aminmax())
+    if not (largest > 0 and largest**2 < limits.tiny and total < limits.tiny / limits.eps):
+        return None
+    lost = torch.stack([part.flatten(1).any(dim=1) for part in parts]).any(dim=0)
+    if policy == "raise":
+        where = f"layer {layer!r}" if layer else "the layer"
+        raise NonFiniteError(
+            f"batch {number}: {int(lost.sum())} of {len(lost)} {rows} have inputs of {where} whose squares underflow "
+            f"(the largest is {largest:.2g}); rescale the inputs or compute in float64, or pass nan_policy='omit' or "
+            "'propagate' to go on"
+        )
+    return lost
 
 
 def kept(policy: str, fine: Tensor, error: Error, samples: BySample | None = None) -> Tensor | None:

@@ -24,7 +24,7 @@ def of_estimate(estimate: "Estimate") -> str:
     facts: list[tuple[str, Any]] = [
         ("value", tables.value(own).text),
         ("exact", "yes" if estimate.exact else "no"),
-        ("standard error", "–" if estimate.stderr is None else f"{estimate.stderr:.3g}"),
+        ("standard error", "–" if estimate.stderr is None else tables.standard_error(estimate.stderr)),
         ("95 % interval", "–" if own["low"] is None else f"[{own['low']:.6g}, {own['high']:.6g}]"),
         ("off by at most", "" if estimate.bound is None else f"{estimate.bound:.3g}"),
         ("layer", estimate.layer),

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _TENSORS = ("per_sample", "per_neuron")  # of an Estimate
 # Beside the measures of a report as a dict.
 _BESIDE = ("skipped", "uncovered", "why_uncovered", "network_of")
+_AGREEING = 1e-6  # of a value: by less than so much probes differ by chance or by rounding, which tells of no error
 _WIDTH = 100  # of a table
 _LONGEST = 24  # of a layer's name, from where on it is folded if there is no room for it
 
@@ -39,12 +40,14 @@ class Estimate(float):
 
     Attributes:
         value: the measure, in units of the loss where it is one of its second derivatives.
-        stderr: standard error of ``value`` given the data; None when nothing was drawn at random.
+        stderr: standard error of ``value`` given the data; None when nothing was drawn at random. NaN where it is not
+            known: probes that agree up to rounding, by chance or because there is nothing to sample, tell of no error.
         samples: samples (entries of dimension 0 of the batches) that the value is over; 0 if it is of no data.
         method: ``"head"``, ``"ggn"``, ``"hessian"``, ``"ggn-sampled"``, ``"hessian-sampled"`` or ``"definition"``; of
             measures without second derivatives ``"forward-mode"``, ``"monte-carlo"`` or ``"weights"``, of Jacobians
             ``"jacobian"`` or ``"ascent"``.
-        exact: True only if the value is the definition's up to rounding (that of the loss Hessian, where it is of one).
+        exact: True only if the value is the definition's up to rounding (that of the loss Hessian, where it is of one);
+            False of NaN.
         backend: ``"compiled"``, ``"triton"`` or ``"reference"``.
         per_sample: (n,) float64, ``n`` times each sample's contribution, so that the mean is ``value``; None unless
             asked for. Under ``nan_policy="omit"`` an omitted sample holds NaN, and the mean over the others is
@@ -77,6 +80,14 @@ class Estimate(float):
         """Make the number; the facts are set by ``__init__``."""
         return super().__new__(cls, value)
 
+    def __post_init__(self) -> None:
+        """Take back what a value cannot claim: to be exact as NaN, or to have no error because its probes agree."""
+        if math.isnan(self.value):
+            object.__setattr__(self, "exact", False)
+        if self.stderr is not None and self.stderr <= _AGREEING * abs(self.value):
+            object.__setattr__(self, "stderr", math.nan)
+            object.__setattr__(self, "dof", None)
+
     def interval(self, level: float = 0.95) -> tuple[float, float] | None:
         """Return the interval that holds the value of the definition with probability ``level``, given the data.
 
@@ -88,7 +99,8 @@ class Estimate(float):
 
         Returns:
             Both ends; (value, value) of an exact value; None where nothing is known of the error: a standard error
-            without degrees of freedom (one draw alone), or a value that is neither exact nor drawn at random.
+            that is NaN (draws that agree) or without degrees of freedom (one draw alone, few groups of
+            ``probes="adaptive"``), or a value that is neither exact nor drawn at random.
 
         Raises:
             InputError: a level that is no probability.
@@ -106,9 +118,12 @@ class Estimate(float):
 
     def __repr__(self) -> str:
         number = _number(self)
+        how_sure = "" if self.stderr is None else "95 % interval" if self.interval() else "no interval"
+        if self.stderr is not None and math.isnan(self.stderr):
+            how_sure = "standard error unknown"
         facts = [
             "exact" if self.exact else "not exact",
-            "" if self.stderr is None else "95 % interval" if self.interval() else "no interval",
+            how_sure,
             "" if self.bound is None else f"off by at most {self.bound:.2g}",
             f"method {self.method}",
             f"layer {self.layer!r}" if self.layer else "",

@@ -24,7 +24,7 @@ class Row:
         layer: qualified name of the layer; empty for the network's value.
         measure: its name.
         value: in units of the loss, where the measure is one of its second derivatives.
-        stderr: standard error of a sampled value.
+        stderr: standard error of a sampled value; NaN where it is not known.
         method: see :class:`pyflatness.results.Estimate`, as for the next two.
         exact: whether the value is the definition's up to rounding.
         samples: how many the value is over.

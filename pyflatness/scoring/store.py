@@ -433,6 +433,8 @@ def _held(row: sqlite3.Row, unit: sqlite3.Row) -> Held:
     cells: dict[str, Any] = {name: None if row[name] is None else kind(row[name]) for name, kind in _NUMBERS.items()}
     if row["state"] == "done" and row["value"] is None:  # SQLite has no NaN
         cells["value"] = math.nan
+    if cells["stderr"] is None and str(cells["method"]).endswith("-sampled"):
+        cells["stderr"] = math.nan
     return Held(Row(measure=row["measure"], **cells), Fit(unit["loss"], unit["accuracy"]), unit["versions"])
 
 

@@ -89,14 +89,15 @@ class Grouped:
         self.differences.index_add_(2, self.probes.pairs[chosen][kept], signed)
 
     def variances(self) -> Tensor | None:
-        """Return unbiased variances of each sample's sum, and the sum of its groups' squared ones.
+        """Return unbiased variances of each sample's sum, the sum of its groups' squared ones, and its replicates.
 
-        They are (2, layers + 1, quantities, n); the last layer is the network. None if the sums are exact.
+        They are (3, layers + 1, quantities, n); the last layer is the network. None if the sums are exact.
         """
         if not bool((self.groups.variances > 0).any()):
             return None
         both = torch.cat([self.differences, self.differences.sum(dim=0, keepdim=True)])
         found = with_squares(both.square() / 2 * (1 / self.probes.chances - 0.5))
+        found = torch.cat([found, torch.ones_like(found[:1])])
         again = self.probes.samples[self.probes.replicates == 1]
         return both.new_zeros(*found.shape[:-1], self.sums.shape[2]).index_add_(3, again, found)
 

@@ -118,6 +118,7 @@ class AdaptiveSweep(Sweep):
         part.rounds = rounds
         for name, value in heads.items():
             part.sums[self._runner.places[name], self._heads.columns] = value
+        self._mark_underflow(run, part.sums.unsqueeze(0))
         rest = self._pilot(run, nonlinear, tolerance.expected(run.samples)) if nonlinear else None
         prints = {name: form.fingerprints(run) for name, form in forms.items()}
         return _Begun(part, forms, rest, prints, self._left_out(run, sent), nonlinear)

@@ -23,7 +23,7 @@ from ..hessian import block_traces
 from ..hessian.block_traces import BlockTraces, Value
 from ..losses import Loss
 from ..model import layers, spread
-from ..numerics.accumulate import counting, finite_samples
+from ..numerics.accumulate import counting, finite_samples, underflow
 from ..numerics.signs import Signs
 from ..options import Options
 from ..passes import cotangents, linearity, normalize
@@ -48,8 +48,9 @@ class Values:
             by the normaliser. One draw if they are exact. Of all selected layers; 0 for one that did not run.
         sample_weights: (n,) float64, each sample's weight in a mean.
         number: of the user's batch.
-        variances: (2, layers + 1, quantities, n) float64, of one draw's values and last of the network's, where these
-            are sampled in groups, and the sums of the groups' squared ones; None: they are exact, or their draws tell.
+        variances: (3, layers + 1, quantities, n) float64, of one draw's values and last of the network's, where these
+            are sampled in groups, the sums of the groups' squared ones, and the replicates; None: they are exact, or
+            their draws tell.
         parts: by layer and quantity, those of :class:`.quantities.Contribution` summed over the samples that count.
         lost: (n,), samples without a loss, whose values are NaN.
         by_hessian: layers whose values are of second derivatives.
@@ -165,19 +166,22 @@ class Sweep:
             values[:, places[name], self._heads.columns] = value
         self._add_hessian(run, signs, {name: values[:, places[name]] for name in nonlinear}, parts)
         self.by_hessian.update(nonlinear)
+        self._mark_underflow(run, values[:, :, : len(self._of_weights)])
         values = self._marked(values, sent, self._left_out(run, sent), run.number)
-        parts = self._summed(parts, values, sent) if parts else parts
+        parts = self._summed(parts, values) if parts else parts
         return Values(
             values, sent.sample_weights, run.number, parts=parts, lost=sent.bad, by_hessian=frozenset(nonlinear)
         )
 
-    def _summed(self, parts: Parts, values: Tensor, sent: cotangents.Cotangents) -> Parts:
-        """Return the parts, those by neuron summed over the samples that count; NaN if one of these has no loss."""
-        kept = counting(self._options.nan_policy, values)
+    def _summed(self, parts: Parts, values: Tensor) -> Parts:
+        """Return the parts, those by neuron summed over the samples that count; NaN if one of these has no value."""
+        counted = counting(self._options.nan_policy, values)
         neurons = {key for key in parts if key[1] in ACTIVATIONS or QUANTITIES[key[1]].neurons}
-        parts = {key: part[kept].sum(dim=0) if key in neurons else part for key, part in parts.items()}
-        if bool((sent.bad & kept).any()):  # of a loss whose curvature does not show that a sample has none
-            return {key: torch.full_like(part, torch.nan) for key, part in parts.items()}
+        parts = {key: part[counted].sum(dim=0) if key in neurons else part for key, part in parts.items()}
+        bad = (values.isnan().any(dim=0).any(dim=1) & counted).any(dim=1)
+        for name, without in zip(self._runner.selected, bad.tolist(), strict=True):
+            if without:  # where a loss's curvature does not show that a sample has none, or squares underflow
+                parts |= {key: torch.full_like(part, torch.nan) for key, part in parts.items() if key[0] == name}
         return parts
 
     def _add_cotangents(
@@ -296,11 +300,13 @@ class Sweep:
         total, traces = torch.zeros_like(sent.sample_weights.sum()), torch.zeros_like(sent.sample_weights)
         if linear or nonlinear:
             total, traces = traced(run, sent, name, kept)
-        traces = self._marked(traces[None, None, None], sent, self._left_out(run, sent), run.number)
+        traces = traces[None, None, None]
+        self._mark_underflow(run, traces)
+        traces = self._marked(traces, sent, self._left_out(run, sent), run.number)
         left = counting(self._options.nan_policy, traces)
         if not bool(left.all()):
             total, _ = traced(run, sent, name, left)
-        elif bool(sent.bad.any()):
+        elif bool(traces.isnan().any()):
             total = torch.full_like(total, torch.nan)
         if (
             linear or nonlinear
@@ -335,6 +341,21 @@ class Sweep:
         with block_traces.differentiable([name]), contractions.full_precision(run.outputs):
             gradients = self._gradients(run, [name])
             return self._traces(run, name, self._loss.value, gradients[name], ()).matrix(kept)
+
+    def _mark_underflow(self, run: Run, values: Tensor) -> None:
+        """Put NaN in the place of values (draws, layers, quantities, n) of weights that are lost to underflow.
+
+        Raises:
+            NonFiniteError: there are some, under "raise".
+        """
+        if values.shape[2] == 0:
+            return
+        totals = values.abs().sum(dim=(0, 3)).amin(dim=1).tolist()
+        for name, of_layer, total in zip(self._runner.selected, values.unbind(dim=1), totals, strict=True):
+            inputs = (run.samples_first(name, call.inputs.detach()) for call in run.calls(name))
+            lost = underflow(self._options.nan_policy, run.number, total, inputs, name)
+            if lost is not None:
+                of_layer.masked_fill_(lost, torch.nan)
 
     def _left_out(self, run: Run, sent: cotangents.Cotangents) -> Tensor:
         """Return which samples (n,) are left out whatever their values are: without a loss, or without deviations."""

@@ -124,15 +124,17 @@ class Residuals:
         return ((self._squares - self._sums.square() / counts.clamp_min(1)) / (counts - 1).clamp_min(1)).clamp_min(0)
 
     def variances(self) -> Tensor | None:
-        """Return variances of the means, and their squares over their degrees of freedom; None if all are exact.
+        """Return variances of the means, their squares over their degrees of freedom, and these; None if all are exact.
 
-        They are (2, layers + 1, quantities, n); the last layer is the network, whose layers have independent probes.
+        They are (3, layers + 1, quantities, n); the last layer is the network, whose layers have independent probes.
         """
         if bool(self._exact.all()):
             return None
         counts = self._counts.clamp_min(2).unsqueeze(1)
         found = with_squares((self.deviations / counts).masked_fill(self._exact.unsqueeze(1), 0.0))
         found[1] /= counts - 1
+        replicates = (counts - 1).masked_fill(self._exact.unsqueeze(1), 0).expand_as(found[0])
+        found = torch.cat([found, replicates.unsqueeze(0)])
         return torch.cat([found, found.sum(dim=1, keepdim=True)], dim=1)
 
     def want(self, wanted: Tensor) -> None:

@@ -15,8 +15,6 @@ from ..numerics.variances import Variances
 from ..options import Options
 from .layer_sweep import Values
 
-_AGREEING = 1e-6  # of a value: by less than so much probes differ by chance or by rounding, which tells of no error
-
 _VALUES = "values"  # beside the parts, among sums over ranks
 
 OR_OVERFLOW = "(or squares beyond the dtype's range)"
@@ -142,7 +140,6 @@ class Totals:
         if spread is not None:
             variance, dof = (each.cpu() for each in spread)
             errors = (variance.sqrt() / normaliser).masked_fill(~values.isfinite(), torch.nan)
-            dof = dof.masked_fill(errors <= _AGREEING * values.abs(), torch.nan)
         return Sums(
             values=values,
             errors=errors,

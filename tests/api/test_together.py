@@ -235,8 +235,13 @@ def test_wide_reports_are_several_tables():
 def test_products_of_one_sweep_are_shared(monkeypatch):
     """Behind a curved layer: those of the diagonal tell all."""
     taken = []
-    original = block_traces.derivatives
-    monkeypatch.setattr(block_traces, "derivatives", lambda *a: taken.append(len(a[2])) or original(*a))
+
+    class Counted(block_traces.LinearMap):
+        def __call__(self, vectors):
+            taken.append(len(vectors))
+            return super().__call__(vectors)
+
+    monkeypatch.setattr(block_traces, "LinearMap", Counted)
     for names, products in ((FLATNESS, 6), (None, 6), ("relative_flatness", 5), (["neuron_flatness_rows"], 6)):
         taken.clear()
         pf.measure(mlp(nn.Tanh), LOSS, (X, Y), layers="0", measures=names)

@@ -1,7 +1,9 @@
 """Intervals: Student's quantile against scipy, degrees of freedom of sums, and what of both an estimate says."""
 
 import dataclasses
+import json
 import math
+import re
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from pyflatness.measures.scaled import together
 from pyflatness.numerics.variances import Variances, with_squares
 from pyflatness.report import intervals
 from support.cases import classifier
+from support.covering import share
 from support.grid import normal
 
 X, Y, LOSS = normal(1, 40, 5), torch.arange(40) % 3, nn.CrossEntropyLoss()
@@ -126,8 +129,25 @@ def test_variances_of_one_draw_and_of_none():
     assert float(variance) == math.inf
     assert math.isnan(dof)
     groups = Variances()
-    groups.add(with_squares(torch.tensor([4.0, 0.0, 4.0]).double()))
+    groups.add(torch.cat([with_squares(torch.tensor([4.0, 0.0, 4.0]).double()), torch.full((1, 3), 4.0).double()]))
     assert [float(part) for part in groups.result()] == [8, 2]
+
+
+@pytest.mark.parametrize("groups", [1, 4, 7, 8, 40])
+def test_few_replicates_have_no_degrees_of_freedom(groups):
+    """Groups of many columns in one direction have skewed values: intervals of one of them would cover 85 %."""
+    covered = []
+    for values in (normal(groups, 500, 2, groups).square() - 1).unbind():
+        variances = Variances()
+        found = with_squares((values[0] - values[1]).square() / 4)
+        variances.add(torch.cat([found, torch.ones_like(found[:1])]))
+        variance, dof = (float(part) for part in variances.result())
+        estimate = sampled(value=float(values.mean(dim=0).sum()), stderr=variance**0.5, dof=dof)
+        if groups < 8:
+            assert math.isnan(dof)
+        else:
+            covered.append(estimate.interval())
+    assert groups < 8 or 0.92 < share(covered, 0.0) < 0.98
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
@@ -186,10 +206,41 @@ def test_draws_that_agree_by_chance_have_no_interval():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 4))
     found = [pf.relative_flatness(model, LOSS, (X[:1].float(), Y[:1]), "0", probes=2, seed=seed) for seed in range(40)]
-    agreeing = [estimate for estimate in found if estimate.stderr < 1e-6 * estimate.value]
+    agreeing = [estimate for estimate in found if math.isnan(estimate.stderr)]
     assert 2 <= len(agreeing) <= 20
-    assert all(estimate.interval() is None for estimate in agreeing)
-    assert all(estimate.interval() for estimate in found if estimate not in agreeing)
+    for estimate in agreeing:
+        assert (estimate.exact, estimate.dof, estimate.interval()) == (False, None, None)
+        assert "[–]: not exact, standard error unknown, method ggn-sampled" in repr(estimate)
+        assert "<td>unknown</td>" in re.sub(r"<td[^>]*>", "<td>", estimate._repr_html_())
+        again = pf.results.Estimate.from_dict(json.loads(json.dumps(estimate.to_dict())))
+        assert again == estimate
+    others = [estimate for estimate in found if estimate not in agreeing]
+    assert all(estimate.stderr > 1e-3 * estimate and estimate.interval() for estimate in others)
+    names = ["trace", "scaled_trace", "matrix_normalized_sharpness"]  # the network's, of layers that agree or do not
+    reports = [pf.measure(model, LOSS, (X[:1].float(), Y[:1]), measures=names, probes=2, seed=s) for s in range(8)]
+    for report in reports:
+        unknown = any(math.isnan(report[layer, "trace"].stderr) for layer in report.layers)
+        assert [math.isnan(report[name].stderr) for name in names[1:]] == [unknown] * 2
+        assert ("[–]" in str(report)) is (unknown or math.isnan(report["trace"].stderr))
+    assert any(math.isnan(report["scaled_trace"].stderr) for report in reports)
+
+
+def test_groups_of_few_samples_have_no_interval():
+    model = classifier(5, 6, 3).double()
+    few = pf.measure(model, LOSS, (X[:2], Y[:2]), measures="trace", probes="adaptive", rtol=0.9)["0", "trace"]
+    assert few.stderr > 0
+    assert few.interval() is None
+    assert "no interval" in repr(few)
+    assert pf.measure(model, LOSS, (X, Y), measures="trace", probes="adaptive", rtol=0.9)["0", "trace"].interval()
+
+
+@pytest.mark.parametrize("stderr", [None, 0.1])
+def test_a_value_that_is_no_number_is_not_exact(stderr):
+    assert not pf.results.Estimate(math.nan, stderr, 5, "ggn", exact=True, backend="reference").exact
+    inputs = torch.where(torch.arange(40)[:, None] == 3, math.nan, X)
+    found = pf.head_flatness(inputs, normal(2, 3, 5), targets=Y, nan_policy="propagate")
+    assert math.isnan(found)
+    assert not found.exact
 
 
 def test_a_figure_has_intervals(tmp_path):

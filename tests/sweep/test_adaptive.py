@@ -57,7 +57,8 @@ def test_every_estimate_covers(name):
     for layer in layers:
         value = exact[layer, "trace"].value
         estimate = found[layer, "trace"]
-        assert abs(estimate.value - value) <= 4 * (estimate.stderr or 0.0) + 1e-9 * abs(value) + 1e-14
+        error = 0.0 if estimate.stderr is None or math.isnan(estimate.stderr) else estimate.stderr
+        assert abs(estimate.value - value) <= 4 * error + 1e-9 * abs(value) + 1e-14  # NaN: groups without cross terms
         assert estimate.method == ("ggn" if estimate.stderr is None else "ggn-sampled")
         assert estimate.exact is (estimate.stderr is None)
 

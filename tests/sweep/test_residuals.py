@@ -67,7 +67,8 @@ def test_every_estimate_covers(name, layer):
     expected = truth.trace_of(grid.hessian(case, layer))
     estimate = adaptive(case.build(), (inputs, targets), layer, loss=case.loss, rtol=0.5, seed=3)[layer, "trace"]
     assert (estimate.method, estimate.exact) == ("hessian-sampled", False)
-    assert abs(estimate.value - expected) <= 4 * estimate.stderr + 1e-9 * abs(expected)
+    error = 0.0 if math.isnan(estimate.stderr) else estimate.stderr  # of probes that have to agree
+    assert abs(estimate.value - expected) <= 4 * error + 1e-9 * abs(expected)
 
 
 @pytest.mark.parametrize(
@@ -166,13 +167,14 @@ def test_a_loss_that_has_no_curvature():
 @pytest.fixture
 def products(monkeypatch):
     """Rows of all Hessian products."""
-    rows, derivatives = [], block_traces.derivatives
+    rows = []
 
-    def counted(gradient, inputs, directions):
-        rows.append(len(directions) * directions.shape[1])
-        return derivatives(gradient, inputs, directions)
+    class Counted(block_traces.LinearMap):
+        def __call__(self, vectors):
+            rows.append(len(vectors) * vectors.shape[1])
+            return super().__call__(vectors)
 
-    monkeypatch.setattr(block_traces, "derivatives", counted)
+    monkeypatch.setattr(block_traces, "LinearMap", Counted)
     return rows
 
 

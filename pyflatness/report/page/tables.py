@@ -106,11 +106,16 @@ def value(record: Record) -> Cell:
     if stderr is not None:
         ends = None if record["low"] is None or record["high"] is None else (record["low"], record["high"])
         brackets = intervals.shown(found, ends).partition(" ")[2]
-        note = f"{found:.10g}, standard error {stderr:.6g}; {_how(record)}"
+        note = f"{found:.10g}, standard error {standard_error(stderr)}; {_how(record)}"
         return Cell(f"{with_error(found, stderr)} {brackets}", _key(found), note=note)
     if record["exact"]:
         return Cell(f"{found:.6g}", _key(found))
     return Cell(f"≈ {found:.6g}", _key(found), note=f"not exact; {_how(record)}")
+
+
+def standard_error(given: float) -> str:
+    """Return the standard error of a sampled value as text, "unknown" where it is NaN."""
+    return "unknown" if math.isnan(given) else f"{given:.3g}"
 
 
 def values(records: Sequence[Record], caption: str, beside: Sequence[str] = ()) -> Table:
@@ -146,7 +151,7 @@ def summary(records: Sequence[Record]) -> Table:
         errors = [
             record["stderr"] / abs(record["value"])
             for record in there
-            if record["stderr"] is not None and record["value"]
+            if record["value"] and record["stderr"] is not None and not math.isnan(record["stderr"])
         ]
         methods = ", ".join(dict.fromkeys(str(record["method"]) for record in there))
         samples = ", ".join(dict.fromkeys(str(record["samples"]) for record in there))
