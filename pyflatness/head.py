@@ -207,18 +207,19 @@ class Head:
         product.enter_context(state.without_product(module, width))
 
     def _head_call(self, calls: calling.Calls, outputs: Tensor) -> calling.Call:
-        if not calls.last:
+        made = calls.last or {name: call for name, call in calls.empty.items() if name == self.name}
+        if not made:
             raise layers.did_not_run(self._candidates, self._candidates)
-        name = list(calls.last)[-1]
+        name = list(made)[-1]
         if not self.name:
             self.name = name
             layers.check_measurable(name, self._candidates[name])
         if name != self.name:
             raise InputError(f"layer: the last Linear that ran is {name!r} in this batch, it was {self.name!r} before")
-        call = calls.last[name]
+        call = made[name]
         check_tensor(f"layer {name!r}: input", call.inputs)
         reason = ""
-        if calls.count[name] > 1:
+        if calls.count.get(name, 1) > 1:
             reason = f"it ran {calls.count[name]} times in one forward pass"
         elif (
             outputs.untyped_storage()._cdata != call.output.untyped_storage()._cdata

@@ -42,7 +42,10 @@ def version(tensor: Tensor) -> int:
 
 
 class Calls:
-    """Hook some layers to keep each one's last call, and how many there were; see :class:`.recorder.Recorder`."""
+    """Hook some layers to keep each one's last call, and how many there were; see :class:`.recorder.Recorder`.
+
+    A call on an empty tensor is none where there are others; ``empty`` has the last of these.
+    """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
@@ -53,6 +56,7 @@ class Calls:
         """Forget all calls and the tensors they hold."""
         self.last: dict[str, Call] = {}  # in the order of the layers' last calls
         self.count: dict[str, int] = {}
+        self.empty: dict[str, Call] = {}
 
     def __enter__(self) -> "Calls":
         for name, module in self._modules.items():
@@ -69,12 +73,15 @@ class Calls:
             inputs = args[0] if args else kwargs.get("input")
             if isinstance(inputs, Tensor):
                 inputs = spread.full(inputs)
-            if not isinstance(output, Tensor) or output.numel() == 0 or is_transformed():
+            if _aside or is_transformed() or not isinstance(output, Tensor) or not isinstance(inputs, Tensor):
                 return
-            if isinstance(inputs, Tensor) and not _aside:
-                self.last.pop(name, None)
-                self.last[name] = Call(inputs, output, (version(inputs), version(output)))
-                self.count[name] = self.count.get(name, 0) + 1
+            call = Call(inputs, output, (version(inputs), version(output)))
+            if output.numel() == 0:
+                self.empty[name] = call
+                return
+            self.last.pop(name, None)
+            self.last[name] = call
+            self.count[name] = self.count.get(name, 0) + 1
 
         return keep
 

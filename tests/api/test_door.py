@@ -91,10 +91,13 @@ MODELS = {
     "an array": (lambda: Returning(lambda z: z.detach().numpy()), "came out, got ndarray; pass forward="),
     "a function": (lambda: F.relu, "model: a torch.nn.Module is wanted, got function"),
     "no parameters": (nn.ReLU, "has no parameters"),
-    "meta": (lambda: doors.net().to("meta"), r"'0.weight', \(6, 4\), is on the meta device .* load the model first"),
+    "meta": (
+        lambda: doors.net().to("meta"),
+        r"'0.weight', \(6, 4\), has no values .it is on the meta device, .* load the model first",
+    ),
     "half of it meta": (
         lambda: nn.Sequential(doors.net()[0], nn.ReLU(), nn.Linear(6, C, device="meta")),
-        r"'2.weight', \(3, 6\), is on the meta device",
+        r"'2.weight', \(3, 6\), has no values .it is on the meta device",
     ),
     "training": (lambda: nn.Sequential(*doors.net(), nn.Dropout(0.5)), r"'3' \(Dropout\) is in training mode"),
 }

@@ -167,18 +167,18 @@ def test_what_cannot_be_described_is_computed_and_said(tmp_path: Path) -> None:
     cell["LOCK"] = threading.Lock()
     data, networks = (torch.randn(20, 3), torch.randn(20, 2)), {"a": cell["net"].eval()}
     for _ in range(2):
-        scores = pf.score(networks, data, "mse_loss", store=tmp_path / "a.sqlite")
+        scores = pf.score(networks, "mse_loss", data, store=tmp_path / "a.sqlite")
         assert scores.computed == 1
         (note,) = scores.notes
         assert "LOCK of forward of Net" in note
         assert note in str(scores)
-    scores = [pf.score(networks, data, "mse_loss", store=tmp_path / "a.sqlite", version="1") for _ in range(2)]
+    scores = [pf.score(networks, "mse_loss", data, store=tmp_path / "a.sqlite", version="1") for _ in range(2)]
     assert [(one.computed, one.notes) for one in scores] == [(1, ()), (0, ())]
     cell.run("Net.forward = lambda self, x: 2 * self.head(x)")
-    assert pf.score(networks, data, "mse_loss", store=tmp_path / "a.sqlite", version="1").computed == 0
-    assert pf.score(networks, data, "mse_loss", store=tmp_path / "a.sqlite", version="2").computed == 1
+    assert pf.score(networks, "mse_loss", data, store=tmp_path / "a.sqlite", version="1").computed == 0
+    assert pf.score(networks, "mse_loss", data, store=tmp_path / "a.sqlite", version="2").computed == 1
     with pytest.raises(pf.errors.InputError, match="a text that stands for your code"):
-        pf.score(networks, data, "mse_loss", store=tmp_path / "a.sqlite", version=2)
+        pf.score(networks, "mse_loss", data, store=tmp_path / "a.sqlite", version=2)
 
 
 FILES = {
@@ -308,12 +308,12 @@ def test_a_file_that_was_edited_after_it_was_imported_is_an_error(project: Path)
     edited = text.replace("return late(", "return 3 * late(")
     (project / "net.py").write_text(edited)  # before the store meets it for the first time
     with pytest.raises(pf.errors.InputError, match=r"net\.py was edited after it was imported.*restart"):
-        pf.score(networks, data, "mse_loss", store="runs.sqlite")
+        pf.score(networks, "mse_loss", data, store="runs.sqlite")
     (project / "net.py").write_text(f"# only a comment\n{text}")
-    assert pf.score(networks, data, "mse_loss", store="runs.sqlite").computed == 1
+    assert pf.score(networks, "mse_loss", data, store="runs.sqlite").computed == 1
     (project / "base.py").write_text("SCALE = 5.0\n")
     with pytest.raises(pf.errors.InputError, match=r"base\.py was edited"):
-        pf.score(networks, data, "mse_loss", store="runs.sqlite")
+        pf.score(networks, "mse_loss", data, store="runs.sqlite")
     for name in ("base", "config", "net"):  # what a notebook may do in place of a restart
         importlib.reload(sys.modules[name])
     again = pf.score({"a": net.Net().eval()}, data, "mse_loss", store="runs.sqlite")

@@ -180,7 +180,7 @@ def test_a_name_that_no_file_can_have_is_an_error(name: str, write: bool, tmp_pa
         Store(tmp_path / name, write=write)
     if write:
         with pytest.raises(pf.errors.StoreError):
-            pf.score({"a": torch.nn.Linear(3, 2)}, (torch.ones(4, 3), torch.ones(4, 2)), "mse_loss", store=name)
+            pf.score({"a": torch.nn.Linear(3, 2)}, "mse_loss", (torch.ones(4, 3), torch.ones(4, 2)), store=name)
 
 
 def everything(path: Path) -> object:
