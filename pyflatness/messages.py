@@ -154,7 +154,7 @@ def check_path(option: str, given: object) -> Path:
         InputError: no path, or that of a folder.
     """
     text = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
-    if not isinstance(text, str) or os.path.isdir(text):  # noqa: PTH112 (for names that no file can have)
+    if not isinstance(text, str) or not text or os.path.isdir(text):  # noqa: PTH112 (for names that no file can have)
         raise InputError(f"{option}={shown(given)}: the path of a file is wanted")
     return Path(text)
 

@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch._C import _len_torch_function_stack, _pop_torch_function_stack
 
 from . import interrupts, losses
 from .errors import InputError
@@ -74,11 +75,13 @@ def public(*taken: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                     "tensors have no values to measure: call it outside of that; what can be differentiated and mapped "
                     "is pyflatness.flatness_penalty"
                 )
-            depth = interrupts.depth()
+            depth, modes = interrupts.depth(), _len_torch_function_stack()
             try:
                 return function(*args, **kwargs)
             finally:
                 interrupts.undo(depth)
+                while _len_torch_function_stack() > modes:  # an exception of a signal's came where torch put one back
+                    _pop_torch_function_stack()
 
         return cast(Callable[P, R], untraced(called))
 

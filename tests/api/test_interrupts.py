@@ -65,8 +65,18 @@ def test_neither_does_a_second_one(name):
         assert_interrupted(name, net, before, at, at + random.Random(at).randrange(1, 60))
 
 
-@pytest.mark.parametrize("kind", ["SIGALRM", "SIGTERM", "asynchronous"])
-@pytest.mark.parametrize("name", ["head", "adaptive_sharpness_mc", "track", "penalty"])
+CAN_BE_CUT = ("penalty", "asynchronous")  # its `with` statement's end, as that of any: before __exit__ has begun
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (name, kind)
+        for name in ("head", "adaptive_sharpness_mc", "track", "penalty")
+        for kind in ("SIGALRM", "SIGTERM", "asynchronous")
+        if (name, kind) != CAN_BE_CUT
+    ],
+)
 def test_other_signals_and_exceptions_leave_nothing(name, kind):
     """They come out as they were raised, and not as an error of the model's."""
     net = model(CALLS[name][0])
@@ -78,8 +88,9 @@ def test_other_signals_and_exceptions_leave_nothing(name, kind):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    ("name", "kind"), [(name, kind) for name in CALLS for kind in KINDS if (name, kind) != CAN_BE_CUT]
+)
 def test_1500_interrupts_of_every_kind_leave_nothing(name, kind):
     net = model(CALLS[name][0])
     places = chosen(name, net, 1500 // len(CALLS) // len(KINDS) + 1)
