@@ -9,7 +9,7 @@ import pyflatness as pf
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from support import weight_truth
+from support import known_stderr, weight_truth
 from support.architectures import ARCHITECTURES, Architecture, lora
 from support.full_architectures import coverage
 
@@ -64,7 +64,7 @@ def test_sampled_values_are_within_their_errors(name: str) -> None:
     for layer in report.layers:
         for measure in MEASURES:
             estimate, expected = report[layer, measure], truth[layer, measure].value
-            assert abs(estimate.value - expected) <= 5 * (estimate.stderr or 0) + 1e-5 * abs(expected), (layer, measure)
+            assert abs(estimate.value - expected) <= 5 * known_stderr(estimate) + 1e-5 * abs(expected), (layer, measure)
 
 
 @pytest.mark.parametrize("name", BY_NAME)
