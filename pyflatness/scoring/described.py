@@ -292,7 +292,7 @@ _noted: dict[str, tuple[Any, str]] = {}  # by a module's name: with what it was 
 def folder(made: Any) -> set[Path]:
     """Return the folder of the source file of a function or class, if it has one of the user's own."""
     path = _file(sys.modules.get(getattr(made, "__module__", None) or ""))
-    return set() if path is None or _is_installed(str(path)) else {path.parent}
+    return set() if path is None else {path.parent}
 
 
 def files(folders: Iterable[Path]) -> dict[str, str]:
@@ -310,7 +310,7 @@ def files(folders: Iterable[Path]) -> dict[str, str]:
     waiting: list[Path] = []
     for name, module in [*sys.modules.items()]:
         path = _file(module)
-        if path is None or _is_installed(str(path)) or not any(map(path.is_relative_to, places)):
+        if path is None or not any(map(path.is_relative_to, places)):
             continue
         if name not in ("__main__", "__mp_main__"):
             found[str(path)] = _as_imported(name, module, path)
@@ -324,10 +324,12 @@ def files(folders: Iterable[Path]) -> dict[str, str]:
 
 
 def _file(module: Any) -> Path | None:
+    """Return the source file of a module, if it has one of the user's own."""
     path = getattr(module, "__file__", None)
-    if not isinstance(path, str) or not Path(path).is_file():
+    if not isinstance(path, str) or _is_installed(path) or not Path(path).is_file():
         return None
-    return Path(path).resolve()
+    found = _resolved(Path(path))
+    return None if _is_installed(str(found)) else found
 
 
 def _as_imported(name: str, module: ModuleType, path: Path) -> str:
@@ -366,9 +368,20 @@ def _imported_by(path: Path) -> Iterator[Path]:
     for level, name in _imports(path.read_bytes()):
         if not level and (name in sys.modules or not _is_own_module(name)):
             continue
-        for place in [path.parents[level - 1]] if level else map(Path, sys.path):
-            stem = place.resolve() / name.replace(".", "/")
+        above, _, last = name.rpartition(".")
+        loaded = None if level else sys.modules.get(above)
+        if loaded is None:
+            places, last = [path.parents[level - 1]] if level else [*map(Path, sys.path)], name.replace(".", "/")
+        else:  # what a module without files of its own has by this name is no module
+            places = [*map(Path, getattr(loaded, "__path__", ()))]
+        for place in places:
+            stem = _resolved(place) / last
             yield from filter(Path.is_file, (stem.with_suffix(".py"), stem / "__init__.py"))
+
+
+@functools.lru_cache(maxsize=1024)
+def _resolved(place: Path) -> Path:
+    return place.resolve()
 
 
 @functools.lru_cache(maxsize=1024)
