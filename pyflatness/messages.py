@@ -96,7 +96,7 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min {rest:02} s"
 
 
-def check_tensor(what: str, tensor: object) -> Tensor:
+def check_tensor(what: str, tensor: object, *, may_be_fake: bool = False) -> Tensor:
     """Return a dense tensor with values in it.
 
     Raises:
@@ -111,7 +111,7 @@ def check_tensor(what: str, tensor: object) -> Tensor:
         raise InputError(f"{what}: a dense tensor is wanted, got layout {tensor.layout}; pass tensor.to_dense()")
     if tensor.is_quantized:
         raise InputError(f"{what}: a tensor of numbers is wanted, got {tensor.dtype}; pass tensor.dequantize()")
-    if without_values(tensor):
+    if without_values(tensor) and not (may_be_fake and not tensor.is_meta):
         kind = "on the meta device" if tensor.is_meta else f"in a {type(tensor).__name__}"
         raise InputError(f"{what}: {tuple(tensor.shape)} of {tensor.dtype} {kind} has no values; load it")
     return tensor

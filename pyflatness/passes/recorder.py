@@ -174,7 +174,7 @@ class Recorder:
             inputs = args[0] if args else kwargs.get(str(key))
             if not isinstance(inputs, Tensor):
                 return None
-            check_tensor(f"layer {name!r}: input", inputs)
+            check_tensor(f"layer {name!r}: input", inputs, may_be_fake=True)  # in a dry run that is planned
             if inputs.requires_grad or not torch.is_grad_enabled():
                 return None  # else also in a backward pass: activation checkpointing computes the same again
             layers.check_dtype(f"layer {name!r}: input", inputs.dtype)

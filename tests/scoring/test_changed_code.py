@@ -316,7 +316,7 @@ def test_a_file_that_was_edited_after_it_was_imported_is_an_error(project: Path)
         pf.score(networks, "mse_loss", data, store="runs.sqlite")
     for name in ("base", "config", "net"):  # what a notebook may do in place of a restart
         importlib.reload(sys.modules[name])
-    again = pf.score({"a": net.Net().eval()}, data, "mse_loss", store="runs.sqlite")
+    again = pf.score({"a": net.Net().eval()}, "mse_loss", data, store="runs.sqlite")
     assert again.computed == 1
 
 
@@ -326,4 +326,4 @@ def test_workers_with_other_code_are_refused(project: Path) -> None:
     settings = importlib.import_module("settings")
     settings.POWER = 7.0  # which the worker does not know
     with pytest.raises(pf.errors.InputError, match="a worker that made them got others"):
-        pf.score(["a.safetensors"], "net.py:data", "mse_loss", **options)
+        pf.score(["a.safetensors"], "mse_loss", "net.py:data", **options)
