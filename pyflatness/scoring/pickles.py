@@ -75,7 +75,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str], tuple[str, ...]
         is_archive = _check(path)
         with torch.serialization.safe_globals(_KNOWN), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            content = torch.load(str(path), weights_only=True, map_location="cpu", mmap=is_archive)
+            content = _loaded(path, mmap=is_archive)
     except InputError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
@@ -91,6 +91,13 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str], tuple[str, ...]
     others = [repr(key) for key, value in content.items() if key != holder and _is_state(value)]
     notes = (f"the weights under {holder!r} were taken, not those under {' or '.join(others)}",) if others else ()
     return _dense(content[holder]), dict(_scalars(content)), notes
+
+
+def _loaded(path: Path, *, mmap: bool) -> Any:
+    """Return what is in a checkpoint; torch maps no file whose name is not UTF-8."""
+    with path.open("rb") as file:
+        mmap = mmap and max(str(path), default="") < "\udc80"
+        return torch.load(str(path) if mmap else file, weights_only=True, map_location="cpu", mmap=mmap)
 
 
 def _check(path: Path) -> bool:
@@ -114,9 +121,13 @@ def _check(path: Path) -> bool:
         claimed = sum(part.file_size for part in parts)
         if claimed > size + _MORE:
             raise InputError(f"a damaged torch checkpoint: its parts claim {claimed} bytes in a file of {size}")
-        damaged = archive.testzip() if any(part.CRC for part in parts) else None
-        if damaged is not None:
-            raise InputError(f"no torch checkpoint, or a damaged one: the checksum of {damaged} is wrong")
+        if any(part.CRC for part in parts):
+            damaged = archive.testzip()
+            if damaged is not None:
+                raise InputError(f"no torch checkpoint, or a damaged one: the checksum of {damaged} is wrong")
+        else:
+            for part in parts:
+                del part.CRC  # or it would be looked at
         for part in parts:
             if part.filename.lower().endswith(".pkl"):
                 _check_pickle(io.BytesIO(archive.read(part)), part.file_size)
