@@ -18,6 +18,12 @@ X, Y = torch.randn(24, 4, generator=torch.Generator().manual_seed(3)), torch.ara
 LOSS = nn.CrossEntropyLoss()
 
 
+@pytest.fixture
+def no_other_thread(monkeypatch):
+    """As where no thread runs but this one; other tests, or libraries, may have left some."""
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+
+
 @pytest.fixture(autouse=True)
 def _kept():
     before, of_torch = outside(), torch.get_rng_state()
@@ -97,7 +103,7 @@ def test_what_a_call_drew_is_put_back(where, beside):
 
 @pytest.mark.parametrize("kept", [0, 1])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_normal_numbers_of_numpy_are_seen_and_put_back_though_every_second_one_is_kept(kept, count):
+def test_normal_numbers_of_numpy_are_seen_and_put_back_though_every_second_one_is_kept(no_other_thread, kept, count):
     np.random.seed(0)
     np.random.randn(kept)  # with an odd number of them before, the next one takes no bits
     before, wanted = Randomness([]), np.random.randn(3).tolist()
@@ -108,7 +114,7 @@ def test_normal_numbers_of_numpy_are_seen_and_put_back_though_every_second_one_i
     assert np.random.randn(3).tolist() == wanted
 
 
-def test_another_bit_generator_of_the_users():
+def test_another_bit_generator_of_the_users(no_other_thread):
     usual = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(1))
     try:
