@@ -4,7 +4,7 @@ from .curvature.ascent import WorstCase
 from .curvature.linear_interpolation import LinearInterpolation
 from .curvature.slices import Landscape
 from .curvature.spectra import Density, Spectrum
-from .measures.pac_bayes import PacBayes
+from .measures.pac_bayes import Bisection, PacBayes
 from .report import Estimate, Report
 from .scoring.scores import Scores
 from .statistics.correlation import Correlation, Correlations
@@ -19,6 +19,7 @@ from .training.history import History, Record
 from .verification import Check, Verification
 
 __all__ = [
+    "Bisection",
     "Bound",
     "Bounds",
     "Check",

@@ -65,8 +65,8 @@ def landscape(
         data: batches, to be read again and again: once for up to 64 points.
         directions: ``"random"`` (the default): Gaussian in weights, filter-normalised, and zero in biases, scales of
             normalisations and other vectors; ``"eigenvectors"``: those of the Hessian's largest eigenvalues, which
-            have norm 1, or a :class:`Spectrum` that has them; or directions of your own, a mapping from names of
-            parameters, or of layers whose weight is meant, to tensors of their shapes, or two such mappings.
+            have norm 1, or a :class:`pyflatness.results.Spectrum` that has them; or directions of your own, a mapping
+            from names of parameters, or of layers whose weight is meant, to tensors of their shapes, or two of these.
         through: in place of ``directions``, one or two other checkpoints, modules or state dicts: the line through the
             model's weights (0) and those of one (1), or the plane through all three, (0, 0), (1, 0) and (0, 1).
             Buffers of floating-point numbers, such as the statistics of BatchNorm, go along.

@@ -118,7 +118,7 @@ def keskar_sharpness(
     Metric 2.1, in the whole space).
 
     Args:
-        model: as for :func:`worst_case_sharpness`, like all that follow.
+        model: as for :func:`pyflatness.worst_case_sharpness`, like all that follow.
         loss: its options count.
         data: batches.
         epsilon: ε.
@@ -130,8 +130,8 @@ def keskar_sharpness(
         The value in percent, a lower bound; ``loss`` is E(θ).
 
     Raises:
-        InputError: see :func:`worst_case_sharpness`.
-        NonFiniteError: see :func:`worst_case_sharpness`.
+        InputError: see :func:`pyflatness.worst_case_sharpness`.
+        NonFiniteError: see :func:`pyflatness.worst_case_sharpness`.
 
     Example:
         >>> import torch, pyflatness as pf

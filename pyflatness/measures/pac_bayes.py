@@ -99,7 +99,7 @@ class Bisection:
 
 @dataclass(frozen=True)
 class PacBayes(Bisection):
-    """Hold the PAC-Bayes flatness of a network; the fields of :class:`Bisection` are of σ.
+    """Hold the PAC-Bayes flatness of a network; the fields of :class:`pyflatness.results.Bisection` are of σ.
 
     Attributes:
         accuracy: the network's own.

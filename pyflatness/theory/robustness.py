@@ -305,7 +305,7 @@ class MatrixRobustness:
 
     @property
     def epsilon(self) -> float:
-        """Return the largest |E_F| of these α: the ε for which the model is feature robust, as far as they tell."""
+        """Return the ε for which the model is feature robust as far as these α tell, the largest absolute E_F."""
         return float(self.rises.abs().max())
 
 

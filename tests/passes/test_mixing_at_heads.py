@@ -41,14 +41,14 @@ def mixing_from(start, mix):
 @pytest.mark.parametrize("mix", MIX)
 def test_samples_mixed_in_front_of_a_head_are_refused(mix, start):
     net, data = mixing_from(start, MIX[mix])
-    with pytest.raises(pf.errors.InputError, match="(features|outputs) for the same samples change"):
+    with pytest.raises(pf.errors.InputError, match=r"(features|outputs) for the same samples change"):
         pf.relative_flatness(net, LOSS, data)
 
 
 @pytest.mark.parametrize("mix", MIX)
 def test_a_single_batch_is_enough(mix):
     net, data = mixing_from(0, MIX[mix])
-    with pytest.raises(pf.errors.InputError, match="(features|outputs) for the same samples change"):
+    with pytest.raises(pf.errors.InputError, match=r"(features|outputs) for the same samples change"):
         pf.relative_flatness(net, LOSS, data[:1])
 
 
@@ -56,7 +56,7 @@ def test_a_shuffled_loader_is_looked_at_too():
     net, _ = mixing_from(0, MIX["centred"])
     net.mixes = True
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=64, shuffle=True)
-    with pytest.raises(pf.errors.InputError, match="(features|outputs) for the same samples change"):
+    with pytest.raises(pf.errors.InputError, match=r"(features|outputs) for the same samples change"):
         pf.relative_flatness(net, LOSS, loader)
 
 
