@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import os
 import shutil
+import signal
 import sys
 import zlib
 from collections import Counter
@@ -23,6 +24,10 @@ from support.summation import ORDERS
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("default")
 interpreted.choose()
+
+# A shell that starts a job in the background has it ignore interrupts, which tests send.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @dataclass(frozen=True)

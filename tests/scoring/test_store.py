@@ -176,11 +176,12 @@ def test_a_file_has_one_writer_by_whatever_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("write", [False, True])
 @pytest.mark.parametrize("name", ["a" * 300, "a" * 250, "a\0b", "a\ud800b"])
 def test_a_name_that_no_file_can_have_is_an_error(name: str, write: bool, tmp_path: Path) -> None:
+    path = tmp_path / name
     with pytest.raises(pf.errors.StoreError, match=r"^store: "):
-        Store(tmp_path / name, write=write)
+        Store(path, write=write)
     if write:
         with pytest.raises(pf.errors.StoreError):
-            pf.score({"a": torch.nn.Linear(3, 2)}, "mse_loss", (torch.ones(4, 3), torch.ones(4, 2)), store=name)
+            pf.score({"a": torch.nn.Linear(3, 2)}, "mse_loss", (torch.ones(4, 3), torch.ones(4, 2)), store=path)
 
 
 def everything(path: Path) -> object:
