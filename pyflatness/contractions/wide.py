@@ -242,7 +242,8 @@ class WideHead:
             joins = self._backend.exponentiate_tile(scores, bias, self._norms, tile.start, sums, rounded)
             values = scores if rounded is None else rounded
             self._backend.rejoin(summed, self._weight, None if half else self._centre, *joins)
-            shrink *= joins[1]
+            if most < len(self._weight):
+                shrink *= joins[1]
             _multiply_add(values, matrix, summed)
             del scores, rounded, values, matrix  # before the next tile's are made
         if whole is not None:

@@ -81,9 +81,11 @@ class Verdict:
                 self._fail(WRONG, what, f"[{number}]: {value!r} for {truth[0]!r}")
 
     def compare_sampled(self, what: str, estimate: Estimate, expected: Value) -> None:
-        """A sampled value within eight of its standard errors; an exact one as any other."""
+        """A sampled value within eight of its standard errors, where they are known; an exact one as any other."""
         if estimate.stderr is None:
             self.compare(what, estimate, expected)
+        elif math.isnan(estimate.stderr):
+            self.counts[FALSELY_EXACT if estimate.exact else INEXACT, what] += 1
         elif abs(estimate.value - expected[0]) <= 8 * estimate.stderr + RTOL * expected[1] + 1e-13:
             self.counts[FALSELY_EXACT if estimate.exact else AGREES, what] += 1
         else:
