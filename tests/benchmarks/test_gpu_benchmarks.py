@@ -54,6 +54,7 @@ def test_precisions_are_put_back(gpu_layers):
     assert [kind.fp32_precision for kind in kinds] == before
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("cuda_device", ["emulated"], indirect=True)
 def test_a_sequence_on_the_kernels(cuda_device, gpu_layers):
     gpu_layers.sequence(1, 16, 128, cuda_device, cuda, rounds=1)

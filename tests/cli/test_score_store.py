@@ -18,6 +18,7 @@ from pyflatness import cli
 from pyflatness.cli.score import score
 from pyflatness.cli.score_values import limit as limited
 from pyflatness.scoring import keys, specs
+from support.combinations import every
 from support.score_runs import saved, status, tiny_net
 
 
@@ -87,8 +88,7 @@ class Slow(Tiny):
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("executor", ["serial", "processes"])
+@every(together=1, number=[signal.SIGINT, signal.SIGTERM], executor=["serial", "processes"])
 def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(
     executor: str, number: signal.Signals, tiny: str, store: Path
 ) -> None:

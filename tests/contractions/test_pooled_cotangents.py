@@ -26,8 +26,7 @@ def check(module, inputs, cotangents, geometry, root, positions):
     places = geometry.places(inputs.shape[2:])
     for number, cotangent in enumerate(cotangents):
         whole = torch.zeros(*positions.shape[:2], places[0] * places[1] * places[2], dtype=torch.float64)
-        for i, row, element in (positions >= 0).nonzero():
-            whole[i, row, positions[i, row, element]] += cotangent[i, row, element].double()
+        whole.scatter_add_(2, positions.clamp(min=0), cotangent.double().masked_fill(positions < 0, 0.0))
         whole = whole.unflatten(2, places)
         truth = reference.direct(*double(inputs, whole, geometry, root, None))
         part = slice(number * len(inputs), (number + 1) * len(inputs))

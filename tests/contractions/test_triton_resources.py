@@ -7,13 +7,14 @@ import sys
 import pytest
 
 from support import ROOT
+from support.combinations import in_soak
 
 pytest.importorskip("triton", reason="Triton is not installed")
 SHARED = {"sm_90": 227 * 1024, "sm_80": 99 * 1024, "gfx942": 64 * 1024}
 """Bytes of shared memory that a block of threads can have; of sm_80 and its kin the least."""
 
 
-@pytest.mark.parametrize("target", ["sm_90", "gfx942", pytest.param("sm_80", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("target", ["sm_90", *in_soak("gfx942", "sm_80")])
 def test_kernels_fit(tmp_path, target):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     script = ROOT / "tests" / "support" / "triton_resources.py"

@@ -86,6 +86,7 @@ def every_write(folder: Path) -> None:
     print(failed)
 
 
+@pytest.mark.soak
 def test_every_write_may_fail(faults: Path, tmp_path: Path) -> None:
     script = f"from pathlib import Path; import test_faults; test_faults.every_write(Path({str(tmp_path)!r}))"
     folders = f"{Path(__file__).parent}:{ROOT / 'tests'}"

@@ -39,6 +39,7 @@ def cluster() -> Iterator["pf.scoring.ray_executor.Ray"]:
     pytest.fail("a worker is still there")
 
 
+@pytest.mark.soak
 def test_values_deaths_errors_and_resuming(cluster, tiny: str, capfd: pytest.CaptureFixture[str]) -> None:
     check(cluster, tiny)
     assert capfd.readouterr().out == ""
@@ -57,6 +58,7 @@ def _raise(text: str) -> None:
     raise pf.errors.InputError(text)
 
 
+@pytest.mark.soak
 def test_a_program_on_a_cluster_that_is_there(cluster, tiny: str) -> None:
     import ray
 

@@ -52,6 +52,7 @@ def stand_in(tmp_path, body):
     return str(path)
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the emulated kernels need a compiler")
 def test_kernels_of_tests_that_passed_are_counted(gpu, monkeypatch, emulated_cuda):
     only(gpu, monkeypatch, "tests/cuda/test_cuda_eigenvalues.py")
@@ -64,6 +65,7 @@ def test_kernels_of_tests_that_passed_are_counted(gpu, monkeypatch, emulated_cud
     assert [cell.strip() for cell in rows[-1]] == ["`small_eigenvalues`", "f64", str(passed)]
 
 
+@pytest.mark.soak
 def test_a_test_that_fails_and_a_process_that_dies(gpu, monkeypatch, tmp_path):
     only(gpu, monkeypatch, stand_in(tmp_path, "def test_a(): pass\ndef test_b(): assert 0\ndef test_c(): pass"))
     found = gpu.sanitized("racecheck", 600.0)
@@ -74,6 +76,7 @@ def test_a_test_that_fails_and_a_process_that_dies(gpu, monkeypatch, tmp_path):
     assert gpu.sanitized("racecheck", 600.0).said == "FAILED: 2 processes without a report"
 
 
+@pytest.mark.soak
 def test_what_time_does_not_allow_is_not_reached(gpu, monkeypatch, tmp_path):
     only(gpu, monkeypatch, stand_in(tmp_path, "def test_a(): pass\ndef test_b(): pass"))
     assert gpu.sanitized("memcheck", -1.0).said == "FAILED: 2 not reached"

@@ -29,8 +29,9 @@ def test_imports_go_down_the_list():
     lines = re.search(r"on lines below its own:\n\n((?: {4}.+\n)+)", PAGE)[1].splitlines()
     floor = {room: number for number, line in enumerate(lines) for room in line.split()}
     assert floor.keys() == rooms() - {"__init__", "__main__"}
+    graph = imports.graph(PACKAGE)
     for room in floor:
-        for other in imports.graph(PACKAGE)[room]:
+        for other in graph[room]:
             assert floor[other] > floor[room], f"{room} imports {other}"
 
 
