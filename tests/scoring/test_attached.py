@@ -31,7 +31,7 @@ def spectrum() -> pf.results.Spectrum:
 
 @pytest.fixture(scope="module")
 def landscape() -> pf.results.Landscape:
-    return pf.landscape(network(), LOSS, DATA, steps=(4, 3), accuracy=True)
+    return pf.landscape(network(), LOSS, DATA, points=(4, 3), accuracy=True)
 
 
 @pytest.fixture(scope="module")
