@@ -100,9 +100,9 @@ def relative_flatness(
             tokens of the data that are not ignored, or over samples; squared error or binary cross-entropy by
             ``config.problem_type``.
         data: a tuple of tensors (inputs, targets), or an iterable of batches such as a DataLoader; a batch is a pair,
-            whatever follows in it, or a mapping with ``labels`` of which the rest are the model's keyword arguments. How data is cut into
-            batches does not change the value. Moved to the model's device. Models of transformers have their labels
-            shifted, or given to their decoder, as they do it themselves.
+            whatever follows in it, or a mapping with ``labels`` of which the rest are the model's keyword arguments.
+            How data is cut into batches does not change the value. Moved to the model's device. Models of transformers
+            have their labels shifted, or given to their decoder, as they do it themselves.
         layer: qualified name, glob, ``re:…``, ``type:…`` or module; None takes the last Linear that ran.
 
     Returns:
