@@ -284,7 +284,7 @@ def test_the_command_computes_spectra_and_goes_on(tiny: str, capsys) -> None:
     bad = Path(tiny).with_name("bad.safetensors")
     bad.write_bytes(b"nothing")
     score = ["score", "--model", f"{tiny}:Tiny", "--data", f"{tiny}:data", "--loss", "cross_entropy"]
-    score += ["--executor", "serial", "--store", store, "--spectrum", "1"]
+    score += ["--layers", "head", "--executor", "serial", "--store", store, "--spectrum", "1"]
     assert status(*score, checkpoints[0], "--dry-run") == 0
     assert (
         "2 units to do (1 values, 1 reads of the data, and 1 spectra of some 600 Hessian products each)"
