@@ -25,7 +25,7 @@ def test_zoo(tmp_path: Path) -> None:
     files = [str(path) for path in sorted(ZOO.glob("*.safetensors"))[:2]]
     data = {"split": "train", "count": 200}
     arguments = ["--model", f"{ZOO}/lenet5.py:LeNet5", "--data", f"{ZOO}/lenet5.py:images", "--loss", "cross_entropy"]
-    arguments += ["--data-args", json.dumps(data), "--out", str(tmp_path / "zoo.csv")]
+    arguments += ["--data-args", json.dumps(data), "--out", str(tmp_path / "zoo.csv"), "--layers", "fc3"]
     assert status("score", *arguments, *files) == 0
     with (tmp_path / "zoo.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
