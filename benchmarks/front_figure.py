@@ -15,7 +15,7 @@ def main() -> None:
     """Write docs/front.png."""
     table = json.loads((DOCS / "papers" / "grid-paper.json").read_text(encoding="utf-8"))["table"]
     columns = {name: table[name] for name in ("name", "relative_flatness", *SETTINGS)} | {"gap": table["test gap"]}
-    found = pf.statistics.correlations(columns, clusters=SETTINGS)
+    found = pf.statistics.correlations(columns, settings=SETTINGS)
     wanted = "relative_flatness", "Kendall"
     kendall = next(row for row in found.rows if (row.measure, row.statistic) == wanted)
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")

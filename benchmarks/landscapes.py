@@ -26,7 +26,7 @@ def resnet20(images: int = 128, steps: int = 13) -> None:
     """Draw the loss of ResNet-20 on a plane."""
     began = time.monotonic()
     Path("build").mkdir(exist_ok=True)
-    found = pf.landscape(published(20), LOSS, cifar10(images), steps=steps, span=0.5, out="build/landscape.npz")
+    found = pf.landscape(published(20), LOSS, cifar10(images), points=steps, span=0.5, out="build/landscape.npz")
     print(found)
     print(f"{time.monotonic() - began:.0f} s")
     figure, _ = found.plot()
@@ -42,7 +42,7 @@ def lenet5(images: int = 2000) -> None:
     model, other = LeNet5().eval(), load_file(weights[1])
     model.load_state_dict(load_file(weights[0]))
     train, test = (_first(loader, images) for loader in (train_data(), test_data()))
-    found = pf.linear_interpolation(model, LOSS, train, other, test=test, steps=25)
+    found = pf.linear_interpolation(model, LOSS, train, other, test=test, points=25)
     print(found)
     print(f"barrier of the error: {found.error_barrier:.3f}, on test data {found.test_error_barrier:.3f}")
     figure, _ = found.plot()

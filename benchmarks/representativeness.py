@@ -25,7 +25,7 @@ N, M, FOLDS, DRAWS = 600, 8, 3, 32
 
 def loop(phi: Tensor, w: Tensor, y: Tensor, delta: float) -> float:
     """Return Σ over folds, samples and draws, a loss at a time."""
-    noise = pf.theory.truncated_normal_noise(phi, delta, draws=DRAWS)
+    noise = pf.theory.truncated_normal_noise(phi, delta, probes=DRAWS)
     places, total = assigned(N, FOLDS, 0), 0.0
     for k in range(FOLDS):
         held_out, sample = (places == k).nonzero()[:, 0].tolist(), (places != k).nonzero()[:, 0].tolist()
@@ -63,7 +63,7 @@ def main() -> None:
     y, delta = (phi @ w.t()).sign(), N ** (-1 / (4 + M))
     work = {
         "Eq. 3": (
-            lambda: pf.theory.representativeness(phi, w, targets=y, loss="mse_loss", folds=FOLDS, draws=DRAWS).value,
+            lambda: pf.theory.representativeness(phi, w, targets=y, loss="mse_loss", folds=FOLDS, probes=DRAWS).value,
             lambda: loop(phi, w, y, delta),
         ),
         "authors": (

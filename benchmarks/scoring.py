@@ -73,7 +73,7 @@ def driver(units: int) -> None:
         for what in ("all to do", "0 to do"):
             begin, wall = time.process_time(), time.perf_counter()
             seconds = done = 0
-            request = Request("cross_entropy", (), ("weight_norm",), Options())
+            request = Request("cross_entropy", None, ("weight_norm",), Options())
             with Store(Path(folder, "runs.sqlite"), write=True) as store, contextlib.ExitStack() as stack:
                 run = Run(models, Source(tiny), Source(few), request)
                 kept = keep(run, store)
@@ -101,7 +101,7 @@ def driver(units: int) -> None:
 def workers(units: int, rounds: int) -> None:
     """How many times as fast two workers are as one, each with one thread; the start of the processes is left out."""
     torch.set_num_threads(1)
-    request = Request("cross_entropy", ("*",), ("trace",), Options())
+    request = Request("cross_entropy", None, ("trace",), Options())
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         models = saved(small, units, Path(folder))
         run = Run(models, Source(small), Source(many), request)

@@ -53,7 +53,7 @@ def main() -> None:
 @click.option("--processor", is_flag=True, help="Processor time, for a machine that others use.")
 def time(model: str, paths: tuple[Path, ...], rounds: int, processor: bool) -> None:
     """Scoring checkpoints into a store (hash, reading, κ, loss, accuracy, commit), against forward passes alone."""
-    request = Request("cross_entropy", (), (MEASURES[0].name,), Options())
+    request = Request("cross_entropy", ("fc3",), (MEASURES[0].name,), Options())
     run = Run({str(p): p for p in paths}, Source(f"{model}:LeNet5"), Source(f"{model}:train_data"), request)
     network, data = run.bench.network, run.bench.data
 

@@ -50,11 +50,11 @@ def head_flatness(
             loss module with its options, or a callable (outputs, targets) -> scalar.
         rtol: how far the value may be off, relative to it, for the sake of time. At a cross-entropy head of many
             classes, classes are then left out of the second of its two products where all of them together matter no
-            more than that, which is guaranteed: ``estimate.bound`` says what the value can be off by. 0: exact. On CUDA
-            the exact value is faster, so it is returned whatever ``rtol`` is.
+            more than that, which is guaranteed: ``estimate.max_error`` says what the value can be off by. 0: exact. On
+            CUDA the exact value is faster, so it is returned whatever ``rtol`` is.
 
     Returns:
-        The value in units of the loss, exact up to rounding, or to within its ``bound``.
+        The value in units of the loss, exact up to rounding, or to within its ``max_error``.
 
     Raises:
         InputError: shapes, dtypes, devices, targets or options that do not fit; the message says what was received.
@@ -92,17 +92,17 @@ def relative_flatness(
     C classes, and these for each of a sample's positions that has a loss term.
 
     Args:
-        model: called as ``model(inputs)``, in eval mode; left as it was found, also after an error or
-            Ctrl-C. Calls of several threads take turns.
+        model: called as ``model(inputs)``, in eval mode (or with ``eval=True``); left as it was found, also after an
+            error or Ctrl-C. Calls of several threads take turns.
         loss: the loss the model was trained with: an ``nn`` module, ``F`` function, name or callable
             (outputs, targets) -> scalar. Options (class weights, smoothing, ``ignore_index``, …) and reduction count.
             ``"auto"``: that of a model of Hugging Face's transformers, as it computes it itself: cross-entropy over all
             tokens of the data that are not ignored, or over samples; squared error or binary cross-entropy by
             ``config.problem_type``.
         data: a tuple of tensors (inputs, targets), or an iterable of batches such as a DataLoader; a batch is a pair,
-            or a mapping with ``labels`` of which the rest are the model's keyword arguments. How data is cut into
-            batches does not change the value. Moved to the model's device. Models of transformers have their labels
-            shifted, or given to their decoder, as they do it themselves.
+            whatever follows in it, or a mapping with ``labels`` of which the rest are the model's keyword arguments.
+            How data is cut into batches does not change the value. Moved to the model's device. Models of transformers
+            have their labels shifted, or given to their decoder, as they do it themselves.
         layer: qualified name, glob, ``re:…``, ``type:…`` or module; None takes the last Linear that ran.
 
     Returns:

@@ -9,23 +9,51 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.loss import _Loss
+from torch.utils.data import Dataset
 
 from .errors import FlatnessError, InputError
 
 _FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠")  # and tab, CR and LF, which are escaped anyway
 _ESCAPE = re.compile(r"\\(?:[\\nrt]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
+ORDER = "the order of arguments is (model, loss, data)"
+IN_TRAINING = "is in training mode: call model.eval() first, or pass eval=True"
 _LONG_ENOUGH = 3  # letters of a name that is looked for in another one
 _OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 _NOT_TWICE = (
     *("is not implemented", "once_differentiable", "differentiate twice", "double backward"),
     "requires create_graph=False",  # of what torch.compile made for one backward pass
 )
+_SLIPS: tuple[tuple[str, Any, str], ...] = (  # the argument, what is often passed in its place, and what to do then
+    ("model", type, "pass an instance of it"),
+    ("model", Mapping, "load it into the model first, model.load_state_dict(…)"),
+    ("model", (tuple, list, str, Callable, _Loss), ORDER),
+    ("loss", type, "pass an instance of it"),
+    ("loss", Iterable, ORDER),
+    ("data", Dataset, "it yields single samples: wrap it, DataLoader(dataset, batch_size=256)"),
+    ("data", enumerate, "it yields (number, batch) pairs: pass the loader itself"),
+    ("data", Mapping, "for one batch pass a list of it, data=[batch]"),
+    ("data", Callable, ORDER),
+)
+
+
+def received(argument: str, given: object) -> str:
+    """Return what was passed for an argument, and what to do about it if that is a known slip, as a message's end."""
+    what = f"the class {given.__name__} itself" if isinstance(given, type) else f"{type(given).__name__}"
+    advice = next((advice for name, kinds, advice in _SLIPS if name == argument and isinstance(given, kinds)), "")
+    return f"got {what}" + (f"; {advice}" if advice else "")
+
+
+def unknown_argument(function: str, name: str, known: Collection[str]) -> TypeError:
+    """Return the error of an argument that a function does not have, with the ones that may be meant."""
+    return TypeError(f"{function}() has no argument {name!r}; did you mean {near(name, known, len(known))}?")
 
 
 def shown(value: object) -> str:
@@ -129,9 +157,7 @@ def check_module(what: str, model: object) -> nn.Module:
         InputError: something else, such as its class.
     """
     if not isinstance(model, nn.Module):
-        got = f"the class {model.__name__} itself; make one of it" if isinstance(model, type) else type(model).__name__
-        hint = "; load it into the model first, model.load_state_dict(…)" if isinstance(model, Mapping) else ""
-        raise InputError(f"{what}: a torch.nn.Module is wanted, got {got}{hint}")
+        raise InputError(f"{what}: a torch.nn.Module is wanted, {received(what, model)}")
     return model
 
 

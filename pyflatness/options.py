@@ -18,7 +18,7 @@ from .numerics.accumulate import NAN_POLICIES, omits
 from .numerics.meeting import Group
 
 MAX_PASSES = 2048  # backward passes of a micro-batch, or Hessian products of a layer, unless the user says otherwise
-_MOST_DRAWS = 2**20  # random ones: their standard error is a thousandth of one's, and each has numbers to keep
+_MOST_PROBES = 2**20  # random ones: their standard error is a thousandth of one's, and each has numbers to keep
 _CHOICES = {
     "curvature": ("auto", "ggn", "hessian"),
     "conv": ("filter", "affine"),
@@ -36,6 +36,8 @@ class How(TypedDict, total=False):
             the mean, becomes NaN) or ``"omit"`` (left out of the data set, and counted).
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
         forward: ``(model, batch) -> (outputs, targets)`` for models and batches that are called otherwise.
+        eval: put the model in eval mode for the call, and each module back in its own afterwards. Without it a model
+            whose training mode matters (BatchNorm, dropout) is an error.
         memory: bytes to hold at a time beside model, data and result: at a head for the contraction (24 MiB unless
             given, on a GPU 416), elsewhere (512 MiB, on a GPU a quarter of its memory) shared out among a micro-batch's
             graph, to which batches are cut, and what is made of it. The least that is taken at a time is one sample, or
@@ -53,6 +55,7 @@ class How(TypedDict, total=False):
     nan_policy: str
     reduction: str | None
     forward: Callable[[nn.Module, Any], tuple[Any, Any]] | None
+    eval: bool
     memory: int | None
     seed: int
     max_passes: int
@@ -96,7 +99,7 @@ class MeasureHow(How, total=False):
     per_sample: bool
 
 
-READING = ("forward", "progress", "process_group")  # what every call takes that runs a model on data
+READING = ("forward", "eval", "progress", "process_group")  # what every call takes that runs a model on data
 CALL = ("reduction", *READING)  # and every one that has a loss
 EVERY = (*(name for name in MeasureHow.__annotations__ if name not in How.__annotations__), *How.__annotations__)
 
@@ -139,7 +142,7 @@ class Options:
             self._set("memory", check_count("memory", self.memory, 1, "a number of bytes"))
         if self.probes is not None and not (isinstance(self.probes, str) and self.probes == "adaptive"):
             wanted = "a number of random probes for each sample or 'adaptive'"
-            self._set("probes", check_draws("probes", self.probes, 1, wanted))
+            self._set("probes", check_probes("probes", self.probes, 1, wanted))
         if self.target_stderr is not None:
             self._set("target_stderr", check_number("target_stderr", self.target_stderr, "a standard error above zero"))
         if self.probes is not None and self.target_stderr is not None:
@@ -227,9 +230,9 @@ def check_count(name: str, value: Any, least: int, wanted: str = "a whole number
     return given
 
 
-def check_draws(name: str, value: Any, least: int, wanted: str = "a whole number") -> int:
-    """Return a number of random draws, see :func:`check_count`."""
-    return check_count(name, value, least, wanted, _MOST_DRAWS)
+def check_probes(name: str, value: Any, least: int, wanted: str = "a whole number") -> int:
+    """Return a number of random vectors, see :func:`check_count`."""
+    return check_count(name, value, least, wanted, _MOST_PROBES)
 
 
 def check_seed(name: str, value: Any) -> int:

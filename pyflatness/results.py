@@ -2,10 +2,12 @@
 
 from .curvature.ascent import WorstCase
 from .curvature.linear_interpolation import LinearInterpolation
+from .curvature.quadratic import Quadratic
 from .curvature.slices import Landscape
 from .curvature.spectra import Density, Spectrum
 from .measures.pac_bayes import Bisection, PacBayes
 from .report import Estimate, Report
+from .scoring.rows import Row
 from .scoring.scores import Scores
 from .statistics.correlation import Correlation, Correlations
 from .statistics.grid import ConditionalMutualInformation, Environment, GranulatedKendall, SignError
@@ -46,9 +48,11 @@ __all__ = [
     "MatrixRobustness",
     "PacBayes",
     "Performance",
+    "Quadratic",
     "Record",
     "Report",
     "Representativeness",
+    "Row",
     "Scores",
     "SignError",
     "Spectrum",

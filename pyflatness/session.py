@@ -15,12 +15,12 @@ from torch._C import _len_torch_function_stack, _pop_torch_function_stack
 from . import interrupts, losses
 from .errors import InputError
 from .losses import auto
-from .messages import near, shown
+from .messages import shown, unknown_argument
 from .model import calling, fingerprint, shards, spread, state
 from .model.data import Batches, first, leaves
 from .numerics.meeting import joined
 from .numerics.ranks import ALONE, Ranks
-from .options import EVERY, How, MeasureHow, Options, check_function, check_progress
+from .options import EVERY, How, MeasureHow, Options, check_flag, check_function, check_progress
 from .passes.checked import Checked, explained
 from .passes.task import Task
 
@@ -67,8 +67,7 @@ def public(*taken: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 )
             for name in kwargs:
                 if name not in parameters:
-                    listed = near(name, names, len(names))
-                    raise TypeError(f"{function.__name__}() has no argument {name!r}; did you mean {listed}?")
+                    raise unknown_argument(function.__name__, name, names)
             if calling.is_transformed():
                 raise InputError(
                     f"{function.__name__} is called inside of a transform of torch.func (vmap, grad, jvp), where "
@@ -90,7 +89,7 @@ def public(*taken: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 def _complete(function: Callable[..., Any], taken: Sequence[str]) -> None:
     """Give a function the signature with the options that it takes, and a docstring with all of its arguments."""
-    signature, defaults = inspect.signature(function), asdict(Options())
+    signature, defaults = inspect.signature(function), {**asdict(Options()), "eval": False}
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     kinds = MeasureHow.__annotations__
     shared = [
@@ -162,12 +161,12 @@ def session(
     resolved = None if auto.is_auto(loss) else losses.resolve(loss, reduction)
     if forward is not None:
         check_function("forward", forward, "(model, batch) -> (outputs, targets)")
-    progress = check_progress(how)
+    progress, in_eval = check_progress(how), check_flag("eval", how.get("eval", False))
     options = options or Options()
     with (
         joined(process_group) as ranks,
         explained(),
-        state.observing(model, ranks if sharded else None) as (module, random),
+        state.observing(model, ranks if sharded else None, in_eval=in_eval) as (module, random),
     ):
         if not ranks.alone:
             _check_same(ranks, module, resolved, options, reads)

@@ -171,6 +171,7 @@ def verify(
                 backend=backend,
                 reduction=how.get("reduction"),
                 forward=how.get("forward"),
+                eval=how.get("eval", False),
                 progress=False,
                 process_group=False,
             )

@@ -84,7 +84,7 @@ def correlated(table: Mapping[str, list[Any]], one: str, other: str, paper: str)
     if len(kept) < 2:
         return Finding(what, None, paper=paper)
     chosen = {name: [table[name][place] for place in kept] for name in ("name", *RECIPE, one, other)}
-    found = correlations(chosen, [one], other, clusters=RECIPE)
+    found = correlations(chosen, [one], other, settings=RECIPE)
     return Finding(what, *correlating.ends(found, one, "Pearson"), paper)
 
 

@@ -104,7 +104,7 @@ def _correlated(
         return dict.fromkeys(("Pearson", "Spearman"), (None, None, None))
     chosen = {name: [table[name][place] for place in kept] for name in ("name", *SHAPE)}
     logs = {name: [math.log(table[name][place]) for place in kept] for name in PAIR}
-    found = correlations(chosen | logs, [PAIR[0]], PAIR[1], clusters=SHAPE)
+    found = correlations(chosen | logs, [PAIR[0]], PAIR[1], settings=SHAPE)
     return {how: correlating.ends(found, PAIR[0], how) for how in ("Pearson", "Spearman")}
 
 

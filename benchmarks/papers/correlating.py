@@ -40,8 +40,8 @@ def with_gap(networks: Networks, measures: Sequence[str], given: Sequence[str] =
     out = _without(networks, columns)
     if len(out) == len(chosen["name"]):
         raise InputError(f"no network converged and has values of all measures: {shown(dict(networks.failures))}")
-    clusters = "recipe" if by_recipes(networks) else None
-    return correlations(chosen, measures, exclude=out, clusters=clusters, given=given)
+    settings = "recipe" if by_recipes(networks) else None
+    return correlations(chosen, measures, exclude=out, settings=settings, given=given)
 
 
 def _without(networks: Networks, columns: Sequence[str]) -> list[str]:
@@ -175,9 +175,9 @@ def scatter(figure: "Figure", networks: Networks, measures: Sequence[str], colum
     rows = -(-len(measures) // columns)
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     table: dict[str, list[Any]] = {key: networks.columns[key] for key in ("name", "gap", "recipe", *measures)}
-    clusters = "recipe" if by_recipes(networks) else None
+    settings = "recipe" if by_recipes(networks) else None
     for panel, measure in zip(panels, measures, strict=False):
-        plot_correlation(table, measure, exclude=_without(networks, ("gap", measure)), axes=panel, clusters=clusters)
+        plot_correlation(table, measure, exclude=_without(networks, ("gap", measure)), axes=panel, settings=settings)
         for line in panel.get_lines():
             line.set_markersize(3)
         panel.title.set_fontsize(8)

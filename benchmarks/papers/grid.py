@@ -47,7 +47,7 @@ def judge(points: Points) -> Found:
     }
     chosen = {name: grid.columns[name] for name in ("name", *settings, _HEAD, _SUM)}
     with_gap = correlations(  # networks that differ in the seed alone are not independent
-        chosen | {"gap": grid.columns["test gap"]}, [_HEAD, _SUM], clusters=settings
+        chosen | {"gap": grid.columns["test gap"]}, [_HEAD, _SUM], settings=settings
     )
     findings = [
         Finding(f"{name}, Kendall with the gap", *correlating.ends(with_gap, name, "Kendall")) for name in (_HEAD, _SUM)

@@ -161,7 +161,7 @@ def scored(
     """Return by network its losses on test sets, and the values of all measures, by column."""
     heads = {name: [*dict(network.named_children())][-1] for name, network in networks.items()}
     found: dict[str, dict[str, float]] = {name: {} for name in networks}
-    for row in score(networks, "cross_entropy", train, layers="*", measures=_NAMES, store=store):
+    for row in score(networks, "cross_entropy", train, measures=_NAMES, store=store):
         if row.error:
             note(failures, row.checkpoint, f"{row.measure} {row.layer or 'network'}: {row.error}")
         elif row.value is not None and not row.layer:
@@ -169,6 +169,8 @@ def scored(
         elif row.value is not None and row.layer == heads[row.checkpoint] and row.measure in HEAD:
             found[row.checkpoint][f"{row.measure} head"] = row.value
     for shift, held in tests.items():
-        for row in score(networks, "cross_entropy", held, measures="relative_flatness", store=store):
-            found[row.checkpoint][f"{shift} loss"] = math.nan if row.loss is None else row.loss
+        for head in dict.fromkeys(heads.values()):  # the cheapest layer, for the loss alone
+            some = {name: network for name, network in networks.items() if heads[name] == head}
+            for row in score(some, "cross_entropy", held, layers=head, measures="relative_flatness", store=store):
+                found[row.checkpoint][f"{shift} loss"] = math.nan if row.loss is None else row.loss
     return found

@@ -84,9 +84,9 @@ def measured(bench: Bench, separation: float, seed: int) -> list[float]:
     weight, bias = synthetic.ridge(x, y)
     kappa = float(head_flatness(x, weight, bias, y, loss="mse_loss"))
     options: dict[str, Any] = {"loss": "mse_loss", "folds": _FOLDS, "fit": synthetic.ridge, "seed": seed}
-    found = representativeness(x, weight, bias, y, test=test, draws=8, **options)
+    found = representativeness(x, weight, bias, y, test=test, probes=8, **options)
     assert found.test is not None
-    flatness = found.delta**2 * kappa / (2 * x.shape[1])
+    flatness = found.rho**2 * kappa / (2 * x.shape[1])
     theirs = authors_representativeness(x, weight, bias, y, **options)
     test_loss = ((test[0] @ weight.t() + bias - test[1]) ** 2).mean().item()
     parts = [flatness, found.magnitude, flatness + found.magnitude, found.test.gap, theirs]

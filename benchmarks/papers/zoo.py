@@ -166,7 +166,8 @@ def networks(bench: Bench, zoo: Zoo, asked: Sequence[Asked], *, change: Change |
     if change is not None:
         paths = change.made(bench, zoo, paths, failures)
     cells = {name: dict(own) for name, own in facts.items()}
-    tested = Asked(["relative_flatness"], None, zoo.test)
+    head = [*dict(zoo.network().named_children())][-1]  # the cheapest layer, for the loss alone
+    tested = Asked(["relative_flatness"], head, zoo.test)
     for wanted in (replace(tested, data=zoo.train), tested, *asked):
         for name, (loss, accuracy, values) in _scored(bench, zoo, paths, wanted, failures).items():
             if wanted is tested:

@@ -81,7 +81,7 @@ for learning_rate in (0.05, 0.2, 0.5):
 # the loss and the accuracy. A second call does so on the test data; only its loss is
 # needed.
 
-on_train = pf.score([folder.name], "cross_entropy", train, model=network, layers="*")
+on_train = pf.score([folder.name], "cross_entropy", train, model=network)
 on_test = pf.score([folder.name], "cross_entropy", test, model=network)
 folder.cleanup()
 

@@ -80,8 +80,8 @@ spectrum.plot(axes=axes)
 # the cross predict. Where the dashed lines follow the borders of the colours, the
 # prediction is right.
 
-steep = pf.landscape(model, loss, data, directions=spectrum, steps=15, span=1.5)
-random = pf.landscape(model, loss, data, directions="random", steps=15)
+steep = pf.landscape(model, loss, data, directions=spectrum, points=15, span=1.5)
+random = pf.landscape(model, loss, data, directions="random", points=15)
 figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
 steep.plot(axes=left)
 random.plot(axes=right)

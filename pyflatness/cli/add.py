@@ -21,7 +21,7 @@ _PATH = click.Path(path_type=Path)
 def add(store: Path, name: str, files: tuple[Path, ...], label: str) -> None:
     """Put each FILE into STORE, for its page: spectra and landscapes of the checkpoint NAME, or the history NAME.
 
-    They are files that spectrum.to_json(FILE), landscape.save(FILE) and history.to_json(FILE) wrote in Python. What
+    They are files that spectrum.to_json(FILE), landscape.to_npz(FILE) and history.to_json(FILE) wrote in Python. What
     STORE has of the same checkpoint, kind and label, or of the same history, is replaced.
     """
     results = {file: _read(file) for file in files}

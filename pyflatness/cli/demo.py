@@ -152,12 +152,14 @@ def measured(chosen: list[dict[str, Any]], train: Data, test: Data, folder: Path
         rows[name] = {"name": name, **recipe, "epochs": epochs, "converged": converged}
     nothing = dict.fromkeys(MEASURES, math.nan)
     for data, loss, accuracy in ((train, "train_loss", "train_accuracy"), (test, "test_loss", "test_accuracy")):
-        for found in score(networks, data=data, loss="cross_entropy", measures=MEASURES):
-            row = rows[found.checkpoint]
-            row |= {loss: _number(found.loss), accuracy: _number(found.accuracy)}
-            if data is train:
-                row |= {key: row.get(key, nan) for key, nan in nothing.items()}
-                row |= {found.measure: _number(found.value)} if found.measure in MEASURES else {}
+        for name, network in networks.items():
+            head = [*dict(network.named_children())][-1]
+            for found in score({name: network}, data=data, loss="cross_entropy", layers=head, measures=MEASURES):
+                row = rows[name]
+                row |= {loss: _number(found.loss), accuracy: _number(found.accuracy)}
+                if data is train:
+                    row |= {key: row.get(key, nan) for key, nan in nothing.items()}
+                    row |= {found.measure: _number(found.value)} if found.measure in MEASURES else {}
     for name, row in rows.items():
         row["gap"] = row["test_loss"] - row["train_loss"]
         (folder / row["network"]).mkdir(exist_ok=True)

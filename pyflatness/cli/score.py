@@ -66,7 +66,7 @@ _PATH = click.Path(path_type=Path)
     "selectors",
     metavar="SELECTOR",
     multiple=True,
-    help="Layers: name, glob ('*': all), re:… or type:…; may be repeated.  [default: the last Linear that ran]",
+    help="Layers: name, glob, re:… or type:…; may be repeated.  [default: all that can be measured]",
 )
 @click.option(
     "--measures",
@@ -295,7 +295,7 @@ def score(
             {str(path): path for path in found} or {spec: specs.build_model(made)},
             Source(spec, model_args, "--model") if found else None,
             Source(spec_options.text("data"), data_args, "--data"),
-            Request(criterion, selectors, measures, options),
+            Request(criterion, selectors or None, measures, options),
             batch_size=batch_size,
             limit=limit,
             version=version,
@@ -305,7 +305,7 @@ def score(
             raise click.UsageError(
                 "--loss: the model is none of Hugging Face's; pass the loss that it was trained with"
             )
-        if auto.is_auto(criterion) and selectors:
+        if auto.is_auto(criterion):
             _check_passes(run)
         if out is not None:
             file, shown = (out, progress) if ranks.rank == 0 else (Path(os.devnull), False)
@@ -378,7 +378,8 @@ def _check_passes(run: Run) -> None:
             raise click.UsageError(
                 f"--layers: {error.what} for one sample, more than --max-passes {request.options.max_passes}; pass "
                 "--probes 8 for values that are sampled by 8 backward passes, with standard errors (and --curvature "
-                "ggn for those of the GGN, without Hessian products), or --max-passes N to take the time"
+                "ggn for those of the GGN, without Hessian products), the name of the head, which takes none, or "
+                "--max-passes N to take the time"
             ) from None
     except Exception:  # of the user's model and data: whatever it is, the rows have it
         return

@@ -2,7 +2,7 @@
 
 In coordinates u = T⁻¹ δ the search is projected gradient ascent with momentum, whose steps are halved where they bring
 nothing more, from next to u = 0 and from random points (Andriushchenko et al. 2023, appendix A, after the AutoPGD of
-Croce and Hein 2020). What it finds is a lower bound of the maximum; several restarts say how much to trust it.
+Croce and Hein 2020). What it finds is a lower bound of the maximum; several starts say how much to trust it.
 
 Beside it stands what the quadratic model of the loss allows in the Euclidean ball, ρ |T ∇E| + ½ ρ² max(λ_max, 0) with
 λ_max of T H T: an upper bound of that model's rise, and so of E's as ρ goes to zero.
@@ -38,7 +38,7 @@ class WorstCase:
 
     Attributes:
         value: the rise, a lower bound of the maximum; of groups of samples its mean over them.
-        restarts: (restarts,) float64, the best of each start: how far they agree.
+        starts: (starts,) float64, the best of each start: how far they agree.
         loss: E at the weights.
         gradient_norm: |T ∇E|, Euclidean.
         bound: ρ |T ∇E| + ½ ρ² max(λ_max(T H T), 0) of the loss over all data; None where it was not asked for.
@@ -49,7 +49,7 @@ class WorstCase:
     """
 
     value: float
-    restarts: Tensor
+    starts: Tensor
     loss: float
     gradient_norm: float
     bound: float | None
@@ -65,7 +65,7 @@ class WorstCase:
         return in_words(
             self,
             f"{self.value:.6g}",
-            f"{len(self.restarts)} restarts {span(self.restarts)}" if len(self.restarts) > 1 else "1 start",
+            f"{len(self.starts)} starts {span(self.starts)}" if len(self.starts) > 1 else "1 start",
             "" if self.bound is None else f"bound of the quadratic model {self.bound:.6g}",
             f"loss {self.loss:.6g}",
             f"gradient norm {self.gradient_norm:.4g}",
@@ -85,7 +85,7 @@ class Ascent:
         rho: ρ.
         euclidean: whether the ball is, else a box.
         steps: of each ascent.
-        restarts: ascents.
+        starts: ascents.
         seed: of random starts.
     """
 
@@ -93,19 +93,19 @@ class Ascent:
     rho: float
     euclidean: bool
     steps: int
-    restarts: int
+    starts: int
     seed: int
 
     def of(self, task: Task, m: int | None, *, normalized: bool = False, bounded: bool = False) -> WorstCase:
         """Return what is found on a task's data, in groups of ``m`` samples or all together."""
         task = replace(task, forward=_with_normalized_outputs(task.forward)) if normalized else task
         place = _Place(task, self.scale)
-        total = torch.zeros(self.restarts, dtype=torch.float64, device="cpu")
+        total = torch.zeros(self.starts, dtype=torch.float64, device="cpu")
         best, loss, groups, samples, slope = 0.0, 0.0, 0, 0, torch.zeros_like(place.theta)
         for batches, count in _groups(task, m):
             generator = torch.Generator().manual_seed(self.seed)
             start, slope = place.risk(torch.zeros_like(place.theta), batches)
-            found = torch.stack([self._climbed(place, batches, number, generator) for number in range(self.restarts)])
+            found = torch.stack([self._climbed(place, batches, number, generator) for number in range(self.starts)])
             total += count * (found - start)
             best += count * max(0.0, float(found.max()) - start)
             loss, groups, samples = start, groups + 1, samples + count

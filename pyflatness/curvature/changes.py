@@ -24,6 +24,8 @@ from ..model.selectors import Selector
 from ..model.uses import Use, runs_with_its_module
 from ..options import check_count, check_number
 
+__all__ = ["between", "of_rank", "pruned", "pruned_2_4", "rounded"]
+
 Layers = Selector | Sequence[Selector] | None
 _PER = ("tensor", "channel", "group")
 

@@ -50,7 +50,7 @@ def landscape(
     dimensions: int | None = None,
     layers: Selector | Sequence[Selector] | None = None,
     normalization: str | None = "auto",
-    steps: Any = 21,
+    points: Any = 21,
     span: Any = None,
     accuracy: bool | None = None,
     quadratic: bool | None = None,
@@ -76,7 +76,7 @@ def landscape(
         normalization: ``"filter"`` for directions with the norm of the weights in each filter, a row of the layer's
             matrix; ``"layer"`` in each tensor; None for directions as they are; ``"auto"`` is ``"filter"`` for random
             ones and None for others.
-        steps: points along each direction, or along one and the other.
+        points: how many along each direction, or along one and the other.
         span: largest coefficient s, from -s; or the smallest and the largest; or such a pair for each direction. None:
             1, and -0.25 to 1.25 between checkpoints.
         accuracy: also evaluate the accuracy; None: where targets are classes.
@@ -102,12 +102,12 @@ def landscape(
         >>> _ = torch.manual_seed(0)
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).double().eval()
         >>> data = torch.randn(100, 4).double(), torch.randint(3, (100,))
-        >>> found = pf.landscape(model, torch.nn.CrossEntropyLoss(), data, steps=(5, 3), span=0.01)
+        >>> found = pf.landscape(model, torch.nn.CrossEntropyLoss(), data, points=(5, 3), span=0.01)
         >>> found.losses.shape, bool((found.losses - found.quadratic.at(*found.coefficients)).abs().max() < 1e-5)
         (torch.Size([5, 3]), True)
     """
     wanted = Wanted.of(directions, through, dimensions, layers, normalization)
-    grid = coefficients(wanted.count, steps, (-0.25, 1.25) if wanted.through else (-1.0, 1.0), span)
+    grid = coefficients(wanted.count, points, (-0.25, 1.25) if wanted.through else (-1.0, 1.0), span)
     accuracy = None if accuracy is None else check_flag("accuracy", accuracy)
     quadratic = None if quadratic is None else check_flag("quadratic", quadratic)
     progress, options = check_progress(how), Options.of(how, nan_policy="propagate")
@@ -203,7 +203,7 @@ class _Slice:
                 while found.done < total:
                     start = time.monotonic()
                     if out is not None and ranks.rank == 0 and start - last > pause:
-                        found.save(out)
+                        found.to_npz(out)
                         written, last = found.done, time.monotonic()
                         pause = max(_SECONDS, (last - start) / _SHARE)
                     some = places[found.done : found.done + at_once]
@@ -212,7 +212,7 @@ class _Slice:
                     advance(len(some), "")
         finally:
             if out is not None and ranks.rank == 0 and found.done > written:
-                found.save(out)
+                found.to_npz(out)
         return replace(found, directions=())
 
     def _empty(self, made: str) -> Landscape:

@@ -39,9 +39,9 @@ class LinearInterpolation:
     """Hold the loss on the line between two networks.
 
     Attributes:
-        coefficients: (steps,) float64, α from 0, the model, to 1, the other.
-        losses: (steps,) float64, on the training data.
-        accuracy: (steps,), or None where targets are no classes.
+        coefficients: (points,) float64, α from 0, the model, to 1, the other.
+        losses: (points,) float64, on the training data.
+        accuracy: (points,), or None where targets are no classes.
         test_losses: on the test data, or None.
         test_accuracy: or None.
         samples: of the training data.
@@ -126,7 +126,7 @@ def linear_interpolation(
     *,
     test: Any = None,
     layers: Selector | Sequence[Selector] | None = None,
-    steps: int = 21,
+    points: int = 21,
     update_bn: bool | None = None,
     accuracy: bool | None = None,
     **how: Unpack[How],
@@ -141,7 +141,7 @@ def linear_interpolation(
         test: batches of other data, for the loss on these too.
         layers: selectors: only the parameters of these layers go from the one network to the other. None: all, and
             buffers of floating-point numbers.
-        steps: points, with both ends.
+        points: how many, with both ends.
         update_bn: compute the statistics of BatchNorm anew at each point, ends too, by a read of ``data`` with these
             layers, and no others, in training mode: means over batches of their means and variances, as
             ``torch.optim.swa_utils.update_bn`` takes them. None: where there is such a layer. False: statistics are
@@ -162,11 +162,11 @@ def linear_interpolation(
         >>> one, other = (torch.nn.Linear(1, 1, bias=False).double() for _ in range(2))
         >>> _ = one.weight.data.fill_(-1.0), other.weight.data.fill_(1.0)
         >>> data = torch.ones(1, 1).double(), torch.zeros(1, 1).double()
-        >>> found = pf.linear_interpolation(one, lambda f, y: -((f - y) ** 2).mean(), data, other, steps=3)
+        >>> found = pf.linear_interpolation(one, lambda f, y: -((f - y) ** 2).mean(), data, other, points=3)
         >>> found.losses.tolist(), found.barrier
         ([-1.0, 0.0, -1.0], 1.0)
     """
-    steps = check_count("steps", steps, 2, "a number of points")
+    points = check_count("points", points, 2)
     update_bn = None if update_bn is None else check_flag("update_bn", update_bn)
     accuracy = None if accuracy is None else check_flag("accuracy", accuracy)
     progress = check_progress(how)
@@ -178,7 +178,7 @@ def linear_interpolation(
         if anew and not batch_statistics.norms(task.model):
             raise InputError("update_bn=True: the model has no BatchNorm with running statistics")
         line = _Line(task, None if test is None else task.on(test, reads=3), other, layers, accuracy, update_bn=anew)
-        coefficients = torch.linspace(0, 1, steps, dtype=torch.float64, device="cpu")
+        coefficients = torch.linspace(0, 1, points, dtype=torch.float64, device="cpu")
         train, on_test = line.at(coefficients, progress)
         return LinearInterpolation(
             coefficients=coefficients,

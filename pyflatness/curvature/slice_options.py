@@ -119,19 +119,19 @@ def _count(dimensions: Any, count: int, what: str) -> int:
     return count
 
 
-def coefficients(count: int, steps: Any, ends: tuple[float, float], span: Any) -> tuple[Tensor, ...]:
+def coefficients(count: int, points: Any, ends: tuple[float, float], span: Any) -> tuple[Tensor, ...]:
     """Return the coefficients of each direction.
 
     Args:
         count: of the directions.
-        steps: of the user.
+        points: of the user.
         ends: by default.
         span: of the user.
     """
-    numbers = [*steps] if isinstance(steps, Sequence) and not isinstance(steps, str) else [steps] * count
+    numbers = [*points] if isinstance(points, Sequence) and not isinstance(points, str) else [points] * count
     if len(numbers) != count:
-        raise InputError(f"steps={shown(steps)}: a number of points, or one for each of {count} directions, is wanted")
-    numbers = [check_count("steps", each, 2, "a number of points") for each in numbers]
+        raise InputError(f"points={shown(points)}: a number of them, or one for each of {count} directions, is wanted")
+    numbers = [check_count("points", each, 2) for each in numbers]
     pairs = [ends] * count if span is None else _spans(span, count)
     return tuple(
         torch.linspace(low, high, number, dtype=torch.float64, device="cpu")

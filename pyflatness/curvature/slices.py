@@ -30,8 +30,8 @@ class Landscape:
     """Hold the loss at points θ + Σ_k c_k d_k on a grid of coefficients of one or two directions.
 
     Attributes:
-        coefficients: of each direction, (steps_k,) float64.
-        losses: (steps_1,), or (steps_1, steps_2), float64; NaN and infinity are what the loss is there, or NaN what
+        coefficients: of each direction, (points_k,) float64.
+        losses: (points_1,), or (points_1, points_2), float64; NaN and infinity are what the loss is there, or NaN what
             was not evaluated yet, see ``done``.
         accuracy: the fraction of right predictions at the same points, or None.
         loss: E(θ), that of the model itself.
@@ -55,7 +55,7 @@ class Landscape:
     key: Mapping[str, str]
     directions: tuple[Mapping[str, Tensor], ...] = ()
 
-    def save(self, path: str | Path) -> None:
+    def to_npz(self, path: str | Path) -> None:
         """Write it as an ``.npz`` file, which appears under its name when it is whole.
 
         Its arrays are ``coefficients_0``, ``coefficients_1``, ``losses``, ``accuracy``, ``gradient``, ``hessian``,
@@ -71,7 +71,7 @@ class Landscape:
             part.unlink(missing_ok=True)
 
     def content(self) -> bytes:
-        """Return what :meth:`save` writes."""
+        """Return what :meth:`to_npz` writes."""
         held: dict[str, Any] = {f"coefficients_{k}": each.numpy() for k, each in enumerate(self.coefficients)}
         held["losses"] = self.losses.numpy()
         if self.accuracy is not None:
@@ -94,8 +94,8 @@ class Landscape:
         return buffer.getvalue()
 
     @classmethod
-    def load(cls, path: str | Path) -> "Landscape":
-        """Return what :meth:`save` wrote, or :func:`pyflatness.landscape` with ``out=``, finished or not.
+    def from_npz(cls, path: str | Path) -> "Landscape":
+        """Return what :meth:`to_npz` wrote, or :func:`pyflatness.landscape` with ``out=``, finished or not.
 
         Raises:
             InputError: another file.
@@ -105,7 +105,7 @@ class Landscape:
 
     @classmethod
     def read(cls, content: bytes, name: str) -> "Landscape":
-        """Return what :meth:`save` wrote, from the content of a file.
+        """Return what :meth:`to_npz` wrote, from the content of a file.
 
         Raises:
             InputError: it is that of another file.

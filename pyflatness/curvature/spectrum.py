@@ -21,7 +21,7 @@ from ..messages import check_choice
 from ..model.layers import tie_notes
 from ..model.selectors import Selector
 from ..numerics.eigenpairs import BESIDE, BESIDE_STEPS, Pairs, Search, least_vectors, quadrature
-from ..options import CALL, How, Options, check_count, check_draws, check_flag, check_number
+from ..options import CALL, How, Options, check_count, check_flag, check_number, check_probes
 from ..passes.memory import Budget
 from ..session import public, session
 from .spectra import Density, Spectrum
@@ -98,7 +98,7 @@ def spectrum(
         (4, True, torch.Size([4, 8, 4]))
     """
     k, density, copies = check_count("k", k, 0), check_flag("density", density), check_flag("copies", copies)
-    probes, steps = check_draws("probes", probes, 1), check_count("steps", steps, 1)
+    probes, steps = check_probes("probes", probes, 1), check_count("steps", steps, 1)
     if tolerance is not None:
         tolerance = check_number("tolerance", tolerance)
     max_products = check_count("max_products", max_products, 1, "a number of products")

@@ -38,7 +38,7 @@ def worst_case_sharpness(
     adaptive: bool = False,
     m: int | None = None,
     steps: int = 20,
-    restarts: int = 1,
+    starts: int = 1,
     bound: bool = False,
     normalize_logits: bool = False,
     **how: Unpack[How],
@@ -58,7 +58,7 @@ def worst_case_sharpness(
         m: samples of a group that has a maximum of its own (m-sharpness): batches are cut into groups of so many, a
             batch's last one may be smaller, and the value is their mean by samples. None: one maximum for all data.
         steps: of each ascent, a forward and a backward pass each.
-        restarts: ascents: the first from next to θ, others from random points of the ball.
+        starts: ascents: the first from next to θ, others from random points of the ball.
         bound: also return what the quadratic model allows (``norm="l2"``): some dozens of Hessian products.
         normalize_logits: divide each sample's outputs f by the root mean square of f - mean(f), so that their scale
             does not count (Andriushchenko et al. 2023, section 3.3).
@@ -66,7 +66,7 @@ def worst_case_sharpness(
         process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.
 
     Returns:
-        The rise; it has no standard error: more steps and restarts, not more draws, improve it.
+        The rise; it has no standard error: more steps and starts improve it.
 
     Raises:
         InputError: options that do not fit, or see :func:`pyflatness.relative_flatness`; no trainable parameter; a
@@ -78,7 +78,7 @@ def worst_case_sharpness(
         >>> model = torch.nn.Linear(2, 1, bias=False).double()
         >>> _ = model.weight.data.copy_(torch.tensor([[1.0, 0.0]]))
         >>> data = torch.eye(2).double(), torch.tensor([[1.0], [0.0]]).double()
-        >>> found = pf.worst_case_sharpness(model, torch.nn.MSELoss(), data, rho=0.1, restarts=2, bound=True)
+        >>> found = pf.worst_case_sharpness(model, torch.nn.MSELoss(), data, rho=0.1, starts=2, bound=True)
         >>> round(found.value, 6), round(found.bound, 6)
         (0.005, 0.005)
     """
@@ -92,7 +92,7 @@ def worst_case_sharpness(
         rho=check_number("rho", rho),
         euclidean=norm == "l2",
         steps=check_count("steps", steps, 1, "a number of steps"),
-        restarts=check_count("restarts", restarts, 1, "a number of ascents"),
+        starts=check_count("starts", starts, 1, "a number of ascents"),
         seed=how.get("seed", 0),
     )
     m = None if m is None else check_count("m", m, 1, "a number of samples")
@@ -107,9 +107,9 @@ def keskar_sharpness(
     loss: Any = "auto",
     data: Any = ...,
     *,
-    epsilon: float = 1e-3,
+    rho: float = 1e-3,
     steps: int = 20,
-    restarts: int = 1,
+    starts: int = 1,
     **how: Unpack[How],
 ) -> WorstCase:
     """Return the ε-sharpness of Keskar et al.: the worst rise within a box, in percent.
@@ -121,9 +121,9 @@ def keskar_sharpness(
         model: as for :func:`pyflatness.worst_case_sharpness`, like all that follow.
         loss: its options count.
         data: batches.
-        epsilon: ε.
+        rho: ε.
         steps: of each ascent.
-        restarts: ascents.
+        starts: ascents.
         process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.
 
     Returns:
@@ -138,19 +138,19 @@ def keskar_sharpness(
         >>> model = torch.nn.Linear(1, 1, bias=False).double()
         >>> _ = model.weight.data.fill_(1.0)
         >>> data = torch.ones(1, 1).double(), torch.ones(1, 1).double()
-        >>> round(pf.measures.keskar_sharpness(model, torch.nn.MSELoss(), data, epsilon=0.1, restarts=2).value, 6)
+        >>> round(pf.measures.keskar_sharpness(model, torch.nn.MSELoss(), data, rho=0.1, starts=2).value, 6)
         4.0
     """
     ascent = Ascent(
         scale=lambda w: w.abs() + 1,
-        rho=check_number("epsilon", epsilon),
+        rho=check_number("rho", rho),
         euclidean=False,
         steps=check_count("steps", steps, 1, "a number of steps"),
-        restarts=check_count("restarts", restarts, 1, "a number of ascents"),
+        starts=check_count("starts", starts, 1, "a number of ascents"),
         seed=how.get("seed", 0),
     )
     meeting.refuse(how.get("process_group"), "keskar_sharpness", _INSTEAD)
     with session(model, loss, data, Options.of(how), {**how, "process_group": False}, reads=3) as task:
         found = ascent.of(task, None)
     percent = 100 / (1 + found.loss)
-    return replace(found, value=found.value * percent, restarts=found.restarts * percent)
+    return replace(found, value=found.value * percent, starts=found.starts * percent)

@@ -15,7 +15,7 @@ from .. import interrupts
 from ..api import measure
 from ..errors import InputError, NonFiniteError
 from ..measures import are_named, named
-from ..messages import near, shown
+from ..messages import shown, unknown_argument
 from ..model import generators
 from ..model.data import used_up
 from ..model.selectors import Selector
@@ -26,7 +26,7 @@ from ..training import loaders
 from ..training.history import History
 
 NETWORK = "network"
-_OPTIONS = [name for name in EVERY if name != "process_group"]
+_OPTIONS = [name for name in EVERY if name not in ("eval", "process_group")]
 
 
 class Watch:
@@ -197,8 +197,7 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a measurement, whose names and choices fit."""
     for name in options:
         if name not in _OPTIONS:
-            listed = near(name, _OPTIONS, len(_OPTIONS))
-            raise TypeError(f"FlatnessCallback() has no argument {name!r}; did you mean {listed}?")
+            raise unknown_argument("FlatnessCallback", name, _OPTIONS)
     Options.of(options)
     return {"progress": False, **options}
 

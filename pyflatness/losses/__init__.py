@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from ..contractions import Labels
 from ..errors import InputError, NotYetError
-from ..messages import shown
+from ..messages import received, shown
 from .base import Curvature, Factors, Known, Loss, Reduction, Terms, marked
 from .cross_entropy import CrossEntropy
 from .custom import CustomLoss
@@ -108,14 +108,9 @@ def _with_options(loss: functools.partial[Any]) -> nn.Module:
 
 
 def _check_callable(loss: Any) -> None:
-    if isinstance(loss, type):
-        raise InputError(f"loss: the class {loss.__name__} itself is no loss; pass an instance, {loss.__name__}()")
-    if not callable(loss):
-        order = "" if loss is None else "; the order of arguments is (model, loss, data)"
-        raise InputError(
-            f"loss: an nn loss module, an F function, a name or a callable is wanted, got {type(loss).__name__} "
-            f"{shown(loss)}{order}"
-        )
+    if isinstance(loss, type) or not callable(loss):
+        wanted = "an nn loss module, an F function, a name or a callable is wanted"
+        raise InputError(f"loss={shown(loss)}: {wanted}, {received('loss', loss)}")
 
 
 _FUNCTIONS: dict[Any, Callable[..., nn.Module]] = {

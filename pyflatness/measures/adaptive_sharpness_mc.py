@@ -26,12 +26,12 @@ from typing_extensions import Unpack
 from ..losses import risk
 from ..model import calling, parameters, state
 from ..numerics.variances import standard_error
-from ..options import CALL, How, Options, check_draws, check_flag, check_number
+from ..options import CALL, How, Options, check_flag, check_number, check_probes
 from ..report import Estimate
 from ..session import public, session
 from .base import Measure, Task
 
-RHO, DRAWS = 0.1, 32
+RHO, PROBES = 0.1, 32
 
 
 @public(*CALL, "seed", "nan_policy")
@@ -41,7 +41,7 @@ def adaptive_sharpness_mc(
     data: Any = ...,
     *,
     rho: float = RHO,
-    draws: int = DRAWS,
+    probes: int = PROBES,
     scaled: bool = True,
     **how: Unpack[How],
 ) -> Estimate:
@@ -58,13 +58,13 @@ def adaptive_sharpness_mc(
         loss: its options and reduction count.
         data: as for :func:`pyflatness.relative_flatness`; read once per draw, and once more.
         rho: ρ, the relative size of the noise.
-        draws: pairs ±δ.
+        probes: pairs ±δ.
         scaled: False leaves out the factor 2/ρ², as Eq. 46 does.
         seed: of the noise; another device gives other noise for it.
         nan_policy: ``"raise"`` or ``"propagate"``; no sample can be left out.
 
     Returns:
-        The value with its standard error over draws, of ``draws - 1`` degrees of freedom.
+        The value with its standard error over probes, of ``probes - 1`` degrees of freedom.
 
     Raises:
         InputError: options that do not fit, or see :func:`pyflatness.relative_flatness`; no trainable parameter.
@@ -74,24 +74,24 @@ def adaptive_sharpness_mc(
         >>> import torch, pyflatness as pf
         >>> model = torch.nn.Linear(4, 3)
         >>> data = torch.randn(100, 4), torch.randint(3, (100,))
-        >>> value = pf.measures.adaptive_sharpness_mc(model, torch.nn.CrossEntropyLoss(), data, draws=8)
+        >>> value = pf.measures.adaptive_sharpness_mc(model, torch.nn.CrossEntropyLoss(), data, probes=8)
         >>> value.samples, value.stderr > 0
         (100, True)
     """
-    rho, draws, scaled = check_number("rho", rho), check_draws("draws", draws, 2), check_flag("scaled", scaled)
-    with session(model, loss, data, Options.of(how), how, reads=draws + 1) as task:
-        estimate = _estimate(task, rho, draws, scaled=scaled)
+    rho, probes, scaled = check_number("rho", rho), check_probes("probes", probes, 2), check_flag("scaled", scaled)
+    with session(model, loss, data, Options.of(how), how, reads=probes + 1) as task:
+        estimate = _estimate(task, rho, probes, scaled=scaled)
         task.unite()
         return task.noted(estimate)
 
 
-def _estimate(task: Task, rho: float = RHO, draws: int = DRAWS, *, scaled: bool = True) -> Estimate:
+def _estimate(task: Task, rho: float = RHO, probes: int = PROBES, *, scaled: bool = True) -> Estimate:
     policy = task.options.nan_policy
     theta = parameters.trainable(task.model)
     generator = torch.Generator(state.device(task.model)).manual_seed(task.options.seed)
     (own,) = risk.at(task.model, [{}], task.loss, task.batches, task.forward, policy)
     rises = []
-    for _ in range(draws):
+    for _ in range(probes):
         noise = parameters.noise(theta, generator)
         spreads = (lambda w: rho * w), (lambda w: -rho * w)
         points = [parameters.displaced(theta, noise, spread) for spread in spreads]
@@ -106,8 +106,8 @@ def _estimate(task: Task, rho: float = RHO, draws: int = DRAWS, *, scaled: bool 
         method="monte-carlo",
         exact=False,
         backend="reference",
-        notes=(f"adaptive_sharpness_mc: ρ = {rho}, {draws} pairs of draws",),
-        dof=draws - 1,
+        notes=(f"adaptive_sharpness_mc: ρ = {rho}, {probes} pairs of probes",),
+        dof=probes - 1,
     )
 
 
@@ -119,6 +119,6 @@ ADAPTIVE_SHARPNESS_MC = Measure(
     compute=lambda task: {"": _estimate(task)},
     granularity="network",
     invariant="layer-wise, neuron-wise",
-    cost=f"{2 * DRAWS + 1} forward passes",
-    reads=DRAWS + 1,
+    cost=f"{2 * PROBES + 1} forward passes",
+    reads=PROBES + 1,
 )

@@ -186,7 +186,7 @@ class Total:
             layer=self._source.name,
             omitted=self._over.omitted,
             notes=(*self._source.notes(), *self._scale_note()),
-            bound=self._bound / normaliser if self._bound else None,
+            max_error=self._bound / normaliser if self._bound else None,
         )
 
     def _scale_note(self) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ def mls_adversarial(
     data: Any = ...,
     *,
     steps: int = STEPS,
-    radius: float | None = None,
+    rho: float | None = None,
     normalized: bool = False,
     **how: Unpack[MeasureHow],
 ) -> Estimate:
@@ -58,7 +58,7 @@ def mls_adversarial(
         loss: as for :func:`pyflatness.measure`; it has no part in the value.
         data: as for :func:`pyflatness.relative_flatness`; each batch goes through the model whole.
         steps: of the ascent, a forward and a backward pass each.
-        radius: |δ| / |x|, √ε of the dtype unless given.
+        rho: |δ| / |x|, √ε of the dtype unless given.
         normalized: mean_i |x_i|² s_max², normalised MLS (Definition F.1), in the place of mean_i s_max.
         process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.
 
@@ -79,20 +79,20 @@ def mls_adversarial(
     """
     meeting.refuse(how.get("process_group"), "mls_adversarial", _INSTEAD)
     steps = check_count("steps", steps, 1, "a number of steps")
-    radius = None if radius is None else check_number("radius", radius)
+    rho = None if rho is None else check_number("rho", rho)
     normalized = check_flag("normalized", normalized)
     options = Options.of(how)
     with session(model, loss, data, options, {**how, "process_group": False}) as task:
-        return _estimate(task, steps, radius, normalized=normalized)
+        return _estimate(task, steps, rho, normalized=normalized)
 
 
-def _estimate(task: Task, steps: int = STEPS, radius: float | None = None, *, normalized: bool = False) -> Estimate:
+def _estimate(task: Task, steps: int = STEPS, rho: float | None = None, *, normalized: bool = False) -> Estimate:
     task.batches.shard.ranks.refuse("mls_adversarial", _INSTEAD)
     generator = torch.Generator(state.device(task.model)).manual_seed(task.options.seed)
     found, over = [], Accumulator(task.options.nan_policy)
     with recorder.frozen(task.model):
         for number, batch in enumerate(task.batches):
-            ascent = _Ascent(task, batch, number, radius)
+            ascent = _Ascent(task, batch, number, rho)
             values = ascent.values(steps, generator)
             if normalized:
                 values = ascent.sizes.square() * values.square()
@@ -122,8 +122,8 @@ class _Ascent:
         sizes: |x_i|, (n,) float64.
     """
 
-    def __init__(self, task: Task, batch: Any, number: int, radius: float | None) -> None:
-        found = inputs.first_floating(batch)
+    def __init__(self, task: Task, batch: Any, number: int, rho: float | None) -> None:
+        found = inputs.first_floating(batch, task.forward.by_user)
         if found is None:
             raise InputError(
                 f"batch {number}: there is no floating-point tensor among its inputs that could be changed (tokens "
@@ -131,7 +131,7 @@ class _Ascent:
             )
         self._task, self._batch, self._input, self._samples = task, batch, found, batching.size(batch)
         self.sizes = _norms(found)
-        self._size = self.sizes * (torch.finfo(found.dtype).eps ** 0.5 if radius is None else radius)
+        self._size = self.sizes * (torch.finfo(found.dtype).eps ** 0.5 if rho is None else rho)
         self._size = torch.where(self._size == 0, torch.finfo(found.dtype).eps ** 0.5, self._size)
         with torch.no_grad():
             self._start = self._outputs(found)

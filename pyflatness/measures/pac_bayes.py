@@ -4,7 +4,7 @@ It is defined by Petzka et al. (2021), appendix C.2, after Jiang et al. (2020).
 
     σ: mean accuracy of the network at θ + u, u ~ N(0, σ²) on all parameters, is 0.1 below its own;  flatness 1/σ²
 
-found by bisection on [0, 2]: at most 15 steps, ended where the drop is within 0.01 of 0.1, each over the same 10 draws
+found by bisection on [0, 2]: at most 15 steps, ended where the drop is within 0.01 of 0.1, each over the same 10 probes
 of the noise, so that the drop of each draw is one function of σ. BatchNorm is folded into the layers in front of it
 first, so that numbers which only scale each other do not count. With θ the weights (parameters of two dimensions and
 more) of which there are ω, θ⁰ those before training, n samples, ε = 1e-3:
@@ -16,13 +16,13 @@ the second also with |θ|² in the place of |θ-θ⁰|² (Jiang et al. 2020). σ
 ``pac_bayes_magnitude``, is found by a bisection of its own, u_j ~ N(0, σ²θ_j² + ε²). The authors' code passes σ² (and
 σ²θ_j² + ε²) as standard deviations; ``squared=True`` does so. It is not invariant to rescalings.
 
-Standard errors over the draws are by the delta method. Where the mean drop D grows as σ^p,
+Standard errors over the probes are by the delta method. Where the mean drop D grows as σ^p,
 
     stderr(σ) = σ/p √(s²/K + (D - 0.1)²) / D        stderr(1/σ²) = 2/σ³ stderr(σ)        K - 1 degrees of freedom
 
-with s the standard deviation of the K draws' drops; D - 0.1 is what the bisection left. p is that between σ and the
-nearest others that were tried, on each side, on average. To first order: the 95 % interval of 10 draws
-holds 1/σ² of 2,000 draws in 91-92 % of cases, that of 40 in 97 %, where D - 0.1 is as large as the draws' scatter.
+with s the standard deviation of the K probes' drops; D - 0.1 is what the bisection left. p is that between σ and the
+nearest others that were tried, on each side, on average. To first order: the 95 % interval of 10 probes
+holds 1/σ² of 2,000 probes in 91-92 % of cases, that of 40 in 97 %, where D - 0.1 is as large as the probes' scatter.
 """
 
 import math
@@ -40,14 +40,14 @@ from ..losses import risk
 from ..messages import in_words, with_error
 from ..model import calling, layers, parameters, state
 from ..model.data import size
-from ..options import CALL, How, Options, check_count, check_draws, check_flag, check_number
+from ..options import CALL, How, Options, check_count, check_flag, check_number, check_probes
 from ..reparameterization.folding import Folding
 from ..reparameterization.reparameterize import duplicate
 from ..report import Estimate
 from ..session import public, session
 from .base import Measure, Task, Values
 
-DROP, DRAWS, STEPS, TOLERANCE = 0.1, 10, 15, 0.01
+DROP, PROBES, STEPS, TOLERANCE = 0.1, 10, 15, 0.01
 LARGEST = 2.0  # σ
 EPSILON = 1e-3
 
@@ -61,10 +61,11 @@ class Bisection:
     Attributes:
         sigma: σ, the last one tried.
         bracket: between which σ the wanted drop was last known to lie; the ends of [0, 2] were not tried.
-        drops: by how much the accuracy is lower at σ, draw by draw.
+        drops: by how much the accuracy is lower at σ, probe by probe.
         reached: whether their mean is within tolerance of the wanted drop.
-        stderr: standard error of ``sigma`` over the draws, of one degree of freedom less than there are draws; None for
-            one draw, where the wanted drop was not reached, and where only one σ was tried or the drop does not grow.
+        stderr: standard error of ``sigma`` over the probes, of one degree of freedom less than there are probes; None
+            for one probe, where the wanted drop was not reached, and where one σ alone was tried or the drop does not
+            grow.
     """
 
     sigma: float
@@ -79,7 +80,7 @@ class Bisection:
     def _facts(self) -> list[str]:
         sigma, flatness = with_error(self.sigma, self.stderr), with_error(self.flatness, self.flatness_stderr)
         drop = f"drop {self.drop:.4g} of the accuracy{'' if self.reached else ', which is not the wanted one'}"
-        return [f"σ = {sigma}", f"flatness {flatness}", drop, f"{len(self.drops)} draws"]
+        return [f"σ = {sigma}", f"flatness {flatness}", drop, f"{len(self.drops)} probes"]
 
     @property
     def drop(self) -> float:
@@ -134,7 +135,7 @@ def pac_bayes(
     data: Any = ...,
     *,
     drop: float = DROP,
-    draws: int = DRAWS,
+    probes: int = PROBES,
     steps: int = STEPS,
     tolerance: float = TOLERANCE,
     initial: nn.Module | Mapping[str, Tensor] | None = None,
@@ -149,16 +150,16 @@ def pac_bayes(
     Args:
         model: a classifier in eval mode; left as it was found.
         loss: says where the classes are and which targets are ignored.
-        data: as for :func:`pyflatness.relative_flatness`; read up to ``draws * steps`` times.
+        data: as for :func:`pyflatness.relative_flatness`; read up to ``probes * steps`` times.
         drop: of the mean accuracy, in (0, 1).
-        draws: of the noise, the same for every σ.
+        probes: of the noise, the same for every σ.
         steps: of the bisection, at most.
         tolerance: of the drop at which it ends.
         initial: θ⁰, the network before training, for the magnitude-aware form: a module like the model or a state dict.
         squared: noise of standard deviation σ², as in the authors' code.
 
     Returns:
-        σ, flatness, their standard errors, bounds, and the drops of all draws.
+        σ, flatness, their standard errors, bounds, and the drops of all probes.
 
     Raises:
         InputError: options, targets or initial weights that do not fit; no classes to be right about.
@@ -175,14 +176,14 @@ def pac_bayes(
     """
     drop = check_number("drop", drop, "a number between 0 and 1", lambda given: 0 < given < 1)
     tolerance, squared = check_number("tolerance", tolerance), check_flag("squared", squared)
-    draws, steps = check_draws("draws", draws, 1), check_count("steps", steps, 1)
-    reads = _reads(draws, steps) * (1 if initial is None else 2)
+    probes, steps = check_probes("probes", probes, 1), check_count("steps", steps, 1)
+    reads = _reads(probes, steps) * (1 if initial is None else 2)
     with session(model, loss, data, Options.of(how), how, reads=reads) as task:
-        return _Search(task, drop, draws, steps, tolerance, squared=squared).result(initial)
+        return _Search(task, drop, probes, steps, tolerance, squared=squared).result(initial)
 
 
-def _reads(draws: int, steps: int) -> int:
-    return draws * steps + 1
+def _reads(probes: int, steps: int) -> int:
+    return probes * steps + 1
 
 
 class _Search:
@@ -192,7 +193,7 @@ class _Search:
         self,
         task: Task,
         drop: float = DROP,
-        draws: int = DRAWS,
+        probes: int = PROBES,
         steps: int = STEPS,
         tolerance: float = TOLERANCE,
         *,
@@ -205,7 +206,7 @@ class _Search:
         self.unfolded = self._folding.alone
         self._theta = parameters.every(self._model)
         seeds = torch.Generator().manual_seed(task.options.seed)
-        self._seeds: list[int] = torch.randint(2**62, (draws,), generator=seeds, device="cpu").tolist()
+        self._seeds: list[int] = torch.randint(2**62, (probes,), generator=seeds, device="cpu").tolist()
         self._samples = 0
 
     def result(self, initial: nn.Module | Mapping[str, Tensor] | None = None) -> PacBayes:
@@ -334,7 +335,7 @@ def _said(name: str, found: Bisection, accuracy: float) -> str:
     low, high = min(found.drops), max(found.drops)
     return (
         f"{name}: σ = {found.sigma:.5g} lowers the accuracy of {accuracy:.4g} by {found.drop:.3g} "
-        f"({low:.3g} to {high:.3g} in {len(found.drops)} draws)"
+        f"({low:.3g} to {high:.3g} in {len(found.drops)} probes)"
     )
 
 
@@ -365,8 +366,8 @@ PAC_BAYES = Measure(
     of_layers=False,
     compute=_values,
     granularity="network",
-    cost=f"up to {_reads(DRAWS, STEPS)} forward passes",
-    reads=_reads(DRAWS, STEPS),
+    cost=f"up to {_reads(PROBES, STEPS)} forward passes",
+    reads=_reads(PROBES, STEPS),
 )
 PAC_BAYES_MAGNITUDE = Measure(
     name="pac_bayes_magnitude",

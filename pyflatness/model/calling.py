@@ -1,6 +1,7 @@
 """Call the user's model on a batch, and see what goes through its layers."""
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -213,17 +214,7 @@ def _run(model: nn.Module, batch: Any, forward: Forward | None, tensor: Callable
     else:
         if isinstance(batch, Mapping) and ("labels" in batch or hugging_face.inner(model) is not None):
             return by_keywords(model, hugging_face.prepared(model, batch), tensor)
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            kind = (
-                f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
-            )
-            several = " (a list of tensors is a list of batches, a tuple of tensors is cut into batches)"
-            raise InputError(
-                "data: batches are (inputs, targets) pairs, or mappings with `labels`, got a "
-                f"{kind}{several if isinstance(batch, Tensor) else ''}; pass forward=, a function (model, batch) -> "
-                "(outputs, targets)"
-            )
-        inputs, targets = batch
+        inputs, targets = _pair(model, batch)
         if isinstance(inputs, int):
             raise InputError(
                 f"data: a batch is a pair of the number {inputs} and a {type(targets).__name__}, as enumerate gives "
@@ -231,6 +222,39 @@ def _run(model: nn.Module, batch: Any, forward: Forward | None, tensor: Callable
             )
         returned = model(inputs)
     return tensor(returned), targets
+
+
+def _pair(model: nn.Module, batch: Any) -> tuple[Any, Any]:
+    """Return inputs and targets, which come first in a batch; what follows them, as numbers of samples, is ignored.
+
+    Raises:
+        InputError: another batch; or more than two items for a model that may take several of them as its inputs.
+    """
+    advice = "pass forward=, a function (model, batch) -> (outputs, targets)"
+    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+        kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
+        several = " (a list of tensors is a list of batches, a tuple of tensors is cut into batches)"
+        raise InputError(
+            "data: batches are (inputs, targets), or mappings with `labels`, got a "
+            f"{kind}{several if isinstance(batch, Tensor) else ''}; {advice}"
+        )
+    if len(batch) > 2 and (hugging_face.inner(model) is not None or _may_take_several(model)):
+        raise InputError(
+            f"data: a batch has {len(batch)} items, of which the first two would be (inputs, targets), but the forward "
+            f"of {type(model).__name__} takes more than one input, so that the second may be one of them; {advice}"
+        )
+    return batch[0], batch[1]
+
+
+def _may_take_several(model: nn.Module) -> bool:
+    """Return whether a model's ``forward`` may take a second tensor: one that it needs, or that is None by default."""
+    try:
+        taken = [*inspect.signature(model.forward).parameters.values()]
+    except ValueError:  # of a function that Python did not compile
+        return True
+    places = [one for one in taken if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    any_number = any(one.kind is one.VAR_POSITIONAL for one in taken)
+    return any_number or any(one.default is one.empty or one.default is None for one in places[1:])
 
 
 @contextlib.contextmanager

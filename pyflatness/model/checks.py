@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..errors import InputError
-from ..messages import without_values
+from ..messages import IN_TRAINING, without_values
 from .spread import WHOLE, is_spread
 
 
@@ -68,13 +68,13 @@ def _check_mode(name: str, module: nn.Module) -> None:
         if isinstance(module, nn.modules.instancenorm._InstanceNorm):
             return  # normalises each sample by itself
         if module.training:
-            raise InputError(f"{name!r} ({type(module).__name__}) is in training mode: call model.eval() first")
+            raise InputError(f"{name!r} ({type(module).__name__}) {IN_TRAINING}")
         raise InputError(
             f"{name!r} ({type(module).__name__}) has no running statistics, so its output for a sample depends on the "
             "batch; a value over the data set does not exist"
         )
     if isinstance(module, _DropoutNd) and module.training and module.p > 0:
-        raise InputError(f"{name!r} ({type(module).__name__}) is in training mode: call model.eval() first")
+        raise InputError(f"{name!r} ({type(module).__name__}) {IN_TRAINING}")
 
 
 def _check_values(name: str, module: nn.Module) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
@@ -20,7 +21,7 @@ from torch.utils.data import (
 
 from .. import interrupts, progress
 from ..errors import InputError
-from ..messages import check_tensor, without_values
+from ..messages import check_tensor, received, without_values
 from ..numerics.shard import WHOLE
 from .fingerprint import Fingerprint
 from .generators import watched
@@ -53,16 +54,8 @@ class Batches:
         self._tensors: tuple[Tensor, ...] = ()
         if isinstance(data, tuple) and data and isinstance(data[0], (Tensor, np.ndarray)):
             self._tensors = _parts(data)
-        elif isinstance(data, torch.utils.data.Dataset):
-            raise InputError("data: a Dataset yields single samples; wrap it, DataLoader(dataset, batch_size=256)")
-        elif isinstance(data, (Tensor, Mapping, str)) or not hasattr(data, "__iter__"):
-            raise InputError(
-                f"data: a tuple of tensors or an iterable of batches is wanted, got {type(data).__name__}"
-                + ("; the order of arguments is (model, loss, data)" if callable(data) else "")
-                + ("; for one batch pass a list of it, data=[batch]" if isinstance(data, Mapping) else "")
-            )
-        elif isinstance(data, enumerate):
-            raise InputError("data: enumerate yields (number, batch) pairs; pass the loader itself")
+        elif isinstance(data, (Tensor, Mapping, str, Dataset, enumerate)) or not hasattr(data, "__iter__"):
+            raise InputError(f"data: a tuple of tensors or an iterable of batches is wanted, {received('data', data)}")
         elif hasattr(data, "__next__") and reads > 1:
             more = "(normalize=, target_stderr= and some measures take more than one)"
             raise used_up(data, f"and {reads} reads are needed {more}")

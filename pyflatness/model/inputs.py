@@ -12,23 +12,25 @@ from . import calling, data, kinds
 class Inputs:
     """Record the input: a ``forward`` that notes the first floating-point tensor of a batch with its samples.
 
-    Targets (the second of a pair, the last of a longer tuple, ``labels``) are none. Where there is no such tensor,
-    as for tokens, embeddings are where the graph begins: what several layers take of them is then one tensor for all.
+    Targets (``labels``, the second item, or the last one for a ``forward=`` of the user's) are none. Where there is no
+    such tensor, as for tokens, embeddings are where the graph begins: what several layers take of them is then one
+    tensor for all.
 
     Args:
-        forward: the user's; see :func:`.calling.run`.
+        forward: see :func:`.calling.run`.
+        by_user: whether it is the user's own that says what of a batch are targets.
 
     Attributes:
         tensor: of the last run, (n, …), with its gradient required; None if the batch has none.
     """
 
-    def __init__(self, forward: calling.Forward | None) -> None:
-        self._forward = forward
+    def __init__(self, forward: calling.Forward, by_user: bool) -> None:
+        self._forward, self._by_user = forward, by_user
         self.tensor: Tensor | None = None
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         """See :data:`.calling.Forward`."""
-        found = first_floating(batch)
+        found = first_floating(batch, self._by_user)
         if found is None:
             self.tensor = None
             for module in model.modules():
@@ -42,13 +44,13 @@ class Inputs:
         return calling.run(model, batch, self._forward)
 
 
-def first_floating(batch: Any) -> Tensor | None:
+def first_floating(batch: Any, by_user: bool) -> Tensor | None:
     """Return the first floating-point tensor among the inputs of a batch that has its samples in dimension 0."""
     samples = data.size(batch)
     if isinstance(batch, Mapping):
         parts = [part for key, part in batch.items() if key != "labels"]
     elif isinstance(batch, (tuple, list)) and len(batch) > 1:
-        parts = [*batch[:-1]]
+        parts = [*(batch[:-1] if by_user else batch[:1])]
     else:
         parts = [batch]
     found: list[Tensor] = []

@@ -1,6 +1,5 @@
 """Choose layers of a model: by qualified name, glob, ``re:…``, ``type:…`` or the module itself."""
 
-import difflib
 import fnmatch
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -10,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..messages import shown
+from ..messages import near, shown
 from . import spread, uses
 from .kinds import CLASSES, SUPPORTED, is_scale
 from .layers import is_supported, why_not_supported
@@ -141,8 +140,8 @@ def _matching(
     if not names:
         layers = [name for names in usable for name in names]
         _check_no_parameter(model, layers, selector)
-        near = difflib.get_close_matches(selector, [name for name in every if name]) or layers
-        raise InputError(f"layer: nothing in the model matches {selector!r}; did you mean {', '.join(near[:5])}?")
+        listed = near(selector, filter(None, [*layers, *every]))
+        raise InputError(f"layer: nothing in the model matches {selector!r}; did you mean {listed}?")
     return names
 
 

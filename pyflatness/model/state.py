@@ -3,7 +3,7 @@
 What is left as found, also after an exception or a signal (:mod:`.interrupts`): hooks, modes, ``requires_grad``,
 ``.grad``, buffers, the random state, and the switches of the process that a call turns. These are also why calls of
 several threads take turns. The model is a function of one sample: a BatchNorm or Dropout in training mode is refused,
-not switched.
+and switched for the time of the call if the user says so.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 
 from .. import interrupts
 from ..errors import InputError
-from ..messages import check_module
+from ..messages import check_module, received
 from ..numerics.ranks import Ranks
 from . import calling, fsdp, generators, layers, spread, tensor_parallel, uses
 from .calling import replaced_forward
@@ -33,12 +33,15 @@ _PATIENCE = 0.1  # seconds between looks for an interrupt while another thread h
 
 
 @contextlib.contextmanager
-def observing(model: nn.Module, ranks: Ranks | None = None) -> Iterator[tuple[nn.Module, Randomness]]:
+def observing(
+    model: nn.Module, ranks: Ranks | None = None, *, in_eval: bool = False
+) -> Iterator[tuple[nn.Module, Randomness]]:
     """Hold the user's own module ready to be run without gradients; afterwards everything is as it was.
 
     Args:
         model: the user's.
         ranks: which make the call, if its parameters may be spread over them; see :mod:`.spread`.
+        in_eval: whether it is put in eval mode, see :func:`in_eval_mode`.
 
     Inside are the module without its wrappers, and what it may draw random numbers from.
 
@@ -56,6 +59,8 @@ def observing(model: nn.Module, ranks: Ranks | None = None) -> Iterator[tuple[nn
                 interrupts.later(_end_turn)
                 while not _turn.acquire(timeout=_PATIENCE):
                     interrupts.check()
+            if in_eval:
+                _to_eval_mode(model)
             yield _prepared(model, ranks)
         finally:
             interrupts.undo(depth)
@@ -172,21 +177,26 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     Modes are set on each module, past ``eval()`` and ``train()`` of the user's. These may do more, such as merge
     adapters into weights, which could not be undone bit by bit in the middle of a training.
     """
+    with interrupts.held():
+        depth = interrupts.depth()
+        try:
+            _to_eval_mode(model)
+            yield
+        finally:
+            interrupts.undo(depth)
+
+
+def _to_eval_mode(model: nn.Module) -> None:
+    """Put a model in eval mode for :func:`in_eval_mode`, and note how to undo it."""
     modes = [(module, module.training) for module in model.modules()]
 
     def put_back() -> None:
         for module, mode in modes:
             module.training = mode
 
-    with interrupts.held():
-        depth = interrupts.depth()
-        interrupts.later(put_back)
-        try:
-            for module, _ in modes:
-                module.training = False
-            yield
-        finally:
-            interrupts.undo(depth)
+    interrupts.later(put_back)
+    for module, _ in modes:
+        module.training = False
 
 
 class _Once:
@@ -238,7 +248,7 @@ def device(model: nn.Module) -> torch.device:
     """Return the device where the model's parameters are, and its batches go."""
     parameter = next((p for p in model.parameters() if not p.is_meta), None)
     if parameter is None:
-        raise InputError(f"model: this {type(model).__name__} has no parameters")
+        raise InputError(f"model: one with parameters is wanted, {received('model', model)}")
     return parameter.device
 
 

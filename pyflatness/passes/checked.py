@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..errors import FlatnessError, InputError
 from ..losses import Loss, remarks
 from ..losses.closure import REFUSAL, depends_on
-from ..messages import is_out_of_memory
+from ..messages import IN_TRAINING, is_out_of_memory
 from ..model import calling, data, state
 from ..model.generators import Randomness, equal, outside
 from ..model.outputs import single
@@ -46,6 +46,7 @@ class Checked:
 
     def __init__(self, model: nn.Module, loss: Loss, forward: calling.Forward | None, random: Randomness) -> None:
         self._forward, self._loss, self._random = forward, loss, random
+        self.by_user = forward is not None  # whether the user's own forward says what of a batch are targets
         self._parameters = [p for module in model.modules() for p in module._parameters.values() if p is not None]
         self._changes_inputs: bool | None = None  # whether the model does so in place; not known before it ran
         self._looks = _LOOKS  # that are left
@@ -168,7 +169,7 @@ class Checked:
                 outputs, again, _ROUNDING * torch.finfo(outputs.dtype).eps if outputs.is_floating_point() else 0.0
             ):
                 return
-        mode = "it is in training mode: call model.eval() first, and " if model.training else ""
+        mode = f"it {IN_TRAINING}, and " if model.training else ""
         raise InputError(
             f"model: it draws random numbers in its forward pass: on the same batch, {data.described(batch)}, a second "
             f"pass has other outputs, so that a value would be one of many; {mode}switch off what draws them (dropout "

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import Unpack
 
 from ..errors import FlatnessError, InputError
+from ..messages import check_module
 from ..model import calling, layers, selectors, state, uses
 from ..model.data import first
 from ..model.selectors import Selector
@@ -39,7 +40,7 @@ _HINTS = {
 }
 
 
-@public("forward")
+@public("forward", "eval")
 def reparameterize(
     model: nn.Module,
     factors: Mapping[Selector, Any],
@@ -75,6 +76,7 @@ def reparameterize(
     """
     inplace = check_flag("inplace", inplace)
     batches = [(data, None)] if isinstance(data, Tensor) else data
+    modes = [part.training for part in layers.unwrap(check_module("model", model)).modules()]
     with session(  # no loss has a part in it
         model, nn.MSELoss(), batches, how={**how, "process_group": False}, reads=2
     ) as task:
@@ -92,6 +94,8 @@ def reparameterize(
         for number, batch in enumerate(task.batches):
             check_same(module, changed, batch, task.forward, number)
         if not inplace:
+            for part, mode in zip(changed.modules(), modes, strict=True):
+                part.training = mode
             return changed
         for (_, own), (_, other) in zip(_tensors(module), _tensors(changed), strict=True):
             if not torch.equal(own, other):

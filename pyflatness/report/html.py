@@ -26,7 +26,7 @@ def of_estimate(estimate: "Estimate") -> str:
         ("exact", "yes" if estimate.exact else "no"),
         ("standard error", "–" if estimate.stderr is None else tables.standard_error(estimate.stderr)),
         ("95 % interval", "–" if own["low"] is None else f"[{own['low']:.6g}, {own['high']:.6g}]"),
-        ("off by at most", "" if estimate.bound is None else f"{estimate.bound:.3g}"),
+        ("off by at most", "" if estimate.max_error is None else f"{estimate.max_error:.3g}"),
         ("layer", estimate.layer),
         ("method", estimate.method),
         ("samples", f"{estimate.samples}{f', {estimate.omitted} omitted' if estimate.omitted else ''}"),

@@ -56,7 +56,7 @@ class Estimate(float):
         layer: qualified name of the measured layer; empty for bare tensors.
         omitted: samples left out by ``nan_policy="omit"``.
         notes: what a reader of the value should know (tied weights, dropped features, …).
-        bound: what ``value`` is off by at most, besides rounding, where ``rtol=`` let a head leave out what matters
+        max_error: what ``value`` is off by at most, besides rounding, where ``rtol=`` let a head leave out what matters
             little; None where nothing was left out.
         dof: degrees of freedom of ``stderr``, not always a whole number: how well it is known. None without one, and
             where it cannot be known, as from a single draw.
@@ -73,7 +73,7 @@ class Estimate(float):
     omitted: int = 0
     notes: tuple[str, ...] = field(default=())
     per_neuron: Tensor | None = None
-    bound: float | None = None
+    max_error: float | None = None
     dof: float | None = None
 
     def __new__(cls, value: float, *_: Any, **__: Any) -> "Estimate":
@@ -124,7 +124,7 @@ class Estimate(float):
         facts = [
             "exact" if self.exact else "not exact",
             how_sure,
-            "" if self.bound is None else f"off by at most {self.bound:.2g}",
+            "" if self.max_error is None else f"off by at most {self.max_error:.2g}",
             f"method {self.method}",
             f"layer {self.layer!r}" if self.layer else "",
             f"{self.samples} samples" if self.samples else "no data read",

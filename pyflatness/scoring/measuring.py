@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from .. import api, head, plan
+from .. import api, plan
 from ..curvature.spectrum import spectrum
 from ..measures import named
 from ..measures.base import Values
@@ -151,8 +151,6 @@ class _Held:
     seconds: float
 
     def of(self, pair: Pair) -> Estimate | None:
-        if pair.place is None:  # the only layer
-            return next((value for layer, value in self.values.items() if layer), None) or self.values.get("")
         return self.values.get("" if isinstance(pair.place, tuple) else pair.place)
 
 
@@ -174,7 +172,7 @@ def _values(
     model: nn.Module, data: Any, request: Request, unit: Unit, names: Sequence[str], forward: FitRecorder, ranks: Ranks
 ) -> tuple[Mapping[str, Values], Mapping[str, str]]:
     """Return values by measure, and why there is none of the network."""
-    if unit.selectors is not None and len(unit.selectors) <= 1 and len(names) == 1:  # by the head if it is that
+    if unit.selectors is not None and len(unit.selectors) == 1 and len(names) == 1:  # by the head if it is that
         (row,), options = named(names), request.options
         reads = plan.plan([row], options).reads
         with session(
@@ -183,12 +181,12 @@ def _values(
             reads=reads,
             ordered=options.by_sample,
         ) as task:
-            measurement, layer = plan.of_layer(row, task, unit.selectors[0] if unit.selectors else None)
+            measurement, layer = plan.of_layer(row, task, unit.selectors[0])
             estimate = measurement.estimates()[layer, row.name]
         return {row.name: {estimate.layer: estimate}}, {}
     report = api.measure(
         *(model, request.loss, data),
-        layers=unit.selectors if unit.selectors != () else _last(model, request.loss, data, ranks),
+        layers=unit.selectors,
         measures=names,
         forward=forward,
         progress=False,
@@ -196,9 +194,3 @@ def _values(
         **asdict(request.options),
     )
     return report.by_measure(), report.skipped
-
-
-def _last(model: nn.Module, loss: Any, data: Any, ranks: Ranks) -> str:
-    """Return the last Linear that ran."""
-    with session(model, loss, data, how={"process_group": ranks}) as task:
-        return head.find(task, None)[0]

@@ -15,6 +15,7 @@ from ..errors import InputError
 from ..losses import auto
 from ..measures import named
 from ..messages import check_path, shown
+from ..model.state import in_eval_mode
 from ..numerics.meeting import joined
 from ..options import CALL, EVERY, MeasureHow, Options, check_count, check_flag, check_names
 from ..session import public
@@ -30,7 +31,7 @@ from .worker import Job, Source
 Model = nn.Module | str | Path
 
 
-@public(*(name for name in EVERY if name not in (*CALL, "per_sample")), "process_group")
+@public(*(name for name in EVERY if name not in (*CALL, "per_sample")), "eval", "process_group")
 def score(
     models: Mapping[str, Model] | Iterable[str | Path],
     loss: Any = "auto",
@@ -65,8 +66,8 @@ def score(
             which every worker calls once.
         model: what makes the network that paths are checkpoints of: a class or function that is called without
             arguments, or its name, ``"file.py:callable"`` or ``"hf:folder"``.
-        layers: names, globs, ``re:…`` or ``type:…``; None: the last Linear that ran. With several layers a measure has
-            a row for the network too.
+        layers: names, globs, ``re:…`` or ``type:…``; None: all that can be measured, as for
+            :func:`pyflatness.measure`. With several layers a measure has a row for the network too.
         measures: names (``pyflatness measures`` lists them), None, ``"sweep"`` or ``"all"``, as for
             :func:`pyflatness.measure`.
         store: path of an SQLite file in which values are kept; made if it is not there.
@@ -106,9 +107,9 @@ def score(
     options = Options.of(how)
     if not auto.is_auto(loss):
         losses.resolve(loss)
-    selectors = () if layers is None else tuple(check_names("layers", layers))
-    if layers is not None and not selectors:
-        raise InputError("layers: an empty list; pass None for the last Linear that ran")
+    selectors = None if layers is None else tuple(check_names("layers", layers))
+    if selectors == ():
+        raise InputError("layers: an empty list; pass None for all layers")
     retry, path = check_flag("retry", retry), None if store is None else check_path("store", store)
     if version is not None and not isinstance(version, str):
         raise InputError(f"version={shown(version)}: a text that stands for your code is wanted, such as '1'")
@@ -121,6 +122,9 @@ def score(
         raise InputError("spectrum=: spectra are kept in a store; pass store= too, or call pf.spectrum for each model")
     with joined(how.get("process_group")) as ranks, contextlib.ExitStack() as stack:
         named_models = _by_name(models)
+        for network in named_models.values() if check_flag("eval", how.get("eval", False)) else ():
+            if isinstance(network, nn.Module):
+                stack.enter_context(in_eval_mode(network))
         source = Source(data, _for_data(data, model, models), "data=")
         run = Run(named_models, made, source, request, version=version, ranks=ranks)
         where = _executor(executor, check_count("workers", workers, 1), stack)

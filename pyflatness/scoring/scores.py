@@ -31,7 +31,7 @@ class Scores:
     """Hold a row for each model, layer and measure. ``str(scores)`` is a table; iterating gives the rows.
 
     ``scores[checkpoint, layer, measure]`` is one row, with the layer ``""`` for the network's value;
-    ``scores[checkpoint, measure]`` is the only row of that measure.
+    ``scores[checkpoint, measure]`` is that one, or the only row of the measure.
 
     Attributes:
         rows: in the order of the models, and of what was asked of each.
@@ -59,7 +59,8 @@ class Scores:
             raise InputError("scores: scores[checkpoint, layer, measure] or scores[checkpoint, measure] is wanted")
         checkpoint, *layer, measure = key
         found = [row for row in self.rows if (row.checkpoint, row.measure) == (checkpoint, measure)]
-        found = [row for row in found if not layer or row.layer == layer[0]]
+        of_network = [row for row in found if not row.layer]
+        found = [row for row in found if row.layer == layer[0]] if layer else of_network or found
         if len(found) == 1:
             return found[0]
         if found:

@@ -12,9 +12,9 @@ from ..measures import Measure, named
 from ..model import layers, selectors
 from ..options import Options
 
-Place = str | None | tuple[str, ...]
-"""Of what a value is asked: a layer by name; None, the last Linear that ran; several names, the network's value over
-these layers; no name, ``()``, the network's value over all layers."""
+Place = str | tuple[str, ...]
+"""Of what a value is asked: a layer by name; several names, the network's value over these layers; no name, ``()``, the
+network's value over all layers."""
 
 
 class Pair(NamedTuple):
@@ -24,9 +24,9 @@ class Pair(NamedTuple):
     measure: str
 
     @classmethod
-    def of(cls, place: str | Sequence[str] | None, measure: str) -> "Pair":
+    def of(cls, place: str | Sequence[str], measure: str) -> "Pair":
         """Return the pair that JSON has, which knows no tuples."""
-        return cls(tuple(place) if isinstance(place, list) else place, measure)  # type: ignore[arg-type]
+        return cls(place if isinstance(place, str) else tuple(place), measure)
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Request:
 
     Attributes:
         loss: see :func:`.losses.resolve`.
-        selectors: of layers; without one the layer is the last Linear that ran.
+        selectors: of layers; None: all that can be measured.
         measures: their names.
         options: of the user.
     """
 
     loss: Any
-    selectors: tuple[str, ...]
+    selectors: tuple[str, ...] | None
     measures: tuple[str, ...]
     options: Options
 
@@ -54,12 +54,10 @@ class Request:
         Raises:
             InputError: a selector that matches nothing.
         """
-        chosen: Sequence[str | None] = [None]
-        if self.selectors:
-            chosen = [*selectors.select(layers.unwrap(model), self.selectors).modules]
+        chosen = tuple(selectors.select(layers.unwrap(model), self.selectors).modules)
         rows = named(self.measures)
         of_layers = [Pair(layer, row.name) for layer in chosen for row in rows if not row.of_network_alone]
-        together = tuple(layer for layer in chosen if layer is not None) if len(chosen) > 1 else None
+        together = None if len(chosen) == 1 else () if self.selectors is None else chosen
         of_network = (Pair(place, row.name) for row in rows if (place := _of_network(row, together)) is not None)
         return [*of_layers, *of_network]
 
@@ -70,25 +68,27 @@ class Request:
         by_measure: dict[str, list[Pair]] = {name: [] for name in rows}
         for pair in pairs:
             by_measure[pair.measure].append(pair)
-        by_layers: dict[tuple[str | None, ...], list[Measure]] = {}
+        by_layers: dict[tuple[str, ...], list[Measure]] = {}
         for name, own in by_measure.items():
             if own:
-                needed = every if rows[name].of_network_alone else _needed(own)
+                needed = every if any(place == () for place, _ in own) else _needed(own)
                 by_layers.setdefault(needed, []).append(rows[name])
         units = [
-            Unit(tuple(pair for row in group for pair in by_measure[row.name]), self._selectors(needed, group))
+            Unit(tuple(pair for row in group for pair in by_measure[row.name]), self._selectors(needed, every, group))
             for needed, wanted in by_layers.items()
             for group in plan.shared(wanted, self.options, layers=len(needed))
         ]
         return sorted(units, key=lambda unit: self.measures.index(unit.measures[0]))
 
-    def _selectors(self, needed: tuple[str | None, ...], group: Sequence[Measure]) -> tuple[str, ...] | None:
+    def _selectors(
+        self, needed: tuple[str, ...], every: tuple[str, ...], group: Sequence[Measure]
+    ) -> tuple[str, ...] | None:
         """Return what selects these layers: those of a pattern need not run, as in the user's own."""
-        if all(row.of_network_alone for row in group):
+        by_default = self.selectors is None and needed == every and len(every) > 1
+        if by_default or all(row.of_network_alone for row in group):
             return None
-        names = [name for name in needed if name is not None]
-        one = len(names) == 1
-        return tuple(name if one or not name or name in self.selectors else f"re:{re.escape(name)}" for name in names)
+        own = needed if len(needed) == 1 else self.selectors or ()
+        return tuple(name if not name or name in own else f"re:{re.escape(name)}" for name in needed)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Unit:
 
     Attributes:
         pairs: what is asked.
-        selectors: of the layers that these need; none for the last Linear that ran, None for all layers.
+        selectors: of the layers that these need; None for all layers.
     """
 
     pairs: tuple[Pair, ...]
@@ -114,15 +114,15 @@ class Unit:
         return [*dict.fromkeys(pair.measure for pair in self.pairs)]
 
 
-def _of_network(row: Measure, together: tuple[str, ...] | None) -> Place:
+def _of_network(row: Measure, together: tuple[str, ...] | None) -> Place | None:
     if row.of_network_alone:
         return ()
     return together if "network" in row.granularity else None
 
 
-def _needed(pairs: Iterable[Pair]) -> tuple[str | None, ...]:
+def _needed(pairs: Iterable[Pair]) -> tuple[str, ...]:
     """Return the layers that values of one measure take; the network's takes all of its layers."""
-    found: dict[str | None, None] = {}
+    found: dict[str, None] = {}
     for place, _ in pairs:
         found.update(dict.fromkeys(place if isinstance(place, tuple) else [place]))
     return tuple(found)

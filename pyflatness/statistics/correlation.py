@@ -112,7 +112,7 @@ def correlations(
     test: Any = None,
     seed: int = 0,
     interval: str = "bootstrap",
-    clusters: str | Sequence[str] | None = None,
+    settings: str | Sequence[str] | None = None,
     given: str | Sequence[str] = (),
     permutations: int = 0,
     within: bool = False,
@@ -131,8 +131,8 @@ def correlations(
         test: a table of the same networks on test data: ``gap`` is its ``loss`` less that of ``table``.
         seed: of the resampling and the permutations.
         interval: ``"bootstrap"``: the percentiles of 2,000 resamples. ``"fisher"``: atanh r is taken as normal.
-        clusters: columns. Networks that are equal in all of them are of one cluster and not independent, such as those
-            of one recipe. The bootstrap draws whole clusters, the variance of Fisher's z is their jackknife's.
+        settings: columns. Networks that are equal in all of them, such as those of one recipe, are a cluster and not
+            independent. The bootstrap draws whole clusters, the variance of Fisher's z is their jackknife's.
         given: columns that are held fixed, such as the training loss, in partial correlations: with one column z,
             (r_xy - r_xz r_yz) / √((1 - r_xz²) (1 - r_yz²)), with all three r by the same statistic.
         permutations: how many orders of ``y`` the p-values are made with, such as 9,999; 0: none. Whole clusters are
@@ -153,7 +153,7 @@ def correlations(
         (0.6, 5)
         >>> table = {"kappa": [3, 4, 1, 2, 7, 8, 5, 6, 9, 12], "gap": [1, 2, 3, 5, 4, 6, 8, 7, 10, 9]}
         >>> table |= {"recipe": ["a", "a", "b", "b", "c", "c", "d", "d", "e", "e"]}
-        >>> print(pf.statistics.correlations(table, interval="fisher", clusters="recipe"))
+        >>> print(pf.statistics.correlations(table, interval="fisher", settings="recipe"))
         with gap, 10 networks in 5 clusters; 95 % intervals by Fisher's z and the jackknife over clusters
         kappa  Pearson 0.72 [-0.19, 0.96]
         kappa  Spearman 0.72 [-0.08, 0.96]
@@ -161,7 +161,7 @@ def correlations(
     """
     networks = read(table, test)
     kept = networks.kept(exclude)
-    held, grouping = listed("given", given), () if clusters is None else listed("clusters", clusters)
+    held, grouping = listed("given", given), () if settings is None else listed("settings", settings)
     y, seed = one_name("y", y), check_seed("seed", seed) % 2**64  # NumPy's are not negative
     others = tuple(name for name in networks.measures if name not in {y, *held, *grouping})
     wanted = others if x is None else listed("x", x)

@@ -31,7 +31,7 @@ def plot_correlation(
     test: Any = None,
     seed: int = 0,
     interval: str = "bootstrap",
-    clusters: str | Sequence[str] | None = None,
+    settings: str | Sequence[str] | None = None,
     path: str | Path | None = None,
     axes: "Axes | None" = None,
 ) -> "tuple[Figure, Axes]":
@@ -48,7 +48,7 @@ def plot_correlation(
         test: a table of the same networks on test data.
         seed: of the resampling.
         interval: ``"bootstrap"`` or ``"fisher"``.
-        clusters: columns whose values make the clusters.
+        settings: columns; networks that are equal in all of them are a cluster.
         path: where the figure is written too; its ending is its format.
         axes: matplotlib's, to draw into; None: those of a new figure.
 
@@ -66,12 +66,12 @@ def plot_correlation(
         True
     """
     x, y = one_name("x", x), one_name("y", y)
-    options: Any = {"exclude": exclude, "test": test, "seed": seed, "interval": interval, "clusters": clusters}
+    options: Any = {"exclude": exclude, "test": test, "seed": seed, "interval": interval, "settings": settings}
     found = correlations(table, x, y, **options)
     networks = read(table, test)
     kept, values, against = networks.kept(exclude), networks.column(x), networks.column(y)
     figure, axes = views.onto(axes)
-    grouping = () if clusters is None else listed("clusters", clusters)
+    grouping = () if settings is None else listed("settings", settings)
     if not grouping:
         axes.plot(values[kept], against[kept], "o", color="C0", label=f"{found.points} networks")
     else:

@@ -28,7 +28,7 @@ def check(permutations: int, clusters: NDArray[np.intp] | None, within: bool) ->
     """Raise an InputError for options that do not fit together."""
     check_count("permutations", permutations, 0, "a number of permutations, such as 9999 or 0,")
     if check_flag("within", within) and (clusters is None or not permutations):
-        raise InputError("within=True permutes inside of clusters: pass clusters= and permutations= too")
+        raise InputError("within=True permutes inside of clusters: pass settings= and permutations= too")
 
 
 def described(permutations: int, clusters: NDArray[np.intp] | None, within: bool) -> str:

@@ -134,7 +134,7 @@ class _Sweep:
         self._task, self._top, self._scales = task, top, scales
         self._wanted = {name: row for name, row in QUANTITIES.items() if row.always or name in needs}
         self._of_weights = any(row.of_weight for row in self._wanted.values())
-        self._inputs = inputs.Inputs(task.forward)
+        self._inputs = inputs.Inputs(task.forward, task.forward.by_user)
         options = task.options
         budget = Budget.of(task.model, options.memory)
         self._runner = Runner(

@@ -24,7 +24,7 @@ rδ|φ|, r = ¼, ½, ¾, 1. The theorem's statement has a sum over the rows in f
 for a loss of at most L, features of density p on a set of volume Vol, and the kernel k_1(0, z) ∝ exp(-|z|²/2) on
 |z| < 1. τ_2 and β are the kernel's alone: with radius r they are ratios of ∫_0^1 r^(a-1) exp(-b r²/2) dr, incomplete
 gamma functions. α is the mean of |φ_i|^-m, in logarithms. p is not known; ∫ |∇²(p|z|²)| is taken for the normal density
-of the features' mean μ and covariance Σ, as a mean over draws of it of the absolute value of
+of the features' mean μ and covariance Σ, as a mean over probes of it of the absolute value of
 
     ∇²(p|z|²)/p = |z|² (|s|² - Tr Σ⁻¹) + 4 ⟨z, s⟩ + 2m,     s = ∇ log p = -Σ⁻¹ (z - μ)
 
@@ -52,24 +52,24 @@ from ..model import data, layers
 from ..model.data import Batches
 from ..model.selectors import Selector
 from ..numerics import meeting
-from ..options import CALL, How, Options, check_count, check_draws, check_flag, check_number
+from ..options import CALL, How, Options, check_count, check_flag, check_number, check_probes
 from ..plan import of_layer
 from ..report import Estimate
 from ..session import public, session
 from .gap import GeneralizationGap, performance
 from .perturbed import Change, Perturbed, kernel_noise
-from .sampling import DRAWS, FOLDS, Representativeness, Sums, assigned, default_delta, summary
+from .sampling import FOLDS, PROBES, Representativeness, Sums, assigned, default_rho, summary
 
 _SHARES = (0.25, 0.5, 0.75, 1.0)  # of δ, the bandwidths that Theorem 15 chooses among
 
 
-def uniform_robustness_bound(delta: float, rows: int, maximal_flatness: float) -> float:
+def uniform_robustness_bound(rho: float, rows: int, maximal_flatness: float) -> float:
     """Return δ² d/2 κ^φ, a bound of E_F over all feature matrices |A| ≤ δ at a minimum, up to O(δ³).
 
     It is Theorem 14 of Petzka et al. (2021).
 
     Args:
-        delta: δ.
+        rho: δ.
         rows: d, rows of the weight matrix.
         maximal_flatness: κ^φ = Σ_s |w_s|² λ_max(H_ss)   (Definition 13).
 
@@ -84,17 +84,17 @@ def uniform_robustness_bound(delta: float, rows: int, maximal_flatness: float) -
         >>> round(pf.theory.uniform_robustness_bound(0.1, 2, 1.286842), 8)
         0.01286842
     """
-    delta, rows = check_number("delta", delta), check_count("rows", rows, 1)
-    return delta**2 * rows / 2 * _number("maximal_flatness", maximal_flatness)
+    rho, rows = check_number("rho", rho), check_count("rows", rows, 1)
+    return rho**2 * rows / 2 * _number("maximal_flatness", maximal_flatness)
 
 
-def spectral_robustness_bound(delta: float, weight_norm: float, lambda_max: float) -> float:
+def spectral_robustness_bound(rho: float, weight_norm: float, lambda_max: float) -> float:
     """Return δ²/2 |w|² λ_max, a bound of E_F over all |A| ≤ δ at a minimum, up to O(δ³).
 
     It is found in Petzka et al. (2019), appendix C.1.
 
     Args:
-        delta: δ.
+        rho: δ.
         weight_norm: |w|², the squared Frobenius norm, as the measure ``weight_norm``.
         lambda_max: the largest eigenvalue of the Hessian in w.
 
@@ -109,8 +109,8 @@ def spectral_robustness_bound(delta: float, weight_norm: float, lambda_max: floa
         >>> round(pf.theory.spectral_robustness_bound(0.1, 5.0, 0.514737), 8)
         0.01286843
     """
-    delta = check_number("delta", delta)
-    return delta**2 / 2 * _number("weight_norm", weight_norm) * _number("lambda_max", lambda_max)
+    rho = check_number("rho", rho)
+    return rho**2 / 2 * _number("weight_norm", weight_norm) * _number("lambda_max", lambda_max)
 
 
 @dataclass(frozen=True, repr=False)
@@ -122,7 +122,7 @@ class GeneralizationBound:
         flatness: δ² κ / (2m); of the uniform bound δ² d/2 κ^φ.
         representativeness: by folds; its ``test`` is E_gen = E_Rep + E_F with the test data.
         kappa: κ, or κ^φ of the uniform bound, of the mean loss.
-        delta: δ; the noise's is that of ``representativeness``, which is smaller where the uniform bound chose so.
+        rho: δ; the noise's is that of ``representativeness``, which is smaller where the uniform bound chose so.
         features: m.
         samples: n.
         layer: whose features these are.
@@ -133,7 +133,7 @@ class GeneralizationBound:
     flatness: float
     representativeness: Representativeness
     kappa: float
-    delta: float
+    rho: float
     features: int
     samples: int
     layer: str
@@ -145,7 +145,7 @@ class GeneralizationBound:
             f"{self.bound:.6g} = {terms}",
             f"layer {self.layer!r}",
             f"κ = {self.kappa:.6g}",
-            f"δ = {self.delta:.4g}",
+            f"δ = {self.rho:.4g}",
             f"m = {self.features}",
             f"{self.samples} samples",
         ]
@@ -165,10 +165,10 @@ def generalization_bound(
     *,
     test: Any = None,
     uniform: bool = False,
-    delta: float | None = None,
+    rho: float | None = None,
     kappa: Estimate | float | None = None,
     folds: int = FOLDS,
-    draws: int = DRAWS,
+    probes: int = PROBES,
     **how: Unpack[How],
 ) -> GeneralizationBound:
     """Return the approximate bound of the generalisation gap by relative flatness and representativeness.
@@ -185,11 +185,11 @@ def generalization_bound(
         test: test data, for the measured gap and its decomposition E_gen = E_Rep + E_F.
         uniform: Theorem 15: δ² d/2 κ^φ in the place of δ² κ/(2m), at a minimum, and of four bandwidths of the noise
             that of the least |E_Rep|; it takes Lanczos and four times the noise.
-        delta: δ; None: n^(-1/(4+m)).
+        rho: δ; None: n^(-1/(4+m)).
         kappa: κ, or κ^φ with ``uniform=True``, if it is known or to be found with options; of the same loss and
             reduction.
         folds: of the training data, for representativeness.
-        draws: pairs ±ξ of noise for each sample, at least 2.
+        probes: pairs ±ξ of noise for each sample, at least 2.
         seed: of folds and noise; another device gives other noise for it.
         process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.
 
@@ -207,24 +207,24 @@ def generalization_bound(
         >>> data = (x[:300], y[:300]), (x[300:], y[300:])
         >>> found = pf.theory.generalization_bound(model, torch.nn.CrossEntropyLoss(), data[0], test=data[1])
         >>> parts = found.representativeness.test
-        >>> abs(parts.gap - found.measured.gap) < 1e-12, found.delta == 300 ** (-1 / 12)
+        >>> abs(parts.gap - found.measured.gap) < 1e-12, found.rho == 300 ** (-1 / 12)
         (True, True)
     """
     meeting.refuse(how.get("process_group"), "generalization_bound", "generalization_gap and relative_flatness are, ")
-    folds, draws = check_count("folds", folds, 2), check_draws("draws", draws, 2)
+    folds, probes = check_count("folds", folds, 2), check_probes("probes", probes, 2)
     seed = Options.of(how).seed
     kappa, uniform = None if kappa is None else _number("kappa", kappa), check_flag("uniform", uniform)
-    delta = None if delta is None else check_number("delta", delta)
+    rho = None if rho is None else check_number("rho", rho)
     with session(model, loss, train, how={**how, "process_group": False}, reads=3) as task:
         name, source = head.find(task, layer)
         perturbed = Perturbed(task.model, name, task.forward, head=source is not None)
         m = _features(perturbed, name)
         samples = sum(data.size(batch) for batch in task.batches)
-        delta = default_delta(samples, m) if delta is None else delta
+        rho = default_rho(samples, m) if rho is None else rho
         places = assigned(samples, folds, seed)
         shares = _SHARES if uniform else (1.0,)
         every = [
-            (_sums(perturbed, task.loss, task.batches, places, (folds, draws), share * delta, seed), share * delta)
+            (_sums(perturbed, task.loss, task.batches, places, (folds, probes), share * rho, seed), share * rho)
             for share in shares
         ]
         rows = int(layers.matrix(perturbed.layer)[0].shape[0])
@@ -241,20 +241,18 @@ def generalization_bound(
             summary(
                 [sums.against_the_rest([k]) for k in range(folds)],
                 None if measured is None else sums.against(measured.test.loss),
-                delta=bandwidth,
+                rho=bandwidth,
                 features=m,
                 samples=samples,
-                draws=draws,
+                probes=probes,
                 refitted=False,
             )
             for sums, bandwidth in every
         ),
         key=lambda candidate: candidate.magnitude,
     )
-    flatness = uniform_robustness_bound(delta, rows, mean_kappa) if uniform else delta**2 * mean_kappa / (2 * m)
-    return GeneralizationBound(
-        flatness + found.magnitude, flatness, found, mean_kappa, delta, m, samples, name, measured
-    )
+    flatness = uniform_robustness_bound(rho, rows, mean_kappa) if uniform else rho**2 * mean_kappa / (2 * m)
+    return GeneralizationBound(flatness + found.magnitude, flatness, found, mean_kappa, rho, m, samples, name, measured)
 
 
 def _features(perturbed: Perturbed, name: str) -> int:
@@ -273,12 +271,12 @@ def _sums(
     batches: Batches,
     places: Tensor,
     counts: tuple[int, int],
-    delta: float,
+    rho: float,
     seed: int,
 ) -> Sums:
     """Return the sums of the loss over each fold, without and with noise on the layer's features."""
-    (folds, draws), start = counts, 0
-    sums = Sums(loss, folds, draws)
+    (folds, probes), start = counts, 0
+    sums = Sums(loss, folds, probes)
     generator: torch.Generator | None = None
     for number, batch in enumerate(batches):
         outputs, targets = perturbed.outputs(batch)
@@ -289,8 +287,8 @@ def _sums(
                 f"{tuple(inputs.shape)}"
             )
         generator = generator or torch.Generator(inputs.device).manual_seed(seed)
-        change = _noisy(perturbed.layer, kernel_noise(inputs, delta, draws, generator))
-        displaced = (outputs for _ in range(draws) for outputs in perturbed.displaced(change, (1.0, -1.0)))
+        change = _noisy(perturbed.layer, kernel_noise(inputs, rho, probes, generator))
+        displaced = (outputs for _ in range(probes) for outputs in perturbed.displaced(change, (1.0, -1.0)))
         sums.add(outputs, targets, places[start : start + count], displaced, number)
         start += count
     return sums
@@ -369,7 +367,7 @@ class DensityConstants:
 
 @public("seed")
 def density_constants(
-    features: Tensor, largest_loss: float, *, volume: float | None = None, draws: int = 10_000, **how: Unpack[How]
+    features: Tensor, largest_loss: float, *, volume: float | None = None, probes: int = 10_000, **how: Unpack[How]
 ) -> DensityConstants:
     """Return the constants C_1 and C_2 of the representativeness bound, with a normal density of the features.
 
@@ -379,7 +377,7 @@ def density_constants(
         features: φ, (n, m) with n > m.
         largest_loss: L, positive.
         volume: Vol of the set in which features lie; None: of the ball around their mean that holds them.
-        draws: of the normal density, for the integral.
+        probes: of the normal density, for the integral.
 
     Returns:
         The constants, most of them as logarithms.
@@ -396,7 +394,7 @@ def density_constants(
     """
     features = check_tensor("features", features).detach()
     layers.check_dtype("features", features.dtype)
-    largest_loss, draws = check_number("largest_loss", largest_loss), check_draws("draws", draws, 2)
+    largest_loss, probes = check_number("largest_loss", largest_loss), check_probes("probes", probes, 2)
     if features.ndim != 2 or len(features) <= features.shape[1]:
         raise InputError(f"features: (n, m) with n > m is wanted, got shape {tuple(features.shape)}")
     phi = features.double().cpu()
@@ -411,7 +409,7 @@ def density_constants(
         log_volume = _log_sphere(m) - math.log(m) + m * math.log(radius) if radius else -math.inf
     else:
         log_volume = math.log(check_number("volume", volume))
-    curvature = _curvature(phi, mean, draws, Options.of(how).seed)
+    curvature = _curvature(phi, mean, probes, Options.of(how).seed)
     log_first = math.log(tau * largest_loss * curvature)
     log_second = (log_alpha + log_beta + log_volume) / 2 + math.log(largest_loss)
     return DensityConstants(tau, log_beta, log_alpha, curvature, log_volume, log_first, log_second, m, n)
@@ -431,13 +429,13 @@ def _log_radial(a: int, b: float) -> float:
     return -b / 2 - math.log(a)  # the first term of the series in 1/a; gammainc has underflowed
 
 
-def _curvature(phi: Tensor, mean: Tensor, draws: int, seed: int) -> float:
+def _curvature(phi: Tensor, mean: Tensor, probes: int, seed: int) -> float:
     m = phi.shape[1]
     factor, info = torch.linalg.cholesky_ex(torch.cov(phi.t()).view(m, m))
     if bool(info):
         raise InputError(f"features: they lie on a subspace of the {m} dimensions, where they have no density")
     generator = torch.Generator("cpu").manual_seed(seed)
-    normal = torch.randn(draws, m, generator=generator, dtype=torch.float64, device="cpu")
+    normal = torch.randn(probes, m, generator=generator, dtype=torch.float64, device="cpu")
     z = mean + normal @ factor.t()
     score = -torch.linalg.solve_triangular(factor.t(), normal.t(), upper=True).t()
     trace = torch.cholesky_inverse(factor).diagonal().sum()

@@ -22,10 +22,9 @@ from ..api import measure
 from ..errors import InputError
 from ..measures import MEASURES
 from ..messages import check_module, shown
-from ..model.calling import Forward
 from ..model.layers import is_supported, matrix
 from ..model.selectors import Selector
-from ..options import EVERY, MeasureHow, Options, check_numbers
+from ..options import EVERY, How, MeasureHow, Options, check_numbers
 from ..reparameterization.reparameterize import reparameterize
 from ..report import Estimate, views
 from ..session import public
@@ -148,13 +147,13 @@ def invariances(
     low, *high = check_numbers("factors", factors, "two positive numbers (low, high)")
     if len(high) != 1 or low > high[0]:
         raise InputError(f"factors={shown(factors)}: two positive numbers (low, high) are wanted")
-    forward = how.get("forward")
-    multiplied, skipped = _multiplied(model, data, np.random.default_rng(seed % 2**64), factors, forward)
+    running: How = {"forward": how.get("forward"), "eval": how.get("eval", False)}
+    multiplied, skipped = _multiplied(model, data, np.random.default_rng(seed % 2**64), factors, running)
     before = measure(model, loss, data, layers=layers, measures=measures, **how)
     tolerance = _EXACT if next(model.parameters()).dtype == torch.float64 else _ROUNDED
     found: dict[str, list[Invariance]] = {name: [] for name in before.measures}
     for way in WAYS:
-        other = reparameterize(model, {name: drawn[way] for name, drawn in multiplied.items()}, data, forward=forward)
+        other = reparameterize(model, {name: drawn[way] for name, drawn in multiplied.items()}, data, **running)
         after = measure(other, loss, data, layers=layers, measures=measures, **how).by_measure()
         for name, own in before.by_measure().items():
             found[name].append(_compared(name, way, own, after.get(name, {}), tolerance))
@@ -163,7 +162,7 @@ def invariances(
 
 
 def _multiplied(
-    model: nn.Module, data: Any, drawn: np.random.Generator, factors: tuple[float, float], forward: Forward | None
+    model: nn.Module, data: Any, drawn: np.random.Generator, factors: tuple[float, float], running: How
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Return the factors of each layer by the way, and why other layers have none."""
     found: dict[str, dict[str, Any]] = {}
@@ -172,7 +171,7 @@ def _multiplied(
         if not is_supported(module):
             continue
         try:
-            reparameterize(model, {name: 1.0}, data, forward=forward)
+            reparameterize(model, {name: 1.0}, data, **running)
         except InputError as error:
             skipped[name] = str(error)
         else:

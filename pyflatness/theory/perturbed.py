@@ -17,12 +17,12 @@ from ..contractions import promoted, promoted_dtype
 from ..errors import InputError
 from ..messages import check_tensor
 from ..model import calling, layers, uses
-from ..options import check_draws, check_number, check_seed
+from ..options import check_number, check_probes, check_seed
 
 _TOGETHER = 2**18  # numbers
 
 
-def truncated_normal_noise(features: Tensor, delta: float, *, draws: int = 1, seed: int = 0) -> Tensor:
+def truncated_normal_noise(features: Tensor, rho: float, *, probes: int = 1, seed: int = 0) -> Tensor:
     """Return feature noise ξ of the truncated normal kernel with bandwidth δ|φ|.
 
     The kernel is that of Petzka et al. (2021), Eq. 6 and Proposition 2.
@@ -31,13 +31,13 @@ def truncated_normal_noise(features: Tensor, delta: float, *, draws: int = 1, se
 
     Args:
         features: φ, (…, m), floating-point.
-        delta: δ, positive.
-        draws: how many for each feature vector.
+        rho: δ, positive.
+        probes: how many for each feature vector.
         seed: of a generator of its own on the features' device, where another device has other numbers; the global
             random state is left alone.
 
     Returns:
-        (draws, …, m), of the features' dtype (at least float32) and device; 0 where φ is.
+        (probes, …, m), of the features' dtype (at least float32) and device; 0 where φ is.
 
     Raises:
         InputError: no such tensor, or numbers that do not fit.
@@ -45,7 +45,7 @@ def truncated_normal_noise(features: Tensor, delta: float, *, draws: int = 1, se
     Example:
         >>> import torch, pyflatness as pf
         >>> phi = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
-        >>> noise = pf.theory.truncated_normal_noise(phi, 0.1, draws=1000)
+        >>> noise = pf.theory.truncated_normal_noise(phi, 0.1, probes=1000)
         >>> noise.shape, bool((noise.norm(dim=-1) <= 0.1 * phi.norm(dim=-1)).all())
         (torch.Size([1000, 2, 2]), True)
     """
@@ -53,27 +53,27 @@ def truncated_normal_noise(features: Tensor, delta: float, *, draws: int = 1, se
     if features.ndim == 0 or features.shape[-1] == 0:
         raise InputError(f"features: a tensor of shape (…, m) is wanted, got {tuple(features.shape)}")
     layers.check_dtype("features", features.dtype)
-    delta, draws = check_number("delta", delta), check_draws("draws", draws, 1)
+    rho, probes = check_number("rho", rho), check_probes("probes", probes, 1)
     generator = torch.Generator(features.device).manual_seed(check_seed("seed", seed))
-    return torch.stack([*kernel_noise(features.detach(), delta, draws, generator)])
+    return torch.stack([*kernel_noise(features.detach(), rho, probes, generator)])
 
 
-def kernel_noise(features: Tensor, delta: float, draws: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yield draws of ξ for each feature vector of (…, m), in at least float32; small ones are made together."""
+def kernel_noise(features: Tensor, rho: float, probes: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Yield probes of ξ for each feature vector of (…, m), in at least float32; small ones are made together."""
     together = max(1, _TOGETHER // max(1, features.numel()))
-    for start in range(0, draws, together):
+    for start in range(0, probes, together):
         interrupts.check()
-        yield from _noise(features.expand(min(together, draws - start), *features.shape), delta, generator)
+        yield from _noise(features.expand(min(together, probes - start), *features.shape), rho, generator)
 
 
-def _noise(features: Tensor, delta: float, generator: torch.Generator) -> Tensor:
+def _noise(features: Tensor, rho: float, generator: torch.Generator) -> Tensor:
     dtype = promoted_dtype(features.dtype)
     features = features.to(dtype)
     direction: Tensor = torch.randn(features.shape, generator=generator, dtype=torch.float32, device=features.device)
     direction = direction.to(dtype)  # a direction in steps of float32 is random enough, and its numbers come faster
     lengths = direction.norm(dim=-1, keepdim=True)
     radius = radii(lengths.numel(), features.shape[-1], generator).to(dtype).view_as(lengths)
-    scale: Tensor = delta * radius * features.norm(dim=-1, keepdim=True) / lengths
+    scale: Tensor = rho * radius * features.norm(dim=-1, keepdim=True) / lengths
     return direction * scale
 
 

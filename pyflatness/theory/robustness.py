@@ -28,7 +28,7 @@ several starts say how much to trust it.
     D(δ) = (1/|S|) Σ_i sup_{|Δ_i| ≤ δ|φ_i|} |ℓ(ψ(φ_i + Δ_i), y[φ_i + Δ_i]) - ℓ(ψ(φ_i + Δ_i), y_i)|  ≤  C δ³
 
 for labels that are approximately locally constant of order three. Then a minimum is feature robust on average over
-orthogonal matrices for ε = δ² κ/(2m) + C δ³ up to O(δ³), where Theorem 5 takes C = 0. The supremum is taken over draws
+orthogonal matrices for ε = δ² κ/(2m) + C δ³ up to O(δ³), where Theorem 5 takes C = 0. The supremum is taken over probes
 of Δ, half of them on the sphere and half uniform in the ball, so D is found from below.
 """
 
@@ -60,10 +60,10 @@ from ..options import (
     How,
     Options,
     check_count,
-    check_draws,
     check_function,
     check_number,
     check_numbers,
+    check_probes,
 )
 from ..passes.task import Task
 from ..plan import of_layer
@@ -75,8 +75,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-ALPHAS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
-DRAWS = 16
+RHO = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
+PROBES = 16
 _MEMORY = 2**28  # bytes of the turned weights that are kept for one read of the data
 _RISE = 1e-9  # by which a step has to raise the loss to go on, relatively
 
@@ -89,27 +89,27 @@ class FeatureRobustness:
     """Hold how much the loss rises when rotated features, times α, are added to a layer's features.
 
     Attributes:
-        alphas: α, (k,) float64.
+        rho: α, (k,) float64.
         rises: E_A E_F(f, S, αA), (k,) float64, in units of the loss.
-        stderr: standard errors of ``rises`` over the draws of A, given the data, (k,) float64, each of
-            ``draws - 1`` degrees of freedom.
+        stderr: standard errors of ``rises`` over the probes of A, given the data, (k,) float64, each of
+            ``probes - 1`` degrees of freedom.
         parabola: α² κ / (2m), (k,) float64.
         kappa: κ.
         features: m.
         loss: E(w).
-        draws: pairs ±A.
+        probes: pairs ±A.
         samples: of the data.
         layer: its qualified name.
     """
 
-    alphas: Tensor
+    rho: Tensor
     rises: Tensor
     stderr: Tensor
     parabola: Tensor
     kappa: float
     features: int
     loss: float
-    draws: int
+    probes: int
     samples: int
     layer: str
 
@@ -124,12 +124,12 @@ class FeatureRobustness:
         Raises:
             InputError: a level that is no probability.
         """
-        half = intervals.student_t(level, self.draws - 1) * self.stderr
+        half = intervals.student_t(level, self.probes - 1) * self.stderr
         return torch.stack([self.rises - half, self.rises + half], dim=1)
 
     def __repr__(self) -> str:
-        facts = f"layer {self.layer!r}, κ = {self.kappa:.6g}, m = {self.features}, {self.draws} pairs of draws"
-        columns = self.alphas, self.rises, self.interval(), self.parabola
+        facts = f"layer {self.layer!r}, κ = {self.kappa:.6g}, m = {self.features}, {self.probes} pairs of probes"
+        columns = self.rho, self.rises, self.interval(), self.parabola
         rows = zip(*(column.tolist() for column in columns), strict=True)
         lines = [f"  α = {a:g}: {intervals.shown(rise, ends)}, parabola {p:.4g}" for a, rise, ends, p in rows]
         return "\n".join([f"FeatureRobustness({facts}, {self.samples} samples, 95 % intervals:", *lines]) + ")"
@@ -148,12 +148,12 @@ class FeatureRobustness:
             MissingExtraError: without matplotlib.
         """
         figure, axes = views.onto(axes)
-        steps = torch.linspace(0, float(self.alphas.abs().max()), 101, dtype=torch.float64, device="cpu")
+        steps = torch.linspace(0, float(self.rho.abs().max()), 101, dtype=torch.float64, device="cpu")
         parabola = steps.square() * self.kappa / (2 * self.features)
         axes.plot(steps.tolist(), parabola.tolist(), color="0.4", label="α² κ / 2m")
         half = (self.interval()[:, 1] - self.rises).tolist()
-        columns = self.alphas.abs().tolist(), self.rises.tolist(), half
-        axes.errorbar(*columns, fmt="o", markersize=4, capsize=2, label=f"mean of {self.draws} pairs ±A")
+        columns = self.rho.abs().tolist(), self.rises.tolist(), half
+        axes.errorbar(*columns, fmt="o", markersize=4, capsize=2, label=f"mean of {self.probes} pairs ±A")
         axes.set_xlabel("α")
         axes.set_ylabel("rise of the loss, features φ + αAφ")
         axes.grid(alpha=0.3)
@@ -169,8 +169,8 @@ def feature_robustness(
     data: Any = ...,
     layer: Selector | None = None,
     *,
-    alphas: Iterable[float] = ALPHAS,
-    draws: int = DRAWS,
+    rho: Iterable[float] = RHO,
+    probes: int = PROBES,
     kappa: Estimate | float | None = None,
     **how: Unpack[How],
 ) -> FeatureRobustness:
@@ -183,8 +183,8 @@ def feature_robustness(
         loss: its options and reduction count.
         data: as for :func:`pyflatness.relative_flatness`; read twice or more.
         layer: a Linear layer or a convolution, whose rows are its filters; None takes the last Linear that ran.
-        alphas: α of the curve.
-        draws: pairs ±A, at least 2. At a head the model runs once a batch; elsewhere 2 · draws · alphas times.
+        rho: α of the curve.
+        probes: pairs ±A, at least 2. At a head the model runs once a batch; elsewhere 2 · probes · rho times.
         kappa: κ of the layer, if it is known or to be found with options; None: :func:`pyflatness.relative_flatness`.
         nan_policy: ``"raise"`` or ``"propagate"``; no sample can be left out.
 
@@ -200,13 +200,13 @@ def feature_robustness(
         >>> _ = torch.manual_seed(0)
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).double().eval()
         >>> data = torch.randn(100, 4).double(), torch.randint(3, (100,))
-        >>> found = pf.theory.feature_robustness(model, torch.nn.CrossEntropyLoss(), data, alphas=[0.1], draws=200)
+        >>> found = pf.theory.feature_robustness(model, torch.nn.CrossEntropyLoss(), data, rho=[0.1], probes=200)
         >>> (low, high), = found.interval(0.99).tolist()
         >>> low < float(found.parabola) < high
         True
     """
-    steps = check_numbers("alphas", alphas)
-    draws = check_draws("draws", draws, 2)
+    steps = check_numbers("rho", rho)
+    probes = check_probes("probes", probes, 2)
     kappa = None if kappa is None else check_number("kappa", kappa, "a number", math.isfinite)
     options = Options.of(how)
     if omits(options.nan_policy):
@@ -216,38 +216,36 @@ def feature_robustness(
         perturbed = Perturbed(task.model, name, task.forward, head=source is not None)
         turns = Turns(perturbed.layer, torch.Generator("cpu").manual_seed(options.seed))
         curve = _Curve(perturbed, task.loss, task.batches, steps, policy=options.nan_policy)
-        for start in range(0, draws, curve.kept):
-            curve.add([turns.draw() for _ in range(min(curve.kept, draws - start))])
+        for start in range(0, probes, curve.kept):
+            curve.add([turns.draw() for _ in range(min(curve.kept, probes - start))])
         if kappa is None:
             measurement, _ = of_layer(RELATIVE_FLATNESS, task, name)
             kappa = measurement.estimates()[name, RELATIVE_FLATNESS.name]
     rises = torch.stack(curve.rises)
     grid = torch.tensor(steps, dtype=torch.float64, device="cpu")
     return FeatureRobustness(
-        alphas=grid,
+        rho=grid,
         rises=rises.mean(dim=0),
         stderr=standard_error(rises),
         parabola=grid.square() * float(kappa) / (2 * turns.features),
         kappa=float(kappa),
         features=turns.features,
         loss=curve.loss,
-        draws=draws,
+        probes=probes,
         samples=curve.samples,
         layer=name,
     )
 
 
 class _Curve:
-    """Hold the rises of the loss of each draw, (alphas,)."""
+    """Hold the rises of the loss of each draw, (rho,)."""
 
-    def __init__(
-        self, perturbed: Perturbed, loss: Loss, batches: Batches, alphas: Sequence[float], policy: str
-    ) -> None:
+    def __init__(self, perturbed: Perturbed, loss: Loss, batches: Batches, rho: Sequence[float], policy: str) -> None:
         self._perturbed, self._loss, self._batches, self._policy = perturbed, loss, batches, policy
-        self._scales = [sign * alpha for alpha in alphas for sign in (1.0, -1.0)]
+        self._scales = [sign * alpha for alpha in rho for sign in (1.0, -1.0)]
         weight = perturbed.layer.weight
         assert isinstance(weight, Tensor)
-        self.kept = max(1, _MEMORY // (4 * weight.numel()))  # draws in one read of the data
+        self.kept = max(1, _MEMORY // (4 * weight.numel()))  # probes in one read of the data
         self.rises: list[Tensor] = []
 
     def add(self, turned: Sequence[Tensor]) -> None:
@@ -280,14 +278,14 @@ class MatrixRobustness:
     """Hold how much the loss rises when the features Aφ, times α, are added to a layer's features φ.
 
     Attributes:
-        alphas: α, (k,) float64.
+        rho: α, (k,) float64.
         rises: E_F(f, S, αA), (k,) float64, in units of the loss.
         loss: E(w).
         layer: its qualified name.
         samples: of the data.
     """
 
-    alphas: Tensor
+    rho: Tensor
     rises: Tensor
     loss: float
     layer: str
@@ -296,7 +294,7 @@ class MatrixRobustness:
     def __repr__(self) -> str:
         return in_words(
             self,
-            f"rises {span(self.rises, '.4g')} for α {span(self.alphas, 'g')}",
+            f"rises {span(self.rises, '.4g')} for α {span(self.rho, 'g')}",
             f"ε = {self.epsilon:.6g}",
             f"loss {self.loss:.6g}",
             f"layer {self.layer!r}",
@@ -316,7 +314,7 @@ class LargestRobustness:
     Attributes:
         rise: E_F(f, S, δA), in units of the loss; a lower bound of the maximum over |A| ≤ 1.
         matrix: A, (m, m); (groups, m, m) of a convolution with groups.
-        delta: δ.
+        rho: δ.
         rises: of the starts, (starts,) float64, where each of them ended.
         loss: E(w).
         layer: its qualified name.
@@ -325,7 +323,7 @@ class LargestRobustness:
 
     rise: float
     matrix: Tensor
-    delta: float
+    rho: float
     rises: Tensor
     loss: float
     layer: str
@@ -336,7 +334,7 @@ class LargestRobustness:
             self,
             f"{self.rise:.6g}",
             f"{len(self.rises)} starts {span(self.rises)}" if len(self.rises) > 1 else "1 start",
-            f"δ = {self.delta:g}",
+            f"δ = {self.rho:g}",
             f"matrix {' × '.join(map(str, self.matrix.shape))}",
             f"loss {self.loss:.6g}",
             f"layer {self.layer!r}",
@@ -352,7 +350,7 @@ def matrix_robustness(
     layer: Selector | None = None,
     *,
     matrix: Tensor,
-    alphas: Iterable[float],
+    rho: Iterable[float],
     **how: Unpack[How],
 ) -> MatrixRobustness:
     """Return feature robustness of a layer to a feature matrix A, at some α.
@@ -366,7 +364,7 @@ def matrix_robustness(
         data: as for :func:`pyflatness.relative_flatness`; read for every α.
         layer: a Linear layer or a convolution, whose rows are its filters; None takes the last Linear that ran.
         matrix: A, (m, m) for m columns of the weight; of a convolution with groups also (groups, m, m).
-        alphas: α, of any sign.
+        rho: α, of any sign.
 
     Returns:
         The rises, and ε.
@@ -380,11 +378,11 @@ def matrix_robustness(
         >>> model = torch.nn.Linear(2, 1, bias=False).double()
         >>> _ = model.weight.data.copy_(torch.tensor([[1.0, 2.0]]))
         >>> data = torch.eye(2).double(), model(torch.eye(2).double()).detach()
-        >>> found = pf.theory.matrix_robustness(model, torch.nn.MSELoss(), data, matrix=torch.eye(2), alphas=[0.1, 0.2])
+        >>> found = pf.theory.matrix_robustness(model, torch.nn.MSELoss(), data, matrix=torch.eye(2), rho=[0.1, 0.2])
         >>> [round(rise, 6) for rise in found.rises.tolist()], round(found.epsilon, 6)
         ([0.025, 0.1], 0.1)
     """
-    steps = check_numbers("alphas", alphas, "numbers", math.isfinite)
+    steps = check_numbers("rho", rho, "numbers", math.isfinite)
     matrix = check_tensor("matrix", matrix)
     with session(model, loss, data, how=how, reads=1 + len(steps)) as task:
         curve = _Loss(task, layer)
@@ -403,7 +401,7 @@ def largest_robustness(
     data: Any = ...,
     layer: Selector | None = None,
     *,
-    delta: float,
+    rho: float,
     starts: int = 4,
     steps: int = 50,
     **how: Unpack[How],
@@ -418,7 +416,7 @@ def largest_robustness(
         loss: its options and reduction count.
         data: as for :func:`pyflatness.relative_flatness`; read up to ``starts * (steps + 1)`` times.
         layer: a Linear layer or a convolution, whose rows are its filters; None takes the last Linear that ran.
-        delta: δ, positive.
+        rho: δ, positive.
         starts: of the ascent.
         steps: of each, at most; it ends where the loss rises no more.
         process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.
@@ -435,12 +433,12 @@ def largest_robustness(
         >>> model = torch.nn.Linear(2, 1, bias=False).double()
         >>> _ = model.weight.data.copy_(torch.tensor([[3.0, 4.0]]))
         >>> data = torch.eye(2).double(), model(torch.eye(2).double()).detach()
-        >>> found = pf.theory.largest_robustness(model, torch.nn.MSELoss(), data, delta=0.1)
+        >>> found = pf.theory.largest_robustness(model, torch.nn.MSELoss(), data, rho=0.1)
         >>> round(found.rise, 6)  # |δwA|² / 2 at |wA| = 5
         0.125
     """
     meeting.refuse(how.get("process_group"), "largest_robustness", "matrix_robustness is, ")
-    delta, starts = check_number("delta", delta), check_count("starts", starts, 1)
+    rho, starts = check_number("rho", rho), check_count("starts", starts, 1)
     steps, options = check_count("steps", steps, 1), Options.of(how)
     alone = {**how, "process_group": False}
     with session(model, loss, data, options, alone, reads=1 + starts * (steps + 1)) as task:
@@ -450,12 +448,12 @@ def largest_robustness(
         generator, found = torch.Generator("cpu").manual_seed(options.seed), []
         for _ in range(starts):
             turned = orthonormal(len(r), r.shape[1], curve.weight.shape[2], generator, curve.weight)
-            found.append(_ascent(curve, r.transpose(1, 2), turned, delta, steps))
+            found.append(_ascent(curve, r.transpose(1, 2), turned, rho, steps))
     values = torch.tensor([value - own for value, _ in found], dtype=torch.float64, device="cpu")
     matrix = q @ found[int(values.argmax())][1]
     rise = float(values.max())
     return LargestRobustness(
-        rise, matrix[0] if len(matrix) == 1 else matrix, delta, values, own, curve.name, curve.samples
+        rise, matrix[0] if len(matrix) == 1 else matrix, rho, values, own, curve.name, curve.samples
     )
 
 
@@ -531,11 +529,11 @@ def _finite(value: float, number: int) -> float:
     return value
 
 
-def _ascent(curve: _Loss, left: Tensor, turned: Tensor, delta: float, steps: int) -> tuple[float, Tensor]:
+def _ascent(curve: _Loss, left: Tensor, turned: Tensor, rho: float, steps: int) -> tuple[float, Tensor]:
     """Return the largest loss on the way, and B there; ``left`` is Rᵀ, ``turned`` the first B."""
     best, at = -math.inf, turned
     for _ in range(steps + 1):
-        value, gradient = curve.gradient(delta * left @ turned)
+        value, gradient = curve.gradient(rho * left @ turned)
         if not value > best + _RISE * abs(best if math.isfinite(best) else 0.0):
             break
         best, at = value, turned
@@ -549,32 +547,32 @@ class LabelConstancy:
     """Hold by how much changing labels change the loss around the features of a sample.
 
     Attributes:
-        deltas: δ, (k,) float64.
+        rho: δ, (k,) float64.
         changes: D(δ), (k,) float64, in units of the loss, from below.
         features: m.
         samples: n.
-        draws: of Δ, for each sample and δ.
+        probes: of Δ, for each sample and δ.
     """
 
-    deltas: Tensor
+    rho: Tensor
     changes: Tensor
     features: int
     samples: int
-    draws: int
+    probes: int
 
     @property
     def constant(self) -> float:
         """Return C, the largest of D(δ)/δ³."""
-        return float((self.changes / self.deltas**3).max())
+        return float((self.changes / self.rho**3).max())
 
     def __repr__(self) -> str:
         return in_words(
             self,
-            f"D(δ) {span(self.changes, '.4g')} for δ {span(self.deltas, 'g')}",
+            f"D(δ) {span(self.changes, '.4g')} for δ {span(self.rho, 'g')}",
             f"C = {self.constant:.4g}",
             f"m = {self.features}",
             f"{self.samples} samples",
-            f"{self.draws} draws",
+            f"{self.probes} probes",
         )
 
     def epsilon(self, kappa: float) -> Tensor:
@@ -583,7 +581,7 @@ class LabelConstancy:
         Args:
             kappa: κ, relative flatness of the head on this sample.
         """
-        return self.deltas.square() * float(kappa) / (2 * self.features) + self.changes
+        return self.rho.square() * float(kappa) / (2 * self.features) + self.changes
 
 
 @public("seed")
@@ -595,8 +593,8 @@ def label_constancy(
     *,
     labels: Labels,
     loss: Any = "cross_entropy",
-    deltas: Sequence[float],
-    draws: int = 64,
+    rho: Sequence[float],
+    probes: int = 64,
     **how: Unpack[How],
 ) -> LabelConstancy:
     """Return how much labels that change around the features of a sample change a linear head's loss.
@@ -610,8 +608,8 @@ def label_constancy(
         targets: y_i, what ``loss`` takes, one per sample; None: ``labels(features)``.
         labels: y[·], a function from features (n, m) to targets.
         loss: as for :func:`pyflatness.head_flatness`; not a callable.
-        deltas: δ, positive.
-        draws: of Δ for each sample, at least 2; more of them find more of the supremum.
+        rho: δ, positive.
+        probes: of Δ for each sample, at least 2; more of them find more of the supremum.
 
     Returns:
         D by δ, and C.
@@ -623,13 +621,13 @@ def label_constancy(
         >>> import torch, pyflatness as pf
         >>> _ = torch.manual_seed(0)
         >>> phi, w = torch.randn(50, 2), torch.eye(2)
-        >>> found = pf.theory.label_constancy(phi, w, labels=lambda x: (x[:, 0] < x[:, 1]).long(), deltas=[1e-6, 0.5])
+        >>> found = pf.theory.label_constancy(phi, w, labels=lambda x: (x[:, 0] < x[:, 1]).long(), rho=[1e-6, 0.5])
         >>> float(found.changes[0]), bool(found.changes[1] > 0.01)
         (0.0, True)
     """
     resolved = losses.known(loss, "loss of a single sample")
-    radii = check_numbers("deltas", deltas)
-    draws, seed = check_draws("draws", draws, 2), Options.of(how).seed
+    radii = check_numbers("rho", rho)
+    probes, seed = check_probes("probes", probes, 2), Options.of(how).seed
     check_function("labels", labels, "of features (n, m) that returns their targets")
     targets = check_tensor("targets", labels(features) if targets is None else targets)
     tensor_head.check_tensors(features, weight, bias, targets, resolved)
@@ -640,7 +638,7 @@ def label_constancy(
     with torch.no_grad():
         for radius in radii:
             largest = torch.zeros(len(phi), dtype=torch.float64, device=phi.device)
-            for draw in range(draws):
+            for draw in range(probes):
                 interrupts.check()
                 moved = phi + radius * _within(phi, generator, on_sphere=draw % 2 == 0)
                 outputs = product(moved, w.t()) + shift
@@ -649,7 +647,7 @@ def label_constancy(
             changes.append(float(largest.mean()))
     grid = torch.tensor(radii, dtype=torch.float64, device="cpu")
     found = torch.tensor(changes, dtype=torch.float64, device="cpu")
-    return LabelConstancy(grid, found, phi.shape[1], len(phi), draws)
+    return LabelConstancy(grid, found, phi.shape[1], len(phi), probes)
 
 
 def _within(phi: Tensor, generator: torch.Generator, *, on_sphere: bool) -> Tensor:

@@ -6,7 +6,7 @@ For a fold T of the data, S the rest, and ξ of the truncated normal kernel of b
     E_F   = (1/|S|) Σ_{i∈S} E_ξ [ℓ(ψ(φ_i + ξ), y_i) - ℓ(ψ(φ_i), y_i)]
     E_gen = mean_T ℓ - mean_S ℓ = E_Rep + E_F                                                   (Eq. 5)
 
-E_ξ is a mean over draws in pairs ±ξ. With one ψ for all folds the folds' E_gen cancel, and so their mean E_Rep is -E_F
+E_ξ is a mean over probes in pairs ±ξ. With one ψ for all folds the folds' E_gen cancel, and so their mean E_Rep is -E_F
 whatever the data: only its size by fold, ``magnitude``, says something, or a ψ that is fitted on each S (``fit=``, as
 in the authors' experiment), or data that ψ has not seen (``test=``). Means are weighted as the user's loss weights its
 terms, and are means also for the reduction ``"sum"``.
@@ -39,13 +39,13 @@ from ..losses import Loss, risk
 from ..messages import check_tensor, in_words, shown
 from ..numerics import accumulate, meeting
 from ..numerics.variances import standard_error
-from ..options import How, Options, check_count, check_draws, check_function, check_number
+from ..options import How, Options, check_count, check_function, check_number, check_probes
 from ..report import intervals
 from ..session import public
 from .perturbed import kernel_noise
 
-FOLDS, DRAWS = 3, 32
-_TOGETHER = 2**18  # numbers among the outputs of all draws that are looked at together
+FOLDS, PROBES = 3, 32
+_TOGETHER = 2**18  # numbers among the outputs of all probes that are looked at together
 _PAIRS = 2**18  # of samples, looked at together
 
 Fit = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -60,7 +60,7 @@ class Decomposition:
         gap: E_gen, the mean loss of the data held out less that of the sample.
         representativeness: E_Rep.
         robustness: E_F, averaged over the kernel.
-        stderr: standard error of the last two over the draws of ξ, given the data, of ``draws - 1`` degrees of freedom.
+        stderr: standard error of the last two over the probes ξ, given the data, of ``probes - 1`` degrees of freedom.
     """
 
     gap: float
@@ -75,14 +75,14 @@ class Representativeness:
 
     Attributes:
         value: E_Rep, its mean over the folds.
-        stderr: of ``value`` over the draws of ξ, given the data, of ``draws - 1`` degrees of freedom.
+        stderr: of ``value`` over the probes of ξ, given the data, of ``probes - 1`` degrees of freedom.
         magnitude: the mean over the folds of |E_Rep|.
         folds: E_gen = E_Rep + E_F of each fold.
         test: the same between test data and the whole sample; None without test data.
-        delta: δ.
+        rho: δ.
         features: m.
         samples: n, of the whole sample.
-        draws: pairs ±ξ for each sample.
+        probes: pairs ±ξ for each sample.
         refitted: whether ψ was fitted on each fold's sample.
     """
 
@@ -91,10 +91,10 @@ class Representativeness:
     magnitude: float
     folds: tuple[Decomposition, ...]
     test: Decomposition | None
-    delta: float
+    rho: float
     features: int
     samples: int
-    draws: int
+    probes: int
     refitted: bool
 
     def interval(self, level: float = 0.95) -> tuple[float, float] | None:
@@ -108,14 +108,14 @@ class Representativeness:
         Raises:
             InputError: a level that is no probability.
         """
-        return intervals.interval(self.value, self.stderr, self.draws - 1, level)
+        return intervals.interval(self.value, self.stderr, self.probes - 1, level)
 
     def __repr__(self) -> str:
         facts = [
             f"{intervals.shown(self.value, self.interval())} (95 % interval)",
             f"magnitude {self.magnitude:.6g}",
             f"{len(self.folds)} folds{', refitted' if self.refitted else ''}",
-            f"δ = {self.delta:.4g}",
+            f"δ = {self.rho:.4g}",
             f"m = {self.features}",
             f"{self.samples} samples",
         ]
@@ -133,9 +133,9 @@ def representativeness(
     targets: Tensor | None = None,
     *,
     loss: Any = "cross_entropy",
-    delta: float | None = None,
+    rho: float | None = None,
     folds: int = FOLDS,
-    draws: int = DRAWS,
+    probes: int = PROBES,
     fit: Fit | None = None,
     test: tuple[Tensor, Tensor] | None = None,
     **how: Unpack[How],
@@ -151,9 +151,9 @@ def representativeness(
         bias: (d,) or None.
         targets: what ``loss`` takes, one per sample.
         loss: as for :func:`pyflatness.head_flatness`.
-        delta: δ; None: n^(-1/(4+m)), as in Theorem 6.
+        rho: δ; None: n^(-1/(4+m)), as in Theorem 6.
         folds: k, at least 2.
-        draws: pairs ±ξ for each sample, at least 2.
+        probes: pairs ±ξ for each sample, at least 2.
         fit: (features, targets) -> (weight, bias), called on the sample of each fold; None keeps w and b, and then the
             mean over folds of one size is -E_F whatever the data: read ``magnitude``, or pass ``test``.
         test: features and targets that w was not fitted to, for E_gen = E_Rep + E_F of the whole sample.
@@ -178,30 +178,30 @@ def representativeness(
     """
     meeting.refuse(how.get("process_group"), "representativeness")
     resolved = losses.resolve(loss, how.get("reduction"))
-    folds, draws = check_count("folds", folds, 2), check_draws("draws", draws, 2)
+    folds, probes = check_count("folds", folds, 2), check_probes("probes", probes, 2)
     seed = Options.of(how).seed
-    delta = None if delta is None else check_number("delta", delta)
+    rho = None if rho is None else check_number("rho", rho)
     if test is not None and (not isinstance(test, (tuple, list)) or len(test) != 2):
         raise InputError(f"test={shown(test)}: a pair (features, targets) is wanted")
     with interrupts.held(), torch.inference_mode(False), torch.no_grad():
         psi = _Head(features, weight, bias, targets, resolved)
         n, m = psi.features.shape
-        delta = default_delta(n, m) if delta is None else delta
+        rho = default_rho(n, m) if rho is None else rho
         places = assigned(n, folds, seed)
-        whole = _sums(psi, places, folds, delta, draws, seed)
+        whole = _sums(psi, places, folds, rho, probes, seed)
         if fit is None:
             parts = [whole.against_the_rest([k]) for k in range(folds)]
         else:
             refitted = [psi.refitted(fit, places != k) for k in range(folds)]
             parts = [
-                _sums(psi_k, (places == k).long(), 2, delta, draws, seed).against_the_rest([1])
+                _sums(psi_k, (places == k).long(), 2, rho, probes, seed).against_the_rest([1])
                 for k, psi_k in enumerate(refitted)
             ]
         tested = None if test is None else whole.against(_risk(_Head(test[0], weight, bias, test[1], resolved)))
-    return summary(parts, tested, delta=delta, features=m, samples=n, draws=draws, refitted=fit is not None)
+    return summary(parts, tested, rho=rho, features=m, samples=n, probes=probes, refitted=fit is not None)
 
 
-def default_delta(samples: int, features: int) -> float:
+def default_rho(samples: int, features: int) -> float:
     """Return n^(-1/(4+m)) (Petzka et al. 2021, Theorem 6)."""
     return float(samples ** (-1 / (4 + features)))
 
@@ -239,10 +239,10 @@ def summary(
     parts: Sequence[tuple[Decomposition, Tensor]],
     test: tuple[Decomposition, Tensor] | None,
     *,
-    delta: float,
+    rho: float,
     features: int,
     samples: int,
-    draws: int,
+    probes: int,
     refitted: bool,
 ) -> Representativeness:
     """Return the result of folds, from their decompositions, each with E_Rep draw by draw."""
@@ -253,10 +253,10 @@ def summary(
         magnitude=float(values.mean(dim=1).abs().mean()),
         folds=tuple(part for part, _ in parts),
         test=None if test is None else test[0],
-        delta=delta,
+        rho=rho,
         features=features,
         samples=samples,
-        draws=draws,
+        probes=probes,
         refitted=refitted,
     )
 
@@ -267,13 +267,13 @@ class Sums:
     Args:
         loss: the user's.
         groups: how many.
-        draws: of the noise.
+        probes: of the noise.
     """
 
-    def __init__(self, loss: Loss, groups: int, draws: int) -> None:
+    def __init__(self, loss: Loss, groups: int, probes: int) -> None:
         self._loss = loss
         self._own, self._weights = (torch.zeros(groups, dtype=torch.float64, device="cpu") for _ in range(2))
-        self._noisy = torch.zeros(draws, groups, dtype=torch.float64, device="cpu")
+        self._noisy = torch.zeros(probes, groups, dtype=torch.float64, device="cpu")
 
     def add(self, outputs: Tensor, targets: Any, groups: Tensor, noisy: Iterator[Tensor], number: int = 0) -> None:
         """Take in a batch.
@@ -303,7 +303,7 @@ class Sums:
             start += len(displaced) // 2
 
     def _values(self, outputs: Sequence[Tensor], targets: Sequence[Tensor], number: int) -> Tensor:
-        """Return sums of the loss, (draws, groups), of outputs (draws, samples, …) by group."""
+        """Return sums of the loss, (probes, groups), of outputs (probes, samples, …) by group."""
         columns = [_by_draw(self._loss, f, t) for f, t in zip(outputs, targets, strict=True)]
         values = torch.stack(columns, dim=1).cpu()
         if not bool(values.isfinite().all()):
@@ -354,10 +354,10 @@ class _Head:
         outputs: Tensor = product(self.features, self.weight) + (0 if self._bias is None else self._bias)
         return outputs
 
-    def noisy(self, outputs: Tensor, delta: float, draws: int, seed: int) -> Iterator[Tensor]:
+    def noisy(self, outputs: Tensor, rho: float, probes: int, seed: int) -> Iterator[Tensor]:
         """Yield outputs with noise, two of opposite signs for each draw."""
         generator = torch.Generator(outputs.device).manual_seed(seed)
-        for xi in kernel_noise(self.features, delta, draws, generator):
+        for xi in kernel_noise(self.features, rho, probes, generator):
             change = product(xi, self.weight)
             yield outputs + change
             yield outputs - change
@@ -369,9 +369,9 @@ class _Head:
         return _Head(self.features, weight, bias, self.targets, self.loss)
 
 
-def _sums(psi: _Head, groups: Tensor, count: int, delta: float, draws: int, seed: int) -> Sums:
-    sums, outputs = Sums(psi.loss, count, draws), psi.outputs()
-    sums.add(outputs, psi.targets, groups, psi.noisy(outputs, delta, draws, seed))
+def _sums(psi: _Head, groups: Tensor, count: int, rho: float, probes: int, seed: int) -> Sums:
+    sums, outputs = Sums(psi.loss, count, probes), psi.outputs()
+    sums.add(outputs, psi.targets, groups, psi.noisy(outputs, rho, probes, seed))
     return sums
 
 
@@ -383,7 +383,7 @@ def _risk(psi: _Head) -> float:
 
 
 def _by_draw(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the sums of the loss, (draws,), of outputs (draws, samples, …)."""
+    """Return the sums of the loss, (probes,), of outputs (probes, samples, …)."""
     if outputs.shape[1] == 0:
         return outputs.new_zeros(len(outputs), dtype=torch.float64)
     if not loss.known:  # it may do what vmap does not take

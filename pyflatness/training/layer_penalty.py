@@ -24,7 +24,7 @@ from ..messages import check_module, check_tensor, second_derivatives, shown
 from ..model import checks, kinds, layers, selectors
 from ..model.calling import version
 from ..model.outputs import refusal, single
-from ..options import Options, check_draws
+from ..options import Options, check_probes
 from ..passes import linearity
 from ..passes.batch_layout import Layout, mixed
 from ..passes.dry_run import layouts_of, narrow
@@ -101,7 +101,7 @@ class FlatnessPenalty:
                 "makes another in it; leave static_graph out"
             )
         self._normalize = Options(normalize=normalize).normalize
-        self._probes = check_draws("probes", probes, 1)
+        self._probes = check_probes("probes", probes, 1)
         if generator is not None and not isinstance(generator, torch.Generator):
             raise InputError(f"generator: a torch.Generator is wanted, got {shown(generator)}")
         self._generator = generator

@@ -25,7 +25,7 @@ _AVERAGED = ("ema", "swa")
 _WEIGHTS = ("live", *_AVERAGED)
 
 
-@public(*EVERY)
+@public(*(name for name in EVERY if name != "eval"))
 def track(
     model: nn.Module,
     loss: Any = "auto",

@@ -240,6 +240,10 @@ def test_modes_in_which_samples_are_not_independent():
     refused(pf.errors.InputError, r"'2' \(Dropout\) is in training mode", net(nn.Dropout(0.1)).train())
     refused(pf.errors.InputError, r"has no running statistics", net(nn.BatchNorm1d(8, track_running_stats=False)))
     pf.relative_flatness(net(nn.Dropout(0.0)).train(), LOSS, (X, Y))
+    refused(pf.errors.InputError, "or pass eval=True", net(nn.Dropout(0.1)).train())
+    refused(pf.errors.InputError, "or pass eval=True", Encoder(nn.functional.dropout).train())
+    refused(pf.errors.InputError, "eval=1: True or False", net(nn.Dropout(0.1)).train(), eval=1)
+    refused(pf.errors.InputError, "no running statistics", net(nn.BatchNorm1d(8, track_running_stats=False)), eval=True)
 
 
 def test_data():
@@ -249,7 +253,7 @@ def test_data():
     refused(pf.errors.InputError, "wrap it, DataLoader", data=torch.utils.data.TensorDataset(X, Y))
     refused(pf.errors.InputError, "an iterable of batches is wanted, got Tensor", data=X)
     refused(pf.errors.InputError, r"wanted, got dict; .*data=\[batch\]", data={"x": X, "labels": Y})
-    refused(pf.errors.InputError, r"`labels`, got a tuple of 3", data=(X, Y, Y))
+    refused(pf.errors.InputError, r"`labels`, got a tuple of 1", data=(X,))
     refused(pf.errors.InputError, r"`labels`, got a Tensor", data=[X])
     refused(pf.errors.InputError, r"can be read once, and 2 reads", data=iter([(X, Y)]), normalize="std")
     pf.relative_flatness(net(), LOSS, iter([(X, Y)]))
@@ -325,7 +329,7 @@ def test_options(option, match):
 
 def test_models():
     refused(pf.errors.InputError, "a torch.nn.Module is wanted, got function", lambda x: x)
-    refused(pf.errors.InputError, "has no parameters", nn.ReLU())
+    refused(pf.errors.InputError, "one with parameters is wanted, got ReLU", nn.ReLU())
 
 
 # --- NaN and infinity -------------------------------------------------------------------------------------------------

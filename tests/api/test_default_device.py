@@ -66,7 +66,7 @@ def test_calls_on_tensors(name):
 
 
 def test_truncated_normal_noise():
-    assert_same(lambda: pf.theory.truncated_normal_noise(X, 0.1, draws=3))
+    assert_same(lambda: pf.theory.truncated_normal_noise(X, 0.1, probes=3))
 
 
 class Smooth(nn.Module):

@@ -28,7 +28,7 @@ DATA = {
     "none": (lambda: None, "data: .* got NoneType"),
     "a loss": (lambda: LOSS, r"got CrossEntropyLoss; the order of arguments is \(model, loss, data\)"),
     "a dataset": (lambda: torch.utils.data.TensorDataset(X, Y), r"DataLoader\(dataset"),
-    "enumerate": (lambda: enumerate([(X, Y)]), "enumerate yields .* pass the loader itself"),
+    "enumerate": (lambda: enumerate([(X, Y)]), "got enumerate; it yields .* pass the loader itself"),
     "pairs of enumerate": (
         lambda: [*enumerate([(X, Y)])],
         "pair of the number 0 and a tuple, as enumerate|no floating-point",
@@ -53,7 +53,7 @@ DATA = {
     "texts": (lambda: [("a", "b")], "batch 0 holds no tensor .* a tuple of str, str"),
     "a batch without tensors later": (lambda: [(X, Y), "end"], "batch 1 holds no tensor .* a str"),
     "a list of tensors": (lambda: [X, Y], "got a Tensor .*a tuple of tensors is cut into batches"),
-    "three": (lambda: [(X, Y, Y)], "got a tuple of 3"),
+    "one": (lambda: [(X,)], "got a tuple of 1"),
     "no dimension": (lambda: (X, torch.tensor(1)), r"shapes \[\(12, 4\), \(\)\]"),
     "a spent generator": (
         lambda: iter([]),
@@ -80,7 +80,10 @@ DATA = {
 
 
 MODELS = {
-    "a class": (lambda: nn.Linear, "model: a torch.nn.Module is wanted, got the class Linear itself; make one of it"),
+    "a class": (
+        lambda: nn.Linear,
+        "model: .* the class Linear itself; pass an instance of it",
+    ),
     "a state dict": (lambda: doors.net().state_dict(), r"got OrderedDict; load it into the model first"),
     "several outputs": (lambda: Returning(lambda z: (z, z)), "returns a tuple with several tensors, .*; pass forward="),
     "a dict": (
@@ -90,7 +93,7 @@ MODELS = {
     "nothing": (lambda: Returning(lambda z: None), "no tensor, tuple or object with `logits` came out, got NoneType"),
     "an array": (lambda: Returning(lambda z: z.detach().numpy()), "came out, got ndarray; pass forward="),
     "a function": (lambda: F.relu, "model: a torch.nn.Module is wanted, got function"),
-    "no parameters": (nn.ReLU, "has no parameters"),
+    "no parameters": (nn.ReLU, "one with parameters is wanted, got ReLU"),
     "meta": (
         lambda: doors.net().to("meta"),
         r"'0.weight', \(6, 4\), has no values .it is on the meta device, .* load the model first",
@@ -104,8 +107,8 @@ MODELS = {
 
 LOSSES = {
     "none": (None, Use.NAMED, "loss: .* got NoneType"),
-    "data": ((X, Y), Use.NAMED, r"loss: .* got tuple .*the order of arguments is \(model, loss, data\)"),
-    "a class": (nn.CrossEntropyLoss, Use.NAMED, r"the class CrossEntropyLoss itself .* CrossEntropyLoss\(\)"),
+    "data": ((X, Y), Use.NAMED, r"loss=.* got tuple; the order of arguments is \(model, loss, data\)"),
+    "a class": (nn.CrossEntropyLoss, Use.NAMED, "the class CrossEntropyLoss itself; pass an instance of it"),
     "no name": ("hinge", Use.NAMED, "'hinge' is not known; choose cross_entropy"),
     "no reduction": (nn.MSELoss(reduction="none"), Use.NAMED, "reduction 'none' gives no number"),
     "arguments swapped": (
@@ -188,20 +191,17 @@ OPTIONS = [
     ("forward", 3, r"forward=3: a function \(model, batch\)"),
     ("samples", 2.5, "samples=2.5: a number of samples"),
     ("samples", True, "samples=True"),
-    ("draws", 2.5, "draws=2.5: a whole number"),
-    ("draws", 10**12, "draws=1000000000000: .* at most 1048576"),
+    ("probes", 2.5, "probes=2.5: a (whole number|number of random probes)"),
+    ("probes", 10**12, "probes=1000000000000: .* at most 1048576"),
+    ("points", 2.5, "points=2.5: "),
     ("steps", 2.5, "steps=2.5: "),
     ("folds", "2", "folds='2': a whole number"),
     ("top", 0, "top=0: a number of singular values"),
-    ("rho", "a", "rho='a': a positive number"),
+    ("rho", "a", "rho='a': (a positive number|(positive )?numbers are)"),
     ("drop", 1, "drop=1: a number between 0 and 1"),
     ("tolerance", "x", "tolerance='x': a positive number"),
-    ("radius", -1, "radius=-1: a positive number"),
-    ("delta", "a", "delta='a': a positive number"),
     ("kappa", "a", "kappa='a': a number"),
-    ("alphas", 3, "alphas=3: (positive )?numbers are wanted"),
-    ("alphas", torch.tensor(0.5), "alphas=tensor.*numbers are wanted"),
-    ("alphas", [], r"alphas=\[\]: (positive )?numbers are wanted, one at least"),
+    ("rho", [], r"rho=\[\]: (a positive number is wanted|(positive )?numbers are wanted, one at least)"),
     ("measures", torch.tensor(0.5), "measures=tensor.*a name or several .*are wanted"),
     ("measures", "relative_flatnes", "'relative_flatnes' (does not exist; did you mean relative_flatness|is none of)"),
     ("backend", np.array(["auto", "auto"]), r"backend=array\(.* does not exist; choose one of 'auto'"),
@@ -246,8 +246,7 @@ TENSORS = {
     "fit: number": ({"fit": 3}, r"fit=3: a function \(features, targets\) -> \(weight, bias\) is wanted"),
     "labels: tensor": ({"labels": Y}, r"labels=tensor.*: a function of features \(n, m\)"),
     "labels: none": ({"labels": lambda x: None, "targets": None}, "targets: a tensor is wanted, got NoneType"),
-    "deltas: number": ({"deltas": 0.1}, "deltas=0.1: positive numbers are wanted"),
-    "deltas: negative": ({"deltas": [0.1, -1]}, "deltas=.*, and -1 is among them"),
+    "rho: negative": ({"rho": [0.1, -1]}, "rho=.*(, and -1 is among them|a positive number is wanted)"),
     "test: number": ({"test": 3}, r"test=3: a pair \(features, targets\)"),
     "loss: class": ({"loss": nn.CrossEntropyLoss}, "the class CrossEntropyLoss itself"),
     "loss: swapped": (
@@ -256,10 +255,10 @@ TENSORS = {
     ),
     "rtol: one": ({"rtol": 1.0}, "rtol=1.0: a relative error from 0"),
     "per_sample: none": ({"per_sample": None}, "per_sample=None"),
-    "delta: text": ({"delta": "a"}, "delta='a'"),
+    "rho: text": ({"rho": "a"}, "rho='a'"),
     "seed: text": ({"seed": "a"}, "seed='a': an integer"),
     "folds: half": ({"folds": 2.5}, "folds=2.5"),
-    "draws: many": ({"draws": 10**12}, "draws=1000000000000"),
+    "probes: many": ({"probes": 10**12}, "probes=1000000000000"),
 }
 
 
@@ -371,8 +370,8 @@ def test_switches_of_numpy_and_torch(true):
 
 @pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), torch.tensor(0.5)])
 def test_numbers_of_numpy_and_torch(number):
-    found = pf.measures.adaptive_sharpness_mc(doors.net(), LOSS, (X, Y), rho=number, draws=2)
-    assert found == pf.measures.adaptive_sharpness_mc(doors.net(), LOSS, (X, Y), rho=0.5, draws=2)
+    found = pf.measures.adaptive_sharpness_mc(doors.net(), LOSS, (X, Y), rho=number, probes=2)
+    assert found == pf.measures.adaptive_sharpness_mc(doors.net(), LOSS, (X, Y), rho=0.5, probes=2)
 
 
 def test_memory_that_one_sample_exceeds_is_a_note():

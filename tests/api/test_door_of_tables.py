@@ -43,7 +43,7 @@ RESULTS = [
     (lambda: pf.results.Report.from_json(3), "report: JSON text, or the path of a file of it, is wanted"),
     (lambda: HISTORY.plot(measures=[]), "measures: an empty list; pass None for all that were recorded"),
     (lambda: HISTORY.plot(axes=3), "axes: axes of matplotlib are wanted, .* got int"),
-    (lambda: pf.results.Landscape.load(3), "path=3: the path of a file is wanted"),
+    (lambda: pf.results.Landscape.from_npz(3), "path=3: the path of a file is wanted"),
 ]
 CASES = [
     *((name, {"table": {"m": 3}}, "table: m=3: cells are wanted") for name in OF_TABLES),
@@ -51,7 +51,7 @@ CASES = [
     *((name, {"exclude": [None]}, "exclude=.*, and None is among them") for name in OF_TABLES),
     ("correlations", {"x": 3}, "x=3: a name or several of columns are wanted"),
     ("correlations", {"y": ["y"]}, r"y=\['y'\]: the name of a column is wanted"),
-    ("correlations", {"clusters": 3}, "clusters=3: a name or several of columns"),
+    ("correlations", {"settings": 3}, "settings=3: a name or several of columns"),
     ("correlations", {"given": None}, "given=None: a name or several of columns"),
     ("correlations", {"seed": "x"}, "seed='x': an integer of 64 bits"),
     ("correlations", {"interval": ["fisher"]}, r"interval=\['fisher'\] does not exist; choose one of 'bootstrap'"),
@@ -73,14 +73,14 @@ CASES = [
     ("score", {"models": [np.ones(2)]}, "models: array.*: a path is wanted, or a network by its name"),
     ("score", {"model": nn.Linear(2, 2)}, r"model: what makes the network is wanted, .* models=\{name: network\}"),
     ("score", {"data": None}, "data: a tuple of tensors or an iterable of batches is wanted, got NoneType"),
-    ("score", {"data": LOSS, "loss": (X, Y)}, r"got tuple .*; the order of arguments is \(model, loss, data\)"),
+    ("score", {"data": LOSS, "loss": (X, Y)}, r"got tuple; the order of arguments is \(model, loss, data\)"),
     ("score", {"data": 3}, "data: a tuple of tensors or an iterable of batches is wanted, got int"),
     (
         "score",
         {"data": iter([(X, Y)])},
         "data: list_iterator can be read once, and every model reads them; pass a list",
     ),
-    ("score", {"layers": []}, "layers: an empty list; pass None for the last Linear that ran"),
+    ("score", {"layers": []}, "layers: an empty list; pass None for all layers"),
     ("score", {"store": ""}, "store='': the path of a file is wanted"),
     ("score", {"store": 3}, "store=3: the path of a file is wanted"),
     ("score", {"executor": ""}, "executor='' does not exist; choose one of 'serial'"),
@@ -114,8 +114,8 @@ def test_seeds_of_either_sign():
 
 def test_no_clusters_are_no_clusters():
     assert (
-        pf.statistics.correlations(TABLE, "m", "y", clusters=[]).rows
+        pf.statistics.correlations(TABLE, "m", "y", settings=[]).rows
         == pf.statistics.correlations(TABLE, "m", "y").rows
     )
-    _, axes = pf.statistics.plot_correlation(TABLE, "m", "y", clusters=[])
+    _, axes = pf.statistics.plot_correlation(TABLE, "m", "y", settings=[])
     assert axes.get_legend_handles_labels()[1] == ["6 networks"]

@@ -1,7 +1,13 @@
 """`import pyflatness` takes no time, and the public names are found when they are asked for."""
 
+import dataclasses
+import inspect
 import subprocess
 import sys
+import typing
+
+import pyflatness as pf
+from support.public import CALLS
 
 
 def printed(script: str) -> str:
@@ -30,3 +36,34 @@ print(*(name for name in pyflatness.__all__ if isinstance(getattr(pyflatness, na
 def test_a_name_that_does_not_exist_is_no_attribute():
     script = "import pyflatness; print(hasattr(pyflatness, 'flatnes'), hasattr(pyflatness, '__path__'))"
     assert printed(script) == "False True"
+
+
+def test_every_class_that_calls_return_is_among_the_results():
+    """Those that they return, and those that these have as attributes."""
+    calls = (call for name, call in CALLS.items() if not name.startswith("plot"))  # they return matplotlib's
+    returned = {one for call in calls for one in classes(typing.get_type_hints(call)["return"])}
+    waiting = [one for one in returned if one.__module__.startswith("pyflatness")]
+    seen = set()
+    while waiting:
+        one = waiting.pop()
+        if one not in seen:
+            seen.add(one)
+            kinds = [*typing.get_type_hints(one).values()] if dataclasses.is_dataclass(one) else []
+            found = {inner for kind in kinds for inner in classes(kind) if inner.__module__.startswith("pyflatness")}
+            waiting += found
+    assert {one.__name__ for one in seen} <= {*pf.results.__all__}
+    assert all(inspect.isclass(getattr(pf.results, name)) for name in pf.results.__all__)
+
+
+def classes(kind):
+    """The classes in an annotation."""
+    parts = typing.get_args(kind)
+    return {kind} if inspect.isclass(kind) and not parts else {one for part in parts for one in classes(part)}
+
+
+def test_every_public_module_says_what_is_public_in_it():
+    for name in pf.__all__:
+        module = getattr(pf, name)
+        if inspect.ismodule(module):
+            assert module.__all__ == sorted(module.__all__)
+            assert all(hasattr(module, each) for each in module.__all__)

@@ -91,3 +91,57 @@ def test_nan_that_cannot_be_left_out(name):
 
 def test_classes_of_other_whole_numbers_are_verified_too():
     assert pf.verify(doors.net(), LOSS, (X, Y.int()))
+
+
+class TwoInputs(nn.Module):
+    """A network that may be given a second input."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.inner, self.forward = doors.net(), {"needed": self.both, "none": self.one_or_both, "any": self.any}[other]
+
+    def both(self, x, other):
+        return self.inner(x + other)
+
+    def one_or_both(self, x, other=None):
+        return self.inner(x if other is None else x + other)
+
+    def any(self, *inputs):
+        return self.inner(sum(inputs))
+
+
+@pytest.mark.parametrize("name", doors.ON_MODELS)
+def test_of_longer_batches_the_first_two_items_count(name):
+    """Numbers of samples, names and weights that a data set gives beside inputs and targets are ignored."""
+    call, numbers = doors.ON_MODELS[name], torch.arange(len(X))
+    pairs = [(X[:7], Y[:7]), (X[7:], Y[7:])]
+    expected = call(doors.net(), LOSS, pairs)
+    for longer in (
+        [(X[:7], Y[:7], numbers[:7]), (X[7:], Y[7:], numbers[7:])],
+        [[X[:7], Y[:7], ["name"] * 7, torch.rand(3)], [X[7:], Y[7:], ["name"] * 5, torch.rand(3)]],
+    ):
+        assert str(call(doors.net(), LOSS, longer)) == str(expected)
+
+
+def test_of_longer_tuples_of_tensors_the_first_two_count():
+    expected = pf.relative_flatness(doors.net(), LOSS, (X, Y))
+    assert pf.relative_flatness(doors.net(), LOSS, (X, Y, torch.arange(len(X)))) == expected
+
+
+@pytest.mark.parametrize("other", ["needed", "none", "any"])
+def test_longer_batches_of_models_with_several_inputs_ask_for_forward(other):
+    model, data = TwoInputs(other).eval(), [(X, X, Y)]
+    with pytest.raises(pf.errors.InputError, match=r"a batch has 3 items, .* of TwoInputs .*pass forward="):
+        pf.relative_flatness(model, LOSS, data)
+    found = pf.relative_flatness(model, LOSS, data, forward=lambda net, batch: (net(batch[0], batch[1]), batch[2]))
+    assert found.value == pytest.approx(pf.relative_flatness(doors.net(), LOSS, (2 * X, Y)).value, rel=1e-5)
+
+
+def test_of_longer_batches_of_tokens_targets_are_no_inputs():
+    """Values as targets are floating-point numbers; what is differentiated in are the embeddings."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(8, 2)).eval()
+    tokens, values = torch.arange(12).view(6, 2) % 5, torch.randn(6, 2)
+    pairs, longer = ([(tokens, values, *more)] for more in ((), (torch.arange(6),)))
+    found, expected = (pf.representation(model, nn.MSELoss(), data) for data in (longer, pairs))
+    assert str(found) == str(expected)

@@ -59,9 +59,9 @@ def test_a_spectrum_says_which_error_is_which(model: nn.Module) -> None:
 
 
 def test_worst_cases(model: nn.Module) -> None:
-    found = pf.worst_case_sharpness(model, LOSS, DATA, rho=0.05, steps=3, restarts=2, bound=True)
-    ends = f"{float(found.restarts.min()):.6g} to {float(found.restarts.max()):.6g}"
-    assert str(found).startswith(f"WorstCase({found.value:.6g}, 2 restarts from {ends}, bound of the quadratic model ")
+    found = pf.worst_case_sharpness(model, LOSS, DATA, rho=0.05, steps=3, starts=2, bound=True)
+    ends = f"{float(found.starts.min()):.6g} to {float(found.starts.max()):.6g}"
+    assert str(found).startswith(f"WorstCase({found.value:.6g}, 2 starts from {ends}, bound of the quadratic model ")
     assert str(found).endswith(f"loss {found.loss:.6g}, gradient norm {found.gradient_norm:.4g}, ρ = 0.05, 24 samples)")
     one = pf.measures.keskar_sharpness(model, LOSS, DATA, steps=2)
     assert str(one).startswith(f"WorstCase({one.value:.6g}, 1 start, loss ")
@@ -69,7 +69,7 @@ def test_worst_cases(model: nn.Module) -> None:
 
 def test_a_line_between_two_networks(model: nn.Module) -> None:
     other = {name: 2 * value for name, value in model.state_dict().items()}
-    found = pf.linear_interpolation(model, LOSS, DATA, other, steps=3)
+    found = pf.linear_interpolation(model, LOSS, DATA, other, points=3)
     first, last = (f"{float(found.losses[place]):.6g}" for place in (0, -1))
     assert str(found).startswith(
         f"training loss {first} at α = 0, {last} at α = 1; barrier {found.barrier:.6g}\n3 points"
@@ -88,17 +88,17 @@ def test_gaps(model: nn.Module) -> None:
 
 
 def test_pac_bayes(model: nn.Module) -> None:
-    found = pf.measures.pac_bayes(model, LOSS, DATA, draws=2, tolerance=0.1)
+    found = pf.measures.pac_bayes(model, LOSS, DATA, probes=2, tolerance=0.1)
     assert f"flatness {with_error(found.flatness, found.flatness_stderr)}" in str(found)
     assert f", bound {found.bound:.6g}, accuracy {found.accuracy:.6g}, 24 samples)" in str(found)
     assert str(found).startswith(f"PacBayes(σ = {with_error(found.sigma, found.stderr)}, ")
 
 
 def test_robustness(model: nn.Module) -> None:
-    found = pf.theory.matrix_robustness(model, LOSS, DATA, matrix=torch.eye(5).double(), alphas=[0.1, 0.3])
+    found = pf.theory.matrix_robustness(model, LOSS, DATA, matrix=torch.eye(5).double(), rho=[0.1, 0.3])
     low, high = (f"{float(end):.4g}" for end in found.rises.aminmax())
     assert str(found).startswith(f"MatrixRobustness(rises from {low} to {high} for α from 0.1 to 0.3, ε = ")
-    largest = pf.theory.largest_robustness(model, LOSS, DATA, delta=0.1, steps=2)
+    largest = pf.theory.largest_robustness(model, LOSS, DATA, rho=0.1, steps=2)
     assert str(largest).startswith(f"LargestRobustness({largest.rise:.6g}, ")
     assert "matrix 5 × 5, " in str(largest)
 
@@ -113,9 +113,9 @@ def test_an_interpolation() -> None:
 def test_label_constancy_and_densities() -> None:
     features, head = DATA[0], torch.randn(3, 4, generator=torch.Generator().manual_seed(1)).double()
     found = pf.theory.label_constancy(
-        features, head, labels=lambda phi: (phi[:, 0] > 0).long(), deltas=[0.1, 0.2], draws=2
+        features, head, labels=lambda phi: (phi[:, 0] > 0).long(), rho=[0.1, 0.2], probes=2
     )
-    assert f"for δ from 0.1 to 0.2, C = {found.constant:.4g}, m = 4, 24 samples, 2 draws)" in str(found)
+    assert f"for δ from 0.1 to 0.2, C = {found.constant:.4g}, m = 4, 24 samples, 2 probes)" in str(found)
     densities = pf.theory.density_constants(features, 1.0)
     assert str(densities).startswith(f"DensityConstants(log C_1 = {densities.log_first:.6g}, log C_2 = ")
 

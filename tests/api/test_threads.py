@@ -102,8 +102,8 @@ def test_no_number_is_drawn_from_torch_s_generator():
     net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)).eval()
     before = torch.get_rng_state()
     pf.measure(net, LOSS, (x, y), measures="all", forward=watched)
-    pf.measures.pac_bayes(net, LOSS, (x, y), forward=watched, draws=2, steps=2)
-    pf.theory.feature_robustness(net, LOSS, (x, y), "0", forward=watched, draws=2)
+    pf.measures.pac_bayes(net, LOSS, (x, y), forward=watched, probes=2, steps=2)
+    pf.theory.feature_robustness(net, LOSS, (x, y), "0", forward=watched, probes=2)
     assert len(seen) > 10
     assert all(state.equal(before) for state in seen)
 

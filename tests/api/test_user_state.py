@@ -1,10 +1,13 @@
 """What a measurement must leave alone: the user's model, its gradients, modes and buffers, and the random state."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 import pyflatness as pf
+from support import doors
 from support.unchanged import LOSS, X, Y, assert_unchanged, snapshot
 
 
@@ -196,3 +199,49 @@ def test_progress_is_silent_off_a_terminal(capsys):
     pf.relative_flatness(nn.Sequential(nn.Linear(4, 3)), LOSS, (X, Y))
     pf.relative_flatness(nn.Sequential(nn.Linear(4, 3)), LOSS, (X, Y), progress=False)
     assert capsys.readouterr() == ("", "")
+
+
+def in_training(*more):
+    """A network in training mode, of which one part is in eval mode."""
+    model = nn.Sequential(*doors.net(), nn.Dropout(0.5), *more, nn.Dropout(0.5)).train()
+    model(doors.X)  # for running statistics
+    model[-1].eval()
+    return model
+
+
+@pytest.mark.parametrize("name", doors.ON_MODELS)
+def test_eval_measures_in_eval_mode_and_gives_each_module_its_mode_back(name):
+    call, model = doors.ON_MODELS[name], in_training()
+    given = doors.LOSS, (doors.X, doors.Y)
+    expected = call(copy.deepcopy(model).eval(), *given)
+    before = snapshot(model)
+    found = call(model, *given, eval=True)
+    assert_unchanged(model, before)
+    if isinstance(found, nn.Module):
+        assert [module.training for module in found.modules()] == [module.training for module in model.modules()]
+        found.eval()
+    assert str(found) == str(expected)
+
+
+def test_modes_are_given_back_after_an_interrupt():
+    model = in_training()
+    before = snapshot(model)
+
+    def stopped():
+        yield doors.X, doors.Y
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pf.relative_flatness(model, doors.LOSS, stopped(), eval=True)
+    assert_unchanged(model, before)
+
+
+def test_eval_is_for_all_models_that_are_scored():
+    models = {name: in_training(nn.BatchNorm1d(doors.C)) for name in "ab"}
+    before = {name: snapshot(model) for name, model in models.items()}
+    scores = pf.score(models, doors.LOSS, (doors.X, doors.Y), eval=True)
+    for name, model in models.items():
+        assert_unchanged(model, before[name])
+        expected = pf.measure(copy.deepcopy(model).eval(), doors.LOSS, (doors.X, doors.Y))
+        assert scores[name, "relative_flatness"].value == expected["relative_flatness"].value
+    assert "or pass eval=True" in pf.score(models, doors.LOSS, (doors.X, doors.Y)).errors["a"]

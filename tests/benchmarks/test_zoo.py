@@ -94,7 +94,7 @@ def test_the_zoo_reparameterised_and_its_tables(zoo, capsys):
     assert len({*factors}) == len(factors)
     assert all(5 <= factor <= 25 for factor in factors)
 
-    files = [_score(folder, name, f"{name}.csv", *paths) for name in ("train_data", "test_data")]
+    files = [_score(folder, name, f"{name}.csv", "--layers=4", *paths) for name in ("train_data", "test_data")]
     groups = ("relative_flatness", "trace", "sharpness", "mls"), ("weight_norm", "pac_bayes")
     options = []
     for weights, where in (("before", folder), ("after", scaled)):

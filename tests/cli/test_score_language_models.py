@@ -71,7 +71,7 @@ def test_checkpoints_of_a_model_in_a_store(
 
     def run(model: Path, *more: str) -> str:
         arguments = ("--data", data, "--data-args", '{"length": 7}', "--store", str(tmp_path / "runs.sqlite"), *more)
-        arguments = (*arguments, "--executor", "serial")
+        arguments = (*arguments, "--executor", "serial", "--layers", "lm_head")
         assert status("score", "--model", f"hf:{model}", *arguments) == 0
         return capsys.readouterr().out
 
@@ -92,7 +92,7 @@ def test_too_many_passes_are_refused_before_anything_is_measured(
     folder: Path, data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, given = tmp_path / "out.csv", ("--model", f"hf:{folder}", "--data", data)
-    assert status("score", *given, "--layers", "*", "--max-passes", "50", "--out", str(out)) == 2
+    assert status("score", *given, "--max-passes", "50", "--out", str(out)) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "--layers: layer 'model.embed_tokens': its exact Hessian value takes" in said
     assert "more than --max-passes 50; pass --probes 8 for values that are sampled" in said
@@ -127,6 +127,7 @@ def test_workers_make_the_model_and_its_tokens_by_themselves(folder: Path, data:
     for how in (["--executor", "serial"], ["--workers", "2"]):
         store, out = tmp_path / f"{how[1]}.sqlite", tmp_path / f"{how[1]}.csv"
         arguments = ("--model", f"hf:{folder}", "--data", data, "--store", str(store), *how, str(tmp_path / "runs"))
+        arguments += ("--layers", "lm_head")
         assert status("score", *arguments) == 0
         assert status("export", str(store), "--out", str(out)) == 0
         found[how[1]] = {row["checkpoint"]: row["value"] for row in rows(out)}
@@ -156,7 +157,7 @@ def test_a_model_that_tells_stories(tmp_path: Path) -> None:
     """Its published loss on its own stories is 1.27; the head's value is the formula's on its features."""
     out = tmp_path / "out.csv"
     arguments = ("--data", str(STORIES / "stories_tokens.npz"), "--data-args", '{"count": 8, "batch_size": 3}')
-    assert status("score", "--model", f"hf:{STORIES}", *arguments, "--out", str(out)) == 0
+    assert status("score", "--model", f"hf:{STORIES}", *arguments, "--layers", "lm_head", "--out", str(out)) == 0
     (row,) = rows(out)
     from transformers import LlamaForCausalLM
 

@@ -25,7 +25,7 @@ def test_zoo(tmp_path: Path) -> None:
     files = [str(path) for path in sorted(ZOO.glob("*.safetensors"))[:2]]
     data = {"split": "train", "count": 200}
     arguments = ["--model", f"{ZOO}/lenet5.py:LeNet5", "--data", f"{ZOO}/lenet5.py:images", "--loss", "cross_entropy"]
-    arguments += ["--data-args", json.dumps(data), "--out", str(tmp_path / "zoo.csv")]
+    arguments += ["--data-args", json.dumps(data), "--out", str(tmp_path / "zoo.csv"), "--layers", "fc3"]
     assert status("score", *arguments, *files) == 0
     with (tmp_path / "zoo.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -155,3 +155,15 @@ def test_values_to_a_standard_error(tiny: str) -> None:
         *(tiny_net(tiny, 0), "cross_entropy", specs.resolve(f"{tiny}:data")(), "body"), target_stderr=0.05
     )
     assert float(row["value"]) == expected.value
+
+
+def test_all_layers_are_measured_by_default(tiny):
+    checkpoint = saved(tiny, 0, "0.safetensors")
+    given = arguments_of(tiny, checkpoint)
+    place = given.index("--layers")
+    assert status(*given[:place], *given[place + 2 :]) == 0
+    found = rows_of(tiny)
+    assert [row["layer"] for row in found] == ["body", "head", ""]
+    report = pf.measure(tiny_net(tiny, 0), "cross_entropy", specs.resolve(f"{tiny}:data")())
+    for row in found:
+        assert float(row["value"]) == pytest.approx(report[row["layer"], "relative_flatness"].value, rel=1e-6)

@@ -30,7 +30,8 @@ def store(tiny: str) -> Path:
 def run(tiny: str, *rest: object, loss: str = "cross_entropy", executor: str = "serial") -> object:
     spec = ("--model", f"{tiny}:Tiny", "--data", f"{tiny}:data", "--loss", loss)
     where = ("--store", str(Path(tiny).with_name("runs.sqlite")), "--executor", executor)
-    return status("score", *spec, *where, *map(str, rest))
+    layers = () if "--layers" in rest else ("--layers", "head")
+    return status("score", *spec, *where, *layers, *map(str, rest))
 
 
 def exported(store: Path) -> list[dict]:
@@ -95,6 +96,7 @@ def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(
     Path(tiny).with_name("slow.py").write_text(SLOW)
     files = [str(saved(tiny, seed, f"{seed}.safetensors")) for seed in range(12)]
     arguments = ["--model", "slow.py:Slow", "--data", "slow.py:data", "--loss", "cross_entropy", "--store", str(store)]
+    arguments += ["--layers", "head"]
     process = subprocess.Popen(
         [sys.executable, "-m", "pyflatness", "score", *arguments, "--executor", executor, *files],
         **{"cwd": store.parent, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},

@@ -36,7 +36,7 @@ FIRST, SECOND = network(1), network(2)
 
 
 def along_eigenvectors(net, data):
-    return pf.landscape(net, LOSS, data, directions=pf.spectrum(net, LOSS, data, k=1), steps=3, quadratic=True)
+    return pf.landscape(net, LOSS, data, directions=pf.spectrum(net, LOSS, data, k=1), points=3, quadratic=True)
 
 
 CALLS = {
@@ -44,22 +44,22 @@ CALLS = {
     "smallest eigenvalue": lambda net, data: pf.spectrum(net, LOSS, data, k=1, which="smallest").eigenvalues,
     "eigenvalues of the GGN": lambda net, data: pf.spectrum(net, LOSS, data, k=1, curvature="ggn").eigenvalues,
     "density": lambda net, data: pf.spectrum(net, LOSS, data, k=0, density=True, probes=2, steps=5).density.moment(2),
-    "worst case": lambda net, data: pf.worst_case_sharpness(net, LOSS, data, steps=3, restarts=2, bound=True),
+    "worst case": lambda net, data: pf.worst_case_sharpness(net, LOSS, data, steps=3, starts=2, bound=True),
     "worst case, m": lambda net, data: pf.worst_case_sharpness(net, LOSS, data, steps=2, m=3, adaptive=True),
     "worst case, linf": lambda net, data: pf.worst_case_sharpness(
         net, LOSS, data, steps=2, norm="linf", normalize_logits=True
     ),
-    "keskar": lambda net, data: pf.measures.keskar_sharpness(net, LOSS, data, steps=3, restarts=2),
-    "plane": lambda net, data: pf.landscape(net, LOSS, data, dimensions=2, steps=3, quadratic=True, accuracy=True),
+    "keskar": lambda net, data: pf.measures.keskar_sharpness(net, LOSS, data, steps=3, starts=2),
+    "plane": lambda net, data: pf.landscape(net, LOSS, data, dimensions=2, points=3, quadratic=True, accuracy=True),
     "line of an eigenvector": lambda net, data: along_eigenvectors(net, data).losses.abs().sum(),
     "plane through networks": lambda net, data: pf.landscape(
-        net, LOSS, data, through=[FIRST.state_dict(), copy.deepcopy(SECOND).to(data[0][0].device)], steps=3
+        net, LOSS, data, through=[FIRST.state_dict(), copy.deepcopy(SECOND).to(data[0][0].device)], points=3
     ),
     "line": lambda net, data: pf.linear_interpolation(
-        net, LOSS, data, FIRST, test=data, steps=4, update_bn=True, accuracy=True
+        net, LOSS, data, FIRST, test=data, points=4, update_bn=True, accuracy=True
     ),
     "line, statistics as they are": lambda net, data: pf.linear_interpolation(
-        net, LOSS, data, FIRST.state_dict(), steps=4, update_bn=False
+        net, LOSS, data, FIRST.state_dict(), points=4, update_bn=False
     ),
     "rounded": lambda net, data: pf.cost_of_change(
         net, LOSS, data, pf.changes.rounded(net, 4, per="group", group_size=4), by_trace=True
@@ -135,10 +135,10 @@ def test_a_network_in_float32(cuda_device):
     try:
         net, data = network().float().to(cuda_device), moved([(x.float(), y) for x, y in images()], cuda_device)
         values = pf.spectrum(net, LOSS, data, k=1, tolerance=1e-3).eigenvalues
-        lines = pf.landscape(net, LOSS, data, steps=3).losses
+        lines = pf.landscape(net, LOSS, data, points=3).losses
     finally:
         torch.backends.cudnn.conv.fp32_precision = before
     expected = pf.spectrum(network(), LOSS, images(), k=1).eigenvalues
     assert values.tolist() == pytest.approx(expected.tolist(), rel=2e-3)
-    again = pf.landscape(copy.deepcopy(net).cpu(), LOSS, moved(data, torch.device("cpu")), steps=3).losses
+    again = pf.landscape(copy.deepcopy(net).cpu(), LOSS, moved(data, torch.device("cpu")), points=3).losses
     torch.testing.assert_close(lines, again, rtol=1e-4, atol=0)

@@ -109,9 +109,9 @@ def test_calls_of_tensors(cuda_device, around, name):
 def test_calls_of_features(cuda_device):
     states = random_states()
     assert_close(pf.theory.density_constants(X.to(cuda_device), 1.0), pf.theory.density_constants(X, 1.0), rel=1e-10)
-    noise = pf.theory.truncated_normal_noise(X.to(cuda_device), 0.1, draws=3)
+    noise = pf.theory.truncated_normal_noise(X.to(cuda_device), 0.1, probes=3)
     assert noise.device.type == cuda_device.type
-    assert torch.equal(noise, pf.theory.truncated_normal_noise(X.to(cuda_device), 0.1, draws=3))
+    assert torch.equal(noise, pf.theory.truncated_normal_noise(X.to(cuda_device), 0.1, probes=3))
     assert all(map(torch.equal, random_states(), states))
 
 

@@ -37,7 +37,7 @@ CALLS = {
     "a layer": lambda *given, **options: pf.relative_flatness(*given, "2", **options),
     "block traces": lambda *given, **options: pf.block_traces(*given, "2", **options),
     "density": lambda *given, **options: pf.spectrum(*given, k=0, density=True, probes=1, steps=3, **options),
-    "landscape": lambda *given, **options: pf.landscape(*given, steps=3, **options),
+    "landscape": lambda *given, **options: pf.landscape(*given, points=3, **options),
     "cost of changes": lambda model, *given, **options: pf.cost_of_change(
         model, *given, pf.changes.rounded(model, 4), **options
     ),

@@ -101,7 +101,7 @@ def test_the_public_call(dtype, rtol):
     found = pf.head_flatness(features.to("cuda", dtype), weight.to("cuda", dtype), backend="compiled", rtol=rtol)
     expected = pf.head_flatness(features.to(dtype), weight.to(dtype))
     assert found.value == pytest.approx(expected.value, rel=2e-3 if dtype == torch.bfloat16 else 1e-5)
-    assert (found.backend, found.exact, found.bound) == ("compiled", True, None)  # rtol asks for nothing here
+    assert (found.backend, found.exact, found.max_error) == ("compiled", True, None)  # rtol asks for nothing here
 
 
 def test_extra_memory_of_a_language_models_head():

@@ -84,7 +84,7 @@ def test_directions_of_ones_own_against_a_loop(count, dtype, tolerance):
     given = own_directions(model, count)
     before = snapshot(model)
     found = pf.landscape(
-        model, LOSS, [(x[:23], y[:23]), (x[23:], y[23:])], directions=given, steps=(7, 4)[:count], span=(-0.5, 2)
+        model, LOSS, [(x[:23], y[:23]), (x[23:], y[23:])], directions=given, points=(7, 4)[:count], span=(-0.5, 2)
     )
     assert_unchanged(model, before)
     losses, accuracy = looped(model, x, y, given, found)
@@ -100,11 +100,11 @@ def test_points_together_and_one_by_one_have_the_same_numbers(kind, monkeypatch)
     torch.manual_seed(1)
     model = kind().double().eval()
     held = pixels() if isinstance(model[0] if isinstance(model, nn.Sequential) else None, nn.Conv2d) else data()
-    together = pf.landscape(model, LOSS, held, steps=(5, 4))
-    alone = pf.landscape(model, LOSS, held, steps=(5, 4), memory=1)
+    together = pf.landscape(model, LOSS, held, points=(5, 4))
+    alone = pf.landscape(model, LOSS, held, points=(5, 4), memory=1)
     calls = []
     monkeypatch.setattr(torch.func, "vmap", lambda *args, **options: calls.append(1) or 1 / 0)
-    failing = pf.landscape(model, LOSS, held, steps=(5, 4))
+    failing = pf.landscape(model, LOSS, held, points=(5, 4))
     assert len(calls) == 1  # and not tried again
     torch.testing.assert_close(together.losses, alone.losses, rtol=1e-12, atol=0)
     assert torch.equal(failing.losses, alone.losses)
@@ -114,10 +114,10 @@ def test_points_together_and_one_by_one_have_the_same_numbers(kind, monkeypatch)
 def test_vmap_is_what_small_networks_take(monkeypatch):
     calls, vmap = [], torch.func.vmap
     monkeypatch.setattr(torch.func, "vmap", lambda *args, **options: calls.append(1) or vmap(*args, **options))
-    pf.landscape(mlp(), LOSS, data(), steps=(5, 4), quadratic=False)
+    pf.landscape(mlp(), LOSS, data(), points=(5, 4), quadratic=False)
     assert len(calls) == 1  # for all points of the one batch
     calls.clear()
-    pf.landscape(mlp(), LOSS, data(), steps=(5, 4), quadratic=False, memory=1)
+    pf.landscape(mlp(), LOSS, data(), points=(5, 4), quadratic=False, memory=1)
     assert calls == []
 
 
@@ -131,14 +131,14 @@ def test_outputs_that_vmap_gets_wrong_are_not_taken(monkeypatch):
 
         return called
 
-    expected = pf.landscape(mlp(), LOSS, data(), steps=3, memory=1).losses
+    expected = pf.landscape(mlp(), LOSS, data(), points=3, memory=1).losses
     monkeypatch.setattr(torch.func, "vmap", wrong)
-    assert torch.equal(pf.landscape(mlp(), LOSS, data(), steps=3, quadratic=False).losses, expected)
+    assert torch.equal(pf.landscape(mlp(), LOSS, data(), points=3, quadratic=False).losses, expected)
 
 
 def test_random_directions_are_filter_normalised():
     model = normed()
-    found = pf.landscape(model, LOSS, pixels(), steps=3, dimensions=1, seed=7)
+    found = pf.landscape(model, LOSS, pixels(), points=3, dimensions=1, seed=7)
     noise = torch.Generator().manual_seed(7)
     direction = {}
     for name in ("0.weight", "4.weight"):
@@ -151,14 +151,14 @@ def test_random_directions_are_filter_normalised():
     torch.testing.assert_close(found.losses, losses, rtol=1e-12, atol=0)
     assert torch.equal(found.accuracy, accuracy)
     assert found.coefficients[0].tolist() == [-1, 0, 1]
-    other = pf.landscape(model, LOSS, pixels(), steps=3, dimensions=1, seed=8)
+    other = pf.landscape(model, LOSS, pixels(), points=3, dimensions=1, seed=8)
     assert not torch.equal(other.losses, found.losses)
 
 
 def test_filters_of_transposed_convolutions_are_outputs():
     torch.manual_seed(0)
     model = nn.Sequential(nn.ConvTranspose2d(1, 2, 3), nn.Flatten(), nn.Linear(128, 3)).double().eval()
-    found = pf.landscape(model, LOSS, pixels(), layers="0", steps=3, dimensions=1)
+    found = pf.landscape(model, LOSS, pixels(), layers="0", points=3, dimensions=1)
     weight = model[0].weight.detach()  # (inputs, outputs, …)
     d = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for output in range(2):
@@ -171,7 +171,7 @@ def test_layer_wise_normalisation_and_none():
     model, given = mlp(), own_directions(mlp(), 1)[0]
     scaled = {n: d * model.get_parameter(n).detach().norm() / d.norm() for n, d in given.items()}
     for how, expected in (("layer", scaled), (None, given)):
-        found = pf.landscape(model, LOSS, data(), directions=given, normalization=how, steps=4)
+        found = pf.landscape(model, LOSS, data(), directions=given, normalization=how, points=4)
         torch.testing.assert_close(found.losses, looped(model, *data(), [expected], found)[0], rtol=1e-12, atol=0)
 
 
@@ -194,7 +194,7 @@ def test_the_quadratic_model_against_a_dense_hessian(frozen):
     gradient, hessian = _dense(model, x, y)
     d = torch.stack([torch.cat([each[n].flatten() for n, _ in model.named_parameters()]) for each in given])
     model.requires_grad_(not frozen)
-    found = pf.landscape(model, LOSS, [(x[:11], y[:11]), (x[11:], y[11:])], directions=given, steps=3)
+    found = pf.landscape(model, LOSS, [(x[:11], y[:11]), (x[11:], y[11:])], directions=given, points=3)
     torch.testing.assert_close(found.quadratic.gradient, d @ gradient, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(found.quadratic.hessian, d @ hessian @ d.T, rtol=1e-10, atol=1e-12)
     assert found.quadratic.value == found.loss
@@ -210,7 +210,7 @@ def test_a_quadratic_loss_is_its_quadratic_model():
     torch.manual_seed(0)
     model, x = nn.Linear(5, 2).double(), data()[0]
     y = torch.randn(40, 2).double()
-    found = pf.landscape(model, nn.MSELoss(), (x, y), steps=(5, 6), span=3)
+    found = pf.landscape(model, nn.MSELoss(), (x, y), points=(5, 6), span=3)
     torch.testing.assert_close(found.losses, found.quadratic.at(*found.coefficients), rtol=1e-12, atol=0)
     assert found.accuracy is None  # targets are no classes
     with pytest.raises(pf.errors.InputError, match="accuracy needs classes"):
@@ -221,9 +221,9 @@ def test_a_quadratic_loss_is_its_quadratic_model():
 def test_eigenvectors(layers):
     model, held = mlp(), data()
     spectrum = pf.spectrum(model, LOSS, held, layers=layers, k=2)
-    found = pf.landscape(model, LOSS, held, directions="eigenvectors", layers=layers, steps=3)
+    found = pf.landscape(model, LOSS, held, directions="eigenvectors", layers=layers, points=3)
     torch.testing.assert_close(found.quadratic.hessian, torch.diag(spectrum.eigenvalues), rtol=1e-6, atol=1e-7)
-    given = pf.landscape(model, LOSS, held, directions=spectrum, steps=3)
+    given = pf.landscape(model, LOSS, held, directions=spectrum, points=3)
     assert torch.equal(given.losses, found.losses)
     names = {name: f"{name}.weight" if layers else name for name in spectrum.eigenvectors}
     vectors = [{names[n]: v[k] for n, v in spectrum.eigenvectors.items()} for k in range(2)]
@@ -236,19 +236,19 @@ def test_a_plane_through_checkpoints_has_their_losses_with_statistics(as_state):
     models = [normed(seed) for seed in range(3)]
     others = [other.state_dict() if as_state else other for other in models[1:]]
     x, y = pixels()
-    found = pf.landscape(models[0], LOSS, (x, y), through=others, steps=2, span=(0, 1))
+    found = pf.landscape(models[0], LOSS, (x, y), through=others, points=2, span=(0, 1))
     corners = [LOSS(model(x), y).item() for model in models]
     assert [float(found.losses[at]) for at in ((0, 0), (1, 0), (0, 1))] == pytest.approx(corners, rel=1e-12)
     assert found.quadratic is None
     with pytest.raises(pf.errors.InputError, match="quadratic=True: buffers go along"):
         pf.landscape(models[0], LOSS, (x, y), through=others, quadratic=True)
-    line = pf.landscape(models[0], LOSS, (x, y), through=others[0], steps=4)
+    line = pf.landscape(models[0], LOSS, (x, y), through=others[0], points=4)
     assert line.coefficients[0].tolist() == [-0.25, 0.25, 0.75, 1.25]
 
 
 def test_a_line_to_a_checkpoint_of_some_layers():
     one, other, held = mlp(), mlp(seed=1), data()
-    found = pf.landscape(one, LOSS, held, through=other, layers="0", steps=2, span=(0, 1))
+    found = pf.landscape(one, LOSS, held, through=other, layers="0", points=2, span=(0, 1))
     mixed = copy.deepcopy(one)
     mixed[0].load_state_dict(other[0].state_dict())
     assert float(found.losses[1]) == pytest.approx(LOSS(mixed(held[0]), held[1]).item(), rel=1e-12)
@@ -272,14 +272,14 @@ def test_shared_parameters_move_once():
     change = torch.randn(5, 5).double()
     for names in (["one.weight"], ["two.weight"], ["one", "two.weight"]):
         given = dict.fromkeys(names, change)
-        found = pf.landscape(model, LOSS, data(), directions=given, steps=3)
+        found = pf.landscape(model, LOSS, data(), directions=given, points=3)
         losses, _ = looped(model, *data(), [{"one.weight": change}], found)
         torch.testing.assert_close(found.losses, losses, rtol=1e-12, atol=0)
     with pytest.raises(pf.errors.InputError, match=r"'two' is 'one\.weight', one parameter of two names"):
         pf.landscape(model, LOSS, data(), directions={"one": change, "two": 2 * change})
     moved = copy.deepcopy(model)
     moved.one.weight.data += 1
-    found = pf.landscape(model, LOSS, data(), through=moved, steps=2, span=(0, 1))
+    found = pf.landscape(model, LOSS, data(), through=moved, points=2, span=(0, 1))
     assert float(found.losses[1]) == pytest.approx(LOSS(moved(data()[0]), data()[1]).item(), rel=1e-12)
 
 
@@ -290,12 +290,12 @@ def test_losses_that_are_not_finite_are_kept():
         LOSS,
         (x, y),
         directions={"2.weight": torch.full((3, 6), 1e200, dtype=torch.float64)},
-        steps=3,
+        points=3,
         span=1e200,
     )
     assert found.losses.isnan().tolist() == [True, False, True]
     x[3] = torch.nan
-    assert bool(pf.landscape(model, LOSS, (x, y), steps=3).losses.isnan().all())
+    assert bool(pf.landscape(model, LOSS, (x, y), points=3).losses.isnan().all())
 
 
 def test_errors_leave_all_as_it_was():
@@ -333,8 +333,8 @@ def test_errors_leave_all_as_it_was():
         ({"directions": {"0": torch.ones(6, 5)}, "layers": "0"}, "layers= is for"),
         ({"normalization": "model"}, "normalization='model' does not exist"),
         ({"dimensions": 3}, "dimensions=3: 1 or 2 directions is wanted"),
-        ({"steps": 1}, "steps=1: a number of points is wanted, at least 2"),
-        ({"steps": (3, 3, 3)}, "steps=.*one for each of 2 directions"),
+        ({"points": 1}, "points=1: a whole number is wanted, at least 2"),
+        ({"points": (3, 3, 3)}, "points=.*one for each of 2 directions"),
         ({"span": 0}, "span=0: a positive number"),
         ({"span": (1, -1)}, "span="),
         ({"span": "wide"}, "span='wide'"),
@@ -368,5 +368,5 @@ def test_a_model_without_second_derivatives_says_what_to_do():
 
     model = Net().double().eval()
     with pytest.raises(pf.errors.InputError, match="quadratic=False leaves the quadratic model out"):
-        pf.landscape(model, LOSS, data(), steps=3)
-    assert pf.landscape(model, LOSS, data(), steps=3, quadratic=False).quadratic is None
+        pf.landscape(model, LOSS, data(), points=3)
+    assert pf.landscape(model, LOSS, data(), points=3, quadratic=False).quadratic is None

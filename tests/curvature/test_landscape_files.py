@@ -49,7 +49,7 @@ class Stopping:
 
 def call(out, model=None, held=None, **options):
     return pf.landscape(
-        model or mlp(), options.pop("loss", LOSS), held or data(), out=out, **{"steps": (10, 9), **options}
+        model or mlp(), options.pop("loss", LOSS), held or data(), out=out, **{"points": (10, 9), **options}
     )
 
 
@@ -71,14 +71,14 @@ def test_an_interrupted_slice_goes_on_bit_for_bit(tmp_path, memory, last, done, 
     stopping = Stopping((1 << 30) - counting.left - last, error)
     with pytest.raises((pf.errors.InputError, KeyboardInterrupt), match="stopped"):
         call(out, memory=memory, **{where: stopping})
-    begun = pf.results.Landscape.load(out)
+    begun = pf.results.Landscape.from_npz(out)
     assert begun.done == done
     assert torch.equal(begun.losses.view(-1)[:done], whole.losses.view(-1)[:done])
     assert bool(begun.losses.view(-1)[done:].isnan().all())
     assert f"{done} of 90 points are evaluated" in str(begun)
     finished = call(out, memory=memory, **{where: Stopping(1 << 30)})
     same(finished, whole)
-    same(pf.results.Landscape.load(out), finished)
+    same(pf.results.Landscape.from_npz(out), finished)
 
 
 def test_a_finished_slice_is_read_from_its_file(tmp_path):
@@ -95,8 +95,8 @@ def test_a_finished_slice_is_read_from_its_file(tmp_path):
         ({"loss": nn.CrossEntropyLoss(reduction="sum")}, "loss"),
         ({"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}, "loss"),
         ({"seed": 1}, "directions"),
-        ({"directions": {"0": torch.ones(6, 5)}, "steps": (10,)}, "directions, grid"),
-        ({"steps": (9, 10)}, "grid"),
+        ({"directions": {"0": torch.ones(6, 5)}, "points": (10,)}, "directions, grid"),
+        ({"points": (9, 10)}, "grid"),
         ({"span": 2}, "grid"),
         ({"accuracy": False}, "accuracy"),
         ({"quadratic": False}, "quadratic"),
@@ -118,16 +118,16 @@ def test_files_that_are_no_slices(tmp_path):
             use(path)
     path.write_bytes(b"text")
     with pytest.raises(pf.errors.InputError, match="no landscape"):
-        pf.results.Landscape.load(path)
+        pf.results.Landscape.from_npz(path)
     with pytest.raises(FileNotFoundError):
-        pf.results.Landscape.load(tmp_path / "b.npz")
+        pf.results.Landscape.from_npz(tmp_path / "b.npz")
     with pytest.raises(FileNotFoundError):
         call(tmp_path / "none" / "a.npz")
 
 
 def test_a_write_that_fails_leaves_the_file_before(tmp_path, monkeypatch):
     found = call(None)
-    found.save(tmp_path / "a.npz")
+    found.to_npz(tmp_path / "a.npz")
     before = (tmp_path / "a.npz").read_bytes()
 
     def failing(file, **arrays):
@@ -136,7 +136,7 @@ def test_a_write_that_fails_leaves_the_file_before(tmp_path, monkeypatch):
 
     monkeypatch.setattr(np, "savez", failing)
     with pytest.raises(OSError, match="disk full"):
-        found.save(tmp_path / "a.npz")
+        found.to_npz(tmp_path / "a.npz")
     assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
     assert (tmp_path / "a.npz").read_bytes() == before
 
@@ -154,15 +154,15 @@ def test_numpy_reads_the_file_without_pickle(tmp_path):
             "hessian",
             "losses",
         }
-    regression = pf.landscape(mlp(), nn.MSELoss(), (data()[0], torch.zeros(40, 3).double()), quadratic=False, steps=3)
-    regression.save(tmp_path / "b.npz")
-    again = pf.results.Landscape.load(tmp_path / "b.npz")
+    regression = pf.landscape(mlp(), nn.MSELoss(), (data()[0], torch.zeros(40, 3).double()), quadratic=False, points=3)
+    regression.to_npz(tmp_path / "b.npz")
+    again = pf.results.Landscape.from_npz(tmp_path / "b.npz")
     assert again.accuracy is None
     assert again.quadratic is None
 
 
 def test_figures_of_curves_and_planes_have_the_values(tmp_path):
-    line = call(None, dimensions=1, steps=7)
+    line = call(None, dimensions=1, points=7)
     _, axes = line.plot(tmp_path / "line.png")
     curve, model = axes.lines
     assert np.array_equal(curve.get_ydata(), line.losses.numpy())
@@ -180,13 +180,13 @@ def test_figures_of_curves_and_planes_have_the_values(tmp_path):
     assert (own.get_xlabel(), own.get_ylabel()) == ("random direction 1", "random direction 2")
 
 
-@pytest.mark.parametrize("steps", [(9,), (9, 8)])
-def test_losses_that_are_not_finite_are_gaps(steps):
-    found = call(None, steps=steps, dimensions=len(steps))
+@pytest.mark.parametrize("points", [(9,), (9, 8)])
+def test_losses_that_are_not_finite_are_gaps(points):
+    found = call(None, points=points, dimensions=len(points))
     found.losses[2:4] = torch.nan
     found.losses[5] = torch.inf
     _, axes = found.plot(io.BytesIO())
-    if len(steps) == 1:
+    if len(points) == 1:
         assert np.isnan(axes.lines[0].get_ydata()).tolist() == [place in (2, 3, 5) for place in range(9)]
     else:
         filled = axes.collections[0]
@@ -214,7 +214,7 @@ def test_eigenvectors_are_computed_once(tmp_path, monkeypatch, layers):
     whole, out = call(tmp_path / "whole.npz", forward=counting, **options), tmp_path / "a.npz"
     with pytest.raises(pf.errors.InputError, match="stopped"):
         call(out, forward=Stopping((1 << 30) - counting.left - 7), **options)
-    begun = pf.results.Landscape.load(out)
+    begun = pf.results.Landscape.from_npz(out)
     assert 0 < begun.done < 90
     vectors = torch.stack([torch.cat([c.flatten() for c in each.values()]) for each in begun.directions])
     torch.testing.assert_close(vectors @ vectors.T, torch.eye(2).double(), rtol=0, atol=1e-12)
@@ -240,14 +240,14 @@ def test_eigenvectors_of_layers_that_are_no_names_are_computed_again(tmp_path):
     model = mlp()
     options = {"directions": "eigenvectors", "layers": model[0]}
     whole = call(tmp_path / "a.npz", model, **options)
-    assert not pf.results.Landscape.load(tmp_path / "a.npz").directions
+    assert not pf.results.Landscape.from_npz(tmp_path / "a.npz").directions
     same(call(tmp_path / "a.npz", model, **options), whole)
 
 
 def test_a_file_that_its_own_result_was_saved_over_is_gone_on_with(tmp_path):
     out, options = tmp_path / "a.npz", {"directions": "eigenvectors"}
     whole = call(out, **options)
-    whole.save(out)  # without the eigenvectors, which are for the file alone
+    whole.to_npz(out)  # without the eigenvectors, which are for the file alone
     same(call(out, **options), whole)
 
 

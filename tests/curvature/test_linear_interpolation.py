@@ -64,7 +64,7 @@ def test_against_a_loop(refresh, dtype, tolerance):
     one, other = network(0, dtype), network(1, dtype)
     train, test = batches(dtype=dtype), batches(5, (8, 3), dtype)
     before = snapshot(one), snapshot(other)
-    found = pf.linear_interpolation(one, LOSS, train, other, test=test, steps=5, update_bn=None if refresh else False)
+    found = pf.linear_interpolation(one, LOSS, train, other, test=test, points=5, update_bn=None if refresh else False)
     assert_unchanged(one, before[0])
     assert_unchanged(other, before[1])
     assert found.refreshed == refresh
@@ -99,13 +99,13 @@ def test_a_norm_that_is_called_twice_counts_both_calls():
     held = [(x[:5], y[:5]), (x[5:], y[5:])]
     expected = copy.deepcopy(other)
     update_bn(held, expected)
-    found = pf.linear_interpolation(one, LOSS, held, other.state_dict(), steps=2)
+    found = pf.linear_interpolation(one, LOSS, held, other.state_dict(), points=2)
     assert float(found.losses[1]) == pytest.approx(risk(expected.eval(), held)[0], rel=1e-12)
 
 
 def test_barriers_are_highest_above_the_line_between_the_ends():
     one, other, train = network(0, norm=False), network(1, norm=False), batches()
-    found = pf.linear_interpolation(one, LOSS, train, other, test=batches(5), steps=6)
+    found = pf.linear_interpolation(one, LOSS, train, other, test=batches(5), points=6)
     for values, barrier in (
         (found.losses, found.barrier),
         (found.test_losses, found.test_barrier),
@@ -118,7 +118,7 @@ def test_barriers_are_highest_above_the_line_between_the_ends():
         assert barrier == pytest.approx(max(above), abs=1e-12)
     assert not found.refreshed
     assert f"barrier {found.barrier:.6g}" in str(found)
-    alone = pf.linear_interpolation(one, LOSS, train, other, steps=6)
+    alone = pf.linear_interpolation(one, LOSS, train, other, points=6)
     assert torch.equal(alone.losses, found.losses)
     assert alone.test_barrier is alone.test_losses is alone.test_error_barrier is None
 
@@ -132,7 +132,7 @@ def test_convex_losses_have_no_barrier():
 
 def test_one_layer_goes_and_the_others_stay():
     one, other, train = network(0, norm=False), network(1, norm=False), batches()
-    found = pf.linear_interpolation(one, LOSS, train, other, layers="0", steps=2)
+    found = pf.linear_interpolation(one, LOSS, train, other, layers="0", points=2)
     expected = copy.deepcopy(one)
     expected[0].load_state_dict(other[0].state_dict())
     assert float(found.losses[1]) == pytest.approx(risk(expected, train)[0], rel=1e-12)
@@ -141,7 +141,7 @@ def test_one_layer_goes_and_the_others_stay():
 def test_losses_that_are_not_finite_are_kept_and_drawn_as_gaps():
     one, other, train = network(0, norm=False), network(1, norm=False), batches()
     other[4].weight.data[0, 0] = torch.nan
-    found = pf.linear_interpolation(one, LOSS, train, other, steps=3)
+    found = pf.linear_interpolation(one, LOSS, train, other, points=3)
     assert found.losses.isnan().tolist() == [False, True, True] or found.losses.isnan().tolist() == [True] * 3
     assert found.barrier != found.barrier
     axes = Figure().subplots()
@@ -172,7 +172,7 @@ def test_errors_leave_all_as_it_was():
         ({"other": 3}, "other=3: a module or a state dict is wanted"),
         ({"other": network(1, norm=False).state_dict()}, r"a checkpoint of this model .* has no '1\.weight'"),
         ({"other": network(0)}, "other: it has the model's own weights"),
-        ({"steps": 1}, "steps=1: "),
+        ({"points": 1}, "points=1: "),
         ({"update_bn": "yes"}, "update_bn='yes': True or False"),
         ({"data": batches(sizes=(4, 1)), "model": nn.Sequential(nn.Flatten(), nn.Linear(36, 3), nn.BatchNorm1d(3))},
          "more than 1 value per channel"),
@@ -181,7 +181,7 @@ def test_errors_leave_all_as_it_was():
 def test_what_does_not_fit_is_refused(options, match):
     model = options.get("model", network(0)).double().eval()
     doubled = {key: 2 * value for key, value in model.state_dict().items()}
-    own = {key: options[key] for key in options if key in ("steps", "update_bn")}
+    own = {key: options[key] for key in options if key in ("points", "update_bn")}
     with pytest.raises(pf.errors.InputError, match=match):
         pf.linear_interpolation(model, LOSS, options.get("data", batches()), options.get("other", doubled), **own)
 

@@ -43,7 +43,7 @@ def test_of_a_quadratic_loss_is_the_trust_region_maximum(at_minimum, adaptive):
     scale = model.weight.detach().abs().flatten() if adaptive else torch.ones(5).double()
     batches = [(x[:13], y[:13]), (x[13:], y[13:])]
     found = pf.worst_case_sharpness(
-        model, nn.MSELoss(), batches, rho=0.3, adaptive=adaptive, steps=60, restarts=2, bound=True
+        model, nn.MSELoss(), batches, rho=0.3, adaptive=adaptive, steps=60, starts=2, bound=True
     )
     expected = _trust_region(scale.unsqueeze(1) * hessian * scale, scale * gradient, 0.3)
     assert found.value == pytest.approx(expected, rel=1e-4)
@@ -62,11 +62,11 @@ def test_of_a_convex_loss_in_a_box_is_at_a_corner(adaptive):
     corners = (torch.tensor(signs).double() * 0.2 * scale for signs in itertools.product((-1, 1), repeat=5))
     expected = max(float(gradient @ u + 0.5 * u @ hessian @ u) for u in corners)
     found = pf.worst_case_sharpness(
-        model, nn.MSELoss(), (x, y), rho=0.2, norm="linf", adaptive=adaptive, steps=40, restarts=8
+        model, nn.MSELoss(), (x, y), rho=0.2, norm="linf", adaptive=adaptive, steps=40, starts=8
     )
     assert found.value == pytest.approx(expected, rel=1e-9)
-    assert len(found.restarts) == 8
-    assert float(found.restarts.max()) == pytest.approx(found.value)
+    assert len(found.starts) == 8
+    assert float(found.starts.max()) == pytest.approx(found.value)
 
 
 def test_keskar_is_in_percent_of_its_own_box():
@@ -74,7 +74,7 @@ def test_keskar_is_in_percent_of_its_own_box():
     scale = model.weight.detach().abs().flatten() + 1
     corners = (torch.tensor(signs).double() * 0.1 * scale for signs in itertools.product((-1, 1), repeat=5))
     rise = max(float(gradient @ u + 0.5 * u @ hessian @ u) for u in corners)
-    found = pf.measures.keskar_sharpness(model, nn.MSELoss(), (x, y), epsilon=0.1, steps=40, restarts=8)
+    found = pf.measures.keskar_sharpness(model, nn.MSELoss(), (x, y), rho=0.1, steps=40, starts=8)
     loss = nn.MSELoss()(model(x), y).item()
     assert found.loss == pytest.approx(loss)
     assert found.value == pytest.approx(100 * rise / (1 + loss), rel=1e-9)
@@ -82,7 +82,7 @@ def test_keskar_is_in_percent_of_its_own_box():
 
 def test_groups_have_maxima_of_their_own():
     model, (x, y), _, _ = _quadratic(at_minimum=False)
-    options = {"rho": 0.1, "steps": 60, "restarts": 2}
+    options = {"rho": 0.1, "steps": 60, "starts": 2}
     found = pf.worst_case_sharpness(model, nn.MSELoss(), [(x[:20], y[:20]), (x[20:], y[20:])], m=8, **options)
     cuts = [(0, 8), (8, 16), (16, 20), (20, 28), (28, 30)]
     alone = [pf.worst_case_sharpness(model, nn.MSELoss(), (x[a:b], y[a:b]), **options) for a, b in cuts]

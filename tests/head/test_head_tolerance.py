@@ -184,15 +184,15 @@ def public(name="1.5, alike", **options):
 
 def test_the_estimate_carries_the_bound():
     exact, near = public(), public(rtol=0.05, per_sample=True)
-    assert (exact.exact, exact.bound) == (True, None)
+    assert (exact.exact, exact.max_error) == (True, None)
     assert not near.exact
     assert near.stderr is None
-    assert 0 < near.bound <= 0.05 * exact.value
-    assert abs(near.value - exact.value) <= near.bound
-    assert f"not exact, off by at most {near.bound:.2g}, method head" in repr(near)
+    assert 0 < near.max_error <= 0.05 * exact.value
+    assert abs(near.value - exact.value) <= near.max_error
+    assert f"not exact, off by at most {near.max_error:.2g}, method head" in repr(near)
     assert float(near.per_sample.mean()) == pytest.approx(near.value, rel=1e-12)
     assert pf.results.Estimate.from_dict(near.to_dict()) == near
-    assert pf.results.Estimate.from_dict(near.to_dict()).bound == near.bound
+    assert pf.results.Estimate.from_dict(near.to_dict()).max_error == near.max_error
 
 
 @pytest.mark.parametrize(
@@ -201,8 +201,8 @@ def test_the_estimate_carries_the_bound():
 def test_the_bound_is_of_the_users_loss(loss):
     targets = torch.arange(N)
     exact, near = public(targets=targets, loss=loss), public(targets=targets, loss=loss, rtol=0.05)
-    assert 0 < near.bound <= 0.05 * exact.value
-    assert abs(near.value - exact.value) <= near.bound
+    assert 0 < near.max_error <= 0.05 * exact.value
+    assert abs(near.value - exact.value) <= near.max_error
 
 
 def test_omitted_samples_have_no_part_in_the_bound():
@@ -212,8 +212,8 @@ def test_omitted_samples_have_no_part_in_the_bound():
     features[4, 4] = math.nan
     near = pf.head_flatness(features, weight, bias, nan_policy="omit", rtol=0.05)
     assert near.omitted == 1
-    assert 0 < near.bound <= 0.05 * expected.value
-    assert abs(near.value - expected.value) <= near.bound
+    assert 0 < near.max_error <= 0.05 * expected.value
+    assert abs(near.value - expected.value) <= near.max_error
 
 
 def test_few_classes_and_other_losses_stay_exact():
@@ -231,9 +231,9 @@ def test_a_models_head():
     data = features, torch.arange(N)
     exact = pf.relative_flatness(model, nn.CrossEntropyLoss(), data)
     near = pf.relative_flatness(model, nn.CrossEntropyLoss(), data, rtol=0.05, memory=2**25)
-    assert 0 < near.bound <= 0.05 * exact.value
-    assert abs(near.value - exact.value) <= near.bound
-    assert pf.relative_flatness(model, nn.CrossEntropyLoss(), data, rtol=0).bound is None
+    assert 0 < near.max_error <= 0.05 * exact.value
+    assert abs(near.value - exact.value) <= near.max_error
+    assert pf.relative_flatness(model, nn.CrossEntropyLoss(), data, rtol=0).max_error is None
     adaptive = pf.relative_flatness(model, nn.CrossEntropyLoss(), data, probes="adaptive", rtol=0.05)
     assert adaptive == exact  # of draws, which a head does not need
 

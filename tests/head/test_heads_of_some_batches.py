@@ -67,6 +67,6 @@ def test_the_loss_of_scores_counts_no_batch_twice():
     """The first batch is read by the formula, and the second shows that the layer is no head: an error, as before."""
     model, (x, y) = problem()
     data = [(x[:1], y[:1]), (x[1:], y[1:])]
-    row = pf.score({"copied": model}, "cross_entropy", data).rows[0]
+    row = pf.score({"copied": model}, "cross_entropy", data, layers="head").rows[0]
     assert "not the model's head as in the batches before" in row.error
     assert row.loss is None or row.loss == pytest.approx(float(LOSS(model(x), y)), rel=1e-6)

@@ -109,9 +109,9 @@ def test_every_public_call_takes_it():
         (pf.block_traces, {"layer": "classifier"}),
         (pf.representation, {"layers": "classifier"}),
         (pf.measures.mls_adversarial, {"steps": 1}),
-        (pf.measures.pac_bayes, {"draws": 2, "steps": 1}),
-        (pf.measures.adaptive_sharpness_mc, {"draws": 2}),
-        (pf.theory.feature_robustness, {"layer": "classifier", "draws": 2}),
+        (pf.measures.pac_bayes, {"probes": 2, "steps": 1}),
+        (pf.measures.adaptive_sharpness_mc, {"probes": 2}),
+        (pf.theory.feature_robustness, {"layer": "classifier", "probes": 2}),
     ):
         found, expected = call(net, data=data, **options), call(net, loss, data, **options)
         assert repr(found) == repr(expected), call

@@ -38,9 +38,7 @@ def test_more_steps_do_not_lose():
 
 def test_a_finite_radius_is_another_quantity():
     model = network(M, 6, C, activation=nn.Tanh)
-    small, large = (
-        pf.measures.mls_adversarial(model, LOSS, (X, INDICES), radius=r, steps=100).value for r in (1e-6, 2.0)
-    )
+    small, large = (pf.measures.mls_adversarial(model, LOSS, (X, INDICES), rho=r, steps=100).value for r in (1e-6, 2.0))
     assert small != pytest.approx(large, rel=1e-2)
 
 
@@ -75,7 +73,7 @@ def test_nan(policy):
     ("options", "message"),
     [
         ({"steps": 0}, "steps=0"),
-        ({"radius": -1.0}, r"radius=-1\.0"),
+        ({"rho": -1.0}, r"rho=-1\.0"),
         ({"data": (torch.arange(6), INDICES)}, "batch 0: there is no floating-point tensor among its inputs"),
     ],
 )

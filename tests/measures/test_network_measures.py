@@ -58,7 +58,7 @@ def test_adaptive_sharpness_mc_of_a_quadratic_risk_is_the_exact_sum():
     theta, hessian = all_parameters_hessian(model, loss, X, y)
     exact = float((theta.square() * hessian.diagonal()).sum())
     for rho in (0.1, 1.0):
-        estimate = pf.measures.adaptive_sharpness_mc(model, loss, (X, y), rho=rho, draws=400)
+        estimate = pf.measures.adaptive_sharpness_mc(model, loss, (X, y), rho=rho, probes=400)
         assert 0 < estimate.stderr < 0.1 * exact
         assert abs(estimate.value - exact) < 4 * estimate.stderr
         assert not estimate.exact
@@ -69,7 +69,7 @@ def test_adaptive_sharpness_mc_of_small_noise():
     model[0].bias.requires_grad_(False)
     theta, hessian = all_parameters_hessian(model, LOSS, X, INDICES)
     exact = float((theta.square() * hessian.diagonal()).sum())
-    estimate = pf.measures.adaptive_sharpness_mc(model, LOSS, (X, INDICES), rho=1e-3, draws=2000)
+    estimate = pf.measures.adaptive_sharpness_mc(model, LOSS, (X, INDICES), rho=1e-3, probes=2000)
     assert estimate.stderr < 0.2 * abs(exact)
     assert abs(estimate.value - exact) < 4 * estimate.stderr
 
@@ -77,7 +77,7 @@ def test_adaptive_sharpness_mc_of_small_noise():
 def test_adaptive_sharpness_mc_standard_error():
     """Over seeds the values scatter as their standard errors say."""
     model = network(M, 6, C)
-    found = [pf.measures.adaptive_sharpness_mc(model, LOSS, (X, INDICES), draws=16, seed=seed) for seed in range(60)]
+    found = [pf.measures.adaptive_sharpness_mc(model, LOSS, (X, INDICES), probes=16, seed=seed) for seed in range(60)]
     spread = torch.tensor([e.value for e in found]).std()
     claimed = torch.tensor([e.stderr for e in found]).square().mean().sqrt()
     assert 0.7 < float(spread / claimed) < 1.4
@@ -85,15 +85,15 @@ def test_adaptive_sharpness_mc_standard_error():
 
 def test_adaptive_sharpness_mc_options():
     model, data = network(M, 6, C), (X, INDICES)
-    value = pf.measures.adaptive_sharpness_mc(model, LOSS, data, draws=4, seed=3)
-    assert pf.measures.adaptive_sharpness_mc(model, LOSS, data, draws=4, seed=3).value == value.value
-    assert pf.measures.adaptive_sharpness_mc(model, LOSS, data, draws=4, seed=4).value != value.value
-    bare = pf.measures.adaptive_sharpness_mc(model, LOSS, data, draws=4, seed=3, scaled=False)
+    value = pf.measures.adaptive_sharpness_mc(model, LOSS, data, probes=4, seed=3)
+    assert pf.measures.adaptive_sharpness_mc(model, LOSS, data, probes=4, seed=3).value == value.value
+    assert pf.measures.adaptive_sharpness_mc(model, LOSS, data, probes=4, seed=4).value != value.value
+    bare = pf.measures.adaptive_sharpness_mc(model, LOSS, data, probes=4, seed=3, scaled=False)
     assert bare.value == pytest.approx(value.value * 0.1**2 / 2, rel=1e-12)
     assert bare.stderr == pytest.approx(value.stderr * 0.1**2 / 2, rel=1e-12)
     default = one("adaptive_sharpness_mc", model, LOSS, data, seed=3)
     assert default.value == pf.measures.adaptive_sharpness_mc(model, LOSS, data, seed=3).value
-    cut = pf.measures.adaptive_sharpness_mc(model, LOSS, [(X[:5], INDICES[:5]), (X[5:], INDICES[5:])], draws=4, seed=3)
+    cut = pf.measures.adaptive_sharpness_mc(model, LOSS, [(X[:5], INDICES[:5]), (X[5:], INDICES[5:])], probes=4, seed=3)
     assert cut.value == pytest.approx(value.value, rel=1e-9)
 
 
@@ -101,7 +101,7 @@ def test_adaptive_sharpness_mc_options():
     ("options", "message"),
     [
         ({"rho": 0.0}, "rho=0.0"),
-        ({"draws": 1}, "draws=1"),
+        ({"probes": 1}, "probes=1"),
         ({"data": (X * torch.nan, INDICES), "nan_policy": "omit"}, "batch 0: .* no sample can be left out"),
         ({"nan_policy": "skip"}, "nan_policy='skip' does not exist"),
         ({"data": iter([(X, INDICES)])}, "can be read once"),
@@ -149,7 +149,7 @@ def test_weights_that_are_made_from_others_move_and_come_back(how):
     before, weight = snapshot(model), model[0].weight.detach().clone()
     theta, hessian = all_parameters_hessian(model, LOSS, X, INDICES)
     expected = float((theta.square() * hessian.diagonal()).sum())
-    estimate = pf.measures.adaptive_sharpness_mc(model, LOSS, (X, INDICES), rho=1e-3, draws=600)
+    estimate = pf.measures.adaptive_sharpness_mc(model, LOSS, (X, INDICES), rho=1e-3, probes=600)
     assert abs(estimate.value - expected) < 4 * estimate.stderr
     slope = products(model, LOSS, X, INDICES).square().mean().sqrt()
     assert one("fisher_rao", model, LOSS, (X, INDICES)).value == pytest.approx(float(slope), rel=1e-10)
@@ -161,8 +161,8 @@ def test_weights_that_are_made_from_others_move_and_come_back(how):
 
 CALLS = {
     "fisher_rao": lambda *a, **o: pf.measure(*a, measures="fisher_rao", **o),
-    "adaptive_sharpness_mc": lambda *a, **o: pf.measures.adaptive_sharpness_mc(*a, draws=3, **o),
-    "pac_bayes": lambda *a, **o: pf.measures.pac_bayes(*a, steps=3, draws=2, **o),
+    "adaptive_sharpness_mc": lambda *a, **o: pf.measures.adaptive_sharpness_mc(*a, probes=3, **o),
+    "pac_bayes": lambda *a, **o: pf.measures.pac_bayes(*a, steps=3, probes=2, **o),
     "sharpness": lambda *a, **o: pf.measure(*a, measures="sharpness", **o),
     "interpolation_sharpness": lambda *a, **o: pf.measure(*a, measures="interpolation_sharpness", **o),
     "adaptive_sharpness": lambda *a, **o: pf.measure(*a, measures="adaptive_sharpness", **o),

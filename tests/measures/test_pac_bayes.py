@@ -37,7 +37,7 @@ def data(net):
 def test_sigma_costs_the_wanted_accuracy(net, data):
     """Fresh noise of that size does so too, within what ten draws can tell."""
     for drop in (0.05, 0.1, 0.3):
-        found = pf.measures.pac_bayes(net, LOSS, data, drop=drop, draws=40)
+        found = pf.measures.pac_bayes(net, LOSS, data, drop=drop, probes=40)
         assert found.reached
         assert abs(found.drop - drop) < 0.01
         assert found.drop == pytest.approx(sum(found.drops) / 40)
@@ -127,7 +127,7 @@ def test_as_a_measure(net, data):
     found = pf.measures.pac_bayes(net, LOSS, data, seed=2)
     assert estimate.value == found.flatness
     assert (estimate.samples, estimate.exact, estimate.method) == (400, False, "monte-carlo")
-    for number in (f"σ = {found.sigma:.5g}", "in 10 draws", f"bound {found.bound:.5g}", f"{min(found.drops):.3g} to"):
+    for number in (f"σ = {found.sigma:.5g}", "in 10 probes", f"bound {found.bound:.5g}", f"{min(found.drops):.3g} to"):
         assert number in estimate.notes[0]
 
 
@@ -152,7 +152,7 @@ def test_drops_out_of_reach_are_said_so(which):
 
 def test_accuracy_of_every_kind_of_target(net):
     def of(model, loss, *data):
-        return pf.measures.pac_bayes(model, loss, data, steps=1, draws=1).accuracy
+        return pf.measures.pac_bayes(model, loss, data, steps=1, probes=1).accuracy
 
     y = net(X).argmax(1)
     wrong = y.clone()
@@ -173,7 +173,7 @@ def test_accuracy_of_every_kind_of_target(net):
     ("options", "error", "message"),
     [
         ({"drop": 1.5}, pf.errors.InputError, "drop=1.5"),
-        ({"draws": 0}, pf.errors.InputError, "draws=0"),
+        ({"probes": 0}, pf.errors.InputError, "probes=0"),
         ({"steps": 0}, pf.errors.InputError, "steps=0"),
         ({"tolerance": -1}, pf.errors.InputError, "tolerance=-1"),
         (
@@ -275,7 +275,7 @@ def test_scales_inside_of_batch_norm_do_not_count():
 def test_no_trace_with_batch_norm_and_initial_weights():
     net, start = residual(), residual()
     before, first = snapshot(net), snapshot(start)
-    pf.measures.pac_bayes(net, LOSS, (IMAGES, LABELS), initial=start, steps=2, draws=2)
+    pf.measures.pac_bayes(net, LOSS, (IMAGES, LABELS), initial=start, steps=2, probes=2)
     assert_unchanged(net, before)
     assert_unchanged(start, first)
 
@@ -295,6 +295,6 @@ def test_noise_reaches_every_parameter():
             return self.head(x * self.scale)
 
     net = Affine()
-    pf.measures.pac_bayes(net, LOSS, (X.float(), torch.zeros(400).long()), steps=1, draws=2)
+    pf.measures.pac_bayes(net, LOSS, (X.float(), torch.zeros(400).long()), steps=1, probes=2)
     for name, p in net.named_parameters():
         assert any(not torch.equal(value, p) for value in seen[name])

@@ -22,7 +22,7 @@ def labelled():
 
 def test_what_flatness_scatters_by():
     net, data = labelled()
-    found = [pf.measures.pac_bayes(net, LOSS, data, draws=10, seed=seed) for seed in range(60)]
+    found = [pf.measures.pac_bayes(net, LOSS, data, probes=10, seed=seed) for seed in range(60)]
     spread = torch.tensor([f.flatness for f in found]).std()
     claimed = torch.tensor([f.flatness_stderr for f in found]).square().mean().sqrt()
     assert 0.75 < float(spread / claimed) < 1.3
@@ -32,12 +32,12 @@ def test_what_flatness_scatters_by():
 
 def test_the_delta_method():
     net, data = labelled()
-    found = pf.measures.pac_bayes(net, LOSS, data, draws=20)
+    found = pf.measures.pac_bayes(net, LOSS, data, probes=20)
     assert found.flatness_stderr == pytest.approx(2 * found.stderr / found.sigma**3)
     drops = torch.tensor(found.drops)
     error = math.hypot(float(drops.std()) / math.sqrt(20), found.drop - 0.1)
     lower, upper = (
-        pf.measures.pac_bayes(net, LOSS, data, draws=20, drop=drop, tolerance=1e-3) for drop in (0.07, 0.14)
+        pf.measures.pac_bayes(net, LOSS, data, probes=20, drop=drop, tolerance=1e-3) for drop in (0.07, 0.14)
     )
     slope = (upper.drop - lower.drop) / (upper.sigma - lower.sigma)
     assert found.stderr == pytest.approx(error / slope, rel=0.25)
@@ -45,7 +45,7 @@ def test_the_delta_method():
 
 def test_no_standard_error():
     net, data = labelled()
-    assert pf.measures.pac_bayes(net, LOSS, data, draws=1).stderr is None
+    assert pf.measures.pac_bayes(net, LOSS, data, probes=1).stderr is None
     unreached = pf.measures.pac_bayes(net, LOSS, data, steps=2, tolerance=1e-9)
     assert (unreached.stderr, unreached.flatness_stderr) == (None, None)
     at_once = pf.measures.pac_bayes(net, LOSS, data, tolerance=0.89)
@@ -65,10 +65,10 @@ def test_coverage(draws, activation):
     net = nn.Sequential(nn.Linear(5, 12), activation(), nn.Linear(12, C)).double()
     x = normal(1, 200, 5)
     data = x, net(x).argmax(1)
-    truth = pf.measures.pac_bayes(net, LOSS, data, draws=2000, tolerance=5e-4, seed=10**6).flatness
+    truth = pf.measures.pac_bayes(net, LOSS, data, probes=2000, tolerance=5e-4, seed=10**6).flatness
     ends = []
     for seed in range(1500):
-        found = pf.measures.pac_bayes(net, LOSS, data, draws=draws, seed=seed)
+        found = pf.measures.pac_bayes(net, LOSS, data, probes=draws, seed=seed)
         estimate = pf.results.Estimate(found.flatness, found.flatness_stderr, 200, "", False, "", dof=draws - 1)
         ends.append(estimate.interval())
     assert (0.93 if draws == 40 else 0.9) <= share(ends, truth) <= 0.985

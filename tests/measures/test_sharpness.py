@@ -342,7 +342,7 @@ def test_too_many_products():
 def test_adaptive_sharpness_is_the_limit_of_monte_carlo(activation):
     model, data = network(M, 6, C, activation=activation), (X, INDICES)
     exact = one("adaptive_sharpness", model, LOSS, data).value
-    estimate = pf.measures.adaptive_sharpness_mc(model, LOSS, data, rho=1e-3, draws=2000)
+    estimate = pf.measures.adaptive_sharpness_mc(model, LOSS, data, rho=1e-3, probes=2000)
     assert abs(estimate.value - exact) < 4 * estimate.stderr
 
 

@@ -90,9 +90,7 @@ def test_tokens_have_no_derivative(measures):
 def test_there_are_no_features_to_perturb():
     case = CASES["embedding"]
     with pytest.raises(pf.errors.InputError, match="layer 'embed' is of type Embedding: there is no feature vector"):
-        pf.theory.feature_robustness(
-            case.build(), case.loss, (case.inputs, case.targets), "embed", alphas=[0.1], draws=2
-        )
+        pf.theory.feature_robustness(case.build(), case.loss, (case.inputs, case.targets), "embed", rho=[0.1], probes=2)
 
 
 def test_a_large_vocabulary_is_not_written_out():

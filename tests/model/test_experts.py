@@ -220,7 +220,7 @@ def test_other_measures_are_those_of_plain_layers():
 
 def test_calls_that_perturb_or_watch_the_model():
     model, layer = Mixture(chosen=1), "experts.down_proj[1]"
-    robustness = pf.theory.feature_robustness(model, LOSS, (X, Y), layer, draws=3)
+    robustness = pf.theory.feature_robustness(model, LOSS, (X, Y), layer, probes=3)
     assert float(robustness.rises.abs().max()) > 0
     traces = pf.block_traces(model, LOSS, (X, Y), layer)
     assert float(traces.trace()) == pytest.approx(truth(model, layer)[1], rel=1e-8)

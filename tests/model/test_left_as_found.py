@@ -56,7 +56,7 @@ def test_no_weight_of_a_perturbed_run_is_kept():
     net = Remembering(4, 3).double().eval()
     expected = net(X)
     del net.made
-    pf.measures.adaptive_sharpness_mc(net, LOSS, (X, Y), draws=2)
+    pf.measures.adaptive_sharpness_mc(net, LOSS, (X, Y), probes=2)
     assert "made" not in vars(net)
     assert net(X).equal(expected)
 
@@ -95,7 +95,7 @@ def test_a_parametrised_weight_is_computed_once_and_then_again(parametrised):
     pf.relative_flatness(parametrised, LOSS, (X, Y))
     assert len({id(weight) for weight in seen}) == 1
     seen.clear()
-    pf.measures.adaptive_sharpness_mc(parametrised, LOSS, (X, Y), draws=2)
+    pf.measures.adaptive_sharpness_mc(parametrised, LOSS, (X, Y), probes=2)
     assert len({tuple(weight.flatten().tolist()) for weight in seen}) == 5
     assert "forward" not in vars(made)
 
@@ -117,10 +117,10 @@ def test_also_in_a_call_inside_of_a_call(parametrised):
 
 
 def test_also_inside_of_torch_s_cache(parametrised):
-    expected = pf.measures.adaptive_sharpness_mc(parametrised, LOSS, (X, Y), draws=2)
+    expected = pf.measures.adaptive_sharpness_mc(parametrised, LOSS, (X, Y), probes=2)
     with nn.utils.parametrize.cached():
         parametrised(X)
-        assert pf.measures.adaptive_sharpness_mc(parametrised, LOSS, (X, Y), draws=2).value == expected.value
+        assert pf.measures.adaptive_sharpness_mc(parametrised, LOSS, (X, Y), probes=2).value == expected.value
 
 
 def test_copies_are_of_the_user_s_model(parametrised):
@@ -149,8 +149,8 @@ def test_parameters_are_others_wherever_the_model_is_called_from(elsewhere):
     net = Net().double().eval()
     plain = nn.Sequential(net.body, nn.Tanh(), net.head)
     forward = (lambda model, batch: (net(batch[0]), batch[1])) if elsewhere == "closure" else None
-    expected = pf.measures.adaptive_sharpness_mc(plain, LOSS, (X, Y), draws=2)
-    assert pf.measures.adaptive_sharpness_mc(net, LOSS, (X, Y), draws=2, forward=forward).value == expected.value
+    expected = pf.measures.adaptive_sharpness_mc(plain, LOSS, (X, Y), probes=2)
+    assert pf.measures.adaptive_sharpness_mc(net, LOSS, (X, Y), probes=2, forward=forward).value == expected.value
     expected = pf.relative_flatness(plain, LOSS, (X, Y), "0")
     if elsewhere != "method":  # which no hook sees
         assert float(pf.relative_flatness(net, LOSS, (X, Y), net.body, forward=forward)) == float(expected)

@@ -134,7 +134,7 @@ def test_a_training_batch_norm_is_refused():
 
 def test_there_are_no_features_in_front_to_perturb_and_no_jacobian():
     with pytest.raises(pf.errors.InputError, match="layer 'last' is of type RMSNorm: there is no feature vector"):
-        pf.theory.feature_robustness(network(), LOSS, (X, Y), "last", alphas=[0.1], draws=2)
+        pf.theory.feature_robustness(network(), LOSS, (X, Y), "last", rho=[0.1], probes=2)
     with pytest.raises(pf.errors.InputError, match="'last' has an input with a derivative"):
         pf.measure(network(), LOSS, (X, Y), layers="last", measures="nmls")
 

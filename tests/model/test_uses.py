@@ -204,7 +204,7 @@ def test_measures_of_features_are_those_of_a_module_in_its_place():
     twin.layer.weight, twin.layer.bias = model.w, model.b
     calls = {
         "feature robustness": lambda net, name: pf.theory.feature_robustness(
-            net, LOSS, (X, Y), name, draws=3
+            net, LOSS, (X, Y), name, probes=3
         ).rises.tolist(),
         "Jacobians": lambda net, name: [float(pf.representation(net, LOSS, (X, Y))["nmls"])],
         "normalised": lambda net, name: [

@@ -95,7 +95,7 @@ def test_pairs_without_a_value(monkeypatch, tmp_path):
     findings = {item.what: item for item in found.findings}
     names = ("bound", "nmls", *recipes)
     rest = {name: [v for k, v in enumerate(table[name]) if k != 3] for name in names}
-    expected = pf.statistics.correlations(rest, "bound", "nmls", clusters=[*recipes])[
+    expected = pf.statistics.correlations(rest, "bound", "nmls", settings=[*recipes])[
         "bound", "Pearson"
     ]  # seeds are no evidence
     item = findings["bound with NMLS, Pearson"]
@@ -119,7 +119,7 @@ def test_the_grids_interval_is_over_recipes(tmp_path, monkeypatch):
     monkeypatch.setattr(grid_networks, "made", lambda bench: (columns, {}))
     found = grid.EXPERIMENT.run(Bench("small", {}, tmp_path))
     table = {"kappa": kappa, "gap": gap, "width": columns["width"]}
-    row = pf.statistics.correlations(table, "kappa", clusters="width")["kappa", "Kendall"]
+    row = pf.statistics.correlations(table, "kappa", settings="width")["kappa", "Kendall"]
     first = found.findings[0]
     assert (first.value, first.low, first.high) == (row.value, row.low, row.high)
 

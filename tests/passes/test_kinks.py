@@ -20,7 +20,7 @@ def test_adaptive_sharpness_mc_comes_to_its_limit_only_below_the_nearest_kink(ac
     nearest = float(model[0](data[0]).detach().abs().min())
     limit = pf.measure(model, loss, data, measures="adaptive_sharpness")["adaptive_sharpness"]
     near, far = (
-        pf.measures.adaptive_sharpness_mc(model, loss, data, rho=rho, draws=200) for rho in (3 * nearest, nearest / 30)
+        pf.measures.adaptive_sharpness_mc(model, loss, data, rho=rho, probes=200) for rho in (3 * nearest, nearest / 30)
     )
     low, high = far.interval(0.999)
     assert low < limit < high

@@ -43,6 +43,7 @@ def torchrun(tiny: str, *arguments: object, model: str = "") -> subprocess.Compl
         "pyflatness",
     ]
     spec = ["score", "--model", model or f"{tiny}:Tiny", "--data", f"{tiny}:data", "--loss", "cross_entropy"]
+    spec += [] if "--layers" in arguments else ["--layers", "head"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [*command, *spec, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=300

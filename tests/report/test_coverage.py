@@ -49,7 +49,7 @@ def classifier(activation, samples=40):
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
 def test_adaptive_sharpness_mc(activation, draws, seeds, within):
     model, data = classifier(activation)
-    found = [pf.measures.adaptive_sharpness_mc(model, LOSS, data, draws=draws, seed=seed) for seed in range(seeds)]
+    found = [pf.measures.adaptive_sharpness_mc(model, LOSS, data, probes=draws, seed=seed) for seed in range(seeds)]
     assert within[0] <= held(found) <= within[1]
 
 
@@ -58,7 +58,7 @@ def test_adaptive_sharpness_mc(activation, draws, seeds, within):
 def test_feature_robustness(layer, activation, draws, seeds, within):
     model, data = classifier(activation)
     found = [
-        pf.theory.feature_robustness(model, LOSS, data, layer, alphas=[0.1, 0.8], draws=draws, kappa=1.0, seed=seed)
+        pf.theory.feature_robustness(model, LOSS, data, layer, rho=[0.1, 0.8], probes=draws, kappa=1.0, seed=seed)
         for seed in range(seeds)
     ]
     for place in range(2):
@@ -71,7 +71,7 @@ def test_representativeness(draws, seeds, within):
     """With one ψ and folds of one size the mean over folds is -E_F, whatever the folds."""
     phi, w = normal(1, 30, 4), normal(2, 3, 4)
     found = [
-        pf.theory.representativeness(phi, w, targets=(phi @ w.t()).argmax(1), draws=draws, seed=seed)
+        pf.theory.representativeness(phi, w, targets=(phi @ w.t()).argmax(1), probes=draws, seed=seed)
         for seed in range(seeds)
     ]
     assert within[0] <= share([f.interval() for f in found], fmean(f.value for f in found)) <= within[1]

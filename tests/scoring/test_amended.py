@@ -195,3 +195,26 @@ def test_a_value_that_is_nan_is_a_value(tiny: str) -> None:
         assert math.isnan(scores["a", "relative_flatness"].value)
         assert scores.errors == {}
     assert scores.computed == 0
+
+
+def test_all_layers_are_measured_by_default(tmp_path):
+    """Values, and what is exact, are those of ``pf.measure``; of a network with other weights its value is not."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 5), nn.PReLU(), nn.Linear(5, 3)).eval()
+    data, store = (torch.randn(20, 4), torch.arange(20) % 3), tmp_path / "runs.sqlite"
+    report = pf.measure(network, "cross_entropy", data, measures=MEASURES)
+    scores = pf.score({"a": network}, "cross_entropy", data, measures=MEASURES, store=store)
+    assert [(row.layer, row.measure) for row in scores] == [
+        *((layer, name) for layer in ("0", "2") for name in MEASURES),
+        *(("", name) for name in MEASURES),
+    ]
+    for row in scores:
+        expected = report[row.layer, row.measure]
+        assert (row.value, row.exact, row.method) == (expected.value, expected.exact, expected.method)
+    assert report["0", "trace"].exact
+    assert not report["trace"].exact
+    assert scores["a", "trace"] == scores["a", "", "trace"]
+    assert pf.score({"a": network}, "cross_entropy", data, measures=MEASURES, store=store).computed == 0
+    assert pf.score({"a": network}, "cross_entropy", data, measures=MEASURES, layers="0", store=store).computed == 0
+    named = pf.score({"a": network}, "cross_entropy", data, measures=MEASURES, layers=["0", "2"], store=store)
+    assert (named.computed, named["a", "trace"].exact) == (1, True)  # of these layers it is

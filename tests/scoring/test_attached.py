@@ -31,7 +31,7 @@ def spectrum() -> pf.results.Spectrum:
 
 @pytest.fixture(scope="module")
 def landscape() -> pf.results.Landscape:
-    return pf.landscape(network(), LOSS, DATA, steps=(4, 3), accuracy=True)
+    return pf.landscape(network(), LOSS, DATA, points=(4, 3), accuracy=True)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_a_store_of_histories_alone(tmp_path: Path, history) -> None:
 
 def test_merging_takes_the_later_one(path: Path, tmp_path: Path, spectrum, history, monkeypatch) -> None:
     other = tmp_path / "other.sqlite"
-    pf.score({"b": network(1), "c": network(2)}, LOSS, DATA, store=other)
+    pf.score({"b": network(1), "c": network(2)}, LOSS, DATA, layers="2", store=other)
     pf.add_to_store(path, "b", spectrum)
     pf.add_to_store(path, "run", pf.results.History())
     later = time.time() + 10
@@ -133,7 +133,7 @@ def test_merging_takes_the_later_one(path: Path, tmp_path: Path, spectrum, histo
     monkeypatch.setattr(time, "time", lambda: 0.0)
     pf.add_to_store(other, "b", pf.spectrum(network(1), LOSS, DATA, k=1))
     with Store(path, write=True, command="pyflatness merge") as store, Store(other) as source:
-        assert upkeep.merge(store, source) == 3  # the value of c, its spectrum, the history
+        assert upkeep.merge(store, source) == 3  # the head's value of c, its spectrum, the history
         assert upkeep.merge(store, source) == 0
         commands = [row["command"] for row in store.select("SELECT command FROM runs ORDER BY id")]
     # Of the calls of one moment one is kept, and this test has stopped the clock.
@@ -252,10 +252,11 @@ def test_a_spectrum_that_fails_is_kept_as_an_error(tmp_path: Path) -> None:
     path = tmp_path / "runs.sqlite"
     broken = nn.Sequential(nn.Linear(4, 5), NotTwice(), nn.Linear(5, 3)).double().eval()
     models = {"a": network(), "broken": broken}
-    scores = pf.score(models, LOSS, DATA, store=path, spectrum=1)
+    options = {"layers": "2", "store": path, "spectrum": 1}  # the head has a value
+    scores = pf.score(models, LOSS, DATA, **options)
     assert scores["broken", "relative_flatness"].value > 0
-    assert pf.score(models, LOSS, DATA, store=path, spectrum=1).computed == 0
-    assert pf.score(models, LOSS, DATA, store=path, spectrum=1, retry=True).computed == 1
+    assert pf.score(models, LOSS, DATA, **options).computed == 0
+    assert pf.score(models, LOSS, DATA, **options, retry=True).computed == 1
     with Store(path) as store:
         (good, bad) = attached.found(store)
         assert upkeep.problems(store) == []
@@ -284,7 +285,7 @@ def test_the_command_computes_spectra_and_goes_on(tiny: str, capsys) -> None:
     bad = Path(tiny).with_name("bad.safetensors")
     bad.write_bytes(b"nothing")
     score = ["score", "--model", f"{tiny}:Tiny", "--data", f"{tiny}:data", "--loss", "cross_entropy"]
-    score += ["--executor", "serial", "--store", store, "--spectrum", "1"]
+    score += ["--layers", "head", "--executor", "serial", "--store", store, "--spectrum", "1"]
     assert status(*score, checkpoints[0], "--dry-run") == 0
     assert (
         "2 units to do (1 values, 1 reads of the data, and 1 spectra of some 600 Hessian products each)"

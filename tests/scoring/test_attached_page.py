@@ -28,8 +28,8 @@ SPECTRA = {
     name: pf.spectrum(NETWORKS[name], LOSS, DATA, k=2 + place, density=place == 0, probes=2, steps=8)
     for place, name in enumerate(["run/epoch_9", HOSTILE])
 }
-LINE = pf.landscape(network(9), LOSS, DATA, dimensions=1, steps=5)
-PLANE = pf.landscape(network(9), LOSS, DATA, steps=(4, 3))
+LINE = pf.landscape(network(9), LOSS, DATA, dimensions=1, points=5)
+PLANE = pf.landscape(network(9), LOSS, DATA, points=(4, 3))
 
 
 def history(seed: int) -> pf.results.History:

@@ -184,7 +184,7 @@ def results() -> dict[str, Any]:
         for seed, name in enumerate(["plain", HOSTILE])
     }
     planes = {
-        name: pf.landscape(network(seed), LOSS, DATA, steps=(4, 3 + seed))
+        name: pf.landscape(network(seed), LOSS, DATA, points=(4, 3 + seed))
         for seed, name in enumerate(["plain", HOSTILE])
     }
     histories = {"first": pf.results.History(), "second": pf.results.History()}

@@ -61,7 +61,7 @@ def test_a_part_of_data_of_unknown_length() -> None:
 def test_batches_are_halved_until_the_memory_suffices(kind: str, tiny: str) -> None:
     (path := Path(tiny).with_name("scarce.py")).write_text(SCARCE)
     models = {"a": saved(tiny, 0, "a.safetensors"), "b": saved(tiny, 1, "b.safetensors")}
-    request = Request("cross_entropy", (), ("pac_bayes",), Options())
+    request = Request("cross_entropy", None, ("pac_bayes",), Options())
     sources = Source(f"{path}:{kind}"), Source(f"{path}:data")
     run = Run(models, *sources, request, batch_size="auto")
     found = [run.bench.outcome(job) for name in models for job in run.jobs(name, run.pairs(name))]

@@ -41,7 +41,7 @@ def command(tiny: str, request: pytest.FixtureRequest) -> list[str]:
     for seed in range(request.param):
         save_file(tiny_net(tiny, seed).state_dict(), folder / "zoo" / f"{seed}.safetensors")
     spec = ["--model", "logged.py:Logged", "--data", "logged.py:data", "--loss", "cross_entropy", "--measures", "trace"]
-    return [sys.executable, "-m", "pyflatness", "score", *spec, "--workers", str(WORKERS), "zoo"]
+    return [sys.executable, "-m", "pyflatness", "score", *spec, "--layers", "head", "--workers", str(WORKERS), "zoo"]
 
 
 def rows(store: Path) -> list[dict]:

@@ -170,10 +170,10 @@ def test_the_tokenizer_of_the_model(folder: Path, tmp_path: Path) -> None:
     assert data_specs.with_tokenizer(str(path), {"tokenizer": "t"}, model) == {"tokenizer": "t"}
     assert data_specs.with_tokenizer(str(numbers), {}, model) == {}
     assert data_specs.with_tokenizer(str(path), {}, "file.py:Net") == {}
-    scores = pf.score([model], data=str(path))
+    scores = pf.score([model], data=str(path), layers="lm_head")
     direct = pf.relative_flatness(word_models.llama(), data=read(path, tokenizer=model))
     assert scores[model, "relative_flatness"].value == direct.value
     assert (
         scores[model, "relative_flatness"].value
-        == pf.score({"a": model}, data=str(path))["a", "relative_flatness"].value
+        == pf.score({"a": model}, data=str(path), layers="lm_head")["a", "relative_flatness"].value
     )

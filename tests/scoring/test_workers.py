@@ -96,16 +96,19 @@ class _Dying(Executor):
 
 def test_a_unit_is_submitted_again_when_its_worker_dies(tiny: str) -> None:
     files = [saved(tiny, seed, f"{seed}.safetensors") for seed in range(4)]
-    options = {"model": f"{tiny}:Tiny", "store": Path(tiny).with_name("runs.sqlite")}
+    options = {"model": f"{tiny}:Tiny", "layers": "head", "store": Path(tiny).with_name("runs.sqlite")}
     executor = _Dying({1, 3})
     scores = pf.score(files, "cross_entropy", f"{tiny}:data", executor=executor, **options)
     assert (executor.calls, scores.errors) == (6, {})
+    options.pop("layers")
     lost = pf.score(files[:1], "cross_entropy", f"{tiny}:data", executor=_Dying({1, 2, 3}), model=f"{tiny}:Tiny")
-    assert [row.error for row in lost] == ["the worker died 3 times in this unit: gone"]
+    assert {row.layer: row.error for row in lost} == dict.fromkeys(
+        ("body", "head", ""), "the worker died 3 times in this unit: gone"
+    )
     broken = _Dying(set(), closed=True)
     with pytest.raises(pf.errors.InputError, match="executor: it is broken"):
-        pf.score(files, "cross_entropy", f"{tiny}:data", executor=broken, **options, layers="*")
-    assert pf.score(files, "cross_entropy", f"{tiny}:data", **options, layers="*").computed == 2
+        pf.score(files, "cross_entropy", f"{tiny}:data", executor=broken, **options)
+    assert pf.score(files, "cross_entropy", f"{tiny}:data", **options).computed == 2
 
 
 def test_what_is_in_memory_stays_there(tiny: str) -> None:

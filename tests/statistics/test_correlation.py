@@ -172,7 +172,7 @@ def test_without_the_extras(monkeypatch):
             call()
 
 
-@pytest.mark.parametrize("option", ["given", "clusters"])
+@pytest.mark.parametrize("option", ["given", "settings"])
 def test_names_of_columns_that_can_be_read_once(option):
     table = {"a": KAPPA, "b": [1, 2, 3, 4] * 5, "y": GAP}
     listed = pf.statistics.correlations(table, ["a"], "y", **{option: ["b"]})

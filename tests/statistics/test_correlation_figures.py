@@ -25,7 +25,7 @@ def legend(axes):
 
 
 def test_clusters_have_colours_and_their_intervals_are_shown():
-    _, axes = pf.statistics.plot_correlation(TABLE, "kappa", clusters="recipe")
+    _, axes = pf.statistics.plot_correlation(TABLE, "kappa", settings="recipe")
     lines = axes.get_lines()
     assert len({(line.get_color(), line.get_marker()) for line in lines}) == 7
     for number, line in enumerate(lines):
@@ -33,17 +33,17 @@ def test_clusters_have_colours_and_their_intervals_are_shown():
         assert np.array_equal(line.get_xydata(), np.stack([KAPPA, NOISE - KAPPA], 1)[here])
     assert legend(axes) == [f"recipe {k}" for k in range(7)]
     assert axes.get_title().splitlines() == [
-        str(row) for row in pf.statistics.correlations(TABLE, "kappa", clusters="recipe").rows
+        str(row) for row in pf.statistics.correlations(TABLE, "kappa", settings="recipe").rows
     ]
-    _, axes = pf.statistics.plot_correlation(TABLE, "kappa", clusters="recipe", interval="fisher")
+    _, axes = pf.statistics.plot_correlation(TABLE, "kappa", settings="recipe", interval="fisher")
     assert "[" in axes.get_title()
     assert axes.get_title().splitlines() == [
-        str(row) for row in pf.statistics.correlations(TABLE, "kappa", clusters="recipe", interval="fisher").rows
+        str(row) for row in pf.statistics.correlations(TABLE, "kappa", settings="recipe", interval="fisher").rows
     ]
 
 
 def test_many_clusters_are_counted_in_the_legend():
-    _, axes = pf.statistics.plot_correlation(TABLE, "kappa", clusters="number", exclude=["0"])
+    _, axes = pf.statistics.plot_correlation(TABLE, "kappa", settings="number", exclude=["0"])
     *clusters, counted, hollow = axes.get_lines()
     assert len({(line.get_color(), line.get_marker()) for line in clusters}) == 14
     assert len(counted.get_xdata()) == 0

@@ -66,7 +66,7 @@ def test_the_bootstrap_draws_whole_clusters(statistic, ties):
     places = np.array([[*members].index(name) for name in table["recipe"]])
     found = intervals.bootstrap_resamples(len(kappa), places, seed=3)
     assert coefficients(statistic, [kappa, gap], found)[:200] == pytest.approx(values, rel=1e-10)
-    row = one(table, statistic, clusters="recipe", seed=3)
+    row = one(table, statistic, settings="recipe", seed=3)
     whole_run = coefficients(statistic, [kappa, gap], found)
     assert (row.low, row.high) == pytest.approx(np.percentile(whole_run, [2.5, 97.5]).tolist())
     assert row.value == pytest.approx(SCIPY[statistic](kappa, gap))
@@ -78,7 +78,7 @@ def test_fisher_over_clusters_leaves_each_out_once(statistic):
     kappa, gap, recipe = (np.array(table[name]) for name in ("kappa", "gap", "recipe"))
     z = [math.atanh(SCIPY[statistic](kappa[recipe != name], gap[recipe != name])) for name in {*table["recipe"]}]
     half = stats.t.ppf(0.975, 6) * math.sqrt(6 / 7 * sum((value - np.mean(z)) ** 2 for value in z))
-    row = one(table, statistic, interval="fisher", clusters="recipe")
+    row = one(table, statistic, interval="fisher", settings="recipe")
     expected = [math.tanh(math.atanh(row.value) + side * half) for side in (-1, 1)]
     assert (row.low, row.high) == pytest.approx(expected, rel=1e-9)
 
@@ -86,7 +86,7 @@ def test_fisher_over_clusters_leaves_each_out_once(statistic):
 @pytest.mark.parametrize("interval", ["bootstrap", "fisher"])
 def test_networks_that_are_clusters_of_their_own_are_independent(interval):
     table = {"kappa": study()["kappa"], "gap": study()["gap"], "name_of_all": list(range(26))}
-    found = [one(table, "Kendall", interval=interval, clusters=by) for by in (None, "name_of_all")]
+    found = [one(table, "Kendall", interval=interval, settings=by) for by in (None, "name_of_all")]
     if interval == "bootstrap":
         assert found[0] == found[1]
     else:  # another estimate of the same variance
@@ -97,11 +97,11 @@ def test_clusters_may_be_named_by_several_columns():
     table = study()
     table["optimiser"] = [name[-1] in "0123" for name in table["recipe"]]
     table["rate"] = [int(name[-1]) % 4 for name in table["recipe"]]
-    together = pf.statistics.correlations(table, "kappa", clusters=["optimiser", "rate"])
-    assert together.rows == pf.statistics.correlations(table, "kappa", clusters="recipe").rows
+    together = pf.statistics.correlations(table, "kappa", settings=["optimiser", "rate"])
+    assert together.rows == pf.statistics.correlations(table, "kappa", settings="recipe").rows
     assert together.clusters == 7
     assert str(together).startswith("with gap, 26 networks in 7 clusters; 95 % bootstrap intervals over clusters\n")
-    assert {row.measure for row in pf.statistics.correlations(table, clusters="rate", given="loss").rows} == {
+    assert {row.measure for row in pf.statistics.correlations(table, settings="rate", given="loss").rows} == {
         "kappa",
         "optimiser",
     }
@@ -114,7 +114,7 @@ def test_no_interval_from_few_networks_or_clusters():
     for interval in ("bootstrap", "fisher"):
         for row in (
             *pf.statistics.correlations(few, interval=interval).rows,
-            *pf.statistics.correlations(fewer, "kappa", interval=interval, clusters="half").rows,
+            *pf.statistics.correlations(fewer, "kappa", interval=interval, settings="half").rows,
             *pf.statistics.correlations({**few, "kappa": [1, 2, 4, 3]}, interval=interval).rows,
         ):
             assert math.isfinite(row.value)
@@ -127,9 +127,9 @@ def test_no_interval_from_few_networks_or_clusters():
 
 def test_fisher_has_no_interval_for_a_perfect_correlation():
     line = {"kappa": [1, 2, 3, 4, 5, 6], "gap": [2, 4, 6, 8, 10, 12], "recipe": list("abcdef")}
-    for clusters in (None, "recipe"):
+    for settings in (None, "recipe"):
         assert [
-            str(row)[-3:] for row in pf.statistics.correlations(line, interval="fisher", clusters=clusters).rows
+            str(row)[-3:] for row in pf.statistics.correlations(line, interval="fisher", settings=settings).rows
         ] == ["[–]"] * 3
 
 
@@ -182,26 +182,26 @@ def test_text_columns_are_clusters_in_files_of_score(tmp_path):
     lines = ["checkpoint,layer,measure,value,loss,recipe"]
     lines += [f"net{k},,kappa,{table['kappa'][k]!r},{table['gap'][k]!r},{table['recipe'][k]}" for k in range(26)]
     (path := tmp_path / "scored.csv").write_text("\n".join(lines))
-    found = pf.statistics.correlations(path, "kappa", "loss", clusters="recipe")
+    found = pf.statistics.correlations(path, "kappa", "loss", settings="recipe")
     assert [row.low for row in found.rows] == [
-        row.low for row in pf.statistics.correlations(table, "kappa", clusters="recipe").rows
+        row.low for row in pf.statistics.correlations(table, "kappa", settings="recipe").rows
     ]
     path.write_text("\n".join([*lines[:-1], lines[-1][: lines[-1].rindex(",") + 1]]))
     with pytest.raises(pf.errors.InputError, match="'recipe' is empty for net25"):
-        pf.statistics.correlations(path, "kappa", "loss", clusters="recipe")
+        pf.statistics.correlations(path, "kappa", "loss", settings="recipe")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"interval": "t"}, "interval='t' does not exist; choose one of 'bootstrap', 'fisher'"),
-        ({"clusters": "recip"}, "no column 'recip'; there are recipe"),
+        ({"settings": "recip"}, "no column 'recip'; there are recipe"),
         ({"given": "recipe"}, "no column of numbers 'recipe'"),
         ({"given": "same"}, "'same' is constant"),
         ({"permutations": -1}, "permutations=-1"),
         ({"permutations": True}, "permutations=True"),
-        ({"within": True, "clusters": "recipe"}, "pass clusters= and permutations= too"),
-        ({"within": True, "permutations": 9}, "pass clusters= and permutations= too"),
+        ({"within": True, "settings": "recipe"}, "pass settings= and permutations= too"),
+        ({"within": True, "permutations": 9}, "pass settings= and permutations= too"),
     ],
 )
 def test_refusals(options, message):

@@ -98,7 +98,7 @@ def test_a_measure_of_the_recipe_alone_says_nothing_within_recipes():
     table = {"kappa": kappa, "gap": gap, "recipe": CLUSTERS}
     plain, over, within = (
         pf.statistics.correlations(table, "kappa", permutations=1999, **options)["kappa", "Pearson"].p
-        for options in ({}, {"clusters": "recipe"}, {"clusters": "recipe", "within": True})
+        for options in ({}, {"settings": "recipe"}, {"settings": "recipe", "within": True})
     )
     assert plain == 1 / 2000  # none of the random orders is as far
     assert over < 0.05  # of 720 orders of the clusters

@@ -84,7 +84,7 @@ def _critical_sharpness(model, loss, data, **options):
 
 
 def _linear_interpolation(model, loss, data, **options):
-    return pf.linear_interpolation(model, loss, data, DOUBLED, **{"steps": 3, **options})
+    return pf.linear_interpolation(model, loss, data, DOUBLED, **{"points": 3, **options})
 
 
 def _reparameterize(model, loss, data, **options):
@@ -106,19 +106,19 @@ ON_MODELS = {
     "representation": pf.representation,
     "bounds": pf.theory.bounds,
     "mls_adversarial": _few(pf.measures.mls_adversarial, steps=2),
-    "pac_bayes": _few(pf.measures.pac_bayes, draws=2, steps=2),
-    "adaptive_sharpness_mc": _few(pf.measures.adaptive_sharpness_mc, draws=2),
-    "feature_robustness": _few(pf.theory.feature_robustness, draws=2),
-    "matrix_robustness": _few(pf.theory.matrix_robustness, matrix=torch.eye(6), alphas=[0.1]),
-    "largest_robustness": _few(pf.theory.largest_robustness, delta=0.1, starts=1, steps=2),
+    "pac_bayes": _few(pf.measures.pac_bayes, probes=2, steps=2),
+    "adaptive_sharpness_mc": _few(pf.measures.adaptive_sharpness_mc, probes=2),
+    "feature_robustness": _few(pf.theory.feature_robustness, probes=2),
+    "matrix_robustness": _few(pf.theory.matrix_robustness, matrix=torch.eye(6), rho=[0.1]),
+    "largest_robustness": _few(pf.theory.largest_robustness, rho=0.1, starts=1, steps=2),
     "generalization_gap": _gap,
-    "generalization_bound": _few(pf.theory.generalization_bound, folds=2, draws=2),
+    "generalization_bound": _few(pf.theory.generalization_bound, folds=2, probes=2),
     "cost_of_change": _cost_of_change,
     "worst_case_sharpness": _few(pf.worst_case_sharpness, steps=2),
     "keskar_sharpness": _few(pf.measures.keskar_sharpness, steps=2),
     "critical_sharpness": _critical_sharpness,
     "spectrum": _few(pf.spectrum, k=1),
-    "landscape": _few(pf.landscape, steps=3),
+    "landscape": _few(pf.landscape, points=3),
     "linear_interpolation": _linear_interpolation,
     "reparameterize": _reparameterize,
 }
@@ -126,9 +126,9 @@ ON_MODELS = {
 ON_TENSORS = {
     "head_flatness": pf.head_flatness,
     "flatness_penalty": pf.flatness_penalty,
-    "representativeness": _few(pf.theory.representativeness, folds=2, draws=2),
+    "representativeness": _few(pf.theory.representativeness, folds=2, probes=2),
     "authors_representativeness": _few(pf.theory.authors_representativeness, folds=2),
-    "label_constancy": _few(pf.theory.label_constancy, labels=lambda x: Y.to(x.device), deltas=[0.1], draws=2),
+    "label_constancy": _few(pf.theory.label_constancy, labels=lambda x: Y.to(x.device), rho=[0.1], probes=2),
 }
 WITHOUT_LOSS = {"reparameterize"}
 WITHOUT_USE_OF_LOSS = {"representation", "bounds", "mls_adversarial", "pac_bayes", *WITHOUT_LOSS}

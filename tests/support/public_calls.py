@@ -24,31 +24,29 @@ CALLS = {
     "normalized_mls_adversarial": lambda *args, **options: pf.measures.mls_adversarial(
         *args, normalized=True, **options
     ),
-    "adaptive_sharpness_mc": lambda *args, **options: pf.measures.adaptive_sharpness_mc(*args, draws=2, **options),
+    "adaptive_sharpness_mc": lambda *args, **options: pf.measures.adaptive_sharpness_mc(*args, probes=2, **options),
     "mls_adversarial": pf.measures.mls_adversarial,
     "representation": pf.representation,
     "bounds": pf.theory.bounds,
-    "feature_robustness": lambda *args, **options: pf.theory.feature_robustness(
-        *args, draws=2, alphas=[0.1], **options
-    ),
+    "feature_robustness": lambda *args, **options: pf.theory.feature_robustness(*args, probes=2, rho=[0.1], **options),
     "matrix_robustness": lambda *args, **options: pf.theory.matrix_robustness(
-        *args, layer="*body", matrix=torch.eye(4), alphas=[0.1], **options
+        *args, layer="*body", matrix=torch.eye(4), rho=[0.1], **options
     ),
     "largest_robustness": lambda *args, **options: pf.theory.largest_robustness(
-        *args, layer="*body", delta=0.1, starts=1, steps=2, **options
+        *args, layer="*body", rho=0.1, starts=1, steps=2, **options
     ),
     "generalization_gap": lambda model, loss, data, **options: pf.generalization_gap(
         model, loss, data, data, **options
     ),
-    "generalization_bound": lambda *args, **options: pf.theory.generalization_bound(*args, draws=2, **options),
+    "generalization_bound": lambda *args, **options: pf.theory.generalization_bound(*args, probes=2, **options),
     "worst_case_sharpness": lambda *args, **options: pf.worst_case_sharpness(*args, steps=2, **options),
     "spectrum": lambda *args, **options: pf.spectrum(*args, k=1, **options),
     "cost_of_change": lambda model, loss, data, **options: pf.cost_of_change(
         model, loss, data, pf.changes.rounded(model, 4), **options
     ),
-    "landscape": lambda *args, **options: pf.landscape(*args, steps=3, **options),
+    "landscape": lambda *args, **options: pf.landscape(*args, points=3, **options),
     "linear_interpolation": lambda model, loss, data, **options: pf.linear_interpolation(
-        model, loss, data, {name: 2 * value for name, value in model.state_dict().items()}, steps=3, **options
+        model, loss, data, {name: 2 * value for name, value in model.state_dict().items()}, points=3, **options
     ),
     "track": lambda *args, **options: pf.track(*args, **options).record().reports,
     "verify": pf.verify,
@@ -57,7 +55,7 @@ CALLS = {
 OF_TENSORS = {
     "head_flatness": lambda phi, weight, y, loss: pf.head_flatness(phi, weight, targets=y, loss=loss),
     "representativeness": lambda phi, weight, y, loss: pf.theory.representativeness(
-        phi, weight, targets=y, loss=loss, draws=2
+        phi, weight, targets=y, loss=loss, probes=2
     ),
     "authors_representativeness": lambda phi, weight, y, loss: pf.theory.authors_representativeness(
         phi, weight, targets=y, loss=loss

@@ -131,15 +131,15 @@ def tracked(rank, size):
 
 
 def adaptive_sharpness_mc(rank, size):
-    return pf.measures.adaptive_sharpness_mc(model(), LOSS, batches(rank, size), draws=3)
+    return pf.measures.adaptive_sharpness_mc(model(), LOSS, batches(rank, size), probes=3)
 
 
 def pac_bayes(rank, size):
-    return pf.measures.pac_bayes(model(), LOSS, part(rank, size), draws=3)
+    return pf.measures.pac_bayes(model(), LOSS, part(rank, size), probes=3)
 
 
 def feature_robustness(rank, size):
-    return pf.theory.feature_robustness(model(), LOSS, part(rank, size), "0", alphas=[0.1, 0.5], draws=3)
+    return pf.theory.feature_robustness(model(), LOSS, part(rank, size), "0", rho=[0.1, 0.5], probes=3)
 
 
 def generalization_gap(rank, size):
@@ -158,7 +158,7 @@ def spectrum(rank, size):
 
 
 def landscape(rank, size):
-    found = pf.landscape(model(), LOSS, batches(rank, size), steps=(5, 4))
+    found = pf.landscape(model(), LOSS, batches(rank, size), points=(5, 4))
     quadratic = {"gradient": found.quadratic.gradient, "hessian": found.quadratic.hessian}
     return {"losses": found.losses, "accuracy": found.accuracy, "samples": found.samples, **quadratic}
 
@@ -171,7 +171,7 @@ def linear_interpolation(rank, size):
     inputs, targets = data()
     held = [(inputs[a:b], targets[a:b]) for a, b in ((0, 5), (5, 9), (9, SAMPLES))]  # the same batches on any ranks
     start, stop = {1: [(0, 3)], 2: [(0, 2), (2, 3)], 3: [(0, 1), (1, 1), (1, 3)]}[size][rank]
-    found = pf.linear_interpolation(networks[0], LOSS, held[start:stop], networks[1], test=part(rank, size), steps=4)
+    found = pf.linear_interpolation(networks[0], LOSS, held[start:stop], networks[1], test=part(rank, size), points=4)
     return {"losses": found.losses, "test": found.test_losses, "accuracy": found.accuracy, "samples": found.samples}
 
 

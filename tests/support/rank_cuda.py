@@ -37,7 +37,7 @@ def spectrum(rank, size):
 
 
 def landscape(rank, size):
-    return pf.landscape(*_here(rank, size), steps=3).losses
+    return pf.landscape(*_here(rank, size), points=3).losses
 
 
 def over_nccl(rank, size):

@@ -23,9 +23,11 @@ def built_mark(tiny: str) -> Path:
 
 
 def arguments_of(tiny: str, *rest: object, data: str = "data", loss: str = "cross_entropy") -> list[str]:
+    """The head alone, so that a measure has one row, unless ``rest`` names layers or another network."""
     out = str(Path(tiny).with_name("out") / "scores.csv")
     spec = ["--model", f"{tiny}:Tiny", "--data", f"{tiny}:{data}"]
-    return ["score", *spec, "--loss", loss, "--out", out, *map(str, rest)]
+    chosen = any(str(each).startswith(("--layers", "--model")) for each in rest)
+    return ["score", *spec, "--loss", loss, "--out", out, *([] if chosen else ["--layers", "head"]), *map(str, rest)]
 
 
 def rows_of(tiny: str) -> list[dict[str, str]]:

@@ -31,7 +31,7 @@ def _gap(model: nn.Module, loss: Any, data: Any, **options: Any) -> Any:
 
 def _bound(model: nn.Module, loss: Any, data: Any, **options: Any) -> Any:
     return pf.theory.generalization_bound(
-        model, loss, data, test=tuple(part[:2] for part in data), folds=2, draws=3, **options
+        model, loss, data, test=tuple(part[:2] for part in data), folds=2, probes=3, **options
     )
 
 
@@ -42,7 +42,7 @@ def _rescaled(model: nn.Module, loss: Any, data: Any, factor: Any = 2.0) -> nn.M
 
 def _from_the_start(model: nn.Module, loss: Any, data: Any) -> Any:
     initial = {name: 0.5 * value for name, value in model.state_dict().items()}
-    return pf.measures.pac_bayes(model, loss, data, draws=2, steps=4, initial=initial)
+    return pf.measures.pac_bayes(model, loss, data, probes=2, steps=4, initial=initial)
 
 
 def _printed(model: nn.Module, loss: Any, data: Any) -> list[str]:
@@ -102,11 +102,11 @@ def _change(model: nn.Module, loss: Any, data: Any, **options: Any) -> pf.result
 
 def _interpolated(model: nn.Module, loss: Any, data: Any) -> dict[str, Any]:
     other = {name: 1.5 * value for name, value in model.state_dict().items()}
-    return _numbers(pf.linear_interpolation(model, loss, data, other, test=data, steps=3))
+    return _numbers(pf.linear_interpolation(model, loss, data, other, test=data, points=3))
 
 
 def _landscape(model: nn.Module, loss: Any, data: Any, **options: Any) -> dict[str, Any]:
-    return _numbers(pf.landscape(model, loss, data, steps=3, **options))
+    return _numbers(pf.landscape(model, loss, data, points=3, **options))
 
 
 def _numbers(found: Any) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def _history(model: nn.Module, loss: Any, data: Any, **options: Any) -> list[Any
 
 CALLS: dict[str, Callable[..., Any]] = {
     "interpolation_error": lambda model, loss, data: pf.theory.interpolation_error(model, data),
-    "worst_case_sharpness": partial(pf.worst_case_sharpness, steps=4, restarts=2, bound=True, adaptive=True, m=3),
+    "worst_case_sharpness": partial(pf.worst_case_sharpness, steps=4, starts=2, bound=True, adaptive=True, m=3),
     "keskar_sharpness": partial(pf.measures.keskar_sharpness, steps=3),
     "critical_sharpness": _critical,
     "spectrum": partial(pf.spectrum, k=2, which="both", density=True, probes=2, steps=5),
@@ -136,21 +136,21 @@ CALLS: dict[str, Callable[..., Any]] = {
     "bounds": pf.theory.bounds,
     "bounds, sharpness of all, normalized": partial(pf.theory.bounds, sharpness="all", normalized=True),
     "mls_adversarial": partial(pf.measures.mls_adversarial, steps=4, per_sample=True),
-    "mls_adversarial, radius": partial(pf.measures.mls_adversarial, steps=2, radius=0.1, seed=4),
-    "pac_bayes": partial(pf.measures.pac_bayes, draws=3, steps=5),
-    "pac_bayes, squared": partial(pf.measures.pac_bayes, draws=2, steps=4, squared=True, drop=0.3, seed=2),
-    "adaptive_sharpness_mc": partial(pf.measures.adaptive_sharpness_mc, draws=3),
+    "mls_adversarial, radius": partial(pf.measures.mls_adversarial, steps=2, rho=0.1, seed=4),
+    "pac_bayes": partial(pf.measures.pac_bayes, probes=3, steps=5),
+    "pac_bayes, squared": partial(pf.measures.pac_bayes, probes=2, steps=4, squared=True, drop=0.3, seed=2),
+    "adaptive_sharpness_mc": partial(pf.measures.adaptive_sharpness_mc, probes=3),
     "adaptive_sharpness_mc, not scaled": partial(
-        pf.measures.adaptive_sharpness_mc, draws=2, scaled=False, rho=0.3, seed=5
+        pf.measures.adaptive_sharpness_mc, probes=2, scaled=False, rho=0.3, seed=5
     ),
-    "feature_robustness": partial(pf.theory.feature_robustness, draws=3, alphas=ALPHAS),
+    "feature_robustness": partial(pf.theory.feature_robustness, probes=3, rho=ALPHAS),
     "feature_robustness, propagate": partial(
-        pf.theory.feature_robustness, draws=2, alphas=ALPHAS, nan_policy="propagate", seed=1
+        pf.theory.feature_robustness, probes=2, rho=ALPHAS, nan_policy="propagate", seed=1
     ),
     "generalization_gap": _gap,
     "generalization_gap, omit": partial(_gap, nan_policy="omit"),
     "generalization_bound": _bound,
-    "generalization_bound, given": partial(_bound, delta=0.2, kappa=1.5, seed=3),
+    "generalization_bound, given": partial(_bound, rho=0.2, kappa=1.5, seed=3),
     "track": _history,
     "reparameterize": _rescaled,
     "verify": partial(pf.verify, seconds=None),
@@ -190,7 +190,7 @@ def _refitted(loss: str) -> Any:
 
     test = features[:3] + 1, targets[:3]
     return pf.theory.representativeness(
-        features, weight, bias, targets, loss=function, folds=2, draws=2, fit=fit, test=test
+        features, weight, bias, targets, loss=function, folds=2, probes=2, fit=fit, test=test
     )
 
 
@@ -202,15 +202,15 @@ def _noise(**options: Any) -> torch.Tensor:
 def of_features() -> Iterator[Entry]:
     """Yield representativeness of heads as tensors, noise and bounds from numbers."""
     for loss in LOSSES:
-        yield f"representativeness | {loss}", partial(_of_head, pf.theory.representativeness, loss, folds=2, draws=3)
+        yield f"representativeness | {loss}", partial(_of_head, pf.theory.representativeness, loss, folds=2, probes=3)
         yield f"representativeness, refitted | {loss}", partial(_refitted, loss)
         yield (
             f"authors_representativeness | {loss}",
             partial(_of_head, pf.theory.authors_representativeness, loss, folds=2),
         )
         yield f"flatness_penalty | {loss}", partial(_of_head, pf.flatness_penalty, loss)
-    for draws, seed in itertools.product((1, 3), (0, 5)):
-        yield f"truncated_normal_noise | {draws} | {seed}", partial(_noise, draws=draws, seed=seed)
+    for probes, seed in itertools.product((1, 3), (0, 5)):
+        yield f"truncated_normal_noise | {probes} | {seed}", partial(_noise, probes=probes, seed=seed)
     yield "uniform_robustness_bound", partial(pf.theory.uniform_robustness_bound, 0.3, 7, 1.25)
     yield "spectral_robustness_bound", partial(pf.theory.spectral_robustness_bound, 0.3, 7.5, 1.25)
     draw = torch.Generator().manual_seed(3)
@@ -218,7 +218,7 @@ def of_features() -> Iterator[Entry]:
     yield "correlations", partial(pf.statistics.correlations, columns, seed=1)
     yield "correlations, one", partial(pf.statistics.correlations, columns, "trace")
     columns |= {"depth": [1, 2, 3] * 4, "optimiser": ["sgd"] * 6 + ["adam"] * 6}
-    clusters = {"clusters": ["depth", "optimiser"], "permutations": 99}
+    clusters = {"settings": ["depth", "optimiser"], "permutations": 99}
     yield "correlations, clusters", partial(pf.statistics.correlations, columns, "trace", **clusters)
     yield (
         "correlations, given",

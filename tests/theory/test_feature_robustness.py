@@ -87,7 +87,7 @@ def test_wide_layers_and_groups_turn_apart():
 def test_curve_by_brute_force(name, tail):
     model = net(tail)
     alphas, draws = [0.05, 0.7], 3
-    found = pf.theory.feature_robustness(model, LOSS, DATA, name, alphas=alphas, draws=draws, seed=5)
+    found = pf.theory.feature_robustness(model, LOSS, DATA, name, rho=alphas, probes=draws, seed=5)
     own = float(LOSS(model(DATA[0]), DATA[1]).detach())
     rises = torch.tensor(
         [
@@ -106,7 +106,7 @@ def test_curve_by_brute_force(name, tail):
     torch.testing.assert_close(
         found.parabola, torch.tensor([a**2 * kappa / (2 * m) for a in alphas], dtype=torch.float64)
     )
-    assert (found.features, found.draws, found.samples, found.layer) == (m, draws, 40, name)
+    assert (found.features, found.probes, found.samples, found.layer) == (m, draws, 40, name)
     assert found.loss == pytest.approx(own, rel=1e-12)
 
 
@@ -115,7 +115,7 @@ def test_a_move_of_features_is_a_move_of_the_weight():
     torch.manual_seed(3)
     model = nn.Linear(4, 6).double()  # w has full column rank, so wA determines A
     x, y = normal(1, 30, 4), classes(2, 30, of=6)
-    found = pf.theory.feature_robustness(model, LOSS, (x, y), alphas=[0.3], draws=2)
+    found = pf.theory.feature_robustness(model, LOSS, (x, y), rho=[0.3], probes=2)
     rises = []
     for step in turns_of(model, 2):
         a = torch.linalg.lstsq(model.weight.detach(), step).solution
@@ -129,7 +129,7 @@ def test_a_move_of_features_is_a_move_of_the_weight():
 def test_every_loss(loss):
     fn, targets = (to(torch.float64, part) for part in LOSSES[loss])
     model, x = net(seed=4), normal(7, 6, 5)
-    found = pf.theory.feature_robustness(model, fn, (x, targets), alphas=[0.5], draws=2, kappa=1.0)
+    found = pf.theory.feature_robustness(model, fn, (x, targets), rho=[0.5], probes=2, kappa=1.0)
     rises = [
         sum(float(fn(moved(model, "2", s * 0.5 * step)(x), targets).detach()) for s in (1, -1)) / 2
         - float(fn(model(x), targets).detach())
@@ -185,14 +185,14 @@ def test_the_mean_is_the_parabola_within_its_standard_error(case):
     (gradient,) = torch.autograd.grad(LOSS(model(data[0]), data[1]), weight)
     assert gradient.norm() > 1e-2  # no minimum
     alpha = 3e-5 if case == "relu" else 0.02  # so small that no sample crosses a kink
-    found = pf.theory.feature_robustness(model, LOSS, data, name, alphas=[alpha], draws=300)
+    found = pf.theory.feature_robustness(model, LOSS, data, name, rho=[alpha], probes=300)
     assert abs(float(found.rises - found.parabola)) < 3.5 * float(found.stderr)
     assert float(found.stderr) < 0.2 * abs(float(found.parabola))
 
 
 def test_kinks_add_to_the_parabola():
     """Behind ReLU Theorem 5, of twice differentiable models, holds up to the nearest kink: those crossed add α² too."""
-    found = pf.theory.feature_robustness(net(), LOSS, DATA, "0", alphas=[0.02, 0.04], draws=300)
+    found = pf.theory.feature_robustness(net(), LOSS, DATA, "0", rho=[0.02, 0.04], probes=300)
     assert bool((found.rises > found.parabola + 3 * found.stderr).all())
     assert 3 < float(found.rises[1] / found.rises[0]) < 5
 
@@ -202,10 +202,10 @@ def test_parametrised_half_and_wide_models():
     plain = nn.Linear(5, C).double()
     normed = parametrizations.weight_norm(copy.deepcopy(plain))
     x, y = DATA
-    one, two = (pf.theory.feature_robustness(m, LOSS, (x, y), alphas=[0.3], draws=4) for m in (plain, normed))
+    one, two = (pf.theory.feature_robustness(m, LOSS, (x, y), rho=[0.3], probes=4) for m in (plain, normed))
     assert float(one.rises) == pytest.approx(float(two.rises), rel=1e-12)
     half = copy.deepcopy(plain).bfloat16()
-    found = pf.theory.feature_robustness(half, LOSS, (x.bfloat16(), y), alphas=[0.3], draws=4, kappa=0.1)
+    found = pf.theory.feature_robustness(half, LOSS, (x.bfloat16(), y), rho=[0.3], probes=4, kappa=0.1)
     assert float(found.rises) == pytest.approx(float(one.rises), rel=0.2)
 
 
@@ -213,14 +213,14 @@ def test_batches_seeds_and_memory(monkeypatch):
     from pyflatness.theory import robustness as module
 
     model = net()
-    one = pf.theory.feature_robustness(model, LOSS, DATA, "0", draws=5)
+    one = pf.theory.feature_robustness(model, LOSS, DATA, "0", probes=5)
     cut = [*zip(DATA[0].split(7), DATA[1].split(7), strict=True)]
     monkeypatch.setattr(module, "_MEMORY", 1)  # a pass for every draw
-    two = pf.theory.feature_robustness(model, LOSS, cut, "0", draws=5)
+    two = pf.theory.feature_robustness(model, LOSS, cut, "0", probes=5)
     torch.testing.assert_close(one.rises, two.rises, rtol=1e-9, atol=1e-12)
-    other = pf.theory.feature_robustness(model, LOSS, DATA, "0", draws=5, seed=1)
+    other = pf.theory.feature_robustness(model, LOSS, DATA, "0", probes=5, seed=1)
     assert not torch.equal(one.rises, other.rises)
-    total = pf.theory.feature_robustness(model, nn.CrossEntropyLoss(reduction="sum"), DATA, "0", draws=5)
+    total = pf.theory.feature_robustness(model, nn.CrossEntropyLoss(reduction="sum"), DATA, "0", probes=5)
     torch.testing.assert_close(total.rises, 40 * one.rises)
     torch.testing.assert_close(total.parabola, 40 * one.parabola)
 
@@ -228,10 +228,10 @@ def test_batches_seeds_and_memory(monkeypatch):
 def test_outputs_that_are_a_view_of_the_head():
     """Permuted outputs of tokens: moved without running the model again, and with."""
     model = Tokens().double()
-    found = pf.theory.feature_robustness(model, LOSS, (TOKENS, TOKEN_TARGETS), alphas=[0.5], draws=3)
+    found = pf.theory.feature_robustness(model, LOSS, (TOKENS, TOKEN_TARGETS), rho=[0.5], probes=3)
     copied = Tokens(lambda z: z.transpose(1, 2).clone()).double()
     copied.load_state_dict(model.state_dict())
-    other = pf.theory.feature_robustness(copied, LOSS, (TOKENS, TOKEN_TARGETS), alphas=[0.5], draws=3)
+    other = pf.theory.feature_robustness(copied, LOSS, (TOKENS, TOKEN_TARGETS), rho=[0.5], probes=3)
     torch.testing.assert_close(found.rises, other.rises, rtol=1e-9, atol=1e-12)
 
 
@@ -240,14 +240,14 @@ def test_a_plain_fall_is_not_a_rise():
     torch.manual_seed(1)
     model = nn.Linear(3, 1).double()
     x, y = normal(1, 20, 3), normal(2, 20, 1)
-    found = pf.theory.feature_robustness(model, lambda f, t: -F.mse_loss(f, t), (x, y), alphas=[0.1], draws=50)
+    found = pf.theory.feature_robustness(model, lambda f, t: -F.mse_loss(f, t), (x, y), rho=[0.1], probes=50)
     assert float(found.rises) < 0
     assert float(found.parabola) < 0
 
 
 def test_repr_and_plot(tmp_path):
     pytest.importorskip("matplotlib")
-    found = pf.theory.feature_robustness(net(), LOSS, DATA, alphas=[0.1, 0.5], draws=4)
+    found = pf.theory.feature_robustness(net(), LOSS, DATA, rho=[0.1, 0.5], probes=4)
     assert "layer '2'" in repr(found)
     assert "α = 0.5: " in repr(found)
     figure, axes = found.plot(tmp_path / "curve.png")
@@ -262,20 +262,20 @@ def test_no_trace():
     model.eval()
     model[0].weight.requires_grad_(False)
     before = snapshot(model)
-    pf.theory.feature_robustness(model, LOSS, (X, Y), "0", alphas=[0.1], draws=2)
+    pf.theory.feature_robustness(model, LOSS, (X, Y), "0", rho=[0.1], probes=2)
     assert_unchanged(model, before)
     with pytest.raises(pf.errors.NonFiniteError):
-        pf.theory.feature_robustness(model, LOSS, (X * torch.nan, Y), "0", alphas=[0.1], draws=2)
+        pf.theory.feature_robustness(model, LOSS, (X * torch.nan, Y), "0", rho=[0.1], probes=2)
     assert_unchanged(model, before)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"alphas": []}, r"alphas=\[\]"),
-        ({"alphas": [0.1, -1]}, r"alphas=\[0.1, -1\]: positive numbers are wanted, and -1 is among them"),
-        ({"alphas": "ab"}, "alphas='ab'"),
-        ({"draws": 1}, "draws=1"),
+        ({"rho": []}, r"rho=\[\]"),
+        ({"rho": [0.1, -1]}, r"rho=\[0.1, -1\]: positive numbers are wanted, and -1 is among them"),
+        ({"rho": "ab"}, "rho='ab'"),
+        ({"probes": 1}, "probes=1"),
         ({"nan_policy": "omit"}, "nan_policy='omit'"),
         ({"layer": "9"}, "'9'"),
         ({"data": iter([DATA])}, "can be read once"),
@@ -290,6 +290,6 @@ def test_nan_is_propagated_on_request():
     x = DATA[0].clone()
     x[0] = torch.nan
     found = pf.theory.feature_robustness(
-        net(), LOSS, (x, DATA[1]), alphas=[0.1], draws=2, nan_policy="propagate", kappa=1.0
+        net(), LOSS, (x, DATA[1]), rho=[0.1], probes=2, nan_policy="propagate", kappa=1.0
     )
     assert bool(found.rises.isnan().all())

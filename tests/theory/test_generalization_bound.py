@@ -41,8 +41,8 @@ def test_the_bound_of_a_head_is_that_of_its_features():
         assert one.representativeness == pytest.approx(two.representativeness, rel=1e-9)
         assert one.robustness == pytest.approx(two.robustness, rel=1e-9)
     kappa = float(pf.head_flatness(features, model[2].weight, model[2].bias))
-    assert found.delta == 50 ** (-1 / 10)
-    assert found.flatness == pytest.approx(found.delta**2 * kappa / 12)
+    assert found.rho == 50 ** (-1 / 10)
+    assert found.flatness == pytest.approx(found.rho**2 * kappa / 12)
     assert found.bound == found.flatness + found.representativeness.magnitude
     assert found.measured == pf.generalization_gap(model, LOSS, DATA, TEST)
     assert found.representativeness.test.gap == pytest.approx(found.measured.gap)
@@ -52,7 +52,7 @@ def test_the_bound_of_a_head_is_that_of_its_features():
 def test_the_bound_of_an_inner_layer_by_brute_force():
     model = net(nn.Tanh())
     cut = [*zip(DATA[0].split(50), DATA[1].split(50), strict=True)]
-    found = pf.theory.generalization_bound(model, LOSS, cut, "0", delta=0.3, draws=4, seed=1)
+    found = pf.theory.generalization_bound(model, LOSS, cut, "0", rho=0.3, probes=4, seed=1)
     places, noisy = assigned(50, 3, 1), []
     for xi in perturbed.kernel_noise(DATA[0], 0.3, 4, generator(1)):
         noisy.append(sum(F.cross_entropy(model(DATA[0] + s * xi), DATA[1], reduction="none") for s in (1, -1)) / 2)
@@ -85,9 +85,9 @@ def test_a_network_that_fitted_noise_is_above_the_approximate_bound():
     model = nn.Linear(20, 1, bias=False).double()
     with torch.no_grad():
         model.weight.copy_(ridge(features, y)[0])
-    found = pf.theory.generalization_bound(model, nn.MSELoss(), (features, y), test=(others, other_y), delta=0.1)
+    found = pf.theory.generalization_bound(model, nn.MSELoss(), (features, y), test=(others, other_y), rho=0.1)
     assert found.bound < found.measured.gap
-    refitted = pf.theory.representativeness(features, model.weight, targets=y, loss="mse_loss", fit=ridge, delta=0.1)
+    refitted = pf.theory.representativeness(features, model.weight, targets=y, loss="mse_loss", fit=ridge, rho=0.1)
     assert found.flatness + refitted.value > found.measured.gap
 
 
@@ -159,7 +159,7 @@ POSITIONS = nn.Sequential(nn.Unflatten(1, (5, 1)), nn.Linear(1, C), nn.Flatten()
         (PATCHES, {"layer": "0", "train": (DATA[0][:, None], DATA[1])}, "is a Conv1d"),
         (Twice().double(), {}, "runs several times"),
         (POSITIONS, {"layer": "1"}, r"\(50, 5, 1\)"),
-        (net(), {"delta": 0}, "delta=0"),
+        (net(), {"rho": 0}, "rho=0"),
     ],
 )
 def test_bounds_refuse(model, options, message):
@@ -219,9 +219,9 @@ def test_bound_and_gap_on_the_papers_synthetic_setup():
     theirs = []
     for separation in (0.5, 2.0, 6.0):
         model, train, test = setup(separation, 3)
-        found = pf.theory.generalization_bound(model, nn.MSELoss(), train, test=test, draws=8)
+        found = pf.theory.generalization_bound(model, nn.MSELoss(), train, test=test, probes=8)
         parts = found.representativeness.test
-        assert (found.delta, found.features, found.samples) == (600 ** (-1 / 12), 8, 600)
+        assert (found.rho, found.features, found.samples) == (600 ** (-1 / 12), 8, 600)
         assert parts.gap == pytest.approx(parts.representativeness + parts.robustness, abs=1e-12)
         assert parts.gap == pytest.approx(found.measured.gap, abs=1e-12)
         assert found.bound > found.measured.gap

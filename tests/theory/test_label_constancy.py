@@ -18,7 +18,7 @@ def test_definition_9_on_the_line():
         return (x > 1.5).double()
 
     deltas = [0.3, 0.6]
-    found = pf.theory.label_constancy(phi, w, labels=labels, loss="mse_loss", deltas=deltas, draws=400)
+    found = pf.theory.label_constancy(phi, w, labels=labels, loss="mse_loss", rho=deltas, probes=400)
     expected = []
     for delta in deltas:
         largest = []
@@ -40,7 +40,7 @@ def test_definition_9_on_the_line():
 def test_constant_labels_change_nothing():
     phi, w = normal(1, 20, 4), normal(2, 3, 4)
     found = pf.theory.label_constancy(
-        phi, w, targets=torch.arange(20) % 3, labels=lambda x: torch.arange(20) % 3, deltas=[1]
+        phi, w, targets=torch.arange(20) % 3, labels=lambda x: torch.arange(20) % 3, rho=[1]
     )
     assert (float(found.changes), found.constant) == (0, 0)
     assert found.epsilon(2.0).tolist() == pytest.approx([2 / 8])
@@ -48,10 +48,10 @@ def test_constant_labels_change_nothing():
 
 def test_what_label_constancy_refuses():
     phi, w = normal(1, 20, 4), normal(2, 3, 4)
-    with pytest.raises(pf.errors.InputError, match="deltas"):
-        pf.theory.label_constancy(phi, w, labels=lambda x: x[:, 0].long(), targets=torch.arange(20) % 3, deltas=[0])
+    with pytest.raises(pf.errors.InputError, match="rho"):
+        pf.theory.label_constancy(phi, w, labels=lambda x: x[:, 0].long(), targets=torch.arange(20) % 3, rho=[0])
     with pytest.raises(pf.errors.NotYetError, match="no loss of a single sample"):
-        pf.theory.label_constancy(phi, w, labels=lambda x: x, loss=lambda f, y: f.sum(), targets=phi, deltas=[1])
+        pf.theory.label_constancy(phi, w, labels=lambda x: x, loss=lambda f, y: f.sum(), targets=phi, rho=[1])
 
 
 def kernel(r):
@@ -86,7 +86,7 @@ def test_the_curvature_by_quadrature_and_autograd():
     (slope,) = torch.autograd.grad(weighted.sum(), z, create_graph=True)
     laplacian = sum(torch.autograd.grad(slope[:, c].sum(), z, retain_graph=True)[0][:, c] for c in (0, 1))
     truth = float(laplacian.abs().sum() * (axis[1] - axis[0]) ** 2)
-    found = pf.theory.density_constants(features, 2.0, draws=200_000)
+    found = pf.theory.density_constants(features, 2.0, probes=200_000)
     assert found.curvature == pytest.approx(truth, rel=0.02)
     assert found.log_first == pytest.approx(math.log(found.tau * 2 * found.curvature))
     assert found.log_second == pytest.approx((found.log_alpha + found.log_beta + found.log_volume) / 2 + math.log(2))
@@ -114,14 +114,12 @@ def test_theorem_15():
     found = pf.theory.generalization_bound(net, loss, data, test=test, uniform=True)
     report = pf.measure(net, loss, data, measures="relative_flatness_max").by_measure()["relative_flatness_max"]
     (largest,) = report.values()
-    assert found.flatness == pytest.approx(pf.theory.uniform_robustness_bound(plain.delta, 3, largest), rel=1e-9)
-    every = [
-        pf.theory.generalization_bound(net, loss, data, delta=share * plain.delta) for share in (0.25, 0.5, 0.75, 1)
-    ]
+    assert found.flatness == pytest.approx(pf.theory.uniform_robustness_bound(plain.rho, 3, largest), rel=1e-9)
+    every = [pf.theory.generalization_bound(net, loss, data, rho=share * plain.rho) for share in (0.25, 0.5, 0.75, 1)]
     best = min(every, key=lambda bound: bound.representativeness.magnitude)
     assert found.representativeness.magnitude == best.representativeness.magnitude
-    assert found.representativeness.delta == best.delta
+    assert found.representativeness.rho == best.rho
     assert found.bound == found.flatness + found.representativeness.magnitude
-    assert (found.delta, found.measured) == (plain.delta, plain.measured)
+    assert (found.rho, found.measured) == (plain.rho, plain.measured)
     known = pf.theory.generalization_bound(net, loss, data, test=test, uniform=True, kappa=largest)
     assert known.bound == pytest.approx(found.bound, rel=1e-12)

@@ -30,7 +30,7 @@ def test_one_matrix(name, reduction):
     weight = net.get_submodule(name).weight.detach()
     matrix, alphas = normal(3, weight.shape[1], weight.shape[1]), [0.3, -0.2, 1.0]
     before = snapshot(net)
-    found = pf.theory.matrix_robustness(net, loss, CUT, name, matrix=matrix, alphas=alphas)
+    found = pf.theory.matrix_robustness(net, loss, CUT, name, matrix=matrix, rho=alphas)
     assert_unchanged(net, before)
     own = displaced(net, name, 0 * weight, loss)
     expected = [displaced(net, name, alpha * weight @ matrix, loss) - own for alpha in alphas]
@@ -45,7 +45,7 @@ def test_groups_of_a_convolution_have_matrices_of_their_own():
     x, y = normal(1, 8, 4, 3, 3), torch.arange(8) % 3
     weight, matrices = net[0].weight.detach(), normal(2, 2, 8, 8)
     turned = (weight.view(2, 3, 8) @ matrices).view_as(weight)
-    found = pf.theory.matrix_robustness(net, LOSS, (x, y), "0", matrix=matrices, alphas=[0.4])
+    found = pf.theory.matrix_robustness(net, LOSS, (x, y), "0", matrix=matrices, rho=[0.4])
     own = displaced(net, "0", 0 * weight, data=(x, y))
     assert found.rises.tolist() == pytest.approx([displaced(net, "0", 0.4 * turned, data=(x, y)) - own], rel=1e-9)
 
@@ -60,11 +60,11 @@ def test_the_mean_over_orthogonal_matrices_is_feature_robustness():
         for angle in angles.tolist():
             c, s = math.cos(angle), math.sin(angle)
             matrix = torch.tensor([[c, -sign * s], [s, sign * c]]).double()
-            rises.append(float(pf.theory.matrix_robustness(net, LOSS, data, matrix=matrix, alphas=[0.5]).rises))
-    mean = pf.theory.feature_robustness(net, LOSS, data, alphas=[0.5], draws=2000)
+            rises.append(float(pf.theory.matrix_robustness(net, LOSS, data, matrix=matrix, rho=[0.5]).rises))
+    mean = pf.theory.feature_robustness(net, LOSS, data, rho=[0.5], probes=2000)
     low, high = mean.interval(0.999)[0].tolist()
     assert low < sum(rises) / len(rises) < high
-    best = pf.theory.largest_robustness(net, LOSS, data, delta=0.5, starts=8)
+    best = pf.theory.largest_robustness(net, LOSS, data, rho=0.5, starts=8)
     assert best.rise >= max(rises) * (1 - 1e-9)
     assert best.rise == pytest.approx(max(rises), rel=0.02)  # the grid's step is 0.1
 
@@ -75,7 +75,7 @@ def test_the_worst_matrix(name):
     net = network(M, 6, C, activation=nn.Tanh)
     weight = net.get_submodule(name).weight.detach()
     before = snapshot(net)
-    found = pf.theory.largest_robustness(net, LOSS, CUT, name, delta=0.3, starts=6)
+    found = pf.theory.largest_robustness(net, LOSS, CUT, name, rho=0.3, starts=6)
     assert_unchanged(net, before)
     assert float(torch.linalg.matrix_norm(found.matrix, 2)) == pytest.approx(1)
     own = displaced(net, name, 0 * weight)
@@ -86,7 +86,7 @@ def test_the_worst_matrix(name):
         for matrix in (normal(seed, *found.matrix.shape), other):
             matrix = matrix / torch.linalg.matrix_norm(matrix, 2)
             assert displaced(net, name, 0.3 * weight @ matrix) - own <= found.rise
-    again = pf.theory.largest_robustness(net, LOSS, (X, INDICES), name, delta=0.3, starts=6)
+    again = pf.theory.largest_robustness(net, LOSS, (X, INDICES), name, rho=0.3, starts=6)
     assert again.rise == pytest.approx(found.rise, rel=1e-9)
 
 
@@ -100,7 +100,7 @@ def test_theorem_14_at_a_minimum():
     right = pf.theory.uniform_robustness_bound(
         0.2, 2, next(iter(report.by_measure()["relative_flatness_max"].values()))
     )
-    left = pf.theory.largest_robustness(net, nn.MSELoss(), data, delta=0.2, starts=10).rise
+    left = pf.theory.largest_robustness(net, nn.MSELoss(), data, rho=0.2, starts=10).rise
     second = data[0].t() @ data[0] / 20  # 2/(n d) for each row; ½ · 2/(20 · 2) · 20
     weight = net.weight.detach()
     angles = [torch.linalg.qr(normal(seed, 3, 3)).Q for seed in range(400)]
@@ -113,10 +113,10 @@ def test_theorem_14_at_a_minimum():
 def test_what_does_not_fit():
     net = network(M, 6, C)
     with pytest.raises(pf.errors.InputError, match=r"6 columns, \(6, 6\) is wanted"):
-        pf.theory.matrix_robustness(net, LOSS, CUT, "2", matrix=torch.eye(3), alphas=[0.1])
-    with pytest.raises(pf.errors.InputError, match=r"alphas=\[\]: numbers are wanted, one at least"):
-        pf.theory.matrix_robustness(net, LOSS, CUT, "2", matrix=torch.eye(6), alphas=[])
+        pf.theory.matrix_robustness(net, LOSS, CUT, "2", matrix=torch.eye(3), rho=[0.1])
+    with pytest.raises(pf.errors.InputError, match=r"rho=\[\]: numbers are wanted, one at least"):
+        pf.theory.matrix_robustness(net, LOSS, CUT, "2", matrix=torch.eye(6), rho=[])
     with pytest.raises(pf.errors.NonFiniteError, match="with changed features is nan"):
         pf.theory.matrix_robustness(
-            net, lambda f, y: (f * math.inf - math.inf).sum(), CUT, matrix=torch.eye(6), alphas=[0.1]
+            net, lambda f, y: (f * math.inf - math.inf).sum(), CUT, matrix=torch.eye(6), rho=[0.1]
         )

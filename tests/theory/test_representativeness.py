@@ -53,7 +53,7 @@ def test_radii_of_many_features_do_not_underflow():
 def test_noise_is_a_truncated_normal_in_the_plane():
     """Against normal numbers of width δ|φ|, those outside of the ball thrown away."""
     phi, delta = torch.tensor([[3.0, 4.0]]).double(), 0.2
-    drawn = pf.theory.truncated_normal_noise(phi, delta, draws=20_000)[:, 0]
+    drawn = pf.theory.truncated_normal_noise(phi, delta, probes=20_000)[:, 0]
     plain = torch.randn(60_000, 2, generator=generator(), dtype=torch.float64)
     plain = delta * 5 * plain[plain.norm(dim=1) < 1]
     for of in (lambda xi: xi[:, 0], lambda xi: xi.sum(1), lambda xi: xi.norm(dim=1)):
@@ -64,7 +64,7 @@ def test_noise_is_a_truncated_normal_in_the_plane():
 def test_noise_shapes_seeds_dtypes_and_random_state():
     phi = torch.randn(4, 3, 5, generator=generator()).bfloat16()
     state = torch.get_rng_state()
-    one, two = (pf.theory.truncated_normal_noise(phi, 0.1, draws=2, seed=3) for _ in range(2))
+    one, two = (pf.theory.truncated_normal_noise(phi, 0.1, probes=2, seed=3) for _ in range(2))
     assert torch.equal(state, torch.get_rng_state())
     assert torch.equal(one, two)
     assert (one.shape, one.dtype) == ((2, 4, 3, 5), torch.float32)
@@ -73,7 +73,7 @@ def test_noise_shapes_seeds_dtypes_and_random_state():
     for bad, message in ((torch.arange(3), "int64"), (3.0, "float"), (torch.ones(2, 0), r"\(2, 0\)")):
         with pytest.raises(pf.errors.InputError, match=message):
             pf.theory.truncated_normal_noise(bad, 0.1)
-    for options, message in (({"delta": 0.0}, "delta=0.0"), ({"delta": 1.0, "draws": 0}, "draws=0")):
+    for options, message in (({"rho": 0.0}, "rho=0.0"), ({"rho": 1.0, "probes": 0}, "probes=0")):
         with pytest.raises(pf.errors.InputError, match=message):
             pf.theory.truncated_normal_noise(phi, **options)
 
@@ -113,7 +113,7 @@ def double_loop(phi, weight, bias, targets, loss, places, delta, draws, seed):
 def test_by_a_double_loop(loss, folds):
     fn, targets = (to(torch.float64, part) for part in LOSSES[loss])
     targets = targets.repeat(6, *(1,) * (targets.ndim - 1))[:31]
-    found = pf.theory.representativeness(PHI, W, B, targets, loss=fn, delta=0.4, folds=folds, draws=3, seed=2)
+    found = pf.theory.representativeness(PHI, W, B, targets, loss=fn, rho=0.4, folds=folds, probes=3, seed=2)
     truth = double_loop(PHI, W, B, targets, fn, assigned(31, folds, 2), 0.4, 3, 2)
     for part, (gap, rep, robustness) in zip(found.folds, truth, strict=True):
         assert part.gap == pytest.approx(gap, rel=1e-9)
@@ -128,7 +128,7 @@ def test_weights_and_ignored_targets_count_as_in_the_loss():
     fn = nn.CrossEntropyLoss(weight=torch.tensor([0.5, 2.0, 1.0, 3.0]).double(), label_smoothing=0.1)
     labels = LABELS.clone()
     labels[:5] = -100
-    found = pf.theory.representativeness(PHI, W, B, labels, loss=fn, delta=0.4, folds=2, draws=2)
+    found = pf.theory.representativeness(PHI, W, B, labels, loss=fn, rho=0.4, folds=2, probes=2)
     places = assigned(31, 2, 0)
     for k, part in enumerate(found.folds):
         inside, outside = (float(fn(PHI[i] @ W.t() + B, labels[i])) for i in (places == k, places != k))
@@ -154,7 +154,7 @@ def test_where_the_value_is_known():
     phi, w = normal(5, n, m), normal(6, 1, m)
     y = torch.zeros(n, 1).double()
     found = pf.theory.representativeness(
-        phi, w, targets=y, loss="mse_loss", delta=delta, draws=64, test=(normal(7, n, m), y)
+        phi, w, targets=y, loss="mse_loss", rho=delta, probes=64, test=(normal(7, n, m), y)
     )
     true_robustness = float(w.square().sum()) * delta**2 * radial(m, 2)  # mean |φ|² = m
     spread = float(w.square().sum()) * 2**0.5 / n**0.5  # of a mean of (wφ)²
@@ -173,9 +173,9 @@ def test_a_grid_with_the_right_kernel_is_representative():
     phi, w = 1 + normal(8, n, m), torch.tensor([[2.0, -1.0]]).double()
     y = (phi @ w.t()).sign()
     copies = 200
-    cloud = phi + pf.theory.truncated_normal_noise(phi, delta, draws=copies, seed=9)
+    cloud = phi + pf.theory.truncated_normal_noise(phi, delta, probes=copies, seed=9)
     test = cloud.flatten(0, 1), y.repeat(copies, 1)
-    found = pf.theory.representativeness(phi, w, targets=y, loss="mse_loss", delta=delta, draws=400, test=test).test
+    found = pf.theory.representativeness(phi, w, targets=y, loss="mse_loss", rho=delta, probes=400, test=test).test
     assert found.robustness > 0.1
     assert abs(found.representativeness) < 0.02 * found.robustness
 
@@ -199,7 +199,7 @@ def test_the_folds_of_one_head_say_minus_robustness_and_a_fit_does_not():
     w0, _ = ridge(phi[places != 0], y[places != 0])
     values = (phi @ w0.t() - y).square().squeeze(1)
     assert fitted.folds[0].gap == pytest.approx(float(values[places == 0].mean() - values[places != 0].mean()))
-    assert fitted.delta == 60 ** (-1 / 12)
+    assert fitted.rho == 60 ** (-1 / 12)
 
 
 def test_robustness_of_the_kernel_is_that_of_turned_features():
@@ -207,7 +207,7 @@ def test_robustness_of_the_kernel_is_that_of_turned_features():
     n, m, delta = 200, 4, 0.05
     phi, labels = normal(1, n, m), classes(4, n)
     kappa = float(pf.head_flatness(phi, W, B))
-    found = pf.theory.representativeness(phi, W, B, labels, delta=delta, draws=300)
+    found = pf.theory.representativeness(phi, W, B, labels, rho=delta, probes=300)
     robustness = sum(part.robustness for part in found.folds) / 3
     assert abs(robustness - delta**2 * radial(m, 2) * kappa / (2 * m)) < 4 * found.stderr + 0.01 * robustness
     assert delta**2 * kappa / (2 * m) > robustness
@@ -218,8 +218,8 @@ def test_robustness_of_the_kernel_is_that_of_turned_features():
     [
         ({"targets": None}, "targets: a tensor is wanted, got NoneType"),
         ({"folds": 1}, "folds=1"),
-        ({"draws": 1}, "draws=1"),
-        ({"delta": -0.1}, "delta=-0.1"),
+        ({"probes": 1}, "probes=1"),
+        ({"rho": -0.1}, "rho=-0.1"),
         ({"features": normal(1, 31, 2, 4)}, r"\(31, 2, 4\)"),
         ({"features": normal(1, 31, 3)}, r"\(31, 3\)"),
         ({"targets": LABELS[:5]}, r"\(5,\)"),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...messages import IN_TRAINING
 from .replaced import Replaced
 
 _CLASSES = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
@@ -52,7 +53,7 @@ class Forward(Replaced):
             raise self.refusal("it is called on packed sequences; pad them, or pass batches of one length")
         module: Any = self._module
         if getattr(module, "dropout", 0) > 0 and module.training:
-            raise self.refusal("it has dropout between its layers in training mode")
+            raise self.refusal(f"it has dropout between its layers and {IN_TRAINING}")
         mine = self._cell if isinstance(module, nn.RNNCellBase) else self._layers
         self.check(mine, own, input, hx)
         return mine(input, hx)
