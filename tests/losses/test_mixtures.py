@@ -65,6 +65,24 @@ def test_a_sample_of_several_terms_keeps_the_columns_of_exact_values():
     assert torch.allclose(factor @ factor.mT, both @ both.mT, atol=1e-6)
 
 
+@pytest.mark.parametrize("how", [{"probes": 3}, {"target_stderr": 1e-9}, {"probes": "adaptive"}])
+@pytest.mark.parametrize(("outputs", "loss"), [(2, nn.CrossEntropyLoss()), (1, nn.BCEWithLogitsLoss())])
+def test_one_column_has_nothing_to_sample(outputs, loss, how):
+    """With any sign it gives the same: the value is exact, and says so; behind tanh products are sampled all the same."""
+    torch.manual_seed(0)
+    x = torch.randn(12, 3, dtype=torch.float64)
+    y = torch.arange(12) % 2 if outputs == 2 else (torch.arange(12) % 2).double().unsqueeze(1)
+    for activation in (nn.ReLU(), nn.Tanh()):
+        model = nn.Sequential(nn.Linear(3, 5), activation, nn.Linear(5, outputs)).double().eval()
+        exact = pf.relative_flatness(model, loss, (x, y), "0")
+        found = pf.relative_flatness(model, loss, (x, y), "0", **how)
+        if isinstance(activation, nn.ReLU):
+            assert (found.value, found.stderr, found.exact, found.method) == (exact.value, None, True, "ggn")
+        elif "probes" in how:
+            assert found.method.startswith("hessian")
+            assert found.exact is (found.stderr is None)
+
+
 @pytest.mark.parametrize(
     ("classes", "name"), [(4, "cross_entropy"), (35, "cross_entropy"), (4, "binary"), (4, "squared"), (4, "callable")]
 )
