@@ -52,11 +52,13 @@ class Mixtures:
         weights: () -> (rows, C) float64: how much each column that :attr:`mixed` adds up counts, about σ |s_·c|²; 0
             for a place in r that has none.
         take: the same of some of the rows, by their places.
+        orthogonal: whether the columns of a row are.
     """
 
     mixed: Callable[[Tensor], list[tuple[Tensor, float]]]
     weights: Callable[[], Tensor]
     take: Callable[[Tensor], "Mixtures"]
+    orthogonal: bool = False
 
 
 @dataclass
@@ -257,15 +259,16 @@ def _diagonal_mixtures(coefficients: Tensor) -> Mixtures:
         lambda signs: [(roots * signs, 1.0)],
         coefficients.double,
         lambda index: _diagonal_mixtures(coefficients[index]),
+        orthogonal=True,
     )
 
 
 def dense(roots: Tensor, weights: Tensor) -> Mixtures:
-    """Return mixtures of columns roots[:, :, c], (rows, C, C) float64, of weights σ |s_c|², (rows, C)."""
+    """Return mixtures of orthogonal columns roots[:, :, c], (rows, C, C) float64, of weights σ |s_c|², (rows, C)."""
 
     def mixed(signs: Tensor) -> list[tuple[Tensor, float]]:
         kept = [((weights * sign > 0) | weights.isnan(), sign) for sign in (1.0, -1.0)]
         parts = [(torch.where(chosen, signs.double(), 0.0), sign) for chosen, sign in kept]
         return [((roots @ part.unsqueeze(2)).squeeze(2), sign) for part, sign in parts if bool((part != 0).any())]
 
-    return Mixtures(mixed, lambda: weights, lambda index: dense(roots[index], weights[index]))
+    return Mixtures(mixed, lambda: weights, lambda index: dense(roots[index], weights[index]), orthogonal=True)

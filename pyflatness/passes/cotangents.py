@@ -112,6 +112,11 @@ class Cotangents:
                 yield draw, self._counted(mixed), sign
 
     @property
+    def same_lengths(self) -> bool:
+        """Return whether a sample's cotangents of random signs all have one length: orthogonal columns of one term."""
+        return self.used.shape[1] == 1 and self._mixtures().orthogonal
+
+    @property
     def has_forms(self) -> bool:
         """Return whether :meth:`form` is there for the loss."""
         return self._factors().form is not None

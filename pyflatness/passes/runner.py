@@ -153,9 +153,7 @@ class Runner:
         """Return whether the model is locally linear in the layer's weight at all samples so far."""
         return name not in self._certificate.reasons
 
-    def each(
-        self, work: Callable[[Run], Result], take: Callable[[Result], None], *, first: int | None = None
-    ) -> None:
+    def each(self, work: Callable[[Run], Result], take: Callable[[Result], None], *, first: int | None = None) -> None:
         """Do ``work`` on a run of every micro-batch of the data, and hand each result to ``take``.
 
         Where memory does not suffice for it the work is done again on fewer samples: what it gives is to be added up

@@ -98,6 +98,7 @@ class AdaptiveSweep(Sweep):
         """Plan a micro-batch's probes, and send the rounds for all samples backward."""
         linear, nonlinear = self._ran(run)
         sent = cotangents.of_run(run, self._loss)
+        self._heads.compare(run, sent, linear)
         heads, forms = self._heads.apart(run, sent, linear)
         forms |= {name: self._forms[name] for name in nonlinear}
         self.exact_passes, self.columns = max(self.exact_passes, sent.passes), max(self.columns, sent.passes)

@@ -127,9 +127,11 @@ class Sweep:
         self._heads.unite(united)
         self._make_forms()  # of layers that ran on other ranks alone
 
-    def draws(self, method: str) -> bool:
-        """Return whether probes of values that come by a method differ: one column alone is exact with any sign."""
-        return method == "hessian" or (method == "ggn" and self.columns > 1)
+    def draws(self, names: Sequence[str], quantity: str) -> bool:
+        """Return whether probes differ: one column alone is exact with any sign, and so are some values of heads."""
+        method = self.method(names, quantity)
+        several = method == "ggn" and self.columns > 1
+        return method == "hessian" or (several and not self._heads.agree(names, quantity))
 
     def method(self, names: Iterable[str], quantity: str) -> str:
         """Return how exact values of some layers came about: "head", "ggn" or "hessian"; of several ways the last."""
@@ -157,6 +159,8 @@ class Sweep:
         heads, forms = self._heads.apart(run, sent, linear)
         draws = 1 if signs is None else len(signs.draws)
         self.columns = max(self.columns, sent.passes)
+        if signs is not None:
+            self._heads.compare(run, sent, linear)
         places = self._runner.places
         values = torch.zeros(draws, len(places), len(self.quantities), run.samples, dtype=torch.float64, device="cpu")
         values = values.to(run.outputs.device)
