@@ -68,7 +68,7 @@ def test_a_sample_of_several_terms_keeps_the_columns_of_exact_values():
 @pytest.mark.parametrize("how", [{"probes": 3}, {"target_stderr": 1e-9}, {"probes": "adaptive"}])
 @pytest.mark.parametrize(("outputs", "loss"), [(2, nn.CrossEntropyLoss()), (1, nn.BCEWithLogitsLoss())])
 def test_one_column_has_nothing_to_sample(outputs, loss, how):
-    """With any sign it gives the same: the value is exact, and says so; behind tanh products are sampled all the same."""
+    """With any sign it gives the same: the value is exact, and says so; behind tanh products are sampled."""
     torch.manual_seed(0)
     x = torch.randn(12, 3, dtype=torch.float64)
     y = torch.arange(12) % 2 if outputs == 2 else (torch.arange(12) % 2).double().unsqueeze(1)
