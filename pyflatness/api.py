@@ -241,8 +241,7 @@ def measure(
         >>> report["0", "trace"].exact
         True
     """
-    options = Options.of(how)
-    options.refuse_tolerance()
+    options = Options.of(how).of_layers
     wanted, by_name = named(measures), are_named(measures)
     steps = plan.plan(wanted, options, networks=measures is not None and measures != "sweep")
     with session(

@@ -80,10 +80,10 @@ class MeasureHow(How, total=False):
             than probes. A head needs no passes and stays exact.
         target_stderr: an absolute standard error for every value asked for, by as many probes as that takes: a first
             few say how many, so the data are read more than once. Exact values where these take fewer passes.
-        rtol: of ``probes="adaptive"``: a standard error aimed at, relative to the value; 0.01 unless given. It is found
-            from the outputs and a few probes, so what is reached differs by layer; ``stderr`` says what was. Without
-            ``probes`` it is for heads: the error that is guaranteed, see :func:`pyflatness.head_flatness`; other layers
-            refuse it.
+        rtol: a standard error aimed at, relative to the value of each layer; it means ``probes="adaptive"``, which has
+            0.01 unless this is given. How many probes that takes is found from the outputs and the probes so far, so
+            what is reached differs a little; ``stderr`` says what was. The relative flatness of a head alone has an
+            error that is guaranteed in its place, see :func:`pyflatness.head_flatness`.
         conv: ``"filter"``: rows of a convolution are its filters. ``"affine"``: the convolution as one dense matrix of
             all inputs and outputs, a row for every output pixel.
         normalize: ``"std"``: the measure of Theorem 4, invariant to every rescaling of neurons; reads the data twice.
@@ -153,7 +153,7 @@ class Options:
     def _check_rtol(self) -> None:
         if self.probes != "adaptive" and self.sampled:
             raise InputError(
-                f"rtol={self.rtol!r} is for probes='adaptive'; target_stderr= is an absolute one for probes"
+                f"rtol={self.rtol!r} says how many probes to take; pass it without probes= and target_stderr="
             )
         if self.sampled:
             wanted = "a relative standard error between 0 and 1"
@@ -174,17 +174,10 @@ class Options:
         """Return the relative error that a value of a head may have for the sake of time."""
         return 0.0 if self.sampled or self.rtol is None else self.rtol
 
-    def refuse_tolerance(self) -> None:
-        """Raise if a value of a head was asked for, and this is to be another.
-
-        Raises:
-            InputError: ``rtol`` without probes.
-        """
-        if self.tolerance:
-            raise InputError(
-                f"rtol={self.rtol!r} is for probes='adaptive', or for the relative flatness of a head; this is another "
-                "layer or measure"
-            )
+    @property
+    def of_layers(self) -> "Options":
+        """Return the same options for values of any layers, where ``rtol`` alone means ``probes="adaptive"``."""
+        return replace(self, probes="adaptive") if self.tolerance else self
 
     def normalized(self, how: str | None) -> "Options":
         """Return the same options with ``normalize=how``."""

@@ -101,18 +101,16 @@ def of_layer(row: Measure, task: Task, layer: Selector | None) -> tuple["Measure
     For a measure of the network alone it is that of all layers, and the name is empty.
 
     Raises:
-        InputError: no such layer, a bad first batch, or ``rtol`` for what is not a head.
+        InputError: no such layer, or a bad first batch.
     """
-    steps = plan([row], task.options)
     if row.of_network_alone:
-        task.options.refuse_tolerance()
-        return Measurement(steps, task.of(None), named=True), ""
+        task = replace(task, options=task.options.of_layers)
+        return Measurement(plan([row], task.options), task.of(None), named=True), ""
     name, source = head.find(task, layer)
     dense = task.options.conv == "affine" and layers.is_convolution(uses.layer(task.model, name))
     if source is None or dense or row.quantity != RELATIVE_FLATNESS.quantity:
-        task.options.refuse_tolerance()
-        source = None
-    return Measurement(steps, task.only(name), named=True, source=source), name
+        task, source = replace(task, options=task.options.of_layers), None
+    return Measurement(plan([row], task.options), task.only(name), named=True, source=source), name
 
 
 class Measurement:

@@ -99,8 +99,8 @@ _PATH = click.Path(path_type=Path)
 @click.option(
     "--rtol",
     type=float,
-    help="The relative standard error that --probes adaptive aims at; of heads alone a relative error that is "
-    "guaranteed.",
+    help="Estimate every value to about this relative standard error, as --probes adaptive does for 0.01; of heads "
+    "alone a relative error that is guaranteed.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random numbers that estimates take.")
 @click.option(

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from ..contractions import Labels
 from ..errors import InputError, NotYetError
 from ..messages import received, shown
-from .base import Curvature, Factors, Known, Loss, Reduction, Terms, marked
+from .base import Curvature, Factors, Known, Loss, Mixtures, Reduction, Terms, marked
 from .cross_entropy import CrossEntropy
 from .custom import CustomLoss
 from .elementwise import BinaryCrossEntropy, SquaredError
@@ -35,6 +35,7 @@ __all__ = [
     "Known",
     "Labels",
     "Loss",
+    "Mixtures",
     "Rows",
     "SquaredError",
     "Terms",

@@ -40,6 +40,28 @@ class Terms:
 
 
 @dataclass
+class Mixtures:
+    """Hold square-root factors S of the loss Hessian for a batch's rows, whose columns random signs add up.
+
+    For each row i, scale_i ∂²ℓ_i/∂f_i² = Σ_c σ_ic s_ic s_icᵀ. Any S Q with an orthogonal Q does; the variance of what
+    signs give depends on it (docs/numerics.md).
+
+    Attributes:
+        mixed: signs r (rows, C) -> Σ_c r_c s_·c, (rows, C), over the columns of one sign σ together, with that σ; a
+            column whose r is 0 is left out.
+        weights: () -> (rows, C) float64: how much each column that :attr:`mixed` adds up counts, about σ |s_·c|²; 0
+            for a place in r that has none.
+        take: the same of some of the rows, by their places.
+        orthogonal: whether the columns of a row are.
+    """
+
+    mixed: Callable[[Tensor], list[tuple[Tensor, float]]]
+    weights: Callable[[], Tensor]
+    take: Callable[[Tensor], "Mixtures"]
+    orthogonal: bool = False
+
+
+@dataclass
 class Factors:
     """Hold square-root factors of the loss Hessian for a batch's rows, made a column at a time.
 
@@ -48,20 +70,14 @@ class Factors:
     Attributes:
         count: columns.
         column: c -> s_·c, (rows, C) in at least float32, and its signs σ_·c, (rows,) float64; None if all are +1.
-        mixed: signs r (rows, C) -> Σ_c r_c s_·c, (rows, C), over the columns of one sign σ together, with that σ; a
-            column whose r is 0 is left out.
-        weights: () -> (rows, C) float64: how much each column that :attr:`mixed` adds up counts, about σ |s_·c|²; 0
-            for a place in r that has none.
-        take: the same factors of some of the rows, by their places.
+        mixtures: other factors of the same, for random signs.
         form: changes v (rows, C) of the outputs -> Σ_c σ_c ⟨s_c, v⟩², (rows,) float64; None where only columns are
             known.
     """
 
     count: int
     column: Callable[[int], tuple[Tensor, Tensor | None]]
-    mixed: Callable[[Tensor], list[tuple[Tensor, float]]]
-    weights: Callable[[], Tensor]
-    take: Callable[[Tensor], "Factors"]
+    mixtures: Callable[[], Mixtures]
     form: Callable[[Tensor], Tensor] | None = None
 
 
@@ -126,8 +142,11 @@ class Loss(Protocol):
     def columns(self, outputs: int) -> int:
         """Return how many columns the square-root factor of a term with so many outputs has."""
 
-    def factors(self, rows: Tensor, terms: Terms) -> Factors:
-        """Return square-root factors for ``rows`` (rows, C) of outputs, in their order in ``terms``."""
+    def factors(self, rows: Tensor, terms: Terms, *, alone: bool = False) -> Factors:
+        """Return square-root factors for ``rows`` (rows, C) of outputs, in their order in ``terms``.
+
+        ``alone``: each row is all of a sample, so that no terms of others have their signs in the same cotangent.
+        """
 
     def curvature(
         self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int, rtol: float
@@ -150,7 +169,7 @@ class Known(Loss, Protocol):
         raise refusal(returned)
 
     def sampled(self, rows: Tensor, terms: Terms, signs: Tensor) -> Tensor:
-        """Return Σ_c r_c s_·c of signs r (rows, C) as :meth:`factors` mix them, (rows, C), with a graph in ``rows``."""
+        """Return Σ_c r_c s_·c of signs r (rows, C), (rows, C), with a graph in ``rows``."""
 
     def used(self, targets: Tensor | None) -> Tensor | None:
         """Return which rows the loss does not ignore, (rows,); None: all of them."""
@@ -229,8 +248,27 @@ def diagonal(coefficients: Tensor) -> Factors:
     return Factors(
         roots.shape[1],
         column,
-        mixed=lambda signs: [(roots * signs, 1.0)],
-        weights=coefficients.double,
-        take=lambda index: diagonal(coefficients[index]),
+        lambda: _diagonal_mixtures(coefficients),
         form=lambda changes: (coefficients * changes.square()).sum(dim=1, dtype=torch.float64),
     )
+
+
+def _diagonal_mixtures(coefficients: Tensor) -> Mixtures:
+    roots = coefficients.sqrt()
+    return Mixtures(
+        lambda signs: [(roots * signs, 1.0)],
+        coefficients.double,
+        lambda index: _diagonal_mixtures(coefficients[index]),
+        orthogonal=True,
+    )
+
+
+def dense(roots: Tensor, weights: Tensor) -> Mixtures:
+    """Return mixtures of orthogonal columns roots[:, :, c], (rows, C, C) float64, of weights σ |s_c|², (rows, C)."""
+
+    def mixed(signs: Tensor) -> list[tuple[Tensor, float]]:
+        kept = [((weights * sign > 0) | weights.isnan(), sign) for sign in (1.0, -1.0)]
+        parts = [(torch.where(chosen, signs.double(), 0.0), sign) for chosen, sign in kept]
+        return [((roots @ part.unsqueeze(2)).squeeze(2), sign) for part, sign in parts if bool((part != 0).any())]
+
+    return Mixtures(mixed, lambda: weights, lambda index: dense(roots[index], weights[index]), orthogonal=True)

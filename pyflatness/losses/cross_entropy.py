@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar
@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from ..contractions import FUSED_OUTPUTS, Labels, SoftmaxVariance, promoted
 from ..errors import InputError
 from . import penalty
-from .base import Curvature, Factors, Known, Reduction, Terms, marked, rows_like, uniform, without
+from .base import Curvature, Factors, Known, Mixtures, Reduction, Terms, dense, marked, rows_like, uniform, without
 
+_EIGENBASIS = 32  # classes up to which eigenvectors take no more time than a small network's backward pass
 _AT_ONCE = 2**18  # probabilities whose roots are taken in float64, so that these stay in a processor's caches
 
 
@@ -131,12 +132,15 @@ class CrossEntropy(Known):
         """See :class:`.base.Loss`."""
         return outputs - 1
 
-    def factors(self, rows: Tensor, terms: Terms) -> Factors:
+    def factors(self, rows: Tensor, terms: Terms, *, alone: bool = False) -> Factors:
         """Return C - 1 columns √p_j (e_j - q), j ≠ k, with k the most probable class.
 
         S = diag(√p) (I - √p √pᵀ) has S Sᵀ = diag(p) - p pᵀ and S √p = 0, so behind a Householder reflection that takes
         √p to e_k column k vanishes. What is left simplifies to q = √p_k at k and p / (1 + √p_k) elsewhere: nothing in
         it cancels, however peaked p is.
+
+        Random signs of a sample's only term have columns that are nearly orthogonal (docs/numerics.md): of few classes
+        those of the eigenbasis, of more the contrasts of each class with all less probable ones.
         """
         p = torch.softmax(promoted(rows), dim=1)
         largest, top = p.max(dim=1, keepdim=True)
@@ -145,7 +149,11 @@ class CrossEntropy(Known):
         few = max(1, _AT_ONCE // max(1, p.shape[1]))
         for given, scale, made in zip(p.split(few), terms.scale.split(few), roots.split(few), strict=True):
             made.copy_((given.double() * scale.unsqueeze(1)).sqrt_())
-        return _factors(q, roots, top)
+        if not alone:
+            return _factors(q, roots, top)
+        if p.shape[1] <= _EIGENBASIS:
+            return _factors(q, roots, top, lambda: _eigenbasis(q, roots, top))
+        return _factors(q, roots, top, lambda: _contrasts(p.double(), terms.scale))
 
     def sampled(self, rows: Tensor, terms: Terms, signs: Tensor) -> Tensor:
         """See :class:`.base.Known`."""
@@ -169,10 +177,10 @@ class CrossEntropy(Known):
         return value(features, weight, bias, counts)
 
 
-def _factors(q: Tensor, roots: Tensor, top: Tensor) -> Factors:
+def _factors(q: Tensor, roots: Tensor, top: Tensor, mixtures: Callable[[], Mixtures] | None = None) -> Factors:
     """Return the columns roots_j (e_j - q), j ≠ ``top``; q and roots are (rows, C), top is (rows, 1)."""
 
-    @functools.cache  # for all columns; mixed ones do without
+    @functools.cache  # for all columns
     def prepared() -> tuple[Tensor, Tensor, Tensor]:
         numbers = torch.arange(roots.shape[1] - 1, device=top.device)
         classes = numbers + (top <= numbers)  # all but k
@@ -183,22 +191,76 @@ def _factors(q: Tensor, roots: Tensor, top: Tensor) -> Factors:
         j, root = classes[:, c : c + 1], factors[:, c : c + 1]
         return (minus * root).scatter_add_(1, j, root), None
 
-    def mixed(signs: Tensor) -> list[tuple[Tensor, float]]:
-        signed = (roots * signs).scatter_(1, top, 0.0)
-        return [(signed.sub_(q * signed.sum(dim=1, keepdim=True)), 1.0)]
-
     def form(changes: Tensor) -> Tensor:
         away = changes - (q * changes).sum(dim=1, keepdim=True)
         return away.mul_(roots).scatter_(1, top, 0.0).square_().sum(dim=1, dtype=torch.float64)
 
-    return Factors(
-        roots.shape[1] - 1,
-        column,
-        mixed,
-        weights=lambda: roots.double().square().scatter(1, top, 0.0),
-        take=lambda index: _factors(q[index], roots[index], top[index]),
-        form=form,
-    )
+    return Factors(roots.shape[1] - 1, column, mixtures or (lambda: _reflected(q, roots, top)), form)
+
+
+def _reflected(q: Tensor, roots: Tensor, top: Tensor) -> Mixtures:
+    """Return mixtures of the columns of :func:`_factors`."""
+
+    def mixed(signs: Tensor) -> list[tuple[Tensor, float]]:
+        signed = (roots * signs).scatter_(1, top, 0.0)
+        return [(signed.sub_(q * signed.sum(dim=1, keepdim=True)), 1.0)]
+
+    def weights() -> Tensor:
+        return roots.double().square().scatter(1, top, 0.0)
+
+    return Mixtures(mixed, weights, lambda index: _reflected(q[index], roots[index], top[index]))
+
+
+def _eigenbasis(q: Tensor, roots: Tensor, top: Tensor) -> Mixtures:
+    """Return mixtures of the columns V Λ^½ of the loss Hessian V Λ Vᵀ, by the Gram matrix of those of :func:`_factors`.
+
+    That is of the size of the Hessian's largest eigenvalue, where p pᵀ would cancel. The sign of an eigenvector, which
+    a library is free in, is that of its product with the roots of 1, 2, …
+    """
+    q, roots = q.double(), roots.double().scatter(1, top, 0.0)
+    columns = torch.diag_embed(roots) - q.unsqueeze(2) * roots.unsqueeze(1)
+    bad = ~columns.isfinite().all(dim=(1, 2))  # one such sample would make eigh refuse them all
+    columns = columns.masked_fill(bad[:, None, None], 0.0)
+    columns = columns @ torch.linalg.eigh(columns.mT @ columns).eigenvectors
+    columns[:, :, 0] = 0.0  # of the eigenvalue 0, with which the class ``top`` adds a column of zeros
+    along = torch.arange(1, q.shape[1] + 1, dtype=q.dtype, device=q.device).sqrt() @ columns
+    columns = torch.where(along.unsqueeze(1) < 0, -columns, columns).masked_fill_(bad[:, None, None], torch.nan)
+    return dense(columns, columns.square().sum(dim=1))
+
+
+def _contrasts(p: Tensor, scale: Tensor) -> Mixtures:
+    """Return mixtures of the contrasts of each class with the less probable ones, p and scale float64.
+
+    With the classes in about ascending order and P_k = Σ_{i<k} p_i,
+
+        diag(p) - p pᵀ = Σ_k p_k P_k / P_{k+1} (e_k - Σ_{i<k} p_i e_i / P_k) (…)ᵀ
+
+    the law of total variance, class after class. Nothing in it cancels. The order is that of steps of √2, so that
+    rounding hardly changes it.
+    """
+    order = (2 * p.log2()).round_().sort(dim=1, stable=True).indices
+    return _ordered_contrasts(p.gather(1, order), order, scale.unsqueeze(1))
+
+
+def _ordered_contrasts(p: Tensor, order: Tensor, scale: Tensor) -> Mixtures:
+    before, tiny = _before(p), torch.finfo(p.dtype).tiny
+    roots = (scale * p * before / (before + p).clamp_min(tiny)).sqrt()
+    over = before.clamp_min(tiny)
+
+    def mixed(signs: Tensor) -> list[tuple[Tensor, float]]:
+        signed = roots * signs
+        later = _before((signed / over).flip(1)).flip(1)
+        return [(torch.empty_like(signed).scatter_(1, order, signed - p * later), 1.0)]
+
+    def weights() -> Tensor:
+        return roots.square() * (1 + _before(p.square()) / over / over)
+
+    return Mixtures(mixed, weights, lambda index: _ordered_contrasts(p[index], order[index], scale[index]))
+
+
+def _before(values: Tensor) -> Tensor:
+    """Return the sum of the values before each one in its row."""
+    return F.pad(values[:, :-1].cumsum(dim=1), (1, 0))
 
 
 def _advice(outputs: Tensor, targets: Tensor, class_dim: int) -> str:

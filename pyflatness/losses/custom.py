@@ -15,7 +15,7 @@ from ..errors import InputError
 from ..messages import shown
 from ..model.outputs import SideBySide
 from . import advice
-from .base import Curvature, Factors, Reduction, Terms, marked, uniform
+from .base import Curvature, Factors, Reduction, Terms, dense, marked, uniform
 
 
 @dataclass
@@ -153,13 +153,15 @@ class CustomLoss:
         """See :class:`.base.Loss`."""
         return outputs
 
-    def factors(self, rows: Tensor, terms: Terms) -> Factors:
+    def factors(self, rows: Tensor, terms: Terms, *, alone: bool = False) -> Factors:
         """Return the eigenvectors of the C × C Hessians, √|λ| each, with the signs of λ, in float64."""
         hessians = self._hessians(rows, *terms.extra)
         bad = ~hessians.isfinite().all(dim=(1, 2))  # one such sample would make eigh refuse them all
         values, vectors = torch.linalg.eigh(hessians.masked_fill(bad[:, None, None], 0.0))
-        values = values.masked_fill(bad[:, None], torch.nan)
-        return _factors(values * terms.scale.unsqueeze(1), vectors)
+        values = values.masked_fill(bad[:, None], torch.nan) * terms.scale.unsqueeze(1)
+        roots = vectors * values.abs().sqrt().unsqueeze(1)
+        column = lambda c: (roots[:, :, c], values[:, c].sign())  # noqa: E731
+        return Factors(values.shape[1], column, lambda: dense(roots, values))
 
     def _hessians(self, rows: Tensor, targets: Tensor) -> Tensor:
         """Return (rows, C, C), each sample's second derivatives of its loss in its outputs, all samples at once."""
@@ -173,21 +175,3 @@ class CustomLoss:
                 (row,) = torch.autograd.grad(gradient[:, c].sum(), outputs, retain_graph=True)
                 hessians[:, c] = row
         return (hessians + hessians.transpose(1, 2)) / 2
-
-
-def _factors(values: Tensor, vectors: Tensor) -> Factors:
-    """Return the columns √|λ_c| v_c with the signs of λ; values are (rows, C), vectors (rows, C, C)."""
-    roots = vectors * values.abs().sqrt().unsqueeze(1)
-
-    def mixed(signs: Tensor) -> list[tuple[Tensor, float]]:
-        kept = [((values * sign > 0) | values.isnan(), sign) for sign in (1.0, -1.0)]
-        parts = [(torch.where(chosen, signs.double(), 0.0), sign) for chosen, sign in kept]
-        return [((roots @ part.unsqueeze(2)).squeeze(2), sign) for part, sign in parts if bool((part != 0).any())]
-
-    return Factors(
-        values.shape[1],
-        lambda c: (roots[:, :, c], values[:, c].sign()),
-        mixed,
-        weights=lambda: values,
-        take=lambda index: _factors(values[index], vectors[index]),
-    )

@@ -62,7 +62,7 @@ class SquaredError(_Elementwise):
         """See :class:`.base.Loss`."""
         return _by_row(F.mse_loss(outputs.double(), targets.double(), reduction="none"))
 
-    def factors(self, rows: Tensor, terms: Terms) -> Factors:
+    def factors(self, rows: Tensor, terms: Terms, *, alone: bool = False) -> Factors:
         """Return the columns √2 e_c."""
         return diagonal(terms.scale.to(promoted_dtype(rows.dtype)).unsqueeze(1).expand_as(rows))
 
@@ -154,7 +154,7 @@ class BinaryCrossEntropy(_Elementwise):
             outputs.double(), targets.double(), weight, pos_weight=pos_weight, reduction=reduction
         )
 
-    def factors(self, rows: Tensor, terms: Terms) -> Factors:
+    def factors(self, rows: Tensor, terms: Terms, *, alone: bool = False) -> Factors:
         """Return the columns √(ω_c (1 + (π_c - 1) y_c) σ'(z_c)) e_c, σ' from the tail that does not cancel."""
         (coefficients,) = terms.extra
         small = promoted(rows).abs().neg().exp()

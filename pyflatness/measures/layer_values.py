@@ -104,7 +104,7 @@ class LayerValues:
         has_neurons = of_activations or QUANTITIES[quantity].neurons is not None
         layers_of = [name] if name else [*self._runner.modules]
         by = sweep.method(layers_of, quantity)
-        sampled = sums.errors is not None and by != "head"
+        sampled = sums.errors is not None and sweep.draws(layers_of, quantity)
         stderr, dof = sums.uncertainty(row, column) if sampled else (None, None)
         return Estimate(
             value=float(sums.values[row, column]),

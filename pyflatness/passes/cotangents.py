@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import losses
 from ..contractions import promoted_dtype
 from ..errors import InputError
-from ..losses import Factors, Loss, Terms
+from ..losses import Factors, Loss, Mixtures, Terms
 from ..model import data
 from ..numerics.signs import Signs
 from .batch_layout import check_outputs
@@ -57,6 +57,7 @@ class Cotangents:
     _loss: Loss
     _order: Tensor
     _factors: Callable[[], Factors]
+    _mixtures: Callable[[], Mixtures]
 
     def exact(self, most: int, send: Callable[[Tensor], Any]) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yield cotangents and their signs.
@@ -107,8 +108,13 @@ class Cotangents:
             return
         for draw, number in enumerate(signs.draws):
             drawn = Signs(signs.seed, [number])(STREAM, numbers, self.places)
-            for mixed, sign in self._factors().mixed(drawn.view_as(self._rows)):
+            for mixed, sign in self._mixtures().mixed(drawn.view_as(self._rows)):
                 yield draw, self._counted(mixed), sign
+
+    @property
+    def same_lengths(self) -> bool:
+        """Return whether a sample's cotangents of random signs all have one length: orthogonal columns of one term."""
+        return self.used.shape[1] == 1 and self._mixtures().orthogonal
 
     @property
     def has_forms(self) -> bool:
@@ -149,7 +155,7 @@ class Cotangents:
         Raises:
             InputError: a loss that is not convex in the outputs.
         """
-        weights = torch.where((self.terms.scale != 0).unsqueeze(1), self._factors().weights(), 0.0)
+        weights = torch.where((self.terms.scale != 0).unsqueeze(1), self._mixtures().weights(), 0.0)
         negative = weights < -_ROUNDING * weights.nan_to_num(0.0).abs().amax()
         if bool(negative.any()):
             raise InputError(
@@ -161,7 +167,7 @@ class Cotangents:
 
     def chosen(self, signs: Tensor) -> Tensor:
         """Return the cotangent Σ_c r_c s_c of signs r (n, places), 0 for columns that are left out."""
-        for mixed, sign in self._factors().mixed(signs.view_as(self._rows)):
+        for mixed, sign in self._mixtures().mixed(signs.view_as(self._rows)):
             if sign > 0:
                 return self._counted(mixed)
         return torch.zeros_like(self.outputs)
@@ -179,7 +185,7 @@ class Cotangents:
             _rows=self._rows[rows],
             terms=self.terms.take(rows),
             _order=self._order[index],
-            _factors=lambda: self._factors().take(rows),
+            _mixtures=lambda: self._mixtures().take(rows),
         )
 
     def _counted(self, values: Tensor) -> Tensor:
@@ -229,6 +235,7 @@ def prepare(outputs: Tensor, targets: Tensor, loss: Loss, samples: int) -> Cotan
     passes = most * loss.columns(rows.shape[1])
     weights = terms.weights.reshape(samples, -1).sum(dim=1)
     used = torch.ones_like(counted) if terms.used is None else terms.used.view(samples, -1)
-    factors = functools.cache(lambda: loss.factors(rows, terms))
+    factors = functools.cache(lambda: loss.factors(rows, terms, alone=counted.shape[1] == 1))
+    mixtures = functools.cache(lambda: factors().mixtures())
     bad = terms.scale.isnan().view(samples, -1).any(dim=1)
-    return Cotangents(passes, weights, bad, used, outputs, terms, rows, found.dim, loss, order, factors)
+    return Cotangents(passes, weights, bad, used, outputs, terms, rows, found.dim, loss, order, factors, mixtures)

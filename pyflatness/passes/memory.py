@@ -148,8 +148,8 @@ class MicroBatches:
         """Take in that the memory did not suffice for so many samples."""
         self.largest = samples // 2
 
-    def places(self, samples: int, limit: int) -> Iterator[Place]:
-        """Cut samples into places of about equal size, at most ``limit``.
+    def places(self, samples: int, limit: int, first: int | None = None) -> Iterator[Place]:
+        """Cut samples into places of about equal size, at most ``limit``, and ``first`` in the first one if given.
 
         One that is not done when the next is asked for comes again, cut by what is known then.
         """
@@ -157,6 +157,9 @@ class MicroBatches:
         while start < samples:
             left = samples - start
             count = -(-left // min(self.largest, limit))
-            place = Place(start, start + -(-left // count))
+            size = -(-left // count)
+            if first is not None and start == 0 and self.cuttable:
+                size = min(size, first)
+            place = Place(start, start + size)
             yield place
             start = place.stop if place.done else start

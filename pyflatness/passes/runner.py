@@ -153,7 +153,7 @@ class Runner:
         """Return whether the model is locally linear in the layer's weight at all samples so far."""
         return name not in self._certificate.reasons
 
-    def each(self, work: Callable[[Run], Result], take: Callable[[Result], None]) -> None:
+    def each(self, work: Callable[[Run], Result], take: Callable[[Result], None], *, first: int | None = None) -> None:
         """Do ``work`` on a run of every micro-batch of the data, and hand each result to ``take``.
 
         Where memory does not suffice for it the work is done again on fewer samples: what it gives is to be added up
@@ -162,6 +162,7 @@ class Runner:
         Args:
             work: gives anything but None.
             take: takes that in.
+            first: samples of the first micro-batch at most, where batches can be cut.
 
         Raises:
             InputError: see :func:`.dry_run.run`; a layer that was named does not run; outputs that change with the
@@ -173,7 +174,7 @@ class Runner:
                 seen, samples = self._dry_run(batch, first=True), data.size(batch)
                 numbers = self.batches.shard.numbers(done, samples)
                 compare = seen is None and self.cuttable and self._spacing.due(number, done)
-                for place in self._micro_batches.places(samples, samples):
+                for place in self._micro_batches.places(samples, samples, first if done == 0 else None):
                     cut = partial(data.part, batch, place.start, place.stop)
                     check: Check = independence.unchecked
                     if place.start == 0 and seen is not None:

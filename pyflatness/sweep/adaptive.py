@@ -36,6 +36,7 @@ class Grouped:
         signs: (2, n, columns) int8: of probes and of their replicates.
         sums: (layers, quantities, n) float64, what has come back for each sample.
         differences: (layers, quantities, pairs) float64, between the values of a probe and its replicate.
+        replicated: (pairs,) float64, v_g (1/π - ½) of their groups.
         rounds: of the probes, how many have gone out for all samples at once.
     """
 
@@ -48,6 +49,7 @@ class Grouped:
     signs: Tensor
     sums: Tensor
     differences: Tensor
+    replicated: Tensor
     rounds: int = 0
 
     def rows(self, chosen: Tensor) -> Tensor:
@@ -113,8 +115,8 @@ def begin(
     weights = sent.weights()
     finite = weights.isfinite().all(dim=1)
     weights = torch.where(finite.unsqueeze(1), weights, 0.0)
-    found = groups.group(weights, share * tolerance.allowed(weights))
-    chances = groups.chances(found.variances, tolerance.expected(run.samples))
+    found = groups.group(weights, tolerance.allowed(weights, share))
+    chances = groups.chances(found.variances, tolerance.replicates)
     uniform = Signs(options.seed, [0]).uniform(_CHOICE, run.numbers, chances.shape[1])[0]
     probes = groups.probes(found, chances, uniform)
     if len(probes.samples) > options.max_passes * run.samples:
@@ -125,4 +127,5 @@ def begin(
     signs = Signs(options.seed, [0, 1])(cotangents.STREAM, run.numbers, sent.places)
     sums = weights.new_zeros(*shape, run.samples)
     differences = weights.new_zeros(*shape, len(probes.chances))
-    return Grouped(Repeatable.of(run), sent, weights, finite, found, probes, signs, sums, differences)
+    replicated = found.variances[uniform < chances] * (1 / probes.chances - 0.5)
+    return Grouped(Repeatable.of(run), sent, weights, finite, found, probes, signs, sums, differences, replicated)

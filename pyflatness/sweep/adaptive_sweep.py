@@ -76,7 +76,8 @@ class AdaptiveSweep(Sweep):
                 self._finish_residuals(rest, begun)
                 predictor.add(rest, part.sums)
                 values, variances = values + rest.means, [*variances, rest.variances()]
-            tolerance.add(part.weights)
+            varying = torch.zeros_like(part.sums) if variances[0] is None else variances[0][0, :-1]
+            tolerance.add(part.weights, torch.stack([part.sums, varying]), part.replicated)
             sampled = [each for each in variances if each is not None]
             by_hessian = frozenset() if rest is None else frozenset(begun.nonlinear)
             self.by_hessian.update(by_hessian)
@@ -91,15 +92,16 @@ class AdaptiveSweep(Sweep):
                 )
             )
 
-        self._runner.each(partial(self._begun, tolerance=tolerance), finish)
+        self._runner.each(partial(self._begun, tolerance=tolerance), finish, first=tolerance.first)
 
     def _begun(self, run: Run, tolerance: groups.Tolerance) -> "_Begun":
         """Plan a micro-batch's probes, and send the rounds for all samples backward."""
         linear, nonlinear = self._ran(run)
         sent = cotangents.of_run(run, self._loss)
+        self._heads.compare(run, sent, linear)
         heads, forms = self._heads.apart(run, sent, linear)
         forms |= {name: self._forms[name] for name in nonlinear}
-        self.exact_passes = max(self.exact_passes, sent.passes)
+        self.exact_passes, self.columns = max(self.exact_passes, sent.passes), max(self.columns, sent.passes)
         shape = len(self._runner.selected), len(self.quantities)
         share = residuals.GGN_SHARE if nonlinear else 1.0
         part = adaptive.begin(run, sent, shape, tolerance, self._options, share)

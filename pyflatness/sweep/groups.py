@@ -22,8 +22,10 @@ import torch
 from torch import Tensor
 
 RTOL = 0.01  # of a value's standard error, unless the user gives one
-REPLICATED = 0.2  # groups that have a replicate, per sample
-_AT_LEAST = 200  # of them over all data, as far as there are: for an error that is known well enough
+REPLICATED = 0.15  # groups that have a replicate, per sample
+_AT_LEAST = 64  # of them over all data, as far as there are, in the first micro-batch
+_FIRST = 64  # samples in it
+_RATIO, _PRIOR = 0.25, 2  # variance to Σ v_g before anything is known, and for how many replicates that counts
 _STEPS = 48  # of bisection
 
 
@@ -73,34 +75,72 @@ class Probes:
 
 
 class Tolerance:
-    """Allow micro-batches a variance such that a value has a relative standard error of about ``rtol``.
+    """Allow micro-batches a variance such that values have a relative standard error of about ``rtol``.
+
+    The variance of a layer's value is Σ v_g, in units of weights, times what the layer makes of them. That is measured
+    by the replicates of the micro-batches before; the layer that allows least decides. So no sample's probes have a say
+    in what is sent for it. Until there are replicates, the ratio is that of values in proportion to weights whose
+    columns are nearly orthogonal.
 
     Args:
-        rtol: of values that are as large as the weights say; those of a layer differ from it by what the layer makes of
-            each sample.
+        rtol: of all layers' values.
         samples: of all data, about; 0 if that is not known.
+
+    Attributes:
+        replicates: so far.
     """
 
     def __init__(self, rtol: float, samples: int) -> None:
         self._rtol, self._samples = rtol, samples
-        self._total, self._seen = 0.0, 0
+        self._weight, self._bound, self._seen = 0.0, 0.0, 0
+        self._sums = torch.zeros(2, 1, 1, dtype=torch.float64, device="cpu")  # values, and their variances
+        self.replicates = 0
 
-    def allowed(self, weights: Tensor) -> float:
-        """Return (rtol R / seen)² N n for n samples of ``weights`` (n, columns).
+    @property
+    def first(self) -> int:
+        """Return how many samples the first micro-batch has, of which nothing is known."""
+        return min(_FIRST, max(1, self._samples // 8)) if self._samples else _FIRST
 
-        R is the total weight of the N samples so far.
+    def allowed(self, weights: Tensor, share: float = 1.0) -> float:
+        """Return the largest Σ v_g for n samples of ``weights`` (n, columns), which have a ``share`` of the variance.
+
+        With K the value of the N samples as those so far say, V the variance and k the replicates so far, it is
+
+            ((rtol K)² - V) n / (samples to come) / c        c = (k V / B + k₀ ρ₀ (K / R)²) / (k + k₀)
+
+        where B is Σ v_g (1/π - ½) over the replicates, which V is in units of values, and R the weight of K. A part of
+        the data that spent too much does not leave less than half of what is due to the others.
         """
-        seen = self._seen + len(weights)
-        mean = (self._total + float(weights.sum())) / seen
-        return (self._rtol * mean) ** 2 * self.expected(len(weights)) * len(weights)
+        samples, seen = len(weights), self._seen
+        total = self.expected(samples)
+        if self._bound:
+            values, variances = self._sums
+            every = values.abs() * total / seen
+            whole = share * (self._rtol * every).square()
+            due = torch.maximum((whole - variances) / (total - seen), whole / (2 * total))
+            prior = _RATIO * (values / self._weight).square()
+            ratios = (self.replicates * variances / self._bound + _PRIOR * prior) / (self.replicates + _PRIOR)
+            found = float((samples * due / ratios).where(variances > 0, torch.inf).min())
+            if found < math.inf:
+                return found
+        mean = (self._weight + float(weights.sum())) / (seen + samples)
+        return share * (self._rtol * mean) ** 2 * total * samples / _RATIO
 
     def expected(self, more: int) -> int:
         """Return the samples of all data, as far as is known with so many more."""
         return max(self._samples, self._seen + more)
 
-    def add(self, weights: Tensor) -> None:
-        """Take in a micro-batch that is done."""
-        self._total, self._seen = self._total + float(weights.sum()), self._seen + len(weights)
+    def add(self, weights: Tensor, both: Tensor, replicated: Tensor) -> None:
+        """Take in a micro-batch that is done.
+
+        Args:
+            weights: (n, columns).
+            both: values and their unbiased variances, (2, layers, quantities, n); NaN for samples that do not count.
+            replicated: v_g (1/π - ½) of each replicate.
+        """
+        self._sums = self._sums.to(both.device) + both.where(both.isfinite().all(dim=0), 0.0).sum(dim=3)
+        self._weight, self._seen = self._weight + float(weights.sum()), self._seen + len(weights)
+        self._bound, self.replicates = self._bound + float(replicated.sum()), self.replicates + len(replicated)
 
 
 def group(weights: Tensor, allowed: float) -> Groups:
@@ -152,10 +192,10 @@ def cut(ordered: Tensor, tau: float) -> Tensor:
     return numbers.masked_fill(ordered == 0, -1)
 
 
-def chances(variances: Tensor, expected: int) -> Tensor:
-    """Return π for each group, (n, groups), proportional to √v: :data:`REPLICATED` a sample, more of few samples."""
+def chances(variances: Tensor, replicates: int) -> Tensor:
+    """Return π for each group, (n, groups), proportional to √v: :data:`REPLICATED` a sample, and as many as lack."""
     roots = variances.sqrt()
-    wanted = max(REPLICATED, _AT_LEAST / expected) * len(variances)
+    wanted = max(REPLICATED * len(variances), _AT_LEAST - replicates)
     return (wanted * roots / roots.sum().clamp_min(torch.finfo(roots.dtype).tiny)).clamp(max=1)
 
 

@@ -24,6 +24,7 @@ from ..passes.memory import Budget
 from ..passes.recorder import Call
 from ..passes.runner import Run, Runner
 
+_TRACE = "squares"
 _VIEWS = re.compile(
     r"(Alias|Movedim|Narrow|Permute|ReshapeAlias|Select|Slice|Squeeze|T|Transpose|Unflatten|UnsafeView|Unsqueeze|View)"
     r"Backward\d+"
@@ -54,6 +55,7 @@ class Heads:
         self._curvatures: dict[str, Curvature] = {}
         self._forms: dict[str, LayerForm] = {}
         self._always: dict[str, bool] = {}
+        self._agreeing: dict[str, bool] = {}
 
     def apart(
         self, run: Run, sent: Cotangents, forms: Mapping[str, LayerForm]
@@ -83,14 +85,27 @@ class Heads:
         """Return whether a quantity came by its formula in every run of some layers."""
         return QUANTITIES[quantity].at_head and all(self._always.get(name, False) for name in names)
 
+    def compare(self, run: Run, sent: Cotangents, forms: Mapping[str, LayerForm]) -> None:
+        """Take in whether probes of each layer's trace agree: those of a head do, |φ|² times a length that is one."""
+        for name, form in forms.items() if _TRACE in self.quantities else ():
+            if self._agreeing.get(name, True):
+                self._agreeing[name] = sent.same_lengths and self._order(run, sent, form) is not None
+
+    def agree(self, names: Iterable[str], quantity: str) -> bool:
+        """Return whether all probes of a quantity gave the same in every run of some layers."""
+        return quantity == _TRACE and all(self._agreeing.get(name, False) for name in names)
+
     def facts(self) -> dict[str, dict[str, bool]]:
         """Return which layers were asked whether they are a head, and which were something else."""
         others = {name: True for name, is_head in self._always.items() if not is_head}
-        return {"asked": dict.fromkeys(self._always, True), "no heads": others}
+        differing = {name: True for name, agreeing in self._agreeing.items() if not agreeing}
+        compared = {"compared": dict.fromkeys(self._agreeing, True), "differing": differing}
+        return {"asked": dict.fromkeys(self._always, True), "no heads": others, **compared}
 
     def unite(self, united: Mapping[str, Mapping[str, bool]]) -> None:
         """Take in the :meth:`facts` of all ranks."""
         self._always = {name: name not in united["no heads"] for name in united["asked"]}
+        self._agreeing = {name: name not in united["differing"] for name in united["compared"]}
 
     def _order(self, run: Run, sent: Cotangents, form: LayerForm) -> Tensor | None:
         """Return which rows of a head's output the loss terms read; empty: all in their order; None: it is no head."""

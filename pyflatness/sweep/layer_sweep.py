@@ -78,6 +78,7 @@ class Sweep:
         quantities: in the order of their values; last those of activations.
         backend: of the contractions.
         by_hessian: layers for which second derivatives were taken.
+        columns: of a sample's square-root factor, all its loss terms', at most.
         exact_passes: backward passes or Hessian products of a layer that exact values take, or would take.
     """
 
@@ -92,7 +93,7 @@ class Sweep:
         self._budget = Budget.of(runner.model, options.memory)
         self.backend = ""
         self.by_hessian: set[str] = set()
-        self.exact_passes = 0
+        self.exact_passes = self.columns = 0
         if options.normalize:
             self._scales = normalize.feature_scales(runner, loss, options.nan_policy)
 
@@ -118,12 +119,19 @@ class Sweep:
         shard = self._runner.batches.shard
         if shard.ranks.alone:
             return
-        facts = {"hessian": dict.fromkeys(self.by_hessian, True), "passes": {str(self.exact_passes): True}}
+        facts = {"hessian": dict.fromkeys(self.by_hessian, True)}
+        facts |= {"passes": {str(self.exact_passes): True}, "columns": {str(self.columns): True}}
         united = shard.united("how values came about", facts | self._heads.facts())
         self.by_hessian.update(united["hessian"])
-        self.exact_passes = max(map(int, united["passes"]))
+        self.exact_passes, self.columns = (max(map(int, united[what])) for what in ("passes", "columns"))
         self._heads.unite(united)
         self._make_forms()  # of layers that ran on other ranks alone
+
+    def draws(self, names: Sequence[str], quantity: str) -> bool:
+        """Return whether probes differ: one column alone is exact with any sign, and so are some values of heads."""
+        method = self.method(names, quantity)
+        several = method == "ggn" and self.columns > 1
+        return method == "hessian" or (several and not self._heads.agree(names, quantity))
 
     def method(self, names: Iterable[str], quantity: str) -> str:
         """Return how exact values of some layers came about: "head", "ggn" or "hessian"; of several ways the last."""
@@ -150,6 +158,9 @@ class Sweep:
         sent = cotangents.of_run(run, self._loss)
         heads, forms = self._heads.apart(run, sent, linear)
         draws = 1 if signs is None else len(signs.draws)
+        self.columns = max(self.columns, sent.passes)
+        if signs is not None:
+            self._heads.compare(run, sent, linear)
         places = self._runner.places
         values = torch.zeros(draws, len(places), len(self.quantities), run.samples, dtype=torch.float64, device="cpu")
         values = values.to(run.outputs.device)
@@ -161,7 +172,10 @@ class Sweep:
             values[0, places[name], : len(value)] += value
         if (forms or active) and by_directions is None:
             found = {name: values[:, places[name]] for name in {**forms, **active}}
-            self._add_cotangents(run, sent, signs, forms, active, found, parts)
+            self._add_cotangents(run, sent, signs if sent.passes > 1 else None, forms, active, found, parts)
+            if sent.passes == 1:
+                for name in found:
+                    values[1:, places[name]] = values[0, places[name]]
         for name, value in heads.items():
             values[:, places[name], self._heads.columns] = value
         self._add_hessian(run, signs, {name: values[:, places[name]] for name in nonlinear}, parts)

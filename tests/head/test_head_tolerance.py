@@ -238,17 +238,16 @@ def test_a_models_head():
     assert adaptive == exact  # of draws, which a head does not need
 
 
-def test_where_there_is_no_such_tolerance():
-    model, data = classifier(5, 6, 3), (torch.randn(8, 5), torch.arange(8) % 3)
-    for call in (
-        lambda: pf.relative_flatness(model, nn.CrossEntropyLoss(), data, "0", rtol=0.1),
-        lambda: pf.measure(model, nn.CrossEntropyLoss(), data, rtol=0.1, measures="sweep"),
-        lambda: pf.measure(model, nn.CrossEntropyLoss(), data, measures="weight_norm", rtol=0.1),
-    ):
-        with pytest.raises(
-            pf.errors.InputError, match=r"rtol=0.1 is for probes='adaptive', or for the relative flatness of a h"
-        ):
-            call()
+def test_elsewhere_it_is_a_standard_error():
+    """Of values of layers ``rtol`` alone means probes="adaptive"; what is not sampled stays as it is."""
+    model, data, loss = classifier(5, 6, 3), (torch.randn(40, 5), torch.arange(40) % 3), nn.CrossEntropyLoss()
+    alone, both = ({"rtol": 0.5}, {"rtol": 0.5, "probes": "adaptive"})
+    layer = [pf.relative_flatness(model, loss, data, "0", **how) for how in (alone, both)]
+    assert layer[0].value == layer[1].value
+    reports = [pf.measure(model, loss, data, measures=["trace", "weight_norm"], **how) for how in (alone, both)]
+    assert reports[0] == reports[1]
+    assert reports[0]["0", "trace"].method == "ggn-sampled"
+    assert reports[0]["0", "weight_norm"].exact
     for rtol in (-0.1, 1, math.nan):
         with pytest.raises(pf.errors.InputError, match=f"rtol={rtol}: a relative error from 0 to less than 1"):
             pf.head_flatness(torch.ones(2, 3), torch.ones(4, 3), rtol=rtol)

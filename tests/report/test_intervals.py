@@ -161,7 +161,7 @@ def test_every_sampled_estimate_has_an_interval(activation):
         for held in report.by_measure().values():
             for estimate in held.values():
                 low, high = estimate.interval()
-                if estimate.method == "head":  # it is exact there
+                if estimate.exact:  # at a head
                     assert (low, high, estimate.dof) == (estimate.value, estimate.value, None)
                     continue
                 assert low < estimate.value < high
@@ -182,9 +182,10 @@ def test_degrees_of_freedom_of_stages_are_the_first_one_s():
 def test_degrees_of_freedom_of_what_is_derived():
     model = classifier(5, 6, 3).double()
     report = pf.measure(model, LOSS, (X, Y), measures=["trace", "scaled_trace"], probes=2)
-    dofs = [report[layer, "trace"].dof for layer in report.layers]
-    assert [report[layer, "scaled_trace"].dof for layer in report.layers] == dofs
-    assert report["scaled_trace"].dof == min(dofs)
+    *first, head = ([report[layer, name].dof for name in ("trace", "scaled_trace")] for layer in report.layers)
+    assert head == [None, None]
+    assert all(trace == scaled for trace, scaled in first)
+    assert report["scaled_trace"].dof == min(trace for trace, _ in first)
     exact, other = sampled(stderr=None, exact=True), sampled(stderr=0.2, dof=4.0)
     assert together([exact, other, sampled(dof=7.0)]) == (pytest.approx(0.3), 4.0)
     assert together([other, sampled()]) == (pytest.approx(0.3), None)
