@@ -9,8 +9,8 @@ K (P, ρ), K Kᵀ the Gram matrix of its inputs φ_p, the layer's outputs move b
 In a basis U (r, d) of the rows, D = Uᵀ B, a quantity is ⟨C, U T Uᵀ⟩: for the rows of R, RᵀR = w wᵀ, the trace of that
 is relative flatness; for unit rows ⟨w wᵀ, T⟩ is, and the trace of T is the trace.
 
-- Exact: B the unit vectors, r products for a layer of one position, r min(P, m) for P.
-- Sampled: B random signs, which gives ⟨C, U T Uᵀ⟩ in the mean: E⟨wU, H(wU)⟩ for U of uncorrelated entries.
+Exact, B are the unit vectors: r products for a layer of one position, r min(P, m) for P. Sampled values are in
+:mod:`.probes`.
 
 Where the input of a call depends on the output of another (a recurrence) the outputs' second derivatives are not all
 there is: D is put into the layer itself, with V the unit vectors, which takes r m products.
@@ -42,6 +42,9 @@ from .entries import Directions, Entries, tells_all
 
 Value = Callable[[Tensor, Any], Tensor]
 """A number of a run's (outputs, targets), with a graph, which is a sum over samples: :meth:`.Loss.value`."""
+
+Probe = tuple[Tensor, dict[str, Tensor]]
+"""See :meth:`BlockTraces.probes`."""
 
 _MOST_POSITIONS = 256  # for which a sampled value takes an eigendecomposition for every sample
 _RANK = 1e-13  # an eigenvalue below so much of the largest is rounding
@@ -77,6 +80,9 @@ class BlockTraces:
         gradients: of it, from :func:`gradients`, of this layer's calls.
         quantities: names of :data:`.contractions.quantities.QUANTITIES`; none: for T itself.
         most: ``max_passes=`` of the user.
+
+    Attributes:
+        in_weight: whether second derivatives are taken in the weight itself, in a run of the layer's own.
     """
 
     def __init__(
@@ -100,8 +106,8 @@ class BlockTraces:
         if tells_all(quantities):
             self._everything = Entries(self._weight, form.kernel_elements, quantities, whole)
         calls, self._columns = run.calls(form.name), self._weight.shape[2]  # directions of a sample's inputs
-        self._in_weight = form.by_weight or linearity.feeds_itself(calls)
-        if not self._in_weight:
+        self.in_weight = form.by_weight or linearity.feeds_itself(calls)
+        if not self.in_weight:
             outputs = [call.output for call in calls]  # of their shapes alone
             self._columns = min(form.rows(run, outputs).shape[2], self._columns)
 
@@ -121,7 +127,7 @@ class BlockTraces:
         """
         total = self._weight.new_zeros(len(self._traced), self._run.samples, dtype=torch.float64)
         self._check_affordable()
-        with self._directions() as directions:
+        with self.directions() as directions:
             if self._everything is not None:
                 return self._on_all_columns(self._everything.exact(directions, self._run.samples))
             if self._traced:
@@ -140,7 +146,7 @@ class BlockTraces:
         total = self._weight.new_zeros(groups * d, d, dtype=torch.float64)
         traces = self._weight.new_zeros(len(kept), dtype=torch.float64)
         self._check_affordable()
-        with self._directions() as directions:
+        with self.directions() as directions:
             scale = kept.new_ones(len(kept), groups) if directions.scale is None else directions.scale
             for place, column, units in self._units(directions):
                 k, group = torch.arange(len(place), device=place.device), place // d
@@ -149,19 +155,26 @@ class BlockTraces:
                 traces += row[k, :, place % d].sum(dim=0)
         return total.view(groups, d, d), traces
 
-    def sampled(self, signs: Signs, stream: int) -> Tensor:
-        """Return sampled values, (draws, quantities, n) float64, each with the exact value for its mean."""
-        size, draws, parts = (len(self._weight), self._basis.size), signs.draws, []
-        with self._directions(sampled=True) as directions:
-            for start in range(0, len(draws), directions.batch):
-                some = Signs(signs.seed, draws[start : start + directions.batch])
-                drawn = some(stream, self._run.numbers, directions.columns, *size)  # fewer columns, the same signs
-                traced = self._read(directions, drawn.transpose(2, 3).to(self._weight.dtype))
-                entries = self._entries.sampled(
-                    directions, some, stream, self._run.numbers, self._form.columns(self._run)
-                )
-                parts.append(self._in_order(traced, entries))
-        return torch.cat(parts, dim=1).transpose(0, 1)
+    def probes(self, directions: Directions, signs: Signs, stream: int) -> list[Probe]:
+        """Return random changes v of the layer's outputs, (draws, n, G, P, d), and what is read off H v.
+
+        That is, by quantity, the u with ⟨u, H v⟩ = the quantity in the mean.
+        """
+        numbers, size, found = self._run.numbers, (len(self._weight), self._basis.size), []
+        if self._traced:
+            drawn = signs(stream, numbers, directions.columns, *size)  # fewer columns, the same signs
+            drawn = drawn.transpose(2, 3).to(self._weight.dtype)
+            change = directions.changes(self._basis.directions(drawn))
+            read = {}
+            for name, readout in zip(self._traced, self._basis.readouts, strict=True):
+                along = drawn if readout is None else product(drawn, readout.to(drawn.dtype))
+                read[name] = change if readout is None else directions.changes(self._basis.directions(along))
+            found.append((change, read))
+        if len(self._traced) < len(self._quantities):
+            (name,) = set(self._quantities).difference(self._traced)
+            change = self._entries.probe(directions, signs, stream, numbers, self._form.columns(self._run))
+            found.append((change, {name: change}))
+        return found
 
     def _in_order(self, traced: Tensor, entries: Tensor) -> Tensor:
         """Return the values of block traces and the others in the order in which the quantities were given."""
@@ -214,17 +227,17 @@ class BlockTraces:
         rows = f"{self.products // self._columns} rows of its weight x {self._columns} directions of a sample's inputs"
         listed = f" ({rows})" if len(self._traced) == len(self._quantities) else ""
         what = f"layer {self._form.name!r}: its exact Hessian value takes {self.products} Hessian products{listed}"
-        with self._directions(sampled=True) as directions:
+        with self.directions(sampled=True) as directions:
             zeros = self._weight.new_zeros(1, 1, groups, directions.columns, d)
             one = partial(directions.products, zeros)
             check_passes(self.products, self._most, what, one, self._run.samples, by_hessian=True)
 
-    def _directions(self, *, sampled: bool = False) -> contextlib.AbstractContextManager[Directions]:
-        return self._of_weight() if self._in_weight else self._of_outputs(sampled)
+    def directions(self, *, sampled: bool = False) -> contextlib.AbstractContextManager[Directions]:
+        """Return a context with the directions of the layer's weight, for exact or sampled values."""
+        return self._of_weight() if self.in_weight else contextlib.nullcontext(self._of_outputs(sampled))
 
-    @contextlib.contextmanager
-    def _of_outputs(self, sampled: bool) -> Iterator[Directions]:
-        """Yield directions of the layer's outputs."""
+    def _of_outputs(self, sampled: bool) -> Directions:
+        """Return directions of the layer's outputs."""
         run, form, calls = self._run, self._form, self._run.calls(self._form.name)
         patches = form.patches(run)
         if sampled and form.columns(run) is not None:  # the run's columns change with the samples beside
@@ -233,28 +246,19 @@ class BlockTraces:
             span = _spanning(patches, _MOST_POSITIONS if sampled else patches.shape[2])
         with torch.enable_grad():
             gradient = form.rows(run, self._gradients)
-        second = derivatives(gradient, [call.edge for call in calls])
-        single = span.shape[2] == span.shape[3] == 1  # then K is a number, by which the rest can be multiplied
 
-        def products(directions: Tensor) -> Tensor:
-            if single:
-                return by_rows(directions.expand(-1, run.samples, -1, -1, -1))
-            return product(span.mT, by_rows(product(span, directions)))
-
-        def by_rows(changes: Tensor) -> Tensor:
-            found = second(changes)
+        def rows(found: Sequence[Tensor | None], count: int) -> Tensor:
             if all(part is None for part in found):
-                return torch.zeros_like(changes)
+                return torch.zeros_like(gradient).expand(count, *gradient.shape)
             filled = [
-                changes.new_zeros(len(changes), *call.output.shape) if part is None else part
+                gradient.new_zeros(count, *call.output.shape) if part is None else part
                 for part, call in zip(found, calls, strict=True)
             ]
-            rows: Tensor = torch.func.vmap(lambda *gradients: form.rows(run, gradients))(*filled)
-            return rows
+            laid_out: Tensor = torch.func.vmap(lambda *gradients: form.rows(run, gradients))(*filled)
+            return laid_out
 
-        scale = span[:, :, 0, 0].double().square() if single else None
-        size = gradient.numel() * gradient.element_size()
-        yield Directions(span.shape[3], size, products, patches, by_rows, scale)
+        edges = [call.edge for call in calls]
+        return Directions(span, patches, gradient, edges, derivatives(gradient, edges), rows)
 
     @contextlib.contextmanager
     def _of_weight(self) -> Iterator[Directions]:
@@ -271,10 +275,9 @@ class BlockTraces:
             assert inputs is not None
             return output + form.changed(run, kind, inputs, output, added)
 
-        def products(directions: Tensor) -> Tensor:
-            directions = directions.expand(-1, run.samples, -1, -1, -1)
-            (found,) = second(directions)
-            return torch.zeros_like(directions) if found is None else found
+        def rows(found: Sequence[Tensor | None], count: int) -> Tensor:
+            (part,) = found
+            return torch.zeros_like(added).expand(count, *added.shape) if part is None else part
 
         handle = self._module.register_forward_hook(add, with_kwargs=True, prepend=True)
         try:  # until all products are done: activation checkpointing calls the layer again in them
@@ -282,10 +285,8 @@ class BlockTraces:
             with torch.enable_grad():
                 value = self._value(outputs, targets)
                 (gradient,) = torch.autograd.grad(value, added, create_graph=True)
-            second = derivatives(gradient, [added])
-            size = added.numel() * added.element_size()
             units = torch.eye(columns, dtype=added.dtype, device=added.device).expand(1, groups, -1, -1)
-            yield Directions(columns, size, products, units, products)
+            yield Directions(None, units, gradient, [added], derivatives(gradient, [added]), rows)
         finally:
             handle.remove()
 

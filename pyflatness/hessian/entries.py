@@ -12,6 +12,7 @@ With the second derivatives H_z of a sample's loss in the layer's outputs z_p = 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,25 +30,57 @@ class Directions:
     """Represent the directions in which a layer's weight can be varied, at the samples of a run.
 
     Attributes:
-        columns: ρ.
-        bytes: of one direction, for all samples.
-        products: D (k, n or 1, G, ρ, d) -> H D, (k, n, G, ρ, d).
+        span: K (n, G, P, ρ), with which D varies the outputs by K D; None: the identity.
         patches: φ_p of each sample, (n or 1, G, P, m).
-        by_position: directions of z_p = w φ_p, (k, n, G, P, d) -> the Hessian in z times them.
-        scale: (n, G), what H is to be multiplied by; or None.
+        gradient: of the value in the outputs z_p = w φ_p, (n, G, P, d), with its graph.
+        inputs: those in which it is differentiated.
+        second: directions (k, n, G, P, d) of the gradient -> derivatives along them in each of the inputs.
+        rows: these (k, …), None without, as (k, n, G, P, d).
     """
 
-    columns: int
-    bytes: int
-    products: Callable[[Tensor], Tensor]
+    span: Tensor | None
     patches: Tensor
-    by_position: Callable[[Tensor], Tensor]
-    scale: Tensor | None = None
+    gradient: Tensor
+    inputs: Sequence[Any]
+    second: Callable[[Tensor], list[Tensor | None]]
+    rows: Callable[[Sequence[Tensor | None], int], Tensor]
+
+    @property
+    def columns(self) -> int:
+        """Return ρ."""
+        return self.gradient.shape[2] if self.span is None else self.span.shape[3]
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of one direction, for all samples."""
+        return self.gradient.numel() * self.gradient.element_size()
 
     @property
     def batch(self) -> int:
         """Return how many directions to take at a time."""
         return batch_of(self.bytes)
+
+    @property
+    def scale(self) -> Tensor | None:
+        """Return what :meth:`products` are to be multiplied by, (n, G), where K is a number; or None."""
+        if self.span is None or self.span.shape[2:] != (1, 1):
+            return None
+        return self.span[:, :, 0, 0].double().square()
+
+    def changes(self, directions: Tensor) -> Tensor:
+        """Return how directions D (k, n or 1, G, ρ, d) vary the outputs, (k, n or 1, G, P, d)."""
+        return directions if self.span is None else product(self.span, directions)
+
+    def products(self, directions: Tensor) -> Tensor:
+        """Return H D of directions D (k, n or 1, G, ρ, d), (k, n, G, ρ, d)."""
+        if self.span is None or self.scale is not None:
+            return self.by_position(directions)
+        return product(self.span.mT, self.by_position(self.changes(directions)))
+
+    def by_position(self, changes: Tensor) -> Tensor:
+        """Return the Hessian in the outputs times changes of these, (k, n or 1, G, P, d) -> (k, n, G, P, d)."""
+        changes = changes.expand(-1, *self.gradient.shape)
+        return self.rows(self.second(changes), len(changes))
 
 
 class Entries:
@@ -82,10 +115,10 @@ class Entries:
         parts = {name: self._forms(directions, samples, neurons) for name, neurons in self._neurons.items()}
         return Contribution(self._values({name: part.sum(dim=1) for name, part in parts.items()}, samples), parts)
 
-    def sampled(
+    def probe(
         self, directions: Directions, signs: Signs, stream: int, samples: Tensor, columns: Tensor | None
     ) -> Tensor:
-        """Return |w ∘ M|², the one quantity of these that can be sampled, (1, draws, n); (0, draws, n) without it.
+        """Return changes v of the outputs with ⟨v, H v⟩ = |w ∘ M|² in the mean, (draws, n, G, P, d).
 
         Args:
             directions: of the weight.
@@ -95,16 +128,12 @@ class Entries:
             columns: of the whole weight, which this one has; None: all.
         """
         groups, d, m = self._weight.shape
-        if not self._rows:
-            return self._weight.new_zeros(0, len(signs.draws), len(samples), dtype=torch.float64)
         a = signs(stream, samples, groups, 1, d).to(self._weight.dtype)
         if columns is None:
             b = signs(stream + _OF_COLUMNS, samples, groups, 1, m).to(self._weight.dtype)
         else:
             b = signs.at(stream + _OF_COLUMNS, samples, columns)[:, :, None, None].to(self._weight.dtype)
-        changes = a * product(b * directions.patches, self._weight.mT)
-        products = directions.by_position(changes)
-        return (changes * products).sum(dim=(2, 3, 4), dtype=torch.float64).unsqueeze(0)
+        return a * product(b * directions.patches, self._weight.mT)
 
     def _off_units(self, directions: Directions, samples: int) -> Contribution:
         """Return all quantities, read off the same products."""
