@@ -19,6 +19,7 @@ Quantities that are not of T are in :mod:`.entries`, and those of T beside them,
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,13 +39,10 @@ from ..passes.layer_form import LayerForm
 from ..passes.limit import check_passes
 from ..passes.linear_map import LinearMap
 from ..passes.runner import Run
-from .entries import Directions, Entries, tells_all
+from .entries import Directions, Entries, Varied, tells_all
 
 Value = Callable[[Tensor, Any], Tensor]
 """A number of a run's (outputs, targets), with a graph, which is a sum over samples: :meth:`.Loss.value`."""
-
-Probe = tuple[Tensor, dict[str, Tensor]]
-"""See :meth:`BlockTraces.probes`."""
 
 _MOST_POSITIONS = 256  # for which a sampled value takes an eigendecomposition for every sample
 _RANK = 1e-13  # an eigenvalue below so much of the largest is rounding
@@ -127,7 +125,7 @@ class BlockTraces:
         """
         total = self._weight.new_zeros(len(self._traced), self._run.samples, dtype=torch.float64)
         self._check_affordable()
-        with self.directions() as directions:
+        with self._directions() as directions:
             if self._everything is not None:
                 return self._on_all_columns(self._everything.exact(directions, self._run.samples))
             if self._traced:
@@ -146,7 +144,7 @@ class BlockTraces:
         total = self._weight.new_zeros(groups * d, d, dtype=torch.float64)
         traces = self._weight.new_zeros(len(kept), dtype=torch.float64)
         self._check_affordable()
-        with self.directions() as directions:
+        with self._directions() as directions:
             scale = kept.new_ones(len(kept), groups) if directions.scale is None else directions.scale
             for place, column, units in self._units(directions):
                 k, group = torch.arange(len(place), device=place.device), place // d
@@ -155,26 +153,20 @@ class BlockTraces:
                 traces += row[k, :, place % d].sum(dim=0)
         return total.view(groups, d, d), traces
 
-    def probes(self, directions: Directions, signs: Signs, stream: int) -> list[Probe]:
-        """Return random changes v of the layer's outputs, (draws, n, G, P, d), and what is read off H v.
+    def probe(self, quantity: str, signs: Signs, stream: int) -> Tensor:
+        """Return random changes v of the layer's outputs, (draws, n, G, P, d): E⟨v, H v⟩ is the quantity.
 
-        That is, by quantity, the u with ⟨u, H v⟩ = the quantity in the mean.
+        They belong to the sample alone, whatever others are in the run.
         """
-        numbers, size, found = self._run.numbers, (len(self._weight), self._basis.size), []
-        if self._traced:
-            drawn = signs(stream, numbers, directions.columns, *size)  # fewer columns, the same signs
-            drawn = drawn.transpose(2, 3).to(self._weight.dtype)
-            change = directions.changes(self._basis.directions(drawn))
-            read = {}
-            for name, readout in zip(self._traced, self._basis.readouts, strict=True):
-                along = drawn if readout is None else product(drawn, readout.to(drawn.dtype))
-                read[name] = change if readout is None else directions.changes(self._basis.directions(along))
-            found.append((change, read))
-        if len(self._traced) < len(self._quantities):
-            (name,) = set(self._quantities).difference(self._traced)
-            change = self._entries.probe(directions, signs, stream, numbers, self._form.columns(self._run))
-            found.append((change, {name: change}))
-        return found
+        numbers, row = self._run.numbers, QUANTITIES[quantity]
+        if not row.of_block_trace:
+            return self._entries.probe(self._patches(), signs, stream, numbers, self._form.columns(self._run))
+        span = self._patches() if self._few_columns is None else self._few_columns
+        rows = self._form.factor(self._run) if row.gram_factor else None
+        groups, size = len(self._weight), self._weight.shape[1] if rows is None else rows.shape[1]
+        drawn = signs(stream, numbers, span.shape[3], groups, size)  # fewer columns, the same signs
+        drawn = drawn.transpose(2, 3).to(self._weight.dtype)
+        return product(span, drawn if rows is None else product(drawn, rows.to(drawn.dtype)))
 
     def _in_order(self, traced: Tensor, entries: Tensor) -> Tensor:
         """Return the values of block traces and the others in the order in which the quantities were given."""
@@ -227,29 +219,51 @@ class BlockTraces:
         rows = f"{self.products // self._columns} rows of its weight x {self._columns} directions of a sample's inputs"
         listed = f" ({rows})" if len(self._traced) == len(self._quantities) else ""
         what = f"layer {self._form.name!r}: its exact Hessian value takes {self.products} Hessian products{listed}"
-        with self.directions(sampled=True) as directions:
+        with self._directions(few=False) as directions:
             zeros = self._weight.new_zeros(1, 1, groups, directions.columns, d)
             one = partial(directions.products, zeros)
             check_passes(self.products, self._most, what, one, self._run.samples, by_hessian=True)
 
-    def directions(self, *, sampled: bool = False) -> contextlib.AbstractContextManager[Directions]:
-        """Return a context with the directions of the layer's weight, for exact or sampled values."""
-        return self._of_weight() if self.in_weight else contextlib.nullcontext(self._of_outputs(sampled))
+    def varied(self) -> contextlib.AbstractContextManager[Varied]:
+        """Return a context with what varies with the weight."""
+        return self._in_every_call() if self.in_weight else contextlib.nullcontext(self._outputs())
 
-    def _of_outputs(self, sampled: bool) -> Directions:
-        """Return directions of the layer's outputs."""
+    @contextlib.contextmanager
+    def _directions(self, *, few: bool = True) -> Iterator[Directions]:
+        """Yield the directions of the layer's weight; as few as there can be, which takes eigenvectors, or all."""
+        patches, span = self._patches(), None
+        if not self.in_weight:
+            span = _spanning(patches, patches.shape[2]) if few else patches
+        with self.varied() as varied:
+            yield Directions(span, patches, varied, derivatives(varied.gradient, varied.inputs))
+
+    def _patches(self) -> Tensor:
+        """Return φ by position, (n or 1, G, P, m), which may be large; the unit vectors of the weight's own changes."""
+        if not self.in_weight:
+            return self._form.patches(self._run)
+        groups, _, columns = self._weight.shape
+        units = torch.eye(columns, dtype=self._weight.dtype, device=self._weight.device)
+        return units.expand(1, groups, -1, -1)
+
+    @functools.cached_property
+    def _few_columns(self) -> Tensor | None:
+        """Return K for sampled values, where it is not φ itself."""
+        if self.in_weight:
+            return None
+        patches = self._patches()
+        by_token = self._form.columns(self._run) is not None  # the run's columns change with the samples beside
+        span = _by_token(patches) if by_token else _spanning(patches, _MOST_POSITIONS)
+        return None if span is patches else span
+
+    def _outputs(self) -> Varied:
+        """Return the outputs of the layer's calls."""
         run, form, calls = self._run, self._form, self._run.calls(self._form.name)
-        patches = form.patches(run)
-        if sampled and form.columns(run) is not None:  # the run's columns change with the samples beside
-            span = _by_token(patches)
-        else:
-            span = _spanning(patches, _MOST_POSITIONS if sampled else patches.shape[2])
         with torch.enable_grad():
             gradient = form.rows(run, self._gradients)
 
         def rows(found: Sequence[Tensor | None], count: int) -> Tensor:
             if all(part is None for part in found):
-                return torch.zeros_like(gradient).expand(count, *gradient.shape)
+                return gradient.new_zeros(count, *gradient.shape)
             filled = [
                 gradient.new_zeros(count, *call.output.shape) if part is None else part
                 for part, call in zip(found, calls, strict=True)
@@ -257,12 +271,11 @@ class BlockTraces:
             laid_out: Tensor = torch.func.vmap(lambda *gradients: form.rows(run, gradients))(*filled)
             return laid_out
 
-        edges = [call.edge for call in calls]
-        return Directions(span, patches, gradient, edges, derivatives(gradient, edges), rows)
+        return Varied(gradient, [call.edge for call in calls], rows)
 
     @contextlib.contextmanager
-    def _of_weight(self) -> Iterator[Directions]:
-        """Yield directions of the weight in every call of the layer, per sample."""
+    def _in_every_call(self) -> Iterator[Varied]:
+        """Yield changes of the weight in every call of the layer, per sample."""
         run, form = self._run, self._form
         groups, d, columns = self._weight.shape
         added = self._weight.new_zeros(run.samples, groups, columns, d).requires_grad_()
@@ -277,7 +290,7 @@ class BlockTraces:
 
         def rows(found: Sequence[Tensor | None], count: int) -> Tensor:
             (part,) = found
-            return torch.zeros_like(added).expand(count, *added.shape) if part is None else part
+            return added.new_zeros(count, *added.shape) if part is None else part
 
         handle = self._module.register_forward_hook(add, with_kwargs=True, prepend=True)
         try:  # until all products are done: activation checkpointing calls the layer again in them
@@ -285,8 +298,7 @@ class BlockTraces:
             with torch.enable_grad():
                 value = self._value(outputs, targets)
                 (gradient,) = torch.autograd.grad(value, added, create_graph=True)
-            units = torch.eye(columns, dtype=added.dtype, device=added.device).expand(1, groups, -1, -1)
-            yield Directions(None, units, gradient, [added], derivatives(gradient, [added]), rows)
+            yield Varied(gradient, [added], rows)
         finally:
             handle.remove()
 

@@ -26,39 +26,45 @@ _BATCH = 2**22  # bytes of directions that go through the graph in one backward 
 
 
 @dataclass(frozen=True)
+class Varied:
+    """Hold what varies with a layer's weight, at the samples of a run: its outputs, or its weight for each sample.
+
+    Attributes:
+        gradient: of the value in the outputs z_p = w φ_p, (n, G, P, d), with its graph.
+        inputs: in which it is differentiated.
+        rows: derivatives (k, …) in each of these, None without, and k -> the same as (k, n, G, P, d).
+    """
+
+    gradient: Tensor
+    inputs: Sequence[Any]
+    rows: Callable[[Sequence[Tensor | None], int], Tensor]
+
+
+@dataclass(frozen=True)
 class Directions:
     """Represent the directions in which a layer's weight can be varied, at the samples of a run.
 
     Attributes:
         span: K (n, G, P, ρ), with which D varies the outputs by K D; None: the identity.
         patches: φ_p of each sample, (n or 1, G, P, m).
-        gradient: of the value in the outputs z_p = w φ_p, (n, G, P, d), with its graph.
-        inputs: those in which it is differentiated.
-        second: directions (k, n, G, P, d) of the gradient -> derivatives along them in each of the inputs.
-        rows: these (k, …), None without, as (k, n, G, P, d).
+        varied: the outputs.
+        second: changes (k, n, G, P, d) -> derivatives of the gradient along them in each input.
     """
 
     span: Tensor | None
     patches: Tensor
-    gradient: Tensor
-    inputs: Sequence[Any]
+    varied: Varied
     second: Callable[[Tensor], list[Tensor | None]]
-    rows: Callable[[Sequence[Tensor | None], int], Tensor]
 
     @property
     def columns(self) -> int:
         """Return ρ."""
-        return self.gradient.shape[2] if self.span is None else self.span.shape[3]
-
-    @property
-    def bytes(self) -> int:
-        """Return the bytes of one direction, for all samples."""
-        return self.gradient.numel() * self.gradient.element_size()
+        return self.varied.gradient.shape[2] if self.span is None else self.span.shape[3]
 
     @property
     def batch(self) -> int:
         """Return how many directions to take at a time."""
-        return batch_of(self.bytes)
+        return batch_of(self.varied.gradient.numel() * self.varied.gradient.element_size())
 
     @property
     def scale(self) -> Tensor | None:
@@ -67,20 +73,15 @@ class Directions:
             return None
         return self.span[:, :, 0, 0].double().square()
 
-    def changes(self, directions: Tensor) -> Tensor:
-        """Return how directions D (k, n or 1, G, ρ, d) vary the outputs, (k, n or 1, G, P, d)."""
-        return directions if self.span is None else product(self.span, directions)
-
     def products(self, directions: Tensor) -> Tensor:
         """Return H D of directions D (k, n or 1, G, ρ, d), (k, n, G, ρ, d)."""
         if self.span is None or self.scale is not None:
             return self.by_position(directions)
-        return product(self.span.mT, self.by_position(self.changes(directions)))
+        return product(self.span.mT, self.by_position(product(self.span, directions)))
 
     def by_position(self, changes: Tensor) -> Tensor:
         """Return the Hessian in the outputs times changes of these, (k, n or 1, G, P, d) -> (k, n, G, P, d)."""
-        changes = changes.expand(-1, *self.gradient.shape)
-        return self.rows(self.second(changes), len(changes))
+        return self.varied.rows(self.second(changes.expand(-1, *self.varied.gradient.shape)), len(changes))
 
 
 class Entries:
@@ -115,13 +116,11 @@ class Entries:
         parts = {name: self._forms(directions, samples, neurons) for name, neurons in self._neurons.items()}
         return Contribution(self._values({name: part.sum(dim=1) for name, part in parts.items()}, samples), parts)
 
-    def probe(
-        self, directions: Directions, signs: Signs, stream: int, samples: Tensor, columns: Tensor | None
-    ) -> Tensor:
+    def probe(self, patches: Tensor, signs: Signs, stream: int, samples: Tensor, columns: Tensor | None) -> Tensor:
         """Return changes v of the outputs with ⟨v, H v⟩ = |w ∘ M|² in the mean, (draws, n, G, P, d).
 
         Args:
-            directions: of the weight.
+            patches: φ_p of each sample, (n or 1, G, P, m).
             signs: of the draws.
             stream: of the layer.
             samples: their numbers.
@@ -133,7 +132,7 @@ class Entries:
             b = signs(stream + _OF_COLUMNS, samples, groups, 1, m).to(self._weight.dtype)
         else:
             b = signs.at(stream + _OF_COLUMNS, samples, columns)[:, :, None, None].to(self._weight.dtype)
-        return a * product(b * directions.patches, self._weight.mT)
+        return a * product(b * patches, self._weight.mT)
 
     def _off_units(self, directions: Directions, samples: int) -> Contribution:
         """Return all quantities, read off the same products."""

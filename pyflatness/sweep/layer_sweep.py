@@ -288,7 +288,8 @@ class Sweep:
                 _add(parts, name, contribution)
                 yield name, contribution.values.unsqueeze(0)
             return
-        for group in probes.groups(traces, self._runner.places):
+        alone = [[name] for name, each in traces.items() if each.in_weight]  # by a run of its own, which shares nothing
+        for group in filter(None, ([name for name in traces if [name] not in alone], *alone)):
             streams = [self._stream(name) for name in group]
             values = probes.sampled([traces[name] for name in group], streams, self._of_weights, signs)
             yield from zip(group, values.unbind(1), strict=True)
