@@ -1,14 +1,16 @@
 """Draw the profile of a language model over its depth: relative flatness of every layer, with standard errors.
 
-Run from the project's root: ``python benchmarks/depth.py FIGURE.png [--probes K] [--stories N]``, or ``--exact`` for
-the figure, which holds sampled values of all layers against exact ones on one token of each story. The model is the
-story-telling Llama of 260,000 weights in ``../shared/models``, the data stories that were sampled from it. The GGN
-value is sampled by K probes of each story, all layers by one backward pass a probe, and the head is exact. Needs
-transformers and matplotlib.
+Run from the project's root: ``python benchmarks/depth.py FIGURE.png [--probes K] [--stories N]``. In place of the
+figure ``--exact`` holds sampled values of all layers against exact ones on one token of each story, and ``--hessian``
+says what Hessian values of all layers cost and give. The model is the story-telling Llama of 260,000 weights in
+``../shared/models``, the data stories that were sampled from it. The GGN value is sampled by K probes of each story,
+all layers by one backward pass a probe, and the head is exact; the rest of the Hessian by products that layers share.
+Needs transformers and matplotlib.
 """
 
 import argparse
 import re
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,6 +81,20 @@ def compared(count: int, probes: int) -> Iterator[str]:
     yield f"all: max |z| {z.abs().max():.2f}, mean z² {z.square().mean():.2f}, median |z| {z.abs().median():.2f}"
 
 
+def by_hessian(count: int, probes: int) -> Iterator[str]:
+    """Yield lines on Hessian values of all layers on some stories: what they cost and give."""
+    network, data = model(), [{"input_ids": stories(count)}]
+    start = time.process_time()
+    report = pf.measure(network, data=data, probes=probes)
+    seconds = time.process_time() - start
+    yield f"{count} stories, {len(report.layers)} layers, {probes} probes: {seconds:.1f} s of CPU"
+    for measure, found in report.by_measure().items():
+        errors = {name: 100 * each.stderr / abs(each.value) for name, each in found.items() if not each.exact}
+        of_network = errors.pop("")
+        middle = statistics.median(errors.values())
+        yield f"{measure}: network {found[''].value:.0f} ± {of_network:.1f} %, layers ± {middle:.0f} % in the median"
+
+
 def drawn(report: pf.results.Report, path: Path) -> None:
     """Write a figure of layers by kind over depth."""
     matplotlib.use("Agg")
@@ -103,11 +119,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("figure", type=Path, nargs="?")
     parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--hessian", action="store_true")
     parser.add_argument("--probes", type=int, default=8)
     parser.add_argument("--stories", type=int, default=256)
     arguments = parser.parse_args()
-    if arguments.exact:
-        for line in compared(arguments.stories, arguments.probes):
+    if arguments.exact or arguments.hessian:
+        for line in (by_hessian if arguments.hessian else compared)(arguments.stories, arguments.probes):
             print(line, flush=True)
     if arguments.figure is None:
         return

@@ -9,8 +9,8 @@ K (P, ρ), K Kᵀ the Gram matrix of its inputs φ_p, the layer's outputs move b
 In a basis U (r, d) of the rows, D = Uᵀ B, a quantity is ⟨C, U T Uᵀ⟩: for the rows of R, RᵀR = w wᵀ, the trace of that
 is relative flatness; for unit rows ⟨w wᵀ, T⟩ is, and the trace of T is the trace.
 
-- Exact: B the unit vectors, r products for a layer of one position, r min(P, m) for P.
-- Sampled: B random signs, which gives ⟨C, U T Uᵀ⟩ in the mean: E⟨wU, H(wU)⟩ for U of uncorrelated entries.
+Exact, B are the unit vectors: r products for a layer of one position, r min(P, m) for P. Sampled values are in
+:mod:`.probes`.
 
 Where the input of a call depends on the output of another (a recurrence) the outputs' second derivatives are not all
 there is: D is put into the layer itself, with V the unit vectors, which takes r m products.
@@ -19,6 +19,7 @@ Quantities that are not of T are in :mod:`.entries`, and those of T beside them,
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +39,7 @@ from ..passes.layer_form import LayerForm
 from ..passes.limit import check_passes
 from ..passes.linear_map import LinearMap
 from ..passes.runner import Run
-from .entries import Directions, Entries, tells_all
+from .entries import Directions, Entries, Varied, tells_all
 
 Value = Callable[[Tensor, Any], Tensor]
 """A number of a run's (outputs, targets), with a graph, which is a sum over samples: :meth:`.Loss.value`."""
@@ -77,6 +78,9 @@ class BlockTraces:
         gradients: of it, from :func:`gradients`, of this layer's calls.
         quantities: names of :data:`.contractions.quantities.QUANTITIES`; none: for T itself.
         most: ``max_passes=`` of the user.
+
+    Attributes:
+        in_weight: whether second derivatives are taken in the weight itself, in a run of the layer's own.
     """
 
     def __init__(
@@ -100,8 +104,8 @@ class BlockTraces:
         if tells_all(quantities):
             self._everything = Entries(self._weight, form.kernel_elements, quantities, whole)
         calls, self._columns = run.calls(form.name), self._weight.shape[2]  # directions of a sample's inputs
-        self._in_weight = form.by_weight or linearity.feeds_itself(calls)
-        if not self._in_weight:
+        self.in_weight = form.by_weight or linearity.feeds_itself(calls)
+        if not self.in_weight:
             outputs = [call.output for call in calls]  # of their shapes alone
             self._columns = min(form.rows(run, outputs).shape[2], self._columns)
 
@@ -149,19 +153,20 @@ class BlockTraces:
                 traces += row[k, :, place % d].sum(dim=0)
         return total.view(groups, d, d), traces
 
-    def sampled(self, signs: Signs, stream: int) -> Tensor:
-        """Return sampled values, (draws, quantities, n) float64, each with the exact value for its mean."""
-        size, draws, parts = (len(self._weight), self._basis.size), signs.draws, []
-        with self._directions(sampled=True) as directions:
-            for start in range(0, len(draws), directions.batch):
-                some = Signs(signs.seed, draws[start : start + directions.batch])
-                drawn = some(stream, self._run.numbers, directions.columns, *size)  # fewer columns, the same signs
-                traced = self._read(directions, drawn.transpose(2, 3).to(self._weight.dtype))
-                entries = self._entries.sampled(
-                    directions, some, stream, self._run.numbers, self._form.columns(self._run)
-                )
-                parts.append(self._in_order(traced, entries))
-        return torch.cat(parts, dim=1).transpose(0, 1)
+    def probe(self, quantity: str, signs: Signs, stream: int) -> Tensor:
+        """Return random changes v of the layer's outputs, (draws, n, G, P, d): E⟨v, H v⟩ is the quantity.
+
+        They belong to the sample alone, whatever others are in the run.
+        """
+        numbers, row = self._run.numbers, QUANTITIES[quantity]
+        if not row.of_block_trace:
+            return self._entries.probe(self._patches(), signs, stream, numbers, self._form.columns(self._run))
+        span = self._patches() if self._few_columns is None else self._few_columns
+        rows = self._form.factor(self._run) if row.gram_factor else None
+        groups, size = len(self._weight), self._weight.shape[1] if rows is None else rows.shape[1]
+        drawn = signs(stream, numbers, span.shape[3], groups, size)  # fewer columns, the same signs
+        drawn = drawn.transpose(2, 3).to(self._weight.dtype)
+        return product(span, drawn if rows is None else product(drawn, rows.to(drawn.dtype)))
 
     def _in_order(self, traced: Tensor, entries: Tensor) -> Tensor:
         """Return the values of block traces and the others in the order in which the quantities were given."""
@@ -214,51 +219,63 @@ class BlockTraces:
         rows = f"{self.products // self._columns} rows of its weight x {self._columns} directions of a sample's inputs"
         listed = f" ({rows})" if len(self._traced) == len(self._quantities) else ""
         what = f"layer {self._form.name!r}: its exact Hessian value takes {self.products} Hessian products{listed}"
-        with self._directions(sampled=True) as directions:
+        with self._directions(few=False) as directions:
             zeros = self._weight.new_zeros(1, 1, groups, directions.columns, d)
             one = partial(directions.products, zeros)
             check_passes(self.products, self._most, what, one, self._run.samples, by_hessian=True)
 
-    def _directions(self, *, sampled: bool = False) -> contextlib.AbstractContextManager[Directions]:
-        return self._of_weight() if self._in_weight else self._of_outputs(sampled)
+    def varied(self) -> contextlib.AbstractContextManager[Varied]:
+        """Return a context with what varies with the weight."""
+        return self._in_every_call() if self.in_weight else contextlib.nullcontext(self._outputs())
 
     @contextlib.contextmanager
-    def _of_outputs(self, sampled: bool) -> Iterator[Directions]:
-        """Yield directions of the layer's outputs."""
+    def _directions(self, *, few: bool = True) -> Iterator[Directions]:
+        """Yield the directions of the layer's weight; as few as there can be, which takes eigenvectors, or all."""
+        patches, span = self._patches(), None
+        if not self.in_weight:
+            span = _spanning(patches, patches.shape[2]) if few else patches
+        with self.varied() as varied:
+            yield Directions(span, patches, varied, derivatives(varied.gradient, varied.inputs))
+
+    def _patches(self) -> Tensor:
+        """Return φ by position, (n or 1, G, P, m), which may be large; the unit vectors of the weight's own changes."""
+        if not self.in_weight:
+            return self._form.patches(self._run)
+        groups, _, columns = self._weight.shape
+        units = torch.eye(columns, dtype=self._weight.dtype, device=self._weight.device)
+        return units.expand(1, groups, -1, -1)
+
+    @functools.cached_property
+    def _few_columns(self) -> Tensor | None:
+        """Return K for sampled values, where it is not φ itself."""
+        if self.in_weight:
+            return None
+        patches = self._patches()
+        by_token = self._form.columns(self._run) is not None  # the run's columns change with the samples beside
+        span = _by_token(patches) if by_token else _spanning(patches, _MOST_POSITIONS)
+        return None if span is patches else span
+
+    def _outputs(self) -> Varied:
+        """Return the outputs of the layer's calls."""
         run, form, calls = self._run, self._form, self._run.calls(self._form.name)
-        patches = form.patches(run)
-        if sampled and form.columns(run) is not None:  # the run's columns change with the samples beside
-            span = _by_token(patches)
-        else:
-            span = _spanning(patches, _MOST_POSITIONS if sampled else patches.shape[2])
         with torch.enable_grad():
             gradient = form.rows(run, self._gradients)
-        second = derivatives(gradient, [call.edge for call in calls])
-        single = span.shape[2] == span.shape[3] == 1  # then K is a number, by which the rest can be multiplied
 
-        def products(directions: Tensor) -> Tensor:
-            if single:
-                return by_rows(directions.expand(-1, run.samples, -1, -1, -1))
-            return product(span.mT, by_rows(product(span, directions)))
-
-        def by_rows(changes: Tensor) -> Tensor:
-            found = second(changes)
+        def rows(found: Sequence[Tensor | None], count: int) -> Tensor:
             if all(part is None for part in found):
-                return torch.zeros_like(changes)
+                return gradient.new_zeros(count, *gradient.shape)
             filled = [
-                changes.new_zeros(len(changes), *call.output.shape) if part is None else part
+                gradient.new_zeros(count, *call.output.shape) if part is None else part
                 for part, call in zip(found, calls, strict=True)
             ]
-            rows: Tensor = torch.func.vmap(lambda *gradients: form.rows(run, gradients))(*filled)
-            return rows
+            laid_out: Tensor = torch.func.vmap(lambda *gradients: form.rows(run, gradients))(*filled)
+            return laid_out
 
-        scale = span[:, :, 0, 0].double().square() if single else None
-        size = gradient.numel() * gradient.element_size()
-        yield Directions(span.shape[3], size, products, patches, by_rows, scale)
+        return Varied(gradient, [call.edge for call in calls], rows)
 
     @contextlib.contextmanager
-    def _of_weight(self) -> Iterator[Directions]:
-        """Yield directions of the weight in every call of the layer, per sample."""
+    def _in_every_call(self) -> Iterator[Varied]:
+        """Yield changes of the weight in every call of the layer, per sample."""
         run, form = self._run, self._form
         groups, d, columns = self._weight.shape
         added = self._weight.new_zeros(run.samples, groups, columns, d).requires_grad_()
@@ -271,10 +288,9 @@ class BlockTraces:
             assert inputs is not None
             return output + form.changed(run, kind, inputs, output, added)
 
-        def products(directions: Tensor) -> Tensor:
-            directions = directions.expand(-1, run.samples, -1, -1, -1)
-            (found,) = second(directions)
-            return torch.zeros_like(directions) if found is None else found
+        def rows(found: Sequence[Tensor | None], count: int) -> Tensor:
+            (part,) = found
+            return added.new_zeros(count, *added.shape) if part is None else part
 
         handle = self._module.register_forward_hook(add, with_kwargs=True, prepend=True)
         try:  # until all products are done: activation checkpointing calls the layer again in them
@@ -282,10 +298,7 @@ class BlockTraces:
             with torch.enable_grad():
                 value = self._value(outputs, targets)
                 (gradient,) = torch.autograd.grad(value, added, create_graph=True)
-            second = derivatives(gradient, [added])
-            size = added.numel() * added.element_size()
-            units = torch.eye(columns, dtype=added.dtype, device=added.device).expand(1, groups, -1, -1)
-            yield Directions(columns, size, products, units, products)
+            yield Varied(gradient, [added], rows)
         finally:
             handle.remove()
 

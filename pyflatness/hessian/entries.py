@@ -12,6 +12,7 @@ With the second derivatives H_z of a sample's loss in the layer's outputs z_p = 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,29 +26,62 @@ _BATCH = 2**22  # bytes of directions that go through the graph in one backward 
 
 
 @dataclass(frozen=True)
+class Varied:
+    """Hold what varies with a layer's weight, at the samples of a run: its outputs, or its weight for each sample.
+
+    Attributes:
+        gradient: of the value in the outputs z_p = w φ_p, (n, G, P, d), with its graph.
+        inputs: in which it is differentiated.
+        rows: derivatives (k, …) in each of these, None without, and k -> the same as (k, n, G, P, d).
+    """
+
+    gradient: Tensor
+    inputs: Sequence[Any]
+    rows: Callable[[Sequence[Tensor | None], int], Tensor]
+
+
+@dataclass(frozen=True)
 class Directions:
     """Represent the directions in which a layer's weight can be varied, at the samples of a run.
 
     Attributes:
-        columns: ρ.
-        bytes: of one direction, for all samples.
-        products: D (k, n or 1, G, ρ, d) -> H D, (k, n, G, ρ, d).
+        span: K (n, G, P, ρ), with which D varies the outputs by K D; None: the identity.
         patches: φ_p of each sample, (n or 1, G, P, m).
-        by_position: directions of z_p = w φ_p, (k, n, G, P, d) -> the Hessian in z times them.
-        scale: (n, G), what H is to be multiplied by; or None.
+        varied: the outputs.
+        second: changes (k, n, G, P, d) -> derivatives of the gradient along them in each input.
     """
 
-    columns: int
-    bytes: int
-    products: Callable[[Tensor], Tensor]
+    span: Tensor | None
     patches: Tensor
-    by_position: Callable[[Tensor], Tensor]
-    scale: Tensor | None = None
+    varied: Varied
+    second: Callable[[Tensor], list[Tensor | None]]
+
+    @property
+    def columns(self) -> int:
+        """Return ρ."""
+        return self.varied.gradient.shape[2] if self.span is None else self.span.shape[3]
 
     @property
     def batch(self) -> int:
         """Return how many directions to take at a time."""
-        return batch_of(self.bytes)
+        return batch_of(self.varied.gradient.numel() * self.varied.gradient.element_size())
+
+    @property
+    def scale(self) -> Tensor | None:
+        """Return what :meth:`products` are to be multiplied by, (n, G), where K is a number; or None."""
+        if self.span is None or self.span.shape[2:] != (1, 1):
+            return None
+        return self.span[:, :, 0, 0].double().square()
+
+    def products(self, directions: Tensor) -> Tensor:
+        """Return H D of directions D (k, n or 1, G, ρ, d), (k, n, G, ρ, d)."""
+        if self.span is None or self.scale is not None:
+            return self.by_position(directions)
+        return product(self.span.mT, self.by_position(product(self.span, directions)))
+
+    def by_position(self, changes: Tensor) -> Tensor:
+        """Return the Hessian in the outputs times changes of these, (k, n or 1, G, P, d) -> (k, n, G, P, d)."""
+        return self.varied.rows(self.second(changes.expand(-1, *self.varied.gradient.shape)), len(changes))
 
 
 class Entries:
@@ -82,29 +116,23 @@ class Entries:
         parts = {name: self._forms(directions, samples, neurons) for name, neurons in self._neurons.items()}
         return Contribution(self._values({name: part.sum(dim=1) for name, part in parts.items()}, samples), parts)
 
-    def sampled(
-        self, directions: Directions, signs: Signs, stream: int, samples: Tensor, columns: Tensor | None
-    ) -> Tensor:
-        """Return |w ∘ M|², the one quantity of these that can be sampled, (1, draws, n); (0, draws, n) without it.
+    def probe(self, patches: Tensor, signs: Signs, stream: int, samples: Tensor, columns: Tensor | None) -> Tensor:
+        """Return changes v of the outputs with ⟨v, H v⟩ = |w ∘ M|² in the mean, (draws, n, G, P, d).
 
         Args:
-            directions: of the weight.
+            patches: φ_p of each sample, (n or 1, G, P, m).
             signs: of the draws.
             stream: of the layer.
             samples: their numbers.
             columns: of the whole weight, which this one has; None: all.
         """
         groups, d, m = self._weight.shape
-        if not self._rows:
-            return self._weight.new_zeros(0, len(signs.draws), len(samples), dtype=torch.float64)
         a = signs(stream, samples, groups, 1, d).to(self._weight.dtype)
         if columns is None:
             b = signs(stream + _OF_COLUMNS, samples, groups, 1, m).to(self._weight.dtype)
         else:
             b = signs.at(stream + _OF_COLUMNS, samples, columns)[:, :, None, None].to(self._weight.dtype)
-        changes = a * product(b * directions.patches, self._weight.mT)
-        products = directions.by_position(changes)
-        return (changes * products).sum(dim=(2, 3, 4), dtype=torch.float64).unsqueeze(0)
+        return a * product(b * patches, self._weight.mT)
 
     def _off_units(self, directions: Directions, samples: int) -> Contribution:
         """Return all quantities, read off the same products."""

@@ -95,8 +95,8 @@ def nonlinear_layers(outputs: Tensor, users: Users, recorder: Recorder, names: I
 
     Where autograd's graph does not prove it, second derivatives of ⟨v, f⟩ in the layer's output are taken along a
     random direction and have to vanish exactly. All layers' outputs are varied at once first: behind ReLUs f is linear
-    in all outputs jointly. Where that gives more than zero for a layer (it may be multiplied by another), it is varied
-    alone.
+    in all outputs jointly. Where that gives more than zero for a layer, it may be because it is multiplied by another,
+    which is read off the graph: a product for each layer would take as long as many probes of all of them.
     """
     calls = {name: recorder.calls[name] for name in names if name in recorder.calls}
     edges = edges_of(calls)
@@ -110,8 +110,8 @@ def nonlinear_layers(outputs: Tensor, users: Users, recorder: Recorder, names: I
         random = Directions()
         gradients = recorder.gradients(outputs, random.like(outputs), create_graph=True)
         moving = _changing(rest, gradients, list(rest), random, _is_change)
-        alone = len(rest) == 1  # then it was varied by itself already
-        found |= {name: NONLINEAR for name in moving if alone or _changing(rest, gradients, [name], random, _is_change)}
+        alone = read(users, {name: rest[name] for name in moving}, alone=True).proven if len(rest) > 1 else ()
+        found |= dict.fromkeys(moving.difference(alone), NONLINEAR)
     return found
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from .. import contractions
 from ..contractions.quantities import Contribution
 from ..errors import InputError
-from ..hessian import block_traces
+from ..hessian import block_traces, probes
 from ..hessian.block_traces import BlockTraces
 from ..numerics.signs import Signs
-from ..passes import cotangents, linearity
+from ..passes import cotangents
 from ..passes.independence import agree, rounding
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run
@@ -155,14 +155,15 @@ class AdaptiveSweep(Sweep):
             sizes, traces = self._residuals(run, names)
             shape = len(self._runner.selected), len(self.quantities)
             rest = Residuals(shape, sizes, residuals.pilot(expected), self._options.max_passes)
-            for layer, each in traces.items():
+            for name, each in traces.items():
+                layer = self._runner.places[name]
                 numbers = rest.begin(layer, each.products)
-                rest.add(layer, every, self._probed(each, layer, numbers), numbers)
+                rest.add(layer, every, self._probed(each, name, numbers), numbers)
         return rest
 
     def _finish_residuals(self, rest: Residuals, begun: "_Begun") -> None:
         """Send the further probes of residuals that are wanted."""
-        names = [*self._runner.selected]
+        names, places_of = [*self._runner.selected], self._runner.places
         for places, rounds in rest.steps(whole=not self._runner.cuttable):
 
             def send(run: Run, which: slice, places: Tensor = places, rounds: Rounds = rounds) -> Found:
@@ -170,7 +171,7 @@ class AdaptiveSweep(Sweep):
                 chosen = [names[layer] for layer in rounds if names[layer] in ran]
                 with block_traces.differentiable(chosen), contractions.full_precision(run.outputs):
                     traces = self._residuals(run, chosen)[1] if chosen else {}
-                    values = {layer: self._probed(each, layer, rounds[layer]) for layer, each in traces.items()}
+                    values = {places_of[n]: self._probed(each, n, rounds[places_of[n]]) for n, each in traces.items()}
                 shape = 1, len(self.quantities), run.samples
                 nothing = torch.zeros(shape, dtype=torch.float64, device=run.outputs.device)  # of one that did not run
                 return places[which], {layer: values.get(layer, nothing) for layer in rounds}
@@ -181,20 +182,12 @@ class AdaptiveSweep(Sweep):
 
             self._runner.repeat(begun.part.left, places, send, take)
 
-    def _probed(self, traces: BlockTraces, layer: int, numbers: range | None) -> Tensor:
+    def _probed(self, traces: BlockTraces, name: str, numbers: range | None) -> Tensor:
         """Return values of some probes of a layer, (k, quantities, n) float64; None: exact ones, as of one probe."""
         if numbers is None:
             return traces.exact().values.unsqueeze(0)
-        return traces.sampled(Signs(self._options.seed, numbers), cotangents.STREAM + 1 + layer)
-
-    def _residuals(self, run: Run, names: Sequence[str]) -> tuple[Tensor, dict[int, BlockTraces]]:
-        """Return |r_i|, (n,), and by number of a layer the block traces of its residuals."""
-        custom = [name for name in names if self._runner.why_not_linear(name) == linearity.CUSTOM]
-        if custom:
-            self._gradients(run, custom)  # which are checked
-        value, sizes = residuals.of_run(run, self._loss)
-        gradients, places = block_traces.gradients(run, value, names), self._runner.places
-        return sizes, {places[name]: self._traces(run, name, value, gradients[name], self.quantities) for name in names}
+        signs = Signs(self._options.seed, numbers)
+        return probes.sampled([traces], [self._stream(name)], self.quantities, signs)[:, 0]
 
     def _stacked(self, contributions: Iterable[tuple[str, Contribution]], like: Tensor) -> Tensor:
         """Return contributions (layers, quantities, n) of all selected layers; 0 for one that did not run."""

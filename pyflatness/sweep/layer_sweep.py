@@ -7,9 +7,10 @@ for x, y in batches:                              # cut to the memory budget
         for each layer: value_i += σ q(M_i)       # contractions of M_i = Σ_p δ_ip φ_ipᵀ
 
 Layers in whose weight the model is not linear take Hessian products instead, each its own; see :mod:`.block_traces`.
+Sampled, what their GGN lacks of the Hessian comes by products that they share; see :mod:`.probes`.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from .. import contractions
 from ..contractions.quantities import QUANTITIES, Contribution
 from ..errors import InputError
-from ..hessian import block_traces
+from ..hessian import block_traces, probes
 from ..hessian.block_traces import BlockTraces, Value
 from ..losses import Loss
 from ..model import layers, spread
@@ -31,7 +32,7 @@ from ..passes.gathered import Gathered
 from ..passes.layer_form import LayerForm
 from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
-from . import directions
+from . import directions, residuals
 from .activations import ACTIVATIONS, Activations
 from .contracted import Contracted
 from .heads import Heads
@@ -167,6 +168,11 @@ class Sweep:
         parts: Parts = {}
         forms = forms if self._of_weights else {}
         active = linear if self._of_activations else {}
+        if forms or active:
+            self.exact_passes = max(self.exact_passes, sent.passes)
+        split = signs is not None and self._loss.known  # into the GGN and the rest
+        if split and self._of_weights:
+            forms = forms | {name: self._forms[name] for name in nonlinear}
         by_directions = self._by_directions(run, sent, forms) if forms and signs is None and not active else None
         for name, value in (by_directions or {}).items():
             values[0, places[name], : len(value)] += value
@@ -178,7 +184,9 @@ class Sweep:
                     values[1:, places[name]] = values[0, places[name]]
         for name, value in heads.items():
             values[:, places[name], self._heads.columns] = value
-        self._add_hessian(run, signs, {name: values[:, places[name]] for name in nonlinear}, parts)
+        if nonlinear:
+            with block_traces.differentiable(nonlinear), contractions.full_precision(run.outputs):
+                self._add_hessian(run, signs, {name: values[:, places[name]] for name in nonlinear}, parts, split)
         self.by_hessian.update(nonlinear)
         self._mark_underflow(run, values[:, :, : len(self._of_weights)])
         values = self._marked(values, sent, self._left_out(run, sent), run.number)
@@ -219,7 +227,6 @@ class Sweep:
             found: by layer, the values.
             parts: the summands.
         """
-        self.exact_passes = max(self.exact_passes, sent.passes)
         count = sent.passes if signs is None else len(signs.draws)
         activations = self._activations(run)
         # Several cotangents go through operations whose weights are there in backward passes of the model alone.
@@ -258,31 +265,60 @@ class Sweep:
             return None  # a function whose second derivative may be missing without a sign
         return directions.values(run, sent, forms)
 
-    def _add_hessian(self, run: Run, signs: Signs | None, found: dict[str, Tensor], parts: Parts) -> None:
-        """Add the values (draws, quantities, n) of layers by second derivatives of the loss, and their summands."""
-        if not found:
+    def _add_hessian(
+        self, run: Run, signs: Signs | None, found: Mapping[str, Tensor], parts: Parts, split: bool
+    ) -> None:
+        """Add the values (draws, quantities, n) of layers by second derivatives of the loss, and their summands.
+
+        Of what is ``split`` it is the part of them that the GGN does not have.
+        """
+        first = len(self._of_weights)
+        if self._of_weights:
+            for name, value in self._by_hessian(run, signs, found, parts, split):
+                found[name][:, :first] += value
+        if not self._of_activations:
             return
-        with block_traces.differentiable(found), contractions.full_precision(run.outputs):
-            gradients, first = self._gradients(run, found), len(self._of_weights)
-            for name, values in found.items():
-                stream = cotangents.STREAM + 1 + self._runner.places[name]
-                if self._of_weights:
-                    traces = self._traces(run, name, self._loss.value, gradients[name], self._of_weights)
-                    self.exact_passes = max(self.exact_passes, traces.products)
-                    if signs is None:
-                        contribution = traces.exact()
-                        values[0, :first] += contribution.values
-                        _add(parts, name, contribution)
-                    else:
-                        values[:, :first] += traces.sampled(signs, stream)
-                if self._of_activations:
-                    activations = self._activations(run)
-                    self.exact_passes = max(self.exact_passes, activations.products(name))
-                    for draw, contribution in activations.by_hessian(
-                        name, gradients[name], signs, stream, self._options.max_passes
-                    ):
-                        values[draw, first:] += contribution.values
-                        _add(parts, name, contribution)
+        activations, gradients = self._activations(run), self._gradients(run, found)
+        for name, values in found.items():
+            self.exact_passes = max(self.exact_passes, activations.products(name))
+            for draw, contribution in activations.by_hessian(
+                name, gradients[name], signs, self._stream(name), self._options.max_passes
+            ):
+                values[draw, first:] += contribution.values
+                _add(parts, name, contribution)
+
+    def _by_hessian(
+        self, run: Run, signs: Signs | None, names: Iterable[str], parts: Parts, split: bool
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the values (draws, quantities, n) that :meth:`_add_hessian` adds, of the layers' weights."""
+        if split:
+            _, traces = self._residuals(run, names)
+        else:
+            traces = self._all_traces(run, self._loss.value, self._gradients(run, names))
+        self.exact_passes = max(self.exact_passes, *(each.products for each in traces.values()))
+        if signs is None:
+            for name, each in traces.items():
+                contribution = each.exact()
+                _add(parts, name, contribution)
+                yield name, contribution.values.unsqueeze(0)
+            return
+        alone = [[name] for name, each in traces.items() if each.in_weight]  # by a run of its own, which shares nothing
+        for group in filter(None, ([name for name in traces if [name] not in alone], *alone)):
+            streams = [self._stream(name) for name in group]
+            values = probes.sampled([traces[name] for name in group], streams, self._of_weights, signs)
+            yield from zip(group, values.unbind(1), strict=True)
+
+    def _stream(self, name: str) -> int:
+        """Return the stream of a layer's signs."""
+        return cotangents.STREAM + 1 + self._runner.places[name]
+
+    def _residuals(self, run: Run, names: Iterable[str]) -> tuple[Tensor, dict[str, BlockTraces]]:
+        """Return |r_i|, (n,), and of some layers the block traces of what the GGN leaves out."""
+        custom = [name for name in names if self._runner.why_not_linear(name) == linearity.CUSTOM]
+        if custom:
+            self._gradients(run, custom)  # which are checked
+        value, sizes = residuals.of_run(run, self._loss)
+        return sizes, self._all_traces(run, value, block_traces.gradients(run, value, names))
 
     def _gradients(self, run: Run, names: Iterable[str]) -> dict[str, list[Tensor]]:
         gradients = block_traces.gradients(run, self._loss.value, names)
@@ -290,6 +326,9 @@ class Sweep:
             if self._runner.why_not_linear(name) == linearity.CUSTOM:
                 linearity.check_complete(f"layer {name!r}", gradient)
         return gradients
+
+    def _all_traces(self, run: Run, value: Value, gradients: Mapping[str, Sequence[Tensor]]) -> dict[str, BlockTraces]:
+        return {name: self._traces(run, name, value, found, self._of_weights) for name, found in gradients.items()}
 
     def _traces(
         self, run: Run, name: str, value: Value, gradient: Sequence[Tensor], quantities: Sequence[str]

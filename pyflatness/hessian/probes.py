@@ -1,0 +1,61 @@
+"""Sample quantities of several layers by Hessian products that they share.
+
+For a change v_l of the outputs of every layer l, as random as :meth:`.BlockTraces.probe` draws it, one product with the
+Hessian in the outputs of all of them has
+
+    E⟨v_l, (H v)_l⟩ = E⟨v_l, H_ll v_l⟩ + Σ_(m ≠ l) E⟨v_l, H_lm v_m⟩ = the layer's quantity
+
+since the signs of two layers are independent: what the others add has the mean 0 and the variance Σ_m ‖H_lm‖_F², each
+block weighted as the directions are. Bekas, Kokiopoulou and Saad 2007 ("An estimator for the diagonal of a matrix")
+have it for blocks of one entry.
+
+All layers share. With g groups of L layers a probe would take c + d g of time, c for the GGN's cotangent, and have the
+variance a + b L / g, so that one group is off the least of their product by a factor of 1 + c / d at most. That was 1.4
+for a language model of 36 layers, and for the sum of all layers one group is the best.
+"""
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..numerics.signs import Signs
+from .block_traces import BlockTraces, derivatives
+from .entries import batch_of
+
+
+def sampled(layers: Sequence[BlockTraces], streams: Sequence[int], quantities: Sequence[str], signs: Signs) -> Tensor:
+    """Return values of layers in each draw, (draws, layers, quantities, n) float64, with the exact ones for their mean.
+
+    A draw takes a product for each quantity.
+
+    Args:
+        layers: of one run and value.
+        streams: of their signs.
+        quantities: of each layer.
+        signs: of the draws.
+    """
+    with contextlib.ExitStack() as stack:
+        group = [stack.enter_context(layer.varied()) for layer in layers]
+        with torch.enable_grad():
+            joined = torch.cat([each.gradient.flatten() for each in group])
+        second = derivatives(joined, [entered for each in group for entered in each.inputs])
+
+        def values(quantity: str, some: Signs) -> Tensor:
+            """Return those of some draws, (draws, layers, n)."""
+            changes = [layer.probe(quantity, some, stream) for layer, stream in zip(layers, streams, strict=True)]
+            found = iter(second(torch.cat([change.flatten(1) for change in changes], dim=1)))
+            products = [
+                each.rows([next(found) for _ in each.inputs], len(change))
+                for each, change in zip(group, changes, strict=True)
+            ]
+            pairs = zip(changes, products, strict=True)
+            return torch.stack([(u * y).sum(dim=(2, 3, 4), dtype=torch.float64) for u, y in pairs], dim=1)
+
+        batch = batch_of(joined.numel() * joined.element_size())
+        parts = [
+            torch.stack([values(quantity, Signs(signs.seed, some)) for quantity in quantities], dim=2)
+            for some in (signs.draws[start : start + batch] for start in range(0, len(signs.draws), batch))
+        ]
+    return torch.cat(parts)
