@@ -132,7 +132,7 @@ class Landscape:
                 directions=_directions(tensors),
             )
         except Exception as error:
-            raise InputError(f"{name}: no landscape that Landscape.save wrote ({error})") from error
+            raise InputError(f"{name}: no landscape that Landscape.to_npz wrote ({error})") from error
 
     def plot(
         self, path: "str | Path | None" = None, *, axes: "Axes | None" = None, quadratic: bool = True

@@ -111,7 +111,7 @@ def _with_options(loss: functools.partial[Any]) -> nn.Module:
 def _check_callable(loss: Any) -> None:
     if isinstance(loss, type) or not callable(loss):
         wanted = "an nn loss module, an F function, a name or a callable is wanted"
-        raise InputError(f"loss={shown(loss)}: {wanted}, {received('loss', loss)}")
+        raise InputError(f"loss: {wanted}, {received('loss', loss)}")
 
 
 _FUNCTIONS: dict[Any, Callable[..., nn.Module]] = {

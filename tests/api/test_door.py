@@ -107,7 +107,7 @@ MODELS = {
 
 LOSSES = {
     "none": (None, Use.NAMED, "loss: .* got NoneType"),
-    "data": ((X, Y), Use.NAMED, r"loss=.* got tuple; the order of arguments is \(model, loss, data\)"),
+    "data": ((X, Y), Use.NAMED, r"loss: .* got tuple; the order of arguments is \(model, loss, data\)"),
     "a class": (nn.CrossEntropyLoss, Use.NAMED, "the class CrossEntropyLoss itself; pass an instance of it"),
     "no name": ("hinge", Use.NAMED, "'hinge' is not known; choose cross_entropy"),
     "no reduction": (nn.MSELoss(reduction="none"), Use.NAMED, "reduction 'none' gives no number"),

@@ -113,8 +113,8 @@ def test_a_file_of_another_slice_is_refused_by_name(tmp_path, changed, what):
 def test_files_that_are_no_slices(tmp_path):
     path = tmp_path / "a.npz"
     np.savez(path, losses=np.zeros(3))
-    for use in (pf.results.Landscape.load, call):
-        with pytest.raises(pf.errors.InputError, match=r"a\.npz.*: no landscape that Landscape\.save wrote"):
+    for use in (pf.results.Landscape.from_npz, call):
+        with pytest.raises(pf.errors.InputError, match=r"a\.npz.*: no landscape that Landscape\.to_npz wrote"):
             use(path)
     path.write_bytes(b"text")
     with pytest.raises(pf.errors.InputError, match="no landscape"):

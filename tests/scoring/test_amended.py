@@ -173,7 +173,9 @@ def test_networks_in_memory(tiny: str) -> None:
     store = Path(tiny).with_name("runs.sqlite")
     first = pf.score(networks, "cross_entropy", (x, y), store=store)
     assert first.computed == 2
-    assert first["5", "relative_flatness"].value == pf.relative_flatness(networks["5"], "cross_entropy", (x, y)).value
+    assert (
+        first["5", "2", "relative_flatness"].value == pf.relative_flatness(networks["5"], "cross_entropy", (x, y)).value
+    )
     assert pf.score(networks, "cross_entropy", (x, y), store=store).rows == first.rows
     networks["6"][1] = nn.LeakyReLU()
     assert pf.score(networks, "cross_entropy", (x, y), store=store).computed == 1
@@ -197,10 +199,21 @@ def test_a_value_that_is_nan_is_a_value(tiny: str) -> None:
     assert scores.computed == 0
 
 
+class Grid(nn.Module):
+    """Have weights that are no layer's."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(2, 5))
+
+    def forward(self, x):
+        return x * self.weight.prod(dim=0)
+
+
 def test_all_layers_are_measured_by_default(tmp_path):
     """Values, and what is exact, are those of ``pf.measure``; of a network with other weights its value is not."""
     torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(4, 5), nn.PReLU(), nn.Linear(5, 3)).eval()
+    network = nn.Sequential(nn.Linear(4, 5), Grid(), nn.Linear(5, 3)).eval()
     data, store = (torch.randn(20, 4), torch.arange(20) % 3), tmp_path / "runs.sqlite"
     report = pf.measure(network, "cross_entropy", data, measures=MEASURES)
     scores = pf.score({"a": network}, "cross_entropy", data, measures=MEASURES, store=store)

@@ -99,7 +99,7 @@ def test_archives_of_arrays_that_claim_all_memory_are_errors(tmp_path: Path, mon
     assert data_specs.read_npz(tmp_path / "x.npz")[0].shape == zeros.shape  # a little more than the file's size is fine
     monkeypatch.setattr(arrays, "_MORE", 2**24)
     monkeypatch.setattr(np.lib.npyio.NpzFile, "__getitem__", None)  # nothing is read
-    for read in (data_specs.read_npz, pf.results.Landscape.load):
+    for read in (data_specs.read_npz, pf.results.Landscape.from_npz):
         with pytest.raises(pf.errors.InputError, match=r"claim 33\d+ bytes in a file of \d+; .*np.savez"):
             read(tmp_path / "x.npz")
 
