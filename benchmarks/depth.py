@@ -6,6 +6,11 @@ says what Hessian values of all layers cost and give. The model is the story-tel
 ``../shared/models``, the data stories that were sampled from it. The GGN value is sampled by K probes of each story,
 all layers by one backward pass a probe, and the head is exact; the rest of the Hessian by products that layers share.
 Needs transformers and matplotlib.
+
+Notes, experiments on Hessian values (one story, 8 probes): the deviation of a probe over that of its GGN's part, in the
+median of 36 layers, where layers shared products in 1 and 3 groups: relative flatness 4.2 and 2.3, trace 2.9 and 2.1.
+Relative flatness read off the trace's products, w wᵀ beside them, halves the products; the network's value of four
+stories then was 3600 ± 570, with products of its own 2900 ± 70.
 """
 
 import argparse

@@ -103,7 +103,7 @@ def test_mean_and_variance_over_all_signs(monkeypatch, measure):
 def test_alone_and_together(name):
     """Every layer's value agrees with its own alone and with the truth, and the network's with their sum."""
     case, measures = CASES[name], ["relative_flatness", "trace", "adaptive_sharpness"]
-    options = {"measures": measures, "probes": 40}
+    options = {"measures": measures, "probes": 16}
     together = pf.measure(case.build(), case.loss, batches(case), seed=1, **options)
     exact = pf.measure(case.build(), case.loss, batches(case), measures=measures)
     for layer in sorted(set(case.layers) - case.linear)[:2]:
