@@ -1,10 +1,10 @@
 """Fewer passes than classes: ``probes="adaptive"`` against the exact sweep and a number of plain draws.
 
-Run from the project's root: ``python benchmarks/adaptive.py [zoo] [hundred] [classes]``; all unless one is named. ``zoo``: five
-LeNet5 of ``../shared/zoo`` (or ``--zoo``) on 2,000 of the images they were trained on, 10 classes, all five layers;
-skipped with a reason where the zoo or what reads it is missing. ``classes``: a ReLU network of 3 layers with 1,000
-classes, trained here on 20,000 points of 1,000 clusters, at initialisation, half-way and at a minimum; 2,000 points.
-``hundred``: the same of 100 classes and 256 points.
+Run from the project's root: ``python benchmarks/adaptive.py [zoo] [hundred] [classes]``; all unless one is named.
+``zoo``: five LeNet5 of ``../shared/zoo`` (or ``--zoo``) on 2,000 of the images they were trained on, 10 classes, all
+five layers; skipped with a reason where the zoo or what reads it is missing. ``classes``: a ReLU network of 3 layers
+with 1,000 classes, trained here on 20,000 points of 1,000 clusters, at initialisation, half-way and at a minimum; 2,000
+points. ``hundred``: the same of 100 classes and 256 points.
 
 ``back`` and ``forward`` are rows that go through the network, in units of the data; a few more are the look at the
 first samples, and for plain draws two in each part that see to the order of rows. ``plain`` takes as many draws as the
