@@ -1,9 +1,10 @@
 """Fewer passes than classes: ``probes="adaptive"`` against the exact sweep and a number of plain draws.
 
-Run from the project's root: ``python benchmarks/adaptive.py [zoo] [classes]``; both unless one is named. ``zoo``: five
-LeNet5 of ``../shared/zoo`` (or ``--zoo``) on 2,000 of the images they were trained on, 10 classes, all five layers;
-skipped with a reason where the zoo or what reads it is missing. ``classes``: a ReLU network of 3 layers with 1,000
-classes, trained here on 20,000 points of 1,000 clusters, at initialisation, half-way and at a minimum; 2,000 points.
+Run from the project's root: ``python benchmarks/adaptive.py [zoo] [hundred] [classes]``; all unless one is named.
+``zoo``: five LeNet5 of ``../shared/zoo`` (or ``--zoo``) on 2,000 of the images they were trained on, 10 classes, all
+five layers; skipped with a reason where the zoo or what reads it is missing. ``classes``: a ReLU network of 3 layers
+with 1,000 classes, trained here on 20,000 points of 1,000 clusters, at initialisation, half-way and at a minimum; 2,000
+points. ``hundred``: the same of 100 classes and 256 points.
 
 ``back`` and ``forward`` are rows that go through the network, in units of the data; a few more are the look at the
 first samples, and for plain draws two in each part that see to the order of rows. ``plain`` takes as many draws as the
@@ -147,12 +148,12 @@ def zoo(folder: Path, rounds: int, seeds: int) -> Iterator[Work]:
         yield Work(f"LeNet5 {name}", model, data, rounds, seeds)
 
 
-def classes(rounds: int, seeds: int) -> Iterator[Work]:
-    """A network of a thousand classes, at three stages of its training."""
+def classes(count: int, samples: int, rounds: int, seeds: int) -> Iterator[Work]:
+    """A network of many classes, at three stages of its training."""
     torch.manual_seed(0)
-    centres, y = torch.randn(1000, 64), torch.randint(1000, (20_000,))
+    centres, y = torch.randn(count, 64), torch.randint(count, (20_000,))
     x = centres[y] + 0.8 * torch.randn(20_000, 64)
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 1000)).eval()
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, count)).eval()
     optimizer = torch.optim.Adam(model.parameters(), 2e-3)
     for stage, doubt in (("initialisation", 1.0), ("half-way", 0.5), ("minimum", 0.01)):
         while (left := _doubt(model, x[:2000])) > doubt:
@@ -160,8 +161,8 @@ def classes(rounds: int, seeds: int) -> Iterator[Work]:
                 optimizer.zero_grad()
                 F.cross_entropy(model(x[index]), y[index]).backward()
                 optimizer.step()
-        title = f"1,000 classes, {stage}, median 1 - p_max {left:.2g}"
-        yield Work(title, model, (x[:2000], y[:2000]), min(rounds, 1), min(seeds, 5))
+        title = f"{count:,} classes, {stage}, median 1 - p_max {left:.2g}"
+        yield Work(title, model, (x[:samples], y[:samples]), rounds, seeds)
 
 
 @torch.no_grad()
@@ -184,18 +185,20 @@ def shown(works: Iterator[Work], console: Console) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", help="of zoo, classes")
+    parser.add_argument("rows", nargs="*", help="of zoo, hundred, classes")
     parser.add_argument("--zoo", type=Path, default=Path("../shared/zoo"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seeds", type=int, default=20)
     options = parser.parse_args(arguments)
-    if set(options.rows) - {"zoo", "classes"}:
-        parser.error("there are zoo and classes")
+    if set(options.rows) - {"zoo", "hundred", "classes"}:
+        parser.error("there are zoo, hundred and classes")
     console = Console(width=120)
     if "zoo" in (options.rows or ["zoo"]):
         shown(zoo(options.zoo, options.rounds, options.seeds), console)
+    if "hundred" in (options.rows or ["hundred"]):
+        shown(classes(100, 256, options.rounds, options.seeds), console)
     if "classes" in (options.rows or ["classes"]):
-        shown(classes(options.rounds, options.seeds), console)
+        shown(classes(1000, 2000, min(options.rounds, 1), min(options.seeds, 5)), console)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
 
 

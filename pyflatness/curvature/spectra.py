@@ -28,7 +28,9 @@ class Density:
 
     Its standard errors are taken from how much the probes differ. Few probes tell little of that: with 2 a standard
     error has one degree of freedom, and the truth is within one of it with probability 1/2, within two with 0.70. Take
-    10 probes or more where you rely on the interval.
+    10 probes or more where you rely on the interval. Where one eigenvalue carries a moment, its probes are chi-squared
+    with one degree of freedom, and Student's intervals of 95 % hold it in 85 % of cases with 8 probes, 88 % with 16 and
+    91 % with 32; where three alike carry it, in 91, 93 and 93 %.
 
     Attributes:
         nodes: (probes, steps) float64, Ritz values.

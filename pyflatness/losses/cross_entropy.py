@@ -16,7 +16,9 @@ from ..errors import InputError
 from . import penalty
 from .base import Curvature, Factors, Known, Mixtures, Reduction, Terms, dense, marked, rows_like, uniform, without
 
-_EIGENBASIS = 32  # classes up to which eigenvectors take no more time than a small network's backward pass
+_EIGENBASIS = 16  # classes up to which eigenvectors take about the time and memory of a small network's samples
+_MATRICES = 2**13  # whose eigenvectors are taken at once; torch's CUDA kernel fails at a few times as many
+_ROUNDING = 1e-15  # of the largest eigenvalue
 _AT_ONCE = 2**18  # probabilities whose roots are taken in float64, so that these stay in a processor's caches
 
 
@@ -152,7 +154,7 @@ class CrossEntropy(Known):
         if not alone:
             return _factors(q, roots, top)
         if p.shape[1] <= _EIGENBASIS:
-            return _factors(q, roots, top, lambda: _eigenbasis(q, roots, top))
+            return _factors(q, roots, top, lambda: _eigenbasis(q, roots.scatter(1, top, 0.0)))
         return _factors(q, roots, top, lambda: _contrasts(p.double(), terms.scale))
 
     def sampled(self, rows: Tensor, terms: Terms, signs: Tensor) -> Tensor:
@@ -211,21 +213,26 @@ def _reflected(q: Tensor, roots: Tensor, top: Tensor) -> Mixtures:
     return Mixtures(mixed, weights, lambda index: _reflected(q[index], roots[index], top[index]))
 
 
-def _eigenbasis(q: Tensor, roots: Tensor, top: Tensor) -> Mixtures:
-    """Return mixtures of the columns V Λ^½ of the loss Hessian V Λ Vᵀ, by the Gram matrix of those of :func:`_factors`.
-
-    That is of the size of the Hessian's largest eigenvalue, where p pᵀ would cancel. The sign of an eigenvector, which
-    a library is free in, is that of its product with the roots of 1, 2, …
-    """
-    q, roots = q.double(), roots.double().scatter(1, top, 0.0)
-    columns = torch.diag_embed(roots) - q.unsqueeze(2) * roots.unsqueeze(1)
-    bad = ~columns.isfinite().all(dim=(1, 2))  # one such sample would make eigh refuse them all
-    columns = columns.masked_fill(bad[:, None, None], 0.0)
-    columns = columns @ torch.linalg.eigh(columns.mT @ columns).eigenvectors
-    columns[:, :, 0] = 0.0  # of the eigenvalue 0, with which the class ``top`` adds a column of zeros
-    along = torch.arange(1, q.shape[1] + 1, dtype=q.dtype, device=q.device).sqrt() @ columns
-    columns = torch.where(along.unsqueeze(1) < 0, -columns, columns).masked_fill_(bad[:, None, None], torch.nan)
+def _eigenbasis(q: Tensor, roots: Tensor) -> Mixtures:
+    """Return mixtures of the columns V Λ^½ of the loss Hessian V Λ Vᵀ; ``roots`` are 0 for the most probable class."""
+    parts = zip(q.double().split(_MATRICES), roots.double().split(_MATRICES), strict=True)
+    columns = torch.cat([_orthogonal(*part) for part in parts])
     return dense(columns, columns.square().sum(dim=1))
+
+
+def _orthogonal(q: Tensor, roots: Tensor) -> Tensor:
+    """Return orthogonal columns by the Gram matrix of those of :func:`_factors`, in which nothing cancels.
+
+    The sign of an eigenvector, which a library is free in, is that of its product with the roots of 1, 2, …
+    """
+    columns = torch.diag_embed(roots) - q.unsqueeze(2) * roots.unsqueeze(1)
+    bad = ~columns.isfinite().all(dim=(1, 2))[:, None, None]  # one such sample would make eigh refuse them all
+    columns = columns.masked_fill(bad, 0.0)
+    values, vectors = torch.linalg.eigh(columns.mT @ columns)
+    kept = values > _ROUNDING * values[:, -1:]  # the others are 0, one of them always
+    columns = columns @ (vectors * kept.unsqueeze(1))
+    along = torch.arange(1, q.shape[1] + 1, dtype=q.dtype, device=q.device).sqrt() @ columns
+    return torch.where(along.unsqueeze(1) < 0, -columns, columns).masked_fill_(bad, torch.nan)
 
 
 def _contrasts(p: Tensor, scale: Tensor) -> Mixtures:

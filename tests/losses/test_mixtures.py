@@ -33,7 +33,7 @@ def hessians(logits):
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.1, 3.0, 40.0])
-@pytest.mark.parametrize("classes", [2, 3, 10, 32, 33, 100])
+@pytest.mark.parametrize("classes", [2, 3, 10, 16, 17, 100])
 def test_they_are_factors_of_the_loss_hessian(classes, scale):
     """With equal, flat and very peaked probabilities, ties, and a class that is masked; nothing cancels in them."""
     logits = scale * torch.randn(7, classes, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -220,7 +220,7 @@ def test_draws_that_agree_by_chance_have_no_interval():
     names = ["trace", "scaled_trace", "matrix_normalized_sharpness"]  # the network's, of layers that agree or do not
     reports = [pf.measure(model, LOSS, (X[:1].float(), Y[:1]), measures=names, probes=2, seed=s) for s in range(8)]
     for report in reports:
-        unknown = any(math.isnan(report[layer, "trace"].stderr) for layer in report.layers)
+        unknown = any(math.isnan(report[layer, "trace"].stderr or 0.0) for layer in report.layers)
         assert [math.isnan(report[name].stderr) for name in names[1:]] == [unknown] * 2
         assert ("[–]" in str(report)) is (unknown or math.isnan(report["trace"].stderr))
     assert any(math.isnan(report["scaled_trace"].stderr) for report in reports)

@@ -82,6 +82,26 @@ def test_groups_that_are_sent_twice():
         assert len(probes.groups[of].unique()) == len(probes.samples[of].unique()) == 1
 
 
+@pytest.mark.parametrize("ratios", [(0.02,), (0.02, 0.5), (0.0, 0.5), (0.02, 0.5, math.nan)])
+def test_the_plan_learns_from_replicates(ratios):
+    """The layer that varies most decides, whatever its values are in units of weights; one that is NaN has no say."""
+    weights, sizes = weights_of(), [3.0, 0.1, 1.0][: len(ratios)]
+    tolerance = groups.Tolerance(0.01, 1000)
+    mean = float(weights.sum()) / 50
+    assert tolerance.allowed(weights) == pytest.approx((0.01 * mean) ** 2 * 1000 * 50 / 0.25)
+    replicated = torch.full((100_000,), 1e-6, dtype=torch.float64)
+    values = torch.stack([size * weights.sum(dim=1) for size in sizes]).unsqueeze(1)
+    bound = float(replicated.sum())
+    spent = [ratio * size**2 * bound / 50 for ratio, size in zip(ratios, sizes, strict=True)]
+    variances = torch.tensor(spent, dtype=torch.float64).view(-1, 1, 1).expand_as(values)
+    tolerance.add(weights, torch.stack([values, variances]), replicated)
+    ratio = max(ratio for ratio in ratios if not math.isnan(ratio))
+    whole = (0.01 * 1000 * mean) ** 2
+    expected = (whole - ratio * bound) / 950 * 50 / ratio
+    assert tolerance.allowed(weights) == pytest.approx(expected, rel=1e-3)
+    assert tolerance.allowed(weights, 0.25) < 0.26 * expected
+
+
 def test_uniform_numbers_belong_to_samples():
     drawn = Signs(3, [0]).uniform(5, torch.arange(400), 50)
     assert torch.equal(drawn[:, [4, 1]], Signs(3, [0]).uniform(5, torch.tensor([4, 1]), 50))
