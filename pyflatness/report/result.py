@@ -1,0 +1,56 @@
+"""Give results their common forms: as text, as a dict, as JSON, as a data frame."""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from . import json_text, views
+
+if TYPE_CHECKING:
+    import pandas
+
+
+class Result:
+    """Give a result its forms. A class of results has ``__str__`` and, where it is a table, says what its rows are."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all that the result holds as plain numbers, strings, lists and dicts."""
+        facts: dict[str, Any] = _plain(self, whole=True)
+        return facts
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Return :meth:`to_dict` as JSON, also written to ``path``; NaN and infinity are as Python writes them."""
+        return json_text.write(self.to_dict(), path)
+
+    def to_frame(self) -> "pandas.DataFrame":
+        """Return a data frame, with a row for each of what the result is a table of, else with one row.
+
+        Columns of values by sample or neuron that no row has are left out.
+
+        Raises:
+            MissingExtraError: without pandas.
+        """
+        return views.frame(self._rows())
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """Return the rows of the data frame."""
+        return [self.to_dict()]
+
+
+def _plain(held: Any, *, whole: bool = False) -> Any:
+    """Return what a result holds as what JSON knows, the names of several things joined by commas."""
+    if isinstance(held, Result) and not whole:
+        return held.to_dict()
+    if is_dataclass(held):
+        return {entry.name: _plain(getattr(held, entry.name)) for entry in fields(held)}
+    if isinstance(held, Mapping):
+        return {key if isinstance(key, str) else ", ".join(key): _plain(value) for key, value in held.items()}
+    if isinstance(held, (list, tuple)):
+        return [*map(_plain, held)]
+    return held.tolist() if isinstance(held, Tensor) else held
