@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..messages import with_error
 from ..options import check_number
-from ..report import Result, json_text, views
+from ..report import Readable, views
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,7 +76,7 @@ class Density:
 
 
 @dataclass(frozen=True, repr=False)
-class Spectrum(Result):
+class Spectrum(Readable):
     """Hold eigenpairs of the loss Hessian, and the density of its eigenvalues.
 
     Attributes:
@@ -165,13 +165,12 @@ class Spectrum(Result):
         return {"format": _FORMAT, **numbers, **{name: getattr(self, name) for name in _PLAIN}}
 
     @classmethod
-    def from_json(cls, source: str | Path) -> "Spectrum":
-        """Return what :meth:`to_json` wrote, from its text or the path of its file; it has no eigenvectors.
+    def from_dict(cls, facts: Mapping[str, Any]) -> "Spectrum":
+        """Return what :meth:`to_dict` was made from; it has no eigenvectors.
 
         Raises:
-            InputError: no such file, or not such a text.
+            InputError: not such a dict.
         """
-        facts = json_text.read("spectrum", source)
         try:
             if facts["format"] != _FORMAT:
                 raise ValueError(f"its format is {facts['format']!r}")

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..messages import shown
-from . import html, intervals, json_text, page, views
-from .result import Result
+from . import html, intervals, page, views
+from .result import Readable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +30,7 @@ _LONGEST = 24  # of a layer's name, from where on it is folded if there is no ro
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Estimate(Result, float):
+class Estimate(Readable, float):
     """Hold a measured value and how it came about; an estimate is that value wherever a number is wanted.
 
     It is a ``float``: it can be formatted (``f"{estimate:.3g}"``), ordered, compared with numbers, taken into arrays
@@ -164,7 +164,7 @@ class Estimate(Result, float):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Report(Result):
+class Report(Readable):
     """Hold measures of a network's layers, and of the network. ``str(report)`` is a table.
 
     ``report.to_frame()`` has a row per estimate, its facts as columns; the network's rows have the layer ``""``.
@@ -287,15 +287,6 @@ class Report(Result):
         fullest = sorted(facts.values(), key=len, reverse=True)  # the one with most layers says their order
         layers = dict.fromkeys(layer for held in fullest for layer in held if layer)
         return cls(tuple(layers), tuple(facts), found, *beside)
-
-    @classmethod
-    def from_json(cls, source: str | Path) -> "Report":
-        """Return what :meth:`to_json` was made from: its text, or the path of its file.
-
-        Raises:
-            InputError: no such file, or not such a text.
-        """
-        return cls.from_dict(json_text.read("report", source))
 
     def _rows(self) -> list[dict[str, Any]]:
         return views.rows(self)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InputError
 from ..messages import shown
 from ..options import check_count, check_number
-from ..report import Estimate, Report, Result, json_text, views
+from ..report import Estimate, Readable, Report, views
+from ..report.result import write_json
 from . import curves
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ _COLUMNS = {"seconds", "weights", "measure", *Estimate.__dataclass_fields__}  # 
 
 
 @dataclass(frozen=True, eq=False)
-class Record(Result):
+class Record(Readable):
     """Hold what was measured at one step of a training.
 
     Attributes:
@@ -58,10 +59,10 @@ class Record(Result):
     __hash__ = None  # type: ignore[assignment]  # as its reports have none
 
     def _facts(self) -> str:
-        return json_text.write({**self.to_dict(), "seconds": None})
+        return write_json({**self.to_dict(), "seconds": None})
 
 
-class History(Result):
+class History(Readable):
     """Hold measures of a network over its training, a :class:`Record` for each step at which it was measured.
 
     :func:`pyflatness.track` makes one, whose :meth:`record` measures. One that was read from a file only holds records,
@@ -210,13 +211,12 @@ class History(Result):
         return {"records": [record.to_dict() for record in self]}
 
     @classmethod
-    def from_json(cls, source: str | Path) -> "History":
-        """Return the records that :meth:`to_json` wrote, from its text or the path of its file.
+    def from_dict(cls, facts: Mapping[str, Any]) -> "History":
+        """Return the records that :meth:`to_dict` was made from.
 
         Raises:
-            InputError: no such file, or not such a text.
+            InputError: not such a dict.
         """
-        facts = json_text.read("history", source)
         if not isinstance(facts, Mapping) or not isinstance(facts.get("records"), list):
             raise InputError("history: JSON of History.to_json() is wanted, with its records")
         return cls(Record.from_dict(record) for record in facts["records"])
