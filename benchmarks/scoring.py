@@ -21,10 +21,10 @@ from torch import nn
 
 from pyflatness.options import Options
 from pyflatness.scoring import executors
-from pyflatness.scoring.run import Run, keep
+from pyflatness.scoring.run import ScoringRun, keep
 from pyflatness.scoring.store import Store
 from pyflatness.scoring.units import Request
-from pyflatness.scoring.worker import Source
+from pyflatness.scoring.worker import Maker
 
 
 def tiny() -> nn.Module:
@@ -75,7 +75,7 @@ def driver(units: int) -> None:
             seconds = done = 0
             request = Request("cross_entropy", None, ("weight_norm",), Options())
             with Store(Path(folder, "runs.sqlite"), write=True) as store, contextlib.ExitStack() as stack:
-                run = Run(models, Source(tiny), Source(few), request)
+                run = ScoringRun(models, Maker(tiny), Maker(few), request)
                 kept = keep(run, store)
                 planned = time.process_time() - begin
                 executor = executors.Processes(1)
@@ -104,7 +104,7 @@ def workers(units: int, rounds: int) -> None:
     request = Request("cross_entropy", None, ("trace",), Options())
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         models = saved(small, units, Path(folder))
-        run = Run(models, Source(small), Source(many), request)
+        run = ScoringRun(models, Maker(small), Maker(many), request)
         jobs = [job for name in models for job in run.jobs(name, run.pairs(name))]
         pools = {}
         for count in (1, 2):
@@ -120,7 +120,7 @@ def workers(units: int, rounds: int) -> None:
 class _Warm:
     """Hold an executor whose processes have made their model and data."""
 
-    def __init__(self, count: int, run: Run, jobs: list) -> None:
+    def __init__(self, count: int, run: ScoringRun, jobs: list) -> None:
         self._executor, self._run, self._jobs = executors.Processes(count), run, jobs
         run.go(jobs[: 2 * count], self._executor, lambda job, outcome: None)
 

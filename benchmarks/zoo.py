@@ -23,12 +23,12 @@ import pyflatness as pf
 from pyflatness.measures import MEASURES
 from pyflatness.model import selectors
 from pyflatness.options import Options
-from pyflatness.scoring import checkpoints, loading, specs
+from pyflatness.scoring import checkpoints, specs
 from pyflatness.scoring.executors import Serial
-from pyflatness.scoring.run import Run, keep
+from pyflatness.scoring.run import ScoringRun, keep
 from pyflatness.scoring.store import Store
 from pyflatness.scoring.units import Request
-from pyflatness.scoring.worker import Source
+from pyflatness.scoring.worker import Maker
 from pyflatness.statistics import tables
 from pyflatness.statistics.coefficients import STATISTICS
 from pyflatness.statistics.correlation import Correlations
@@ -54,7 +54,7 @@ def main() -> None:
 def time(model: str, paths: tuple[Path, ...], rounds: int, processor: bool) -> None:
     """Scoring checkpoints into a store (hash, reading, κ, loss, accuracy, commit), against forward passes alone."""
     request = Request("cross_entropy", ("fc3",), (MEASURES[0].name,), Options())
-    run = Run({str(p): p for p in paths}, Source(f"{model}:LeNet5"), Source(f"{model}:train_data"), request)
+    run = ScoringRun({str(p): p for p in paths}, Maker(f"{model}:LeNet5"), Maker(f"{model}:train_data"), request)
     network, data = run.bench.network, run.bench.data
 
     def forward() -> None:
@@ -92,7 +92,7 @@ def reparameterize(model: str, folder: Path, paths: tuple[Path, ...], seed: int)
     folder.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(seed)
     for path in paths:
-        loading.load(network, checkpoints.read(path).state)
+        checkpoints.load(network, checkpoints.read(path).state)
         *hidden, _ = selectors.select(network, None).modules
         factors = dict(zip(hidden, generator.uniform(*FACTORS, len(hidden)), strict=True))
         save_file(pf.reparameterize(network, factors, batch).state_dict(), folder / path.name)

@@ -9,8 +9,8 @@ import click
 from rich import box
 from rich.table import Table
 
-from pyflatness.cli.output import checked, json_option, show, show_json
-from pyflatness.cli.paths import prepare_folder, write_whole
+from pyflatness.cli.options import json_option
+from pyflatness.cli.output import checked, prepare_folder, show, show_json, write_whole
 from pyflatness.errors import FlatnessError
 from pyflatness.messages import printable
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pyflatness.errors import InputError
-from pyflatness.scoring import checkpoints, loading
+from pyflatness.scoring import checkpoints
 from pyflatness.theory.invariance import WAYS, invariances
 
 from . import p21_minima
@@ -32,7 +32,7 @@ def measure(bench: Bench) -> tuple[dict[str, list[Any]], dict[str, str]]:
     if name not in paths:
         raise InputError(f"{name} is not trained, and epochs=0 trains none")
     network = zoo.network().to(bench.device).eval()
-    loading.load(network, checkpoints.read(paths[name]).state)
+    checkpoints.load(network, checkpoints.read(paths[name]).state)
     data = bench.on_device(zoo.first(bench.settings["measured"]))
     asked = [*BY_LAYERS, *ALWAYS, *BESIDES]
     found = invariances(network.double(), "cross_entropy", (data[0].double(), data[1]), measures=asked, layers="*")

@@ -1,4 +1,4 @@
-"""Run the command line, ``pyflatness``: one subcommand per file.
+"""Run the command line, ``pyflatness``: one subcommand per file, those on a store in one.
 
 What a subcommand needs beyond click and rich it imports when it runs.
 """
@@ -26,29 +26,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: always; with a status of 0 if all went well, and else as :data:`.group.STATUSES` has it.
     """
-    from .add import add
     from .demo import demo
     from .doctor import doctor
-    from .export import export
-    from .gc import gc
-    from .group import Group
+    from .group import Commands
     from .layers import layers
-    from .ls import ls
     from .measures import measures
-    from .merge import merge
     from .output import checked
     from .plan import plan
     from .report import report
     from .score import score
-    from .show import show
-    from .verify import verify
+    from .store import store
 
     sections = {
         "Measure networks": [score, layers, plan],
-        "Read and keep a store of values": [ls, show, report, export, add, verify, merge, gc],
+        "Read and keep a store of values": [store, report],
         "Learn": [demo, measures, doctor],
     }
-    group = click.version_option(__version__, prog_name="pyflatness")(Group(sections, _HELP))
+    group = click.version_option(__version__, prog_name="pyflatness")(Commands(sections, _HELP))
     try:
         with checked():
             group.main(arguments, prog_name="pyflatness")

@@ -37,8 +37,8 @@ from ..results import Correlations
 from ..scoring.score import score
 from ..statistics import correlations, plot_correlation
 from . import example_networks
-from .output import json_option, show, show_json
-from .paths import prepare_folder, write_whole
+from .options import json_option
+from .output import finite, prepare_folder, show, show_json, write_whole
 
 TARGET_LOSS, MAX_EPOCHS = 0.05, 600
 MEASURES = ("relative_flatness", "relative_flatness_std")
@@ -233,13 +233,9 @@ def _results(rows: list[dict[str, Any]], found: Correlations | None, seed: int) 
 
     versions = {"pyflatness": __version__, "python": platform.python_version(), "torch": torch.__version__}
     versions |= {"numpy": np.__version__, "scikit-learn": sklearn.__version__}
-    lists = [row.to_dict() for row in found.rows] if found else [], rows
-    plain = ([{k: _finite(cell) for k, cell in row.items()} for row in held] for held in lists)
-    return {"seed": seed, "versions": versions, **dict(zip(("correlations", "networks"), plain, strict=True))}
-
-
-def _finite(cell: Any) -> Any:
-    return None if isinstance(cell, float) and not math.isfinite(cell) else cell
+    held = [row.to_dict() for row in found.rows] if found else []
+    facts: dict[str, Any] = finite({"seed": seed, "versions": versions, "correlations": held, "networks": rows})
+    return facts
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

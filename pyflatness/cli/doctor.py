@@ -38,7 +38,8 @@ from ..contractions import (
     layer,
     reference,
 )
-from .output import json_option, show, show_json
+from .options import json_option
+from .output import show, show_json
 
 BUDGETS = {torch.float32: 1e-5, torch.float64: 1e-12}
 ROUTES = ("fused", "pairs", "rows")
@@ -46,7 +47,7 @@ _SHAPES = ((5, 2, 3), (37, 10, 19), (21, 61, 50))  # rows, outputs, features: no
 
 
 @dataclass(frozen=True)
-class Check:
+class EngineCheck:
     """Hold the largest relative error of one engine in one precision, over all heads and routes.
 
     Attributes:
@@ -86,7 +87,7 @@ def doctor(as_json: bool) -> None:
         raise SystemExit(1)
 
 
-def _shown() -> list[Check]:
+def _shown() -> list[EngineCheck]:
     """Print what is found as soon as it is, and return the checks."""
     show(_environment())
     if not compiled.instruction_sets():
@@ -100,7 +101,7 @@ def _shown() -> list[Check]:
     return checks
 
 
-def self_check(seed: int = 0) -> list[Check]:
+def self_check(seed: int = 0) -> list[EngineCheck]:
     """Hold every engine of this machine, in float32 and float64, against the formula in float64.
 
     Args:
@@ -111,18 +112,12 @@ def self_check(seed: int = 0) -> list[Check]:
         then the reference.
     """
     checks = []
-    for engine in (*compiled.instruction_sets(), *_gpu(), "reference"):
+    on_gpu = torch.cuda.is_available() and not cuda.unavailable(torch.device("cuda"), torch.float32)
+    for engine in (*compiled.instruction_sets(), *(["CUDA"] if on_gpu else []), "reference"):
         with _forced(engine) as backend:
             device = "cuda" if backend is cuda else "cpu"
             checks += [_check(engine, backend, dtype, seed, device) for dtype in BUDGETS]
     return checks
-
-
-def _gpu() -> list[str]:
-    """Return the engine of the GPU, if there is one that the kernels can run on."""
-    if not torch.cuda.is_available() or cuda.unavailable(torch.device("cuda"), torch.float32):
-        return []
-    return ["CUDA"]
 
 
 @contextlib.contextmanager
@@ -134,7 +129,7 @@ def _forced(engine: str) -> Iterator[ModuleType]:
         yield compiled
 
 
-def _check(engine: str, backend: ModuleType, dtype: torch.dtype, seed: int, device: str) -> Check:
+def _check(engine: str, backend: ModuleType, dtype: torch.dtype, seed: int, device: str) -> EngineCheck:
     generator = torch.Generator().manual_seed(seed)
     errors = []
     for n, d, m in _SHAPES:
@@ -147,7 +142,7 @@ def _check(engine: str, backend: ModuleType, dtype: torch.dtype, seed: int, devi
     for route in layer.ROUTES:
         errors.append((_layer_error(backend, dtype, route, generator, device), f"layers, {route}"))
     error, route = max(errors)
-    return Check(engine, dtype, error, route, BUDGETS[dtype])
+    return EngineCheck(engine, dtype, error, route, BUDGETS[dtype])
 
 
 def _layer_error(backend: ModuleType, dtype: torch.dtype, route: str, generator: torch.Generator, device: str) -> float:
@@ -249,7 +244,7 @@ def _driver() -> str:
     return version[1] if version else "found, of unknown version"
 
 
-def _table(checks: list[Check]) -> Table:
+def _table(checks: list[EngineCheck]) -> Table:
     table = Table(
         "engine", "dtype", "relative error", "on route", "budget", "", title="self-check", title_justify="left"
     )

@@ -13,19 +13,19 @@ from ..model import selectors
 from ..model.kinds import SUPPORTED
 from ..model.uses import Use
 from ..scoring import specs
-from . import spec_options
-from .output import json_option, show, show_json
+from .options import bind, json_option, model_option
+from .output import show, show_json
 
 
 @click.command(short_help="List the layers of a network that can be measured.")
-@spec_options.option("model", "the model", more=spec_options.NAMED_MODELS)
+@model_option
 @json_option
 def layers(model: specs.Function, model_args: dict[str, Any], as_json: bool) -> None:
     """Show the model's layers that can be measured: name, type, weight matrix.
 
     Of parameters that no module calls, those that may turn out to be weights are among them.
     """
-    network = model_layers.unwrap(specs.build_model(spec_options.bind(model, model_args, "model")))
+    network = model_layers.unwrap(specs.build_model(bind(model, model_args, "model")))
     found = {name: (_kind(layer), _shape(layer)) for name, layer in selectors.layers(network).items()}
     if as_json:
         show_json([{"name": name, "type": kind, "shape": shape} for name, (kind, shape) in found.items()])

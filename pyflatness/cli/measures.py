@@ -1,10 +1,13 @@
-"""Run ``pyflatness measures``: what can be measured, by which formula, from where; also as docs/measures.md."""
+"""Run ``pyflatness measures``: what can be measured, by which formula, from where, and which measure is for what.
+
+The first is docs/measures.md too, and the second docs/which-measure.md.
+"""
 
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass
 from pkgutil import iter_modules
 
 import click
@@ -13,8 +16,8 @@ from rich.table import Table
 
 from .. import measures as package
 from ..measures import MEASURES, Measure
-from . import choosing
-from .output import json_option, show, show_json
+from .options import json_option
+from .output import show, show_json
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,86 @@ both their sides.
 """
 
 
+TITLES = ("you want", "take", "invariant to", "price")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Say what to measure for one purpose."""
+
+    want: str
+    take: str
+    invariant: str
+    price: str
+
+
+# Backticks are around what can be asked for by name; other names in them are of options.
+CHOICES = (
+    Choice(
+        "to compare networks trained with one loss on the same data",
+        "`relative_flatness` of all layers",
+        "layer-wise rescaling",
+        "one sweep: a forward pass, and a backward pass for each class but one",
+    ),
+    Choice(
+        "a first look at the lowest price",
+        "`relative_flatness` of the head (`pf.relative_flatness`)",
+        "layer-wise rescaling",
+        "a forward pass",
+    ),
+    Choice(
+        "to compare networks whose neurons may be rescaled too",
+        "`relative_flatness_std`, `adaptive_sharpness`, `normalized_sharpness` or `neuron_flatness`",
+        "layer-wise and neuron-wise rescaling",
+        "one sweep",
+    ),
+    Choice(
+        "the classical sharpness that others report",
+        "`trace`, `lambda_max`, `sharpness`",
+        "nothing: compare only networks that were not rescaled",
+        "one sweep; Lanczos for `lambda_max`",
+    ),
+    Choice(
+        "which neurons are sharp",
+        "`neuron_flatness`, `.per_neuron`",
+        "layer-wise and neuron-wise rescaling",
+        "in the same sweep",
+    ),
+    Choice(
+        "how sensitive the outputs are to the input",
+        "`mls`, `normalized_mls`, `input_invariant_mls`",
+        "the last: layer-wise and neuron-wise rescaling",
+        "one sweep over outputs: a backward pass for each",
+    ),
+    Choice(
+        "how much the representation is compressed",
+        "`log_volume`, `local_dimension`",
+        "`local_dimension`: layer-wise rescaling",
+        "in the same sweep over outputs",
+    ),
+    Choice(
+        "a bound on the generalisation gap",
+        "`pf.theory.generalization_bound`, `pac_bayes`",
+        "see docs/generalization.md, docs/measures.md",
+        "many forward passes",
+    ),
+    Choice(
+        "the worst case in a ball of weights",
+        "`pf.worst_case_sharpness`",
+        "with `adaptive=True` layer-wise and neuron-wise rescaling",
+        "gradient ascent",
+    ),
+    Choice("what quantising or pruning will cost", "`pf.cost_of_change`", "–", "one sweep, and a Hessian product"),
+    Choice("the whole spectrum", "`pf.spectrum`", "nothing", "Lanczos"),
+    Choice(
+        "a network too large for all its classes",
+        '`relative_flatness` and others with `probes=`, `curvature="ggn"`',
+        "as above",
+        "`probes` backward passes, with a standard error",
+    ),
+)
+
+
 @click.command(short_help="List the measures, or say which one is for what.")
 @click.option("--help-me-choose", is_flag=True, help="Show which measure is for what instead.")
 @click.option(
@@ -75,15 +158,12 @@ both their sides.
 def measures(help_me_choose: bool, markdown: bool, as_json: bool) -> None:
     """Show the measures: name, formula, source, what they are invariant to, and cost."""
     if as_json:
-        show_json([asdict(choice) for choice in choosing.CHOICES] if help_me_choose else _facts())
+        facts = [{column.attribute: column.of(measure) for column in COLUMNS} for measure in MEASURES]
+        show_json([asdict(choice) for choice in CHOICES] if help_me_choose else facts)
     elif markdown:
-        click.echo(choosing.markdown() if help_me_choose else page(), nl=False)
+        click.echo(_markdown([TITLES, *map(astuple, CHOICES)]) if help_me_choose else page(), nl=False)
     else:
-        show(choosing.as_table(), width=_WIDTH_OF_SENTENCES) if help_me_choose else show(_table())
-
-
-def _facts() -> list[dict[str, str]]:
-    return [{column.attribute: column.of(measure) for column in COLUMNS} for measure in MEASURES]
+        show(_choices(), width=_WIDTH_OF_SENTENCES) if help_me_choose else show(_table())
 
 
 def _table() -> Table:
@@ -95,13 +175,26 @@ def _table() -> Table:
     return table
 
 
+def _choices() -> Table:
+    table = Table(*TITLES, box=box.SIMPLE_HEAD, leading=1)
+    for choice in CHOICES:
+        table.add_row(*(cell.replace("`", "") for cell in astuple(choice)))
+    return table
+
+
 def page() -> str:
     """Return the page docs/measures.md: the table, and what the file of each measure says at its top."""
-    lines = [[column.title for column in COLUMNS], ["---"] * len(COLUMNS)]
+    lines = [[column.title for column in COLUMNS]]
     for measure in MEASURES:
         name, *others = (column.of(measure).replace("|", "\\|") for column in COLUMNS)
         lines.append([f"`{name}`", *others])
-    return _PAGE + "".join(f"| {' | '.join(cells)} |\n" for cells in lines) + "".join(_sections())
+    return _PAGE + _markdown(lines) + "".join(_sections())
+
+
+def _markdown(lines: Sequence[Sequence[str]]) -> str:
+    """Return a table, whose first line has the titles."""
+    titles, *others = (f"| {' | '.join(cells)} |\n" for cells in lines)
+    return "".join([titles, f"| {' | '.join(['---'] * len(lines[0]))} |\n", *others])
 
 
 def _sections() -> Iterator[str]:

@@ -1,4 +1,7 @@
-"""Print whole tables whatever the width, or JSON, and raise an error where standard output cannot be written."""
+"""Bring results out: tables, rows and JSON to standard output, a bar to standard error, and files, whole or not at all.
+
+Where standard output or a file cannot be written this is an error that says so.
+"""
 
 import contextlib
 import io
@@ -6,21 +9,25 @@ import json
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
+from io import FileIO
+from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from ..errors import InputError
 from ..messages import printable
+from ..scoring.rows import Row
+from ..scoring.scores import table as table_of
 
 _NARROWEST = 80  # with less room whole columns would vanish; a terminal that has less breaks the lines by itself
 _WIDTH_OF_FILES = 200  # a file or pipe has no width that lines would have to be folded at
-
-
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table, for programs.")
 
 
 def show(table: Table, width: int = _WIDTH_OF_FILES) -> None:
@@ -44,15 +51,40 @@ def show(table: Table, width: int = _WIDTH_OF_FILES) -> None:
 
 def show_json(facts: Any) -> None:
     """Print dicts, lists, texts and numbers as JSON, which has no NaN and no infinity: these are null."""
-    click.echo(json.dumps(_finite(facts), indent=1, ensure_ascii=False, allow_nan=False))
+    click.echo(json.dumps(finite(facts), indent=1, ensure_ascii=False, allow_nan=False))
 
 
-def _finite(facts: Any) -> Any:
+def finite(facts: Any) -> Any:
+    """Return dicts, lists, texts and numbers with None for NaN and infinity, and lists for tuples."""
     if isinstance(facts, dict):
-        return {name: _finite(held) for name, held in facts.items()}
+        return {name: finite(held) for name, held in facts.items()}
     if isinstance(facts, (list, tuple)):
-        return [*map(_finite, facts)]
+        return [*map(finite, facts)]
     return None if isinstance(facts, float) and not math.isfinite(facts) else facts
+
+
+def echo(*lines: str) -> None:
+    """Print lines of text, in which names from outside may be, as the terminal can show them."""
+    for line in lines:
+        click.echo(printable(line))
+
+
+def show_rows(found: list[Row]) -> None:
+    """Print rows as a table, and their errors below it."""
+    names = _short([row.checkpoint for row in found])
+    show(table_of(found, names))
+    errors = (f"{printable(name)}: {row.error}" for name, row in zip(names, found, strict=True) if row.error)
+    for line in dict.fromkeys(errors):
+        click.echo(printable(line))
+
+
+def _short(paths: list[str]) -> list[str]:
+    """Return paths without the folder that all of them share."""
+    try:
+        shared = os.path.commonpath([Path(path).parent for path in paths])
+    except ValueError:  # nothing in common, or no paths
+        return paths
+    return [os.path.relpath(path, shared) for path in paths]
 
 
 class Notes:
@@ -95,3 +127,103 @@ def checked() -> Iterator[None]:
         with contextlib.suppress(OSError):  # what is still in the buffer would fail once more at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise InputError(f"the output cannot be written ({error.strerror})") from None
+
+
+class _Rate(ProgressColumn):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
+
+    def render(self, task: Task) -> Text:
+        """Return how many are done in a minute."""
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{60 * speed:.3g} {self._what}/min")
+
+
+def bar(what: str, shown: bool | None) -> Progress:
+    """Return a bar for so many of something.
+
+    Args:
+        what: is counted.
+        shown: whether it is; None: on a terminal. A log then gets nothing, not even an empty line.
+    """
+    console = Console(stderr=True, force_terminal=True if shown else None)
+    console.quiet = not (console.is_terminal if shown is None else shown)
+    count = TextColumn("{task.completed:.1f} of {task.total} " + what)
+    columns = (TextColumn("{task.description}"), BarColumn(), count, _Rate(what), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=console.quiet)
+
+
+def prepare_folder(path: Path, option: str = "--out") -> None:
+    """Make the folder that an option gave and try that files can be written there.
+
+    Raises:
+        InputError: it cannot be made, or not be written to.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise InputError(f"{option} {path}: no folder to write to ({error.strerror})") from None
+
+
+def is_same_file(a: Path, b: Path) -> bool:
+    """Return whether both are one file: by device and inode, so also through links or on a file system without case."""
+    try:
+        return a.samefile(b)
+    except OSError:  # one of them is not there yet, or cannot be looked at
+        return a.absolute() == b.absolute()
+
+
+def append_whole(file: FileIO, content: bytes) -> None:
+    """Append all of the content or, if that fails, nothing of it: a full disk must leave no torn line.
+
+    Args:
+        file: opened without a buffer, which would try again later.
+        content: what to write.
+
+    Raises:
+        OSError: it does not fit, say; the file ends where it ended before.
+    """
+    end = file.tell() if file.seekable() else None
+    rest = memoryview(content)
+    try:
+        while rest:
+            rest = rest[file.write(rest) :]
+    except BaseException:
+        with contextlib.suppress(OSError):  # devices have no end to cut
+            file.truncate(end)
+        raise
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file of results, in place of an older one only when all of it is written.
+
+    Raises:
+        InputError: it cannot be written; what was there is as it was.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise InputError(f"--out: {path} cannot be written ({error.strerror})") from None
+
+
+def prepare_file(path: Path) -> None:
+    """Make the file's folder and try that the file can be written; what it holds stays as it is.
+
+    Raises:
+        InputError: the folder cannot be made, or the file not be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        existed = path.exists()
+        with path.open("a"):  # to append: an older result is lost only when there is a new one
+            pass
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise InputError(f"--out {path}: cannot be written ({error.strerror})") from None

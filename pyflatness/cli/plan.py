@@ -11,12 +11,12 @@ from ..errors import InputError
 from ..messages import duration
 from ..options import check_dtype
 from ..scoring import planned, specs
-from . import spec_options
-from .output import json_option, show, show_json
+from .options import bind, json_option, model_option, spec_of
+from .output import show, show_json
 
 
 @click.command(short_help="Say what a measurement would take on other machines.")
-@spec_options.option("model", "the model", more=spec_options.NAMED_MODELS)
+@model_option
 @click.option(
     "--ranks",
     type=click.IntRange(1),
@@ -64,11 +64,13 @@ def plan(
     """
     if (length is None) == (shape is None):
         raise click.UsageError("pass --length, the tokens of a sample, or else --shape, of a sample that is not tokens")
-    spec = spec_options.text("model")
-    build = spec_options.bind(model, planned.without_weights(spec, model_args), "model")
+    spec = spec_of("model")
+    build = bind(model, planned.without_weights(spec, model_args), "model")
     given = planned.Batch(batch, length, () if shape is None else _shape(shape))
     precision = None if dtype is None else check_dtype("--dtype", dtype)
-    number = None if probes == "exact" else _probes(probes)
+    if probes != "exact" and (not probes.isdecimal() or int(probes) < 1):
+        raise InputError(f"--probes {probes!r}: a number above zero, or exact, is wanted")
+    number = None if probes == "exact" else int(probes)
     work = planned.work(lambda: specs.build_model(build), given, layers or None, precision)
     plans = [
         planned.planned(
@@ -95,7 +97,8 @@ def plan(
 
 
 def _table(plans: list[planned.Planned]) -> Table:
-    table = Table("of each rank", *(_heading(row) for row in plans), box=box.SIMPLE_HEAD)
+    headings = (f"{row.ranks} ranks, {'FSDP2' if row.sharded else 'whole weights'}" for row in plans)
+    table = Table("of each rank", *headings, box=box.SIMPLE_HEAD)
     rows = {
         "weights": [_size(row.weights) for row in plans],
         "weights that come and go": [_size(row.gathered) for row in plans],
@@ -116,10 +119,6 @@ def _table(plans: list[planned.Planned]) -> Table:
     return table
 
 
-def _heading(row: planned.Planned) -> str:
-    return f"{row.ranks} ranks, {'FSDP2' if row.sharded else 'whole weights'}"
-
-
 def _size(count: int) -> str:
     """Return bytes in decimal units, with three digits."""
     size, units = float(count), ["B", "kB", "MB", "GB", "TB", "PB"]
@@ -136,9 +135,3 @@ def _shape(text: str) -> tuple[int, ...]:
     if not sizes or min(sizes) < 1:
         raise InputError(f"--shape {text!r}: sizes above zero are wanted, as in 3x32x32")
     return sizes
-
-
-def _probes(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise InputError(f"--probes {text!r}: a number above zero, or exact, is wanted")
-    return int(text)

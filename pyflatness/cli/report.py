@@ -5,33 +5,29 @@ from typing import Any
 
 import click
 
-from ..messages import printable
 from ..report.page import charts
 from ..scoring import metadata, store_page
 from ..scoring.page import Choices
 from ..scoring.store import Store
 from ..training.history import History
-from .paths import prepare_file, write_whole
-
-_PATH = click.Path(path_type=Path)
+from .options import PATH, metadata_option
+from .output import echo, prepare_file, write_whole
 
 
 @click.command(name="report", short_help="Write a page to look at: table, charts, correlations.")
-@click.argument("store", type=_PATH)
-@click.option("--out", type=_PATH, required=True, help="HTML file to write.")
+@click.argument("store", type=PATH)
+@click.option("--out", type=PATH, required=True, help="HTML file to write.")
 @click.option("--title", help="Heading of the page.  [default: Results in STORE]")
 @click.option(
     "--against", metavar="COLUMN", help="What measures are held against.  [default: gap, generalization_gap or loss]"
 )
-@click.option("--test", type=_PATH, help="Store or CSV file of the same checkpoints on test data, for the gap.")
-@click.option(
-    "--metadata", "table", type=_PATH, help="CSV or JSON file with columns to add to the checkpoints, by their names."
-)
+@click.option("--test", type=PATH, help="Store or CSV file of the same checkpoints on test data, for the gap.")
+@metadata_option()
 @click.option(
     "--exclude", metavar="NAME", multiple=True, help="Checkpoint to leave out of the correlations; may be repeated."
 )
 @click.option(
-    "--history", type=_PATH, multiple=True, help="JSON file that a pf.results.History wrote, to show; may be repeated."
+    "--history", type=PATH, multiple=True, help="JSON file that a pf.results.History wrote, to show; may be repeated."
 )
 @click.option(
     "--interval",
@@ -59,18 +55,13 @@ def report(
     charts.altair()  # before any work is done
     prepare_file(out)
     histories = {path.stem: History.from_json(path) for path in history}
-    choices = Choices(against, None if test is None else _table(test), exclude, interval, histories)
+    other: Any = test
+    if test is not None and test.suffix != ".csv":
+        with Store(test) as held:
+            other = store_page.table(held)
+    choices = Choices(against, other, exclude, interval, histories)
     with Store(store) as held:
-        names = [row["name"] for row in held.select("SELECT name FROM checkpoints")]
-        more = metadata.read(table, names) if table else {}
+        more = metadata.of_store(held, table)
         text = store_page.of_store(held, title or f"Results in {store.name}", choices, more).html()
     write_whole(out, text.encode())
-    click.echo(printable(f"wrote {out}: {len(text) / 1e6:.1f} MB"))
-
-
-def _table(path: Path) -> Any:
-    """Return scores on test data, of a store or of a CSV file."""
-    if path.suffix == ".csv":
-        return path
-    with Store(path) as held:
-        return store_page.table(held)
+    echo(f"wrote {out}: {len(text) / 1e6:.1f} MB")

@@ -1,21 +1,24 @@
 """Run ``pyflatness score``: many checkpoints of one network, measured on one data set.
 
 A checkpoint that cannot be measured is a row with its error, and the others go on; so is a measure that fails of one.
-With ``--out`` the rows go to a CSV file (:mod:`.score_csv`), with ``--store`` to a store (:mod:`.score_store`).
-Processes that torchrun has started measure each checkpoint together (:mod:`.launched`).
+With ``--out`` the rows go to a CSV file, with ``--store`` to a store (:mod:`.scored`). Processes that torchrun, or
+``accelerate launch``, has started measure each checkpoint together.
 """
 
+import contextlib
 import functools
 import glob
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
+import torch.distributed as dist
 from click.core import ParameterSource
 from torch import nn
 from torch.nn import functional as F
@@ -30,22 +33,25 @@ from ..model import hugging_face, state
 from ..model.data import Batches
 from ..model.data import first as first_of
 from ..model.layers import unwrap
+from ..numerics.meeting import joined
+from ..numerics.ranks import ALONE, Ranks, is_known
 from ..options import MAX_PASSES, Options
-from ..scoring import checkpoints, data_specs, executors, listing, metadata, pretrained, specs
-from ..scoring.run import Run
+from ..scoring import checkpoints, data_specs, executors, metadata, pretrained, specs
+from ..scoring.run import ScoringRun
 from ..scoring.units import Request
-from ..scoring.worker import Source
-from . import config, launched, score_csv, score_store, score_values, spec_options
-from .output import json_option
-from .paths import is_same_file, prepare_file
+from ..scoring.worker import Maker
+from . import options as given
+from . import scored
+from .options import PATH, json_option
+from .output import is_same_file, prepare_file
 
-_PATH = click.Path(path_type=Path)
+_OF_A_LAUNCHER = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 
 
 @click.command(short_help="Measure many checkpoints on one data set.")
-@config.option
-@spec_options.option("model", "the model", more=spec_options.NAMED_MODELS)
-@spec_options.option(
+@given.config_option
+@given.model_option
+@given.spec_option(
     "data",
     "batches: a DataLoader, a list or a tuple of tensors; or .npz, .txt, .jsonl, .parquet, a folder of images or of a "
     "saved data set",
@@ -56,7 +62,7 @@ _PATH = click.Path(path_type=Path)
     metavar="NAME",
     default="auto",
     show_default=True,
-    shell_complete=score_values.complete_losses,
+    shell_complete=given.complete_losses,
     help="The loss it was trained with: cross_entropy, mse_loss, … or a class of torch.nn: HuberLoss, …; auto: that of "
     "a Hugging Face model.",
 )
@@ -74,8 +80,8 @@ _PATH = click.Path(path_type=Path)
     multiple=True,
     default=[MEASURES[0].name],
     show_default=True,
-    callback=score_values.measures,
-    shell_complete=score_values.complete_measures,
+    callback=given.measures,
+    shell_complete=given.complete_measures,
     help="See pyflatness measures; 'sweep'; 'all'. Of several layers there is a row for the network, with no layer.",
 )
 @click.option(
@@ -89,6 +95,7 @@ _PATH = click.Path(path_type=Path)
 @click.option(
     "--probes",
     metavar="K|adaptive",
+    callback=given.probes,
     help="Estimate values by so many random probes of each sample, with standard errors.  [default: exact values]",
 )
 @click.option(
@@ -113,19 +120,19 @@ _PATH = click.Path(path_type=Path)
 @click.option(
     "--limit",
     metavar="N|PART",
-    callback=score_values.limit,
+    callback=given.limit,
     help="Measure on the first N samples, or on this part of all of them, such as 0.1.",
 )
 @click.option(
     "--batch-size",
     metavar="N|auto",
-    callback=score_values.batch_size,
+    callback=given.batch_size,
     help="Cut batches to N samples; auto: in halves when memory does not suffice.  [default: as the data have them]",
 )
-@click.option("--out", type=_PATH, help="CSV file that the rows are written to. One of --out and --store is needed.")
+@click.option("--out", type=PATH, help="CSV file that the rows are written to. One of --out and --store is needed.")
 @click.option(
     "--store",
-    type=_PATH,
+    type=PATH,
     help="SQLite file that keeps the values: run again, the command goes on where it was. One of --out and --store is "
     "needed.",
 )
@@ -146,8 +153,8 @@ _PATH = click.Path(path_type=Path)
 @click.option(
     "--shard",
     metavar="I/N",
-    callback=score_values.shard,
-    help="Measure only the I-th of N parts of the checkpoints, into a store of its own, for pyflatness merge. "
+    callback=given.shard,
+    help="Measure only the I-th of N parts of the checkpoints, into a store of its own, for pyflatness store merge. "
     "(with --store)",
 )
 @click.option(
@@ -161,7 +168,7 @@ _PATH = click.Path(path_type=Path)
     "--executor-args",
     metavar="JSON",
     default="{}",
-    callback=spec_options.json_value,
+    callback=given.json_value,
     help="Options of ray or slurm, such as partition, time in minutes, cpus_per_task. (with --store)",
 )
 @click.option(
@@ -176,12 +183,7 @@ _PATH = click.Path(path_type=Path)
     show_default=True,
     help="Number of workers that measure at the same time. (with --store)",
 )
-@click.option(
-    "--metadata",
-    "table",
-    type=_PATH,
-    help="CSV or JSON file with columns to add to the checkpoints, by their names. (with --store)",
-)
+@given.metadata_option(" (with --store)")
 @click.option(
     "--settings", is_flag=True, help="Add columns with the metadata that .safetensors files hold. (with --store)"
 )
@@ -200,7 +202,7 @@ _PATH = click.Path(path_type=Path)
 @click.option("--progress/--no-progress", default=None, help="Show a progress bar.  [default: on a terminal]")
 @json_option
 @click.option("--allow-pickle-weights-only", is_flag=True, expose_value=False, hidden=True)  # of 0.1.0: always so
-@click.argument("paths", metavar="[CHECKPOINT]...", nargs=-1, type=_PATH)
+@click.argument("paths", metavar="[CHECKPOINT]...", nargs=-1, type=PATH)
 def score(
     model: specs.Function,
     model_args: dict[str, Any],
@@ -210,12 +212,6 @@ def score(
     loss_args: str,
     selectors: tuple[str, ...],
     measures: tuple[str, ...],
-    curvature: str,
-    probes: str | None,
-    target_stderr: float | None,
-    rtol: float | None,
-    seed: int,
-    max_passes: int,
     limit: float | None,
     batch_size: int | str | None,
     out: Path | None,
@@ -235,6 +231,7 @@ def score(
     progress: bool | None,
     as_json: bool,
     paths: tuple[Path, ...],
+    **how: Any,
 ) -> None:
     """Measure the network of each CHECKPOINT, with its loss and accuracy from the same pass.
 
@@ -253,7 +250,7 @@ def score(
         )
     if store is not None and as_json:
         raise click.UsageError(
-            "--json goes with --out; of a store pyflatness ls --json and show --json print what it has"
+            "--json goes with --out; of a store pyflatness store ls --json and show --json print what it has"
         )
     if not paths and (shard or workers > 1):
         raise click.UsageError("--shard and --workers go with several CHECKPOINTs, and none is there")
@@ -262,25 +259,25 @@ def score(
     if lost is not None:
         message = f"{out} is one of the checkpoints: it is the same file as {lost}"
         raise click.BadParameter(printable(message), param_hint="--out")
-    made, spec = spec_options.bind(model, model_args, "model"), spec_options.text("model")
-    data_args = data_specs.with_tokenizer(spec_options.text("data"), data_args, spec)
-    spec_options.bind(data, data_args, "data")
+    made, spec = given.bind(model, model_args, "model"), given.spec_of("model")
+    data_args = data_specs.with_tokenizer(given.spec_of("data"), data_args, spec)
+    given.bind(data, data_args, "data")
     if not paths and pretrained.is_named(spec) and not pretrained.is_trained(spec, model_args):
         raise click.UsageError(
             f"--model {spec} has random weights; pass CHECKPOINTs, or --model-args that name weights"
         )
-    draws = int(probes) if probes and probes.lstrip("-").isdigit() else probes
     try:
-        options = Options(curvature, draws, target_stderr, seed=seed, rtol=rtol, max_passes=max_passes)
+        options = Options(**how)
     except InputError as error:
         raise InputError(_by_option(str(error))) from None
-    with launched.ranks() as ranks:
-        if not ranks.alone and (dry_run or workers > 1 or (executor != "serial" and _is_given("executor"))):
+    with _launched() as ranks:
+        by_default = click.get_current_context().get_parameter_source("executor") == ParameterSource.DEFAULT
+        if not ranks.alone and (dry_run or workers > 1 or not (executor == "serial" or by_default)):
             raise click.UsageError(
                 f"the {ranks.size} processes of a launcher measure each checkpoint together, one after the other; "
                 "--executor, --workers and --dry-run are for a command that is started once"
             )
-        found = [*map(Path, ranks.first("the checkpoints", [*map(str, listing.find(paths))]))]
+        found = [*map(Path, ranks.first("the checkpoints", [*map(str, checkpoints.find(paths))]))]
         if shard is not None:
             found = found[shard[0] - 1 :: shard[1]]
         checkpoints.check_readers(found)
@@ -291,10 +288,10 @@ def score(
             if not found and not pretrained.is_named(spec):
                 note = f"no checkpoint given: {spec} is measured with the weights that it is made with"
                 click.echo(printable(note), err=True)
-        run = Run(
+        run = ScoringRun(
             {str(path): path for path in found} or {spec: specs.build_model(made)},
-            Source(spec, model_args, "--model") if found else None,
-            Source(spec_options.text("data"), data_args, "--data"),
+            Maker(spec, model_args, "--model") if found else None,
+            Maker(given.spec_of("data"), data_args, "--data"),
             Request(criterion, selectors or None, measures, options),
             batch_size=batch_size,
             limit=limit,
@@ -309,21 +306,56 @@ def score(
             _check_passes(run)
         if out is not None:
             file, shown = (out, progress) if ranks.rank == 0 else (Path(os.devnull), False)
-            score_csv.write(run, file, shown, as_json=as_json)
+            scored.to_csv(run, file, shown, as_json=as_json)
         if store is not None:
             columns = metadata.read(table, run.models) if table else {}
             if settings:
                 of_files = metadata.of_files({str(path): path for path in found})
                 columns = {name: of_files.get(name, {}) | columns.get(name, {}) for name in run.models}
             path = store if shard is None else store.with_stem(f"{store.stem}-{shard[0]}-of-{shard[1]}")
-            where = executor_args | ({"address": ray_address} if ray_address else {})
-            alone = ranks.alone and found
-            how = score_store.How(
-                *(executor if alone else "serial", workers, where, retry, fingerprint == "ends"),
-                spectrum=spectrum or 0,
-                shown=progress,
-            )
-            score_store.write(run, path, columns, how, dry_run=dry_run)
+            arguments = executor_args | ({"address": ray_address} if ray_address else {})
+            name, status = executor if ranks.alone and found else "serial", 0
+            if ranks.rank > 0:  # measures what the first rank hands out
+                run.go((), executors.Serial(), lambda job, outcome: None)
+            else:
+                status = scored.to_store(
+                    *(run, path, columns),
+                    lambda units: executors.named(name, min(workers, units), arguments),
+                    progress,
+                    dry_run=dry_run,
+                    retry=retry,
+                    ends=fingerprint == "ends",
+                    spectrum=spectrum or 0,
+                )
+            status = ranks.first("the exit status", status)
+            if status:
+                raise SystemExit(status)
+
+
+@contextlib.contextmanager
+def _launched() -> Iterator[Ranks]:
+    """Hold the ranks of a launcher's processes together, of which the first one alone prints; else this process alone.
+
+    Raises:
+        SystemExit: an error of which the first rank has told.
+    """
+    if any(name not in os.environ for name in _OF_A_LAUNCHER) or os.environ["WORLD_SIZE"] == "1":
+        yield ALONE
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    dist.init_process_group("gloo")  # for what is exchanged, which is on the CPU; a model is on one rank's device
+    try:
+        with contextlib.ExitStack() as stack:
+            if dist.get_rank() > 0:
+                stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))  # noqa: PTH123
+            yield stack.enter_context(joined(None))
+    except Exception as error:
+        if dist.get_rank() > 0 and is_known(error):
+            raise SystemExit(2) from error
+        raise
+    finally:
+        dist.destroy_process_group()
 
 
 def _check_there(found: list[Path]) -> None:
@@ -335,17 +367,15 @@ def _check_there(found: list[Path]) -> None:
         BadParameter: there is no such file, or a folder or pattern without checkpoints.
     """
     missing = [path for path in found if path.is_dir() or not path.exists()]
-    lost = [path for path in missing if len(missing) == len(found) or not _is_of_one(path)]
+    named = [path for path in missing if checkpoints.is_checkpoint(path) and not glob.has_magic(str(path))]
+    lost = [path for path in missing if len(missing) == len(found) or path not in named]
     if lost:
         why = (
-            f"no checkpoints ({', '.join(listing.ENDINGS)}) are in it" if lost[0].is_dir() else "there is no such file"
+            f"no checkpoints ({', '.join(checkpoints.ENDINGS)}) are in it"
+            if lost[0].is_dir()
+            else "there is no such file"
         )
         raise click.BadParameter(printable(f"{lost[0]}: {why}; nothing was written"), param_hint="CHECKPOINT")
-
-
-def _is_of_one(path: Path) -> bool:
-    """Return whether a path is written as that of one checkpoint."""
-    return listing.is_checkpoint(path) and not glob.has_magic(str(path))
 
 
 def _by_option(message: str) -> str:
@@ -354,12 +384,7 @@ def _by_option(message: str) -> str:
     return named.replace("_stderr", "-stderr").replace("_passes", "-passes").replace("  ", " ")
 
 
-def _is_given(option: str) -> bool:
-    """Return whether an option is the user's, not by default."""
-    return click.get_current_context().get_parameter_source(option) != ParameterSource.DEFAULT
-
-
-def _check_passes(run: Run) -> None:
+def _check_passes(run: ScoringRun) -> None:
     """Raise if exact values of a language model take too many passes, by one sample, before anything is measured.
 
     Raises:
@@ -388,7 +413,7 @@ def _check_passes(run: Run) -> None:
 def _loss(name: str, text: str) -> Any:
     """Return the loss of ``--loss`` and ``--loss-args``: a name, a function with its options, or a module."""
     try:
-        options = spec_options.json_object(text)
+        options = given.json_object(text)
     except InputError as error:
         raise click.BadParameter(str(error), param_hint="--loss-args") from None
     if auto.is_auto(name) and not options:

@@ -51,7 +51,7 @@ def as_called(name: str, module: nn.Module, change: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Found:
+class ChangeCosts:
     """Hold the sums over the data.
 
     Attributes:
@@ -96,7 +96,7 @@ class ChangeSweep:
             order_matters=task.options.by_sample or not task.loss.convex,
         )
 
-    def found(self) -> Found:
+    def found(self) -> ChangeCosts:
         """Return the sums.
 
         Raises:
@@ -115,7 +115,7 @@ class ChangeSweep:
         linear = frozenset(name for name in self._names if all(fact["linear"][name] for fact in every))
         by_factors = frozenset() if many else frozenset(self._names) if self._options.by_ggn else linear
         together = not many and (self._options.by_ggn or (len(self._names) == 1 and by_factors == {*self._names}))
-        return Found(totals.sums(), self._names, by_factors, together, linear)
+        return ChangeCosts(totals.sums(), self._names, by_factors, together, linear)
 
     @property
     def _names(self) -> tuple[str, ...]:

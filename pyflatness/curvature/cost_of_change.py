@@ -40,7 +40,7 @@ from ..options import CALL, MeasureHow, Options, check_flag
 from ..passes.task import Task
 from ..report import Estimate, Report
 from ..session import public, session
-from .change_sweep import FIRST, SECOND, ChangeSweep, Found, as_called
+from .change_sweep import FIRST, SECOND, ChangeCosts, ChangeSweep, as_called
 
 COST, GRADIENT, MEASURED, BY_TRACE = "cost_of_change", "gradient_of_change", "loss_change", "cost_by_trace"
 
@@ -169,12 +169,12 @@ class Costs:
             estimates[name, COST] = by_product.get(name) or self._by_factors(name, second, found)
         return estimates
 
-    def _by_factors(self, name: str, value: float, found: Found) -> Estimate:
+    def _by_factors(self, name: str, value: float, found: ChangeCosts) -> Estimate:
         linear = name in found.linear if name else len(found.names) == 1 and found.linear == {*found.names}
         return self._estimate(name, value, "ggn", exact=linear, found=found, rows=found.rows(name))
 
     def _estimate(
-        self, name: str, value: float, method: str, *, exact: bool, found: Found, rows: Tensor | None = None
+        self, name: str, value: float, method: str, *, exact: bool, found: ChangeCosts, rows: Tensor | None = None
     ) -> Estimate:
         sums, notes = found.sums, layers.tie_notes(self._task.model, self._modules[name]) if name else ()
         return Estimate(

@@ -72,14 +72,14 @@ def critical_sharpness(
     if not isinstance(step, Mapping) or not step:
         raise InputError(f"step={shown(step)}: a mapping from names of parameters to their changes is wanted")
     with session(model, loss, data, how=how, reads=3) as task:
-        line = _Line(task, _checked(parameters.every(task.model), _unwrapped(task.model, model, step)))
+        line = _AlongStep(task, _checked(parameters.every(task.model), _unwrapped(task.model, model, step)))
         value = 2 / line.critical(start)
         estimate = Estimate(value, None, line.samples, "definition", exact=False, backend="reference")
         task.unite()
         return task.noted(estimate)
 
 
-class _Line:
+class _AlongStep:
     """Know the loss along a step."""
 
     def __init__(self, task: Task, step: Mapping[str, Tensor]) -> None:

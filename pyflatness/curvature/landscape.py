@@ -29,9 +29,9 @@ from ..passes.task import Task
 from ..session import public, session
 from . import directions as making
 from .directions import Direction
-from .points import Found, Points
+from .points import PointLosses, Points
 from .quadratic import quadratic as quadratic_model
-from .slice_options import Wanted, coefficients
+from .slice_options import SliceRequest, coefficients
 from .slices import Landscape
 from .spectrum import spectrum
 
@@ -106,7 +106,7 @@ def landscape(
         >>> found.losses.shape, bool((found.losses - found.quadratic.at(*found.coefficients)).abs().max() < 1e-5)
         (torch.Size([5, 3]), True)
     """
-    wanted = Wanted.of(directions, through, dimensions, layers, normalization)
+    wanted = SliceRequest.of(directions, through, dimensions, layers, normalization)
     grid = coefficients(wanted.count, points, (-0.25, 1.25) if wanted.through else (-1.0, 1.0), span)
     accuracy = None if accuracy is None else check_flag("accuracy", accuracy)
     quadratic = None if quadratic is None else check_flag("quadratic", quadratic)
@@ -144,7 +144,7 @@ def _begun(out: Path | None, ranks: Ranks) -> Landscape | None:
     return Landscape.read(content, f"out={str(out)!r}") if content else None
 
 
-def _made(wanted: Wanted, layers: Any, seed: int) -> str:
+def _made(wanted: SliceRequest, layers: Any, seed: int) -> str:
     """Return which eigenvectors of a model and its loss are wanted, where a text can say so; else an empty text."""
     names = (
         [layers] if layers is None or isinstance(layers, str) else [*layers] if isinstance(layers, Sequence) else [()]
@@ -265,7 +265,7 @@ def _check_same(begun: Landscape, key: Mapping[str, str], out: Path | None) -> N
         )
 
 
-def _with(found: Landscape, more: Found) -> Landscape:
+def _with(found: Landscape, more: PointLosses) -> Landscape:
     """Return a slice with its next points."""
     done = found.done + len(more.losses)
 

@@ -23,19 +23,19 @@ from ..model.parameters import Parameters
 from ..model.selectors import Selector
 from ..options import CALL, How, Options, check_count, check_flag, check_progress
 from ..passes.task import Task
-from ..report import views
+from ..report import Result, views
 from ..session import public, session
 from . import batch_statistics
 from . import directions as making
-from .points import Found, Points
+from .points import PointLosses, Points
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True)
-class LinearInterpolation:
+@dataclass(frozen=True, repr=False)
+class LinearInterpolation(Result):
     """Hold the loss on the line between two networks.
 
     Attributes:
@@ -114,8 +114,6 @@ class LinearInterpolation:
         anew = ", statistics of BatchNorm computed anew" if self.refreshed else ""
         return "\n".join([*lines, f"{len(self.coefficients)} points, {self.samples} samples{anew}"])
 
-    __repr__ = __str__
-
 
 @public(*CALL, "memory")
 def linear_interpolation(
@@ -177,7 +175,9 @@ def linear_interpolation(
         anew = bool(batch_statistics.norms(task.model)) if update_bn is None else update_bn
         if anew and not batch_statistics.norms(task.model):
             raise InputError("update_bn=True: the model has no BatchNorm with running statistics")
-        line = _Line(task, None if test is None else task.on(test, reads=3), other, layers, accuracy, update_bn=anew)
+        line = _BetweenNetworks(
+            task, None if test is None else task.on(test, reads=3), other, layers, accuracy, update_bn=anew
+        )
         coefficients = torch.linspace(0, 1, points, dtype=torch.float64, device="cpu")
         train, on_test = line.at(coefficients, progress)
         return LinearInterpolation(
@@ -191,7 +191,7 @@ def linear_interpolation(
         )
 
 
-class _Line:
+class _BetweenNetworks:
     """Evaluate networks between two.
 
     Args:
@@ -213,10 +213,10 @@ class _Line:
         self._on = [Points(each, accuracy) for each in (task, test) if each is not None]
         self.samples = self._on[0].samples
 
-    def at(self, coefficients: Tensor, progress: bool | None) -> tuple[Found, Found | None]:
+    def at(self, coefficients: Tensor, progress: bool | None) -> tuple[PointLosses, PointLosses | None]:
         """Return what there is at some α, on the training and the test data."""
         at_once = min(points.at_once(self._theta) for points in self._on)
-        found: list[list[Found]] = [[] for _ in self._on]
+        found: list[list[PointLosses]] = [[] for _ in self._on]
         rank = self._task.batches.shard.ranks.rank
         with bars.bar("points", len(coefficients), False if rank else progress) as advance:
             for some in coefficients.split(at_once):
@@ -232,9 +232,9 @@ class _Line:
         return values | batch_statistics.refreshed(self._task, values) if self._update_bn else values
 
 
-def _joined(parts: Sequence[Found]) -> Found:
+def _joined(parts: Sequence[PointLosses]) -> PointLosses:
     accuracies = [part.accuracies for part in parts if part.accuracies is not None]
-    return Found(torch.cat([part.losses for part in parts]), torch.cat(accuracies) if accuracies else None)
+    return PointLosses(torch.cat([part.losses for part in parts]), torch.cat(accuracies) if accuracies else None)
 
 
 def _barrier(coefficients: Tensor, values: Tensor) -> float:

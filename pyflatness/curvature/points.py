@@ -30,7 +30,7 @@ _COPIES = 3  # of moved parameters that a point takes: its own, in the stack, an
 
 
 @dataclass(frozen=True)
-class Found:
+class PointLosses:
     """Hold what was found at some points.
 
     Attributes:
@@ -94,7 +94,7 @@ class Points:
         most = max(1, min(_MOST, budget.graph // max(1, self._size(values))))
         return int(min(self._task.batches.shard.every("points of a read", most)))
 
-    def __call__(self, points: Sequence[Parameters]) -> Found:
+    def __call__(self, points: Sequence[Parameters]) -> PointLosses:
         """Return loss and accuracy at points, by one read of the data.
 
         Args:
@@ -155,10 +155,10 @@ class Points:
         budget = Budget.of(self._task.model, self._task.options.memory)
         return budget.buffers if budget.device.type == "cuda" else min(_CACHE, budget.graph)
 
-    def _found(self, sums: dict[Any, Tensor]) -> Found:
+    def _found(self, sums: dict[Any, Tensor]) -> PointLosses:
         losses, right = sums["losses"].cpu(), sums["right"].cpu()
         accurate = self._classes and self._targets > 0
-        return Found(losses / self._normaliser, right / self._targets if accurate else None)
+        return PointLosses(losses / self._normaliser, right / self._targets if accurate else None)
 
 
 class _Written(TorchDispatchMode):

@@ -20,7 +20,7 @@ _BY_NAME = ("random", "eigenvectors")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SliceRequest:
     """Hold what directions a user wants, with options that apply to them.
 
     Attributes:
@@ -38,7 +38,7 @@ class Wanted:
     normalization: str | None
 
     @classmethod
-    def of(cls, directions: Any, through: Any, dimensions: Any, layers: Any, normalization: Any) -> "Wanted":
+    def of(cls, directions: Any, through: Any, dimensions: Any, layers: Any, normalization: Any) -> "SliceRequest":
         """Return what is asked for.
 
         Raises:

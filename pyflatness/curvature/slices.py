@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..messages import check_path
-from ..report import arrays
+from ..report import Result, arrays
 from . import slice_figure
 from .quadratic import Quadratic
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _FORMAT = "pyflatness landscape 1"
 
 
-@dataclass(frozen=True)
-class Landscape:
+@dataclass(frozen=True, repr=False)
+class Landscape(Result):
     """Hold the loss at points θ + Σ_k c_k d_k on a grid of coefficients of one or two directions.
 
     Attributes:
@@ -174,8 +174,6 @@ class Landscape:
                 for label, slope, curvature in zip(self.labels, slopes, curvatures, strict=True)
             ]
         return "\n".join(lines)
-
-    __repr__ = __str__
 
 
 def _directions(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ...]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..messages import with_error
 from ..options import check_number
-from ..report import json_text, views
+from ..report import Readable, views
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,8 +77,8 @@ class Density:
         return f"{with_error(*self.moment(1))} ({probes} probe{'s' if probes > 1 else ''})"
 
 
-@dataclass(frozen=True)
-class Spectrum:
+@dataclass(frozen=True, repr=False)
+class Spectrum(Readable):
     """Hold eigenpairs of the loss Hessian, and the density of its eigenvalues.
 
     Attributes:
@@ -157,23 +157,22 @@ class Spectrum:
         low, high = torch.cat(values).aminmax()
         return float(low), float(high)
 
-    def to_json(self, path: str | Path | None = None) -> str:
-        """Return everything but the eigenvectors as JSON, also written to ``path``."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything but the eigenvectors as plain numbers, strings, lists and dicts."""
         density = None
         if self.density is not None:
             nodes, weights = self.density.nodes.tolist(), self.density.weights.tolist()
             density = {"nodes": nodes, "weights": weights, "size": self.density.size}
         numbers = {"eigenvalues": self.eigenvalues.tolist(), "residuals": self.residuals.tolist(), "density": density}
-        return json_text.write({"format": _FORMAT, **numbers, **{name: getattr(self, name) for name in _PLAIN}}, path)
+        return {"format": _FORMAT, **numbers, **{name: getattr(self, name) for name in _PLAIN}}
 
     @classmethod
-    def from_json(cls, source: str | Path) -> "Spectrum":
-        """Return what :meth:`to_json` wrote, from its text or the path of its file; it has no eigenvectors.
+    def from_dict(cls, facts: Mapping[str, Any]) -> "Spectrum":
+        """Return what :meth:`to_dict` was made from; it has no eigenvectors.
 
         Raises:
-            InputError: no such file, or not such a text.
+            InputError: not such a dict.
         """
-        facts = json_text.read("spectrum", source)
         try:
             if facts["format"] != _FORMAT:
                 raise ValueError(f"its format is {facts['format']!r}")
@@ -197,8 +196,6 @@ class Spectrum:
         if self.density is not None:
             lines.append(f"density: trace {self.density.trace()}, ± the standard error over the probes")
         return "\n".join([*lines, *self.notes])
-
-    __repr__ = __str__
 
 
 def _numbers(held: Any) -> Tensor:

@@ -14,27 +14,33 @@ from ..options import check_names
 from ..sweep.activations import ACTIVATIONS
 from . import at_head as at_head
 from . import bounds, representation
-from .adaptive_sharpness import ADAPTIVE_SHARPNESS
 from .adaptive_sharpness_mc import ADAPTIVE_SHARPNESS_MC, adaptive_sharpness_mc
 from .base import Measure as Measure
 from .fisher_rao import FISHER_RAO
-from .input_trace import INPUT_TRACE
-from .interpolation_adaptive_sharpness import INTERPOLATION_ADAPTIVE_SHARPNESS
-from .interpolation_sharpness import INTERPOLATION_SHARPNESS
-from .lambda_max import LAMBDA_MAX
-from .matrix_normalized_sharpness import MATRIX_NORMALIZED_SHARPNESS, MATRIX_NORMALIZED_SHARPNESS_FROBENIUS
 from .mls_adversarial import MLS_ADVERSARIAL, NORMALIZED_MLS_ADVERSARIAL, mls_adversarial
-from .neuron_flatness import NEURON_FLATNESS, NEURON_FLATNESS_MAX, NEURON_FLATNESS_ROWS, NEURON_FLATNESS_ROWS_MAX
 from .normalized_sharpness import NORMALIZED_SHARPNESS
-from .output_trace import OUTPUT_TRACE
 from .pac_bayes import PAC_BAYES, PAC_BAYES_MAGNITUDE, pac_bayes
+from .relative_flatness import (
+    NEURON_FLATNESS,
+    NEURON_FLATNESS_MAX,
+    NEURON_FLATNESS_ROWS,
+    NEURON_FLATNESS_ROWS_MAX,
+    RELATIVE_FLATNESS_MAX,
+)
 from .relative_flatness import RELATIVE_FLATNESS as RELATIVE_FLATNESS
 from .relative_flatness import RELATIVE_FLATNESS_STD as RELATIVE_FLATNESS_STD
-from .relative_flatness_max import RELATIVE_FLATNESS_MAX
-from .scaled import LARGEST_SCALED_LAMBDA_MAX, LARGEST_SCALED_TRACE, SCALED_LAMBDA_MAX, SCALED_TRACE
-from .sharpness import SHARPNESS
+from .scaled import (
+    LARGEST_SCALED_LAMBDA_MAX,
+    LARGEST_SCALED_TRACE,
+    MATRIX_NORMALIZED_SHARPNESS,
+    MATRIX_NORMALIZED_SHARPNESS_FROBENIUS,
+    SCALED_LAMBDA_MAX,
+    SCALED_TRACE,
+    WEIGHT_NORM,
+)
+from .sharpness import ADAPTIVE_SHARPNESS, INTERPOLATION_ADAPTIVE_SHARPNESS, INTERPOLATION_SHARPNESS, SHARPNESS
+from .trace import INPUT_TRACE, LAMBDA_MAX, OUTPUT_TRACE
 from .trace import TRACE as TRACE
-from .weight_norm import WEIGHT_NORM
 
 if TYPE_CHECKING:
     from ..curvature.critical import critical_sharpness

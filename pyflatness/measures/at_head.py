@@ -5,6 +5,15 @@
 
 It is invariant to layer-wise rescalings of ReLU networks; with features divided and columns multiplied by the features'
 deviation (Theorem 4) also to neuron-wise ones. Never negative for a convex loss.
+
+The rows of a head for cross-entropy may be spread over the ranks of a process group. With p the softmax over all
+classes, P_r the part of it on rank r, p^r = p / P_r the softmax over that rank's classes alone, and w̄_r = E_{p^r} w the
+mean of its rows,
+
+    var_p(w) = Σ_r P_r var_{p^r}(w) + Σ_r P_r |w̄_r - Σ_r P_r w̄_r|²        (the law of total variance)
+
+No term is negative, so that nothing cancels between the ranks. Of each row of features a rank sends its logarithm of
+Σ exp z, its own variance and its mean: m + 2 numbers. The logits of all classes are nowhere.
 """
 
 import contextlib
@@ -18,8 +27,11 @@ import torch
 from torch import Tensor
 
 from .. import contractions, losses
+from ..contractions import product, promoted
+from ..contractions.wide import Bounded
 from ..errors import InputError, NonFiniteError
 from ..head import HeadBatch
+from ..losses import Curvature
 from ..model import layers
 from ..model.kinds.deviations import FeatureScale
 from ..numerics.accumulate import Accumulator, masked, non_finite, underflow
@@ -28,10 +40,64 @@ from ..numerics.shard import Shard
 from ..options import Options
 from ..passes import normalize
 from ..report import Estimate
-from . import split_head
+
+_SENT = 2**22  # numbers of all ranks that are sent at a time
 
 
-class Source(Protocol):
+def over_ranks(ranks: Ranks, own: Curvature | None, weight: Tensor, bias: Tensor | None, memory: int) -> Curvature:
+    """Return the curvature of the whole head.
+
+    Args:
+        ranks: which have the rows of the weight, and all get the same features.
+        own: of this rank's rows; None where it has none.
+        weight: these, (d, m).
+        bias: (d,) or None.
+        memory: bytes for logits.
+    """
+    return Curvature(partial(_by_row, Shard(ranks), own, weight, bias, memory))
+
+
+def _by_row(
+    shard: Shard,
+    own: Curvature | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    memory: int,
+    features: Tensor,
+    scale: Tensor,
+) -> Bounded:
+    count = max(1, _SENT // (shard.ranks.size * (features.shape[1] + 2)))
+    chunks = []
+    for rows, counts in zip(features.split(count), scale.split(count), strict=True):
+        variances = rows.new_zeros(len(rows), dtype=torch.float64) if own is None else own.by_row(rows, counts).values
+        sizes, means = _moments(rows, weight, bias, memory)
+        sent = torch.cat([sizes.unsqueeze(1), variances.unsqueeze(1), means], dim=1)
+        found = torch.stack([each["rows"] for each in shard.each("the moments of rows", {"rows": sent})])
+        sizes, variances, means = found.to(rows.device).split([1, 1, means.shape[1]], dim=2)
+        parts = torch.softmax(sizes, dim=0)
+        centre = (parts * means).sum(dim=0)
+        between = (parts * (means - centre).square()).sum(dim=(0, 2))
+        within = torch.where(parts > 0, parts * variances, 0.0).sum(dim=(0, 2))
+        chunks.append(within + rows.double().square().sum(dim=1) * between)
+    return Bounded(torch.cat(chunks), None)
+
+
+def _moments(features: Tensor, weight: Tensor, bias: Tensor | None, memory: int) -> tuple[Tensor, Tensor]:
+    """Return log Σ exp z (n,) over_ranks this rank's classes, and the mean of their rows (n, m), in float64."""
+    if not len(weight):
+        return features.new_full((len(features),), -torch.inf, dtype=torch.float64), torch.zeros_like(features).double()
+    matrix, shift = promoted(weight), None if bias is None else promoted(bias).double()
+    sizes, means = [], []
+    for rows in features.split(max(1, memory // (16 * len(weight)))):
+        scores = product(promoted(rows), matrix.t()).double()
+        scores = scores if shift is None else scores.add_(shift)
+        sizes.append(scores.logsumexp(dim=1))
+        likely = scores.sub_(sizes[-1].unsqueeze(1)).exp_().to(matrix.dtype)
+        means.append(product(likely, matrix).double())
+    return torch.cat(sizes), torch.cat(means)
+
+
+class HeadSource(Protocol):
     """Describe a head and its data: rows of features and loss terms, batch by batch."""
 
     name: str
@@ -61,7 +127,7 @@ Error = Callable[[HeadBatch, Tensor], NonFiniteError]
 """Make the error of a batch's bad rows, (rows,) bool."""
 
 
-def total(source: Source, loss: losses.Loss, options: Options) -> "Total":
+def total(source: HeadSource, loss: losses.Loss, options: Options) -> "Total":
     """Return the sums behind κ of a head by one data read; two with ``normalize``."""
     scale = _feature_scale(source, options) if options.normalize else None
     total = Total(source, loss, options, scale)
@@ -78,7 +144,7 @@ def total(source: Source, loss: losses.Loss, options: Options) -> "Total":
                         curvature = make(options.tolerance)
                     else:
                         own = make(0.0) if len(weight) else None
-                        curvature = split_head.over(source.classes, own, weight, bias, memory)
+                        curvature = over_ranks(source.classes, own, weight, bias, memory)
                 total.add(batch, curvature)
             del batch  # or its memory stands in the way of the next one's
     return total
@@ -91,7 +157,7 @@ class Total:
         value: Σ_i scale_i |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩, over the rows of this rank.
     """
 
-    def __init__(self, source: Source, loss: losses.Loss, options: Options, scale: Tensor | None) -> None:
+    def __init__(self, source: HeadSource, loss: losses.Loss, options: Options, scale: Tensor | None) -> None:
         self._source, self._options, self._scale, self._backend = source, options, scale, ""
         self._over, self.value, self._bound = Accumulator(options.nan_policy, loss.reduction), 0.0, 0.0
         self._contributions: list[Tensor] = []
@@ -194,7 +260,7 @@ class Total:
         return (f"{dropped} features that are zero throughout dropped",) if dropped else ()
 
 
-def _feature_scale(source: Source, options: Options) -> Tensor:
+def _feature_scale(source: HeadSource, options: Options) -> Tensor:
     deviations, over = FeatureScale(), Accumulator(options.nan_policy)
     with contextlib.closing(source.batches()) as batches:
         for batch in batches:
@@ -236,7 +302,7 @@ def _by_sample(batch: HeadBatch, rows: Tensor) -> Tensor:
     return rows.view(batch.samples, batch.per_sample)
 
 
-def _check_finite_weights(source: Source) -> None:
+def _check_finite_weights(source: HeadSource) -> None:
     layers.check_finite_entries(f"layer {source.name!r}" if source.name else "the head", *source.matrix())
 
 

@@ -39,9 +39,9 @@ from ..errors import InputError
 from ..model import layers as layer_weights
 from ..report import Estimate
 from ..sweep.jacobians import Samples
-from . import interpolation_sharpness
 from .base import Measure, Task, Values
 from .representation import COST
+from .sharpness import of_outputs
 
 NEEDS = ("log_volume", "weights", "past", "rescaled")
 NO_GUARANTEE = "no guarantee"
@@ -163,7 +163,7 @@ def product(factor: float, *others: float) -> float:
 def at_interpolation(task: Task, *, adaptive: bool = False, per_sample: bool = False) -> Estimate:
     """Return the exact interpolation sharpness over all trainable parameters, whatever is sampled of other measures."""
     options = replace(task.options, probes=None, target_stderr=None, per_sample=per_sample)
-    return interpolation_sharpness.estimate(replace(task, options=options), adaptive=adaptive)
+    return of_outputs(replace(task, options=options), adaptive=adaptive)
 
 
 def _estimate(samples: Samples, value: float, layer: str, caveat: str) -> Estimate:

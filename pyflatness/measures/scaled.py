@@ -1,14 +1,32 @@
-"""Scale measures with the weight's norm (Petzka et al. 2019, Definition 1, Section 2 and Table 1).
+"""Compute the norm of the weights, and measures that are scaled with it.
+
+    ‖w‖² = Σ_sj w_sj²        of a layer's effective weight, whatever a parametrisation makes it of
+
+is ``weight_norm`` (Petzka et al. 2021, section 6). A network's value is the sum over the weights of its chosen layers,
+a weight that two layers share counted once. No data is read for it: asked for beside measures of a sweep it is of the
+layers that ran, by itself of all that were chosen. Which of the parameters outside of layers are weights takes a sweep
+to know; by itself it is of those that were named. It is not invariant to rescalings.
 
     κ^l = |w_l|_F² λ_max(∂²E/∂w_l²)        κ_τ^l = |w_l|_F² Tr(∂²E/∂w_l²)        of a layer
     κ^Σ = Σ_l κ^l,  κ^max = max_l κ^l       κ_τ^Σ, κ_τ^max likewise                of a network, its measured layers
 
-Each is the unscaled measure's value times a number that the weights alone give, so both together cost one of them. w is
-the effective weight. The values are invariant to layer-wise rescalings of ReLU networks.
+are ``scaled_…`` and ``largest_scaled_…`` (Petzka et al. 2019, Definition 1, Section 2 and Table 1). Each is the
+unscaled measure's value times a number that the weights alone give, so both together cost one of them. w is the
+effective weight. The values are invariant to layer-wise rescalings of ReLU networks.
+
+    Σ_l ‖W_l‖₂ √Tr(∂²E/∂w_l²)        and with ‖W_l‖_F
+
+over the measured layers is ``matrix_normalized_sharpness`` (Tsuzuku et al. 2019; C24, Eq. 35), W_l the effective weight
+matrix: of a convolution its flattened filters, of a grouped one block-diagonal. Each layer's trace is that of the
+measure ``trace``, which costs nothing more. It has no value where a layer's trace is negative. It is invariant to
+layer-wise rescalings.
+
+C24: "From Loss Flatness to Compressed Representations".
 """
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,11 +34,45 @@ from torch import nn
 
 from ..errors import InputError, NotYetError
 from ..model import layers, norms, uses
+from ..model.uses import Use
 from ..options import Options
 from ..report import Estimate
-from .base import Measure, Values
-from .lambda_max import LAMBDA_MAX
-from .trace import TRACE
+from .base import Measure, Task, Values
+from .trace import LAMBDA_MAX, TRACE
+
+
+def _values(task: Task) -> Values:
+    found, squares = {}, {}
+    for name, module in task.selection.modules.items():
+        if isinstance(module, Use) and not module.ran:
+            if name not in task.selection.named:
+                continue  # it may be the weight of nothing, or have parts that are layers
+            if module.source.effective:
+                raise InputError(
+                    f"layer {name!r} computes its weight in its forward pass, and weight_norm by itself does without "
+                    "one; ask for another measure beside it, such as trace"
+                )
+        layers.check_measurable(name, module)
+        norm = norms.squared(module)
+        shared = module._parameters.get("weight")
+        squares[id(module if shared is None else shared)] = norm
+        found[name] = _norm(norm, name)
+    found[""] = _norm(sum(squares.values()), "")
+    return found
+
+
+def _norm(value: float, layer: str) -> Estimate:
+    return Estimate(value, None, samples=0, method="weights", exact=True, backend="reference", layer=layer)
+
+
+WEIGHT_NORM = Measure(
+    name="weight_norm",
+    formula="‖w‖²",
+    source="Petzka et al. 2021, section 6",
+    compute=_values,
+    cost="no data is read",
+    reads=0,
+)
 
 
 def scaled(model: nn.Module, options: Options, values: Values) -> Values:
@@ -143,6 +195,59 @@ LARGEST_SCALED_TRACE = Measure(
     source="Petzka et al. 2019, Table 1",
     base=TRACE.name,
     derive=functools.partial(largest_scaled, "largest_scaled_trace"),
+    granularity="network",
+    invariant="layer-wise",
+    cost="that of trace, shared",
+)
+
+
+def summed(norm: Callable[[nn.Module], float], model: nn.Module, options: Options, values: Values) -> Values:
+    """Return Σ_l norm(W_l) √trace_l, the value of the network.
+
+    The standard error is that of the roots to first order, and a bound, see :func:`.scaled.together`.
+
+    Raises:
+        InputError: a negative trace.
+        NotYetError: options under which the traces are of other matrices than the layers' weights.
+    """
+    roots = []
+    every = [name for name in values if name] or [""]  # a model that is a layer itself has no other name
+    for name in every:
+        module, trace = uses.layer(model, name), values[name]
+        check_own_weights(name, module, options)
+        if trace.value < 0:
+            raise InputError(
+                f"layer {name!r}: the trace of its Hessian is {trace.value:.3g}, of which there is no root; the "
+                "matrix-normalised sharpness of these layers does not exist"
+            )
+        size, root = norm(module), trace.value**0.5
+        stderr = trace.stderr
+        if stderr is not None:
+            stderr = size * stderr / (2 * root) if root else float("inf")
+        roots.append(replace(trace, value=size * root, stderr=stderr))
+    value, exact = sum(root.value for root in roots), all(values[name].exact for name in every)
+    stderr, dof = together(roots)
+    return {"": replace(values[""], value=value, stderr=stderr, dof=dof, exact=exact, per_sample=None)}
+
+
+_MATRIX_NORMALIZED = "From Loss Flatness to Compressed Representations, Eq. 35"
+
+MATRIX_NORMALIZED_SHARPNESS = Measure(
+    name="matrix_normalized_sharpness",
+    formula="Σ_l ‖W_l‖₂ √Tr(∂²E/∂w_l²)",
+    source=_MATRIX_NORMALIZED,
+    base=TRACE.name,
+    derive=functools.partial(summed, norms.spectral),
+    granularity="network",
+    invariant="layer-wise",
+    cost="that of trace, shared",
+)
+MATRIX_NORMALIZED_SHARPNESS_FROBENIUS = Measure(
+    name="matrix_normalized_sharpness_frobenius",
+    formula="Σ_l ‖W_l‖_F √Tr(∂²E/∂w_l²)",
+    source=_MATRIX_NORMALIZED,
+    base=TRACE.name,
+    derive=functools.partial(summed, lambda module: math.sqrt(norms.squared(module))),
     granularity="network",
     invariant="layer-wise",
     cost="that of trace, shared",

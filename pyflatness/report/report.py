@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from ..errors import InputError
 from ..messages import shown
-from . import html, intervals, json_text, page, views
+from . import html, intervals, page, views
+from .result import Readable
 
 if TYPE_CHECKING:
-    import pandas
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -31,7 +30,7 @@ _LONGEST = 24  # of a layer's name, from where on it is folded if there is no ro
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Estimate(float):
+class Estimate(Readable, float):
     """Hold a measured value and how it came about; an estimate is that value wherever a number is wanted.
 
     It is a ``float``: it can be formatted (``f"{estimate:.3g}"``), ordered, compared with numbers, taken into arrays
@@ -137,14 +136,6 @@ class Estimate(float):
     def _repr_html_(self) -> str:
         return html.of_estimate(self)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the value and its facts as plain numbers, strings and lists."""
-        facts = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        for name in _TENSORS:
-            facts[name] = None if facts[name] is None else facts[name].tolist()
-        facts["notes"] = list(self.notes)
-        return facts
-
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any]) -> "Estimate":
         """Return what :meth:`to_dict` was made from.
@@ -173,8 +164,10 @@ class Estimate(float):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Report:
+class Report(Readable):
     """Hold measures of a network's layers, and of the network. ``str(report)`` is a table.
+
+    ``report.to_frame()`` has a row per estimate, its facts as columns; the network's rows have the layer ``""``.
 
     ``report[layer, measure]`` is one layer's :class:`Estimate`, ``report[measure]`` the network's: the sum over the
     measured layers, or one value of its own, and ``report[layer]`` a dict of a layer's estimates by measure. A measure
@@ -275,10 +268,6 @@ class Report:
         beside: dict[str, dict[str, Any]] = {name: dict(getattr(self, name)) for name in _BESIDE}
         return {**facts, **{key: held for key, held in beside.items() if held}}
 
-    def to_json(self, path: str | Path | None = None) -> str:
-        """Return :meth:`to_dict` as JSON, also written to ``path``; NaN and infinity are as Python writes them."""
-        return json_text.write(self.to_dict(), path)
-
     @classmethod
     def from_dict(cls, facts: Mapping[str, Mapping[str, Any]]) -> "Report":
         """Return what :meth:`to_dict` was made from.
@@ -299,22 +288,8 @@ class Report:
         layers = dict.fromkeys(layer for held in fullest for layer in held if layer)
         return cls(tuple(layers), tuple(facts), found, *beside)
 
-    @classmethod
-    def from_json(cls, source: str | Path) -> "Report":
-        """Return what :meth:`to_json` was made from: its text, or the path of its file.
-
-        Raises:
-            InputError: no such file, or not such a text.
-        """
-        return cls.from_dict(json_text.read("report", source))
-
-    def to_frame(self) -> "pandas.DataFrame":
-        """Return one row per estimate, its facts as columns; the network's rows have the layer ``""``.
-
-        Raises:
-            MissingExtraError: without pandas.
-        """
-        return views.frame(views.rows(self))
+    def _rows(self) -> list[dict[str, Any]]:
+        return views.rows(self)
 
     def to_csv(self, path: str | Path) -> None:
         """Write a table as CSV: one row per estimate, the columns of :meth:`to_frame` without those of tensors.
@@ -328,7 +303,7 @@ class Report:
         Raises:
             OSError: it cannot be written.
         """
-        views.write_csv(views.rows(self), path)
+        views.write_csv(self._rows(), path)
 
     def to_html(self, path: str | Path | None = None, *, title: str = "Flatness of a network") -> str:
         """Return a page of the values and their profiles over the layers, as one file that loads nothing.
@@ -408,15 +383,10 @@ class Report:
             methods = ", ".join(dict.fromkeys(e.method for e in row))
             exact = "yes" if all(e.exact for e in row) else "no"
             table.add_row(layer or "network", *map(cell, cells), methods, exact)
-        console = Console(width=_WIDTH, markup=False, highlight=False, emoji=False, color_system=None)
-        with console.capture() as capture:
-            console.print(table)
-        return [line.rstrip() for line in capture.get().splitlines() if line.strip()]
+        return views.text(table, _WIDTH)
 
     def _longest_method(self) -> int:
         return max(len("value of"), *(len(estimate.method) for estimate in self._estimates.values()))
-
-    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         return html.of_report(self)

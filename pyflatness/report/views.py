@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from rich.console import Console
+
 from ..errors import InputError, MissingExtraError
 from ..messages import check_path, to_cell
 
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from rich.table import Table
 
     from . import Estimate, Report
 
@@ -40,17 +43,7 @@ def write_csv(rows: list[dict[str, Any]], path: str | Path) -> None:
 
 
 def frame(rows: list[dict[str, Any]]) -> "pandas.DataFrame":
-    """Return rows of estimates as a data frame, without columns of values by sample or neuron that nothing has.
-
-    Raises:
-        MissingExtraError: without pandas.
-    """
-    table = rows_frame(rows)
-    return table.drop(columns=[name for name in _OF_TENSORS if name in table and table[name].isna().all()])
-
-
-def rows_frame(rows: list[dict[str, Any]]) -> "pandas.DataFrame":
-    """Return a data frame of rows.
+    """Return rows as a data frame, without columns of values by sample or neuron that nothing has.
 
     Raises:
         MissingExtraError: without pandas.
@@ -59,7 +52,16 @@ def rows_frame(rows: list[dict[str, Any]]) -> "pandas.DataFrame":
         import pandas
     except ImportError:
         raise MissingExtraError("a data frame needs pandas: pip install 'pyflatness[frame]'") from None
-    return pandas.DataFrame(rows)
+    table = pandas.DataFrame(rows)
+    return table.drop(columns=[name for name in _OF_TENSORS if name in table and table[name].isna().all()])
+
+
+def text(table: "Table", width: int) -> list[str]:
+    """Return the lines of a table that is no wider than this, as they are without a terminal."""
+    console = Console(width=width, markup=False, highlight=False, emoji=False, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    return [line.rstrip() for line in capture.get().splitlines() if line.strip()]
 
 
 def figure() -> "tuple[Figure, Axes]":

@@ -115,7 +115,11 @@ def add(store: Store, name: str, result: Result, label: str = "") -> None:
     kind, content = kind_of(result)
     if kind == "history" and label:
         raise InputError(f"label={shown(label)}: a history is told from others by the name of its training alone")
-    of = "" if kind == "history" else _content(store, name)
+    of = ""
+    if kind != "history":
+        rows = store.select("SELECT name, content FROM checkpoints ORDER BY id")
+        contents = {row["name"]: str(row["content"]) for row in rows}
+        of = contents[meant(name, [*contents])]
     put(store, Entry(of, "" if of else name, kind, label, "", content(result)))
 
 
@@ -206,12 +210,6 @@ def meant(given: str, names: Sequence[str]) -> str:
         there = instead(given, names) if names else "it has none yet; score them first"
         raise InputError(f"checkpoint {given!r} is not in the store; {there}")
     return among[0]
-
-
-def _content(store: Store, name: str) -> str:
-    """Return the content of the model's weights."""
-    every = {row["name"]: row["content"] for row in store.select("SELECT name, content FROM checkpoints ORDER BY id")}
-    return str(every[meant(name, [*every])])
 
 
 _KINDS: dict[type, tuple[str, Callable[..., bytes]]] = {

@@ -1,17 +1,115 @@
-"""Read checkpoints as people have them, as data only: nothing in a checkpoint's file is ever executed."""
+"""List checkpoints, read them as people have them, and put their weights into a model.
 
+They are read as data only: nothing in a checkpoint's file is ever executed.
+"""
+
+import glob
 import importlib.util
+import json
+import os
+import re
 import stat
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ..errors import InputError, MissingExtraError
+from ..messages import shown
+from ..model import layers
 from . import pickles
-from .listing import ENDINGS, INDEX, index, is_checkpoint
-from .loading import State
+
+State = dict[str, Tensor]
+
+ENDINGS = (".safetensors", ".pt", ".pth", ".pth.tar", ".ckpt", ".bin")
+INDEX = ".index.json"
+_LONGEST_INDEX = 2**27  # bytes
+_BESIDE = re.compile(r"(optimizer|scheduler|scaler|random_states|rng_state|training_args|trainer_state)")
+
+
+def find(paths: Iterable[str | Path]) -> list[Path]:
+    """Return the checkpoints that paths name, each once: in the paths' order, and within each by their names.
+
+    Numbers in names count as numbers, so that ``epoch_2`` is before ``epoch_10``. Of folders, with all below them, and
+    of patterns these are the files that have the ending of a checkpoint. An index of shards is one checkpoint. Left out
+    are hidden files, what trainers save beside the weights (``optimizer.pt``, ``rng_state.pth``, …), and
+    ``pytorch_model.bin`` beside ``model.safetensors``.
+
+    Args:
+        paths: files, folders, and patterns such as ``runs/*/epoch_*.pt`` (``**`` stands for folders of any depth).
+
+    Returns:
+        The paths. A file that is not there, a folder without checkpoints and a pattern that matches nothing stay in the
+        list as they are: reading them says what is wrong.
+    """
+    found: dict[str, Path] = {}
+    for path in map(Path, paths):
+        for checkpoint in sorted(_checkpoints(_files(path)), key=natural) or [path]:
+            found.setdefault(os.path.abspath(checkpoint), checkpoint)  # noqa: PTH100 (`a/../b` is not resolved)
+    return [*found.values()]
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether the file's name is that of a checkpoint or of an index of one."""
+    return path.name.endswith((*ENDINGS, *(ending + INDEX for ending in ENDINGS)))
+
+
+def natural(path: Path) -> list[tuple[float, str]]:
+    """Return a key that sorts paths by their names, with the numbers in them as numbers."""
+    parts = re.split(r"(\d+(?:\.\d+)?)", str(path))
+    return [(float(part) if number % 2 else 0.0, part) for number, part in enumerate(parts)]
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """Yield the files of a folder or pattern, but for hidden ones; none of what is neither."""
+    if path.is_dir():
+        for place, folders, names in os.walk(path):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            yield from (Path(place, name) for name in names if not name.startswith("."))
+    elif not path.exists() and glob.has_magic(str(path)):
+        for match in map(Path, glob.glob(str(path), recursive=True)):  # noqa: PTH207 (Path takes no absolute pattern)
+            yield from _files(match) if match.is_dir() else [match]
+
+
+def _checkpoints(files: Iterable[Path]) -> set[Path]:
+    """Return the files that are checkpoints, without parts and copies of others among them."""
+    every = {path for path in files if is_checkpoint(path) and not _BESIDE.match(path.name)}
+    parts = {path.with_name(name) for path in every if path.name.endswith(INDEX) for name in shards(path)}
+    safe = {path.parent for path in every if path.name in ("model.safetensors", f"model.safetensors{INDEX}")}
+    copies = {path for path in every if path.parent in safe and path.name.startswith("pytorch_model.bin")}
+    return every - parts - copies
+
+
+def index(path: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the shard of each weight, as an index names them, and the settings beside these.
+
+    Raises:
+        InputError: no index, or a damaged one.
+    """
+    try:
+        if not path.is_file() or path.stat().st_size > _LONGEST_INDEX:
+            raise ValueError("no regular file, or too long")
+        content = json.loads(path.read_bytes())
+        shard_of, settings = dict(content["weight_map"]), content.get("metadata")
+        odd = [name for name in shard_of.values() if Path(name).name != name or not name or name.endswith(INDEX)]
+        metadata = {key: str(value) for key, value in settings.items()} if isinstance(settings, dict) else {}
+    except Exception:  # of a file that may hold anything: nested brackets raise a RecursionError
+        raise InputError("no index of shards, or a damaged one: a 'weight_map' of names to files is wanted") from None
+    if odd or not shard_of:
+        raise InputError(f"a damaged index of shards: {shown(odd[0]) if odd else 'nothing'} is no file beside it")
+    return shard_of, metadata
+
+
+def shards(path: Path) -> list[str]:
+    """Return the names of the files that an index names, as far as it can be read."""
+    try:
+        return sorted({*index(path)[0].values()})
+    except InputError:
+        return []
+
 
 _SAFE = ".safetensors"
 
@@ -115,3 +213,107 @@ def _read_index(path: Path) -> Checkpoint:
         metadata |= part.metadata
         notes += [f"shard {shard}: {note}" for note in part.notes]
     return Checkpoint(state, metadata, tuple(notes))
+
+
+_PREFIXES = ("module.", "model.")  # of DataParallel and DistributedDataParallel; of a LightningModule's attribute
+_COMPILED = re.compile(r"(?<![^.])_orig_mod\.")  # wherever torch.compile was
+_SHOWN_LINES, _SHOWN_LENGTH = 4, 160
+
+
+def load(model: nn.Module, state: State) -> tuple[str, ...]:
+    """Put the weights into the model, all of them and nothing else; their precision becomes the model's.
+
+    A file may hold any of the names of weights that are one parameter in the model (tied). Where the names are those of
+    the model but for ``module.`` or ``model.`` in front of all, or ``_orig_mod.`` in between, these are taken off.
+
+    Returns:
+        Notes, which say what was taken off.
+
+    Raises:
+        InputError: names, shapes or kinds of numbers that are not the model's, or tied weights that differ. The model
+            is then left with a part of the weights.
+    """
+    model = layers.unwrap(model)
+    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    taken, fitting = next(
+        ((taken, names) for taken, names in _renamed([*state]) if own.keys() >= {*names}), ("", [*state])
+    )
+    renamed = dict(zip(fitting, state.values(), strict=True))
+    for name in own:
+        if name in renamed and _kind(own[name]) != _kind(renamed[name]):
+            raise InputError(f"does not fit the model: {name} is {renamed[name].dtype}, in the model {own[name].dtype}")
+    try:
+        model.load_state_dict({**renamed, **_tied(own, renamed)})
+    except RuntimeError as error:
+        raise InputError(f"does not fit the model: {_shortened(str(error))}{_nearest(own, state)}") from None
+    return (f"{taken!r} was taken off the names",) if taken else ()
+
+
+def _renamed(names: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield names without what wrappers put into them, less and less, and what was taken off."""
+    yield "", names
+    bare = [_COMPILED.sub("", name) for name in names]
+    for taken, current in (("", names), ("_orig_mod.", bare)):
+        if taken and len({*bare}) == len(names):
+            yield taken, current
+        while (prefix := _common(current)) is not None:
+            taken, current = taken + prefix, [name.removeprefix(prefix) for name in current]
+            yield taken, current
+
+
+def _common(names: list[str]) -> str | None:
+    return next((prefix for prefix in _PREFIXES if names and all(name.startswith(prefix) for name in names)), None)
+
+
+def _nearest(own: Mapping[str, Tensor], state: State) -> str:
+    """Return what prefix, taken off or put in front, makes most names those of weights of the same shape."""
+
+    def shared(outer: Mapping[str, Tensor], inner: Mapping[str, Tensor]) -> tuple[str, int]:
+        counts: Counter[str] = Counter()
+        for name, tensor in outer.items():
+            for dot in re.finditer(r"\.", name):
+                rest = inner.get(name[dot.end() :])
+                if rest is not None and rest.shape == tensor.shape:
+                    counts[name[: dot.end()]] += 1
+        return max(counts.items(), key=lambda item: item[1], default=("", 0))
+
+    as_they_are = sum(name in own and own[name].shape == state[name].shape for name in state)
+    (off, without), (on, with_it) = shared(state, own), shared(own, state)
+    if max(without, with_it) <= as_they_are:
+        return ""
+    if without < with_it:
+        return f" With {on!r} in front, {with_it} of the model's {len(own)} would fit."
+    others = [name for name in state if not name.startswith(off)]
+    rest = f"; {', '.join(others[:3])}{' …' if others[3:] else ''} would be left over" if others else ""
+    return f" Without {off!r} in front, {without} of the model's {len(own)} would fit{rest}."
+
+
+def _tied(own: State, state: State) -> State:
+    """Return what is missing in ``state`` but shares its parameter with a weight that is there."""
+    groups = defaultdict(list)
+    for name, tensor in own.items():
+        if not nn.parameter.is_lazy(tensor):
+            groups[tensor.data_ptr(), tensor.shape, tensor.stride()].append(name)
+    found = {}
+    for names in groups.values():
+        present = [name for name in names if name in state]
+        for name in present[1:]:
+            if own[name].numel() and not torch.equal(state[name], state[present[0]]):
+                raise InputError(f"does not fit the model: {present[0]} and {name}, one weight in the model, differ")
+        if present:
+            found.update({name: state[present[0]] for name in names if name not in state})
+    return found
+
+
+def _kind(tensor: Tensor) -> str:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return "complex" if tensor.is_complex() else "floating-point"
+    return "boolean" if tensor.dtype == torch.bool else "integer"
+
+
+def _shortened(message: str) -> str:
+    """Return what torch says of missing and unexpected names on one line each, of wrong shapes on one per name."""
+    lines = [line.strip() for line in message.splitlines()[1:]]
+    shown = [line if len(line) <= _SHOWN_LENGTH else line[:_SHOWN_LENGTH] + " …" for line in lines[:_SHOWN_LINES]]
+    more = len(lines) - len(shown)
+    return " ".join(shown) + (f" And {more} more." if more else "")

@@ -56,7 +56,7 @@ def check_local(path: Path, mounts: Path = _MOUNTS) -> None:
         raise StoreError(
             f"store: {path} is on a network file system ({kind}), whose locks a store cannot rely on; put it on a "
             "local disk. For several machines give each a store of its own with --shard i/N, and unite these with "
-            "`pyflatness merge`"
+            "`pyflatness store merge`"
         )
 
 

@@ -20,7 +20,7 @@ from ..losses import auto
 from ..model.data import Batches, leaves, size
 from ..model.layers import unwrap
 from ..options import Options
-from . import described, listing
+from . import checkpoints, described
 from .described import Description, Facts, of_json, plain
 
 VALUES_VERSION = 1
@@ -49,7 +49,9 @@ def of_file(path: Path) -> str:
         with path.open("rb") as file:
             while content := file.read(_CHUNK):
                 found.update(content)
-        shards = [path.with_name(name) for name in listing.shards(path)] if path.name.endswith(listing.INDEX) else []
+        shards = (
+            [path.with_name(name) for name in checkpoints.shards(path)] if path.name.endswith(checkpoints.INDEX) else []
+        )
         return of_json([found.hexdigest(), *map(of_file, shards)]) if shards else found.hexdigest()
     except (OSError, ValueError) as error:  # ValueError: no such name can be
         return f"{UNREADABLE}{getattr(error, 'strerror', error)}"

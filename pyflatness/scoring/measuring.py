@@ -1,4 +1,4 @@
-"""Measure a unit: some values of one network, which share their reads of the data."""
+"""Measure a unit: some values of one network, which share their reads of the data, and loss and accuracy with them."""
 
 import importlib
 import time
@@ -7,19 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from .. import api, plan
+from .. import api, losses, plan
 from ..curvature.spectrum import spectrum
+from ..losses import auto, risk
 from ..measures import named
 from ..measures.base import Values
 from ..messages import reason
+from ..model import calling
 from ..numerics.ranks import ALONE, Ranks, is_the_end
 from ..report import Estimate
 from ..session import session
-from .fit import NO_FIT, Fit, FitRecorder
-from .rows import Held, Row
-from .units import Pair, Request, Unit
+from .rows import NO_FIT, Fit, Held, Row
+from .units import Pair, Request, WorkUnit
 
 Step = Callable[[float], None]
 """Called after each batch, with the part of the unit that a whole read of the data is."""
@@ -42,7 +44,7 @@ class Outcome:
     error: str = ""
 
     @classmethod
-    def failed(cls, unit: Unit, error: str) -> "Outcome":
+    def failed(cls, unit: WorkUnit, error: str) -> "Outcome":
         """Return the outcome of a unit of which nothing could be measured."""
         return cls({pair: _value(pair, error) for pair in unit.pairs}, error=error)
 
@@ -55,6 +57,62 @@ class Outcome:
     def errors(self) -> list[str]:
         """Return the errors of values and of the whole, each once."""
         return [*dict.fromkeys(filter(None, (*(row.error for row in self.values.values()), self.error)))]
+
+
+class FitRecorder:
+    """Record sums of the losses and of the correct predictions: a ``forward`` that calls the model.
+
+    A batch is counted when the next one begins: by then the measure has checked it, and says better than the loss
+    function would what is wrong with its targets. A measure that reads the data twice has every batch counted twice,
+    which changes no mean.
+
+    Args:
+        loss: see :func:`.losses.resolve`; ``"auto"`` is found by the first batch.
+        step: called after each batch.
+        active: False to call the model and nothing else.
+    """
+
+    def __init__(self, loss: Any, step: Callable[[], None], *, active: bool) -> None:
+        self._step, self._active = step, active
+        self._loss = None if auto.is_auto(loss) else losses.resolve(loss)
+        self._pending: tuple[Tensor, Tensor] | None = None
+        self._sums: list[Tensor] = []  # per batch: losses, loss terms, correct predictions, predictions
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        """See :data:`.calling.Forward`."""
+        if self._loss is None:
+            self._loss = auto.unchecked(model, batch)
+        if calling.is_dry_run():
+            return calling.run(model, batch, None)
+        self._count()
+        outputs, targets = calling.run(model, batch, None)
+        if self._active and not outputs.is_meta:  # outputs without values have no loss
+            self._pending = outputs.detach(), targets
+        self._step()
+        return outputs, targets
+
+    def fit(self, ranks: Ranks = ALONE) -> Fit:
+        """Return means over all samples, of all ranks, however they were cut into batches."""
+        self._count()
+        found = ranks.exchange("loss and accuracy", torch.stack(self._sums).sum(dim=0).tolist() if self._sums else None)
+        sums = [each for each in found if each is not None]
+        if not sums:
+            return NO_FIT
+        loss, terms, correct, predictions = map(sum, zip(*sums, strict=True))
+        return Fit(loss / terms if terms else None, correct / predictions if predictions else None)
+
+    def _count(self) -> None:
+        if self._pending is None:
+            return
+        (outputs, targets), self._pending = self._pending, None
+        loss, number = self._loss, len(self._sums)
+        assert loss is not None
+        right = counting = torch.zeros(0, dtype=torch.bool, device="cpu")
+        if not targets.is_floating_point():  # class indices; the column is empty for probabilities and values
+            right, counting = risk.judged(outputs, targets, loss, number)
+        sums = (loss.value(outputs, targets), risk.weight(outputs, targets, loss, number), right & counting, counting)
+        numbers = [float(part.sum() if isinstance(part, Tensor) else part) for part in sums]
+        self._sums.append(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
 
 
 def spectrum_of(model: nn.Module, data: Any, request: Request, k: int, ranks: Ranks = ALONE) -> Outcome:
@@ -88,7 +146,7 @@ def measured(
     model: nn.Module,
     data: Any,
     request: Request,
-    unit: Unit,
+    unit: WorkUnit,
     step: Step,
     *,
     fit: bool,
@@ -112,7 +170,7 @@ def measured(
     """
     importlib.import_module("torch._dynamo")  # torch loads it at first use: seconds, which are no measure's
     start = time.perf_counter()
-    found: dict[str, _Held | str] = {}
+    found: dict[str, _MeasureValues | str] = {}
     known: Fit | None = None
     waiting = deque([unit.measures])
     while waiting:
@@ -136,14 +194,14 @@ def measured(
             else:
                 found[names[0]] = reason(error)
             continue
-        found.update((name, _Held(by_measure.get(name, {}), missing.get(name, ""), seconds)) for name in names)
+        found.update((name, _MeasureValues(by_measure.get(name, {}), missing.get(name, ""), seconds)) for name in names)
     return Outcome(
         {pair: _value(pair, found[pair.measure]) for pair in unit.pairs}, known or NO_FIT, time.perf_counter() - start
     )
 
 
 @dataclass(frozen=True)
-class _Held:
+class _MeasureValues:
     """Hold a measure's values by layer (``""`` the network), why the network's is missing, and the time taken."""
 
     values: Values
@@ -154,7 +212,7 @@ class _Held:
         return self.values.get("" if isinstance(pair.place, tuple) else pair.place)
 
 
-def _value(pair: Pair, held: _Held | str) -> Row:
+def _value(pair: Pair, held: _MeasureValues | str) -> Row:
     """Return the row of a pair: the numbers; or the error; or neither, of a pattern's layer that did not run."""
     empty = Row(layer=pair.place if isinstance(pair.place, str) else "", measure=pair.measure)
     if isinstance(held, str):
@@ -169,7 +227,13 @@ def _value(pair: Pair, held: _Held | str) -> Row:
 
 
 def _values(
-    model: nn.Module, data: Any, request: Request, unit: Unit, names: Sequence[str], forward: FitRecorder, ranks: Ranks
+    model: nn.Module,
+    data: Any,
+    request: Request,
+    unit: WorkUnit,
+    names: Sequence[str],
+    forward: FitRecorder,
+    ranks: Ranks,
 ) -> tuple[Mapping[str, Values], Mapping[str, str]]:
     """Return values by measure, and why there is none of the network."""
     if unit.selectors is not None and len(unit.selectors) == 1 and len(names) == 1:  # by the head if it is that

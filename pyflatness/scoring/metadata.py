@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..messages import reason
+from .store import Store
 
 Cells = dict[str, Any]
 
@@ -27,9 +28,8 @@ def read(path: Path, checkpoints: Iterable[str]) -> dict[str, Cells]:
     """
     try:
         content = path.read_text(encoding="utf-8")
-        rows = (
-            _of_json(json.loads(content)) if path.suffix == ".json" else _of_rows(csv.DictReader(content.splitlines()))
-        )
+        held = json.loads(content) if path.suffix == ".json" else [*csv.DictReader(content.splitlines())]
+        rows = _of_rows(held) if isinstance(held, list) else {name: dict(cells) for name, cells in held.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f"metadata: {path} is no CSV or JSON file of columns by checkpoint, with a column 'checkpoint' or 'name' "
@@ -44,6 +44,11 @@ def read(path: Path, checkpoints: Iterable[str]) -> dict[str, Cells]:
     if not found:
         raise InputError(f"metadata: {path} has {len(rows)} rows, and none of them is of one of these checkpoints")
     return found
+
+
+def of_store(store: Store, path: Path | None) -> dict[str, Cells]:
+    """Return the columns of a store's checkpoints from a file, see :func:`read`; without a file there are none."""
+    return read(path, [row["name"] for row in store.select("SELECT name FROM checkpoints")]) if path else {}
 
 
 def of_files(paths: Mapping[str, Path]) -> dict[str, Cells]:
@@ -61,10 +66,6 @@ def _settings(path: Path) -> Cells:
             return {name: _number(text) for name, text in sorted((file.metadata() or {}).items())}
     except (SafetensorError, OSError, UnicodeError):
         return {}  # it is a row with an error
-
-
-def _of_json(content: Any) -> dict[str, Cells]:
-    return _of_rows(content) if isinstance(content, list) else {name: dict(cells) for name, cells in content.items()}
 
 
 def _of_rows(rows: Iterable[Mapping[str, Any]]) -> dict[str, Cells]:

@@ -1,6 +1,7 @@
 """Make a page of many models: their values, profiles over the layers, correlations with a gap, and how all was made."""
 
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,14 +12,15 @@ from numpy.typing import NDArray
 
 from ..errors import InputError
 from ..messages import printable
-from ..report.page import Cell, Page, Section, Table, charts, tables
+from ..report import html
+from ..report.page import Cell, Page, Section, Table, charts, choosing, tables
 from ..report.page.charts import Axis, Charts
 from ..statistics import tables as networks_tables
 from ..statistics.coefficients import STATISTICS
 from ..statistics.correlation import Correlations, correlations
 from ..statistics.tables import Networks, Vector
+from ..training import curves
 from ..training.history import History
-from . import history_page
 from .export import COLUMNS, Record
 
 _GAPS = ("gap", "generalization_gap", "loss")  # what measures are held against, unless that is said: the first there is
@@ -58,7 +60,7 @@ class Choices:
 
 
 @dataclass(frozen=True)
-class Part:
+class SettingValues:
     """Hold the values of one setting: the same data, loss and options. ``made`` says how they came about."""
 
     name: str
@@ -66,7 +68,7 @@ class Part:
     made: Sequence[tuple[str, object]] = ()
 
 
-def page(title: str, parts: Sequence[Part], choices: Choices, more: Sequence[Section] = ()) -> Page:
+def page(title: str, parts: Sequence[SettingValues], choices: Choices, more: Sequence[Section] = ()) -> Page:
     """Return a page.
 
     Args:
@@ -87,14 +89,14 @@ def page(title: str, parts: Sequence[Part], choices: Choices, more: Sequence[Sec
         such = f", such as {every[0]['checkpoint']!r}" if every else ""
         raise InputError(f"exclude: {unknown[0]!r} is none of the models{such}")
     sections = [section for part in parts for section in _sections(part, choices, several=len(parts) > 1)]
-    sections += [history_page.section(choices.histories)] if choices.histories else []
+    sections += [section(choices.histories)] if choices.histories else []
     models = len({record["checkpoint"] for record in every})
     measures = [*dict.fromkeys(record["measure"] for record in every)]
     text = f"{models} models, {len(measures)} measures: {', '.join(measures)}." if every else ""
     return Page(title, (text,) if text else (), (*sections, *more))
 
 
-def _sections(part: Part, choices: Choices, *, several: bool) -> Iterator[Section]:
+def _sections(part: SettingValues, choices: Choices, *, several: bool) -> Iterator[Section]:
     suffix = f" · {part.name}" if several and part.name else ""
     settings = [name for name in part.records[0] if name not in {*COLUMNS, *_BESIDE}]
     yield Section(
@@ -105,7 +107,7 @@ def _sections(part: Part, choices: Choices, *, several: bool) -> Iterator[Sectio
     of_layers = charts.profiles(part.records)
     if of_layers.specs:
         yield Section(f"Over the layers{suffix}", charts=of_layers)
-    of_trainings = history_page.of_checkpoints(part.records)
+    of_trainings = of_checkpoints(part.records)
     if of_trainings.specs:
         yield Section(f"Over the training{suffix}", (OF_TRAININGS,), of_trainings)
     against = _Against.of(part.records, choices)
@@ -220,3 +222,109 @@ def _left_out(records: Sequence[Record], against: _Against, suffix: str) -> Sect
             Table("Values that failed, and models that do not count", ("model", "layer", "measure", "why"), cells),
         ),
     )
+
+
+_COUNT = re.compile(
+    r"(?<![a-z])(?:(epoch)|global_step|step|iteration|iter|checkpoint|ckpt)([-_=]?)(\d+)", re.IGNORECASE
+)
+
+
+def section(histories: Mapping[str, History]) -> Section:
+    """Return charts of everything that was recorded over the steps, and a table of it.
+
+    Args:
+        histories: by the names of the trainings.
+
+    Raises:
+        MissingExtraError: without Altair.
+    """
+    values: list[dict[str, Any]] = []
+    points: list[dict[str, Any]] = []
+    steps: dict[str, None] = {}
+    for training, history in histories.items():
+        along, places = curves.places([*history], None)
+        steps[along] = None
+        for record, place in zip(history, places, strict=True):
+            points.append({**record.numbers, "training": training, "x": place})
+            of = f"{along} {place:g}"
+            values += [
+                {**html.record(estimate, measure), **record.numbers}
+                | {"layer": layer, "weights": weights, "x": place, "training": training}
+                | {"checkpoint": ", ".join([*([training] if len(histories) > 1 else []), of, weights])}
+                for weights, report in record.reports.items()
+                for measure, held in report.by_measure().items()
+                for layer, estimate in held.items()
+            ]
+    numbers = [*dict.fromkeys(name for history in histories.values() for record in history for name in record.numbers)]
+    title = next(iter(histories)) if len(histories) == 1 else f"{len(histories)} histories"
+    table = tables.values(values, f"What was recorded: {title}", numbers)
+    drawn = _charts(" or ".join(steps), [*histories], values, points, numbers)
+    return Section(f"Training · {title}", charts=drawn, tables=(table,), closed=True)
+
+
+def of_checkpoints(records: Sequence[tables.Record]) -> Charts:
+    """Return charts of measures, loss and accuracy over the steps of trainings that several of the models are from.
+
+    Which these are, their names or their columns ``run`` with ``step`` or ``epoch`` say; see :func:`_place`.
+    """
+    places = {record["checkpoint"]: _place(record) for record in records}
+    steps: dict[str, set[float]] = {}
+    for place in places.values():
+        if place is not None:
+            steps.setdefault(place[0], set()).add(place[2])
+    trainings = [name for name, own in steps.items() if len(own) > 1]
+    values: list[dict[str, Any]] = []
+    along: dict[str, None] = {}
+    for record in records:
+        place = places[record["checkpoint"]]
+        if place is not None and place[0] in trainings:
+            along[place[1]] = None
+            values.append({**record, "training": place[0], "x": place[2], "weights": "live"})
+    values.sort(key=lambda value: value["x"])
+    points = {value["checkpoint"]: value for value in values if value["value"] is not None}
+    return _charts(" or ".join(along), trainings, values, [*points.values()], ["loss", "accuracy"])
+
+
+def _place(record: tables.Record) -> tuple[str, str, float] | None:
+    """Return the training that a model is from, whether it is at a step or an epoch of it, and which; None: unknown.
+
+    The columns ``run`` with ``step`` or ``epoch`` say so, or else the numbers behind these words in the model's name:
+    then the name without them is the training's.
+    """
+    for along in ("step", "epoch"):
+        number = record.get(along)
+        if record.get("run") is not None and isinstance(number, (int, float)):
+            return str(record["run"]), along, float(number)
+    found = sorted(_COUNT.finditer(record["checkpoint"]), key=lambda match: bool(match[1]))  # steps are finer
+    if not found:
+        return None
+    training = _COUNT.sub(lambda match: match[0].removesuffix(match[3]) + "*", record["checkpoint"])
+    return training, "epoch" if found[0][1] else "step", float(found[0][3])
+
+
+def _charts(
+    along: str,
+    trainings: Sequence[str],
+    values: Sequence[Mapping[str, Any]],
+    points: Sequence[Mapping[str, Any]],
+    numbers: Sequence[str],
+) -> Charts:
+    """Return a chart of each measure, and of each of the numbers beside them."""
+    data, specs = [], []
+    weights = [*dict.fromkeys(value["weights"] for value in values)]
+    for place, measure in enumerate(dict.fromkeys(value["measure"] for value in values)):
+        own = [value for value in values if value["measure"] == measure and value["value"] is not None]
+        layers = [*dict.fromkeys(value["layer"] or tables.NETWORK for value in own)]
+        data += [
+            {"training": value["training"], "x": value["x"], "weights": value["weights"]}
+            | {"layer": value["layer"] or tables.NETWORK, **charts.numbers(f"m{place}", value)}
+            for value in own
+        ]
+        upward = Axis.of(f"m{place}", measure, [value["value"] for value in own])
+        specs.append(choosing.over_training(along, upward, trainings, layers=layers, weights=weights))
+    for place, name in enumerate(numbers):
+        there = [(point, y) for point in points if (y := charts.finite(point.get(name))) is not None]
+        data += [{"training": point["training"], "x": point["x"], f"n{place}": y} for point, y in there]
+        if there:
+            specs.append(choosing.over_training(along, Axis.of(f"n{place}", name, [y for _, y in there]), trainings))
+    return Charts(data, tuple(specs))

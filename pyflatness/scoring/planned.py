@@ -6,8 +6,9 @@ what autograd saves and what matrix products take is counted meanwhile. Messages
 really made, of layers with the same names and one weight each, whose ranks all say the same.
 """
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,19 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from .. import losses
+from .. import api, losses
 from ..contractions import LayerContraction, reference
 from ..contractions.factor import multiply_adds
 from ..errors import InputError
 from ..measures import RELATIVE_FLATNESS
 from ..messages import reason
 from ..model import calling, hugging_face, layers, selectors
-from ..numerics.ranks import PACKET
+from ..numerics.ranks import PACKET, Ranks
 from ..passes.batch_layout import check_outputs
 from ..passes.dry_run import saved_storages
 from ..passes.recorder import Recorder, frozen
 from . import pretrained
-from .rehearsal import rehearsed
 
 _QUANTITIES = (str(RELATIVE_FLATNESS.quantity),)
 _BUFFERS = 2**27  # bytes, of a contraction
@@ -232,12 +232,13 @@ def _of(model: nn.Module, selected: Mapping[str, nn.Module], recorder: Recorder,
         if not layers.kind_of(selected[name]).tokens  # whose rows are looked up
     }
     terms = outputs.numel() // (len(outputs) * outputs.shape[1])
+    biases = [bias for name in calls if isinstance(bias := getattr(selected[name], "bias", None), Tensor)]
     return Work(
         parameters=sum(parameter.numel() for parameter in parameters),
         weights=sum(map(_bytes, (*parameters, *model.buffers()))),
         layers=tuple(calls),
         layer_weights=sum(weight.numel() for weight in weights.values()),
-        layer_bytes=tuple(map(_bytes, (*weights.values(), *_biases(selected[name] for name in calls)))),
+        layer_bytes=tuple(map(_bytes, (*weights.values(), *biases))),
         blocks=tuple(sum(map(_bytes, block.parameters())) for block in _blocks(model)),
         graph=sum(storages.values()),
         inputs=sum(inputs.values()),
@@ -350,11 +351,6 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     return [block for child in model.children() for block in _blocks(child)]
 
 
-def _biases(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Return the biases of layers, which come along with their weights."""
-    return [bias for module in modules if isinstance(bias := getattr(module, "bias", None), Tensor)]
-
-
 def _weight(module: nn.Module) -> Tensor:
     weight = module.weight
     assert isinstance(weight, Tensor)
@@ -363,3 +359,64 @@ def _weight(module: nn.Module) -> Tensor:
 
 def _bytes(tensor: Tensor) -> int:
     return math.prod(tensor.shape) * tensor.element_size()
+
+
+class _Rehearsing(Ranks):
+    """Stand for the first of some ranks that all say and find the same, and count what they send each other."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.processes = size, [*range(size)]
+        self.messages = self.received = 0
+
+    def _gather(self, tensor: Tensor, room: list[Tensor], *, interruptible: bool = False) -> list[Tensor]:
+        self.messages += 1
+        self.received += (self.size - 1) * tensor.numel() * tensor.itemsize
+        return [tensor] * self.size
+
+
+@functools.cache
+def rehearsed(names: tuple[str, ...], ranks: int, probes: int | None) -> tuple[int, int]:
+    """Return the messages of a measurement and the bytes that a rank receives, for layers of these names.
+
+    They are of a sweep over a network whose layers are called so; nothing in them depends on the sizes of weights.
+    """
+    if ranks == 1:
+        return 0, 0
+    group = _Rehearsing(ranks)
+    network = nn.Module() if any(names) else _linear()  # a layer by itself
+    for name in filter(None, names):
+        *path, last = name.split(".")
+        parent = network
+        for part in path:
+            if part not in parent._modules:
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        parent.add_module(last, _linear())
+    found = [network.get_submodule(name) for name in names]
+
+    def forward(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        inputs, targets = batch
+        return sum((layer(inputs) for layer in found), start=torch.zeros_like(inputs)).tanh(), targets
+
+    with group.agreed("the call"):
+        api.measure(
+            network,
+            nn.CrossEntropyLoss(),
+            (torch.ones(1, 2, dtype=torch.float32, device="cpu"), torch.zeros(1, dtype=torch.int64, device="cpu")),
+            measures=[RELATIVE_FLATNESS.name],
+            curvature="ggn",
+            probes=probes,
+            forward=forward,
+            process_group=group,
+            progress=False,
+        )
+    return group.messages, group.received
+
+
+def _linear() -> nn.Linear:
+    """Return a layer whose weights are not drawn: the user's random numbers stay."""
+    layer: nn.Linear = nn.utils.skip_init(nn.Linear, 2, 2, device="cpu", dtype=torch.float32)
+    for parameter in layer.parameters():
+        nn.init.ones_(parameter)
+    return layer

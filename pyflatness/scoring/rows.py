@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import NamedTuple, get_args
 
 from ..messages import to_cell
-from .fit import NO_FIT, Fit
 from .units import Pair
 
 
@@ -56,6 +55,17 @@ class Row:
     def is_there(self) -> bool:
         """Return whether there is anything to say: a layer of a pattern that did not run has neither."""
         return self.value is not None or bool(self.error)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Hold how well a network does on its data; None where that is not known."""
+
+    loss: float | None = None
+    accuracy: float | None = None
+
+
+NO_FIT = Fit()
 
 
 def kinds() -> dict[str, type]:

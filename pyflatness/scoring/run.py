@@ -2,9 +2,10 @@
 
 import functools
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,19 +14,73 @@ from torch import nn
 from .. import plan
 from ..errors import InputError
 from ..measures import named
+from ..messages import printable
 from ..numerics.ranks import ALONE, Ranks
-from . import attached, described, driver, keys, worker
+from . import attached, described, keys, worker
 from .executors import Serial
 from .measuring import Outcome
 from .store import Store
-from .units import Pair, Request, Unit
-from .worker import Bench, Job, Setup, Source
+from .units import Pair, Request, WorkUnit
+from .worker import Bench, Job, Maker, Setup, measure
+
+_TRIES = 3  # of a unit whose worker dies
+_KILLED = "it was killed, as by a system without memory left, or crashed in compiled code"
+
+
+def drive(executor: Executor, setup: Setup, jobs: Iterable[Job], take: Callable[[Job, Outcome], None]) -> None:
+    """Measure all jobs.
+
+    As many units are with the executor as it has workers, so that few are lost with it.
+
+    Args:
+        executor: see :mod:`.executors`.
+        setup: what is the same for all jobs.
+        jobs: what is to be measured.
+        take: called with each job and its outcome, one after the other, in the order in which they end.
+
+    Raises:
+        InputError: the model or data cannot be made, or the executor is broken for good.
+        KeyboardInterrupt: what had ended is taken before.
+    """
+    window = int(getattr(executor, "workers", None) or getattr(executor, "_max_workers", None) or 1)
+    waiting, deaths = deque(jobs), Counter[int]()
+    pending: dict[Future[Outcome], Job] = {}
+    try:
+        while waiting or pending:
+            while waiting and len(pending) < window:
+                job = waiting.popleft()
+                pending[_submitted(executor, setup, job)] = job
+            for future in wait(pending, return_when=FIRST_COMPLETED).done:
+                job = pending.pop(future)
+                if not isinstance(future.exception(), BrokenExecutor):
+                    take(job, future.result())
+                    continue
+                deaths[id(job)] += 1
+                if deaths[id(job)] < _TRIES:
+                    waiting.append(job)
+                else:
+                    error = future.exception()
+                    why = _KILLED if isinstance(error, BrokenProcessPool) else printable(str(error))
+                    take(job, Outcome.failed(job.unit, f"the worker died {_TRIES} times in this unit: {why}"))
+    except KeyboardInterrupt:
+        for future, job in pending.items():
+            if future.done() and future.exception() is None:
+                take(job, future.result())
+        raise
+
+
+def _submitted(executor: Executor, setup: Setup, job: Job) -> "Future[Outcome]":
+    try:
+        return executor.submit(measure, setup, job)
+    except BrokenExecutor as error:
+        raise InputError(f"executor: it is broken and takes no more units ({error}); what was done is kept") from error
+
 
 Models = Mapping[str, Path | nn.Module]
 """By name, which rows have: the path of a checkpoint, or the network itself."""
 
 
-class Run:
+class ScoringRun:
     """Hold some models and what is asked of them.
 
     Args:
@@ -46,8 +101,8 @@ class Run:
     def __init__(
         self,
         models: Models,
-        model: Source | None,
-        data: Source,
+        model: Maker | None,
+        data: Maker,
         request: Request,
         *,
         batch_size: int | str | None = None,
@@ -59,7 +114,7 @@ class Run:
         self.models, self.request, self.ranks = models, request, ranks
         self.setup = Setup(uuid.uuid4().hex, model, data, request, batch_size, limit, version=version)
         self.bench = Bench(self.setup, ranks)
-        self._units: dict[tuple[int, tuple[Pair, ...]], list[Unit]] = {}
+        self._units: dict[tuple[int, tuple[Pair, ...]], list[WorkUnit]] = {}
 
     @functools.cached_property
     def _pairs(self) -> list[Pair]:
@@ -95,7 +150,7 @@ class Run:
         return sum(count * plan.plan(named(unit.measures), options).reads for unit, count in units.items())
 
     def go(self, jobs: Iterable[Job], executor: Executor, take: Callable[[Job, Outcome], None]) -> None:
-        """Measure units, see :func:`.driver.run`; over ranks, those that the first one has.
+        """Measure units, see :func:`drive`; over ranks, those that the first one has.
 
         Raises:
             InputError: networks or data in memory, and workers elsewhere; several ranks, and an executor.
@@ -115,7 +170,7 @@ class Run:
         elif any(isinstance(held, nn.Module) for held in self.models.values()):
             raise InputError("models: the workers of an executor read weights by themselves; save them, and pass paths")
         try:
-            driver.run(executor, self.setup, jobs, take)
+            drive(executor, self.setup, jobs, take)
         finally:
             worker.adopt(None)
 
@@ -132,7 +187,7 @@ class Run:
         if self.ranks.rank == 0:
             return own
         return [
-            Job(Unit.of(pairs, selectors), self.models[name], content, fit, spectrum)
+            Job(WorkUnit.of(pairs, selectors), self.models[name], content, fit, spectrum)
             for name, pairs, selectors, content, fit, spectrum in found
         ]
 
@@ -170,7 +225,7 @@ class Kept:
         return attached.failures(store, self.spectra.setting, self.contents.values())
 
 
-def keep(run: Run, store: Store, *, retry: bool = False, ends: bool = False, spectrum: int = 0) -> Kept:
+def keep(run: ScoringRun, store: Store, *, retry: bool = False, ends: bool = False, spectrum: int = 0) -> Kept:
     """Ask a store for the values of a run, and return what is to be computed.
 
     Args:
@@ -199,7 +254,8 @@ def keep(run: Run, store: Store, *, retry: bool = False, ends: bool = False, spe
     }
     shown = {"model": setup.model and setup.model.text(), "data": setup.data.text()}
     setting = store.setting({"key": key, "shown": shown})
-    store.name({name: (_path(run.models[name]), content) for name, content in contents.items()})
+    paths = {name: None if isinstance(held, nn.Module) else str(held.absolute()) for name, held in run.models.items()}
+    store.name({name: (paths[name], content) for name, content in contents.items()})
     first: dict[str, str] = {}  # the first name of each content
     for name, content in contents.items():
         first.setdefault(content, name)
@@ -216,7 +272,7 @@ def keep(run: Run, store: Store, *, retry: bool = False, ends: bool = False, spe
     of_all = f"{described.of_json({**key, 'options': {}})} {described.of_json(options)}"
     there = attached.there(store, "spectrum", of_all, failed=not retry)
     jobs += [
-        Job(Unit((), None), run.models[name], content, spectrum=spectrum)
+        Job(WorkUnit((), None), run.models[name], content, spectrum=spectrum)
         for content, name in first.items()
         if content not in there
     ]
@@ -237,7 +293,3 @@ def _content(held: Path | nn.Module, version: str | None, unknown: list[str], fo
     unknown += about.unknown
     folders |= about.folders
     return described.of_json([keys.of_state(held), facts, _once(about.unknown)])
-
-
-def _path(held: Path | nn.Module) -> str | None:
-    return None if isinstance(held, nn.Module) else str(held.absolute())

@@ -19,14 +19,14 @@ from ..model.state import in_eval_mode
 from ..numerics.meeting import joined
 from ..options import CALL, EVERY, MeasureHow, Options, check_count, check_flag, check_names
 from ..session import public
-from . import data_specs, executors, listing, pretrained, specs
+from . import checkpoints, data_specs, executors, pretrained, specs
 from .measuring import Outcome
 from .rows import Row, rows
-from .run import Models, Run, keep
+from .run import Models, ScoringRun, keep
 from .scores import Scores
 from .store import Store
 from .units import Request
-from .worker import Job, Source
+from .worker import Job, Maker
 
 Model = nn.Module | str | Path
 
@@ -116,7 +116,7 @@ def score(
     request = Request(loss, selectors, tuple(row.name for row in named(measures)), options)
     if isinstance(model, nn.Module):
         raise InputError("model: what makes the network is wanted, got a network; pass models={name: network}")
-    made = None if model is None else Source(model, name="model=")
+    made = None if model is None else Maker(model, name="model=")
     eigenvalues = 0 if spectrum is None else check_count("spectrum", spectrum, 1)
     if eigenvalues and store is None:
         raise InputError("spectrum=: spectra are kept in a store; pass store= too, or call pf.spectrum for each model")
@@ -125,8 +125,8 @@ def score(
         for network in named_models.values() if check_flag("eval", how.get("eval", False)) else ():
             if isinstance(network, nn.Module):
                 stack.enter_context(in_eval_mode(network))
-        source = Source(data, _for_data(data, model, models), "data=")
-        run = Run(named_models, made, source, request, version=version, ranks=ranks)
+        source = Maker(data, _for_data(data, model, models), "data=")
+        run = ScoringRun(named_models, made, source, request, version=version, ranks=ranks)
         where = _executor(executor, check_count("workers", workers, 1), stack)
         if ranks.rank > 0:
             run.go((), where, lambda job, outcome: None)
@@ -156,7 +156,7 @@ def _by_name(models: Any) -> Models:
     if isinstance(models, Mapping):
         return {str(name): _held(held) for name, held in pairs}
     named_ones = [held for held, _ in pairs if pretrained.is_named(held)]
-    paths = listing.find(path for path, _ in pairs if not pretrained.is_named(path))
+    paths = checkpoints.find(path for path, _ in pairs if not pretrained.is_named(path))
     return {name: _held(name) for name in named_ones} | {str(path): path for path in paths}
 
 
@@ -185,7 +185,7 @@ def _executor(given: str | Executor | None, workers: int, stack: contextlib.Exit
     return made
 
 
-def _scored(run: Run, executor: Executor) -> Scores:
+def _scored(run: ScoringRun, executor: Executor) -> Scores:
     """Measure everything, and keep nothing."""
     pairs = {name: run.pairs(name) for name in run.models}
     jobs = {id(job): (name, job) for name, own in pairs.items() for job in run.jobs(name, own)}
@@ -202,7 +202,7 @@ def _scored(run: Run, executor: Executor) -> Scores:
     return Scores(tuple(every), len(jobs))
 
 
-def _kept(run: Run, executor: Executor, store: Store, *, retry: bool, spectrum: int) -> Scores:
+def _kept(run: ScoringRun, executor: Executor, store: Store, *, retry: bool, spectrum: int) -> Scores:
     """Measure what a store does not have yet, and return what it has then."""
     kept = keep(run, store, retry=retry, spectrum=spectrum)
     run.go(kept.jobs, executor, lambda job, outcome: kept.commit(store, job, outcome))

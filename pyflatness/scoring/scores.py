@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from ..errors import InputError, MissingExtraError
+from ..errors import InputError
 from ..messages import near, printable
-from ..report import intervals
+from ..report import Result, intervals, views
 from ..report.page import tables, written
 from ..statistics.figures import plot_correlation
 from ..training.history import History
@@ -19,7 +18,6 @@ from . import page
 from .rows import Row
 
 if TYPE_CHECKING:
-    import pandas
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -27,7 +25,7 @@ _SHOWN = 200  # values that a notebook's cell shows
 
 
 @dataclass(frozen=True, repr=False)
-class Scores:
+class Scores(Result):
     """Hold a row for each model, layer and measure. ``str(scores)`` is a table; iterating gives the rows.
 
     ``scores[checkpoint, layer, measure]`` is one row, with the layer ``""`` for the network's value;
@@ -77,17 +75,8 @@ class Scores:
         """Return the models of which something could not be measured, each with its first error."""
         return {row.checkpoint: row.error for row in reversed(self.rows) if row.error}
 
-    def to_frame(self) -> "pandas.DataFrame":
-        """Return the rows as a data frame.
-
-        Raises:
-            MissingExtraError: without pandas.
-        """
-        try:
-            import pandas
-        except ImportError:
-            raise MissingExtraError("a data frame needs pandas: pip install 'pyflatness[frame]'") from None
-        return pandas.DataFrame([asdict(row) for row in self.rows])
+    def _rows(self) -> list[dict[str, Any]]:
+        return [asdict(row) for row in self.rows]
 
     def to_html(
         self,
@@ -119,7 +108,7 @@ class Scores:
         """
         other = test.columns() if isinstance(test, Scores) else test
         choices = page.Choices(against, other, exclude, interval, histories or {})
-        return written(page.page(title, [page.Part("", [asdict(row) for row in self.rows])], choices), path)
+        return written(page.page(title, [page.SettingValues("", self._rows())], choices), path)
 
     def plot(
         self,
@@ -152,16 +141,10 @@ class Scores:
         return plot_correlation(self.columns(), x, y, test=other, exclude=exclude, path=path, axes=axes)
 
     def __str__(self) -> str:
-        console = Console(width=200, markup=False, highlight=False, emoji=False, color_system=None)
-        with console.capture() as capture:
-            console.print(table(self.rows))
-        lines = [line.rstrip() for line in capture.get().splitlines() if line.strip()]
-        return "\n".join([*lines, *map(printable, self.notes)])
-
-    __repr__ = __str__
+        return "\n".join([*views.text(table(self.rows), 200), *map(printable, self.notes)])
 
     def _repr_html_(self) -> str:
-        records = [asdict(row) for row in self.rows]
+        records = self._rows()
         shown = tables.values(records[:_SHOWN], "Scores", ("loss", "accuracy"))
         more = [f"and {len(records) - _SHOWN} more values"] if len(records) > _SHOWN else []
         return tables.fragment(shown, [tables.LEGEND, *more])

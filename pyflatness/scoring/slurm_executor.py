@@ -21,7 +21,7 @@ import submitit
 
 from ..errors import InputError
 from ..messages import check_choice, reason
-from .calls import Call
+from .executors import RemoteCall
 
 R = TypeVar("R")
 
@@ -104,7 +104,7 @@ class Slurm(Executor):
         """
         future: Future[R] = Future()
         future.set_running_or_notify_cancel()
-        call = Call.of(cloudpickle.dumps, self._threads, function, args, kwargs)
+        call = RemoteCall.of(cloudpickle.dumps, self._threads, function, args, kwargs)
         self._gathered.append((future, functools.partial(_run, call)))
         if self._end.is_set():  # asked afterwards: what ends it takes what was gathered by then
             raise BrokenExecutor(self._why)
@@ -194,7 +194,7 @@ def _stop(jobs: Iterable["submitit.Job[Any]"]) -> None:
         time.sleep(0.05)
 
 
-def _run(call: Call) -> tuple[Any, Exception | None]:
+def _run(call: RemoteCall) -> tuple[Any, Exception | None]:
     """Make a call in a task, and return its result or what it raised, of which submitit would return a text."""
     _end_on_timeout()
     try:

@@ -61,7 +61,7 @@ class Request:
         of_network = (Pair(place, row.name) for row in rows if (place := _of_network(row, together)) is not None)
         return [*of_layers, *of_network]
 
-    def units(self, model: nn.Module, pairs: Iterable[Pair]) -> list["Unit"]:
+    def units(self, model: nn.Module, pairs: Iterable[Pair]) -> list["WorkUnit"]:
         """Return some of the pairs of a model in groups that share their reads of the data."""
         rows = {row.name: row for row in named(self.measures)}
         every = tuple(selectors.select(layers.unwrap(model), None).modules)
@@ -74,7 +74,9 @@ class Request:
                 needed = every if any(place == () for place, _ in own) else _needed(own)
                 by_layers.setdefault(needed, []).append(rows[name])
         units = [
-            Unit(tuple(pair for row in group for pair in by_measure[row.name]), self._selectors(needed, every, group))
+            WorkUnit(
+                tuple(pair for row in group for pair in by_measure[row.name]), self._selectors(needed, every, group)
+            )
             for needed, wanted in by_layers.items()
             for group in plan.shared(wanted, self.options, layers=len(needed))
         ]
@@ -92,7 +94,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Unit:
+class WorkUnit:
     """Hold the values of one checkpoint that share their reads of the data.
 
     Attributes:
@@ -104,7 +106,7 @@ class Unit:
     selectors: tuple[str, ...] | None
 
     @classmethod
-    def of(cls, pairs: Iterable[Sequence[Any]], selectors: Sequence[str] | None) -> "Unit":
+    def of(cls, pairs: Iterable[Sequence[Any]], selectors: Sequence[str] | None) -> "WorkUnit":
         """Return the unit that JSON has."""
         return cls(tuple(Pair.of(*pair) for pair in pairs), None if selectors is None else tuple(selectors))
 

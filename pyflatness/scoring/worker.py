@@ -18,14 +18,14 @@ from ..messages import is_out_of_memory, reason
 from ..model import state
 from ..model.data import Batches, size, used_up
 from ..numerics.ranks import ALONE, Ranks, is_the_end
-from . import checkpoints, data_specs, dealing, described, keys, loading, measuring, pretrained, specs
+from . import checkpoints, cutting, data_specs, described, keys, measuring, pretrained, specs
 from .cutting import Cut
 from .measuring import Outcome, Step
-from .units import Request, Unit
+from .units import Request, WorkUnit
 
 
 @dataclass(frozen=True)
-class Source:
+class Maker:
     """Name what makes the model or the data, so that each worker can make it.
 
     Attributes:
@@ -88,8 +88,8 @@ class Setup:
     """
 
     token: str
-    model: Source | None
-    data: Source
+    model: Maker | None
+    data: Maker
     request: Request
     batch_size: int | str | None = None
     limit: float | None = None
@@ -106,7 +106,7 @@ class Job:
     unit has no values.
     """
 
-    unit: Unit
+    unit: WorkUnit
     weights: Path | nn.Module
     content: str = ""
     fit: bool = True
@@ -136,7 +136,7 @@ class Bench:
         Batches(self.data, torch.device("cpu"))  # raises for what are no data, before any model is measured
         self._mine, self._counts = self.data, True
         if not ranks.alone:
-            self._mine, samples = dealing.dealt(self.data, ranks, setup.limit)
+            self._mine, samples = cutting.dealt(self.data, ranks, setup.limit)
             self._counts = samples > 0
         if setup.batch_size is not None or setup.limit is not None:
             device = torch.device("cpu") if self.network is None else state.device(self.network)
@@ -219,18 +219,14 @@ class Bench:
         if self._held != (job.weights, job.content):
             self._held = None  # a file that does not fit leaves a part of itself behind
             checkpoint = checkpoints.read(job.weights)
-            self._notes = checkpoint.notes + loading.load(self.network, checkpoint.state)
+            self._notes = checkpoint.notes + checkpoints.load(self.network, checkpoint.state)
             if job.content and keys.of_file(job.weights) != job.content:
                 raise InputError("the file changed after the run had begun")
             self._held = job.weights, job.content
         return self.network, self._notes
 
 
-class _Here(threading.local):
-    bench: Bench | None = None
-
-
-_here = _Here()
+_here = threading.local()  # whose bench units that are measured in this thread use
 
 
 def adopt(bench: Bench | None) -> None:
@@ -244,7 +240,7 @@ def measure(setup: Setup, job: Job) -> Outcome:
     Raises:
         InputError: the model or the data cannot be made, or are others than they were.
     """
-    bench = _here.bench
+    bench: Bench | None = getattr(_here, "bench", None)
     if bench is None or bench.setup.token != setup.token:
         bench = Bench(setup)
         bench.check()

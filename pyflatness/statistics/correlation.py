@@ -6,24 +6,21 @@ Pearson's r, Spearman's ρ and Kendall's τ_b. All networks of a table count; on
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
 from ..options import check_seed
-from ..report import views
+from ..report import Result
 from . import intervals, permutation
 from .coefficients import STATISTICS, coefficients, whole
 from .tables import Vector, listed, one_name, read
 
-if TYPE_CHECKING:
-    import pandas
-
 
 @dataclass(frozen=True)
-class Correlation:
+class Correlation(Result):
     """Hold how two quantities go together over the networks, and the 95 % interval.
 
     Attributes:
@@ -57,8 +54,10 @@ class Correlation:
 
 
 @dataclass(frozen=True, repr=False)
-class Correlations:
+class Correlations(Result):
     """Hold a table of correlations. ``str()`` shows it.
+
+    A data frame has a row for each measure and statistic, with p-values if there are any.
 
     Attributes:
         rows: for each measure and statistic.
@@ -84,13 +83,8 @@ class Correlations:
                 return row
         raise InputError(f"correlations: no {key!r}; there are {[(r.measure, r.statistic) for r in self.rows]}")
 
-    def to_frame(self) -> "pandas.DataFrame":
-        """Return a data frame with a row for each measure and statistic, with p-values if there are any.
-
-        Raises:
-            MissingExtraError: without pandas.
-        """
-        return views.rows_frame([{**row.to_dict(), "y": self.y, "points": self.points} for row in self.rows])
+    def _rows(self) -> list[dict[str, Any]]:
+        return [{**row.to_dict(), "y": self.y, "points": self.points} for row in self.rows]
 
     def __str__(self) -> str:
         width = max(len(row.measure) for row in self.rows)
@@ -99,8 +93,6 @@ class Correlations:
         clusters = "" if self.clusters is None else f" in {self.clusters} clusters"
         out = f", {len(self.excluded)} excluded: {', '.join(self.excluded)}" if self.excluded else ""
         return "\n".join([f"with {self.y}{given}, {self.points} networks{clusters}{out}; {self.method}", *lines])
-
-    __repr__ = __str__
 
 
 def correlations(

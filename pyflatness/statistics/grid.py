@@ -10,17 +10,14 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
-from ..report import views
+from ..report import Result
 from .tables import Vector, listed, one_name, read
-
-if TYPE_CHECKING:
-    import pandas
 
 Codes = NDArray[np.intp]
 
@@ -91,8 +88,8 @@ def read_grid(
 
 
 @dataclass(frozen=True, repr=False)
-class GranulatedKendall:
-    """Hold Ψ, and what it is the mean of. ``float()`` gives Ψ, ``str()`` shows all.
+class GranulatedKendall(Result):
+    """Hold Ψ, and what it is the mean of. ``float()`` gives Ψ, ``str()`` shows all, a data frame has the settings.
 
     Attributes:
         measure: the one quantity.
@@ -111,24 +108,15 @@ class GranulatedKendall:
     def __float__(self) -> float:
         return self.value
 
-    def to_frame(self) -> "pandas.DataFrame":
-        """Return a data frame with a row for each setting.
-
-        Raises:
-            MissingExtraError: without pandas.
-        """
-        return views.rows_frame(
-            [
-                {"measure": self.measure, "target": self.target, "setting": name, "psi": psi, "pairs": self.pairs[name]}
-                for name, psi in self.by_setting.items()
-            ]
-        )
+    def _rows(self) -> list[dict[str, Any]]:
+        return [
+            {"measure": self.measure, "target": self.target, "setting": name, "psi": psi, "pairs": self.pairs[name]}
+            for name, psi in self.by_setting.items()
+        ]
 
     def __str__(self) -> str:
         each = ", ".join(f"{name} {psi:.2f} ({self.pairs[name]} pairs)" for name, psi in self.by_setting.items())
         return f"{self.measure} with {self.target}: granulated Kendall Ψ {self.value:.2f}; {each}"
-
-    __repr__ = __str__
 
 
 def granulated_kendall(
@@ -206,8 +194,10 @@ class Environment:
 
 
 @dataclass(frozen=True, repr=False)
-class SignError:
+class SignError(Result):
     """Hold the sign errors of all environments. ``str()`` shows mean and worst case, also by setting.
+
+    A data frame has a row for each environment.
 
     Attributes:
         measure: what is to order the networks.
@@ -230,22 +220,15 @@ class SignError:
             errors.setdefault(environment.setting, []).append(environment.error)
         return {name: (float(np.mean(found)), max(found)) for name, found in errors.items()}
 
-    def to_frame(self) -> "pandas.DataFrame":
-        """Return a data frame with a row for each environment.
-
-        Raises:
-            MissingExtraError: without pandas.
-        """
+    def _rows(self) -> list[dict[str, Any]]:
         beside = {"measure": self.measure, "target": self.target}
-        return views.rows_frame([{**beside, **asdict(environment)} for environment in self.environments])
+        return [{**beside, **asdict(environment)} for environment in self.environments]
 
     def __str__(self) -> str:
         each = "; ".join(f"{name} {mean:.2f}, worst {worst:.2f}" for name, (mean, worst) in self.by_setting().items())
         count = len(self.environments)
         head = f"{self.measure} with {self.target}: sign error {self.mean:.2f}, worst {self.worst:.2f}"
         return f"{head} of {count} environments; {each}"
-
-    __repr__ = __str__
 
 
 def sign_error(
@@ -312,8 +295,10 @@ def _environments(grid: Grid, setting: str) -> list[Environment]:
 
 
 @dataclass(frozen=True, repr=False)
-class ConditionalMutualInformation:
+class ConditionalMutualInformation(Result):
     """Hold the normalised conditional mutual information. ``float()`` gives it, ``str()`` shows where it is smallest.
+
+    A data frame has a row for each set of settings that is conditioned on.
 
     Attributes:
         measure: the one quantity.
@@ -331,24 +316,15 @@ class ConditionalMutualInformation:
     def __float__(self) -> float:
         return self.value
 
-    def to_frame(self) -> "pandas.DataFrame":
-        """Return a data frame with a row for each set of settings that is conditioned on.
-
-        Raises:
-            MissingExtraError: without pandas.
-        """
+    def _rows(self) -> list[dict[str, Any]]:
         beside = {"measure": self.measure, "target": self.target}
-        return views.rows_frame(
-            [{**beside, "given": ", ".join(given), "value": value} for given, value in self.by_condition.items()]
-        )
+        return [{**beside, "given": ", ".join(given), "value": value} for given, value in self.by_condition.items()]
 
     def __str__(self) -> str:
         where = [", ".join(given) or "nothing" for given, value in self.by_condition.items() if value == self.value]
         alone = self.by_condition[()]
         text = f"conditional mutual information {self.value:.3f} given {' or '.join(where[:1]) or 'any settings'}"
         return f"{self.measure} with {self.target}: {text}, {alone:.3f} given nothing"
-
-    __repr__ = __str__
 
 
 def conditional_mutual_information(

@@ -2,7 +2,7 @@
 
 A file of ``pyflatness score`` has a row for each checkpoint, layer and measure; here it becomes a row for each
 checkpoint, with a column for each measure (and layer, ``measure layer``, where a measure has several; ``measure
-network`` for the network's), and one for each setting of ``pyflatness export``.
+network`` for the network's), and one for each setting of ``pyflatness store export``.
 """
 
 import csv
@@ -185,8 +185,8 @@ def _cells(table: Any, what: str) -> tuple[dict[str, Sequence[Any]], Sequence[An
             with Path(table).open("rb") as start:
                 if start.read(len(_SQLITE)) == _SQLITE:
                     raise InputError(
-                        f"{what}: {str(table)!r} is a store, no table; pyflatness export {table} --out FILE.csv writes "
-                        "the table of it"
+                        f"{what}: {str(table)!r} is a store, no table; pyflatness store export {table} --out FILE.csv "
+                        "writes the table of it"
                     )
             with Path(table).open(newline="", encoding="utf-8") as file:
                 rows = list(csv.DictReader(file))

@@ -46,7 +46,7 @@ from .. import head
 from ..errors import InputError
 from ..losses import Loss
 from ..measures import RELATIVE_FLATNESS
-from ..measures.relative_flatness_max import relative_flatness_max
+from ..measures.relative_flatness import relative_flatness_max
 from ..messages import check_tensor, in_words
 from ..model import data, layers
 from ..model.data import Batches
@@ -58,7 +58,7 @@ from ..report import Estimate
 from ..session import public, session
 from .gap import GeneralizationGap, performance
 from .perturbed import Change, Perturbed, kernel_noise
-from .sampling import FOLDS, PROBES, Representativeness, Sums, assigned, default_rho, summary
+from .sampling import FOLDS, PROBES, NoiseSums, Representativeness, assigned, default_rho, summary
 
 _SHARES = (0.25, 0.5, 0.75, 1.0)  # of δ, the bandwidths that Theorem 15 chooses among
 
@@ -273,10 +273,10 @@ def _sums(
     counts: tuple[int, int],
     rho: float,
     seed: int,
-) -> Sums:
+) -> NoiseSums:
     """Return the sums of the loss over each fold, without and with noise on the layer's features."""
     (folds, probes), start = counts, 0
-    sums = Sums(loss, folds, probes)
+    sums = NoiseSums(loss, folds, probes)
     generator: torch.Generator | None = None
     for number, batch in enumerate(batches):
         outputs, targets = perturbed.outputs(batch)

@@ -11,7 +11,6 @@ and with every term of j times θ_j² the same of adaptive sharpness (Lemma E.2)
 that is locally linear in each parameter has no second derivatives, and both sides are zero.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,26 +18,24 @@ from typing import Any
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .. import interrupts
 from ..errors import InputError
-from ..measures.adaptive_sharpness import ADAPTIVE_SHARPNESS
 from ..measures.base import Measure
 from ..measures.bounds import NEEDS, NO_GUARANTEE, LayerTerms, NetworkTerms, at_interpolation, mean, product
-from ..measures.interpolation_sharpness import HalfSquaredError
 from ..measures.layer_values import LayerValues
 from ..measures.normalized_sharpness import NORMALIZED_SHARPNESS, Minimum, minimised
+from ..measures.sharpness import ADAPTIVE_SHARPNESS, HalfSquaredError
 from ..messages import in_words
 from ..model import calling, parameters
 from ..model.selectors import Selector
 from ..numerics import meeting
 from ..options import READING, How, Options, check_count, check_flag, check_number, check_several
 from ..passes.task import Task
-from ..report import Estimate
+from ..report import Estimate, Result, views
 from ..session import public, session
 from ..sweep import diagonal, jacobians
 
@@ -74,8 +71,8 @@ class Bound:
 
 
 @dataclass(frozen=True, repr=False)
-class Bounds:
-    """Hold the inequalities of the paper, with both their sides. ``str(bounds)`` is a table.
+class Bounds(Result):
+    """Hold the inequalities of the paper, with both their sides. ``str(bounds)`` is a table, and so is a data frame.
 
     Attributes:
         rows: layer by layer, then of the network.
@@ -97,13 +94,8 @@ class Bounds:
         known = ", ".join(dict.fromkeys(row.equation for row in self.rows))
         raise InputError(f"bounds: nothing of layer {layer!r} and equation {equation!r}; equations are {known}")
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the inequalities as plain numbers, strings and lists."""
-        return asdict(self)
-
-    def to_json(self) -> str:
-        """Return :meth:`to_dict` as JSON; NaN and infinity are as Python writes them."""
-        return json.dumps(self.to_dict(), indent=1, ensure_ascii=False)
+    def _rows(self) -> list[dict[str, Any]]:
+        return [asdict(row) for row in self.rows]
 
     def __str__(self) -> str:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -115,13 +107,8 @@ class Bounds:
         for row in self.rows:
             said = f"{NO_GUARANTEE}: {row.caveat}" if row.caveat else "yes"
             table.add_row(row.layer or "network", row.equation, row.what, f"{row.left:.6g}", f"{row.right:.6g}", said)
-        console = Console(width=200, markup=False, highlight=False, emoji=False, color_system=None)
-        with console.capture() as captured:
-            console.print(table)
-        lines = [line.rstrip() for line in captured.get().splitlines() if line.strip()]
-        return "\n".join([*lines, f"{self.samples} samples, N = {self.outputs}, S = {self.sharpness:.6g}"])
-
-    __repr__ = __str__
+        facts = f"{self.samples} samples, N = {self.outputs}, S = {self.sharpness:.6g}"
+        return "\n".join([*views.text(table, 200), facts])
 
 
 def _of_layer(net: NetworkTerms, layer: LayerTerms, behind: LayerTerms | None, least: Minimum | None) -> list[Bound]:

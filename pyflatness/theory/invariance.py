@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 from typing_extensions import Unpack
@@ -26,11 +25,11 @@ from ..model.layers import is_supported, matrix
 from ..model.selectors import Selector
 from ..options import EVERY, How, MeasureHow, Options, check_numbers
 from ..reparameterization.reparameterize import reparameterize
-from ..report import Estimate, views
+from ..report import Estimate, Result, views
 from ..session import public
 
 if TYPE_CHECKING:
-    import pandas
+    pass
 
 WAYS = ("layer-wise", "neuron-wise")
 _EXACT, _ROUNDED = 1e-6, 1e-3  # of exact values in double precision, and of all others
@@ -57,8 +56,10 @@ class Invariance:
 
 
 @dataclass(frozen=True, repr=False)
-class Invariances:
+class Invariances(Result):
     """Hold which measures moved. ``str()`` shows a table, ``found[measure, way]`` is one row.
+
+    A data frame has a row for each measure and way.
 
     Attributes:
         rows: for each measure and way.
@@ -76,26 +77,16 @@ class Invariances:
                 return row
         raise InputError(f"invariances: no {key!r}; there are {[(row.measure, row.way) for row in self.rows]}")
 
-    def to_frame(self) -> "pandas.DataFrame":
-        """Return a data frame with a row for each measure and way.
-
-        Raises:
-            MissingExtraError: without pandas.
-        """
-        return views.rows_frame([asdict(row) for row in self.rows])
+    def _rows(self) -> list[dict[str, Any]]:
+        return [asdict(row) for row in self.rows]
 
     def __str__(self) -> str:
-        console = Console(width=120, markup=False, highlight=False, emoji=False, color_system=None)
         found = Table("measure", *WAYS, "said to be invariant", box=box.SIMPLE_HEAD)
         for name in dict.fromkeys(row.measure for row in self.rows):
             own = [self[name, way] for way in WAYS]
             cells = (f"{'kept' if row.kept else 'moved'}, {row.change:.1g}" for row in own)
             found.add_row(name, *cells, ", ".join(row.way for row in own if row.claimed) or "no")
-        with console.capture() as capture:
-            console.print(found)
-        return "\n".join(line.rstrip() for line in capture.get().splitlines() if line.strip())
-
-    __repr__ = __str__
+        return "\n".join(views.text(found, 120))
 
 
 @public(*EVERY)

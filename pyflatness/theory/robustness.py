@@ -516,17 +516,13 @@ class _Loss:
                         )
                     (found,) = torch.autograd.grad(value, change)
                     gradient = found if gradient is None else gradient + found
-            total += _finite(float(value), number)
+            if not math.isfinite(value):
+                raise risk.not_finite(number, float(value), " with changed features")
+            total += float(value)
         summed = {"loss": torch.tensor(total, dtype=torch.float64, device="cpu")}
         total = float(over.together(task.batches.shard, summed)["loss"])
         self.samples = over.samples
         return total / over.normaliser, gradient
-
-
-def _finite(value: float, number: int) -> float:
-    if not math.isfinite(value):
-        raise risk.not_finite(number, value, " with changed features")
-    return value
 
 
 def _ascent(curve: _Loss, left: Tensor, turned: Tensor, rho: float, steps: int) -> tuple[float, Tensor]:
@@ -642,8 +638,11 @@ def label_constancy(
                 interrupts.check()
                 moved = phi + radius * _within(phi, generator, on_sphere=draw % 2 == 0)
                 outputs = product(moved, w.t()) + shift
-                there, here = (_each(resolved, outputs, y) for y in (labels(moved.to(features.dtype)), targets))
-                largest = torch.maximum(largest, (there - here).abs())
+                each = [
+                    resolved.each(outputs, y).double().view(len(outputs), -1).mean(dim=1)  # over a sample's terms
+                    for y in (labels(moved.to(features.dtype)), targets)
+                ]
+                largest = torch.maximum(largest, (each[0] - each[1]).abs())
             changes.append(float(largest.mean()))
     grid = torch.tensor(radii, dtype=torch.float64, device="cpu")
     found = torch.tensor(changes, dtype=torch.float64, device="cpu")
@@ -659,9 +658,3 @@ def _within(phi: Tensor, generator: torch.Generator, *, on_sphere: bool) -> Tens
         length = length * uniform ** (1 / phi.shape[1])
     scale: Tensor = length / normal.norm(dim=1, keepdim=True)
     return normal * scale
-
-
-def _each(loss: losses.Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss of each sample, the mean of its terms, (n,) float64."""
-    values: Tensor = loss.each(outputs, targets).double().view(len(outputs), -1).mean(dim=1)
-    return values

@@ -261,7 +261,7 @@ def summary(
     )
 
 
-class Sums:
+class NoiseSums:
     """Sum the loss over groups of samples: as they are, and with noise, draw by draw.
 
     Args:
@@ -369,15 +369,15 @@ class _Head:
         return _Head(self.features, weight, bias, self.targets, self.loss)
 
 
-def _sums(psi: _Head, groups: Tensor, count: int, rho: float, probes: int, seed: int) -> Sums:
-    sums, outputs = Sums(psi.loss, count, probes), psi.outputs()
+def _sums(psi: _Head, groups: Tensor, count: int, rho: float, probes: int, seed: int) -> NoiseSums:
+    sums, outputs = NoiseSums(psi.loss, count, probes), psi.outputs()
     sums.add(outputs, psi.targets, groups, psi.noisy(outputs, rho, probes, seed))
     return sums
 
 
 def _risk(psi: _Head) -> float:
     """Return the mean loss."""
-    sums, outputs = Sums(psi.loss, 1, 0), psi.outputs()
+    sums, outputs = NoiseSums(psi.loss, 1, 0), psi.outputs()
     sums.add(outputs, psi.targets, torch.zeros(len(outputs), dtype=torch.int64, device="cpu"), iter(()))
     return sums.mean()
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InputError
 from ..messages import shown
 from ..options import check_count, check_number
-from ..report import Estimate, Report, json_text, views
+from ..report import Estimate, Readable, Report, views
+from ..report.result import write_json
 from . import curves
 
 if TYPE_CHECKING:
-    import pandas
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -21,7 +21,7 @@ _COLUMNS = {"seconds", "weights", "measure", *Estimate.__dataclass_fields__}  # 
 
 
 @dataclass(frozen=True, eq=False)
-class Record:
+class Record(Readable):
     """Hold what was measured at one step of a training.
 
     Attributes:
@@ -39,11 +39,6 @@ class Record:
     numbers: Mapping[str, float]
     reports: Mapping[str, Report]
     seconds: float | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the record as plain numbers, strings and lists."""
-        reports = {weights: report.to_dict() for weights, report in self.reports.items()}
-        return {**vars(self), "numbers": dict(self.numbers), "reports": reports}
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any]) -> "Record":
@@ -64,15 +59,20 @@ class Record:
     __hash__ = None  # type: ignore[assignment]  # as its reports have none
 
     def _facts(self) -> str:
-        return json_text.write({**self.to_dict(), "seconds": None})
+        return write_json({**self.to_dict(), "seconds": None})
 
 
-class History:
+class History(Readable):
     """Hold measures of a network over its training, a :class:`Record` for each step at which it was measured.
 
     :func:`pyflatness.track` makes one, whose :meth:`record` measures. One that was read from a file only holds records,
     and so does ``pf.results.History()``, to which reports that were measured otherwise can be added by :meth:`add`.
-    Iterating gives the records, ``history[-1]`` is the last one.
+    Iterating gives the records, ``history[-1]`` is the last one. Over ranks, one of them writes :meth:`to_json`.
+
+    ``history.to_frame()`` has a row per step, weights, layer and measure; the network's rows have the layer ``""``.
+    Columns: ``step``, ``epoch``, the recorded numbers, ``seconds`` and ``weights``, and what that of a report has.
+    ``frame.query("layer == 'head'").pivot(index="step", columns="measure", values="value")`` is a table of one layer
+    over the steps.
 
     Args:
         records: to begin with.
@@ -165,25 +165,14 @@ class History:
         )
         return f"History({len(self)} records{until}: {', '.join(measures) or 'nothing measured'})"
 
-    def to_frame(self) -> "pandas.DataFrame":
-        """Return one row per step, weights, layer and measure; the network's rows have the layer ``""``.
-
-        Columns: ``step``, ``epoch``, the recorded numbers, ``seconds`` and ``weights``, and what
-        :meth:`.Report.to_frame` has. ``frame.query("layer == 'head'").pivot(index="step", columns="measure",
-        values="value")`` is a table of one layer over the steps.
-
-        Raises:
-            MissingExtraError: without pandas.
-        """
-        return views.frame(
-            [
-                {"step": record.step, "epoch": record.epoch, **record.numbers, "seconds": record.seconds}
-                | {"weights": weights, **row}
-                for record in self
-                for weights, report in record.reports.items()
-                for row in views.rows(report)
-            ]
-        )
+    def _rows(self) -> list[dict[str, Any]]:
+        return [
+            {"step": record.step, "epoch": record.epoch, **record.numbers, "seconds": record.seconds}
+            | {"weights": weights, **row}
+            for record in self
+            for weights, report in record.reports.items()
+            for row in views.rows(report)
+        ]
 
     def plot(
         self,
@@ -217,18 +206,17 @@ class History:
         views.save(figure, path)
         return figure, drawn
 
-    def to_json(self, path: str | Path | None = None) -> str:
-        """Return the records as JSON, also written to ``path``; nothing is lost. Over ranks, one of them writes."""
-        return json_text.write({"records": [record.to_dict() for record in self]}, path)
+    def to_dict(self) -> dict[str, Any]:
+        """Return the records as plain numbers, strings, lists and dicts; nothing is lost."""
+        return {"records": [record.to_dict() for record in self]}
 
     @classmethod
-    def from_json(cls, source: str | Path) -> "History":
-        """Return the records that :meth:`to_json` wrote, from its text or the path of its file.
+    def from_dict(cls, facts: Mapping[str, Any]) -> "History":
+        """Return the records that :meth:`to_dict` was made from.
 
         Raises:
-            InputError: no such file, or not such a text.
+            InputError: not such a dict.
         """
-        facts = json_text.read("history", source)
         if not isinstance(facts, Mapping) or not isinstance(facts.get("records"), list):
             raise InputError("history: JSON of History.to_json() is wanted, with its records")
         return cls(Record.from_dict(record) for record in facts["records"])

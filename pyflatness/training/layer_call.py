@@ -27,7 +27,7 @@ def not_compiled(hook: _Hook) -> _Hook:
     return untraced(hook)  # type: ignore[no-any-return]
 
 
-class Watched:
+class LayerCalls:
     """Hook a model and one of its layers, and keep the layer's calls of the model's last forward pass with a graph.
 
     A copy of it, as of a model that is copied with its hooks, keeps nothing.
@@ -137,6 +137,6 @@ def graph_as_recorded() -> Iterator[None]:
         raise
 
 
-def _unused() -> Watched:
+def _unused() -> LayerCalls:
     """Return one for the hooks of a copy."""
-    return Watched(in_use=False)
+    return LayerCalls(in_use=False)

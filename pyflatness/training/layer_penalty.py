@@ -30,7 +30,7 @@ from ..passes.batch_layout import Layout, mixed
 from ..passes.dry_run import layouts_of, narrow
 from ..passes.recorder import Call, Recorder
 from .at_layer import AtLayer, squared_norms
-from .layer_call import Watched, graph_as_recorded, not_compiled
+from .layer_call import LayerCalls, graph_as_recorded, not_compiled
 from .loss_terms import LossTerms
 
 
@@ -113,7 +113,7 @@ class FlatnessPenalty:
         _check_kind(self._name, self._module)
         self._layout: Layout | None = None
         self._is_new = True
-        self._watched = Watched()
+        self._watched = LayerCalls()
         weakref.finalize(self, self._watched.remove).atexit = False  # the model has the hooks, and hooks keep tensors
         try:
             with interrupts.held():

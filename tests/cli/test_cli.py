@@ -12,7 +12,7 @@ from scipy import stats
 
 import pyflatness as pf
 from pyflatness import cli
-from pyflatness.cli import demo, doctor, paths
+from pyflatness.cli import demo, doctor, output
 from pyflatness.contractions import backends, compiled, cuda
 from pyflatness.statistics.coefficients import STATISTICS
 from pyflatness.statistics.correlation import correlation
@@ -142,7 +142,7 @@ def test_demo_refuses_an_unwritable_folder_before_training(
 
 
 def test_the_folder_is_tried_and_left_empty(tmp_path: Path) -> None:
-    paths.prepare_folder(tmp_path / "a" / "b")
+    output.prepare_folder(tmp_path / "a" / "b")
     assert list((tmp_path / "a" / "b").iterdir()) == []
 
 

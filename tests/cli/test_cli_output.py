@@ -14,7 +14,7 @@ import pytest
 
 import pyflatness as pf
 from pyflatness import cli
-from pyflatness.cli import demo, doctor, paths, score_csv
+from pyflatness.cli import demo, doctor, output
 from pyflatness.scoring.rows import Row
 from support.score_runs import status
 
@@ -42,10 +42,12 @@ def _printed(command: Callable[[], object], width: int, monkeypatch, capsys) -> 
     [
         lambda: status("layers", "--model", "torch.nn:Linear", "--model-args", '{"in_features": 4, "out_features": 3}'),
         lambda: status("measures"),
-        lambda: doctor.show(doctor._table([doctor.Check("avx512", doctor.torch.float64, 1.5e-13, "fused", 1e-12)])),
+        lambda: doctor.show(
+            doctor._table([doctor.EngineCheck("avx512", doctor.torch.float64, 1.5e-13, "fused", 1e-12)])
+        ),
         lambda: doctor.show(doctor._environment()),
         lambda: doctor.show(demo._table([NETWORK])),
-        lambda: score_csv.print_rows([SCORED]),
+        lambda: output.show_rows([SCORED]),
     ],
     ids=["layers", "measures", "doctor", "environment", "demo", "score"],
 )
@@ -62,7 +64,7 @@ def test_a_file_or_pipe_has_lines_of_one_width(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "20")
-    score_csv.print_rows([SCORED])
+    output.show_rows([SCORED])
     out = capsys.readouterr().out
     assert "stage1.0.conv1  relative_flatness  0.3678" in " ".join(out.split(" "))
     assert "\x1b" not in out
@@ -132,5 +134,5 @@ def test_results_of_the_demo_are_whole_or_the_older_ones(tmp_path: Path) -> None
 def test_a_folder_in_the_place_of_a_result(tmp_path: Path) -> None:
     (tmp_path / "results.csv").mkdir()
     with pytest.raises(pf.errors.InputError, match=r"--out: .*results\.csv cannot be written \(Is a directory\)"):
-        paths.write_whole(tmp_path / "results.csv", b"rows")
+        output.write_whole(tmp_path / "results.csv", b"rows")
     assert [path.name for path in tmp_path.iterdir()] == ["results.csv"]

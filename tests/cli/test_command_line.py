@@ -52,7 +52,7 @@ def test_help_has_every_command_in_a_section_and_the_exit_statuses(capsys):
     assert "Commands" not in titles
     files = {path.stem for path in (ROOT / "pyflatness" / "cli").glob("*.py")}
     commands = set(re.findall(r"^  ([a-z][a-z-]*)  ", out, re.MULTILINE))
-    assert {"score", "ls", "demo"} <= {name for name in commands if name.replace("-", "_") in files} == commands
+    assert {"score", "store", "demo"} <= {name for name in commands if name.replace("-", "_") in files} == commands
     assert "..." not in out[out.index("Measure networks:") :]
     for code, meaning in group.STATUSES.items():
         assert f"  {code:<5}{meaning}" in out
@@ -60,19 +60,23 @@ def test_help_has_every_command_in_a_section_and_the_exit_statuses(capsys):
 
 def test_the_page_has_every_command_and_status(capsys):
     assert status("--help") == 0
-    for name in re.findall(r"^  ([a-z][a-z-]*)  ", capsys.readouterr().out, re.MULTILINE):
+    names = {*re.findall(r"^  ([a-z][a-z-]*)  ", capsys.readouterr().out, re.MULTILINE)} - {"store"}
+    assert status("store", "--help") == 0
+    names |= {f"store {name}" for name in re.findall(r"^  ([a-z]+)  ", capsys.readouterr().out, re.MULTILINE)}
+    assert {"store ls", "store show", "store merge"} < names
+    for name in names:
         assert f"| `{name}` |" in PAGE
     for code, meaning in group.STATUSES.items():
         assert f"| {code} | {meaning} |" in PAGE
 
 
-@pytest.mark.parametrize("command", ["ls", "gc", "doctor", "measures"])
+@pytest.mark.parametrize("command", ["store ls x.sqlite", "store gc x.sqlite", "doctor", "measures"])
 def test_an_interruption_ends_any_command_with_its_status(command, monkeypatch, capsys):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(click.Command, "invoke", interrupted)
-    assert status(command, *(["x.sqlite"] if command in ("ls", "gc") else [])) == 130
+    assert status(*command.split()) == 130
     assert capsys.readouterr() == ("", "interrupted\n")
 
 
@@ -95,19 +99,19 @@ def test_json_of_networks_and_measures(read):
 
 
 def test_json_of_a_store(read, store):
-    listed = read("ls", store)
+    listed = read("store", "ls", store)
     (row,) = listed["checkpoints"]
     assert (row["name"], row["done"], row["failed"], row["todo"]) == ("first", 6, 0, 0)
     assert listed["settings"][0]["loss"] == "CrossEntropy"
     assert listed["seconds"] > 0
-    shown = read("show", store, "first")
+    shown = read("store", "show", store, "first")
     assert (shown["checkpoint"], len(shown["content"])) == ("first", 64)
     (setting,) = shown["settings"]
     values = {(row["layer"], row["measure"]): row["value"] for row in setting["rows"]}
     assert values["", "trace"] == pytest.approx(
         sum(v for (layer, name), v in values.items() if layer and name == "trace")
     )
-    assert read("verify", store) == {"store": store, "whole": True, "problems": [], "orphans": []}
+    assert read("store", "verify", store) == {"store": store, "whole": True, "problems": [], "orphans": []}
 
 
 def test_json_of_a_store_that_is_not_whole(read, store, capsys):
@@ -117,15 +121,17 @@ def test_json_of_a_store_that_is_not_whole(read, store, capsys):
     with connection:
         connection.execute("DELETE FROM units WHERE id = 1")
     connection.close()
-    found = read("verify", store, expected=1)
+    found = read("store", "verify", store, expected=1)
     assert not found["whole"]
     assert found["problems"]
-    assert status("verify", store) == 1
+    assert status("store", "verify", store) == 1
     assert "run pyflatness score as before with another --store" in capsys.readouterr().out
 
 
 def test_json_of_the_doctor(read, monkeypatch):
-    checks = [doctor.Check("reference", doctor.torch.float32, error, "fused", 1e-5) for error in (1e-7, float("inf"))]
+    checks = [
+        doctor.EngineCheck("reference", doctor.torch.float32, error, "fused", 1e-5) for error in (1e-7, float("inf"))
+    ]
     monkeypatch.setattr(doctor, "self_check", lambda: checks)
     found = read("doctor", expected=1)
     assert found["environment"]["pyflatness"] == pf.__version__

@@ -33,7 +33,8 @@ def complete(monkeypatch, capsys):
 
 def test_commands_and_options(complete):
     assert complete("pyflatness re") == ["report"]
-    assert complete("pyflatness ls --") == ["--json", "--help"]
+    assert complete("pyflatness store ") == ["add", "export", "gc", "ls", "merge", "show", "verify"]
+    assert complete("pyflatness store ls --") == ["--json", "--help"]
     assert {"--layers", "--layers-args"} & {*complete("pyflatness score --lay")} == {"--layers"}
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import pyflatness as pf
 from pyflatness.cli import demo, example_networks
-from pyflatness.scoring import checkpoints, listing, loading, specs
+from pyflatness.scoring import checkpoints, specs
 from support import ROOT
 from support.score_runs import status
 
@@ -63,7 +63,7 @@ def test_every_network_is_in_the_files(made):
 
 def _read(folder, row):
     network = specs.resolve(f"{folder}/networks.py:{row['network']}")()
-    loading.load(network, checkpoints.read(folder / f"{row['name']}.safetensors").state)
+    checkpoints.load(network, checkpoints.read(folder / f"{row['name']}.safetensors").state)
     return network.eval()
 
 
@@ -71,7 +71,7 @@ def test_checkpoints_have_their_settings(made):
     folder, _ = made
     names = ["cnn/sgd_lr0.02_batch16", "mlp_1/adam_lr0.001_batch64", "mlp_1/adam_lr0.002_batch64"]
     names += ["mlp_1/adam_lr0.005_batch64", "mlp_2/sgd_lr0.005_batch128"]
-    assert listing.find([folder]) == [folder / f"{name}.safetensors" for name in names]
+    assert checkpoints.find([folder]) == [folder / f"{name}.safetensors" for name in names]
     found = checkpoints.read(folder / f"{names[3]}.safetensors")
     expected = {"network": "mlp_1", "optimizer": "adam", "learning_rate": "0.005", "batch_size": "64", "seed": "2"}
     assert found.metadata.items() >= expected.items()

@@ -7,7 +7,7 @@ import pytest
 
 import pyflatness as pf
 from pyflatness import cli
-from pyflatness.cli import choosing
+from pyflatness.cli import measures
 from pyflatness.measures import MEASURES
 from support import ROOT
 
@@ -45,7 +45,7 @@ def test_the_table_to_choose_by_is_that_of_the_page(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == table, "pyflatness measures --help-me-choose --markdown, in docs/which-measure.md"
     assert _status("measures", "--help-me-choose") == 0
     shown = capsys.readouterr().out
-    for choice in choosing.CHOICES:
+    for choice in measures.CHOICES:
         assert {*choice.want.split()} <= {*shown.split()}  # cells are folded
     assert "`" not in shown
 
@@ -62,7 +62,7 @@ def _is_public(name: str) -> bool:
 def test_what_can_be_chosen_exists_and_is_invariant_to_what_is_said() -> None:
     known = {measure.name: measure for measure in MEASURES}
     rescalings = {"layer-wise", "neuron-wise"}
-    for choice in choosing.CHOICES:
+    for choice in measures.CHOICES:
         names = re.findall(r"`([\w.]+)`", choice.take)
         assert names, choice
         for name in names:

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch.nn import functional as F
 
 import pyflatness as pf
-from pyflatness.cli import paths
-from pyflatness.scoring import fit, loading, specs
+from pyflatness.cli import output
+from pyflatness.scoring import checkpoints, measuring, specs
 from support import ROOT
 from support.score_runs import arguments_of, built_mark, rows_of, saved, status, tiny_net
 
@@ -176,9 +176,9 @@ def test_the_models_are_run_once_per_pass(tiny: str, monkeypatch: pytest.MonkeyP
 
 
 def test_outputs_without_values_have_no_loss() -> None:
-    recorder = fit.FitRecorder("cross_entropy", lambda: None, active=True)
+    recorder = measuring.FitRecorder("cross_entropy", lambda: None, active=True)
     recorder(lambda inputs: inputs.to("meta"), (torch.ones(2, 3), torch.tensor([0, 1])))
-    assert recorder.fit() == fit.Fit(None, None)
+    assert recorder.fit() == measuring.Fit(None, None)
 
 
 @pytest.mark.parametrize("existing", [False, True])
@@ -193,7 +193,7 @@ def test_an_unwritable_out_is_refused_before_work(existing: bool, tiny: str, tmp
 
 
 def test_an_older_result_is_kept_until_there_is_a_new_one(tiny: str, tmp_path: Path) -> None:
-    paths.prepare_file(tmp_path / "deep" / "new.csv")
+    output.prepare_file(tmp_path / "deep" / "new.csv")
     assert list((tmp_path / "deep").iterdir()) == []
     (tmp_path / "old.csv").write_text("old")
     checkpoint = saved(tiny, 0, "a.safetensors")
@@ -288,17 +288,17 @@ def test_progress_on_a_terminal(tiny: str, monkeypatch: pytest.MonkeyPatch, caps
 def test_tied_weights_may_be_stored_once(tiny: str) -> None:
     tied = specs.resolve(f"{tiny}:Tied")()
     state = {name: torch.full_like(tensor, 2.0) for name, tensor in tied.state_dict().items()}
-    loading.load(tied, {name: tensor for name, tensor in state.items() if name != "a.weight"})
+    checkpoints.load(tied, {name: tensor for name, tensor in state.items() if name != "a.weight"})
     assert (tied.a.weight == 2).all()
     with pytest.raises(pf.errors.InputError, match=r"a\.weight and b\.weight, one weight in the model, differ"):
-        loading.load(tied, {**state, "a.weight": state["a.weight"] + 1})
+        checkpoints.load(tied, {**state, "a.weight": state["a.weight"] + 1})
 
 
 def test_many_differences_are_shortened() -> None:
     network = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(50)))
     state = {("other." if n < 56 else "") + name: torch.ones(3) for n, name in enumerate(network.state_dict())}
     with pytest.raises(pf.errors.InputError, match=r"Missing key.* … Unexpected key.* … .* And 42 more\.") as caught:
-        loading.load(network, state)
+        checkpoints.load(network, state)
     assert len(str(caught.value)) < 1000
 
 

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 import pyflatness as pf
-from pyflatness.cli import paths
-from pyflatness.scoring import checkpoints, loading
+from pyflatness.cli import output
+from pyflatness.scoring import checkpoints
 from pyflatness.scoring.rows import csv_line
 from pyflatness.statistics import tables
 from support.score_runs import arguments_of, built_mark, rows_of, saved, status, tiny_net
@@ -57,7 +57,7 @@ def test_a_link_to_a_checkpoint_is_not_overwritten(link, tiny: str, capsys: pyte
     assert checkpoint.read_bytes() == content
 
 
-def _equal(one: loading.State, other: loading.State) -> bool:
+def _equal(one: checkpoints.State, other: checkpoints.State) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -170,11 +170,11 @@ def test_an_interrupt_leaves_no_torn_line(tmp_path: Path) -> None:
     with _Interrupted(path, "r+") as file:
         file.seek(0, os.SEEK_END)
         with pytest.raises(KeyboardInterrupt):
-            paths.append_whole(file, b"0123456789\n")
+            output.append_whole(file, b"0123456789\n")
     assert path.read_bytes() == b"whole\n"
     with io.FileIO(path, "r+") as file:
         file.seek(0, os.SEEK_END)
-        paths.append_whole(file, b"0123456789\n")
+        output.append_whole(file, b"0123456789\n")
     assert path.read_bytes() == b"whole\n0123456789\n"
 
 
@@ -182,7 +182,7 @@ def test_paths_that_are_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a").touch()
     (tmp_path / "b").touch()
-    assert paths.is_same_file(Path("a"), tmp_path / "a")
-    assert not paths.is_same_file(Path("a"), Path("b"))
-    assert paths.is_same_file(Path("missing"), tmp_path / "missing")
-    assert not paths.is_same_file(Path("a"), Path("missing"))
+    assert output.is_same_file(Path("a"), tmp_path / "a")
+    assert not output.is_same_file(Path("a"), Path("b"))
+    assert output.is_same_file(Path("missing"), tmp_path / "missing")
+    assert not output.is_same_file(Path("a"), Path("missing"))

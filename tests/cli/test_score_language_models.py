@@ -81,7 +81,7 @@ def test_checkpoints_of_a_model_in_a_store(
     assert "2 checkpoints, 0 units to do" in run(tmp_path / "elsewhere", checkpoints)
     assert "1 checkpoints, 1 units to do" in run(tmp_path / "elsewhere")
     assert "1 checkpoints, 0 units to do" in run(tmp_path / "elsewhere")
-    assert status("export", str(tmp_path / "runs.sqlite"), "--out", str(tmp_path / "runs.csv")) == 0
+    assert status("store", "export", str(tmp_path / "runs.sqlite"), "--out", str(tmp_path / "runs.csv")) == 0
     batches = texts.batches(TEXTS, None, str(tmp_path / "elsewhere"), length=7)
     found = {Path(row["checkpoint"]).name: float(row["value"]) for row in rows(tmp_path / "runs.csv")}
     for seed, name in ((1, "model.safetensors"), (2, "model.safetensors.index.json"), (0, "elsewhere")):
@@ -129,7 +129,7 @@ def test_workers_make_the_model_and_its_tokens_by_themselves(folder: Path, data:
         arguments = ("--model", f"hf:{folder}", "--data", data, "--store", str(store), *how, str(tmp_path / "runs"))
         arguments += ("--layers", "lm_head")
         assert status("score", *arguments) == 0
-        assert status("export", str(store), "--out", str(out)) == 0
+        assert status("store", "export", str(store), "--out", str(out)) == 0
         found[how[1]] = {row["checkpoint"]: row["value"] for row in rows(out)}
     assert len(found["2"]) == 2
     assert found["2"] == found["serial"]

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch.nn import functional as F
 
 import pyflatness as pf
-from pyflatness.scoring import checkpoints, loading, specs
+from pyflatness.scoring import checkpoints, specs
 from support import ROOT
 from support.score_runs import arguments_of, rows_of, saved, status, tiny_net
 
@@ -31,7 +31,7 @@ def test_zoo(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert [row["checkpoint"] for row in rows] == files
     network = specs.resolve(f"{ZOO}/lenet5.py:LeNet5")().eval()
-    loading.load(network, checkpoints.read(Path(files[0])).state)
+    checkpoints.load(network, checkpoints.read(Path(files[0])).state)
     truth = pf.relative_flatness(network, "cross_entropy", specs.resolve(f"{ZOO}/lenet5.py:images")(**data))
     assert float(rows[0]["value"]) == pytest.approx(truth.value, rel=1e-6)
     assert all(row["layer"] == "fc3" and float(row["accuracy"]) > 0.9 for row in rows)

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 import pyflatness as pf
 from pyflatness import cli
+from pyflatness.cli.options import limit as limited
 from pyflatness.cli.score import score
-from pyflatness.cli.score_values import limit as limited
 from pyflatness.scoring import keys, specs
 from support.combinations import every
 from support.score_runs import saved, status, tiny_net
@@ -36,7 +36,7 @@ def run(tiny: str, *rest: object, loss: str = "cross_entropy", executor: str = "
 
 def exported(store: Path) -> list[dict]:
     out = store.with_suffix(".json")
-    assert status("export", str(store), "--out", str(out)) == 0
+    assert status("store", "export", str(store), "--out", str(out)) == 0
     return json.loads(out.read_text())["rows"]
 
 
@@ -170,10 +170,10 @@ def test_shards_are_one_run(tiny: str, store: Path) -> None:
     for number in (1, 2):
         assert run(tiny, *files, "--shard", f"{number}/2", "--measures=all") == 0
     merged = store.with_name("merged.sqlite")
-    assert status("merge", str(merged), *map(str, parts)) == 0
+    assert status("store", "merge", str(merged), *map(str, parts)) == 0
     assert run(tiny, *files, "--measures=all") == 0
     assert _sorted(merged) == _sorted(store)
-    assert status("merge", str(merged), *map(str, parts)) == 0  # again: nothing is there twice
+    assert status("store", "merge", str(merged), *map(str, parts)) == 0  # again: nothing is there twice
     assert _sorted(merged) == _sorted(store)
 
 

@@ -59,11 +59,11 @@ def test_a_store_is_no_table_and_a_table_no_store(tiny, tmp_path, capsys):
     pf.score({"first": saved(tiny, 0, "0.safetensors")}, "cross_entropy", f"{tiny}:data", model=f"{tiny}:Tiny",
              store=store)  # fmt: skip
     with pytest.raises(
-        pf.errors.InputError, match=r"is a store, no table; pyflatness export .*train.sqlite --out FILE.csv"
+        pf.errors.InputError, match=r"is a store, no table; pyflatness store export .*train.sqlite --out FILE.csv"
     ):
         pf.statistics.correlations(store, "trace", "loss")
     table = store.with_suffix(".csv")
-    assert status("export", str(store), "--out", str(table)) == 0
+    assert status("store", "export", str(store), "--out", str(table)) == 0
     said = str(status("report", str(table), "--out", str(tmp_path / "page.html")))
     assert "train.csv is no store" in said
     assert "--store FILE" in said
@@ -86,7 +86,7 @@ def test_settings_of_a_store_are_told_apart(tiny, tmp_path, capsys):
         arguments = arguments_of(tiny, checkpoint, "--store", store, "--limit", limit, "--executor", "serial")
         place = arguments.index("--out")
         assert status(*arguments[:place], *arguments[place + 2 :]) == 0
-    for command in (["ls", str(store)], ["show", str(store), "0"]):
+    for command in (["store", "ls", str(store)], ["store", "show", str(store), "0"]):
         capsys.readouterr()
         assert status(*command) == 0
         out = capsys.readouterr().out
@@ -96,7 +96,7 @@ def test_settings_of_a_store_are_told_apart(tiny, tmp_path, capsys):
     assert status("report", str(store), "--out", str(page)) == 0
     assert ", 7 samples; loss" in page.read_text(encoding="utf-8")
     table = tmp_path / "runs.csv"
-    assert status("export", str(store), "--out", str(table)) == 0
+    assert status("store", "export", str(store), "--out", str(table)) == 0
     with pytest.raises(pf.errors.InputError, match="has two rows of 'relative_flatness'; the column 'setting'"):
         pf.statistics.correlations(table, "relative_flatness", "loss")
 

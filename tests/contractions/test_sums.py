@@ -20,7 +20,7 @@ from pyflatness.contractions import (
     product,
     reference,
 )  # fmt: skip
-from pyflatness.measures import split_head
+from pyflatness.measures import at_head
 from pyflatness.model.kinds.linear import Linear
 from support.summation import ORDERS
 
@@ -104,7 +104,7 @@ def _head(route, d, m):
 
 def _split_head():
     features, weight = _alike(12, 4), _alike(50_257, 4)
-    return lambda dtype, backend: split_head._moments(features.to(dtype), weight.to(dtype), None, 2**26)
+    return lambda dtype, backend: at_head._moments(features.to(dtype), weight.to(dtype), None, 2**26)
 
 
 def _penalty(n, d, m):

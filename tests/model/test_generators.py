@@ -130,8 +130,8 @@ def test_another_bit_generator_of_the_users(no_other_thread):
 
 def test_a_plan_draws_nothing():
     before = torch.get_rng_state()
-    from pyflatness.scoring import rehearsal
+    from pyflatness.scoring import planned
 
-    rehearsal.rehearsed.cache_clear()
-    assert rehearsal.rehearsed(("0", "a.b"), 2, 4)[0] > 0
+    planned.rehearsed.cache_clear()
+    assert planned.rehearsed(("0", "a.b"), 2, 4)[0] > 0
     assert torch.get_rng_state().equal(before)

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import pyflatness as pf
-from pyflatness.scoring import attached, upkeep
+from pyflatness.scoring import attached
+from pyflatness.scoring import store as stores
 from pyflatness.scoring.store import Store
 from support.score_runs import saved, status
 
@@ -133,8 +134,8 @@ def test_merging_takes_the_later_one(path: Path, tmp_path: Path, spectrum, histo
     monkeypatch.setattr(time, "time", lambda: 0.0)
     pf.add_to_store(other, "b", pf.spectrum(network(1), LOSS, DATA, k=1))
     with Store(path, write=True, command="pyflatness merge") as store, Store(other) as source:
-        assert upkeep.merge(store, source) == 3  # the head's value of c, its spectrum, the history
-        assert upkeep.merge(store, source) == 0
+        assert stores.merge(store, source) == 3  # the head's value of c, its spectrum, the history
+        assert stores.merge(store, source) == 0
         commands = [row["command"] for row in store.select("SELECT command FROM runs ORDER BY id")]
     # Of the calls of one moment one is kept, and this test has stopped the clock.
     assert sorted(commands) == [*["pf.add_to_store in Python"] * 4, *["pf.score in Python"] * 2, "pyflatness merge"]
@@ -150,8 +151,8 @@ def test_results_go_with_their_model(path: Path, spectrum, history) -> None:
     with Store(path, write=True) as store:
         with store.changes() as connection:
             connection.execute("DELETE FROM checkpoints WHERE name = 'a'")
-        assert "1 spectra and landscapes of weights that no checkpoint has" in upkeep.orphans(store)
-        upkeep.collect(store)
+        assert "1 spectra and landscapes of weights that no checkpoint has" in stores.orphans(store)
+        stores.collect(store)
     assert held(path) == {("run", ""): history}
 
 
@@ -183,10 +184,10 @@ def test_the_commands_that_added_are_kept(tiny: str, monkeypatch, capsys) -> Non
     assert "not for everybody" not in kept
     spectrum = Path(tiny).with_name("spectrum.json")
     pf.spectrum(network(), LOSS, DATA, k=1).to_json(spectrum)
-    assert status("add", store, "1", str(spectrum), "--label", "one") == 0
+    assert status("store", "add", store, "1", str(spectrum), "--label", "one") == 0
     assert "spectrum of 1" in capsys.readouterr().out
-    assert commands(Path(store))[1] == f"pyflatness add {store} 1 {spectrum} --label one"
-    assert status("show", store, "1") == 0
+    assert commands(Path(store))[1] == f"pyflatness store add {store} 1 {spectrum} --label one"
+    assert status("store", "show", store, "1") == 0
     assert "spectrum one\n" in capsys.readouterr().out
 
 
@@ -198,8 +199,8 @@ def test_files_that_are_no_results(path: Path, tmp_path: Path) -> None:
         "d.json": b"x" * 5000,
     }.items():
         (tmp_path / name).write_bytes(content)
-        assert name in str(status("add", str(path), "a", str(tmp_path / name)))
-    assert "cannot be read" in str(status("add", str(path), "a", str(tmp_path / "none.json")))
+        assert name in str(status("store", "add", str(path), "a", str(tmp_path / name)))
+    assert "cannot be read" in str(status("store", "add", str(path), "a", str(tmp_path / "none.json")))
     assert held(path) == {}
 
 
@@ -259,11 +260,11 @@ def test_a_spectrum_that_fails_is_kept_as_an_error(tmp_path: Path) -> None:
     assert pf.score(models, LOSS, DATA, **options, retry=True).computed == 1
     with Store(path) as store:
         (good, bad) = attached.found(store)
-        assert upkeep.problems(store) == []
+        assert stores.problems(store) == []
     assert (good.name, good.error, bad.name, bad.result) == ("a", "", "broken", None)
     assert bad.error
     with Store(tmp_path / "other.sqlite", write=True) as other, Store(path) as store:
-        upkeep.merge(other, store)
+        stores.merge(other, store)
         content = other.select("SELECT content FROM attached WHERE error != ''")[0]["content"]
         result = attached.Entry(
             content, "", "spectrum", "tuple", "", pf.spectrum(network(), LOSS, DATA).to_json().encode()
@@ -271,12 +272,12 @@ def test_a_spectrum_that_fails_is_kept_as_an_error(tmp_path: Path) -> None:
         attached.put(other, result)
         with other.changes() as connection:
             connection.execute("UPDATE attached SET added = 0")
-        assert upkeep.merge(other, store) == 1  # the spectrum of a, which is later; no error takes the other's place
+        assert stores.merge(other, store) == 1  # the spectrum of a, which is later; no error takes the other's place
         assert [one.error for one in attached.found(other)] == ["", ""]
     assert status("report", str(path), "--out", str(tmp_path / "page.html")) == 0
     page = html.unescape((tmp_path / "page.html").read_text(encoding="utf-8"))
     assert f"<p>broken, tuple has no spectrum: {bad.error}</p>" in page
-    assert status("show", str(path), "broken") == 0
+    assert status("store", "show", str(path), "broken") == 0
 
 
 def test_the_command_computes_spectra_and_goes_on(tiny: str, capsys) -> None:

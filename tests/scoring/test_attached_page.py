@@ -8,7 +8,7 @@ from torch import nn
 
 import pyflatness as pf
 from pyflatness.messages import with_error
-from pyflatness.scoring import history_page
+from pyflatness.scoring import page
 from pyflatness.scoring.rows import Row
 from support.pages import Parsed, drawn
 from support.score_runs import status
@@ -169,7 +169,7 @@ def places(*names: str, **columns: list[object]) -> set[tuple[str, str, float]]:
         vars(Row(name, "", "trace", 1.0, loss=0.1)) | {key: column[place] for key, column in columns.items()}
         for place, name in enumerate(names)
     ]
-    found = history_page.of_checkpoints(records)
+    found = page.of_checkpoints(records)
     along = {spec["layer"][1]["encoding"]["x"]["title"] for spec in found.specs}
     return {(row["training"], *along, row["x"]) for row in found.data}
 

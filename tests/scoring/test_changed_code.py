@@ -258,7 +258,7 @@ def scored(*options: str, store: str = "runs.sqlite") -> tuple[int, list[float]]
     forget()
     spec = ["--model", "net.py:Net", "--data", "net.py:data", "--loss", "mse_loss", "a.safetensors"]
     assert status("score", *spec, "--executor", "serial", "--store", store, *options) == 0
-    assert status("export", store, "--out", "rows.json") == 0
+    assert status("store", "export", store, "--out", "rows.json") == 0
     with pf.scoring.store.Store(Path(store)) as held:
         done = len(held.select("SELECT * FROM units"))
     return done, [row["value"] for row in json.loads(Path("rows.json").read_text())["rows"]]

@@ -11,12 +11,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 import pyflatness as pf
-from pyflatness.scoring import checkpoints, listing, loading
+from pyflatness.scoring import checkpoints
 
 STATE = {"a.weight": torch.arange(6.0).reshape(2, 3), "a.bias": torch.tensor([0.5, -1.0])}
 
 
-def same(one: loading.State, other: loading.State) -> bool:
+def same(one: checkpoints.State, other: checkpoints.State) -> bool:
     return one.keys() == other.keys() and all(
         torch.equal(one[name], other[name]) and one[name].dtype == other[name].dtype for name in one
     )
@@ -81,7 +81,7 @@ def test_shards_with_an_index(kind: str, tmp_path: Path) -> None:
     index = tmp_path / f"{name}.{kind}.index.json"
     content = {"metadata": {"total_size": 32}, "weight_map": {part: shard for shard, part in shards.items()}}
     index.write_text(json.dumps(content))
-    assert listing.find([tmp_path]) == [index]
+    assert checkpoints.find([tmp_path]) == [index]
     found = checkpoints.read(index)
     assert same(found.state, STATE)
     assert found.metadata["total_size"] == "32"
@@ -142,5 +142,5 @@ def test_weights_can_be_put_into_a_model_and_the_file_removed(tmp_path: Path) ->
     state = checkpoints.read(tmp_path / "x.pt").state
     (tmp_path / "x.pt").unlink()
     model = nn.ModuleDict({"a": nn.Linear(3, 2)})
-    assert loading.load(model, state) == ()
+    assert checkpoints.load(model, state) == ()
     assert torch.equal(model["a"].weight, STATE["a.weight"])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pyflatness.scoring import listing
+from pyflatness.scoring import checkpoints
 
 
 def made(folder: Path, *names: str) -> None:
@@ -15,7 +15,7 @@ def made(folder: Path, *names: str) -> None:
 
 
 def found(folder: Path, *paths: str) -> list[str]:
-    return [str(path.relative_to(folder)) for path in listing.find([folder / path for path in paths])]
+    return [str(path.relative_to(folder)) for path in checkpoints.find([folder / path for path in paths])]
 
 
 def test_folders_in_the_order_of_their_numbers(tmp_path: Path) -> None:

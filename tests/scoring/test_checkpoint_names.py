@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
-from pyflatness.scoring import loading
+from pyflatness.scoring import checkpoints
 
 
 def network() -> nn.Sequential:
@@ -22,7 +22,7 @@ def renamed(state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tens
 )
 def test_prefixes_of_wrappers_are_taken_off(prefix: str) -> None:
     model, state = network(), network().state_dict()
-    (note,) = loading.load(model, renamed(state, prefix))
+    (note,) = checkpoints.load(model, renamed(state, prefix))
     assert note.endswith("was taken off the names")
     assert all(part in note for part in prefix.split("."))
     assert all(torch.equal(*pair) for pair in zip(model.state_dict().values(), state.values(), strict=True))
@@ -30,19 +30,19 @@ def test_prefixes_of_wrappers_are_taken_off(prefix: str) -> None:
 
 def test_no_note_where_the_names_are_the_models() -> None:
     inner = nn.ModuleDict({"model": network()})  # its own names begin with model.
-    assert loading.load(inner, nn.ModuleDict({"model": network()}).state_dict()) == ()
+    assert checkpoints.load(inner, nn.ModuleDict({"model": network()}).state_dict()) == ()
     compiled = renamed(network().state_dict(), "model._orig_mod.")
-    assert loading.load(inner, compiled) == ("'_orig_mod.' was taken off the names",)
+    assert checkpoints.load(inner, compiled) == ("'_orig_mod.' was taken off the names",)
 
 
 def test_models_in_wrappers_take_the_weights_of_bare_ones() -> None:
-    assert loading.load(nn.DataParallel(network()), network().state_dict()) == ()
-    assert loading.load(torch.compile(network(), backend="eager"), network().state_dict()) == ()
+    assert checkpoints.load(nn.DataParallel(network()), network().state_dict()) == ()
+    assert checkpoints.load(torch.compile(network(), backend="eager"), network().state_dict()) == ()
 
 
 def refusal(model: nn.Module, state: dict[str, torch.Tensor]) -> str:
     with pytest.raises(pf.errors.InputError) as caught:
-        loading.load(model, state)
+        checkpoints.load(model, state)
     return str(caught.value)
 
 

@@ -9,9 +9,9 @@ import pyflatness as pf
 from pyflatness.options import Options
 from pyflatness.scoring import specs
 from pyflatness.scoring.cutting import Cut
-from pyflatness.scoring.run import Run
+from pyflatness.scoring.run import ScoringRun
 from pyflatness.scoring.units import Request
-from pyflatness.scoring.worker import Source
+from pyflatness.scoring.worker import Maker
 from support.score_runs import saved, tiny_net
 
 SCARCE = """
@@ -62,8 +62,8 @@ def test_batches_are_halved_until_the_memory_suffices(kind: str, tiny: str) -> N
     (path := Path(tiny).with_name("scarce.py")).write_text(SCARCE)
     models = {"a": saved(tiny, 0, "a.safetensors"), "b": saved(tiny, 1, "b.safetensors")}
     request = Request("cross_entropy", None, ("pac_bayes",), Options())
-    sources = Source(f"{path}:{kind}"), Source(f"{path}:data")
-    run = Run(models, *sources, request, batch_size="auto")
+    sources = Maker(f"{path}:{kind}"), Maker(f"{path}:data")
+    run = ScoringRun(models, *sources, request, batch_size="auto")
     found = [run.bench.outcome(job) for name in models for job in run.jobs(name, run.pairs(name))]
     if kind == "Empty":
         assert all("out of memory" in outcome.errors[0] for outcome in found)
@@ -74,6 +74,6 @@ def test_batches_are_halved_until_the_memory_suffices(kind: str, tiny: str) -> N
         truth = pf.measure(model, "cross_entropy", data, measures="pac_bayes", progress=False)["pac_bayes"]
         (row,) = outcome.values.values()
         assert row.value == pytest.approx(truth.value, rel=1e-6)
-    whole = Run(models, *sources, request)
+    whole = ScoringRun(models, *sources, request)
     (job,) = whole.jobs("a", whole.pairs("a"))
     assert "out of memory" in whole.bench.outcome(job).errors[0]

@@ -12,7 +12,7 @@ import pytest
 from test_store import OUTCOME, PAIRS, filled
 
 import pyflatness as pf
-from pyflatness.scoring import upkeep
+from pyflatness.scoring import store as stores
 from pyflatness.scoring.store import Store
 from support import ROOT
 from support.score_runs import saved
@@ -44,7 +44,7 @@ def written(path: Path) -> None:
 def state(path: Path) -> tuple[dict, list[int]]:
     """The values that were there before, and how many of the other checkpoint are; the file is whole."""
     with Store(path) as store:
-        assert upkeep.problems(store) == []
+        assert stores.problems(store) == []
         before = {pair: held.row for pair, held in store.values(1, "content").items()}
         return before, [len(store.values(1, "other")), len(store.select("SELECT * FROM units"))]
 

@@ -46,7 +46,7 @@ def command(tiny: str, request: pytest.FixtureRequest) -> list[str]:
 
 def rows(store: Path) -> list[dict]:
     out = store.with_suffix(".json")
-    assert status("export", str(store), "--out", str(out)) == 0
+    assert status("store", "export", str(store), "--out", str(out)) == 0
     return [{**row, "seconds": None} for row in json.loads(out.read_text())["rows"]]
 
 
@@ -131,7 +131,7 @@ def check(command: list[str], tiny: str, kills: int, seed: int) -> tuple[int, in
     passes.unlink()
     drivers, workers = killed(command, folder / "killed.sqlite", random.Random(seed), kills)
     assert rows(folder / "killed.sqlite") == rows(folder / "whole.sqlite")
-    assert status("verify", str(folder / "killed.sqlite")) == 0
+    assert status("store", "verify", str(folder / "killed.sqlite")) == 0
     again = len(passes.read_text().splitlines())
     units = len([*(folder / "zoo").iterdir()])
     assert once % units == 0

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
-from pyflatness.scoring import checkpoints, loading, pretrained, specs
+from pyflatness.scoring import checkpoints, pretrained, specs
 from support import word_models
 from support.hugging_face import FAMILIES
 
@@ -186,6 +186,6 @@ def test_shards_are_one_checkpoint(tmp_path: Path) -> None:
     index = folder / "model.safetensors.index.json"
     assert len({*json.loads(index.read_text())["weight_map"].values()}) == 2
     net = made(f"hf:{folder}", weights=False)
-    loading.load(net, checkpoints.read(index).state)
+    checkpoints.load(net, checkpoints.read(index).state)
     assert torch.equal(net.lm_head.weight, word_models.llama(3).lm_head.weight)
     assert torch.equal(net.lm_head.weight, made(f"hf:{folder}").lm_head.weight)

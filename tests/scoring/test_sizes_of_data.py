@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import pyflatness as pf
-from pyflatness.scoring import data_specs, images, texts
+from pyflatness.scoring import data_specs, texts
 
 
 @pytest.fixture
@@ -36,4 +36,4 @@ def test_of_tables_and_images(tmp_path):
     with pytest.raises(pf.errors.InputError, match="count=-1: a number of samples is wanted"):
         data_specs.read_parquet(tmp_path / "a.parquet", count=-1)
     with pytest.raises(pf.errors.InputError, match="batch_size=0: a number of samples is wanted"):
-        images.read_images(tmp_path, batch_size=0)
+        data_specs.read_images(tmp_path, batch_size=0)

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import pyflatness as pf
-from pyflatness.scoring import attached, export, files, keys, upkeep
-from pyflatness.scoring.fit import Fit
+from pyflatness.scoring import attached, export, files, keys
+from pyflatness.scoring import store as stores
 from pyflatness.scoring.measuring import Outcome
-from pyflatness.scoring.rows import Row
+from pyflatness.scoring.rows import Fit, Row
 from pyflatness.scoring.store import SCHEMA, Store
 from pyflatness.scoring.units import Pair
 
@@ -188,7 +188,7 @@ def everything(path: Path) -> object:
     """What readers get of a store."""
     with Store(path) as store:
         store.check()
-        found = [*export.records(store)], [*attached.found(store)], upkeep.problems(store)
+        found = [*export.records(store)], [*attached.found(store)], stores.problems(store)
         runs = [[*row] for row in store.select("SELECT command, began FROM runs")]
         return found, store.counts(1, ["content", "later"]), runs
 
@@ -231,7 +231,7 @@ def test_a_value_that_was_changed_is_noticed_by_whatever_reads_it(tmp_path: Path
     with Store(path, write=True) as store, pytest.raises(pf.errors.StoreError, match="damaged"):
         store.values(*key)
     with Store(path) as other, Store(tmp_path / "b.sqlite", write=True) as store, pytest.raises(pf.errors.StoreError):
-        upkeep.merge(store, other)
+        stores.merge(store, other)
     with contextlib.closing(sqlite3.connect(path)) as connection, pytest.raises(sqlite3.IntegrityError):
         connection.execute("UPDATE results SET value = 'text' WHERE id = 1")
 

@@ -1,0 +1,184 @@
+"""Run ``pyflatness store``: list, show, export, extend, check, unite and tidy stores of values."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from rich import box
+from rich.table import Table
+
+from ..errors import InputError
+from ..messages import printable
+from ..scoring import attached, export, metadata
+from ..scoring import store as stores
+from ..scoring.rows import rows
+from ..scoring.store import Store
+from . import output
+from .group import command_line
+from .options import PATH, json_option, metadata_option
+
+_STATES = """
+SELECT name, coalesce(sum(state = 'done'), 0) AS done, coalesce(sum(state = 'failed'), 0) AS failed,
+    coalesce(sum(state = 'to do'), 0) AS todo
+FROM checkpoints LEFT JOIN results USING (content) GROUP BY checkpoints.id ORDER BY checkpoints.id
+"""
+_TIME = "SELECT coalesce(sum(seconds), 0) FROM units"
+_DAMAGED = "not whole: put a copy of it back, or run pyflatness score as before with another --store"
+
+
+@click.group(short_help="List, show, export, extend, check, unite and tidy stores.")
+def store() -> None:
+    """Read and keep the values that pyflatness score --store has written into STORE, an SQLite file."""
+
+
+def _command(short_help: str) -> Callable[[Callable[..., None]], click.Command]:
+    """Return what makes a function a command on a STORE, its first argument, and has its name."""
+
+    def add(function: Callable[..., None]) -> click.Command:
+        with_store = click.argument("store", type=PATH)(function)
+        return store.command(function.__name__.strip("_"), short_help=short_help)(with_store)
+
+    return add
+
+
+@_command("Count what is done, failed and to do of each checkpoint.")
+@json_option
+def ls(store: Path, as_json: bool) -> None:
+    """Show how many values of each checkpoint in STORE are done, failed and to do."""
+    with Store(store) as held:
+        held.check()
+        found = [dict(row) for row in held.select(_STATES)]
+        facts = held.settings()
+        ((seconds,),) = held.select(_TIME)
+    texts = export.setting_texts(facts)
+    if as_json:
+        settings = [
+            {
+                **{name: of["shown"][name] for name in ("model", "data")},
+                **{"loss": of["key"]["loss"]["name"], "setting": export.setting_hash(of), "text": texts[number]},
+            }
+            for number, of in facts.items()
+        ]
+        output.show_json({"checkpoints": found, "settings": settings, "seconds": seconds})
+        return
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_footer=True)
+    table.add_column("checkpoint", f"{len(found)} checkpoints")
+    states = {"done": "done", "failed": "failed", "todo": "to do"}
+    for name, header in states.items():
+        table.add_column(header, str(sum(row[name] for row in found)), justify="right")
+    for row in found:
+        table.add_row(printable(row["name"]), *(str(row[name]) for name in states))
+    output.show(table)
+    output.echo(*texts.values(), f"{seconds:.3g} s of measuring")
+
+
+@_command("Show the values and errors of one checkpoint.")
+@click.argument("checkpoint")
+@json_option
+def show(store: Path, checkpoint: str, as_json: bool) -> None:
+    """Show the values, errors and metadata that STORE has of a CHECKPOINT: its name, or that of its file."""
+    with Store(store) as held:
+        every = {row["name"]: row for row in held.select("SELECT * FROM checkpoints ORDER BY id")}
+        name = attached.meant(checkpoint, [*every])
+        content, columns = every[name]["content"], json.loads(every[name]["columns"])
+        settings = held.settings()
+        texts = export.setting_texts(settings)
+        found = [
+            ({**facts["shown"], "text": texts[number]}, rows(name, values, values))
+            for number, facts in settings.items()
+            if (values := held.values(number, content))
+        ]
+        results = [one for one in attached.found(held) if one.name == name]
+    if as_json:
+        held_of: Any = [{**shown, "rows": [*map(asdict, of)]} for shown, of in found]
+        others = [{"kind": one.kind, "label": one.label, "text": one.error or str(one.result)} for one in results]
+        facts = {"checkpoint": name, "content": content, "columns": columns, "settings": held_of, "results": others}
+        output.show_json(facts)
+        return
+    output.echo(f"{name}: content {content[:16]}", *(f"{key}: {value}" for key, value in columns.items()))
+    for shown, of in found:
+        output.echo("", shown["text"])
+        output.show_rows(of)
+    for one in results:
+        output.echo("", f"{one.kind} {one.label}".rstrip(), *(one.error or str(one.result)).splitlines())
+
+
+@_command("Write a table for other programs: CSV, JSON, Parquet.")
+@click.option(
+    "--out",
+    type=PATH,
+    required=True,
+    help="File to write; its ending is the format: .csv, .json, .jsonl, .parquet.",
+)
+@metadata_option()
+def export_(store: Path, out: Path, table: Path | None) -> None:
+    """Write the values in STORE as a table, a row for each value or error, with the columns of the metadata."""
+    try:
+        export.check_format(out)
+    except InputError as error:
+        raise click.BadParameter(str(error), param_hint="--out") from None
+    output.prepare_file(out)
+    with Store(store) as held:
+        found = [*export.records(held, metadata.of_store(held, table))]
+    output.write_whole(out, export.content(found, out))
+    output.echo(f"wrote {out}: {len(found)} rows")
+
+
+@_command("Put a spectrum, a landscape or a history into a store.")
+@click.argument("name")
+@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=PATH)
+@click.option("--label", default="", help="Name that tells results of one kind of the same checkpoint from each other.")
+def add(store: Path, name: str, files: tuple[Path, ...], label: str) -> None:
+    """Put each FILE into STORE, for its page: spectra and landscapes of the checkpoint NAME, or the history NAME.
+
+    They are files that spectrum.to_json(FILE), landscape.to_npz(FILE) and history.to_json(FILE) wrote in Python. What
+    STORE has of the same checkpoint, kind and label, or of the same history, is replaced.
+    """
+    results = {}
+    for file in files:
+        try:
+            results[file] = attached.read(file.read_bytes(), str(file))
+        except OSError as error:
+            raise InputError(f"{file} cannot be read ({error.strerror})") from None
+    with Store(store, write=True, command=command_line()) as held:
+        for file, result in results.items():
+            attached.add(held, name, result, label)
+            output.echo(f"{file}: {attached.kind_of(result)[0]} of {name}")
+
+
+@_command("Check that a store is whole.")
+@json_option
+def verify(store: Path, as_json: bool) -> None:
+    """Check the file of STORE and what is in it; exits with status 1 if something is wrong."""
+    with Store(store, checked=False) as held:
+        problems = stores.problems(held)
+        orphans = [] if problems else stores.orphans(held)
+    if as_json:
+        output.show_json({"store": str(store), "whole": not problems, "problems": problems, "orphans": orphans})
+    else:
+        output.echo(*problems, *(f"{line}: pyflatness store gc takes them out" for line in orphans))
+        output.echo(f"{store}: {_DAMAGED if problems else 'whole'}")
+    if problems:
+        raise SystemExit(1)
+
+
+@_command("Unite stores.")
+@click.argument("others", metavar="OTHER...", nargs=-1, required=True, type=PATH)
+def merge(store: Path, others: tuple[Path, ...]) -> None:
+    """Take what each OTHER store has into STORE, which is made if it is not there."""
+    with Store(store, write=True, command=command_line()) as held:
+        for other in others:
+            with Store(other) as source:
+                taken = stores.merge(held, source)
+            output.echo(f"{other}: {taken} values taken")
+
+
+@_command("Take out what belongs to no checkpoint any more.")
+def gc(store: Path) -> None:
+    """Take out of STORE the values of weights that no checkpoint has any more, and give the space back."""
+    with Store(store, write=True, new=False) as held:
+        found = stores.collect(held)
+    output.echo(f"{store}: {', '.join(found) or 'nothing'} taken out")
