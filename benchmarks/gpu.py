@@ -22,7 +22,7 @@ from gpu_rows import COLUMNS, Row, Works
 from rich.console import Console
 from rich.table import Table
 
-from pyflatness.contractions import cuda
+from pyflatness.contractions.backends import cuda
 
 
 def main() -> int:

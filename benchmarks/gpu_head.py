@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import pyflatness as pf
-from pyflatness.contractions import SoftmaxVariance, backends, cuda, default_memory
+from pyflatness.contractions import SoftmaxVariance, backends, default_memory
+from pyflatness.contractions.backends import cuda
 
 COPIES = 20  # tensors of features in one graph: together more than a cache holds
 ROUNDS = 15

@@ -6,18 +6,18 @@ times are of several calls in a graph that is replayed.
 
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 
 import torch
 from gpu_head import captured
 from gpu_rows import Row, Works, bandwidth, milliseconds, peak_mib
 from torch import Tensor
 
-from pyflatness.contractions import cuda
+from pyflatness.contractions import Backend
+from pyflatness.contractions.backends import cuda
 from pyflatness.contractions.reference import ClassSums
 
 CALLS = 5
-Call = Callable[[ModuleType], object]
+Call = Callable[[Backend], object]
 
 
 def works(device: torch.device) -> Works:
@@ -36,7 +36,7 @@ def works(device: torch.device) -> Works:
 def row(
     maker: Callable[[torch.device], tuple[Call, int]],
     device: torch.device,
-    backend: ModuleType = cuda,
+    backend: Backend = cuda,
     rounds: int = 15,
 ) -> Row:
     """Return the row of a kernel; ``maker`` gives its call, and the bytes that this reads and writes."""

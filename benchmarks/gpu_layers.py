@@ -13,7 +13,6 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from types import ModuleType
 
 import bare
 import torch
@@ -23,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pyflatness as pf
-from pyflatness.contractions import Geometry, LayerContraction, compiled, cuda, reference
+from pyflatness.contractions import Backend, Geometry, LayerContraction
+from pyflatness.contractions.backends import compiled, cuda, reference
 from pyflatness.contractions.layer import Contraction
 from pyflatness.model import layers
 
@@ -78,7 +78,7 @@ def precision(convolutions: str, products: str) -> Iterator[None]:
             kind.fp32_precision = found
 
 
-def network(model: nn.Module, n: int, device: torch.device, backend: ModuleType = cuda, rounds: int = 5) -> Row:
+def network(model: nn.Module, n: int, device: torch.device, backend: Backend = cuda, rounds: int = 5) -> Row:
     """Return relative flatness of all layers of a network on n images, 9 cotangents of 10 classes."""
     sweep, plain, x = Contracted(model, backend), Contracted(model, reference), images(n).to(device)
     check(sweep.values(x) / n, torch.stack([*bare.composed(sweep.bare, [x]).values()]))
@@ -150,14 +150,14 @@ def hessian_products(model: nn.Module, n: int, count: int, device: torch.device,
     return Row(times.pop("bare"), times.pop("ours"), times, extra, None, f"{products} products")
 
 
-def sequence(n: int, tokens: int, width: int, device: torch.device, backend: ModuleType = cuda, rounds: int = 9) -> Row:
+def sequence(n: int, tokens: int, width: int, device: torch.device, backend: Backend = cuda, rounds: int = 9) -> Row:
     """Return relative flatness of a linear layer, width × width, for one cotangent of n sequences."""
     layer = nn.Linear(width, width, bias=False, device=device, dtype=torch.bfloat16)
     phi, delta = (torch.randn(n, tokens, width, device=device).bfloat16() for _ in range(2))
     weight = layer.weight.detach()
     inputs, signal = (layers.kind_of(layer).in_common_form(t) for t in (phi, delta))
 
-    def contracted(backend: ModuleType) -> Callable[[], Tensor]:
+    def contracted(backend: Backend) -> Callable[[], Tensor]:
         form = LayerContraction(weight[None], Geometry(), backend, ("gram_weighted",), memory=MEMORY)
         return lambda: form.at(inputs, 1).of(signal).values[0]
 
@@ -182,7 +182,7 @@ def sequence(n: int, tokens: int, width: int, device: torch.device, backend: Mod
     return Row(floor, times.pop("ours"), times, peak_mib(ours, device), 1.3 * floor)
 
 
-def eigenvalues(count: int, size: int, device: torch.device, backend: ModuleType = cuda, rounds: int = 9) -> Row:
+def eigenvalues(count: int, size: int, device: torch.device, backend: Backend = cuda, rounds: int = 9) -> Row:
     """Return the row of the eigenvalues of Gram matrices."""
     factors = torch.randn(count, size, size, dtype=torch.float64, device=device)
     matrices = factors @ factors.mT
@@ -205,7 +205,7 @@ class Contracted:
         backend: of the contractions.
     """
 
-    def __init__(self, model: nn.Module, backend: ModuleType) -> None:
+    def __init__(self, model: nn.Module, backend: Backend) -> None:
         self.bare = bare.Sweep(model, measurable(model))
         self._forms = {
             name: LayerContraction(

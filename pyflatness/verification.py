@@ -20,7 +20,7 @@ from typing_extensions import Unpack
 from . import interrupts, losses
 from . import progress as progress_bar
 from .api import relative_flatness
-from .contractions import compiled, promoted_dtype
+from .contractions import backends, promoted_dtype
 from .errors import InputError
 from .losses import auto, risk
 from .messages import check_tensor
@@ -159,10 +159,9 @@ def verify(
     if all(not parameter.is_floating_point() or parameter.dtype == torch.float64 for parameter in module.parameters()):
         del measured[0]
     for net, criterion, part in measured:
-        for backend in ("compiled", "reference"):
-            dtype = next(net.parameters()).dtype
-            if backend == "compiled" and compiled.unavailable(state.device(double), promoted_dtype(dtype)):
-                continue
+        dtype = next(net.parameters()).dtype
+        kernels = not backends.compiled.unavailable(state.device(double), promoted_dtype(dtype))
+        for backend in ("compiled", "reference") if kernels else ("reference",):
             estimate = relative_flatness(
                 net,
                 criterion,

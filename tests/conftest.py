@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from pyflatness.contractions import compiled, cuda, reference
+from pyflatness.contractions.backends import compiled, cuda, reference
 from support import ROOT, emulated, interpreted
 from support.combinations import AT_RANDOM, CUDA_DEVICES, ENGINES, in_soak
 from support.summation import ORDERS
@@ -47,9 +47,9 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     backend, _, isa = request.param.partition("-")
     with contextlib.ExitStack() as stack:
         if isa:
-            if isa not in compiled.instruction_sets():
+            if isa not in compiled.engines():
                 pytest.skip(f"this build and processor do not have {isa}")
-            stack.enter_context(compiled.forced_instruction_set(isa))
+            stack.enter_context(compiled.forced(isa))
         yield Engine(backend, isa)
 
 

@@ -169,7 +169,7 @@ def files(pattern: str) -> list[str]:
 
 SAYS_WHY = """
 import sys, torch
-from pyflatness.contractions import cuda
+from pyflatness.contractions.backends import cuda
 reason = cuda.unavailable(torch.device("cuda"), torch.float32)
 print("CUDA kernels:", reason or f"{cuda.module().__file__} on {torch.cuda.get_device_name()}")
 sys.exit(bool(reason))

@@ -10,14 +10,11 @@ difference E|w|² - |E w|² would have lost every digit in float32). Then |wᵀ 
 convolution on every route.
 """
 
-import contextlib
 import os
 import platform
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import click
 import numpy
@@ -29,15 +26,13 @@ from torch import Tensor
 from .. import __version__
 from ..contractions import (
     DEFAULT_MEMORY,
+    Backend,
     Geometry,
     LayerContraction,
     SoftmaxVariance,
-    backends,
-    compiled,
-    cuda,
     layer,
-    reference,
 )
+from ..contractions.backends import compiled, cuda, reference
 from .options import json_option
 from .output import show, show_json
 
@@ -90,7 +85,7 @@ def doctor(as_json: bool) -> None:
 def _shown() -> list[EngineCheck]:
     """Print what is found as soon as it is, and return the checks."""
     show(_environment())
-    if not compiled.instruction_sets():
+    if not compiled.engines():
         click.echo("Warning: there are no compiled kernels; everything runs, slower, on the reference")
     checks = self_check()
     show(_table(checks))
@@ -112,25 +107,15 @@ def self_check(seed: int = 0) -> list[EngineCheck]:
         then the reference.
     """
     checks = []
-    on_gpu = torch.cuda.is_available() and not cuda.unavailable(torch.device("cuda"), torch.float32)
-    for engine in (*compiled.instruction_sets(), *(["CUDA"] if on_gpu else []), "reference"):
-        with _forced(engine) as backend:
-            device = "cuda" if backend is cuda else "cpu"
-            checks += [_check(engine, backend, dtype, seed, device) for dtype in BUDGETS]
+    for backend in (compiled, cuda, reference):
+        for engine in backend.engines():
+            with backend.forced(engine):
+                checks += [_check(engine, backend, dtype, seed) for dtype in BUDGETS]
     return checks
 
 
-@contextlib.contextmanager
-def _forced(engine: str) -> Iterator[ModuleType]:
-    if engine in ("reference", "CUDA"):
-        yield reference if engine == "reference" else cuda
-        return
-    with compiled.forced_instruction_set(engine):
-        yield compiled
-
-
-def _check(engine: str, backend: ModuleType, dtype: torch.dtype, seed: int, device: str) -> EngineCheck:
-    generator = torch.Generator().manual_seed(seed)
+def _check(engine: str, backend: Backend, dtype: torch.dtype, seed: int) -> EngineCheck:
+    device, generator = backend.device, torch.Generator().manual_seed(seed)
     errors = []
     for n, d, m in _SHAPES:
         for peak in (0.0, 14.0):
@@ -140,19 +125,19 @@ def _check(engine: str, backend: ModuleType, dtype: torch.dtype, seed: int, devi
                 head = SoftmaxVariance(weight.to(device), bias.to(device), backend, rows=n, route=route)
                 errors.append((_largest_error(head(features.to(device)), truth), route))
     for route in layer.ROUTES:
-        errors.append((_layer_error(backend, dtype, route, generator, device), f"layers, {route}"))
+        errors.append((_layer_error(backend, dtype, route, generator), f"layers, {route}"))
     error, route = max(errors)
     return EngineCheck(engine, dtype, error, route, BUDGETS[dtype])
 
 
-def _layer_error(backend: ModuleType, dtype: torch.dtype, route: str, generator: torch.Generator, device: str) -> float:
+def _layer_error(backend: Backend, dtype: torch.dtype, route: str, generator: torch.Generator) -> float:
     """Return the error for a 3 × 3 convolution in two groups, against patches written out in float64."""
     geometry = Geometry(groups=2, kernel=(1, 3, 3), stride=(1, 2, 1))
     shapes = (3, 10, 1, 9, 8), (3, 14, 1, 4, 6), (2, 7, 45)
     inputs, cotangent, weight = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     gradients = geometry.rows(cotangent).mT @ geometry.patches(inputs)
     truth = (weight.mT @ gradients).square().sum(dim=(1, 2, 3))
-    inputs, cotangent, weight = (t.to(device, dtype) for t in (inputs, cotangent, weight))
+    inputs, cotangent, weight = (t.to(backend.device, dtype) for t in (inputs, cotangent, weight))
     contraction = LayerContraction(weight, geometry, backend, ("gram_weighted",), memory=DEFAULT_MEMORY, route=route)
     (values,) = contraction.at([inputs], 1).of([cotangent]).values
     return _largest_error(values, truth)
@@ -200,7 +185,7 @@ def _facts() -> dict[str, str]:
         "numpy": numpy.__version__,
         "platform": platform.platform(),
         "compiled kernels": _kernels(),
-        "CUDA kernels": _cuda_kernels(),
+        "CUDA kernels": f"not built ({cuda.missing})" if cuda.missing else "built",
         "CUDA in torch": _cuda(),
         "NVIDIA driver": _driver(),
         "threads": f"{torch.get_num_threads()} (torch) of {os.cpu_count()} processors",
@@ -208,22 +193,10 @@ def _facts() -> dict[str, str]:
 
 
 def _kernels() -> str:
-    available = compiled.instruction_sets()
+    available = compiled.engines()
     if not available:
         return compiled.unavailable(torch.device("cpu"), torch.float32)
     return f"{', '.join(available)}; in use: {compiled.instruction_set()} (force one: PYFLATNESS_ISA={available[-1]})"
-
-
-def _cuda_kernels() -> str:
-    """Return whether the CUDA kernels are built, and what follows from that."""
-    reason = cuda.missing()
-    if reason:
-        return f"not built ({reason})"
-    taken, left = ([work for work in backends.WORKS if (work in cuda.AUTOMATIC) is has] for has in (True, False))
-    if not left:
-        return "built"
-    said = f"takes them for {' and '.join(taken)} only" if taken else "does not take them"
-    return f"built; on a GPU backend='auto' {said}, backend='compiled' asks for them"
 
 
 def _cuda() -> str:

@@ -4,14 +4,14 @@
 """
 
 from .backends import NAMES as BACKENDS
-from .backends import choose, choose_for_few, choose_for_head, describe
+from .backends import choose, choose_for_few, choose_for_head, default_memory
 from .dense import DenseContraction
 from .geometry import Geometry
-from .layer import LayerContraction
-from .precision import divided, full_precision, multiplied, product, promoted, promoted_dtype, squared_norms
+from .layer import Contractor, Ingredients, LayerContraction
+from .precision import divided, full_precision, multiplied, product, promoted, promoted_dtype
 from .quantities import needs_weight
-from .reference import RowSum
-from .softmax import DEFAULT_MEMORY, FUSED_OUTPUTS, Labels, SoftmaxVariance, default_memory
+from .reference import DEFAULT_MEMORY, FUSED_OUTPUTS, Backend, RowSum
+from .softmax import Labels, SoftmaxVariance
 from .tokens import Columns, TokenContraction
 from .wide import Bounded
 from .written import WrittenContraction
@@ -20,11 +20,13 @@ __all__ = [
     "BACKENDS",
     "DEFAULT_MEMORY",
     "FUSED_OUTPUTS",
+    "Backend",
     "Bounded",
     "Columns",
     "Contractor",
     "DenseContraction",
     "Geometry",
+    "Ingredients",
     "Labels",
     "LayerContraction",
     "RowSum",
@@ -35,7 +37,6 @@ __all__ = [
     "choose_for_few",
     "choose_for_head",
     "default_memory",
-    "describe",
     "divided",
     "full_precision",
     "multiplied",
@@ -43,8 +44,4 @@ __all__ = [
     "product",
     "promoted",
     "promoted_dtype",
-    "squared_norms",
 ]
-
-Contractor = LayerContraction | TokenContraction | WrittenContraction
-"""What contracts a layer's inputs and cotangents, in the form that they have in :mod:`.kinds`."""

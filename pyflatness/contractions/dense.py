@@ -2,16 +2,15 @@
 
 import itertools
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .layer import Contraction
+from .layer import Contraction, Contractor
 from .precision import product, promoted
-from .quantities import Contribution, Made, Wanted
-from .reference import Products
+from .quantities import Forms, Made
+from .reference import Backend
 from .routes import Calls
 
 
@@ -29,32 +28,25 @@ class DenseLayer(Protocol):
         """Return W x of unpadded inputs (n, …), of the shape of the outputs; for power 2 of W ∘ W."""
 
 
-class DenseContraction:
-    """Contract like :class:`.layer.LayerContraction`, for a convolution as one dense matrix W.
+class DenseContraction(Contractor):
+    """Contract a convolution as one dense matrix W.
 
     Args:
         layer: the convolution.
-        backend: a module from :func:`.backends.choose`.
+        backend: that computes.
         quantities: names of :data:`.quantities.QUANTITIES`, of those that there are of a dense matrix.
     """
 
-    def __init__(self, layer: DenseLayer, backend: ModuleType, quantities: Sequence[str]) -> None:
-        self._layer, self._backend, self._wanted = layer, backend, Wanted(quantities)
+    def __init__(self, layer: DenseLayer, backend: Backend, quantities: Sequence[str]) -> None:
+        super().__init__(quantities, (1, layer.d, layer.m, 1), layer.device)
+        self._layer, self._backend = layer, backend
 
     def at(self, inputs: Calls, count: int, held: int = 0, positions: Tensor | None = None) -> Contraction:
         """Return the contraction at the unpadded inputs (n, …) of each call; cotangents are (n, …) of each call.
 
         How many come (``count``) does not matter, and none are held back. Every position is there.
         """
-        return Contraction(self._wanted, Dense(self._layer, self._backend, self._wanted.products, inputs).products)
-
-    def gathers(self, inputs: Calls, count: int, held: int, elements: int) -> bool:
-        """Return that every element of a cotangent has to be there."""
-        return False
-
-    def nothing(self, samples: int) -> Contribution:
-        """Return the contribution of no cotangent at all."""
-        return self._wanted.nothing(samples, (1, self._layer.d, self._layer.m, 1), self._layer.device)
+        return Contraction(self._wanted, _DenseForms(self._layer, self._backend, self._wanted.forms, inputs).of)
 
     def traces(self, inputs: Calls, cotangent: Calls, coefficients: Tensor) -> Tensor:
         """Return Σ_i coefficient_i M_i M_iᵀ, (1, d, d) float64 for d the number of outputs of a sample."""
@@ -62,43 +54,41 @@ class DenseContraction:
         return torch.einsum("nas,nab,nbt,n->st", rows, columns @ columns.transpose(1, 2), rows, coefficients)[None]
 
 
-class Dense:
-    """Compute the products of M = Σ_q vec(δ_q) vec(x_q)ᵀ over a dense matrix' calls q, without making M.
+class _DenseForms:
+    """Compute the forms of M = Σ_q vec(δ_q) vec(x_q)ᵀ over a dense matrix' calls q, without making M.
 
     |Wᵀ M|² = Σ ⟨x_q, x_q'⟩ ⟨γ_q, γ_q'⟩ with γ = Wᵀ δ, the cotangent carried back through this layer alone. Sums over
     W ∘ M by row Σ_q δ_q ∘ W x_q, by column Σ_q x_q ∘ γ_q; |W ∘ M|² = Σ_qq' ⟨δ_q ∘ δ_q', (W ∘ W)(x_q ∘ x_q')⟩.
 
     Args:
         layer: the convolution.
-        backend: a module from :func:`.backends.choose`.
-        products: what is to be made.
+        backend: that computes.
+        made: what is to be made.
         inputs: of each call.
     """
 
-    def __init__(self, layer: DenseLayer, backend: ModuleType, products: Made, inputs: Calls) -> None:
-        self._layer, self._backend, self._products = layer, backend, products
+    def __init__(self, layer: DenseLayer, backend: Backend, made: Made, inputs: Calls) -> None:
+        self._layer, self._backend, self._made = layer, backend, made
         self._columns = _flat(inputs)
         self._gram = product(self._columns, self._columns.mT).unsqueeze(1)
-        self._outputs = _flat([layer.applied(x, 1) for x in inputs]) if products.by_row else None
+        self._outputs = _flat([layer.applied(x, 1) for x in inputs]) if made.by_row else None
         pairs = itertools.combinations_with_replacement(range(len(inputs)), 2)
-        self._pairs = [*pairs] if products.weighted else []
+        self._pairs = [*pairs] if made.weighted else []
         self._variances = [
             layer.applied(promoted(inputs[a] * inputs[b]), 2).flatten(1) * (1 + (a != b)) for a, b in self._pairs
         ]
 
-    def products(self, cotangent: Calls) -> Products:
-        """Return the products of a cotangent."""
+    def of(self, cotangent: Calls) -> Forms:
+        """Return the forms of a cotangent."""
         rows, contract, dots = _flat(cotangent), self._backend.gram, self._backend.row_dots
         carried = None
-        if self._products.gram_weighted or self._products.by_column:
+        if self._made.gram_weighted or self._made.by_column:
             carried = _flat([self._layer.carried(delta) for delta in cotangent])
         each = zip(self._pairs, self._variances, strict=True)
         weighted = [dots(rows[:, a] * rows[:, b], variances) for (a, b), variances in each]
-        return Products(
-            contract(rows.unsqueeze(1), self._gram) if self._products.squares else None,
-            contract(carried.unsqueeze(1), self._gram)
-            if carried is not None and self._products.gram_weighted
-            else None,
+        return Forms(
+            contract(rows.unsqueeze(1), self._gram) if self._made.squares else None,
+            contract(carried.unsqueeze(1), self._gram) if carried is not None and self._made.gram_weighted else None,
             sum(weighted[1:], start=weighted[0]) if weighted else None,
             None if carried is None else (self._columns * carried).sum(dim=1).double(),
             None if self._outputs is None else (rows * self._outputs).sum(dim=1).double(),

@@ -11,25 +11,23 @@ layers, or that are zero at most positions, are worth being contracted several a
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from . import compiled, cuda
 from .geometry import Geometry
 from .precision import convolutions_in_tf32, float32_products, product, promoted, promoted_dtype
-from .quantities import Contribution, Wanted
-from .reference import Products
-from .routes import Both, Calls, Carried, Direct, Gathered, Gram, OnePosition, Prepared, Route, Summed
-from .stacked import Stacked, Written
+from .quantities import Contribution, Forms, Quantities, Sizes
+from .reference import Backend
+from .routes import Calls, Carried, LayerRoute, OnePosition, PreparedWeight, Stacked, Summed
 
 ROUTES = ("direct", "gram")
 
-_FEWEST, _FEWEST_STACKED = 4, 2
-"""Cotangents that are worth being contracted together."""
+_FEWEST = 4
+"""Cotangents of one position that are worth being contracted together."""
 
 Sign = Tensor | float | None
 """Of a cotangent: one number, (n,), or None for +1."""
@@ -43,8 +41,8 @@ class Stack(Protocol):
     def put(self, number: int, cotangent: Tensor) -> None:
         """Take a cotangent in as the one of this number."""
 
-    def taken(self, count: int) -> Products:
-        """Return the products of the first cotangents that were taken in, one behind the other."""
+    def taken(self, count: int) -> Forms:
+        """Return the forms of the first cotangents that were taken in, one behind the other."""
 
 
 class Copies:
@@ -56,13 +54,11 @@ class Copies:
     Args:
         size: how many.
         buffer: of a cotangent, memory for so many.
-        products: the route.
+        forms: the route's.
     """
 
-    def __init__(
-        self, size: int, buffer: Callable[[int, Tensor], Tensor], products: Callable[[Calls], Products]
-    ) -> None:
-        self._size, self._make, self._products = size, buffer, products
+    def __init__(self, size: int, buffer: Callable[[int, Tensor], Tensor], forms: Callable[[Calls], Forms]) -> None:
+        self._size, self._make, self._forms = size, buffer, forms
 
     def put(self, number: int, cotangent: Tensor) -> None:
         """Take a cotangent in as the one of this number."""
@@ -70,9 +66,9 @@ class Copies:
             self._buffer = self._make(self._size, cotangent)
         self._buffer[number].copy_(cotangent)
 
-    def taken(self, count: int) -> Products:
-        """Return the products of the first cotangents that were taken in, one behind the other."""
-        return self._products([self._buffer[:count].flatten(0, 1)])
+    def taken(self, count: int) -> Forms:
+        """Return the forms of the first cotangents that were taken in, one behind the other."""
+        return self._forms([self._buffer[:count].flatten(0, 1)])
 
 
 class Contraction:
@@ -80,7 +76,7 @@ class Contraction:
 
     Args:
         wanted: the quantities.
-        products: of a cotangent, or of several one behind the other where ``stack_size`` are contracted at a time.
+        forms: of a cotangent, or of several one behind the other where ``stack_size`` are contracted at a time.
         entries: Σ_i sign_i M_i ∘ M_i of a cotangent and its sign, for quantities that come with it.
         stack: where cotangents are held back.
         stack_size: how many cotangents :meth:`hold` contracts at a time.
@@ -90,22 +86,22 @@ class Contraction:
 
     def __init__(
         self,
-        wanted: Wanted,
-        products: Callable[[Calls], Products],
+        wanted: Quantities,
+        forms: Callable[[Calls], Forms],
         entries: Callable[[Calls, Sign], Tensor] | None = None,
         stack: Stack | None = None,
         stack_size: int = 1,
         held: int = 0,
         precision: Precision = contextlib.nullcontext,
     ) -> None:
-        self._wanted, self._products, self._entries, self._precision = wanted, products, entries, precision
+        self._wanted, self._forms, self._entries, self._precision = wanted, forms, entries, precision
         self._stack, self.stack_size, self.held = stack, stack_size, held
         self._signs: list[Sign] = []
 
     def of(self, cotangent: Calls, sign: Sign = None) -> Contribution:
         """Return the contribution of a cotangent by itself."""
         with self._precision():
-            found = self._wanted.contribution(self._products(cotangent), sign)
+            found = self._wanted.contribution(self._forms(cotangent), sign)
             for name in self._wanted.entries:
                 assert self._entries is not None
                 found.parts[name] = self._entries(cotangent, sign)
@@ -129,7 +125,7 @@ class Contraction:
     def of_several(self, cotangents: Tensor, signs: Sequence[Sign]) -> Contribution:
         """Return the contribution of cotangents one behind the other, (k n, …); ``stack_size`` of them at most."""
         with self._precision():
-            return self._together(self._products([cotangents]), signs)
+            return self._together(self._forms([cotangents]), signs)
 
     def _released(self) -> Contribution:
         """Return the contribution of what is held back, and hold nothing from then on."""
@@ -138,8 +134,8 @@ class Contraction:
         with self._precision():
             return self._together(self._stack.taken(len(signs)), signs)
 
-    def _together(self, found: Products, signs: Sequence[Sign]) -> Contribution:
-        """Return the contribution of cotangents by the products of one behind those of another."""
+    def _together(self, found: Forms, signs: Sequence[Sign]) -> Contribution:
+        """Return the contribution of cotangents by the forms of one behind those of another."""
         sign = None
         if any(one is not None for one in signs):
             (values, *_) = (values for values in found if values is not None)
@@ -149,13 +145,77 @@ class Contraction:
         return contribution._replace(values=contribution.values.unflatten(1, (len(signs), -1)).sum(dim=1))
 
 
-class LayerContraction:
-    """Prepare once what depends on one layer's weight alone, and contract the layer with it.
+@dataclass(frozen=True)
+class Ingredients:
+    """Hold what the contraction of a layer is made of.
+
+    Attributes:
+        weight: (G, d, m).
+        backend: that computes.
+        quantities: names of :data:`.quantities.QUANTITIES`.
+        memory: bytes for working buffers.
+        gradients: inputs and cotangents of some samples -> M, (n, G, d, m), written out.
+    """
+
+    weight: Tensor
+    backend: Backend
+    quantities: Sequence[str]
+    memory: int
+    gradients: Callable[[Calls, Calls], Tensor]
+
+
+class Contractor:
+    """Prepare once what depends on a layer's weight alone, and contract inputs and cotangents of the layer with it.
+
+    Args:
+        quantities: names of :data:`.quantities.QUANTITIES`.
+        sizes: of the weight (G, d, m), and the kernel elements of an input channel.
+        device: of the weight.
+    """
+
+    def __init__(self, quantities: Sequence[str], sizes: Sizes, device: torch.device) -> None:
+        self._wanted, self._sizes, self._device = Quantities(quantities), sizes, device
+
+    def at(self, inputs: Calls, count: int, held: int = 0, positions: Tensor | None = None) -> Contraction:
+        """Return the contraction at the inputs of a micro-batch, of all calls.
+
+        Args:
+            inputs: joined where they can be, in the form that the contraction is for.
+            count: about how many cotangents will come.
+            held: bytes of cotangents that may be held back.
+            positions: (n, G d, elements) int32, where in a row each element of a cotangent is, -1: nowhere.
+                None: cotangents are whole. Only where :meth:`gathers` says so.
+        """
+        raise NotImplementedError
+
+    def gathers(self, inputs: Calls, count: int, held: int, elements: int) -> bool:
+        """Return whether cotangents can be contracted of which each row has some elements, and where they belong."""
+        return False
+
+    def carries(self, inputs: Calls, count: int) -> bool:
+        """Return whether |R M|², alone wanted, takes the fewest multiply-adds from wᵀ δ, made elsewhere."""
+        return False
+
+    def at_carried(self, inputs: Calls) -> Contraction:
+        """Return the contraction of wᵀ δ in place of δ, at the inputs φ of a micro-batch, where :meth:`carries`."""
+        raise NotImplementedError
+
+    def nothing(self, samples: int) -> Contribution:
+        """Return the contribution of no cotangent at all, such as a loss over a single class has."""
+        return self._wanted.nothing(samples, self._sizes, self._device)
+
+    def traces(self, inputs: Calls, cotangent: Calls, coefficients: Tensor) -> Tensor:
+        """Return Σ_i coefficient_i M_i M_iᵀ, (G, d, d) float64."""
+        raise NotImplementedError
+
+
+class LayerContraction(Contractor):
+    """Contract a layer whose inputs and cotangents are in the form of :mod:`.geometry`; inputs are padded.
 
     Args:
         weight: (G, d, m).
         geometry: which inputs a position sees.
-        backend: a module from :func:`.backends.choose`.
+        backend: that computes.
         quantities: names of :data:`.quantities.QUANTITIES`.
         memory: bytes for working buffers.
         route: of :data:`ROUTES`; None takes the cheaper.
@@ -167,38 +227,32 @@ class LayerContraction:
         self,
         weight: Tensor,
         geometry: Geometry,
-        backend: ModuleType,
+        backend: Backend,
         quantities: Sequence[str],
         *,
         memory: int,
         route: str | None = None,
         convolution: bool = False,
     ) -> None:
-        self._wanted, self._route, self._device = Wanted(quantities), route, weight.device
-        self._on_cuda, self._half = weight.is_cuda or backend is cuda, promoted_dtype(weight.dtype) != weight.dtype
-        self._convolution, self._compiled = convolution, backend is compiled
-        self._prepared = Prepared(
+        groups, d, m = weight.shape
+        super().__init__(quantities, (groups, d, m, geometry.kernel_elements), weight.device)
+        self._on_gpu, self._half = backend.on_gpu(weight), promoted_dtype(weight.dtype) != weight.dtype
+        self._route, self._convolution = route, convolution
+        self._prepared = PreparedWeight(
             weight.shape,
             geometry,
             backend,
-            self._wanted.products,
+            self._wanted.forms,
             weight if self._wanted.gram_factor else None,
             promoted(weight) if self._wanted.weighted else None,
             memory,
-            serves_half=self._on_cuda,
+            serves_half=self._on_gpu,
         )
+        self._routes = backend.routes(self._prepared)
         self._buffer: Tensor | None = None
 
     def at(self, inputs: Calls, count: int, held: int = 0, positions: Tensor | None = None) -> Contraction:
-        """Return the contraction at the inputs φ (padded) of a micro-batch.
-
-        Args:
-            inputs: of all calls, joined where they can be.
-            count: about how many cotangents will come.
-            held: bytes of cotangents that may be held back.
-            positions: (n, G d, elements) int32, where in a row each element of a cotangent is, -1: nowhere.
-                None: cotangents are whole. Only where :meth:`gathers` says so.
-        """
+        """See :class:`Contractor`."""
         elements = None if positions is None else positions.shape[2]
         stack_size = self.stack_size(inputs, count, held, elements)
         held = stack_size * self.cotangent_bytes(inputs, elements) if stack_size > 1 else 0
@@ -208,10 +262,10 @@ class LayerContraction:
 
         with self._precision():
             route = self._chosen(inputs, count, stack_size, positions)()
-        stack: Stack = route if isinstance(route, Stacked) else Copies(stack_size, self.buffer, route.products)
-        return Contraction(self._wanted, route.products, entries, stack, stack_size, held, self._precision)
+        stack: Stack = route if isinstance(route, Stacked) else Copies(stack_size, self.buffer, route.forms)
+        return Contraction(self._wanted, route.forms, entries, stack, stack_size, held, self._precision)
 
-    def _chosen(self, inputs: Calls, count: int, stack_size: int, positions: Tensor | None) -> Callable[[], Route]:
+    def _chosen(self, inputs: Calls, count: int, stack_size: int, positions: Tensor | None) -> Callable[[], LayerRoute]:
         """Return what prepares the best route for these inputs."""
         layer, phi = self._prepared, inputs[0]
         if len(inputs) > 1:
@@ -219,30 +273,11 @@ class LayerContraction:
         by_gram = self._route_of(phi, count) == "gram"
         if by_gram and layer.places(phi) == 1:
             return partial(OnePosition, layer, phi)
-        if not self._compiled:
-            return self._of_library(phi, stack_size, by_gram=by_gram)
-        phi = promoted(phi)
-        if not by_gram and stack_size > 1:
-            return partial(Gathered, layer, phi, positions)
-        if not by_gram:
-            return partial(Direct, layer, phi, layer.factor)
-        if layer.weight is None:
-            return partial(Gram, layer, phi, squares=layer.products.squares)
-        return partial(Both, Direct(layer, phi, None), Gram(layer, phi, squares=False) if layer.factor_rows else None)
-
-    def _of_library(self, phi: Tensor, stack_size: int, *, by_gram: bool) -> Callable[[], Route]:
-        """Return what prepares the route by products of torch's matrix library."""
-        layer = self._prepared
-        if layer.weight is None:
-            return partial(Stacked, layer, phi, stack_size, by_gram=by_gram, squares=layer.products.squares)
-        if not by_gram or not layer.factor_rows:
-            return partial(Written, layer, phi, layer.factor)
-        by_gram_alone = Stacked(layer, phi, stack_size, by_gram=True, squares=False)
-        return partial(Both, Written(layer, phi, None), by_gram_alone)
+        return self._routes.of(phi, stack_size, positions, by_gram=by_gram)
 
     def gathers(self, inputs: Calls, count: int, held: int, elements: int) -> bool:
-        """Return whether cotangents can be contracted of which each row has some elements, and where they belong."""
-        if not self._compiled or self._route_of(inputs[0], count) == "gram":
+        """See :class:`Contractor`."""
+        if not self._routes.gathers or self._route_of(inputs[0], count) == "gram":
             return False
         return self.stack_size(inputs, count, held, elements) > 1
 
@@ -254,17 +289,15 @@ class LayerContraction:
         if not held or len(inputs) > 1 or not self._wanted.plain:
             return 1
         phi, layer = inputs[0], self._prepared
-        suits, fewest = True, _FEWEST
-        if layer.places(phi) == 1 and self._route_of(phi, count) == "gram":
-            held = min(held, layer.memory)
-        elif self._compiled:
-            held = min(held, layer.memory)
-            direct = self._route_of(phi, count) == "direct"
-            suits = direct and compiled.gathering_pays(phi, layer.geometry, layer.shape[1])
+        by_gram = self._route_of(phi, count) == "gram"
+        if by_gram and layer.places(phi) == 1:
+            held, fewest = min(held, layer.memory), _FEWEST
+        elif layer.backend.stacking_pays(phi, layer.geometry, layer.shape[1], by_gram=by_gram):
+            held, fewest = self._routes.room(held), self._routes.fewest
         else:
-            fewest = _FEWEST_STACKED
+            return 1
         most = held // max(1, self.cotangent_bytes(inputs, elements))
-        return -(-count // -(-count // most)) if suits and min(most, count) >= fewest else 1
+        return -(-count // -(-count // most)) if min(most, count) >= fewest else 1
 
     def cotangent_bytes(self, inputs: Calls, elements: int | None = None) -> int:
         """Return what a cotangent takes, for the inputs of a layer's calls joined; of some elements a row, or whole.
@@ -273,10 +306,9 @@ class LayerContraction:
         """
         layer, phi = self._prepared, inputs[0]
         groups, d, _ = layer.shape
-        if not self._compiled and layer.factor_rows and layer.places(phi) > 1:
-            d = layer.factor_rows + (d if layer.products.squares else 0)
-        each = layer.places(phi) if elements is None else elements
-        return len(phi) * groups * d * each * promoted_dtype(phi.dtype).itemsize
+        places = layer.places(phi)
+        rows = self._routes.rows() if places > 1 else d
+        return len(phi) * groups * rows * (elements or places) * promoted_dtype(phi.dtype).itemsize
 
     def buffer(self, count: int, cotangent: Tensor) -> Tensor:
         """Return memory for so many such cotangents, (count, n, …): the same at every call, so that its pages stay."""
@@ -285,27 +317,17 @@ class LayerContraction:
             self._buffer = cotangent.new_empty(needed, dtype=promoted_dtype(cotangent.dtype))
         return self._buffer[:needed].view(count, *cotangent.shape)
 
-    def nothing(self, samples: int) -> Contribution:
-        """Return the contribution of no cotangent at all, such as a loss over a single class has."""
-        groups, d, m = self._prepared.shape
-        return self._wanted.nothing(samples, (groups, d, m, self._prepared.geometry.kernel_elements), self._device)
-
     def carries(self, inputs: Calls, count: int) -> bool:
-        """Return whether |R M|², alone wanted, takes the fewest multiply-adds from wᵀ δ, made elsewhere.
-
-        That of half precision is rounded to it, which R δ is not.
-        """
+        """See :class:`Contractor`; that of half precision is rounded to it, which R δ is not."""
         layer, places = self._prepared, self._prepared.places(inputs[0])
         alone = layer.factor_rows > 0 and self._wanted.plain and not self._wanted.squares
-        suits = self._compiled and not self._half and self._route is None
-        if not (alone and suits and places > 1 and len(inputs) == 1):
+        if not alone or self._half or self._route is not None or places == 1 or len(inputs) > 1:
             return False
-        m = layer.shape[2]
-        return m * places**2 * (1 + 1 / max(1, count)) < min(self.multiply_adds(places, count).values())
+        return self._routes.carried(places, count) < min(self.multiply_adds(places, count).values())
 
     def at_carried(self, inputs: Calls) -> Contraction:
-        """Return the contraction of wᵀ δ in place of δ, at the inputs φ of a micro-batch, where :meth:`carries`."""
-        return Contraction(self._wanted, Carried(self._prepared, promoted(inputs[0])).products)
+        """See :class:`Contractor`."""
+        return Contraction(self._wanted, Carried(self._prepared, promoted(inputs[0])).forms)
 
     def cheaper(self, inputs: Tensor, count: int) -> str:
         """Return the route with fewer multiply-adds, for so many cotangents."""
@@ -319,13 +341,8 @@ class LayerContraction:
         r = layer.factor_rows
         rows = r + (d if self._wanted.squares else 0)
         gram = r * d * places + rows * places**2 + m * places**2 / max(1, count)
-        if layer.weight is not None and places > 1:  # M is made in either case
-            direct = r * d * m
-        elif self._compiled:
-            direct = d * m * places + r * d * m
-        else:
-            direct = r * d * places + rows * m * places
-        return {"gram": gram, "direct": direct}
+        made = layer.weight is not None and places > 1  # M, in either case
+        return {"gram": gram, "direct": r * d * m if made else self._routes.direct(places, rows)}
 
     def traces(self, inputs: Calls, cotangent: Calls, coefficients: Tensor) -> Tensor:
         """Return Σ_i coefficient_i M_i M_iᵀ, (G, d, d) float64."""
@@ -370,7 +387,7 @@ class LayerContraction:
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context for float32 products as precise as the layer's own."""
-        if not self._on_cuda:
+        if not self._on_gpu:
             return contextlib.nullcontext()
         if self._half:
             return float32_products(tf32=True)

@@ -7,7 +7,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -52,15 +51,6 @@ def full_precision(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Return a context without autocast on the tensor's device: the user's is for the model alone."""
     kind = tensor.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
-
-
-def squared_norms(matrix: Tensor, backend: ModuleType, memory: int) -> Tensor:
-    """Return ``|row|²`` of an (n, m) matrix, (n,) float64; of half precision ``memory`` bytes at a time."""
-    if promoted_dtype(matrix.dtype) == matrix.dtype:
-        norms: Tensor = backend.row_dots(matrix, matrix)
-        return norms
-    chunks = map(promoted, matrix.split(max(1, memory // (4 * max(1, matrix.shape[1])))))
-    return torch.cat([backend.row_dots(chunk, chunk) for chunk in chunks])
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:

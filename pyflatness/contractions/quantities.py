@@ -23,11 +23,32 @@ import torch
 from torch import Tensor
 
 from .precision import product
-from .reference import Products
+
+
+class Forms(NamedTuple):
+    """Hold what is made of each sample's M, (n, …) float64; None where not asked for."""
+
+    squares: Tensor | None = None
+    """``|M|²``, (n,)."""
+    gram_weighted: Tensor | None = None
+    """``|R M|²``, (n,)."""
+    weighted: Tensor | None = None
+    """``|w ∘ M|²``, (n,)."""
+    by_column: Tensor | None = None
+    """``Σ w ∘ M`` over the rows, and the kernel elements, of each input channel, (n, G c)."""
+    by_row: Tensor | None = None
+    """``Σ w ∘ M`` over the columns of each row, (n, G d)."""
+
+    @classmethod
+    def joined(cls, parts: Sequence["Forms"]) -> "Forms":
+        """Return the forms of several pieces' samples, one piece's behind another's."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(*(None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True)))
 
 
 @dataclass(frozen=True)
-class Unit:
+class RowHessian:
     """Hold second derivatives of every sample's loss in some entries (s, j) of one row of a layer's weight.
 
     H_(sj),(tk) = a_j Σ_p φ_pk y_pt for the entries (t, k) of the same group.
@@ -86,12 +107,12 @@ class Neurons:
 
 
 @dataclass(frozen=True)
-class Quantity:
+class LayerQuantity:
     """Describe a quantity, as a row of the table.
 
     Attributes:
-        product: the field of :class:`.reference.Products` that it is; for neurons, whose squares it is the sum of.
-        of_unit: add to a total, (n,) or of neurons (n, neurons), what the second derivatives of a :class:`Unit` have.
+        form: the field of :class:`Forms` that it is; for neurons, whose squares it is the sum of.
+        of_unit: add to a total, (n,) or of neurons (n, neurons), what a :class:`RowHessian` has.
         gram_factor: it needs R, RᵀR = w wᵀ.
         weighted: it needs w ∘ M, which has no form without M but for one position.
         neurons: the summands that it comes with; None if there are none.
@@ -105,8 +126,8 @@ class Quantity:
         at_head: it has a formula where the layer's output is the model's, see :mod:`.sweep.heads`.
     """
 
-    product: str
-    of_unit: Callable[[Unit, Tensor], None]
+    form: str
+    of_unit: Callable[[RowHessian, Tensor], None]
     gram_factor: bool = False
     weighted: bool = False
     neurons: Neurons | None = None
@@ -119,9 +140,9 @@ class Quantity:
     by_column: bool = False
     at_head: bool = False
 
-    def value(self, products: Products) -> Tensor:
+    def value(self, forms: Forms) -> Tensor:
         """Return the quantity of every sample, (n,) float64."""
-        found: Tensor = getattr(products, self.product)
+        found: Tensor = getattr(forms, self.form)
         return found if self.neurons is None else found.square().sum(dim=1)
 
 
@@ -135,7 +156,7 @@ class Contribution(NamedTuple):
 
 
 class Made(NamedTuple):
-    """Say which fields of :class:`.reference.Products` are to be made."""
+    """Say which fields of :class:`Forms` are to be made."""
 
     squares: bool
     gram_weighted: bool
@@ -144,7 +165,7 @@ class Made(NamedTuple):
     by_row: bool
 
 
-class Wanted:
+class Quantities:
     """Hold the wanted quantities, in their order, and what they need to be computed.
 
     Args:
@@ -152,7 +173,7 @@ class Wanted:
 
     Attributes:
         rows: of the table, by name.
-        products: what they are made of.
+        forms: what they are made of.
         gram_factor: one of them needs R.
         weighted: one needs w ∘ M.
         entries: names of those that come with entries of M ∘ M.
@@ -164,7 +185,7 @@ class Wanted:
     def __init__(self, names: Sequence[str]) -> None:
         self.rows = {name: QUANTITIES[name] for name in names}
         every = self.rows.values()
-        self.products = Made(*(any(row.product == field for row in every) for field in Made._fields))
+        self.forms = Made(*(any(row.form == field for row in every) for field in Made._fields))
         self.gram_factor = any(row.gram_factor for row in every)
         self.weighted = any(row.weighted for row in every)
         self.entries = [name for name, row in self.rows.items() if row.entries]
@@ -175,13 +196,13 @@ class Wanted:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def contribution(self, products: Products, sign: Tensor | float | None) -> Contribution:
+    def contribution(self, forms: Forms, sign: Tensor | float | None) -> Contribution:
         """Return the values, and the summands of neurons, of a cotangent of this sign.
 
         The sign is one number, (n,), or None for +1.
         """
-        values = torch.stack([row.value(products) for row in self.rows.values()])
-        parts = {name: getattr(products, self.rows[name].product).square() for name in self.neurons}
+        values = torch.stack([row.value(forms) for row in self.rows.values()])
+        parts = {name: getattr(forms, self.rows[name].form).square() for name in self.neurons}
         if sign is not None:
             values, parts = values * sign, {name: (part.mT * sign).mT for name, part in parts.items()}
         return Contribution(values, parts)
@@ -196,29 +217,29 @@ class Wanted:
 
 def needs_weight(names: Sequence[str]) -> bool:
     """Return whether some quantities need the entries of a layer's weight."""
-    wanted = Wanted(names)
+    wanted = Quantities(names)
     return wanted.gram_factor or wanted.weighted
 
 
-def _squares(unit: Unit, total: Tensor) -> None:
+def _squares(unit: RowHessian, total: Tensor) -> None:
     total += unit.entries.sum(dim=1)
 
 
-def _gram_weighted(unit: Unit, total: Tensor) -> None:
+def _gram_weighted(unit: RowHessian, total: Tensor) -> None:
     rows = product(unit.y, unit.gram[unit.group, unit.row].to(unit.y.dtype))
     total += (unit.left * _summed(rows, unit.phi)).sum(dim=1)
 
 
-def _weighted(unit: Unit, total: Tensor) -> None:
+def _weighted(unit: RowHessian, total: Tensor) -> None:
     total += unit.entries @ unit.weights.square()
 
 
-def _by_row(unit: Unit, total: Tensor) -> None:
+def _by_row(unit: RowHessian, total: Tensor) -> None:
     along = (unit.y[:, :, unit.row] * unit.outputs).sum(dim=1).double()
     total[:, unit.group * unit.weight.shape[1] + unit.row] += (unit.left @ unit.weights) * along
 
 
-def _by_column(unit: Unit, total: Tensor) -> None:
+def _by_column(unit: RowHessian, total: Tensor) -> None:
     first, width = unit.group * unit.weight.shape[2], unit.kernel_elements
     channels = slice((first + unit.columns.start) // width, (first + unit.columns.stop) // width)
     along = (unit.phi * product(unit.y, unit.weight[unit.group, :, unit.columns])).sum(dim=1).double()
@@ -249,10 +270,12 @@ def _of_rows(weight: Tensor, chosen: Tensor, phi: Tensor, kernel_elements: int) 
 
 
 QUANTITIES = {
-    "squares": Quantity("squares", _squares, of_block_trace=True),
-    "gram_weighted": Quantity("gram_weighted", _gram_weighted, gram_factor=True, of_block_trace=True, at_head=True),
-    "weighted": Quantity("weighted", _weighted, weighted=True, of_diagonal=True, of_repeated=False),
-    "by_column": Quantity(
+    "squares": LayerQuantity("squares", _squares, of_block_trace=True),
+    "gram_weighted": LayerQuantity(
+        "gram_weighted", _gram_weighted, gram_factor=True, of_block_trace=True, at_head=True
+    ),
+    "weighted": LayerQuantity("weighted", _weighted, weighted=True, of_diagonal=True, of_repeated=False),
+    "by_column": LayerQuantity(
         "by_column",
         _by_column,
         weighted=True,
@@ -260,14 +283,14 @@ QUANTITIES = {
         sampled=False,
         by_column=True,
     ),
-    "by_row": Quantity(
+    "by_row": LayerQuantity(
         "by_row",
         _by_row,
         weighted=True,
         neurons=Neurons(lambda sizes: sizes[0] * sizes[1], _of_rows),
         sampled=False,
     ),
-    "diagonal": Quantity(
+    "diagonal": LayerQuantity(
         "squares", _squares, entries=True, of_diagonal=True, sampled=False, of_dense=False, by_column=True
     ),
 }

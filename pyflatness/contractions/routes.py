@@ -1,32 +1,39 @@
 """Go from a layer's inputs φ and a cotangent δ to what its quantities are made of, by several routes.
 
-Each is prepared once for the inputs of a micro-batch, and then makes the products of one cotangent after another. They
-are chosen by :mod:`.layer`, by their multiply-adds per sample and cotangent, K cotangents sharing φ:
+Each is prepared once for the inputs of a micro-batch, and then makes the forms of one cotangent after another. They are
+chosen by their multiply-adds per sample and cotangent, K cotangents sharing φ. Of one position, where M = δ φᵀ, the
+route is :class:`OnePosition`: |φ|² |R δ|². Of more, by kernels (:class:`KernelRoutes`),
 
 - :class:`Direct`: M, then R M: d m P + r d m. Early convolutions.
-- :class:`Gram`: Σ_pp' ⟨φ_p, φ_p'⟩ ⟨R δ_p, R δ_p'⟩: r d P + r P² + m P² / K. Late convolutions, sequences; with one
-  position it is |φ|² |R δ|² (:class:`OnePosition`).
+- :class:`Gram`: Σ_pp' ⟨φ_p, φ_p'⟩ ⟨R δ_p, R δ_p'⟩: r d P + r P² + m P² / K. Late convolutions, sequences.
 
-There is no such form of w ∘ M: M is made for it (:class:`Both`), but for one position, where M = δ φᵀ. The two are for
-the kernels in C++; where there are none :mod:`.stacked` has their counterparts.
+By a matrix library (:class:`LibraryRoutes`) |M|² and |R M|² are |a φ|² = ⟨a G, a⟩ of rows a = δ or a = R δ (r, P) and
+patches φ (P, m), G = φ φᵀ. The rows of K cotangents one below the other, (K r, P), are one operand. It takes r d P
+multiply-adds to make R δ, which is written where the stack has it (:class:`Stacked`), and then
+
+- :class:`_ByPatches`: a φ, with φ written out for some samples at a time: r m P. Early convolutions.
+- :class:`_ByGram`: a G: r P² + m P² / K. Late convolutions, sequences.
+
+There is no such form of w ∘ M of several positions: M is made for it (:class:`Both`).
 """
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from . import compiled, reference
 from .factor import gram_factor, half_factor
 from .geometry import Geometry
 from .precision import product, promoted, promoted_dtype
-from .quantities import Made
-from .reference import Products
+from .quantities import Forms, Made
+
+if TYPE_CHECKING:
+    from .reference import Backend
 
 Calls = Sequence[Tensor]
 """One tensor in the form of :mod:`.geometry`, or one for each call of the layer where they cannot be joined."""
@@ -34,16 +41,19 @@ Calls = Sequence[Tensor]
 _ENTRIES = 2**20
 """Of a weight that are squared at a time."""
 
+_MANY = 1024
+"""Matrices whose inner products fill a GPU."""
+
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedWeight:
     """Hold what the routes need of a layer's weight w (G, d, m), prepared once.
 
     Attributes:
         shape: (G, d, m).
         geometry: which inputs a position sees.
-        backend: a module from :func:`.backends.choose`.
-        products: what is to be made.
+        backend: that computes.
+        forms: what is to be made.
         factored: w, if R is needed.
         weight: w, if w ∘ M is needed.
         memory: bytes for working buffers of M.
@@ -52,8 +62,8 @@ class Prepared:
 
     shape: torch.Size
     geometry: Geometry
-    backend: ModuleType
-    products: Made
+    backend: "Backend"
+    forms: Made
     factored: Tensor | None
     weight: Tensor | None
     memory: int
@@ -84,8 +94,7 @@ class Prepared:
 
     def patches(self, phi: Tensor) -> Tensor:
         """Return φ by position, (n, G, P, m)."""
-        patches: Tensor = self.backend.patches(phi, self.geometry)
-        return patches
+        return self.backend.patches(phi, self.geometry)
 
     def gradients(self, inputs: Calls, cotangent: Calls) -> Tensor:
         """Return M, (n, G, d, m)."""
@@ -105,17 +114,17 @@ class Direct:
         factor: R, if |R M|² is to be made here.
     """
 
-    def __init__(self, layer: Prepared, phi: Tensor, factor: Tensor | None) -> None:
+    def __init__(self, layer: PreparedWeight, phi: Tensor, factor: Tensor | None) -> None:
         self._layer, self._phi, self._factor = layer, phi, factor
 
-    def products(self, cotangent: Calls) -> Products:
-        """Return the products of a cotangent."""
+    def forms(self, cotangent: Calls) -> Forms:
+        """Return the forms of a cotangent."""
         phi, delta = promoted(self._phi), promoted(cotangent[0])
         factor, weight = (None if t is None else t.to(delta.dtype) for t in (self._factor, self._layer.weight))
-        return compiled.direct(phi, delta, self._layer.geometry, factor, weight)
+        return self._layer.backend.direct(phi, delta, self._layer.geometry, factor, weight)
 
 
-class Gathered:
+class DirectGathered:
     """Contract several cotangents together, from the positions where any of them is not zero.
 
     Args:
@@ -124,13 +133,13 @@ class Gathered:
         positions: (n, G d, elements) int32, those of the cotangents' elements, if these are not whole.
     """
 
-    def __init__(self, layer: Prepared, phi: Tensor, positions: Tensor | None = None) -> None:
+    def __init__(self, layer: PreparedWeight, phi: Tensor, positions: Tensor | None = None) -> None:
         self._layer, self._phi, self._positions = layer, phi, positions
 
-    def products(self, cotangents: Calls) -> Products:
-        """Return the products of cotangents of which all samples of one are behind those of another."""
+    def forms(self, cotangents: Calls) -> Forms:
+        """Return the forms of cotangents of which all samples of one are behind those of another."""
         layer, each = self._layer, promoted(cotangents[0]).split(len(self._phi))
-        return compiled.direct_gathered(self._phi, each, layer.geometry, layer.factor, self._positions)
+        return layer.backend.direct_gathered(self._phi, each, layer.geometry, layer.factor, self._positions)
 
 
 class Gram:
@@ -144,21 +153,21 @@ class Gram:
         squares: whether |M|² is to be made here.
     """
 
-    def __init__(self, layer: Prepared, phi: Tensor, *, squares: bool) -> None:
+    def __init__(self, layer: PreparedWeight, phi: Tensor, *, squares: bool) -> None:
         self._layer, self._squares = layer, squares
-        self._gram = compiled.patch_gram(phi, layer.geometry)
+        self._gram = layer.backend.patch_gram(phi, layer.geometry)
 
-    def products(self, cotangent: Calls) -> Products:
-        """Return the products of a cotangent."""
+    def forms(self, cotangent: Calls) -> Forms:
+        """Return the forms of a cotangent."""
         layer, gram = self._layer, self._gram
         rows = layer.geometry.rows(promoted(cotangent[0]))
         squares = gram_weighted = None
         if layer.factor is not None:
             # of a convolution's cotangent as it lies in memory: R (r, d) times (d, P)
-            gram_weighted = compiled.gram(product(layer.factor.to(rows.dtype), rows.mT).mT, gram)
+            gram_weighted = layer.backend.gram(product(layer.factor.to(rows.dtype), rows.mT).mT, gram)
         if self._squares:
-            squares = compiled.gram(rows, gram)
-        return Products(squares, gram_weighted, None, None, None)
+            squares = layer.backend.gram(rows, gram)
+        return Forms(squares, gram_weighted)
 
 
 class Carried:
@@ -169,19 +178,20 @@ class Carried:
         phi: the inputs, joined.
     """
 
-    def __init__(self, layer: Prepared, phi: Tensor) -> None:
-        self._geometry, self._gram = layer.geometry, compiled.patch_gram(phi, layer.geometry)
+    def __init__(self, layer: PreparedWeight, phi: Tensor) -> None:
+        self._layer, self._gram = layer, layer.backend.patch_gram(phi, layer.geometry)
 
-    def products(self, carried: Calls) -> Products:
-        """Return the products of a cotangent, from γ (n, m, positions)."""
-        return Products(None, compiled.gram(self._geometry.rows(carried[0]), self._gram), None, None, None)
+    def forms(self, carried: Calls) -> Forms:
+        """Return the forms of a cotangent, from γ (n, m, positions)."""
+        rows = self._layer.geometry.rows(carried[0])
+        return Forms(gram_weighted=self._layer.backend.gram(rows, self._gram))
 
 
-class Route(Protocol):
+class LayerRoute(Protocol):
     """Know what has been prepared of a layer's inputs."""
 
-    def products(self, cotangent: Calls) -> Products:
-        """Return the products of a cotangent."""
+    def forms(self, cotangent: Calls) -> Forms:
+        """Return the forms of a cotangent."""
 
 
 class Both:
@@ -192,15 +202,15 @@ class Both:
         by_gram: the route to |R M|²; None if that is not wanted.
     """
 
-    def __init__(self, by_gradients: Route, by_gram: Route | None) -> None:
+    def __init__(self, by_gradients: LayerRoute, by_gram: LayerRoute | None) -> None:
         self._by_gradients, self._by_gram = by_gradients, by_gram
 
-    def products(self, cotangent: Calls) -> Products:
-        """Return the products of a cotangent."""
-        found = self._by_gradients.products(cotangent)
+    def forms(self, cotangent: Calls) -> Forms:
+        """Return the forms of a cotangent."""
+        found = self._by_gradients.forms(cotangent)
         if self._by_gram is None:
             return found
-        return found._replace(gram_weighted=self._by_gram.products(cotangent).gram_weighted)
+        return found._replace(gram_weighted=self._by_gram.forms(cotangent).gram_weighted)
 
 
 class OnePosition:
@@ -214,27 +224,26 @@ class OnePosition:
         inputs: φ.
     """
 
-    def __init__(self, layer: Prepared, inputs: Tensor) -> None:
+    def __init__(self, layer: PreparedWeight, inputs: Tensor) -> None:
         groups, d, m = layer.shape
         self._layer, phi = layer, layer.geometry.patches(promoted(inputs)).squeeze(2)  # n, G, m
         flat = phi.flatten(0, 1)
-        norms: Tensor = layer.backend.row_dots(flat, flat)
-        self._norms = norms.view(len(phi), groups)
+        self._norms = layer.backend.row_dots(flat, flat).view(len(phi), groups)
         self._phi, weight = phi, layer.weight
         if weight is None:
             return
         self._weight = weight = weight.to(phi.dtype)
-        if layer.products.by_row:
+        if layer.forms.by_row:
             self._outputs = _applied(phi, weight)
-        if layer.products.weighted:
+        if layer.forms.weighted:
             self._variances = phi.new_empty(*phi.shape[:2], d)  # Σ_j w_sj² φ_j²
             rows, squares = max(1, _ENTRIES // m), phi.square()
             for part, made in zip(weight.split(rows, dim=1), self._variances.split(rows, dim=2), strict=True):
                 made.copy_(_applied(squares, part.square()))  # no second matrix of the weight's size
 
-    def products(self, cotangent: Calls) -> Products:
-        """Return the products of a cotangent; without those of w ∘ M of several, one behind the other."""
-        layer, made = self._layer, self._layer.products
+    def forms(self, cotangent: Calls) -> Forms:
+        """Return the forms of a cotangent; without those of w ∘ M of several, one behind the other."""
+        layer, made = self._layer, self._layer.forms
         delta = promoted(layer.geometry.rows(cotangent[0]))  # n, G, 1, d
         rows = delta.squeeze(2)
         squares = gram_weighted = weighted = by_column = by_row = None
@@ -246,18 +255,18 @@ class OnePosition:
         if made.squares:
             squares = self._times_norms(rows)
         if made.weighted:
-            weighted = reference.row_dots(rows.square().flatten(1), self._variances.flatten(1))
+            weighted = (rows.square().flatten(1) * self._variances.flatten(1)).sum(dim=1, dtype=torch.float64)
         if made.by_column:
             columns = self._phi * _applied(rows, self._weight.mT)
             by_column = columns.unflatten(2, (-1, layer.geometry.kernel_elements)).sum(dim=3).flatten(1).double()
         if made.by_row:
             by_row = (rows * self._outputs).flatten(1).double()
-        return Products(squares, gram_weighted, weighted, by_column, by_row)
+        return Forms(squares, gram_weighted, weighted, by_column, by_row)
 
     def _times_norms(self, rows: Tensor) -> Tensor:
         """Return |φ|² |a|² over all groups for a (n, G, …)."""
         flat = rows.flatten(0, 1)
-        squares: Tensor = self._layer.backend.row_dots(flat, flat)
+        squares = self._layer.backend.row_dots(flat, flat)
         terms = squares.view(-1, *self._norms.shape) * self._norms  # of cotangents that share the inputs
         return terms.sum(dim=2).flatten()
 
@@ -277,17 +286,240 @@ class Summed:
         inputs: of each call.
     """
 
-    def __init__(self, layer: Prepared, inputs: Calls) -> None:
+    def __init__(self, layer: PreparedWeight, inputs: Calls) -> None:
         self._layer, self._inputs = layer, inputs
 
-    def products(self, cotangent: Calls) -> Products:
-        """Return the products of a cotangent."""
+    def forms(self, cotangent: Calls) -> Forms:
+        """Return the forms of a cotangent."""
         layer, gradients = self._layer, self._layer.gradients(self._inputs, cotangent)
         factor, weight = (None if t is None else t.to(gradients.dtype) for t in (layer.factor, layer.weight))
-        found: Products = layer.backend.products(gradients, layer.geometry, factor, weight)
-        return found
+        return layer.backend.products(gradients, layer.geometry, factor, weight)
 
 
-def joined(parts: Sequence[Products]) -> Products:
-    """Return the products of several pieces' samples, one piece behind the other."""
-    return Products(*(None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True)))
+class _Squares(Protocol):
+    """Know the inputs φ of a micro-batch."""
+
+    def of(self, rows: Tensor) -> Tensor:
+        """Return |a φ|² of rows a (n G, K, r, P), (n G, K) float64."""
+
+
+class Stacked:
+    """Compute |M|² and |R M|² of several cotangents together.
+
+    Args:
+        layer: the weight.
+        phi: the inputs, joined.
+        by_gram: whether by their Gram matrices.
+        size: how many cotangents at most.
+        squares: whether |M|² is to be made here.
+    """
+
+    def __init__(self, layer: PreparedWeight, phi: Tensor, size: int, *, by_gram: bool, squares: bool) -> None:
+        half = layer.half_factor is not None and phi.dtype == layer.half_factor.dtype
+        phi = phi if half else promoted(phi)
+        groups, d, _ = layer.shape
+        self._samples, self._size, self._dtype = len(phi), size, phi.dtype
+        self._shape = len(phi) * groups, d, layer.places(phi)
+        self._squares: _Squares = _ByGram(layer, phi) if by_gram else _ByPatches(layer, phi)
+        self._factors: dict[str, Tensor | None] = {"squares": None} if squares else {}
+        factor = layer.half_factor if half else layer.factor
+        if factor is not None:
+            each = factor.to(phi.dtype).expand(self._samples, *factor.shape)
+            self._factors["gram_weighted"] = each.flatten(0, 1)  # of one group no copy
+        self._rows: dict[str, Tensor] = {}  # of the cotangents that were taken in, (n G, size, r, P)
+        self._each: dict[str, tuple[Tensor, ...]] = {}  # of one after the other
+
+    def put(self, number: int, cotangent: Tensor) -> None:
+        """Take a cotangent in as the one of this number."""
+        delta = cotangent.reshape(self._shape).to(self._dtype)
+        for name, factor in self._factors.items():
+            if name not in self._rows:
+                count = delta.shape[1] if factor is None else factor.shape[1]
+                rows = delta.new_empty(len(delta), self._size, count, delta.shape[2])
+                self._rows[name], self._each[name] = rows, rows.unbind(1)
+            if factor is None:
+                self._each[name][number].copy_(delta)
+            elif delta.shape[1] == 1:
+                torch.mul(factor, delta, out=self._each[name][number])  # depthwise, of many small products
+            else:
+                multiply = product if self._dtype == promoted_dtype(self._dtype) else torch.bmm
+                multiply(factor, delta, out=self._each[name][number])
+
+    def taken(self, count: int) -> Forms:
+        """Return the forms of the first cotangents that were taken in, one behind the other."""
+        rows, self._rows, self._each = self._rows, {}, {}
+        found = {}
+        for name in self._factors:
+            values = self._squares.of(rows.pop(name)[:, :count])
+            found[name] = values.unflatten(0, (self._samples, -1)).sum(dim=1).t().flatten()
+        return Forms(**found)
+
+    def forms(self, cotangents: Calls) -> Forms:
+        """Return the forms of cotangents of which all samples of one are behind those of another."""
+        each = cotangents[0].split(self._samples)
+        for number, cotangent in enumerate(each):
+            self.put(number, cotangent)
+        return self.taken(len(each))
+
+
+class _ByPatches:
+    """Multiply by patches that are written out for some samples at a time, and forgotten."""
+
+    def __init__(self, layer: PreparedWeight, phi: Tensor) -> None:
+        self._layer, self._phi = layer, phi
+
+    def of(self, rows: Tensor) -> Tensor:
+        layer, (groups, _, m) = self._layer, self._layer.shape
+        _, count, r, places = rows.shape
+        chunk = layer.chunk(groups * m * (count * r + places), rows.dtype)
+        found = []
+        for phi, some in zip(self._phi.split(chunk), rows.split(chunk * groups), strict=True):
+            made = product(some.flatten(1, 2), layer.patches(phi).flatten(0, 1)).view(-1, r, m)
+            found.append(_dots(layer, made, made))
+        return torch.cat(found).view(-1, count)
+
+
+class _ByGram:
+    """Multiply by Gram matrices of patches, made once."""
+
+    def __init__(self, layer: PreparedWeight, phi: Tensor) -> None:
+        self._layer, (groups, _, m) = layer, layer.shape
+        places = layer.places(phi)
+        found = []
+        for some in phi.split(layer.chunk(groups * places * (m + places), phi.dtype)):
+            patches = layer.patches(some).flatten(0, 1)
+            found.append(product(patches, patches.mT))
+        self._gram = found[0] if len(found) == 1 else torch.cat(found)
+
+    def of(self, rows: Tensor) -> Tensor:
+        _, count, r, places = rows.shape
+        half = rows.dtype != self._gram.dtype
+        chunk = self._layer.chunk(places * (places if half else count * r), self._gram.dtype)
+        contract = self._pairs if half else self._products
+        each = zip(rows.split(chunk), self._gram.split(chunk), strict=True)
+        return torch.cat([contract(some, gram) for some, gram in each])
+
+    def _products(self, rows: Tensor, gram: Tensor) -> Tensor:
+        """Return ⟨a G, a⟩."""
+        made = product(rows.flatten(1, 2), gram).view(-1, *rows.shape[2:])
+        return _dots(self._layer, made, rows.flatten(0, 1)).view(rows.shape[:2])
+
+    def _pairs(self, rows: Tensor, gram: Tensor) -> Tensor:
+        """Return ⟨aᵀ a, G⟩ of rows in half precision, which G would lose its digits in."""
+        each = [_dots(self._layer, product(some.mT, some), gram) for some in rows.unbind(1)]
+        return torch.stack(each, dim=1)
+
+
+def _dots(layer: PreparedWeight, a: Tensor, b: Tensor) -> Tensor:
+    """Return the inner products of matrices (k, rows, columns), (k,) float64; of few a row at a time, in parallel."""
+    if len(a) >= _MANY:
+        return layer.backend.row_dots(a.flatten(1), b.flatten(1))
+    return layer.backend.row_dots(a.flatten(0, 1), b.flatten(0, 1)).view(a.shape[:2]).sum(dim=1)
+
+
+class Written:
+    """Write M out for some samples at a time, for what is made of w ∘ M.
+
+    Args:
+        layer: the weight.
+        phi: the inputs, joined.
+        factor: R, if |R M|² is to be made here.
+    """
+
+    def __init__(self, layer: PreparedWeight, phi: Tensor, factor: Tensor | None) -> None:
+        self._layer, self._phi, self._factor = layer, phi, factor
+
+    def forms(self, cotangent: Calls) -> Forms:
+        """Return the forms of a cotangent."""
+        layer, (groups, d, m) = self._layer, self._layer.shape
+        places, dtype = layer.places(self._phi), promoted(self._phi[:0]).dtype
+        factor, weight = (None if t is None else t.to(dtype) for t in (self._factor, layer.weight))
+        chunk = layer.chunk(groups * m * (2 * d + places), dtype)
+        parts = []
+        for phi, delta in zip(self._phi.split(chunk), cotangent[0].split(chunk), strict=True):
+            gradients = layer.gradients([phi], [delta])
+            parts.append(layer.backend.products(gradients, layer.geometry, factor, weight))
+        return Forms.joined(parts)
+
+
+class LibraryRoutes:
+    """Choose among the routes by products of a matrix library, which stacks what it makes of several cotangents.
+
+    Args:
+        layer: the weight.
+
+    Attributes:
+        fewest: cotangents that are worth being contracted together.
+        gathers: whether cotangents may be some elements of each row.
+    """
+
+    fewest = 2
+    gathers = False
+
+    def __init__(self, layer: PreparedWeight) -> None:
+        self._layer = layer
+
+    def of(self, phi: Tensor, stack_size: int, positions: Tensor | None, *, by_gram: bool) -> Callable[[], LayerRoute]:
+        """Return what prepares the route for a layer's inputs, for so many cotangents at a time, of some positions."""
+        layer = self._layer
+        if layer.weight is None:
+            return partial(Stacked, layer, phi, stack_size, by_gram=by_gram, squares=layer.forms.squares)
+        if not by_gram or not layer.factor_rows:
+            return partial(Written, layer, phi, layer.factor)
+        by_gram_alone = Stacked(layer, phi, stack_size, by_gram=True, squares=False)
+        return partial(Both, Written(layer, phi, None), by_gram_alone)
+
+    def room(self, held: int) -> int:
+        """Return how many of so many bytes cotangents that are held back may take."""
+        return held
+
+    def rows(self) -> int:
+        """Return how many rows are held back of a cotangent's group, where positions are several."""
+        layer = self._layer
+        d, r = layer.shape[1], layer.factor_rows
+        return r + (d if layer.forms.squares else 0) if r else d
+
+    def direct(self, places: int, rows: int) -> int:
+        """Return the multiply-adds a sample and cotangent by M, from which the forms of so many rows are made."""
+        _, d, m = self._layer.shape
+        return self._layer.factor_rows * d * places + rows * m * places
+
+    def carried(self, places: int, count: int) -> float:
+        """Return the multiply-adds from wᵀ δ, made elsewhere, in place of δ; infinity where that is no route."""
+        return math.inf
+
+
+class KernelRoutes(LibraryRoutes):
+    """Choose among the routes by kernels, for which cotangents are copied, where they stay in a processor's caches."""
+
+    fewest = 4
+    gathers = True
+
+    def of(self, phi: Tensor, stack_size: int, positions: Tensor | None, *, by_gram: bool) -> Callable[[], LayerRoute]:
+        """See :class:`LibraryRoutes`."""
+        layer, phi = self._layer, promoted(phi)
+        if not by_gram and stack_size > 1:
+            return partial(DirectGathered, layer, phi, positions)
+        if not by_gram:
+            return partial(Direct, layer, phi, layer.factor)
+        if layer.weight is None:
+            return partial(Gram, layer, phi, squares=layer.forms.squares)
+        gram = Gram(layer, phi, squares=False) if layer.factor_rows else None
+        return partial(Both, Direct(layer, phi, None), gram)
+
+    def room(self, held: int) -> int:
+        """See :class:`LibraryRoutes`."""
+        return min(held, self._layer.memory)
+
+    def rows(self) -> int:
+        """See :class:`LibraryRoutes`."""
+        return self._layer.shape[1]
+
+    def direct(self, places: int, rows: int) -> int:
+        """See :class:`LibraryRoutes`."""
+        _, d, m = self._layer.shape
+        return d * m * places + self._layer.factor_rows * d * m
+
+    def carried(self, places: int, count: int) -> float:
+        """See :class:`LibraryRoutes`."""
+        return self._layer.shape[2] * places**2 * (1 + 1 / max(1, count))

@@ -14,31 +14,18 @@ The difference cancels where one probability is close to 1, as it is at every tr
   >= 0. The first is E - |E|² again, so rows in which that cancels too (the others pile up far from the centre) are
   found by their condition number and take Σ_s p_s |w_s - μ|² from the differences.
 
-The weight is centred first (:mod:`.centre`).
+The weight is centred first (:func:`.centre`).
 """
 
 import functools
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import compiled
-from .centre import centre, shifted
 from .precision import product, promoted, promoted_dtype
-from .reference import RowSum
+from .reference import DEFAULT_MEMORY, FUSED_OUTPUTS, Backend, RowSum, centre, shifted
 from .wide import Bounded, WideHead
-
-DEFAULT_MEMORY = 24 * 2**20  # bytes that working buffers may take: near to what a processor's caches hold
-CUDA_MEMORY = 416 * 2**20  # the same on a GPU, which wants much at once
-FUSED_OUTPUTS = 64
-_OF_KERNELS = torch.float32, torch.float64
-
-
-def default_memory(device: torch.device) -> int:
-    """Return how many bytes working buffers may take, unless a user says otherwise."""
-    return CUDA_MEMORY if device.type == "cuda" else DEFAULT_MEMORY
 
 
 class Labels(NamedTuple):
@@ -59,7 +46,7 @@ class SoftmaxVariance:
     Args:
         weight: (d, m); half precision is computed in float32.
         bias: (d,) or None.
-        backend: a module from :func:`.backends.choose`.
+        backend: that computes.
         rows: about how many rows of features will come; the cheaper route depends on it.
         memory: bytes for working buffers. Neither the logits of all rows nor a copy of the weight is ever made.
         route: ``"fused"``, ``"pairs"`` or ``"rows"``; None takes the cheapest that fits.
@@ -70,7 +57,7 @@ class SoftmaxVariance:
         self,
         weight: Tensor,
         bias: Tensor | None,
-        backend: ModuleType,
+        backend: Backend,
         *,
         rows: int,
         memory: int = DEFAULT_MEMORY,
@@ -107,16 +94,16 @@ class SoftmaxVariance:
         return Bounded(chunks[0] if len(chunks) == 1 else torch.cat(chunks), None)
 
     def total(self, features: Tensor, labels: Labels, values: Tensor | None) -> RowSum | None:
-        """Return the sum of the values by one call of a kernel, see :func:`.reference.softmax_variance_sum`.
+        """Return the sum of the values by one call of a kernel, see :meth:`.Backend.softmax_variance_sum`.
 
         None also where there is no such kernel: for other routes, backends and half precision.
         """
         weight, bias = self._weight, self._bias
-        if self.route != "fused" or self._backend is not compiled or not features.dtype == weight.dtype in _OF_KERNELS:
+        if self.route != "fused" or not features.dtype == weight.dtype in self._backend.sums:
             return None
         if bias is not None and bias.dtype != weight.dtype:  # half precision may stand beside float32
             return None
-        found = compiled.softmax_variance_sum(features, weight, bias, self._prepared, *labels, values)
+        found = self._backend.softmax_variance_sum(features, weight, bias, self._prepared, *labels, values)
         self._prepared = self._prepared if found is None else found.prepared
         return found
 
@@ -132,7 +119,7 @@ class SoftmaxVariance:
         maximum = scores.new_full((len(scores),), -torch.inf)
         rest, _, _ = backend.exponentiate(scores, None, 1.0, maximum)
         pairs = backend.row_dots(scores, product(scores, distances)) / 2
-        values: Tensor = backend.row_dots(features, features) * pairs / (1 + rest).square()
+        values = backend.row_dots(features, features) * pairs / (1 + rest).square()
         return values.masked_fill_(maximum.isinf(), torch.nan)
 
 

@@ -5,45 +5,36 @@ They are written out, and take no more memory than δ; no one-hot vector is.
 """
 
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from .factor import gram_factor
-from .layer import Contraction, Sign
+from .layer import Contraction, Contractor, Sign
 from .precision import product, promoted
-from .quantities import Contribution, Wanted
-from .reference import Products
+from .quantities import Forms, Quantities
+from .reference import Backend
 from .routes import Calls
 
 
-class TokenContraction:
-    """Contract like :class:`.layer.LayerContraction`, for tokens (n, P) as inputs and cotangents (n, P, d).
+class TokenContraction(Contractor):
+    """Contract tokens (n, P) as inputs, and cotangents (n, P, d).
 
     Args:
         weight: (1, d, m).
-        backend: a module from :func:`.backends.choose`.
+        backend: that computes.
         quantities: names of :data:`.quantities.QUANTITIES`.
     """
 
-    def __init__(self, weight: Tensor, backend: ModuleType, quantities: Sequence[str]) -> None:
-        self._weight, self._backend, self._wanted = weight, backend, Wanted(quantities)
+    def __init__(self, weight: Tensor, backend: Backend, quantities: Sequence[str]) -> None:
+        super().__init__(quantities, (1, *weight.shape[1:], 1), weight.device)
+        self._weight, self._backend = weight, backend
         self._factor = gram_factor(promoted(weight))[0] if self._wanted.gram_factor else None
 
     def at(self, inputs: Calls, count: int, held: int = 0, positions: Tensor | None = None) -> Contraction:
         """Return the contraction at tokens (n, P); how many cotangents come does not matter, and none are held back."""
         at = Tokens(self._weight, self._factor, self._backend, self._wanted, inputs[0])
-        return Contraction(self._wanted, at.products, at.entries)
-
-    def gathers(self, inputs: Calls, count: int, held: int, elements: int) -> bool:
-        """Return that every element of a cotangent has to be there."""
-        return False
-
-    def nothing(self, samples: int) -> Contribution:
-        """Return the contribution of no cotangent at all."""
-        _, d, m = self._weight.shape
-        return self._wanted.nothing(samples, (1, d, m, 1), self._weight.device)
+        return Contraction(self._wanted, at.forms, at.entries)
 
     def traces(self, inputs: Calls, cotangent: Calls, coefficients: Tensor) -> Tensor:
         """Return Σ_i coefficient_i M_i M_iᵀ, (1, d, d) float64."""
@@ -80,27 +71,27 @@ class Columns:
 
 
 class Tokens:
-    """Compute the products of M from its columns.
+    """Compute the forms of M from its columns.
 
     Args:
         weight: (1, d, m).
         factor: R, (r, d), if |R M|² is wanted.
-        backend: a module from :func:`.backends.choose`.
+        backend: that computes.
         wanted: the quantities.
         tokens: (n, P).
     """
 
     def __init__(
-        self, weight: Tensor, factor: Tensor | None, backend: ModuleType, wanted: Wanted, tokens: Tensor
+        self, weight: Tensor, factor: Tensor | None, backend: Backend, wanted: Quantities, tokens: Tensor
     ) -> None:
-        self._shape, self._factor, self._dots, self._made = weight.shape, factor, backend.row_dots, wanted.products
+        self._shape, self._factor, self._dots, self._made = weight.shape, factor, backend.row_dots, wanted.forms
         self._columns = Columns(tokens.long())
-        made = wanted.products
+        made = wanted.forms
         if made.weighted or made.by_column or made.by_row:
             self._weights = promoted(weight[0].t()[self._columns.tokens])  # (n, U, d)
 
-    def products(self, cotangent: Calls) -> Products:
-        """Return the products of a cotangent."""
+    def forms(self, cotangent: Calls) -> Forms:
+        """Return the forms of a cotangent."""
         made, columns = self._made, self._columns.of(cotangent[0])
         squares = gram_weighted = weighted = by_column = by_row = None
         if made.squares:
@@ -114,7 +105,7 @@ class Tokens:
             if made.by_column:
                 sums = products.sum(dim=2).double()
                 by_column = sums.new_zeros(len(sums), self._shape[2]).scatter_add_(1, self._columns.tokens, sums)
-        return Products(squares, gram_weighted, weighted, by_column, by_row)
+        return Forms(squares, gram_weighted, weighted, by_column, by_row)
 
     def entries(self, cotangent: Calls, sign: Sign) -> Tensor:
         """Return Σ_i sign_i M_i ∘ M_i, (1, d, m) float64."""
@@ -127,5 +118,4 @@ class Tokens:
 
     def _norms(self, columns: Tensor) -> Tensor:
         flat = columns.flatten(1)
-        norms: Tensor = self._dots(flat, flat)
-        return norms
+        return self._dots(flat, flat)

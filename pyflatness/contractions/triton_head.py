@@ -1,7 +1,7 @@
 """Compute wide heads by kernels in Triton's language: the first product with the exponential in its epilogue.
 
-The functions are those of :mod:`.reference`; what is not here is plain torch, from there. Beside them
-:func:`multiply_exponentiate` makes a tile's exponentials without its logits in memory.
+What has no kernel here is plain torch. :meth:`Triton.multiply_exponentiate` makes a tile's exponentials without its
+logits in memory.
 
 Before a tile's product is done nobody knows a row's largest logit. So its exponentials are relative to z_0, the largest
 one of the tiles before: bfloat16 has the exponents of float32, and the same precision at every size. The sums are
@@ -17,35 +17,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import triton_kernels as kernels
-from .arrays import dense
-from .class_sums import ClassSums, MeanRow, mean_row_by
-from .cuda_device import on_device
-from .reference import (
-    exponentiate,
-    exponentiate_tile,
-    pair_distances,
-    sigmoid_curvature,
-    softmax_variance,
-)
-
-__all__ = [
-    "FIRST_TILE",
-    "exponentiate",
-    "exponentiate_tile",
-    "mean_row",
-    "multiplies",
-    "multiply_exponentiate",
-    "norms_about",
-    "pair_distances",
-    "rejoin",
-    "row_dots",
-    "sigmoid_curvature",
-    "softmax_variance",
-    "spread",
-]
-
-FIRST_TILE = 256
-"""Classes of the tile that goes before the others, and is done twice."""
+from .cuda import on_device
+from .kernels import dense
+from .reference import Backend, ClassSums, MeanRow
 
 _DTYPES = (torch.bfloat16,)
 _ACCESS = 8  # elements of half precision in 16 bytes, at a multiple of which rows must begin
@@ -72,72 +46,101 @@ LARGE, SMALL = Blocks(128, 256, 64, 8, 3), Blocks(128, 128, 32, 8, 2)
 _LARGE_MEMORY = 214040  # bytes of shared memory that `LARGE` takes
 
 
-def multiplies(features: Tensor, weight: Tensor) -> bool:
-    """Return whether :func:`multiply_exponentiate` takes features (n, m) and a weight (d, m)."""
-    aligned = all(
-        t.stride(0) % _ACCESS == 0 and t.stride(1) == 1 and t.data_ptr() % 16 == 0 for t in (features, weight)
-    )
-    return aligned and features.dtype == weight.dtype and features.dtype in _DTYPES
+class Triton(Backend):
+    """Provide the operations of wide heads by kernels in Triton's language."""
+
+    name = "triton"
+    in_place = True
+    first_tile = 256  # which goes before the others, and is done twice
+
+    def fuses(self, features: Tensor, weight: Tensor) -> bool:
+        """See :class:`.Backend`."""
+        aligned = all(
+            t.stride(0) % _ACCESS == 0 and t.stride(1) == 1 and t.data_ptr() % 16 == 0 for t in (features, weight)
+        )
+        return aligned and features.dtype == weight.dtype and features.dtype in _DTYPES
+
+    def multiply_exponentiate(
+        self, features: Tensor, weight: Tensor, bias: Tensor, norms: Tensor, first: int, sums: ClassSums
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """See :class:`.Backend`."""
+        (n, m), width, device = features.shape, len(weight), features.device
+        blocks = _blocks(device)
+        row_blocks, class_blocks = -(-n // blocks.rows), -(-width // blocks.classes)
+        values = features.new_empty(n, -(-width // _ALIGNED) * _ALIGNED)[:, :width]
+        reference, joins = sums.maximum.clone(), sums.top.new_empty(2, n)
+        parts = sums.maximum.new_empty(3, class_blocks, n)  # largest logits, sums of exponentials, weighted by norms
+        order = torch.arange(row_blocks, dtype=torch.int32, device=device)
+        count, factor = order.new_full((1,), row_blocks), torch.empty_like(sums.rest)
+        grid = (min(row_blocks * class_blocks, _programs(device)),)
+        product = (
+            TensorDescriptor.from_tensor(features, [blocks.rows, blocks.depth]),
+            TensorDescriptor.from_tensor(weight, [blocks.classes, blocks.depth]),
+            TensorDescriptor.from_tensor(values, [blocks.rows, blocks.classes]),
+            *(bias, norms, reference, order, count, *parts, first, n, width, m),
+        )
+        sizes = {"ROWS": blocks.rows, "CLASSES": blocks.classes, "DEPTH": blocks.depth, "PAIRS": _rounds_pairs(device)}
+        computed = {"num_warps": blocks.warps, "num_stages": blocks.stages}
+        _launch(kernels.product, device, grid, *product, **sizes, **computed)
+        count.zero_()
+        _launch(
+            kernels.surpassed, device, (row_blocks,), parts[0], reference, order, count, n, class_blocks,
+            ROWS=blocks.rows, AT_ONCE=SETTLED["AT_ONCE"],
+        )  # fmt: skip
+        _launch(kernels.product, device, grid, *product, **sizes, **computed)  # of the rows that were listed
+        _launch(
+            kernels.settle, device, (-(-n // SETTLED["ROWS"]),), *parts, norms, reference, values, *sums, *joins,
+            factor, first, n, width, class_blocks, values.stride(0), **SETTLED, CLASSES=blocks.classes,
+        )  # fmt: skip
+        return values, joins[0], joins[1], factor
+
+    def norms_about(self, weight: Tensor, centre: Tensor) -> Tensor:
+        """See :class:`.Backend`."""
+        return _dots(weight, weight, centre).to(centre.dtype)
+
+    def row_dots(self, a: Tensor, b: Tensor) -> Tensor:
+        """See :class:`.Backend`."""
+        return _dots(a, b, None)
+
+    def rejoin(self, summed: Tensor, weight: Tensor, centre: Tensor | None, top: Tensor, factor: Tensor) -> None:
+        """See :class:`.Backend`."""
+        arguments = summed, dense(weight), centre, top, factor, *summed.shape
+        _launch(kernels.rejoin, summed.device, _grid(len(summed)), *arguments, **ROWS)
+
+    def mean_row(
+        self, summed: Tensor, weight: Tensor, centre: Tensor, sums: ClassSums, uncentred: Tensor | None, reach: bool
+    ) -> MeanRow:
+        """See :class:`.Backend`."""
+        if reach:
+            return super().mean_row(summed, weight, centre, sums, uncentred, reach)
+        others, away = sums.rest.new_empty(2, len(summed))
+        arguments = summed, dense(weight), centre, sums.top, sums.rest, uncentred, others, away, *summed.shape
+        _launch(kernels.mean_row, summed.device, _grid(len(summed)), *arguments, **ROWS)
+        return MeanRow(others, away, None)
+
+    def spread(
+        self,
+        features: Tensor,
+        maximum: Tensor,
+        mean: Tensor,
+        weight: Tensor,
+        centre: Tensor | None,
+        bias: Tensor,
+        chosen: Tensor,
+    ) -> Tensor:
+        """See :class:`.Backend`; the host does not learn which rows are chosen."""
+        (n, m), d = features.shape, len(weight)
+        span = -(-d // _SPANS)
+        order = chosen.int().argsort(descending=True)
+        out = torch.zeros(_SPANS, n, dtype=torch.float64, device=features.device)
+        _launch(
+            kernels.spread, features.device, (_AT_ONCE, -(-d // span)), dense(features), maximum, dense(mean),
+            dense(weight), centre, dense(bias), order, chosen.sum(), out, n, d, m, SPAN=span, **SPREAD,
+        )  # fmt: skip
+        return out.sum(dim=0)
 
 
-def multiply_exponentiate(
-    features: Tensor, weight: Tensor, bias: Tensor, norms: Tensor, first: int, sums: ClassSums
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Make the exponentials of ``features @ weight.T + bias`` and add them to each row's sums, without the logits.
-
-    Args:
-        features: (n, m).
-        weight: (width, m), the classes from ``first`` on.
-        bias: (d,) of all classes.
-        norms: ``|w_s|²`` of all classes, (d,).
-        first: the tile's first class.
-        sums: over the tiles before, (n,) each; takes the tile in, in place.
-
-    Returns:
-        The exponentials (n, width), 0 at the class that became a row's most probable one; and what :func:`rejoin`
-        takes: classes (n,) that join Σ e_s w_s before the tile is added to it, as the row's exponentials are relative
-        to the new maximum, others (n,) that join afterwards, as theirs are relative to the old one, -1 for none, and
-        the factors (n,), float64, for both.
-    """
-    (n, m), width, device = features.shape, len(weight), features.device
-    blocks = _blocks(device)
-    row_blocks, class_blocks = -(-n // blocks.rows), -(-width // blocks.classes)
-    values = features.new_empty(n, -(-width // _ALIGNED) * _ALIGNED)[:, :width]
-    reference, joins = sums.maximum.clone(), sums.top.new_empty(2, n)
-    parts = sums.maximum.new_empty(3, class_blocks, n)  # largest logits, sums of exponentials, weighted by norms
-    order = torch.arange(row_blocks, dtype=torch.int32, device=device)
-    count, factor = order.new_full((1,), row_blocks), torch.empty_like(sums.rest)
-    grid = (min(row_blocks * class_blocks, _programs(device)),)
-    product = (
-        TensorDescriptor.from_tensor(features, [blocks.rows, blocks.depth]),
-        TensorDescriptor.from_tensor(weight, [blocks.classes, blocks.depth]),
-        TensorDescriptor.from_tensor(values, [blocks.rows, blocks.classes]),
-        *(bias, norms, reference, order, count, *parts, first, n, width, m),
-    )
-    sizes = {"ROWS": blocks.rows, "CLASSES": blocks.classes, "DEPTH": blocks.depth, "PAIRS": _rounds_pairs(device)}
-    computed = {"num_warps": blocks.warps, "num_stages": blocks.stages}
-    _launch(kernels.product, device, grid, *product, **sizes, **computed)
-    count.zero_()
-    _launch(
-        kernels.surpassed, device, (row_blocks,), parts[0], reference, order, count, n, class_blocks,
-        ROWS=blocks.rows, AT_ONCE=SETTLED["AT_ONCE"],
-    )  # fmt: skip
-    _launch(kernels.product, device, grid, *product, **sizes, **computed)  # of the rows that were listed
-    _launch(
-        kernels.settle, device, (-(-n // SETTLED["ROWS"]),), *parts, norms, reference, values, *sums, *joins, factor,
-        first, n, width, class_blocks, values.stride(0), **SETTLED, CLASSES=blocks.classes,
-    )  # fmt: skip
-    return values, joins[0], joins[1], factor
-
-
-def norms_about(weight: Tensor, centre: Tensor) -> Tensor:
-    """See :func:`.reference.norms_about`."""
-    return _dots(weight, weight, centre).to(centre.dtype)
-
-
-def row_dots(a: Tensor, b: Tensor) -> Tensor:
-    """See :func:`.reference.row_dots`."""
-    return _dots(a, b, None)
+triton = Triton()
 
 
 def _dots(a: Tensor, b: Tensor, centre: Tensor | None) -> Tensor:
@@ -145,39 +148,6 @@ def _dots(a: Tensor, b: Tensor, centre: Tensor | None) -> Tensor:
     out = torch.empty(len(a), dtype=torch.float64, device=a.device)
     _launch(kernels.dots, a.device, _grid(len(a)), a, b, centre, out, *a.shape, **ROWS)
     return out
-
-
-def rejoin(summed: Tensor, weight: Tensor, centre: Tensor | None, top: Tensor, factor: Tensor) -> None:
-    """See :func:`.reference.rejoin`."""
-    arguments = summed, dense(weight), centre, top, factor, *summed.shape
-    _launch(kernels.rejoin, summed.device, _grid(len(summed)), *arguments, **ROWS)
-
-
-def mean_row(
-    summed: Tensor, weight: Tensor, centre: Tensor, sums: ClassSums, uncentred: Tensor | None, reach: bool
-) -> MeanRow:
-    """See :func:`.reference.mean_row`."""
-    if reach:
-        return mean_row_by(row_dots, summed, weight, centre, sums, uncentred, reach)
-    others, away = sums.rest.new_empty(2, len(summed))
-    arguments = summed, dense(weight), centre, sums.top, sums.rest, uncentred, others, away, *summed.shape
-    _launch(kernels.mean_row, summed.device, _grid(len(summed)), *arguments, **ROWS)
-    return MeanRow(others, away, None)
-
-
-def spread(
-    features: Tensor, maximum: Tensor, mean: Tensor, weight: Tensor, centre: Tensor | None, bias: Tensor, chosen: Tensor
-) -> Tensor:
-    """See :func:`.reference.spread`; the host does not learn which rows are chosen."""
-    (n, m), d = features.shape, len(weight)
-    span = -(-d // _SPANS)
-    order = chosen.int().argsort(descending=True)
-    out = torch.zeros(_SPANS, n, dtype=torch.float64, device=features.device)
-    _launch(
-        kernels.spread, features.device, (_AT_ONCE, -(-d // span)), dense(features), maximum, dense(mean),
-        dense(weight), centre, dense(bias), order, chosen.sum(), out, n, d, m, SPAN=span, **SPREAD,
-    )  # fmt: skip
-    return out.sum(dim=0)
 
 
 def _blocks(device: torch.device) -> Blocks:

@@ -21,18 +21,15 @@ values can be, and tiles are put back, heaviest first, until it fits. A threshol
 probability left out relative to 1 - p_t.
 """
 
-from collections.abc import Callable, Iterable
-from types import ModuleType
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import interrupts
-from . import cuda
-from .centre import shifted
-from .class_sums import ClassSums
 from .precision import CHAIN, product, promoted, promoted_dtype
+from .reference import Backend, ClassSums, shifted
 
 _CONDITION = 30.0  # amplification of rounding above which a row is done by differences
 _HALF = 2  # bytes of an element in half precision
@@ -53,7 +50,7 @@ class Bounded(NamedTuple):
     """(n,) float64, on each error besides rounding; None where nothing is left out."""
 
 
-class Plan(NamedTuple):
+class AtOnce(NamedTuple):
     """Hold how much is done at once."""
 
     rows: int
@@ -66,7 +63,7 @@ class Plan(NamedTuple):
 
 def plan(
     n: int, d: int, m: int, dtype: torch.dtype, memory: int, *, half: bool, keeps: bool, fused: bool = False
-) -> Plan:
+) -> AtOnce:
     """Return how many rows and classes fit the memory.
 
     Args:
@@ -101,7 +98,7 @@ def plan(
             tile, rows = d, max(16, (entries - d * m) // (d + others * m))
         weights, row = tile * m * item, (tile + others * m) * item
     rows = max(1, min(n, rows))
-    return Plan(rows, tile, weights + rows * row)
+    return AtOnce(rows, tile, weights + rows * row)
 
 
 def _down(count: int) -> int:
@@ -147,30 +144,28 @@ class WideHead:
         weight: (d, m).
         centre: (m,), about which moments are taken.
         bias: (d,); None: 0.
-        backend: a module from :func:`.backends.choose`.
+        backend: that computes.
         memory: bytes for working buffers.
         rtol: error that may be made to save time, relative to the sum over a chunk of rows; 0: none. On CUDA it saves
             none, and none is made.
     """
 
     def __init__(
-        self, weight: Tensor, centre: Tensor, bias: Tensor | None, backend: ModuleType, memory: int, rtol: float
+        self, weight: Tensor, centre: Tensor, bias: Tensor | None, backend: Backend, memory: int, rtol: float
     ) -> None:
         self._weight, self._centre, self._bias, self._backend = weight, centre, shifted(bias, weight), backend
-        self._memory, self._rtol = memory, 0.0 if weight.is_cuda or backend is cuda else rtol
+        self._memory, self._rtol = memory, 0.0 if backend.on_gpu(weight) else rtol
         self._added = None if bias is None else self._bias  # to products that a kernel adds it to
         self._norms = backend.norms_about(weight, centre)
-        self._multiplies: Callable[[Tensor, Tensor], bool] | None = getattr(backend, "multiplies", None)
-        self._in_place = backend is cuda or self._multiplies is not None  # nothing lies between kernels
 
     def __call__(self, features: Tensor, scale: Tensor | None = None) -> Bounded:
         """Return values of (n, m) features; ``scale`` (n,) says what each row counts in the sum that ``rtol`` is of."""
         half = self._takes_half(features)
         (d, m), dtype = self._weight.shape, promoted_dtype(features.dtype)
         memory = self._memory
-        if half and not self._in_place:
+        if half and not self._backend.in_place:
             memory //= 3  # torch's operations leave as much between them
-        keeps, fused = self._rtol > 0, self._fuses(features)
+        keeps, fused = self._rtol > 0, self._backend.fuses(features, self._weight)
         planned = plan(len(features), d, m, dtype, memory, half=half, keeps=keeps, fused=fused)
         chunks: Iterable[Tensor] = features.split(planned.rows)
         if not half:
@@ -185,11 +180,8 @@ class WideHead:
 
     def _takes_half(self, features: Tensor) -> bool:
         both = features.dtype == self._weight.dtype == torch.bfloat16
-        return (both and (features.is_cuda or self._in_place)) or self._fuses(features)
-
-    def _fuses(self, features: Tensor) -> bool:
-        """Return whether a kernel makes exponentials from features and weight."""
-        return self._multiplies is not None and self._multiplies(features, self._weight)
+        backend = self._backend
+        return (both and (backend.on_gpu(features) or backend.in_place)) or backend.fuses(features, self._weight)
 
     def _tiles(self, width: int, before: int = 0) -> list[slice]:
         """Return tiles of so many classes, with one of another number before them."""
@@ -205,15 +197,15 @@ class WideHead:
         interrupts.check()
         scores = self._room(features, tile.stop - tile.start, self._centre.dtype)
         if matrix.dtype == torch.bfloat16:
-            return _multiply(features, matrix.t(), scores)
+            return self._backend.multiply(features, matrix.t(), scores)
         return product(features, matrix.t(), self._bias[tile], out=scores)
 
     def _room(self, features: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         """Return a matrix (n, width) to be written.
 
-        On a GPU its rows begin at multiples of 64 elements, see :func:`_aligned`.
+        On a GPU its rows begin at multiples of 64 elements, as :meth:`.Backend.multiply` wants them.
         """
-        padded = _up(width) if features.is_cuda or self._backend is cuda else width
+        padded = _up(width) if self._backend.on_gpu(features) else width
         return features.new_empty(len(features), padded, dtype=dtype)[:, :width]
 
     def _start(self, features: Tensor) -> tuple[ClassSums, Tensor]:
@@ -225,7 +217,7 @@ class WideHead:
 
     def _all(self, features: Tensor, width: int) -> _Sums:
         """Return the sums of all tiles, both products of one after the other; the host waits for nothing."""
-        if self._fuses(features):
+        if self._backend.fuses(features, self._weight):
             return self._all_fused(features, width)
         half = self._takes_half(features)
         sums, summed = self._start(features)
@@ -244,7 +236,7 @@ class WideHead:
             self._backend.rejoin(summed, self._weight, None if half else self._centre, *joins)
             if most < len(self._weight):
                 shrink *= joins[1]
-            _multiply_add(values, matrix, summed)
+            self._backend.multiply_add(values, matrix, summed)
             del scores, rounded, values, matrix  # before the next tile's are made
         if whole is not None:
             summed.copy_(_folded(whole, shrink, summed))
@@ -254,13 +246,13 @@ class WideHead:
         """Return the same from a kernel that makes exponentials without their logits in memory."""
         backend, weight = self._backend, self._weight
         sums, summed = self._start(features)
-        for tile in self._tiles(width, backend.FIRST_TILE):
+        for tile in self._tiles(width, backend.first_tile):
             interrupts.check()
             matrix = weight[tile]
             made = backend.multiply_exponentiate(features, matrix, self._bias, self._norms, tile.start, sums)
             values, early, late, factor = made
             backend.rejoin(summed, weight, None, early, factor)
-            _multiply_add(values, matrix, summed)
+            self._backend.multiply_add(values, matrix, summed)
             backend.rejoin(summed, weight, None, late, factor)
             del made, values  # before the next tile's are made
         return _Sums(sums, summed, sums.rest, None)
@@ -273,6 +265,7 @@ class WideHead:
         for tile in tiles:
             scores = self._scores(features, tile, self._matrix(tile))
             rest, moment, place = self._backend.exponentiate(scores, self._norms[tile], 0.0, maximum)
+            assert moment is not None
             found = torch.where(place >= 0, place + tile.start, -1)
             top = torch.where(found >= 0, found, top)
             values.append(scores)
@@ -288,7 +281,7 @@ class WideHead:
         done, attempts = len(order), 0  # tiles order[done:] are summed
         while True:
             for k in order[count:done]:
-                made = _multiply(values[k], self._matrix(tiles[k]), torch.empty_like(summed))
+                made = self._backend.multiply(values[k], self._matrix(tiles[k]), torch.empty_like(summed))
                 summed.addcmul_(made, shrink[:, k, None].to(summed.dtype))
             done, gone, attempts = count, order[:count], attempts + 1
             sums = sums._replace(
@@ -356,7 +349,7 @@ class WideHead:
         variance = torch.where(ill, differences / total, variance)
         squares, lost = backend.row_dots(single, single), classes.maximum.isinf()
         values = (squares * variance).masked_fill_(lost, torch.nan)
-        if sums.left_out is None:
+        if sums.left_out is None or lengths.reach is None:
             return Bounded(values, None)
         reach, left_out = lengths.reach.sqrt() / total, sums.left_out / total
         return Bounded(values, (squares * (2 * reach * left_out + left_out.square())).masked_fill_(lost, torch.nan))
@@ -364,7 +357,7 @@ class WideHead:
     def _by_differences(self, features: Tensor, maximum: Tensor, mean: Tensor, ill: Tensor, half: bool) -> Tensor:
         """Return Σ_s e_s |w_s - μ|² of ill rows; an error in μ enters squared, so that the product's will do."""
         d, m = self._weight.shape
-        width = d if self._in_place else max(1, self._memory // (4 * m * features.itemsize))  # of a copy
+        width = d if self._backend.in_place else max(1, self._memory // (4 * m * features.itemsize))  # of a copy
         squares, centre = torch.zeros_like(maximum, dtype=torch.float64), None if half else self._centre
         for tile in self._tiles(width):  # logits and the mean are of the weight as it is, or both about the centre
             squares += self._backend.spread(features, maximum, mean, self._weight[tile], centre, self._bias[tile], ill)
@@ -372,8 +365,7 @@ class WideHead:
 
     def _squares(self, features: Tensor) -> Tensor:
         single = promoted(features)
-        squares: Tensor = self._backend.row_dots(single, single)
-        return squares
+        return self._backend.row_dots(single, single)
 
 
 def _folded(whole: Tensor | None, shrink: Tensor, summed: Tensor) -> Tensor:
@@ -381,36 +373,3 @@ def _folded(whole: Tensor | None, shrink: Tensor, summed: Tensor) -> Tensor:
     found = summed.double() if whole is None else whole.mul_(shrink.unsqueeze(1)).add_(summed)
     summed.zero_()
     return found
-
-
-def _multiply(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """Return the product of two matrices in ``out``; of half precision in float32."""
-    if a.dtype != torch.bfloat16:
-        return product(a, b, out=out)
-    for part in _aligned(b.shape[1]):
-        if a.is_cuda:
-            torch.mm(a, b[:, part], torch.float32, out=out[:, part])
-        else:
-            torch.mm(a.float(), b[:, part].float(), out=out[:, part])
-    return out
-
-
-def _multiply_add(a: Tensor, b: Tensor, total: Tensor) -> None:
-    """Add the product of two matrices to ``total``; of half precision in float32."""
-    if a.dtype != torch.bfloat16:
-        total.addmm_(a, b)
-        return
-    for part in _aligned(len(b)):
-        if a.is_cuda:
-            torch.addmm(total, a[:, part], b[part], torch.float32, out=total)
-        else:
-            total.addmm_(a[:, part].float(), b[part].float())
-
-
-def _aligned(classes: int) -> list[slice]:
-    """Return what cuBLAS multiplies fast of so many classes, and the few others.
-
-    It takes eight times as long where their number does not fill whole accesses of 16 bytes, wherever rows begin.
-    """
-    whole = classes // _ALIGNED * _ALIGNED
-    return [part for part in (slice(0, whole), slice(whole, classes)) if part.start < part.stop]

@@ -1,58 +1,46 @@
 """Contract a layer whose weight gradients M are written out by a function, whatever its uses are, in torch."""
 
-from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from .factor import gram_factor
 from .geometry import Geometry
-from .layer import Contraction, Sign
+from .layer import Contraction, Contractor, Ingredients, Sign
 from .precision import promoted
-from .quantities import Contribution, Wanted
-from .reference import Products
-from .routes import Calls, joined
+from .quantities import Forms
+from .routes import Calls
 
 _COPIES = 4  # of M that are made on the way
 
 
-class WrittenContraction:
-    """Contract like :class:`.layer.LayerContraction`, for any inputs and cotangents that the function takes.
+class WrittenContraction(Contractor):
+    """Contract any inputs and cotangents that a function takes.
 
     Args:
-        weight: (G, d, m).
+        given: the weight and the function among them; the memory is for M of some samples.
         geometry: of the kernel elements of a column.
-        backend: a module from :func:`.backends.choose`.
-        quantities: names of :data:`.quantities.QUANTITIES`.
-        memory: bytes for M of some samples.
-        gradients: inputs and cotangents of some samples -> M, (n, G, d, m).
     """
 
-    def __init__(
-        self,
-        weight: Tensor,
-        geometry: Geometry,
-        backend: ModuleType,
-        quantities: Sequence[str],
-        memory: int,
-        gradients: Callable[[Calls, Calls], Tensor],
-    ) -> None:
-        self._weight, self._geometry, self._backend = promoted(weight), geometry, backend
-        self._wanted, self._gradients = Wanted(quantities), gradients
+    def __init__(self, given: Ingredients, geometry: Geometry) -> None:
+        groups, d, m = given.weight.shape
+        super().__init__(given.quantities, (groups, d, m, geometry.kernel_elements), given.weight.device)
+        self._weight, self._geometry, self._backend = promoted(given.weight), geometry, given.backend
+        self._gradients = given.gradients
         self._factor = gram_factor(self._weight) if self._wanted.gram_factor else None
-        self._chunk = max(1, memory // (_COPIES * self._weight.element_size() * self._weight.numel()))
+        self._chunk = max(1, given.memory // (_COPIES * self._weight.element_size() * self._weight.numel()))
 
     def at(self, inputs: Calls, count: int, held: int = 0, positions: Tensor | None = None) -> Contraction:
         """Return the contraction at some inputs; how many cotangents come does not matter, and none are held back."""
 
-        def products(cotangent: Calls) -> Products:
+        def forms(cotangent: Calls) -> Forms:
             weight = self._weight if self._wanted.weighted else None
             parts = [
                 self._backend.products(gradients, self._geometry, self._factor, weight)
                 for _, gradients in self._written(inputs, cotangent)
             ]
-            return joined(parts)
+            return Forms.joined(parts)
 
         def entries(cotangent: Calls, sign: Sign) -> Tensor:
             signs = torch.ones(len(inputs[0]), dtype=torch.float64, device=self._weight.device)
@@ -62,16 +50,7 @@ class WrittenContraction:
                 total += torch.einsum("n,ngdm->gdm", signs[some], gradients.double().square())
             return total
 
-        return Contraction(self._wanted, products, entries)
-
-    def gathers(self, inputs: Calls, count: int, held: int, elements: int) -> bool:
-        """Return that every element of a cotangent has to be there."""
-        return False
-
-    def nothing(self, samples: int) -> Contribution:
-        """Return the contribution of no cotangent at all."""
-        groups, d, m = self._weight.shape
-        return self._wanted.nothing(samples, (groups, d, m, self._geometry.kernel_elements), self._weight.device)
+        return Contraction(self._wanted, forms, entries)
 
     def traces(self, inputs: Calls, cotangent: Calls, coefficients: Tensor) -> Tensor:
         """Return Σ_i coefficient_i M_i M_iᵀ, (G, d, d) float64."""

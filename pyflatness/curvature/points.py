@@ -153,7 +153,7 @@ class Points:
     def _room(self) -> int:
         """Return the bytes for points that run together."""
         budget = Budget.of(self._task.model, self._task.options.memory)
-        return budget.buffers if budget.device.type == "cuda" else min(_CACHE, budget.graph)
+        return budget.buffers if budget.on_gpu else min(_CACHE, budget.graph)
 
     def _found(self, sums: dict[Any, Tensor]) -> PointLosses:
         losses, right = sums["losses"].cpu(), sums["right"].cpu()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..contractions import product
-from ..contractions.quantities import QUANTITIES, Contribution, Neurons, Unit
+from ..contractions.quantities import QUANTITIES, Contribution, Neurons, RowHessian
 from ..numerics.signs import Signs
 
 _OF_COLUMNS = 2**32  # between the streams of signs of rows and columns
@@ -158,7 +158,7 @@ class Entries:
             value.copy_(found[name])
         return values
 
-    def _units(self, directions: Directions, patches: Tensor) -> Iterator[Unit]:
+    def _units(self, directions: Directions, patches: Tensor) -> Iterator[RowHessian]:
         """Yield second derivatives in every entry of the weight, from a product at a time.
 
         For a direction of one column ``left`` has that column alone, and the others of its channel, which are zero.
@@ -185,7 +185,7 @@ class Entries:
                         columns = slice(at - at % width, at - at % width + width)
                         left = phi.new_zeros(samples, width, dtype=torch.float64)
                         left[:, at % width] = 1.0
-                    yield Unit(
+                    yield RowHessian(
                         self._weight,
                         gram,
                         width,

@@ -3,13 +3,12 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from ..contractions import Bounded, Labels, RowSum
+from ..contractions import Backend, Bounded, Labels, RowSum
 from ..errors import InputError
 from ..model.outputs import refusal
 
@@ -149,7 +148,7 @@ class Loss(Protocol):
         """
 
     def curvature(
-        self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int, rtol: float
+        self, weight: Tensor, bias: Tensor | None, backend: Backend, rows: int, memory: int, rtol: float
     ) -> Curvature:
         """Return the curvature at a head for one weight matrix, prepared once; about ``rows`` rows will come.
 

@@ -4,14 +4,13 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..contractions import FUSED_OUTPUTS, Labels, SoftmaxVariance, promoted
+from ..contractions import FUSED_OUTPUTS, Backend, Labels, SoftmaxVariance, promoted
 from ..errors import InputError
 from . import penalty
 from .base import Curvature, Factors, Known, Mixtures, Reduction, Terms, dense, marked, rows_like, uniform, without
@@ -106,7 +105,7 @@ class CrossEntropy(Known):
         return self.weight.to(device, torch.float64)
 
     def curvature(
-        self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int, rtol: float
+        self, weight: Tensor, bias: Tensor | None, backend: Backend, rows: int, memory: int, rtol: float
     ) -> Curvature:
         """See :class:`.base.Loss`."""
         variance = SoftmaxVariance(weight, bias, backend, rows=rows, memory=memory, rtol=rtol)

@@ -3,14 +3,13 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from .. import interrupts
-from ..contractions import Bounded, product, promoted, squared_norms
+from ..contractions import Backend, Bounded, product, promoted
 from ..errors import InputError
 from ..messages import shown
 from ..model.outputs import SideBySide
@@ -111,7 +110,7 @@ class CustomLoss:
         return value.reshape(()) * (len(outputs) if self.reduction == "mean" else 1)
 
     def curvature(
-        self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int, rtol: float
+        self, weight: Tensor, bias: Tensor | None, backend: Backend, rows: int, memory: int, rtol: float
     ) -> Curvature:
         """See :class:`.base.Loss`."""
         directions = torch.linalg.qr(weight.double().t()).R
@@ -122,7 +121,7 @@ class CustomLoss:
             if positions.shape[1] > 1:  # K (n, P, ρ) with K Kᵀ the Gram matrix of a sample's features
                 span = torch.linalg.qr(positions.double().mT, mode="r").R.mT
             else:
-                norms = squared_norms(positions.flatten(1), backend, memory)
+                norms = backend.squared_norms(positions.flatten(1), memory)
             logits = product(promoted(positions), promoted(weight).t()).double()
             logits = logits if bias is None else logits + bias.double()
             with torch.enable_grad(), advice.on_second_derivative(self.loss):

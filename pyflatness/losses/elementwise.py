@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..contractions import Bounded, product, promoted, promoted_dtype, squared_norms
+from ..contractions import Backend, Bounded, product, promoted, promoted_dtype
 from ..errors import InputError
 from .base import Curvature, Factors, Known, Reduction, Terms, diagonal, marked, rows_like, uniform
 
@@ -48,11 +47,11 @@ class SquaredError(_Elementwise):
         return terms if targets is None else marked(terms, rows_like("targets", targets, outputs, class_dim))
 
     def curvature(
-        self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int, rtol: float
+        self, weight: Tensor, bias: Tensor | None, backend: Backend, rows: int, memory: int, rtol: float
     ) -> Curvature:
         """See :class:`.base.Loss`."""
-        norm = squared_norms(weight, backend, memory).sum()
-        return Curvature(lambda features, scale: Bounded(norm * squared_norms(features, backend, memory), None))
+        norm = backend.squared_norms(weight, memory).sum()
+        return Curvature(lambda features, scale: Bounded(norm * backend.squared_norms(features, memory), None))
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """See :class:`.base.Loss`."""
@@ -121,7 +120,7 @@ class BinaryCrossEntropy(_Elementwise):
             ) from None
 
     def curvature(
-        self, weight: Tensor, bias: Tensor | None, backend: ModuleType, rows: int, memory: int, rtol: float
+        self, weight: Tensor, bias: Tensor | None, backend: Backend, rows: int, memory: int, rtol: float
     ) -> Curvature:
         """See :class:`.base.Loss`."""
         weight, bias = promoted(weight), None if bias is None else promoted(bias)
@@ -134,7 +133,7 @@ class BinaryCrossEntropy(_Elementwise):
                 rows = promoted(rows)
                 logits = product(rows, weight.t(), bias)
                 parts.append(backend.sigmoid_curvature(logits, weights, norms))
-            return Bounded(torch.cat(parts) * squared_norms(features, backend, memory), None)
+            return Bounded(torch.cat(parts) * backend.squared_norms(features, memory), None)
 
         return Curvature(values)
 

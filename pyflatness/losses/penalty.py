@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 from torch.func import vjp
 
-from ..contractions import FUSED_OUTPUTS, backends, compiled, full_precision, product
-from ..contractions.centre import centre
-from ..contractions.reference import pair_distances
+from ..contractions import backends, full_precision, product
+from ..contractions.reference import centre, takes_pairs
 
 _Gradients = tuple[Tensor, ...]
 _Pullback = Callable[[Any], _Gradients]
@@ -57,11 +56,6 @@ def softmax_variance(features: Tensor, weight: Tensor, bias: Tensor | None) -> T
     return features.square().sum(dim=1) * of_rows(logits, weight)
 
 
-def takes_pairs(d: int, m: int) -> bool:
-    """Return whether a head of d classes and m features takes pairs of classes, which is up to 3 m / 2 classes."""
-    return d <= max(FUSED_OUTPUTS, 3 * m // 2)
-
-
 def _by_pairs(logits: Tensor, weight: Tensor) -> Tensor:
     p = torch.softmax(logits, dim=1)
     distances: Tensor = _PairDistances.apply(weight)
@@ -86,7 +80,7 @@ class _PairDistances(torch.autograd.Function):
 
     @staticmethod
     def forward(weight: Tensor) -> Tensor:
-        return pair_distances(weight)
+        return backends.reference.pair_distances(weight)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -106,9 +100,7 @@ def apart(pairs: Tensor, weight: Tensor) -> Tensor:
 
 def fuses(weight: Tensor) -> bool:
     """Return whether both come together for heads of this weight, float32 or float64."""
-    if weight.is_cuda:  # by fewer of torch's operations, each of which takes the host its time
-        return takes_pairs(*weight.shape)
-    return compiled.INSTALLED and weight.device.type == "cpu" and len(weight) <= FUSED_OUTPUTS
+    return backends.kernels(weight.device).fuses_gradient(weight)
 
 
 def fused(features: Tensor, weight: Tensor, bias: Tensor | None, shares: Tensor) -> Tensor:
@@ -141,7 +133,7 @@ def _operator(
         counted = (shares != 0).unsqueeze(1)
         whole = features.device.type == "cpu" and bool(counted.all())  # for a GPU the host would wait
         rows = features if whole else torch.where(counted, features, 0.0)
-        backend = backends.choose("auto", features.device, features.dtype, "heads")
+        backend = backends.choose("auto", features.device, features.dtype)
         found = backend.softmax_variance_gradient(rows, weight, bias, shares)
         value = torch.as_tensor(found.total, dtype=features.dtype, device=features.device)
         if not wanted:

@@ -20,7 +20,6 @@ import contextlib
 import math
 from collections.abc import Callable, Generator
 from functools import partial
-from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -167,13 +166,13 @@ class Total:
         """Return Σ_i ω_i over the rows that count."""
         return self._over.weight
 
-    def take_weight(self) -> tuple[Tensor, Tensor | None, ModuleType]:
+    def take_weight(self) -> tuple[Tensor, Tensor | None, contractions.Backend]:
         """Return the weight as it is measured, the bias, and the backend; known once the first batch was read."""
         weight, bias = self._source.matrix()
         if self._scale is not None:
             weight = normalize.apply(self._scale, weight)
         backend = contractions.choose_for_head(self._options.backend, weight)
-        self._backend = contractions.describe(backend)
+        self._backend = backend.name
         return weight, bias, backend
 
     def add(self, batch: HeadBatch, curvature: losses.Curvature) -> None:

@@ -3,8 +3,7 @@
 Shapes: n samples, C outputs, M inputs; all results are float64.
 """
 
-from collections.abc import Sequence
-from types import ModuleType
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,17 +24,17 @@ def gram(rows: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def eigenvalues(matrices: Tensor, backend: ModuleType) -> Tensor:
+def eigenvalues(matrices: Tensor, of_small: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the eigenvalues (n, C), ascending, of symmetric positive semidefinite matrices (n, C, C).
 
     They are NaN for a matrix that is not finite.
 
     Args:
         matrices: float64.
-        backend: a module from :func:`.contractions.choose`; wide matrices go to torch.
+        of_small: those of up to 32 rows; wide matrices go to torch.
     """
     if matrices.shape[1] <= _SMALL:
-        values: Tensor = backend.small_eigenvalues(matrices)
+        values = of_small(matrices)
     else:
         finite = matrices.isfinite().flatten(1).all(dim=1)
         values = torch.linalg.eigvalsh(torch.where(finite[:, None, None], matrices, 0.0))

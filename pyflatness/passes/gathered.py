@@ -10,8 +10,8 @@ from ..contractions.quantities import Contribution
 from ..contractions.routes import Calls
 
 
-class Gathered:
-    """Contract like :class:`.LayerContraction`, with the weight asked for when it is needed.
+class Gathered(Contractor):
+    """Contract with the weight asked for when it is needed.
 
     Args:
         make: the contraction, of the whole weight.
@@ -24,19 +24,15 @@ class Gathered:
         """Return the contraction at the inputs of a micro-batch; no cotangents are held back."""
         return GatheredContraction(lambda: self._make().at(inputs, 1))
 
-    def gathers(self, inputs: Calls, count: int, held: int, elements: int) -> bool:
-        """Return that every element of a cotangent has to be there."""
-        return False
-
     def nothing(self, samples: int) -> Contribution:
         """Return the contribution of no cotangent at all."""
         return self._make().nothing(samples)
 
 
-class GatheredContraction:
-    """Contract one cotangent after another, as :class:`.Contraction` does; none is held back."""
+class GatheredContraction(Contraction):
+    """Contract one cotangent after another; none is held back."""
 
-    held = 0
+    stack_size, held = 1, 0
 
     def __init__(self, make: Callable[[], Contraction]) -> None:
         self._make = make

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from .. import contractions
-from ..contractions import Contractor, DenseContraction, LayerContraction, multiplied, product, promoted, promoted_dtype
+from ..contractions import Contractor, DenseContraction, Ingredients, multiplied, product, promoted, promoted_dtype
 from ..contractions.factor import gram_factor
 from ..contractions.layer import Contraction
 from ..errors import InputError
@@ -23,7 +23,6 @@ from .pooled import Pooled
 from .runner import Run
 
 Parts = list[Tensor]
-Contractions = Contractor | DenseContraction | Gathered
 
 
 class LayerForm:
@@ -61,7 +60,7 @@ class LayerForm:
         weight = module.weight
         assert isinstance(weight, Tensor)
         dtype = promoted_dtype(weight.dtype)
-        self.backend = contractions.choose(options.backend, weight.device, dtype, "layers")
+        self.backend = contractions.choose(options.backend, weight.device, dtype)
         self._dense = options.conv == "affine" and kind.space > 0
         if self._dense:
             spread.refuse("conv='affine'", "pass conv='filter', or ")
@@ -74,10 +73,10 @@ class LayerForm:
         """Return the layer's form for other quantities."""
         return type(self)(self.name, self._module, quantities, self._options, self._scale)
 
-    def contraction(self, run: Run) -> Contractions:
+    def contraction(self, run: Run) -> Contractor:
         """Return the contraction for the layer's calls in this run."""
         if self._dense:
-            dense = Dense(self._module, self._scale, self._size(run), run.calls(self.name)[0].output)
+            dense = DenseConvolution(self._module, self._scale, self._size(run), run.calls(self.name)[0].output)
             return DenseContraction(dense, self.backend, self.quantities)
         if self._contraction is None:
             if not spread.has_weight_of(self._module):
@@ -91,7 +90,7 @@ class LayerForm:
 
     def _of(self, weight: Tensor) -> Contractor:
         """Return the contraction with a weight (G, d, m)."""
-        return self._kind.contraction(weight, self.backend, self.quantities, self._memory, self.gradients)
+        return self._kind.contraction(Ingredients(weight, self.backend, self.quantities, self._memory, self.gradients))
 
     def weight(self, run: Run) -> Tensor:
         """Return the weight (G, d, m) for inputs as :meth:`patches` has them: those of its columns that these have."""
@@ -114,7 +113,7 @@ class LayerForm:
 
     def columns(self, run: Run) -> Tensor | None:
         """Return which columns of the whole weight :meth:`weight` has in a run, (U,); None: all."""
-        return None if self._dense or not self._kind.tokens else self._kind.columns(self.inputs(run))
+        return None if self._dense else self._kind.columns(partial(self.inputs, run))
 
     def factor(self, run: Run) -> Tensor:
         """Return R (G, r, d), RᵀR = w wᵀ of :meth:`whole_weight`: made once, unless runs may have other weights."""
@@ -175,7 +174,7 @@ class LayerForm:
         The result is None where they have to be taken one by one.
         """
         layout, count = run.layouts[self.name], len(gradients) * run.samples
-        alone = self._kind.tokens or self.by_weight or len(run.calls(self.name)) != 1
+        alone = len(run.calls(self.name)) != 1 or not self._kind.stacks_cotangents
         if alone or layout != Layout() or not layout.fits(gradients[0], run.samples):
             return None
         parts = self._in_form(layout.samples_first(gradients.flatten(0, 1), count))
@@ -188,9 +187,9 @@ class LayerForm:
     def of_carried(self, run: Run, inputs: Parts, count: int) -> tuple[GradientEdge, Contraction] | None:
         """Return where wᵀ δ arrives and what contracts it, if that is taken in place of δ of so many cotangents."""
         layer = self.contraction(run)
-        if not (self.pointwise and self._scale is None and isinstance(layer, LayerContraction)):
+        if not (self.pointwise and self._scale is None and layer.carries(inputs, count)):
             return None
-        arrives = carried.edge(run, self.name, self.matrix.dtype) if layer.carries(inputs, count) else None
+        arrives = carried.edge(run, self.name, self.matrix.dtype)
         return None if arrives is None else (arrives, layer.at_carried(inputs))
 
     def rows(self, run: Run, gradients: Sequence[Tensor]) -> Tensor:
@@ -206,11 +205,8 @@ class LayerForm:
         The change is (n, G, m, d); both inputs and output are the call's, and have their graph.
         """
         empty = torch.zeros_like(output, requires_grad=True)
-        if self.by_weight:
-            first = partial(run.samples_first, self.name)
-            laid_out, found = first(empty), self._kind.changed(kind, first(inputs), first(output), changes)
-        else:
-            laid_out, found = self.rows(run, [empty]), product(self.patches(run, (inputs, output)), changes)
+        laid_out = self.rows(run, [empty])
+        found = self._kind.changed(kind, self.patches(run, (inputs, output)), laid_out, changes)
         (placed,) = torch.autograd.grad(laid_out, empty, found.to(laid_out.dtype), create_graph=True)
         return placed
 
@@ -272,7 +268,7 @@ class LayerForm:
         return size
 
 
-class Dense:
+class DenseConvolution:
     """Represent a convolution as one dense matrix W (d, m), which is never written out.
 
     See :class:`.contractions.dense.DenseLayer`.

@@ -55,14 +55,14 @@ class Budget:
     @property
     def buffers(self) -> int:
         """Return the bytes for the buffers of contractions."""
-        return self._total // 8 if self._on_gpu else min(_BUFFERS, self._total // 8)
+        return self._total // 8 if self.on_gpu else min(_BUFFERS, self._total // 8)
 
     @property
     def held_back(self) -> int:
         """Return the bytes for cotangents that are held back."""
         if self.halved:
             return 0
-        return self._total // 2 if self._on_gpu else min(_HELD_BACK, self._total // 8)
+        return self._total // 2 if self.on_gpu else min(_HELD_BACK, self._total // 8)
 
     @property
     def work(self) -> int:
@@ -91,12 +91,13 @@ class Budget:
 
     @property
     def _total(self) -> int:
-        if self.asked or not self._on_gpu:
+        if self.asked or not self.on_gpu:
             return self.asked or DEFAULT_MEMORY
         return int(torch.cuda.get_device_properties(self.device).total_memory) // 4
 
     @property
-    def _on_gpu(self) -> bool:
+    def on_gpu(self) -> bool:
+        """Return whether the model is on a GPU."""
         return self.device.type == "cuda"
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from .. import api, losses
-from ..contractions import LayerContraction, reference
+from ..contractions import LayerContraction, backends
 from ..contractions.factor import multiply_adds
 from ..errors import InputError
 from ..measures import RELATIVE_FLATNESS
@@ -334,7 +334,7 @@ def _contraction(module: nn.Module, weight: Tensor) -> LayerContraction:
     """Return the contraction of a layer as a matrix library makes it, which is how GPUs do."""
     kind = layers.kind_of(module)
     matrix = weight.reshape(kind.groups, -1, weight.shape[1])
-    return LayerContraction(matrix, kind.geometry, reference, _QUANTITIES, memory=_BUFFERS)
+    return LayerContraction(matrix, kind.geometry, backends.reference, _QUANTITIES, memory=_BUFFERS)
 
 
 def _multiply_adds(contraction: LayerContraction, module: nn.Module, calls: Sequence[Any], samples: int) -> int:

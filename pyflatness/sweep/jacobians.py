@@ -144,7 +144,7 @@ class _Sweep:
             reserve=self._reserve,
         )
         # Here, since it raises.
-        self._backend = contractions.choose(options.backend, torch.device("cpu"), torch.float64, "eigenvalues")
+        self._backend = contractions.choose(options.backend, torch.device("cpu"), torch.float64)
         self._forms: dict[str, LayerForm] = {}
         self._calls: dict[str, int] = {}
         self._apart: dict[str, str] = {}
@@ -181,7 +181,7 @@ class _Sweep:
         names = tuple(name for name in self._task.selection.modules if name in found)
         if self._runner.modules and not names:
             raise self._no_places()
-        backend = contractions.describe(self._backend)
+        backend = self._backend.name
         passed = frozenset(self._passed)
         return Samples(self._task, names, self._width, kept, self._calls, self._apart, passed, backend, found)
 
@@ -234,12 +234,14 @@ class _Sweep:
             for place in places:
                 place.add([next(gradients) for _ in place.edges])
         device = run.outputs.device
-        backend, where = contractions.choose_for_few(self._task.options.backend, device, torch.float64, "eigenvalues")
+        backend, where = contractions.choose_for_few(self._task.options.backend, device, torch.float64)
         self._backend = backend
         found = _MicroBatch(run.number, run.samples)
         for place in places:
             found.values[place.name] = place.values(
-                self._wanted, lambda matrices: spectra.eigenvalues(matrices.to(where), backend), self._top
+                self._wanted,
+                lambda matrices: spectra.eigenvalues(matrices.to(where), backend.small_eigenvalues),
+                self._top,
             )
             if place.weight is not None:
                 self._apart[place.name] = self._apart.get(place.name) or place.weight.apart

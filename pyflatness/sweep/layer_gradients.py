@@ -115,7 +115,7 @@ class LayerGradients:
     def _form(self, name: str) -> LayerForm:
         quantity = "weighted" if self._adaptive else "squares"
         form = LayerForm(name, self.modules[name], (quantity,), self._options)
-        self.backend = contractions.describe(form.backend)
+        self.backend = form.backend.name
         return form
 
     def _is_candidate(self, name: str, module: nn.Module) -> bool:

@@ -435,7 +435,7 @@ class Sweep:
         for name, module in self._runner.modules.items():
             if name not in self._forms:
                 form = LayerForm(name, module, self._of_weights, self._options, self._scales.get(name))
-                self._forms[name], self.backend = form, contractions.describe(form.backend)
+                self._forms[name], self.backend = form, form.backend.name
 
 
 def _add(parts: Parts, name: str, contribution: Contribution) -> None:

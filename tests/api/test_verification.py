@@ -50,7 +50,7 @@ def test_verify_knows_the_rounding_of_what_a_model_computes_in_float32():
 
 
 def test_verify_notices_a_wrong_value(monkeypatch):
-    from pyflatness.contractions import reference
+    from pyflatness.contractions.backends import reference
 
     right = reference.softmax_variance
     monkeypatch.setattr(reference, "softmax_variance", lambda *args: 1.01 * right(*args))

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from pyflatness.contractions import cuda, reference
+from pyflatness.contractions.backends import cuda, reference
 
 CPU = torch.device("cpu")
 

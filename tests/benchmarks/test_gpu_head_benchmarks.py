@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from pyflatness.contractions import cuda, reference
+from pyflatness.contractions.backends import cuda, reference
 from support import ROOT
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from scipy import stats
 import pyflatness as pf
 from pyflatness import cli
 from pyflatness.cli import demo, doctor, output
-from pyflatness.contractions import backends, compiled, cuda
+from pyflatness.contractions.backends import compiled, cuda
 from pyflatness.statistics.coefficients import STATISTICS
 from pyflatness.statistics.correlation import correlation
 
@@ -44,7 +44,7 @@ def test_doctor_in_a_process() -> None:
         "OK",
     ):
         assert word in done.stdout
-    for word in compiled.instruction_sets():
+    for word in compiled.engines():
         assert word in done.stdout
     assert "FAILED" not in done.stdout
 
@@ -58,29 +58,23 @@ def test_version_and_unknown_command(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_self_check_covers_every_engine_within_budget() -> None:
     checks = doctor.self_check(seed=1)
-    engines = [*compiled.instruction_sets(), "reference"]
+    engines = [*compiled.engines(), "reference"]
     assert [(c.engine, c.dtype) for c in checks] == [(e, d) for e in engines for d in (torch.float32, torch.float64)]
     assert all(check.ok and check.error > 0 for check in checks), checks
 
 
 def test_self_check_on_cuda(cuda_device: torch.device) -> None:
     for dtype in (torch.float32, torch.float64):
-        check = doctor._check("CUDA", cuda, dtype, 1, cuda_device.type)
+        check = doctor._check("CUDA", cuda, dtype, 1)
         assert check.ok, check
         assert check.error > 0
 
 
 def test_doctor_says_whether_the_cuda_kernels_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyflatness.contractions.cuda_device._MISSING", "no nvcc")
+    monkeypatch.setattr(cuda, "missing", "no nvcc")
     assert doctor._facts()["CUDA kernels"] == "not built (no nvcc)"
-    monkeypatch.setattr("pyflatness.contractions.cuda_device._MISSING", "")
-    for works, said in (
-        ((), "backend='auto' does not take them, backend='compiled' asks for them"),
-        (("layers", "heads"), "backend='auto' takes them for heads and layers only, backend='compiled' asks for them"),
-        (backends.WORKS, "built"),
-    ):
-        monkeypatch.setattr(cuda, "AUTOMATIC", frozenset(works))
-        assert doctor._facts()["CUDA kernels"].endswith(said)
+    monkeypatch.setattr(cuda, "missing", "")
+    assert doctor._facts()["CUDA kernels"] == "built"
 
 
 def test_self_check_heads_are_flat_and_peaked() -> None:
@@ -105,8 +99,7 @@ def test_doctor_fails_on_wrong_numbers(
 
 
 def test_doctor_without_compiled_kernels(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(compiled, "_C", None)
-    monkeypatch.setattr(compiled, "_MISSING", "the compiled kernels are not here [for a test]")
+    monkeypatch.setattr(compiled, "missing", "the compiled kernels are not here [for a test]")
     assert _status("doctor") == 0
     out = capsys.readouterr().out
     assert "Warning" in out

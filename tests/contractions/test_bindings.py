@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 
-from pyflatness.contractions import compiled, softmax
+from pyflatness.contractions import softmax
+from pyflatness.contractions.backends import compiled
 from pyflatness.errors import BackendError
 from support.nested import changed
 
@@ -231,12 +232,12 @@ def test_the_widest_fused_head_fits_the_kernel():
 
 
 def test_instruction_sets():
-    assert compiled.instruction_sets()[-1] == "base"
+    assert compiled.engines()[-1] == "base"
     before = compiled.instruction_set()
-    with compiled.forced_instruction_set("base"):
+    with compiled.forced("base"):
         assert compiled.instruction_set() == "base"
     assert compiled.instruction_set() == before
-    with pytest.raises(ValueError, match=r"'sse9' cannot run here; .*base"), compiled.forced_instruction_set("sse9"):
+    with pytest.raises(ValueError, match=r"'sse9' cannot run here; .*base"), compiled.forced("sse9"):
         pass
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import pyflatness as pf
-from pyflatness.contractions import backends, compiled, cuda, reference
+from pyflatness.contractions import backends
+from pyflatness.contractions.backends import compiled, cuda, reference
 from pyflatness.errors import BackendError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -20,29 +21,20 @@ def _kernels_everywhere(monkeypatch):
 
 
 @pytest.mark.usefixtures("_kernels_everywhere")
-@pytest.mark.parametrize("work", backends.WORKS)
-@pytest.mark.parametrize("automatic", [(), ("heads",), backends.WORKS])
-def test_auto_takes_kernels_on_a_gpu_where_they_are_faster(monkeypatch, work, automatic):
-    monkeypatch.setattr(cuda, "AUTOMATIC", frozenset(automatic))
-    on_gpu = {name: backends.choose(name, GPU, torch.float32, work) for name in backends.NAMES}
-    expected = cuda if work in automatic else reference
-    assert on_gpu == {"auto": expected, "compiled": cuda, "triton": expected, "reference": reference}
-    assert backends.choose("auto", CPU, torch.float32, work) is compiled
-    few, device = backends.choose_for_few("auto", GPU, torch.float64, work)
-    assert (few, device) == ((cuda, GPU) if work in automatic else (compiled, CPU))
+def test_auto_takes_kernels():
+    on_gpu = {name: backends.choose(name, GPU, torch.float32) for name in backends.NAMES}
+    assert on_gpu == {"auto": cuda, "compiled": cuda, "triton": cuda, "reference": reference}
+    assert backends.choose("auto", CPU, torch.float32) is compiled
+    assert backends.choose_for_few("auto", GPU, torch.float64) == (cuda, GPU)
 
 
-@pytest.mark.parametrize("work", backends.WORKS)
-def test_auto_does_without_kernels_that_cannot_run(monkeypatch, work):
-    monkeypatch.setattr(cuda, "AUTOMATIC", frozenset(backends.WORKS))
+def test_auto_does_without_kernels_that_cannot_run(monkeypatch):
     monkeypatch.setattr(cuda, "unavailable", lambda device, dtype: "none for this device")
-    assert backends.choose("auto", GPU, torch.float32, work) is reference
+    assert backends.choose("auto", GPU, torch.float32) is reference
     with pytest.raises(BackendError, match="none for this device"):
-        backends.choose("compiled", GPU, torch.float32, work)
-
-
-def test_works_that_are_chosen_for_exist():
-    assert set(backends.WORKS) >= cuda.AUTOMATIC
+        backends.choose("compiled", GPU, torch.float32)
+    monkeypatch.setattr(compiled, "unavailable", lambda device, dtype: "")
+    assert backends.choose_for_few("auto", GPU, torch.float64) == (compiled, CPU)
 
 
 def weight(device, dtype=torch.bfloat16, m=16):
@@ -53,15 +45,13 @@ def weight(device, dtype=torch.bfloat16, m=16):
 
 
 def test_triton_is_taken_for_heads_in_half_precision(monkeypatch):
-    triton_head = pytest.importorskip("pyflatness.contractions.triton_head", reason="Triton is not installed")
-    assert backends.choose_for_head("triton", weight(GPU)) is triton_head
-    assert backends.describe(triton_head) == "triton"
+    module = pytest.importorskip("pyflatness.contractions.triton_head", reason="Triton is not installed")
+    assert backends.choose_for_head("triton", weight(GPU)) is module.triton
+    assert module.triton.name == "triton"
     monkeypatch.setattr(cuda, "unavailable", lambda device, dtype: "")
-    for automatic, expected in ((("heads",), cuda), ((), reference)):
-        monkeypatch.setattr(cuda, "AUTOMATIC", frozenset(automatic))
-        for other in (weight(GPU, torch.float32), weight(GPU, m=17), weight(GPU, torch.float16)):
-            assert backends.choose_for_head("triton", other) is expected
-        assert backends.choose_for_head("auto", weight(GPU)) is expected
+    for other in (weight(GPU, torch.float32), weight(GPU, m=17), weight(GPU, torch.float16)):
+        assert backends.choose_for_head("triton", other) is cuda
+    assert backends.choose_for_head("auto", weight(GPU)) is cuda
 
 
 def test_triton_for_heads_wants_a_gpu():

@@ -1,6 +1,5 @@
 """The kernels and their torch twins against float64 truth: every backend, instruction set, dtype and route."""
 
-import inspect
 import math
 
 import pytest
@@ -8,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyflatness.contractions import SoftmaxVariance, choose, compiled, reference
+from pyflatness.contractions import SoftmaxVariance, choose
+from pyflatness.contractions.backends import compiled, reference
 from pyflatness.errors import BackendError
 from support import truth
 from support.cases import on_threads
@@ -195,8 +195,8 @@ def test_kernels_agree_with_their_twins(n, d, m, seed, double):
 
     features, weight, bias = normal(n, m), normal(d, m) / m**0.5, normal(d)
     logits, coefficients, norms = normal(n, d), normal(n, d).abs(), normal(d).abs()
-    for isa in compiled.instruction_sets():
-        with compiled.forced_instruction_set(isa):
+    for isa in compiled.engines():
+        with compiled.forced(isa):
             distances = compiled.pair_distances(weight)
             twin = reference.pair_distances(weight)
             torch.testing.assert_close(distances, twin, rtol=limit, atol=limit)
@@ -222,18 +222,11 @@ def test_kernels_agree_with_their_twins(n, d, m, seed, double):
                 torch.testing.assert_close(*maxima, rtol=0, atol=0)
 
 
-def test_backends_have_the_same_operations():
-    for name, function in inspect.getmembers(reference, inspect.isfunction):
-        if name.startswith("_") or function.__module__ != reference.__name__:
-            continue
-        assert inspect.signature(getattr(compiled, name)) == inspect.signature(function), name
-
-
 def test_choosing_a_backend():
     cpu, half = torch.device("cpu"), torch.float16
-    assert choose("auto", cpu, torch.float32, "layers") is compiled
-    assert choose("auto", cpu, half, "layers") is reference
-    assert choose("auto", torch.device("meta"), torch.float32, "layers") is reference
-    assert choose("reference", cpu, torch.float32, "layers") is reference
+    assert choose("auto", cpu, torch.float32) is compiled
+    assert choose("auto", cpu, half) is reference
+    assert choose("auto", torch.device("meta"), torch.float32) is reference
+    assert choose("reference", cpu, torch.float32) is reference
     with pytest.raises(BackendError, match=r"float32 and float64, the tensors are torch.float16"):
-        choose("compiled", cpu, half, "layers")
+        choose("compiled", cpu, half)

@@ -7,15 +7,15 @@ import sys
 from pathlib import Path
 
 import pyflatness
-from pyflatness.contractions import compiled
+from pyflatness.contractions.compiled import hidden
 
 SOURCES = Path(pyflatness.__file__).parent
 # Without the finder of this environment's own editable installation, which is asked before the path is.
 SCRIPT = """
 import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("_editable")]
-from pyflatness.contractions import compiled
-print(compiled.INSTALLED)
+from pyflatness.contractions.backends import compiled
+print(not compiled.missing)
 """
 
 
@@ -36,6 +36,6 @@ def test_sources_that_hide_kernels_say_so_once(tmp_path):
 def test_only_another_folder_with_kernels_is_hidden(tmp_path, monkeypatch):
     (tmp_path / "pyflatness").mkdir()
     monkeypatch.setattr(sys, "path", [str(SOURCES.parent), str(tmp_path), str(tmp_path / "nowhere")])
-    assert compiled._hidden() is None
+    assert hidden() is None
     (tmp_path / "pyflatness" / "_C.some.so").touch()
-    assert compiled._hidden() == tmp_path / "pyflatness"
+    assert hidden() == tmp_path / "pyflatness"

@@ -5,7 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pyflatness.contractions import compiled, reference
+from pyflatness.contractions.backends import compiled, reference
 from pyflatness.contractions.geometry import Geometry
 from pyflatness.errors import BackendError
 from support.cases import on_threads

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from pyflatness.contractions import LayerContraction, reference
+from pyflatness.contractions import LayerContraction
+from pyflatness.contractions.backends import reference
 from support.cases import on_threads
 from support.layer_cases import CASES, DTYPES, LAYOUTS, double, layer, layout, limit
 

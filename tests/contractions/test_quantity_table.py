@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import pyflatness as pf
-from pyflatness.contractions import Geometry, LayerContraction, reference
-from pyflatness.contractions.quantities import QUANTITIES, Made, Wanted
-from pyflatness.contractions.reference import Products
+from pyflatness.contractions import Geometry, LayerContraction
+from pyflatness.contractions.backends import reference
+from pyflatness.contractions.quantities import QUANTITIES, Forms, Made, Quantities
 from pyflatness.measures import MEASURES
 
 USERS = {measure.name for measure in MEASURES if measure.quantity}
@@ -29,7 +29,7 @@ def values(activation, **options):
 
 
 def test_products_are_named_alike():
-    assert Made._fields == Products._fields
+    assert Made._fields == Forms._fields
 
 
 @pytest.mark.parametrize("options", [{}, {"curvature": "ggn"}, {"conv": "affine"}, {"probes": 3}])
@@ -66,12 +66,12 @@ def test_no_cotangent_contributes_zeros_of_the_same_shapes(names):
 
 
 def test_what_quantities_need_together():
-    plain, all_of_them = Wanted(["squares", "gram_weighted"]), Wanted([*QUANTITIES])
+    plain, all_of_them = Quantities(["squares", "gram_weighted"]), Quantities([*QUANTITIES])
     assert plain.plain
     assert plain.gram_factor
     assert not plain.weighted
-    assert plain.products == Made(True, True, False, False, False)
-    assert all_of_them.products == Made(True, True, True, True, True)
+    assert plain.forms == Made(True, True, False, False, False)
+    assert all_of_them.forms == Made(True, True, True, True, True)
     assert not all_of_them.plain
     assert list(all_of_them.neurons) == ["by_column", "by_row"]
     assert all_of_them.entries == ["diagonal"]

@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import pyflatness as pf
-from pyflatness.contractions import LayerContraction, compiled, cuda, reference
+from pyflatness.contractions import LayerContraction
+from pyflatness.contractions.backends import compiled, cuda, reference
 from pyflatness.contractions.geometry import Geometry
 from pyflatness.contractions.layer import Contraction
 from pyflatness.errors import BackendError

@@ -5,7 +5,8 @@ import contextlib
 import pytest
 import torch
 
-from pyflatness.contractions import LayerContraction, cuda, reference
+from pyflatness.contractions import LayerContraction
+from pyflatness.contractions.backends import cuda, reference
 from pyflatness.contractions.precision import float32_products
 from support.layer_cases import CASES, LAYOUTS, layer, layout
 

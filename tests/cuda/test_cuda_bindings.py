@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from pyflatness.contractions import cuda, softmax
+from pyflatness.contractions import softmax
+from pyflatness.contractions.backends import cuda
 
 pytestmark = pytest.mark.parametrize("cuda_device", ["cuda", "emulated"], indirect=True)
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from pyflatness.contractions import cuda
+from pyflatness.contractions.backends import cuda
 
 
 def matrices(size, device):

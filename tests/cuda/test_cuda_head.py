@@ -7,7 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pyflatness.contractions import SoftmaxVariance, cuda, reference
+from pyflatness.contractions import SoftmaxVariance
+from pyflatness.contractions.backends import cuda, reference
 from pyflatness.errors import BackendError
 from support import truth
 from support.cuda_heads import class_sums, draw, relative

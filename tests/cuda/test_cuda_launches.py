@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyflatness.contractions import SoftmaxVariance, cuda, cuda_device, wide
+from pyflatness.contractions import SoftmaxVariance
+from pyflatness.contractions import cuda as launching
+from pyflatness.contractions.backends import cuda
 
 ROWS, FEATURES = 16, 12  # one chunk of rows, whatever the memory
 NOTHING = ("empty", "new_empty", "detach")  # launch nothing, as views do
@@ -29,23 +31,23 @@ class Launches(TorchDispatchMode):
 @pytest.fixture
 def launched(monkeypatch):
     """A function that counts what a head of so many classes launches, by name; a product in half precision is one."""
-    launch = cuda_device.on_stream
+    launch = launching.on_stream
 
     def counted(features, classes):
         weight = torch.randn(classes, FEATURES, device=features.device).to(features.dtype)
         with Launches() as launches:
-            monkeypatch.setattr(cuda_device, "on_stream", lambda *a: launches.counted.update([a[0]]) or launch(*a))
+            monkeypatch.setattr(launching, "on_stream", lambda *a: launches.counted.update([a[1]]) or launch(*a))
             head = SoftmaxVariance(weight, None, cuda, rows=ROWS, route="rows", memory=1)
             head(features)
         return launches.counted
 
     if not torch.cuda.is_available():  # where a GPU multiplies half precision the emulation promotes it first
-        multiply, add = wide._multiply, wide._multiply_add
+        multiply, add = cuda.multiply, cuda.multiply_add
         float32 = torch.float32
         monkeypatch.setattr(
-            wide, "_multiply", lambda a, b, out: out.zero_() if a.dtype != float32 else multiply(a, b, out)
+            cuda, "multiply", lambda a, b, out: out.zero_() if a.dtype != float32 else multiply(a, b, out)
         )
-        monkeypatch.setattr(wide, "_multiply_add", lambda a, b, c: c.zero_() if a.dtype != float32 else add(a, b, c))
+        monkeypatch.setattr(cuda, "multiply_add", lambda a, b, c: c.zero_() if a.dtype != float32 else add(a, b, c))
     return counted
 
 

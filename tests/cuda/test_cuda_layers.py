@@ -5,7 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pyflatness.contractions import cuda, reference
+from pyflatness.contractions.backends import cuda, reference
 from pyflatness.contractions.geometry import Geometry
 from pyflatness.errors import BackendError
 from support import layer_cases as layers
@@ -153,6 +153,6 @@ def test_tensors_of_the_wrong_kind_are_refused(cuda_device):
 
 
 def test_without_a_device(monkeypatch):
-    monkeypatch.setattr("pyflatness.contractions.cuda_device._MISSING", "there is no module")
+    monkeypatch.setattr(cuda, "missing", "there is no module")
     with pytest.raises(BackendError, match="there is no module"):
         cuda.patches(torch.ones(1, 1, 1, 2, 2), Geometry(1, (1, 1, 2)))

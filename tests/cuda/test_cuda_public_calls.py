@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import pyflatness as pf
-from pyflatness.contractions import backends, cuda
+from pyflatness.contractions import backends
+from pyflatness.contractions.backends import cuda
 from pyflatness.measures import MEASURES
 from support import hugging_face, public, unchanged
 from support.on_cuda import assert_close, in_one_order, moved, on_a_gpu, random_states

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from pyflatness.contractions import cuda
+from pyflatness.contractions.backends import cuda
 from support import ROOT, emulated
 
 CALLS = {

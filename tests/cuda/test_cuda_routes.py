@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import pyflatness as pf
-from pyflatness.contractions import LayerContraction, backends, cuda, reference
+from pyflatness.contractions import LayerContraction, backends
+from pyflatness.contractions.backends import cuda, reference
 from support.cuda_layers import CASES, KINDS, in_one_order, layer
 from support.layer_cases import ONE
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from pyflatness.contractions import cuda, reference
-from pyflatness.contractions.class_sums import ClassSums
+from pyflatness.contractions.backends import cuda, reference
+from pyflatness.contractions.reference import ClassSums
 from support.cuda_heads import class_sums, draw, relative
 
 DTYPES = [torch.float32, torch.float64]

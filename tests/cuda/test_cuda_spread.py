@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from pyflatness.contractions import SoftmaxVariance, cuda, cuda_head, reference, wide
+from pyflatness.contractions import SoftmaxVariance, wide
+from pyflatness.contractions.backends import cuda, reference
 from support import truth
 from support.cuda_heads import draw
 
@@ -137,15 +138,15 @@ def test_ill_conditioned_rows_among_others(cuda_device, chosen_rows, dtype):
 
 
 def test_one_call_for_all_classes_of_a_chunk(cuda_device, monkeypatch):
-    names, right = [], cuda_head.launch
+    names, right = [], cuda._kernel
 
-    def launch(name, *given, **options):
+    def kernel(name, *given, **options):
         names.append(name)
-        right(name, *given, **options)
+        return right(name, *given, **options)
 
     features, weight, bias = ill_head(cuda_device, torch.bfloat16)
     planned = wide.plan(40, 90, 32, torch.float32, 1, half=True, keeps=False)
-    monkeypatch.setattr(cuda_head, "launch", launch)
+    monkeypatch.setattr(cuda, "_kernel", kernel)
     SoftmaxVariance(weight, bias, cuda, rows=40, route="rows", memory=1)(features)
     assert planned.tile < 90
     assert names.count("spread") == -(-40 // planned.rows) == 3

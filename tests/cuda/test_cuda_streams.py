@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import pyflatness as pf
-from pyflatness.contractions import SoftmaxVariance, cuda
+from pyflatness.contractions import SoftmaxVariance
+from pyflatness.contractions.backends import cuda
 
 HEADS = {
     "fused": (300, 10, 84, torch.float32, "fused"),

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import pyflatness as pf
-from pyflatness.contractions import compiled, reference
+from pyflatness.contractions.backends import compiled
+from pyflatness.contractions.reference import centre, shifted
 from support import truth
 from support.cases import on_threads
 from support.truth import exact_formula_error, tolerance
@@ -89,8 +90,8 @@ def test_memory_layouts(engine):
 
 def test_any_number_of_threads_gives_the_same_bits():
     features, weight, bias = problem(9000, 10, 40, torch.float32)
-    for isa in compiled.instruction_sets():
-        with compiled.forced_instruction_set(isa):
+    for isa in compiled.engines():
+        with compiled.forced(isa):
             totals = []
             for threads in (1, 2, 3):
                 with on_threads(threads):
@@ -205,6 +206,6 @@ def test_values_as_before_the_sum_to_the_last_bit():
             features, weight, bias = problem(n, d, m, dtype)
             values = torch.empty(n, dtype=torch.float64)
             compiled.softmax_variance_sum(features, weight, bias, None, None, 0, values)
-            centred, shifted = weight - reference.centre(weight), reference.shifted(bias, weight)
+            centred, offsets = weight - centre(weight), shifted(bias, weight)
             distances = compiled.pair_distances(weight)
-            assert values.equal(compiled.softmax_variance(features, centred, shifted, distances))
+            assert values.equal(compiled.softmax_variance(features, centred, offsets, distances))

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import pyflatness as pf
-from pyflatness.contractions import SoftmaxVariance, compiled, cuda, softmax, wide
+from pyflatness.contractions import Backend, SoftmaxVariance, wide
+from pyflatness.contractions.backends import compiled, cuda
 from support.cases import classifier
 
 DIRECT = "donot_use_mm_for_euclid_dist"
@@ -84,14 +85,14 @@ CASES = {
 @pytest.fixture
 def kept(monkeypatch):
     """How many classes the second products were over, one entry for each."""
-    classes, right = [], wide._multiply
+    classes, right = [], Backend.multiply
 
-    def product(a, b, out):
+    def product(self, a, b, out):
         if a.shape[0] == N and a.shape[1] != N + M:
             classes.append(a.shape[1])
-        return right(a, b, out)
+        return right(self, a, b, out)
 
-    monkeypatch.setattr(wide, "_multiply", product)
+    monkeypatch.setattr(Backend, "multiply", product)
     return classes
 
 
@@ -261,7 +262,7 @@ LARGE = (8192, 128256, 4096)
 @pytest.mark.parametrize(("half", "keeps"), [(False, False), (False, True), (True, False)])
 def test_the_plan_of_a_language_models_head_fits(half, keeps):
     """512 MiB, of which 64 are for the matrix library's workspace, rounded-up blocks and single numbers of rows."""
-    planned = wide.plan(*LARGE, torch.float32, softmax.CUDA_MEMORY, half=half, keeps=keeps)
+    planned = wide.plan(*LARGE, torch.float32, cuda.memory, half=half, keeps=keeps)
     assert planned.bytes <= (512 - 64) * 2**20
     if half:
         assert planned.rows >= 1024
@@ -300,11 +301,10 @@ def test_the_plan_is_what_is_taken(request, monkeypatch, rtol, half):
         pytest.skip(module)
     if half:  # a product that promotes has copies that one on a GPU has not
         features, weight = features.bfloat16(), weight.bfloat16()
-        monkeypatch.setattr(wide, "_multiply", lambda a, b, out: out.zero_())
-        monkeypatch.setattr(wide, "_multiply_add", lambda a, b, total: None)
-        monkeypatch.setattr("pyflatness.contractions.cuda_device._cuda", module)
-        monkeypatch.setattr("pyflatness.contractions.cuda_device._MISSING", "")
-        monkeypatch.setattr("pyflatness.contractions.cuda_device._DEVICE", "cpu")
+        monkeypatch.setattr(cuda, "multiply", lambda a, b, out: out.zero_())
+        monkeypatch.setattr(cuda, "multiply_add", lambda a, b, total: None)
+        for name, value in (("_module", module), ("missing", ""), ("device", "cpu")):
+            monkeypatch.setattr(cuda, name, value)
     backend = cuda if half else compiled
     planned = wide.plan(n, d, m, torch.float32, memory, half=half, keeps=rtol > 0)
     assert planned.rows < n

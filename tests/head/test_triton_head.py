@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from pyflatness.contractions import SoftmaxVariance, reference
-from pyflatness.contractions.class_sums import ClassSums
+from pyflatness.contractions import SoftmaxVariance
+from pyflatness.contractions.backends import reference
+from pyflatness.contractions.reference import ClassSums
 from support import interpreted, truth
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'pyflatness[triton]'")
@@ -23,12 +24,12 @@ def triton_head(monkeypatch):
 
     if not ON_GPU:  # by small blocks, of which there are several even here
         monkeypatch.setattr(triton_head, "_DTYPES", (torch.float32,))
-        monkeypatch.setattr(triton_head, "FIRST_TILE", 16)
+        monkeypatch.setattr(triton_head.triton, "first_tile", 16)
         monkeypatch.setattr(triton_head, "LARGE", triton_head.Blocks(16, 32, 16, 8, 3))
         monkeypatch.setattr(triton_head, "ROWS", {"ROWS": 64, "WIDTH": 16})
         monkeypatch.setattr(triton_head, "_SPANS", 3)
         monkeypatch.setattr(triton_head, "_AT_ONCE", 2)
-    return triton_head
+    return triton_head.triton
 
 
 N, D, M = (300, 2900, 136) if ON_GPU else (37, 149, 24)

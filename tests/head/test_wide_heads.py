@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import pyflatness as pf
-from pyflatness.contractions import SoftmaxVariance, compiled
+from pyflatness.contractions import SoftmaxVariance
+from pyflatness.contractions.backends import compiled
 from support import truth
 
 

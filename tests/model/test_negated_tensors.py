@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 import pyflatness as pf
-from pyflatness.contractions import Geometry, compiled, reference
-from pyflatness.contractions.arrays import array, dense, dense_rows, plain, span, strided
+from pyflatness.contractions import Geometry
+from pyflatness.contractions.backends import compiled, reference
+from pyflatness.contractions.kernels import array, dense, dense_rows, plain, span, strided
 from pyflatness.errors import BackendError
 from support.cases import C, M
 from support.grid import Net, normal

@@ -3,7 +3,6 @@
 import math
 
 import torch
-
 from pyflatness.contractions.class_sums import ClassSums
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pyflatness.contractions import cuda_device
+from pyflatness.contractions import cuda
 
 KERNEL = "kernel"
 """The property of a test's report that names a kernel."""
@@ -35,12 +35,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if time.time() > float(os.environ.get("PYFLATNESS_UNTIL", "inf")):
         pytest.skip(LATE)
-    names, right = set(), cuda_device.on_device
+    names, right = set(), cuda.on_device
 
     def on_device(device: Any, function: Any, *arguments: Any, **constants: Any) -> Any:
         names.update({getattr(function, "__name__", "")} - {"", "<lambda>"})  # kernels in Triton's language have none
         return right(device, function, *arguments, **constants)
 
-    monkeypatch.setattr(cuda_device, "on_device", on_device)
+    monkeypatch.setattr(cuda, "on_device", on_device)
     yield
     request.node.user_properties += [(KERNEL, name) for name in sorted(names)]

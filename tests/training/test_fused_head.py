@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pyflatness as pf
-from pyflatness.contractions import compiled, reference
+from pyflatness.contractions.backends import compiled, reference
 from pyflatness.losses import penalty
 from pyflatness.losses.penalty import weighted_sum
 
@@ -17,13 +17,13 @@ def problem(n, d, m, dtype=torch.float64):
     return features, weight, bias, torch.rand(n, generator=draw, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("isa", compiled.instruction_sets())
+@pytest.mark.parametrize("isa", compiled.engines())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("n", "d", "m"), [(1, 1, 1), (5, 3, 2), (16, 10, 84), (33, 7, 19), (70, 64, 40)])
 def test_the_kernel_is_its_twin(n, d, m, dtype, isa):
     features, weight, bias, shares = problem(n, d, m, dtype)
     tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-3}
-    with compiled.forced_instruction_set(isa):
+    with compiled.forced(isa):
         for given in (bias, None):
             found = compiled.softmax_variance_gradient(features, weight, given, shares)
             expected = reference.softmax_variance_gradient(features, weight, given, shares)

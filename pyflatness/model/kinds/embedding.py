@@ -5,14 +5,13 @@ is 0.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...contractions import Contractor, TokenContraction, promoted
+from ...contractions import Contractor, Ingredients, TokenContraction, promoted
 from .deviations import TokenScale
 from .linear import First, Linear
 
@@ -27,6 +26,7 @@ class Embedding(Linear):
     tokens = True
     has_input = False
     keeps_graph = False
+    stacks_cotangents = False  # each token has a coefficient
     least_dims = 1
 
     def __init__(self, padding: int | None) -> None:
@@ -77,16 +77,9 @@ class Embedding(Linear):
         """Return what counts the tokens."""
         return TokenScale(columns)
 
-    def contraction(
-        self,
-        weight: Tensor,
-        backend: ModuleType,
-        quantities: Sequence[str],
-        memory: int,
-        gradients: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor],
-    ) -> Contractor:
+    def contraction(self, given: Ingredients) -> Contractor:
         """Return what contracts tokens (n, P) and cotangents (n, P, d)."""
-        return TokenContraction(weight, backend, quantities)
+        return TokenContraction(given.weight, given.backend, given.quantities)
 
     def in_common_form(self, tensor: Tensor) -> list[Tensor]:
         """Return the tokens of a call, (n, q, …), as (n, P)."""
@@ -117,9 +110,9 @@ class Embedding(Linear):
         """Return a cotangent by position, (n, 1, P, d)."""
         return promoted(cotangent).unsqueeze(1)
 
-    def columns(self, inputs: Sequence[Tensor]) -> Tensor:
+    def columns(self, inputs: Callable[[], Sequence[Tensor]]) -> Tensor:
         """Return the tokens that there are, (U,), ascending: second derivatives are taken in their columns alone."""
-        columns: Tensor = torch.unique(inputs[0])
+        columns: Tensor = torch.unique(inputs()[0])
         return columns
 
     def patches(self, inputs: Tensor, columns: Tensor | None, dtype: torch.dtype) -> Tensor:

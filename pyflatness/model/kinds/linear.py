@@ -1,14 +1,13 @@
 """Treat a linear layer as a weight matrix; what it says is what other kinds of layers say otherwise."""
 
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...contractions import Contractor, Geometry, LayerContraction, divided, product, promoted
+from ...contractions import Contractor, Geometry, Ingredients, LayerContraction, divided, product, promoted
 from .deviations import Deviations, FeatureScale
 
 First = Callable[[Tensor], Tensor]
@@ -34,6 +33,7 @@ class Linear:
         twice_differentiable: whether torch differentiates the layer's own forward twice.
         when_idle: why a layer that the model calls may not be seen to run, for messages; empty where it is.
         by_weight: whether the weight has no positions, so that second derivatives are taken in itself.
+        stacks_cotangents: whether several cotangents of a call may come into common form as one, in dimension 0.
         geometry: which (padded) inputs a position sees.
         computes: what the output is, for messages.
     """
@@ -51,6 +51,7 @@ class Linear:
     twice_differentiable = True
     when_idle = ""
     by_weight = False
+    stacks_cotangents = True
     geometry = Geometry()
     computes = "W φ + b of its weight and input"
 
@@ -88,18 +89,16 @@ class Linear:
         """
         return self.affine(inputs.to(weight.dtype), weight, None, like)
 
-    def changed(self, call: "Linear", inputs: Tensor, output: Tensor, changes: Tensor) -> Tensor:
+    def changed(self, call: "Linear", patches: Tensor, rows: Tensor, changes: Tensor) -> Tensor:
         """Return how the output of a call changes with each sample's own change of the weight, which is written out.
 
         Args:
             call: the kind of the call.
-            inputs: of the call, (n, q, …).
-            output: likewise.
+            patches: φ of the call by position, as :meth:`patches` has it.
+            rows: of the output's shape, as :meth:`rows` has it; so is what is returned.
             changes: (n, G, m, d).
         """
-        weights = torch.func.vmap(self.as_weight)(changes.mT.flatten(1, 2))
-        found: Tensor = torch.func.vmap(call.varied_alone)(inputs, weights, output)
-        return found
+        return product(patches, changes)
 
     def varied_alone(self, inputs: Tensor, weight: Tensor, like: Tensor) -> Tensor:
         """Return what :meth:`varied` does for a call on these inputs alone."""
@@ -147,24 +146,12 @@ class Linear:
         """Return what collects the deviations of inputs as :meth:`input_rows` has them, of a weight's columns."""
         return FeatureScale()
 
-    def contraction(
-        self,
-        weight: Tensor,
-        backend: ModuleType,
-        quantities: Sequence[str],
-        memory: int,
-        gradients: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor],
-    ) -> Contractor:
-        """Return what contracts inputs and cotangents of the layer, as they are in common form.
-
-        Args:
-            weight: (G, d, m).
-            backend: a module from :func:`.backends.choose`.
-            quantities: names of :data:`.quantities.QUANTITIES`.
-            memory: in bytes.
-            gradients: does what :meth:`gradients` does.
-        """
-        return LayerContraction(weight, self.geometry, backend, quantities, memory=memory, convolution=self.space > 0)
+    def contraction(self, given: Ingredients) -> Contractor:
+        """Return what contracts inputs and cotangents of the layer, as they are in common form."""
+        weight, convolution = given.weight, self.space > 0
+        return LayerContraction(
+            weight, self.geometry, given.backend, given.quantities, memory=given.memory, convolution=convolution
+        )
 
     def cotangents(
         self, gradient: Tensor, inputs: Tensor, coefficients: Tensor | None, scale: Tensor | None, first: First
@@ -184,8 +171,11 @@ class Linear:
         """Return a cotangent in common form by position, (n, G, P, d)."""
         return self.geometry.rows(promoted(cotangent))
 
-    def columns(self, inputs: Sequence[Tensor]) -> Tensor | None:
-        """Return which columns of the weight inputs in common form have, ascending; None: all of them."""
+    def columns(self, inputs: Callable[[], Sequence[Tensor]]) -> Tensor | None:
+        """Return which columns of the weight inputs in common form have, ascending; None: all of them.
+
+        The inputs are made where they are called for.
+        """
         return None
 
     def patches(self, inputs: Tensor, columns: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -4,14 +4,13 @@ A use may be of any kind: rows of an embedding, the product of a head with featu
 gives, ∂⟨δ, call(w)⟩/∂w of one sample, which is linear in w.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from ...contractions import Contractor, WrittenContraction, promoted
+from ...contractions import Contractor, Ingredients, WrittenContraction, promoted
 from .linear import Linear
 
 
@@ -28,6 +27,7 @@ class Together(Linear):
     has_input = False
     pointwise = False
     by_weight = True
+    stacks_cotangents = False
 
     def __init__(self, home: Linear) -> None:
         self._home = home
@@ -41,20 +41,27 @@ class Together(Linear):
         """Return a (d, m) matrix as a tensor of the shape of the weight; undoes :meth:`as_matrix`."""
         return self._home.as_weight(matrix)
 
-    def contraction(
-        self,
-        weight: Tensor,
-        backend: ModuleType,
-        quantities: Sequence[str],
-        memory: int,
-        gradients: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor],
-    ) -> Contractor:
+    def contraction(self, given: Ingredients) -> Contractor:
         """Return what contracts weight gradients that are written out."""
-        return WrittenContraction(weight, self.geometry, backend, quantities, memory, gradients)
+        return WrittenContraction(given, self.geometry)
 
     def in_common_form(self, tensor: Tensor) -> list[Tensor]:
         """Return what is of one call as it is."""
         return [tensor]
+
+    def rows(self, cotangent: Tensor) -> Tensor:
+        """Return what is of one call as it is."""
+        return cotangent
+
+    def patches(self, inputs: Tensor, columns: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return what is of one call as it is."""
+        return inputs
+
+    def changed(self, call: Linear, patches: Tensor, rows: Tensor, changes: Tensor) -> Tensor:
+        """Return how the output of a call changes with each sample's own change of the weight."""
+        weights = torch.func.vmap(self.as_weight)(changes.mT.flatten(1, 2))
+        found: Tensor = torch.func.vmap(call.varied_alone)(patches, weights, rows)
+        return found
 
     def joined(self, parts: list[Tensor]) -> list[Tensor]:
         """Return what is of several calls as it is."""

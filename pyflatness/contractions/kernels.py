@@ -1,0 +1,184 @@
+"""Call compiled kernels, on the CPU and on CUDA alike, with tensors described as the bindings take them.
+
+A tensor is its address and how many elements may be reached from that. What is at the address has to be the tensor's
+numbers: of one that is negated lazily (``c.conj().imag``) it is not. Such a tensor is copied where kernels prepare what
+they are given (:func:`plain`, :func:`dense`, :func:`dense_rows`), and has no address here.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import BackendError
+from .geometry import Geometry
+from .reference import Backend
+
+SUFFIX = {torch.float32: "_f32", torch.float64: "_f64"}
+
+
+class Kernels(Backend):
+    """Provide the operations of heads that have kernels both on the CPU and on CUDA.
+
+    Args:
+        module: the compiled one, by its name.
+        missing: the error where it is not here, with a place for the reason.
+
+    Attributes:
+        missing: the error; empty where the module is here.
+    """
+
+    name = "compiled"
+
+    def __init__(self, module: str, missing: str) -> None:
+        self._module: Any = None
+        self.missing = ""
+        try:
+            # After torch, so that both use the OpenMP runtime that torch brings and not a pool of threads each.
+            self._module = importlib.import_module(module)
+        except ImportError as error:
+            self.missing = missing.format(error)
+
+    def module(self) -> Any:
+        """Return the compiled module.
+
+        Raises:
+            BackendError: it is not here.
+        """
+        if self.missing:
+            raise BackendError(self.missing)
+        return self._module
+
+    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Return why tensors of this kind cannot be served; empty if they can."""
+        raise NotImplementedError
+
+    def fuses_gradient(self, weight: Tensor) -> bool:
+        """Return whether the penalty of a head of this weight, float32 or float64, is made with its gradient."""
+        raise NotImplementedError
+
+    def _kernel(self, name: str, *tensors: Tensor) -> Callable[..., Any]:
+        """Return the kernel for these tensors, of one dtype, which runs where they are."""
+        raise NotImplementedError
+
+    def _last(self) -> tuple[int, ...]:
+        """Return what kernels take behind all other arguments."""
+        return ()
+
+    def pair_distances(self, weight: Tensor) -> Tensor:
+        """See :class:`.Backend`."""
+        weight = dense(weight)
+        d, m = weight.shape
+        out = weight.new_empty(d, d)
+        self._kernel("pair_distances", weight)(array(weight), d, m, array(out), *self._last())
+        return out
+
+    def softmax_variance(self, features: Tensor, weight: Tensor, bias: Tensor, distances: Tensor) -> Tensor:
+        """See :class:`.Backend`."""
+        features, weight, bias, distances = dense_rows(features), dense(weight), dense(bias), dense(distances)
+        (n, m), d = features.shape, weight.shape[0]
+        out = features.new_empty(n, dtype=torch.float64)
+        self._kernel("softmax_variance", features, weight, bias, distances)(
+            strided(features), features.stride(0), array(weight), array(bias), array(distances), n, m, d, array(out),
+            *self._last(),
+        )  # fmt: skip
+        return out
+
+    def exponentiate(
+        self, logits: Tensor, row_norms: Tensor | None, top_value: float, maximum: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """See :class:`.Backend`."""
+        n, d = logits.shape
+        norms = logits.new_empty(0) if row_norms is None else dense(row_norms)
+        rest = logits.new_empty(n, dtype=torch.float64)
+        moment = rest.new_empty(0 if row_norms is None else n)
+        top = logits.new_empty(n, dtype=torch.int64)
+        self._kernel("exponentiate", logits, norms, maximum)(
+            array(logits), array(norms), top_value, n, d, array(maximum), array(rest), array(moment), array(top),
+            *self._last(),
+        )  # fmt: skip
+        return rest, None if row_norms is None else moment, top
+
+    def row_dots(self, a: Tensor, b: Tensor) -> Tensor:
+        """See :class:`.Backend`."""
+        a, b = dense_rows(a), dense_rows(b)
+        n, k = a.shape
+        out = a.new_empty(n, dtype=torch.float64)
+        kernel = self._kernel("row_dots", a, b)
+        kernel(strided(a), a.stride(0), strided(b), b.stride(0), n, k, array(out), *self._last())
+        return out
+
+    def sigmoid_curvature(self, logits: Tensor, coefficients: Tensor, row_norms: Tensor) -> Tensor:
+        """See :class:`.Backend`."""
+        logits, coefficients, row_norms = dense(logits), dense(coefficients), dense(row_norms)
+        n, d = logits.shape
+        out = logits.new_empty(n, dtype=torch.float64)
+        kernel = self._kernel("sigmoid_curvature", logits, coefficients, row_norms)
+        kernel(array(logits), array(coefficients), array(row_norms), n, d, array(out), *self._last())
+        return out
+
+    def small_eigenvalues(self, matrices: Tensor) -> Tensor:
+        """See :class:`.Backend`."""
+        matrices = dense(matrices)
+        n, size, _ = matrices.shape
+        out = matrices.new_empty(n, size)
+        if matrices.dtype != torch.float64:
+            raise BackendError(f"small_eigenvalues: wants float64, got {matrices.dtype}")
+        self._kernel("small_eigenvalues", matrices)(array(matrices), n, size, array(out), *self._last())
+        return out
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Return the tensor, copied only if it is negated lazily."""
+    return tensor.resolve_neg()
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return the tensor, copied only if it is not contiguous, or negated lazily."""
+    return plain(tensor).contiguous()
+
+
+def dense_rows(matrix: Tensor) -> Tensor:
+    """Return the matrix, copied only if the elements of a row are not neighbours, or if it is negated lazily."""
+    matrix = plain(matrix)
+    dense = matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
+    return matrix if dense and min(matrix.shape) > 0 else matrix.contiguous()
+
+
+def array(tensor: Tensor) -> tuple[int, int]:
+    """Return address and elements of a contiguous tensor."""
+    if not tensor.is_contiguous():
+        raise BackendError(f"a contiguous tensor is wanted, got strides {tensor.stride()}")
+    return _address(tensor), tensor.numel()
+
+
+def layer_sizes(inputs: Tensor, cotangent: Tensor | None, geometry: Geometry) -> tuple[tuple[int, ...], ...]:
+    """Return the sizes of a layer as the binding takes them; a cotangent's positions are its own, which it checks."""
+    (n, channels), size = inputs.shape[:2], tuple(inputs.shape[2:])
+    groups, rows = geometry.groups, 1
+    places: tuple[int, ...] = geometry.places(size)
+    if cotangent is not None:
+        rows, places = cotangent.shape[1] // groups, tuple(cotangent.shape[2:])
+        if len(cotangent) != n:
+            raise BackendError(f"inputs of {n} samples, cotangents of {len(cotangent)}")
+    return (n, groups, channels // groups, rows), size, places, geometry.kernel, geometry.stride, geometry.dilation
+
+
+def span(tensor: Tensor) -> tuple[int, int]:
+    """Return address and elements from the first to the last of a tensor of any strides."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return _address(tensor), last + 1 if tensor.numel() else 0
+
+
+def strided(matrix: Tensor) -> tuple[int, int]:
+    """Return address and elements from the first to the last of a matrix whose rows are dense."""
+    n, m = matrix.shape
+    return _address(matrix), (n - 1) * matrix.stride(0) + m if n and m else 0
+
+
+def _address(tensor: Tensor) -> int:
+    if tensor.is_neg():
+        raise BackendError("a tensor whose memory holds its numbers is wanted, got one that is negated lazily")
+    return tensor.data_ptr()
