@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 import pyflatness as pf
 from pyflatness.contractions import SoftmaxVariance, compiled, cuda, softmax, wide
 from support.cases import classifier
+from support.combinations import ENGINES, every
 
 DIRECT = "donot_use_mm_for_euclid_dist"
 ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-11, torch.bfloat16: 2e-3}
@@ -113,9 +114,7 @@ def check(found, expected, rtol, dtype, scale=1.0):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("rtol", [1e-3, 1e-2, 0.1, 0.5])
-@pytest.mark.parametrize("name", CASES)
+@every(engine=ENGINES, name=CASES, rtol=[1e-3, 1e-2, 0.1, 0.5], dtype=[torch.float32, torch.float64])
 def test_error_within_bound_within_tolerance(engine, name, rtol, dtype):
     found, expected = bounded(CASES[name](), engine.module, dtype, rtol)
     check(found, expected, rtol, dtype)

@@ -12,6 +12,7 @@ from torch import nn
 import pyflatness as pf
 from pyflatness.contractions import SoftmaxVariance, compiled
 from support import truth
+from support.combinations import ENGINES, every
 
 
 def rows_route(engine, features, weight, bias=None, memory=1):
@@ -101,10 +102,9 @@ HALF_LOSSES = {
 }
 
 
-@pytest.mark.parametrize("normalize", [None, "std"])
-@pytest.mark.parametrize("d", [10, 80, 300])
-@pytest.mark.parametrize("loss", HALF_LOSSES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@every(
+    engine=ENGINES, dtype=[torch.float16, torch.bfloat16], loss=HALF_LOSSES, d=[10, 80, 300], normalize=[None, "std"]
+)
 def test_half_precision(engine, dtype, loss, d, normalize):
     """Against float64 on the rounded inputs."""
     criterion, make = HALF_LOSSES[loss]
