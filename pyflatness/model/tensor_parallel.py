@@ -2,7 +2,7 @@
 
 All ranks have the same samples and take the same way, as each would alone. What a layer gets and gives, and what
 arrives at it in backward passes, is a DTensor, and is made whole where it is recorded; so is a weight where it is
-contracted. Of a head whose rows are spread only what :mod:`.split_head` sends goes over.
+contracted. Of a head whose rows are spread only what :mod:`.at_head` sends goes over.
 """
 
 import contextlib

@@ -8,15 +8,21 @@ from torch import nn
 
 import pyflatness as pf
 from support import doors
+from support.combinations import every
+from support.public_calls import CALLS, batches
+from support.residual import X as IMAGES
+from support.residual import Y as LABELS
+from support.residual import residual
 from support.unchanged import LOSS, X, Y, assert_unchanged, snapshot
+from support.values import facts
 
 
 class Counting(nn.Module):
     """A model that writes to its buffers and draws random numbers in eval mode."""
 
-    def __init__(self):
+    def __init__(self, inputs=4, width=8):
         super().__init__()
-        self.body, self.norm, self.head = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.body, self.norm, self.head = nn.Linear(inputs, width), nn.BatchNorm1d(width), nn.Linear(width, 3)
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("last", torch.zeros(1))
 
@@ -26,52 +32,136 @@ class Counting(nn.Module):
         return self.head(torch.relu_(self.norm(self.body(x))) + 0 * torch.rand(1))
 
 
+def used(net, x, y):
+    """The network as its user has it: trained, in eval mode, with gradients, a frozen weight and a hook."""
+    LOSS(net.train()(x), y).backward()
+    next(net.parameters()).requires_grad_(False)
+    [*net.modules()][-1].register_forward_hook(lambda *_: None)
+    return net.eval()
+
+
 @pytest.fixture
 def model():
-    net = Counting()
-    net.train()
-    LOSS(net(X), Y).backward()
-    net.eval()
-    net.body.weight.requires_grad_(False)
-    net.head.register_forward_hook(lambda *_: None)
-    return net
+    return used(Counting(), X, Y)
 
 
-@pytest.mark.parametrize("options", [{}, {"normalize": "std"}, {"per_sample": True, "backend": "reference"}])
-def test_a_measurement_leaves_no_trace(model, options):
+def _measured(**options):
+    return lambda *arguments, **more: pf.measure(*arguments, **options, **more)
+
+
+OF_IMAGES = {  # calls on a residual network of convolutions
+    "sweep": _measured(measures="sweep"),
+    "sweep, std": _measured(measures="sweep", normalize="std"),
+    "sweep, affine": _measured(measures="sweep", conv="affine"),
+    "sweep, ggn, by sample": _measured(measures="sweep", curvature="ggn", per_sample=True),
+    "sweep, probes": _measured(measures="sweep", probes=3),
+    "block_traces, a convolution": lambda *arguments, **more: pf.block_traces(*arguments, "3.conv1", **more),
+    "eigenvalues": _measured(measures=["lambda_max", "relative_flatness_max"], layers="8"),
+    "interpolation_sharpness": _measured(measures="interpolation_sharpness"),
+    "adaptive_sharpness": _measured(measures="adaptive_sharpness"),
+    "weight_norm": _measured(measures="weight_norm"),
+}
+OF_ROWS = {
+    **CALLS,
+    "relative_flatness, std": lambda *arguments, **more: pf.relative_flatness(*arguments, normalize="std", **more),
+    "relative_flatness, reference": lambda *arguments, **more: pf.relative_flatness(
+        *arguments, per_sample=True, backend="reference", **more
+    ),
+}
+EVERY = {**OF_ROWS, **OF_IMAGES}
+ROWS, CLASSES = (torch.cat(parts) for parts in zip(*batches(), strict=True))
+
+
+def place(name):
+    """A network and samples for a call."""
+    if name in OF_IMAGES:
+        return used(residual(), IMAGES, LABELS), IMAGES, LABELS
+    return used(Counting(4, 6).double(), ROWS, CLASSES), ROWS, CLASSES
+
+
+class Halves:
+    """Two batches; with an error in between."""
+
+    def __init__(self, x, y, error=None):
+        self.x, self.y, self.error = x, y, error
+
+    def __iter__(self):
+        half = len(self.x) // 2
+        yield self.x[:half], self.y[:half]
+        if self.error:
+            raise self.error("stopped")
+        yield self.x[half:], self.y[half:]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_call_leaves_no_trace(name):
+    model, x, y = place(name)
     before = snapshot(model)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=6, shuffle=True)
-    pf.relative_flatness(model, LOSS, loader, **options)
+    EVERY[name](model, LOSS, Halves(x, y))
+    assert_unchanged(model, before)
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["sweep", "sweep, std", "relative_flatness", "relative_flatness, std", "fisher_rao"])
+def test_also_of_shuffled_data(name):
+    model, x, y = place(name)
+    before = snapshot(model)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=6, shuffle=True)
+    EVERY[name](model, LOSS, loader)
     assert_unchanged(model, before)
 
 
-def test_verify_leaves_no_trace(model):
-    before = snapshot(model)
-    assert pf.verify(model, LOSS, (X, Y))
+@every(
+    name=[name for name in EVERY if name not in ("weight_norm", "verify")],
+    where=["data", "forward"],
+    error=[KeyboardInterrupt, RuntimeError],
+)
+def test_an_exception_leaves_no_trace(name, where, error):
+    """Of calls that read all data."""
+    model, x, y = place(name)
+    before, calls = snapshot(model), []
+
+    def forward(net, batch):
+        calls.append(1)
+        if len(calls) > 1:
+            raise error("stopped")
+        return net(batch[0]), batch[1]
+
+    given = {"data": Halves(x, y, error)} if where == "data" else {"data": Halves(x, y), "forward": forward}
+    data = given.pop("data")
+    explained = error is RuntimeError and where == "forward"  # with ours around it
+    with pytest.raises(pf.errors.InputError if explained else error, match="stopped"):
+        EVERY[name](model, LOSS, data, **given)
     assert_unchanged(model, before)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_an_exception_leaves_no_trace(model, error):
+def test_an_exception_in_a_backward_pass_leaves_no_trace(model, error):
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            raise error("stopped")
+
     before = snapshot(model)
-
-    def batches():
-        yield X[:5], Y[:5]
-        raise error("stopped")
-
     with pytest.raises(error, match="stopped"):
-        pf.relative_flatness(model, LOSS, batches())
+        pf.measure(model, LOSS, (X, Y), forward=lambda net, b: (Stop.apply(net(b[0])), b[1]), curvature="ggn")
     assert_unchanged(model, before)
 
 
-@pytest.mark.parametrize("options", [{}, {"normalize": "std"}])
-def test_an_error_leaves_no_trace_while_it_is_handled(model, options):
+@pytest.mark.parametrize(
+    "name", [*[*OF_IMAGES][:-1], "relative_flatness", "relative_flatness, std", "feature_robustness"]
+)
+def test_an_error_leaves_no_trace_while_it_is_handled(name):
     """Hooks are gone in the handler already, not when the error is forgotten."""
-    before = snapshot(model)
-    x = X.clone()
+    model, x, y = place(name)
+    before, x = snapshot(model), x.clone()
     x[3] = torch.nan
     try:
-        pf.relative_flatness(model, LOSS, (x, Y), **options)
+        EVERY[name](model, LOSS, (x, y))
     except pf.errors.NonFiniteError:
         assert_unchanged(model, before)
     else:
@@ -86,30 +176,35 @@ def test_a_refusal_leaves_no_trace(model):
     assert_unchanged(model, before)
 
 
-def test_inside_no_grad_and_inference_mode(model):
-    expected = float(pf.relative_flatness(model, LOSS, (X, Y)))
+SAME = ("relative_flatness", "measure", "block_traces", "fisher_rao", "sharpness", "pac_bayes", "adaptive_sharpness_mc",
+    "sweep", "interpolation_sharpness", "adaptive_sharpness", "weight_norm")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_values_do_not_depend_on_grad_modes_wrappers_and_frozen_parameters(name):
+    model, x, y = place(name)
+
+    def values(net, x=x):
+        return [text for path, text in facts(EVERY[name](net, LOSS, (x, y))) if "table" not in path]
+
+    expected = values(model)
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         with mode():
-            assert float(pf.relative_flatness(model, LOSS, (X, Y))) == expected
-            assert float(pf.relative_flatness(model, LOSS, (X.clone(), Y))) == expected
-            custom = pf.relative_flatness(model, lambda f, y: f.logsumexp(1).mean(), (X, Y))
-            assert float(custom) == pytest.approx(expected, rel=1e-5)
-
-
-def test_frozen_models_and_tensors_with_gradients(model):
-    expected = float(pf.relative_flatness(model, LOSS, (X, Y)))
-    model.requires_grad_(False)
-    assert float(pf.relative_flatness(model, LOSS, (X.clone().requires_grad_(), Y))) == expected
-    model.requires_grad_(True)
-    value = pf.head_flatness(torch.randn(3, 8, requires_grad=True), model.head.weight, model.head.bias, per_sample=True)
-    assert not value.per_sample.requires_grad
-
-
-def test_wrapped_models(model):
-    expected = float(pf.relative_flatness(model, LOSS, (X, Y), "head"))
-    assert float(pf.relative_flatness(nn.DataParallel(model), LOSS, (X, Y), "head")) == expected
+            assert values(model) == expected
+            assert values(model, x.clone()) == expected
+    assert values(nn.DataParallel(model)) == expected
     compiled = torch.compile(model, backend="eager")
-    assert float(pf.relative_flatness(compiled, LOSS, (X, Y), "head")) == expected
+    compiled(x)
+    assert values(compiled) == expected
+    if name in ("relative_flatness", "measure", "block_traces", "sweep"):
+        model.requires_grad_(False)
+        assert values(model, x.clone().requires_grad_()) == expected
+
+
+def test_values_of_tensors_with_gradients_have_none():
+    features, layer = torch.randn(3, 8, requires_grad=True), nn.Linear(8, 3)
+    value = pf.head_flatness(features, layer.weight, layer.bias, per_sample=True)
+    assert not value.per_sample.requires_grad
 
 
 def test_parametrised_weights():

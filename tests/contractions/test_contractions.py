@@ -12,6 +12,7 @@ from pyflatness.contractions.backends import compiled, reference
 from pyflatness.errors import BackendError
 from support import truth
 from support.cases import on_threads
+from support.combinations import ENGINES, every
 from support.truth import exact_formula_error, tolerance
 
 ROUTES = ["fused", "pairs", "rows"]
@@ -28,9 +29,12 @@ def relative_error(values, expected):
     return float(((values - expected).abs() / expected).max())
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 2, 1), (3, 5, 7), (70, 10, 84), (33, 64, 130), (17, 11, 1), (40, 21, 300)])
+@every(
+    engine=ENGINES,
+    dtype=DTYPES,
+    route=ROUTES,
+    shape=[(1, 2, 1), (3, 5, 7), (70, 10, 84), (33, 64, 130), (17, 11, 1), (40, 21, 300)],
+)
 def test_softmax_variance(engine, dtype, route, shape):
     n, d, m = shape
     features, weight, bias = torch.randn(n, m).to(dtype), torch.randn(d, m).to(dtype), torch.randn(d).to(dtype)
@@ -51,9 +55,7 @@ def test_softmax_variance_of_many_classes(engine, dtype, route):
     assert relative_error(softmax_variance(engine, features, weight, bias, route), expected) < tolerance(dtype)
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rest", [1e-1, 1e-2, 1e-4, 1e-6, 1e-8, 1e-10, 1e-12])
+@every(engine=ENGINES, dtype=DTYPES, route=ROUTES, rest=[1e-1, 1e-2, 1e-4, 1e-6, 1e-8, 1e-10, 1e-12])
 def test_peaked_softmax(engine, dtype, route, rest):
     """At a trained minimum plain E|w|² - |Ew|² in float32 is wrong by 3 % at 1 - p_max = 1e-6, by 100 % at 1e-9."""
     d, m = 10, 32
@@ -88,9 +90,7 @@ def test_common_offset_of_the_rows(engine, dtype, route):
     assert relative_error(softmax_variance(engine, features, shifted, None, route), expected) < tolerance(dtype)
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rest", [0.3, 1e-3, 1e-9])
+@every(engine=ENGINES, dtype=DTYPES, route=ROUTES, rest=[0.3, 1e-3, 1e-9])
 def test_tied_maxima_in_equal_rows(engine, dtype, route, rest):
     """Two equal rows share all but `rest` of the probability: E|w|² - |Ew|² about any centre but them cancels."""
     weight = torch.randn(6, 8).to(dtype)
@@ -101,9 +101,7 @@ def test_tied_maxima_in_equal_rows(engine, dtype, route, rest):
     assert relative_error(softmax_variance(engine, features, weight, bias, route), expected) < tolerance(dtype)
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scale", [1e4, -1e4])
+@every(engine=ENGINES, dtype=DTYPES, route=ROUTES, scale=[1e4, -1e4])
 def test_huge_logits(engine, dtype, route, scale):
     features, weight = (
         torch.tensor([[1.0], [1e-4], [2e-4]], dtype=dtype),
@@ -127,9 +125,7 @@ def test_one_class_and_equal_rows_are_flat(engine, dtype, route):
     assert softmax_variance(engine, features, same, torch.randn(7).to(dtype), route).tolist() == [0.0] * 5
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@every(engine=ENGINES, dtype=DTYPES, route=ROUTES, bad=[math.nan, math.inf, -math.inf])
 def test_non_finite_rows_stay_non_finite_and_alone(engine, dtype, route, bad):
     features, weight = torch.randn(40, 9).to(dtype), torch.randn(13, 9).to(dtype)
     clean = softmax_variance(engine, features, weight, None, route)
@@ -140,8 +136,7 @@ def test_non_finite_rows_stay_non_finite_and_alone(engine, dtype, route, bad):
     assert torch.equal(values[others], clean[others])
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("layout", ["strided", "transposed", "every other", "expanded", "one row"])
+@every(engine=ENGINES, route=ROUTES, layout=["strided", "transposed", "every other", "expanded", "one row"])
 def test_memory_layouts(engine, route, layout):
     make = {
         "strided": lambda: torch.randn(20, 12)[:, :9],

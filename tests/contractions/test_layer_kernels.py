@@ -9,7 +9,7 @@ from pyflatness.contractions.backends import compiled, reference
 from pyflatness.contractions.geometry import Geometry
 from pyflatness.errors import BackendError
 from support.cases import on_threads
-from support.combinations import ENGINES
+from support.combinations import ENGINES, every
 from support.layer_cases import CASES, DTYPES, LAYOUTS, ONE, double, layer, limit
 
 
@@ -44,18 +44,14 @@ def check_grams(module, inputs, signal, geometry):
         assert float(((result - expected).abs() / expected).max()) < limit(inputs.dtype)
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@every(engine=ENGINES, case=CASES, dtype=DTYPES, kind=LAYOUTS)
 def test_layers(engine, case, dtype, kind):
     inputs, signal, geometry, root, weight = layer(case, dtype, kind)
     check_direct(engine.module, inputs, signal, geometry, root, weight)
     check_grams(engine.module, inputs, signal, geometry)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("roots", [0, 1, 2, 5, 16, 33, 70])
-@pytest.mark.parametrize("weighted", [False, True])
+@every(engine=ENGINES, dtype=DTYPES, roots=[0, 1, 2, 5, 16, 33, 70], weighted=[False, True])
 def test_what_is_not_asked_for(engine, dtype, roots, weighted):
     for name in ("second convolution", "depthwise", "late block"):
         inputs, signal, geometry, root, weight = layer(CASES[name], dtype, roots=roots)
@@ -197,9 +193,7 @@ def test_threads_and_few_samples(engine, threads, samples):
             )
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("samples", [1, 7, 8, 9, 26])
-@pytest.mark.parametrize("dtype", DTYPES)
+@every(engine=ENGINES, dtype=DTYPES, samples=[1, 7, 8, 9, 26], threads=[1, 2, 3])
 def test_samples_that_look_at_the_weight_together(engine, dtype, samples, threads):
     """Where nothing but weighted sums is made of M; in several tiles, the last of which is not full."""
     with on_threads(threads):
@@ -209,10 +203,13 @@ def test_samples_that_look_at_the_weight_together(engine, dtype, samples, thread
             check_direct(engine.module, inputs, signal, geometry, None, weight)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["second convolution", "depthwise", "late block", "sequence", "downsampling"])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("gram_weighted", [True, False])
+@every(
+    engine=ENGINES,
+    dtype=DTYPES,
+    name=["second convolution", "depthwise", "late block", "sequence", "downsampling"],
+    bad=[torch.nan, torch.inf],
+    gram_weighted=[True, False],
+)
 def test_what_is_not_finite_stays_in_its_sample(engine, dtype, name, bad, gram_weighted):
     rest = CASES[name][1:]
     for spoiled in range(2):
@@ -241,8 +238,7 @@ def test_the_patch_gram_is_symmetric(engine):
     torch.testing.assert_close(values, values.mT, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 32])
-@pytest.mark.parametrize("n", [0, 1, 7, 8, 50])
+@every(engine=ENGINES, n=[0, 1, 7, 8, 50], size=[1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 32])
 def test_small_eigenvalues(engine, n, size):
     matrices = torch.randn(n, size, size, dtype=torch.float64)
     matrices = matrices + matrices.mT

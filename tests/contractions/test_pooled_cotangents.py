@@ -6,6 +6,7 @@ import torch
 from pyflatness.contractions import LayerContraction
 from pyflatness.contractions.backends import reference
 from support.cases import on_threads
+from support.combinations import ENGINES, every
 from support.layer_cases import CASES, DTYPES, LAYOUTS, double, layer, layout, limit
 
 
@@ -36,15 +37,17 @@ def check(module, inputs, cotangents, geometry, root, positions):
             torch.testing.assert_close(getattr(found, name)[part], expected, rtol=limit(inputs.dtype), atol=0)
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["first convolution", "second convolution", "downsampling", "groups", "3-D", "1-D"])
+@every(
+    engine=ENGINES,
+    name=["first convolution", "second convolution", "downsampling", "groups", "3-D", "1-D"],
+    dtype=DTYPES,
+    kind=LAYOUTS,
+)
 def test_any_layer(engine, name, dtype, kind):
     check(engine.module, *pooled(CASES[name], dtype, 3, 20, kind))
 
 
-@pytest.mark.parametrize("count", [1, 9, 10, 11])
-@pytest.mark.parametrize("elements", [1, 7, 255, 256, 257, 600])
+@every(engine=ENGINES, count=[1, 9, 10, 11], elements=[1, 7, 255, 256, 257, 600])
 def test_any_number_of_elements(engine, count, elements):
     check(engine.module, *pooled(CASES["second convolution"], torch.float32, count, elements))
 

@@ -15,6 +15,7 @@ from pyflatness.contractions.layer import Contraction
 from pyflatness.errors import BackendError
 from pyflatness.passes import memory
 from support.cases import on_threads
+from support.combinations import ENGINES, every
 from support.layer_cases import CASES, DTYPES, LAYOUTS, ONE, double, layer, layout, limit
 
 
@@ -44,16 +45,12 @@ def check_gathered(module, inputs, signals, geometry, root):
     assert values.weighted is values.by_column is values.by_row is None
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@every(engine=ENGINES, case=CASES, dtype=DTYPES, kind=LAYOUTS)
 def test_signals_together(engine, case, dtype, kind):
     check_gathered(engine.module, *several(case, dtype, 3, kind))
 
 
-@pytest.mark.parametrize("count", [1, 2, 4, 5, 6, 9, 10, 11, 23])
-@pytest.mark.parametrize("kept", [0.0, 0.02, 0.5, 1.0])
-@pytest.mark.parametrize("roots", [0, 1, 13])
+@every(engine=ENGINES, count=[1, 2, 4, 5, 6, 9, 10, 11, 23], kept=[0.0, 0.02, 0.5, 1.0], roots=[0, 1, 13])
 def test_any_number_of_signals_and_zeros(engine, count, kept, roots):
     for name in ("second convolution", "depthwise", "downsampling"):
         check_gathered(engine.module, *several(CASES[name], torch.float32, count, roots=roots, kept=kept))
@@ -90,10 +87,13 @@ def test_signals_of_several_layouts(engine, dtype):
         check_gathered(engine.module, inputs, spread, geometry, root)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["second convolution", "depthwise", "late block", "sequence", "downsampling"])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("kept", [0.0, 0.3])
+@every(
+    engine=ENGINES,
+    dtype=DTYPES,
+    name=["second convolution", "depthwise", "late block", "sequence", "downsampling"],
+    bad=[torch.nan, torch.inf],
+    kept=[0.0, 0.3],
+)
 def test_what_is_not_finite_stays_in_its_sample(engine, dtype, name, bad, kept):
     """Also in an input that only places see where all signals are zero: 0 · ∞ is no number."""
     case, keep = (4, *CASES[name][1:]), torch.tensor([0, 2, 3])
@@ -141,12 +141,12 @@ def test_arguments_that_do_not_fit():
         compiled.direct_gathered(inputs, signals, geometry, root[:, :, :-1])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("count", [1, 3, 100])
-@pytest.mark.parametrize("quantities", [("gram_weighted",), ("gram_weighted", "squares")])
-@pytest.mark.parametrize(
-    "case",
-    [
+@every(
+    engine=ENGINES,
+    dtype=DTYPES,
+    count=[1, 3, 100],
+    quantities=[("gram_weighted",), ("gram_weighted", "squares")],
+    case=[
         (5, 1, 40, 30, ONE, ONE, ONE, ONE),
         (5, 3, 7, 4, (1, 3, 3), (1, 3, 3), ONE, ONE),  # of one position, in groups
         (5, 1, 3, 6, (1, 20, 20), (1, 5, 5), ONE, ONE),

@@ -8,6 +8,7 @@ import torch
 from pyflatness.contractions import LayerContraction
 from pyflatness.contractions.backends import cuda, reference
 from pyflatness.contractions.precision import float32_products
+from support.combinations import every
 from support.layer_cases import CASES, LAYOUTS, layer, layout
 
 NAMES = ["sequence", "1-D", "second convolution", "downsampling", "depth multiplier", "groups", "3-D", "late block"]
@@ -21,10 +22,12 @@ def contributions(contraction, signals, signs):
     return sum(one.values for one in (*found, contraction.rest()) if one is not None)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("route", ["direct", "gram"])
-@pytest.mark.parametrize("quantities", [("gram_weighted",), ("squares",), ("squares", "gram_weighted")])
-@pytest.mark.parametrize("name", NAMES)
+@every(
+    dtype=[torch.float32, torch.float64, torch.bfloat16],
+    route=["direct", "gram"],
+    quantities=[("gram_weighted",), ("squares",), ("squares", "gram_weighted")],
+    name=NAMES,
+)
 def test_cotangents_held_back(dtype, route, quantities, name):
     inputs, signal, geometry, _, weight = layer((3, *CASES[name][1:]), torch.float32)
     weight, inputs = weight.to(dtype), inputs.to(dtype)

@@ -9,9 +9,9 @@ from pyflatness.contractions.backends import cuda, reference
 from pyflatness.contractions.geometry import Geometry
 from pyflatness.errors import BackendError
 from support import layer_cases as layers
+from support.combinations import every
 from support.cuda_layers import CASES, in_one_order, layer, moved
 
-kinds = pytest.mark.parametrize("kind", ["float32", "float64", "bfloat16", "float16"])
 WIDE = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -36,10 +36,12 @@ def matrices(case, dtype, device, n=3):
     return [t if isinstance(t, Geometry) else t.to(dtype) for t in (gradients, geometry, root, weight)]
 
 
-@kinds
-@pytest.mark.parametrize("layout", layers.LAYOUTS)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@in_one_order
+@every(
+    kind=["float32", "float64", "bfloat16", "float16"],
+    layout=layers.LAYOUTS,
+    case=CASES,
+    cuda_device=["cuda", "emulated"],
+)
 def test_patches(cuda_device, kind, layout, case):
     inputs, _, geometry, *_ = layer(case, kind, cuda_device, layout)
     assert torch.equal(cuda.patches(inputs, geometry), geometry.patches(inputs))

@@ -6,6 +6,7 @@ import torch
 import pyflatness as pf
 from pyflatness.contractions import LayerContraction, backends
 from pyflatness.contractions.backends import cuda, reference
+from support.combinations import every
 from support.cuda_layers import CASES, KINDS, in_one_order, layer
 from support.layer_cases import ONE
 
@@ -26,10 +27,12 @@ QUANTITIES = {
 }
 
 
-@in_one_order
-@pytest.mark.parametrize("kind", ["float32", "float64", "bfloat16", "float16"])
-@pytest.mark.parametrize("quantities", QUANTITIES.values(), ids=QUANTITIES)
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@every(
+    cuda_device=["cuda", "emulated"],
+    kind=["float32", "float64", "bfloat16", "float16"],
+    quantities=QUANTITIES,
+    form=FORMS,
+)
 def test_routes(cuda_device, kind, quantities, form):
     case, route = form
     inputs, signal, geometry, _, weight = layer(case, kind, cuda_device)

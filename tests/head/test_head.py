@@ -22,10 +22,10 @@ from support.cases import (
     head,
     to,
 )
+from support.combinations import ENGINES, every
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", LOSSES)
+@every(engine=ENGINES, name=LOSSES, dtype=[torch.float32, torch.float64])
 def test_every_loss(engine, name, dtype):
     loss, targets = (to(dtype, part) for part in LOSSES[name])
     features, weight, bias = head(dtype)

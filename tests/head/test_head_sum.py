@@ -11,6 +11,7 @@ from pyflatness.contractions.backends import compiled
 from pyflatness.contractions.reference import centre, shifted
 from support import truth
 from support.cases import on_threads
+from support.combinations import ENGINES, every
 from support.truth import exact_formula_error, tolerance
 
 SHAPES = [(1, 10, 84), (1, 1, 1), (33, 1, 5), (70, 10, 84), (31, 64, 7), (65, 40, 130), (257, 2, 16), (600, 3, 300)]
@@ -24,9 +25,7 @@ def row_sum(engine, features, weight, bias, labels=None, *, prepared=None, ignor
     return engine.module.softmax_variance_sum(features, weight, bias, prepared, labels, ignored, values)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("shape", SHAPES)
+@every(engine=ENGINES, shape=SHAPES, with_bias=[True, False], dtype=[torch.float32, torch.float64])
 def test_sum_and_values(engine, shape, with_bias, dtype):
     features, weight, bias = problem(*shape, dtype)
     bias = bias if with_bias else None

@@ -14,6 +14,7 @@ import pyflatness as pf
 from pyflatness.contractions import Backend, SoftmaxVariance, wide
 from pyflatness.contractions.backends import compiled, cuda
 from support.cases import classifier
+from support.combinations import ENGINES, every
 
 DIRECT = "donot_use_mm_for_euclid_dist"
 ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-11, torch.bfloat16: 2e-3}
@@ -114,9 +115,7 @@ def check(found, expected, rtol, dtype, scale=1.0):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("rtol", [1e-3, 1e-2, 0.1, 0.5])
-@pytest.mark.parametrize("name", CASES)
+@every(engine=ENGINES, name=CASES, rtol=[1e-3, 1e-2, 0.1, 0.5], dtype=[torch.float32, torch.float64])
 def test_error_within_bound_within_tolerance(engine, name, rtol, dtype):
     found, expected = bounded(CASES[name](), engine.module, dtype, rtol)
     check(found, expected, rtol, dtype)

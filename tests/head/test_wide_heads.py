@@ -13,6 +13,7 @@ import pyflatness as pf
 from pyflatness.contractions import SoftmaxVariance
 from pyflatness.contractions.backends import compiled
 from support import truth
+from support.combinations import ENGINES, every
 
 
 def rows_route(engine, features, weight, bias=None, memory=1):
@@ -102,10 +103,9 @@ HALF_LOSSES = {
 }
 
 
-@pytest.mark.parametrize("normalize", [None, "std"])
-@pytest.mark.parametrize("d", [10, 80, 300])
-@pytest.mark.parametrize("loss", HALF_LOSSES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@every(
+    engine=ENGINES, dtype=[torch.float16, torch.bfloat16], loss=HALF_LOSSES, d=[10, 80, 300], normalize=[None, "std"]
+)
 def test_half_precision(engine, dtype, loss, d, normalize):
     """Against float64 on the rounded inputs."""
     criterion, make = HALF_LOSSES[loss]

@@ -1,17 +1,14 @@
-"""λ_max and what is made of it, and maximal relative flatness, against dense Hessians: networks, losses and layers."""
+"""λ_max and what is made of it, and maximal relative flatness; of every network: sweep/test_every_network.py."""
 
 import pytest
 import torch
-from torch import nn
 
 import pyflatness as pf
 from support import grid, truth
-from support.cases import to
 from support.grid import batches
-from support.networks import CASES, LAYERS, curvatures
+from support.networks import CASES, LAYERS
 
 EIGENVALUES = ("lambda_max", "relative_flatness_max")
-CURVATURES = {"auto": grid.hessian, "ggn": grid.ggn}
 
 
 def largest(matrix):
@@ -26,27 +23,6 @@ def of_rows(matrix, weight):
     values = torch.linalg.eigvalsh(torch.einsum("sjsk->sjk", matrix))
     norms = weight.square().sum(dim=1)
     return float(norms @ values[:, -1]), float(norms @ values.abs().amax(dim=1))
-
-
-@curvatures()
-def test_every_layer(name, curvature):
-    """By the Hessian whatever the network is, and by the GGN."""
-    case = CASES[name]
-    options = {"layers": list(case.layers), "measures": EIGENVALUES, "curvature": curvature}
-    report = pf.measure(case.build(), case.loss, batches(case), **options)
-    for layer in case.layers:
-        matrix = CURVATURES[curvature](case, layer)
-        expected, size = largest(matrix)
-        estimate = report[layer, "lambda_max"]
-        assert estimate.value == pytest.approx(expected, abs=1e-9 * size + 1e-12), layer
-        assert estimate.method == {"auto": "hessian", "ggn": "ggn"}[curvature]
-        assert estimate.exact == (curvature == "auto")
-        assert (estimate.samples, estimate.stderr, estimate.layer) == (case.samples, None, layer)
-        expected, size = of_rows(matrix, truth.weight_of(case.build(), layer))
-        estimate = report[layer, "relative_flatness_max"]
-        assert estimate.value == pytest.approx(expected, abs=1e-9 * size + 1e-12), layer
-        assert estimate.method == ("ggn" if layer in case.linear or curvature == "ggn" else "hessian")
-        assert estimate.exact == (layer in case.linear or curvature == "auto")
 
 
 JOINT = ("mlp ReLU", "mlp Tanh", "custom loss, Tanh", "siamese", "recurrent", "gating", "checkpointed", "tied",
@@ -77,20 +53,6 @@ def test_rows_by_products_and_written_out(name, layer, usual, monkeypatch):
     assert any("Lanczos" in note for note in report[layer, "relative_flatness_max"].notes) == (usual == 0)
 
 
-@curvatures()
-def test_rows_whose_blocks_do_not_fit(name, curvature, monkeypatch):
-    """A sweep for each product; second derivatives in the weights where the GGN is another matrix."""
-    monkeypatch.setattr("pyflatness.passes.memory.Budget.blocks", 0)
-    case = CASES[name]
-    options = {"layers": list(case.layers), "measures": "relative_flatness_max", "curvature": curvature, "memory": 1}
-    report = pf.measure(case.build(), case.loss, batches(case), **options)
-    for layer in case.layers:
-        expected, size = of_rows(CURVATURES[curvature](case, layer), truth.weight_of(case.build(), layer))
-        estimate = report[layer, "relative_flatness_max"]
-        assert estimate.value == pytest.approx(expected, abs=1e-9 * size + 1e-12), layer
-        assert any("Lanczos" in note for note in estimate.notes)
-
-
 @pytest.mark.parametrize("options", [{"memory": 1}, {"memory": 3000}, {}])
 @pytest.mark.parametrize("size", [1, 4, 6])
 def test_cuts_change_nothing(size, options):
@@ -118,20 +80,6 @@ def test_normalised(name, layer, room, monkeypatch):
     assert report[layer, "lambda_max"].value == pytest.approx(expected, abs=1e-8 * size)
     expected, size = of_rows(matrix, weight)
     assert report[layer, "relative_flatness_max"].value == pytest.approx(expected, abs=1e-8 * size)
-
-
-@pytest.mark.parametrize("name", ["mlp ReLU", "mlp Tanh", "tokens", "attention", "cnn", "recurrent"])
-def test_float32(name):
-    case = CASES[name]
-    model, loss = case.build().float(), to(torch.float32, case.loss)
-    inputs, targets = to(torch.float32, case.inputs), to(torch.float32, case.targets)
-    report = pf.measure(model, loss, (inputs, targets), layers=list(case.layers), measures=EIGENVALUES)
-    for layer in case.layers:
-        matrix = grid.hessian(case, layer)
-        expected, size = largest(matrix)
-        assert report[layer, "lambda_max"].value == pytest.approx(expected, abs=2e-5 * size)
-        expected, size = of_rows(matrix, truth.weight_of(case.build(), layer))
-        assert report[layer, "relative_flatness_max"].value == pytest.approx(expected, abs=2e-5 * size)
 
 
 # --- scaled with the weight's norm ------------------------------------------------------------------------------------
@@ -213,14 +161,3 @@ def test_layers_rescaled_against_each_other():
     for measure in measures[:4]:
         assert after[measure].value == pytest.approx(before[measure].value, rel=1e-9)
     assert after["0", "lambda_max"].value == pytest.approx(before["0", "lambda_max"].value / 9)
-
-
-def test_the_example_by_hand():
-    model = nn.Linear(2, 2, bias=False).double()
-    model.weight.data.copy_(torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
-    data = torch.tensor([[1.0, 0.0], [1.0, 1.0]], dtype=torch.float64), torch.tensor([0, 1])
-    report = pf.measure(model, nn.CrossEntropyLoss(), data, measures="all")
-    assert report["lambda_max"].value == pytest.approx(0.514737, abs=5e-7)
-    assert report["", "relative_flatness_max"].value == pytest.approx(1.286842, abs=5e-7)
-    assert report["scaled_lambda_max"].value == pytest.approx(5 * report["lambda_max"].value)
-    assert report["scaled_trace"].value == pytest.approx(5 * 0.589836, abs=5e-6)

@@ -1,4 +1,4 @@
-"""Hessian values and sampled values of layers behind any tail, against dense Hessians."""
+"""Sampled values and their errors, and Hessian values behind tails that the grid of networks has not."""
 
 import math
 
@@ -10,85 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 import pyflatness as pf
 from pyflatness.numerics.signs import Signs
-from support import grid, known_stderr, truth
+from support import truth
 from support.combinations import every
 from support.covering import share
-from support.grid import batches
+from support.grid import batches, checked
 from support.many_samples import LAYER, many
-from support.networks import CASES, LAYERS, layers_in_turn
-
-BENT = [(name, layer) for name, layer in LAYERS if layer not in CASES[name].linear]
-
-
-def expected_of(case, layer):
-    matrix, groups = grid.hessian(case, layer), grid.groups(case, layer)
-    flatness = truth.relative_flatness_of(matrix, truth.weight_of(case.build(), layer), groups)
-    return {"relative_flatness": flatness, "trace": truth.trace_of(matrix)}
-
-
-@pytest.mark.parametrize(("name", "layer"), BENT)
-def test_block_traces(name, layer):
-    case = CASES[name]
-    found = pf.block_traces(case.build(), case.loss, batches(case), layer)
-    expected = truth.block_traces(grid.hessian(case, layer), grid.groups(case, layer))
-    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-11 * float(expected.abs().max() + 1))
-
-
-@pytest.mark.parametrize(("name", "layer"), BENT)
-def test_normalised(name, layer):
-    case = CASES[name]
-    if (case.targets == getattr(case.loss, "ignore_index", -100)).any():
-        pytest.skip("the deviations would be over the rows that the loss does not ignore")
-    deviation = truth.layer_deviations(case.build(), layer, case.inputs)
-    module = case.build().get_submodule(layer)
-    expected = truth.relative_flatness_of(*truth.scaled(module, grid.hessian(case, layer), deviation))
-    found = pf.relative_flatness(case.build(), case.loss, batches(case), layer, normalize="std")
-    assert found.value == pytest.approx(expected, rel=1e-8, abs=1e-12)
-
-
-CONVOLUTIONS = [(name, layer) for name, layer in BENT if hasattr(CASES[name].build().get_submodule(layer), "groups")]
-
-
-@pytest.mark.parametrize(("name", "layer"), CONVOLUTIONS)
-def test_affine_convolutions(name, layer):
-    case = CASES[name]
-    dense, dense_name = truth.affine(case.build(), layer, case.inputs)
-    matrix = truth.layer_hessian(dense, case.loss, case.inputs, case.targets, dense_name)
-    report = pf.measure(case.build(), case.loss, batches(case), layers=layer, conv="affine", measures="sweep")
-    flatness = truth.relative_flatness_of(matrix, truth.weight_of(dense, dense_name))
-    assert report[layer, "relative_flatness"].value == pytest.approx(flatness, rel=1e-9, abs=1e-12)
-    assert report[layer, "trace"].value == pytest.approx(truth.trace_of(matrix), rel=1e-9, abs=1e-12)
-
-
-@pytest.mark.parametrize(("name", "layer"), [pair for pair in BENT if "peaked" not in pair[0]])
-def test_float32(name, layer):
-    case = CASES[name]
-    data = [(x.float() if x.is_floating_point() else x, y) for x, y in batches(case)]
-    data = [(x, y.float() if y.is_floating_point() else y) for x, y in data]
-    loss = case.loss.float() if isinstance(case.loss, nn.Module) else case.loss
-    try:
-        report = pf.measure(case.build().float(), loss, data, layers=layer, measures="sweep")
-    finally:
-        loss.double() if isinstance(case.loss, nn.Module) else None
-    largest = float(grid.hessian(case, layer).abs().max())
-    for measure, value in expected_of(case, layer).items():
-        assert report[layer, measure].value == pytest.approx(value, rel=1e-4, abs=2e-5 * largest)
-
-
-# --- sampled ----------------------------------------------------------------------------------------------------------
-
-
-@layers_in_turn()
-def test_every_estimate_covers(name, layer):
-    """Within four standard errors of the truth, whether by factors or by Hessian probes."""
-    case = CASES[name]
-    report = pf.measure(case.build(), case.loss, batches(case), layers=layer, probes=200, seed=1, measures="sweep")
-    for measure, value in expected_of(case, layer).items():
-        estimate, method = report[layer, measure], grid.method(case, layer, measure)
-        assert abs(estimate.value - value) <= 4 * known_stderr(estimate) + 1e-9 * abs(value) + 1e-14
-        at_head = method == "head"  # there it is exact
-        assert (estimate.method, estimate.exact) == (method if at_head else f"{method}-sampled", at_head)
-        assert (estimate.stderr is None) == at_head
+from support.networks import CASES
 
 
 @every(together=1, name=[*LAYER], probes=[1, 2, 8])
@@ -345,10 +272,7 @@ class Twice(nn.Module):
 def test_a_call_whose_output_is_not_used(used):
     torch.manual_seed(0)
     model, x, y = Twice(used).double(), torch.randn(6, 4).double(), torch.arange(6) % 3
-    matrix = truth.layer_hessian(model, nn.CrossEntropyLoss(), x, y, "shared")
-    found = pf.relative_flatness(model, nn.CrossEntropyLoss(), (x, y), "shared")
-    expected = truth.relative_flatness_of(matrix, truth.weight_of(model, "shared"))
-    assert found.value == pytest.approx(expected, rel=1e-9)
+    checked(model, nn.CrossEntropyLoss(), (x, y), "relative_flatness", layers="shared")
 
 
 def test_a_peaked_softmax_in_float32():
@@ -366,18 +290,3 @@ def test_a_peaked_softmax_in_float32():
     found = pf.relative_flatness(model.float(), nn.CrossEntropyLoss(), (x.float(), y), "0", per_sample=True)
     assert found.value == pytest.approx(exact.value, rel=2e-4)
     torch.testing.assert_close(found.per_sample[peaked], exact.per_sample[peaked], rtol=2e-3, atol=0)
-
-
-def test_the_user_s_model_is_left_as_it_was():
-    case = CASES["attention"]
-    model = case.build()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    flags = [p.requires_grad for p in model.parameters()]
-    state = torch.random.get_rng_state()
-    for options in ({}, {"probes": 3}, {"target_stderr": 0.1}):
-        pf.measure(model, case.loss, batches(case), **options)
-    assert torch.equal(state, torch.random.get_rng_state())
-    assert flags == [p.requires_grad for p in model.parameters()]
-    assert all(p.grad is None for p in model.parameters())
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

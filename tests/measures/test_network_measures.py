@@ -12,9 +12,7 @@ from pyflatness.measures import MEASURES
 from support.brute_force import X, all_parameters_hessian, network, one, products
 from support.cases import INDICES, C, M, N
 from support.grid import normal
-from support.residual import LOSS, residual
-from support.residual import X as IMAGES
-from support.residual import Y as LABELS
+from support.residual import LOSS
 from support.unchanged import assert_unchanged, snapshot
 
 # --- weight norm ------------------------------------------------------------------------------------------------------
@@ -155,74 +153,6 @@ def test_weights_that_are_made_from_others_move_and_come_back(how):
     assert one("fisher_rao", model, LOSS, (X, INDICES)).value == pytest.approx(float(slope), rel=1e-10)
     assert torch.equal(model[0].weight, weight)
     assert_unchanged(model, before)
-
-
-# --- the user's state -------------------------------------------------------------------------------------------------
-
-CALLS = {
-    "fisher_rao": lambda *a, **o: pf.measure(*a, measures="fisher_rao", **o),
-    "adaptive_sharpness_mc": lambda *a, **o: pf.measures.adaptive_sharpness_mc(*a, probes=3, **o),
-    "pac_bayes": lambda *a, **o: pf.measures.pac_bayes(*a, steps=3, probes=2, **o),
-    "sharpness": lambda *a, **o: pf.measure(*a, measures="sharpness", **o),
-    "interpolation_sharpness": lambda *a, **o: pf.measure(*a, measures="interpolation_sharpness", **o),
-    "adaptive_sharpness": lambda *a, **o: pf.measure(*a, measures="adaptive_sharpness", **o),
-    "weight_norm": lambda *a, **o: pf.measure(*a, measures="weight_norm", **o),
-}
-
-
-@pytest.fixture
-def model():
-    net = residual().train()
-    LOSS(net(IMAGES), LABELS).backward()
-    net.eval()
-    net[3].conv1.weight.requires_grad_(False)
-    net[8].register_forward_hook(lambda *_: None)
-    return net
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_measurement_leaves_no_trace(model, name):
-    before = snapshot(model)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(IMAGES, LABELS), batch_size=6, shuffle=True)
-    CALLS[name](model, LOSS, loader)
-    assert_unchanged(model, before)
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize("name", [*CALLS][:-1])
-def test_an_exception_leaves_no_trace(model, name, error):
-    before, calls = snapshot(model), []
-
-    def forward(net, batch):
-        calls.append(1)
-        if len(calls) > 1:
-            raise error("stopped")
-        return net(batch[0]), batch[1]
-
-    batches = [(IMAGES[:10], LABELS[:10]), (IMAGES[10:], LABELS[10:])]
-    with pytest.raises(pf.errors.InputError if error is RuntimeError else error, match="stopped"):
-        CALLS[name](model, LOSS, batches, forward=forward)
-    assert_unchanged(model, before)
-
-
-@pytest.mark.parametrize("name", [*CALLS])
-def test_values_do_not_depend_on_grad_modes_or_wrappers(model, name):
-    def value(net):
-        found = CALLS[name](net, LOSS, (IMAGES, LABELS))
-        return (
-            found.sigma
-            if name == "pac_bayes"
-            else found.value
-            if name == "adaptive_sharpness_mc"
-            else found[name].value
-        )
-
-    expected = value(model)
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            assert value(model) == pytest.approx(expected, rel=1e-6)
-    assert value(nn.DataParallel(model)) == pytest.approx(expected, rel=1e-6)
-    assert value(torch.compile(model, backend="eager")) == pytest.approx(expected, rel=1e-6)
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------

@@ -1,11 +1,211 @@
 """Errors in calls over the ranks of a process group: all ranks end, with the error of the one that has it."""
 
+import math
 import re
+from datetime import timedelta
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import pyflatness as pf
+from pyflatness.measures import at_head
+from pyflatness.numerics import shard
+from pyflatness.numerics.meeting import joined
 from support import rank_cases, ranks
+from support.rank_cases import LOSS, data, model, part
+
+# --- what each of the ranks does --------------------------------------------------------------------------------------
+
+nan_raised = rank_cases.nan_raised
+nan_raised_at_the_head = rank_cases.nan_raised_at_the_head
+nan_raised_of_every_measure = rank_cases.nan_raised_of_every_measure
+
+
+def error_in_reading(rank, size):
+    """An error of the user's data on rank 1, in its second batch."""
+
+    def batches():
+        yield part(rank, size)
+        if rank == 1:
+            raise ValueError("no such file")
+
+    return pf.measure(model(), LOSS, batches(), measures="all" if rank > size else None)
+
+
+def error_in_the_model(rank, size):
+    inputs, targets = part(rank, size)
+    return pf.relative_flatness(model(), LOSS, (inputs[:, : 5 - rank], targets), "0")
+
+
+def error_of_all(rank, size):
+    return pf.relative_flatness(model(), LOSS, part(rank, size), "none")
+
+
+def error_of_a_measure(rank, size):
+    """One measure fails on rank 1: its tokens, of which there is no accuracy there."""
+    inputs, targets = part(rank, size)
+    if rank == 1:
+        targets = torch.nn.functional.one_hot(targets, 3).double().unsqueeze(2)[:, :, 0] * 0.5
+    return pf.measure(model(), nn.MSELoss(), (inputs, inputs[:, :3]), measures="all")
+
+
+def left_out_of_one_rank(rank, size):
+    """Every sample of rank 0 is left out."""
+    inputs, targets = part(rank, size)
+    return pf.relative_flatness(model(), LOSS, (inputs * (math.nan if rank == 0 else 1), targets), nan_policy="omit")
+
+
+def no_samples(rank, size):
+    return pf.relative_flatness(model(), LOSS, tuple(held[:0] for held in data()))
+
+
+def other_options(rank, size):
+    return pf.relative_flatness(model(), LOSS, part(rank, size), "0", probes=2, seed=rank)
+
+
+def other_weights(rank, size):
+    network = model()
+    with torch.no_grad():
+        network[2].bias[0] += rank
+    return pf.relative_flatness(network, LOSS, part(rank, size))
+
+
+def other_buffers(rank, size):
+    network = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double().eval()
+    for parameter in network.parameters():
+        nn.init.constant_(parameter, 0.5)
+    network[1].running_mean += rank
+    return pf.relative_flatness(network, LOSS, part(rank, size))
+
+
+def other_layers(rank, size):
+    return pf.measure(model(), LOSS, part(rank, size), layers=["0", "2"][rank], measures="sweep")
+
+
+def other_calls(rank, size):
+    if rank == 0:
+        return pf.relative_flatness(model(), LOSS, part(rank, size))
+    return pf.measure(model(), LOSS, part(rank, size), measures="sweep")
+
+
+def other_measures(rank, size):
+    return pf.measure(model(), LOSS, part(rank, size), measures=["trace", "relative_flatness"][rank])
+
+
+def other_losses(rank, size):
+    return pf.relative_flatness(model(), nn.CrossEntropyLoss(reduction=["mean", "sum"][rank]), part(rank, size), "2")
+
+
+def other_head(rank, size):
+    features, targets = part(rank, size)
+    return pf.head_flatness(features, torch.ones(3, 5).double() * (rank + 1), targets=targets)
+
+
+def columns_of_a_head(rank, size):
+    weight = distribute_tensor(torch.ones(3, 6), init_device_mesh("cpu", (size,)), [Shard(1)])
+    return pf.head_flatness(torch.ones(4, 6), weight)
+
+
+def rows_of_another_loss(rank, size):
+    weight = distribute_tensor(torch.ones(3, 6), init_device_mesh("cpu", (size,)), [Shard(0)])
+    return pf.head_flatness(torch.ones(4, 6), weight, loss="mse_loss")
+
+
+def other_features(rank, size):
+    weight = distribute_tensor(torch.ones(3, 6), init_device_mesh("cpu", (size,)), [Shard(0)])
+    return pf.head_flatness(torch.ones(4, 6) + rank, weight)
+
+
+def wrong_bias(rank, size):
+    weight = distribute_tensor(torch.ones(3, 6), init_device_mesh("cpu", (size,)), [Shard(0)])
+    return pf.head_flatness(torch.ones(4, 6), weight, torch.ones(2))
+
+
+def objects_in_batches(rank, size):
+    """Rank 1 has no samples, and the batches of rank 0 cannot be sent there."""
+    batches = [(*data(), object())] if rank == 0 else []
+    return pf.relative_flatness(model(), LOSS, batches, forward=lambda net, batch: (net(batch[0]), batch[1]))
+
+
+def adaptive(rank, size):
+    return pf.measure(model(), LOSS, part(rank, size), probes="adaptive", measures="sweep")
+
+
+def refused(rank, size):
+    calls = {
+        "verify": lambda: pf.verify(model(), LOSS, part(rank, size)),
+        "mls_adversarial": lambda: pf.measures.mls_adversarial(model(), LOSS, part(rank, size)),
+        "worst_case_sharpness": lambda: pf.worst_case_sharpness(model(), LOSS, part(rank, size)),
+        "keskar_sharpness": lambda: pf.measures.keskar_sharpness(model(), LOSS, part(rank, size)),
+        "generalization_bound": lambda: pf.theory.generalization_bound(model(), LOSS, part(rank, size)),
+        "representativeness": lambda: pf.theory.representativeness(data()[0], torch.ones(3, 5), targets=data()[1]),
+        "authors_representativeness": lambda: pf.theory.authors_representativeness(
+            data()[0], torch.ones(3, 5), targets=data()[1]
+        ),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            found[name] = call()
+        except pf.errors.FlatnessError as error:
+            found[name] = error
+    return found
+
+
+def not_a_group(rank, size):
+    return pf.relative_flatness(model(), LOSS, part(rank, size), process_group="world")
+
+
+def afterwards(rank, size):
+    """A call after all of the others, whose errors must not have left anything behind."""
+    return float(pf.relative_flatness(model(), LOSS, part(rank, size)))
+
+
+def on_one_rank(rank, size):
+    """Rank 0 makes a call, and rank 1 does something else, which has messages of its own."""
+    store, found = dist.distributed_c10d._get_default_store(), None
+    store.set_timeout(timedelta(seconds=1))
+    try:
+        if rank == 0:
+            pf.relative_flatness(model(), LOSS, data())
+    except pf.errors.RankError as error:
+        found = error
+    sent = torch.tensor(float(rank))
+    dist.all_reduce(sent)
+    store.set_timeout(timedelta(seconds=60))
+    return found, float(sent)
+
+
+def in_parts(rank, size):
+    """Messages longer than a packet, and sums that are taken in parts."""
+    with joined(None) as group, mock.patch.object(shard, "_CHUNK", 6):
+        said = group.exchange("a long message", "a" * 9000 * (rank + 1))
+        held = {("of", "tuples"): torch.arange(10.0) * (rank + 1), "one": torch.tensor(1)}
+        held = held if rank == 0 else {**held, "more": torch.ones(2, 2)}
+        sums = shard.Shard(group).sum("sums", held)
+    with mock.patch.object(at_head, "_SENT", 50):
+        head = rank_cases.vocabulary_of_7(rank, size)
+    return [len(text) for text in said], {key: tensor.tolist() for key, tensor in sums.items()}, float(head)
+
+
+def interrupted(rank, size):
+    def batches():
+        yield part(rank, size)
+        if rank == 1:
+            raise KeyboardInterrupt
+
+    try:
+        return pf.relative_flatness(model(), LOSS, batches(), "0")
+    except KeyboardInterrupt:
+        return "interrupted"
+
+
+# --- what that comes to -----------------------------------------------------------------------------------------------
 
 # case -> the error of each of two ranks: its class, and what its message begins with
 ERRORS = {
@@ -47,7 +247,7 @@ OTHERS = "left_out_of_one_rank", "refused", "interrupted", "on_one_rank", "in_pa
 
 @pytest.fixture(scope="module")
 def found():
-    return ranks.outcomes("support.rank_failures", [*ERRORS, *OTHERS], 2)
+    return ranks.outcomes("ranks.test_errors", [*ERRORS, *OTHERS], 2)
 
 
 @pytest.mark.parametrize("name", ERRORS)

@@ -8,10 +8,13 @@ import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+import pyflatness as pf
 from pyflatness.model import layers
 from support import truth
 from support.cases import C, to
@@ -47,6 +50,56 @@ def hessian(case: Case, layer: str) -> Tensor:
 def ggn(case: Case, layer: str) -> Tensor:
     """Return the Gauss-Newton matrix of a case's layer, (d, m, d, m)."""
     return truth.layer_ggn(case.build(), case.loss, case.inputs, case.targets, layer)
+
+
+CURVATURES = {"auto": hessian, "hessian": hessian, "ggn": ggn}
+
+
+def values_of(matrix: Tensor, weight: Tensor, groups: int = 1, taps: int = 1) -> dict[str, Any]:
+    """Return what a layer's matrix says of its measures by name: a number, or one of each neuron, or column."""
+    flat = matrix.flatten(2).flatten(0, 1)
+    rows = torch.linalg.eigvalsh(torch.einsum("sjsk->sjk", matrix))[:, -1]
+    columns, norm = truth.columns_of(matrix, weight, groups, taps), float(weight.square().sum())
+    of_rows, trace = truth.rows_of(matrix, weight), truth.trace_of(matrix)
+    return {
+        "relative_flatness": truth.relative_flatness_of(matrix, weight, groups),
+        "trace": trace,
+        "adaptive_sharpness": truth.adaptive_sharpness_of(matrix, weight),
+        "neuron_flatness": columns,
+        "neuron_flatness_max": columns,
+        "neuron_flatness_rows": of_rows,
+        "neuron_flatness_rows_max": of_rows,
+        "lambda_max": float(torch.linalg.eigvalsh(flat)[-1]),
+        "relative_flatness_max": float(weight.square().sum(dim=1) @ rows),
+        "scaled_trace": norm * trace,
+        "weight_norm": norm,
+    }
+
+
+def checked(model: nn.Module, loss: Any, data: Any, measures: Any = ("relative_flatness", "trace"), *,
+            rel: float = 1e-9, **options: Any) -> pf.results.Report:  # fmt: skip
+    """Measure layers of any network, hold each value against the dense matrix over all data, and return the report."""
+    x, y = data if isinstance(data, tuple) else (torch.cat(parts) for parts in zip(*data, strict=True))
+    matrix_of = truth.layer_ggn if options.get("curvature") == "ggn" else truth.layer_hessian
+    report = pf.measure(model, loss, data, measures=measures, **options)
+    for layer in report.layers:
+        groups = getattr(truth.place_of(model, layer)[0], "groups", 1)
+        true = values_of(matrix_of(model, loss, x, y, layer), truth.weight_of(model, layer), groups)
+        for measure in report.measures:
+            found, value = report[layer, measure], true[measure]
+            if isinstance(value, Tensor):
+                torch.testing.assert_close(found.per_neuron, value, rtol=rel, atol=1e-12)
+                value = float(value.sum())
+            assert found.value == pytest.approx(value, rel=rel), (layer, measure)
+    return report
+
+
+@functools.cache
+def expected(case: Case, layer: str, curvature: str = "auto") -> dict[str, Any]:
+    """Return the true value of every measure of a case's layer."""
+    module, weight = case.build().get_submodule(layer), truth.weight_of(case.build(), layer)
+    taps = torch.Size(getattr(module, "kernel_size", ())).numel()
+    return values_of(CURVATURES[curvature](case, layer), weight, groups(case, layer), taps)
 
 
 @functools.cache

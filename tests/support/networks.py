@@ -294,20 +294,6 @@ def networks_in_turn(every: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("name", parameters)
 
 
-def curvatures() -> pytest.MarkDecorator:
-    """Return a mark that runs a test with the ``name`` of every network and each ``curvature``, "auto" and "ggn".
-
-    In the soak run alone is the GGN of networks of which it is the Hessian in all layers.
-    """
-    parameters = [
-        pytest.param(name, curvature, marks=pytest.mark.soak if same and curvature == "ggn" else ())
-        for name, case in CASES.items()
-        for same in [case.linear == {*case.layers}]
-        for curvature in ("auto", "ggn")
-    ]
-    return pytest.mark.parametrize(("name", "curvature"), parameters)
-
-
 def layers_in_turn(first: int = 0) -> pytest.MarkDecorator:
     """Return a mark that runs a test with the ``name`` of every network and each ``layer``; most in the soak run alone.
 

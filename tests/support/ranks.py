@@ -6,6 +6,8 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import traceback
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,19 +17,47 @@ import torch.multiprocessing as multiprocessing
 
 from support import ROOT
 
+_CONTEXT = multiprocessing.get_context("spawn")
+_POOL: list[tuple[Any, connection.Connection]] = []  # processes by rank, each with the pipe to it; they end with ours
+
 
 def outcomes(module: str, names: list[str], size: int) -> dict[str, list[Any]]:
     """Return by name what each rank's ``getattr(module, name)(rank, size)`` returned, or the error that it raised.
 
+    The processes are started once for all tests of a session; each call has a process group of its own.
+
     Args:
         module: to import, where the functions are.
-        names: of functions, called one after another in processes that are started once.
-        size: how many processes.
+        names: of functions, called one after another.
+        size: how many ranks.
+
+    Raises:
+        RuntimeError: a process ended, or failed outside of the functions.
     """
+    while len(_POOL) < size:
+        here, there = _CONTEXT.Pipe()
+        process = _CONTEXT.Process(target=_serve, args=(there,), daemon=True)
+        process.start()
+        there.close()
+        _POOL.append((process, here))
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_run, (module, names, size, folder), nprocs=size, join=True)
-        found = [pickle.loads(Path(folder, f"{rank}").read_bytes()) for rank in range(size)]
-    return {name: [each[name] for each in found] for name in names}
+        for rank, (_, pipe) in enumerate(_POOL[:size]):
+            pipe.send((rank, module, names, size, folder))
+        found: dict[int, Any] = {}
+        try:
+            while len(found) < size:
+                waiting = {pipe: rank for rank, (_, pipe) in enumerate(_POOL[:size]) if rank not in found}
+                for pipe in connection.wait([*waiting]):
+                    rank = waiting[pipe]
+                    found[rank] = pickle.loads(pipe.recv_bytes())
+                    if isinstance(found[rank], str):
+                        raise RuntimeError(f"rank {rank}: {found[rank]}")
+        except (EOFError, RuntimeError) as error:  # the others wait for this rank
+            for process, _ in _POOL:
+                process.kill()
+            _POOL.clear()
+            raise RuntimeError(f"{module}: {error or 'a process ended'}") from error
+    return {name: [found[rank][name] for rank in range(size)] for name in names}
 
 
 def torchrun(script: Path, *arguments: object, size: int = 2) -> subprocess.CompletedProcess[str]:
@@ -50,9 +80,20 @@ def leave() -> NoReturn:
     os._exit(0)
 
 
-def _run(rank: int, module: str, names: list[str], size: int, folder: str) -> None:
+def _serve(pipe: connection.Connection) -> None:
+    """Answer each call with what its functions returned, pickled; or with the text of an error outside of them."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    while True:
+        try:
+            pipe.send_bytes(pickle.dumps(_run(*pipe.recv())))
+        except EOFError:
+            return
+        except Exception:
+            pipe.send_bytes(pickle.dumps(traceback.format_exc()))
+
+
+def _run(rank: int, module: str, names: list[str], size: int, folder: str) -> dict[str, Any]:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
     cases, found = importlib.import_module(module), {}
     for name in names:
@@ -61,5 +102,5 @@ def _run(rank: int, module: str, names: list[str], size: int, folder: str) -> No
             found[name] = getattr(cases, name)(rank, size)
         except Exception as error:
             found[name] = error
-    Path(folder, f"{rank}").write_bytes(pickle.dumps(found))
     dist.destroy_process_group()
+    return found

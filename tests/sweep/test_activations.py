@@ -1,16 +1,91 @@
 """The loss Hessian's trace and diagonal in layers' outputs and inputs, against nested autograd in these."""
 
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import functional as autograd
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pyflatness as pf
 from pyflatness.passes.recorder import Recorder
-from support import activation_truth, cases
-from support.activation_truth import by_channel, diagonal
+from support import cases
 from support.brute_force import network
-from support.grid import batches, classes, made, method, normal
+from support.grid import Case, batches, classes, made, method, normal
 from support.networks import CASES, mlp, networks_in_turn
+
+# --- truth: hooks add tensors to what a layer puts out, or takes in, in every call ------------------------------------
+
+
+@contextlib.contextmanager
+def moved(layer: nn.Module, of: str, parts: Sequence[Tensor]) -> Iterator[None]:
+    """Let each call of a layer put out, or take in, one of the parts more; those of recomputation the same again."""
+    calls = 0
+
+    def add(tensor: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return tensor + parts[(calls - 1) % len(parts)]
+
+    if of == "outputs":
+        handle = layer.register_forward_hook(lambda _, args, output: add(output))
+    else:
+        handle = layer.register_forward_pre_hook(lambda _, args: (add(args[0]), *args[1:]))
+    with handle, sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+def shapes(model: nn.Module, layer: nn.Module, of: str, inputs: Tensor) -> list[torch.Size]:
+    """Return the shape of every call's output or input."""
+    found: list[torch.Size] = []
+    with layer.register_forward_hook(
+        lambda _, args, output: found.append(output.shape if of == "outputs" else args[0].shape)
+    ):
+        model(inputs)
+    return found
+
+
+def diagonal(model: nn.Module, loss: nn.Module, data: tuple[Tensor, Tensor], name: str, of: str, curvature: str):
+    """Return the diagonal of ∂²E/∂z² of each call's outputs, or inputs, z: tensors of their shapes."""
+    (inputs, targets), layer = data, model.get_submodule(name)
+    made = shapes(model, layer, of, inputs)
+    sizes = [shape.numel() for shape in made]
+
+    def outputs(flat: Tensor) -> Tensor:
+        parts = [part.view(shape) for part, shape in zip(flat.split(sizes), made, strict=True)]
+        with moved(layer, of, parts):
+            return model(inputs)
+
+    none = torch.zeros(sum(sizes), dtype=torch.float64)
+    if curvature == "ggn":
+        jacobian = autograd.jacobian(outputs, none)
+        flat = jacobian.reshape(-1, len(none))
+        shape = jacobian.shape[:-1]
+        inner = autograd.hessian(lambda f: loss(f.view(shape), targets), outputs(none).detach().flatten())
+        found = (flat * (inner @ flat)).sum(dim=0)
+    else:
+        found = autograd.hessian(lambda flat: loss(outputs(flat), targets), none).diagonal()
+    return [part.view(shape) for part, shape in zip(found.split(sizes), made, strict=True)]
+
+
+def by_channel(layer: nn.Module, parts: Sequence[Tensor]) -> Tensor:
+    """Return a diagonal summed over samples, positions and calls, (channels,)."""
+    dim = 1 if isinstance(layer, (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase)) else -1
+    return torch.stack([part.movedim(dim, -1).flatten(0, -2).sum(dim=0) for part in parts]).sum(dim=0)
+
+
+@functools.cache
+def of_case(case: Case, name: str, of: str, curvature: str = "hessian") -> Tensor:
+    """Return the diagonal of a case's layer by channel."""
+    model = case.build()
+    parts = diagonal(model, case.loss, (case.inputs, case.targets), name, of, curvature)
+    return by_channel(model.get_submodule(name), parts)
+
+
+# --- against it ------------------------------------------------------------------------------------------------------
 
 OF = {"output_trace": "outputs", "input_trace": "inputs"}
 X, Y = normal(1, 7, 5), classes(2, 7)
@@ -25,7 +100,7 @@ def with_inputs(case):
 def check(case, report, curvature="hessian", names=None):
     for name in names or case.layers:
         for measure, of in OF.items():
-            expected, found = activation_truth.of_case(case, name, of, curvature), report[name, measure]
+            expected, found = of_case(case, name, of, curvature), report[name, measure]
             size = float(expected.abs().sum())
             assert found.value == pytest.approx(float(expected.sum()), rel=1e-9, abs=1e-11 * size + 1e-15)
             torch.testing.assert_close(found.per_neuron, expected, rtol=1e-9, atol=1e-11 * size + 1e-15)
@@ -119,7 +194,7 @@ def test_targets_that_are_ignored():
 def test_embeddings_have_outputs_and_no_inputs():
     case = made("tokens", cases.Tokens, cases.TOKENS, cases.TOKEN_TARGETS, "embed", curved="embed")
     found = pf.measure(case.build(), case.loss, batches(case), layers="embed", measures="output_trace")
-    expected = activation_truth.of_case(case, "embed", "outputs")
+    expected = of_case(case, "embed", "outputs")
     torch.testing.assert_close(found["embed", "output_trace"].per_neuron, expected, rtol=1e-9, atol=1e-12)
     with pytest.raises(pf.errors.InputError, match="input_trace: layer 'embed' has no input with a derivative"):
         pf.measure(case.build(), case.loss, batches(case), measures="input_trace")
@@ -167,7 +242,7 @@ def test_a_loss_that_is_not_convex():
     targets = normal(7, 7, cases.C)
     case = made("sine", lambda: mlp(5, 6, cases.C), X, targets, "0 2", loss=loss, convex=False)
     check(case, measured(case))
-    assert any(float(activation_truth.of_case(case, "0", of).min()) < 0 for of in OF.values())
+    assert any(float(of_case(case, "0", of).min()) < 0 for of in OF.values())
 
 
 def test_relative_flatness_of_one_position_is_the_input_trace_weighted_by_the_input():
@@ -182,9 +257,9 @@ def test_relative_flatness_of_one_position_is_the_input_trace_weighted_by_the_in
 def test_normalised_inputs_are_in_units_of_their_deviations():
     case = made("normalised", lambda: mlp(5, 6, cases.C), X, Y, "0")
     found = measured(case, layers="0", normalize="std")
-    expected = activation_truth.of_case(case, "0", "inputs") * X.var(dim=0, correction=0)
+    expected = of_case(case, "0", "inputs") * X.var(dim=0, correction=0)
     torch.testing.assert_close(found["0", "input_trace"].per_neuron, expected, rtol=1e-9, atol=1e-13)
-    outputs = activation_truth.of_case(case, "0", "outputs")
+    outputs = of_case(case, "0", "outputs")
     torch.testing.assert_close(found["0", "output_trace"].per_neuron, outputs, rtol=1e-9, atol=1e-13)
 
 
@@ -214,7 +289,7 @@ def test_other_measures_and_activations_share_their_backward_passes(monkeypatch)
 def test_sampled_values(activation):
     """Their mean is right, their standard errors are, and the diagonal is that of the same probes."""
     case = made("sampled", lambda: mlp(5, 6, cases.C, activation=activation), X, Y, "0 2")
-    expected = {(n, m): activation_truth.of_case(case, n, of) for n in case.layers for m, of in OF.items()}
+    expected = {(n, m): of_case(case, n, of) for n in case.layers for m, of in OF.items()}
     away, diagonals = ({key: [] for key in expected} for _ in range(2))
     for seed in range(24):
         report = measured(case, probes=16, seed=seed)

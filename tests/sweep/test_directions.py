@@ -6,7 +6,7 @@ from torch import nn
 
 import pyflatness as pf
 from pyflatness.sweep import layer_sweep
-from support import truth
+from support.grid import checked
 
 CLASSES = 70
 MEASURES = ["relative_flatness", "trace"]
@@ -42,11 +42,7 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_definition(name, no_cotangents):
     loss, y = LOSSES[name]
-    found = pf.measure(network(), loss, (X, y), layers="0", measures=MEASURES)
-    matrix = truth.layer_hessian(network(), loss, X, y, "0")
-    expected = truth.relative_flatness_of(matrix, truth.weight_of(network(), "0"))
-    assert found["0", "relative_flatness"].value == pytest.approx(expected, rel=1e-10)
-    assert found["0", "trace"].value == pytest.approx(truth.trace_of(matrix), rel=1e-10)
+    found = checked(network(), loss, (X, y), MEASURES, layers="0", rel=1e-10)
     assert found["0", "trace"].exact
     assert found["0", "trace"].method == "ggn"
 
@@ -73,11 +69,7 @@ def test_the_values_of_cotangents(options, monkeypatch):
 def test_layers_that_share_their_cotangents():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 7), nn.ReLU(), nn.Linear(7, CLASSES)).double()
-    found = pf.measure(model, nn.CrossEntropyLoss(), (X, Y), measures="relative_flatness")
-    for name in ("0", "2", "4"):
-        expected = truth.of_model(model, nn.CrossEntropyLoss(), X, Y, name)
-        assert found[name, "relative_flatness"].value == pytest.approx(expected, rel=1e-10)
-    assert found["relative_flatness"].exact
+    assert checked(model, nn.CrossEntropyLoss(), (X, Y), "relative_flatness", rel=1e-10)["relative_flatness"].exact
 
 
 def test_loss_terms_share_directions(no_cotangents):
@@ -85,9 +77,7 @@ def test_loss_terms_share_directions(no_cotangents):
     targets = torch.randint(20, (4, 4), generator=torch.Generator().manual_seed(0))
     targets[1, 2:], targets[3] = -100, -100
     model = network(classes=80, behind=[nn.Unflatten(1, (20, 4))])
-    found = pf.measure(model, nn.CrossEntropyLoss(), (X, targets), layers="0", measures=MEASURES, per_sample=True)
-    expected = truth.of_model(model, nn.CrossEntropyLoss(), X, targets, "0")
-    assert found["0", "relative_flatness"].value == pytest.approx(expected, rel=1e-10)
+    found = checked(model, nn.CrossEntropyLoss(), (X, targets), MEASURES, layers="0", per_sample=True, rel=1e-10)
     assert float(found["0", "trace"].per_sample[3]) == 0
 
 
@@ -134,8 +124,4 @@ class Calling(nn.Module):
 
 @pytest.mark.parametrize("behind", [Calling(Doubled.apply), Calling(Once.apply), nn.Hardsigmoid()])
 def test_what_cannot_be_differentiated_twice_takes_cotangents(behind):
-    model, loss = network(behind=[behind]), nn.CrossEntropyLoss()
-    found = pf.relative_flatness(model, loss, (X, Y), "0", curvature="ggn")
-    matrix = truth.layer_ggn(model, loss, X, Y, "0")
-    expected = truth.relative_flatness_of(matrix, truth.weight_of(model, "0"))
-    assert found.value == pytest.approx(expected, rel=1e-9)
+    checked(network(behind=[behind]), nn.CrossEntropyLoss(), (X, Y), "relative_flatness", layers="0", curvature="ggn")

@@ -1,121 +1,23 @@
-"""Adaptive sharpness, neuron flatness and the normalised measures: every network, loss and layer of the grid."""
+"""Adaptive sharpness and neuron flatness with their options; values of the grid: sweep/test_every_network.py."""
 
 import pytest
 import torch
 from torch import nn
 
 import pyflatness as pf
-from pyflatness.contractions.layer import ROUTES, LayerContraction
 from pyflatness.measures import MEASURES
 from pyflatness.options import Options
 from pyflatness.plan import of_layer
 from pyflatness.session import session
-from support import grid, known_stderr, truth
-from support.cases import to
-from support.combinations import ENGINES, every, in_soak
+from support import grid, truth
+from support.combinations import in_soak
 from support.grid import batches
-from support.networks import CASES, LAYERS, NETWORKS, curvatures, networks_in_turn
+from support.networks import CASES, LAYERS
 
-BENT = [(name, layer) for name, layer in LAYERS if layer not in CASES[name].linear]
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 SUMS = ("adaptive_sharpness", "neuron_flatness", "neuron_flatness_rows")
 LARGEST = ("neuron_flatness_max", "neuron_flatness_rows_max")
-
-
-def taps(case, layer):
-    return torch.Size(getattr(case.build().get_submodule(layer), "kernel_size", (1,))).numel()
-
-
-def check(report, case, layer, matrix, rel=1e-9, floor=1e-12):
-    """All but the network's values and normalised sharpness, against a dense matrix of the layer."""
-    weight = truth.weight_of(case.build(), layer)
-    neurons = {
-        "neuron_flatness": truth.columns_of(matrix, weight, grid.groups(case, layer), taps(case, layer)),
-        "neuron_flatness_rows": truth.rows_of(matrix, weight),
-    }
-    adaptive = truth.adaptive_sharpness_of(matrix, weight)
-    assert report[layer, "adaptive_sharpness"].value == pytest.approx(adaptive, rel=rel, abs=floor)
-    for measure, expected in neurons.items():
-        found = report[layer, measure]
-        assert found.per_neuron.dtype == torch.float64
-        torch.testing.assert_close(found.per_neuron, expected, rtol=rel, atol=floor)
-        size = float(expected.abs().max())
-        assert found.value == pytest.approx(float(expected.sum()), rel=rel, abs=floor + rel * size)
-        largest = report[layer, f"{measure}_max"]
-        assert largest.value == pytest.approx(float(expected.max()), rel=rel, abs=floor)
-        assert torch.equal(largest.per_neuron, found.per_neuron)
-
-
-@curvatures()
-def test_every_layer(name, curvature):
-    """In one sweep with the others, and in any cut."""
-    case = CASES[name]
-    truth_of = grid.ggn if curvature == "ggn" else grid.hessian
-    for size in (case.samples, 1):
-        measures = (*SUMS, *LARGEST, "relative_flatness", "trace")
-        options = {"curvature": curvature, "per_sample": True, "measures": measures, "layers": list(case.layers)}
-        report = pf.measure(case.build(), case.loss, batches(case, size), **options)
-        for layer in case.layers:
-            matrix, weight = truth_of(case, layer), truth.weight_of(case.build(), layer)
-            check(report, case, layer, matrix)
-            flatness = truth.relative_flatness_of(matrix, weight, grid.groups(case, layer))
-            assert report[layer, "relative_flatness"].value == pytest.approx(flatness, rel=1e-9, abs=1e-12)
-            assert report[layer, "trace"].value == pytest.approx(truth.trace_of(matrix), rel=1e-9, abs=1e-12)
-            for measure in SUMS:
-                estimate = report[layer, measure]
-                assert float(estimate.per_sample.mean()) == pytest.approx(estimate.value, rel=1e-9, abs=1e-12)
-                assert estimate.exact == (curvature == "auto" or layer in case.linear)
-        for measure in SUMS[1:]:  # the network's adaptive sharpness is over all parameters: measures/test_sharpness.py
-            total = sum(report[layer, measure].value for layer in case.layers)
-            assert report[measure].value == pytest.approx(total, rel=1e-9, abs=1e-12)
-        for measure in LARGEST:
-            assert report[measure].value == max(report[layer, measure].value for layer in case.layers)
-
-
-@every(together=1, name=NETWORKS, route=ROUTES, engine=ENGINES)  # in pairs: test_layers.py
-def test_every_backend_instruction_set_and_route(name, route, engine, monkeypatch):
-    monkeypatch.setattr(LayerContraction, "cheaper", lambda *_: route)
-    case = CASES[name]
-    options = {"curvature": "ggn", "backend": engine.backend, "layers": list(case.layers)}
-    for measures in ((*SUMS, *LARGEST), ("relative_flatness", *SUMS, *LARGEST)):
-        report = pf.measure(case.build(), case.loss, batches(case, case.samples), measures=measures, **options)
-        for layer in case.layers:
-            check(report, case, layer, grid.ggn(case, layer))
-            if "relative_flatness" in measures:
-                matrix, weight = grid.ggn(case, layer), truth.weight_of(case.build(), layer)
-                flatness = truth.relative_flatness_of(matrix, weight, grid.groups(case, layer))
-                assert report[layer, "relative_flatness"].value == pytest.approx(flatness, rel=1e-9, abs=1e-12)
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if "peaked" not in name])
-def test_float32(name):
-    case = CASES[name]
-    model, loss = case.build().float(), to(torch.float32, case.loss)
-    data = [(to(torch.float32, x), to(torch.float32, y)) for x, y in batches(case)]
-    measures = (*SUMS, *LARGEST)
-    report = pf.measure(model, loss, data, layers=list(case.layers), curvature="ggn", measures=measures)
-    for layer in case.layers:
-        weight = truth.weight_of(case.build(), layer)
-        weighted = (weight[:, :, None, None] * grid.ggn(case, layer) * weight).abs()
-        check(report, case, layer, grid.ggn(case, layer), rel=2e-4, floor=1e-5 * float(weighted.sum()))
-
-
-@networks_in_turn(5)
-def test_sampled(name):
-    """Within four standard errors of the truth, whether by factors or by Hessian products; beside the others."""
-    case = CASES[name]
-    options = {"layers": list(case.layers), "probes": 200, "seed": 1}
-    report = pf.measure(case.build(), case.loss, batches(case), measures=("trace", "adaptive_sharpness"), **options)
-    for layer in case.layers:
-        expected = truth.adaptive_sharpness_of(grid.hessian(case, layer), truth.weight_of(case.build(), layer))
-        estimate = report[layer, "adaptive_sharpness"]
-        assert abs(estimate.value - expected) <= 4 * known_stderr(estimate) + 1e-9 * abs(expected) + 1e-14, layer
-    if name == "curved at the last sample alone":  # a part without that sample goes another way
-        return
-    alone = pf.measure(case.build(), case.loss, batches(case, 1), measures="adaptive_sharpness", **options)
-    for layer in case.layers:
-        estimate = report[layer, "adaptive_sharpness"]
-        assert alone[layer, "adaptive_sharpness"].value == pytest.approx(estimate.value, rel=1e-6, abs=1e-12), layer
+OF_DENSE = ("relative_flatness", "trace", *SUMS, *LARGEST)
 
 
 @pytest.mark.parametrize("seed", [0, *in_soak(1, 2)])
@@ -127,20 +29,6 @@ def test_error_of_a_sampled_value(seed):
     estimate = pf.measure(case.build(), case.loss, (case.inputs, case.targets), **options)["2", "adaptive_sharpness"]
     assert estimate.stderr < 0.02 * abs(expected)
     assert abs(estimate.value - expected) <= 4 * estimate.stderr
-
-
-def test_hand_example():
-    """Of the formula sheet: two samples, cross-entropy."""
-    model = nn.Linear(2, 2, bias=False).double()
-    model.weight.data.copy_(torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
-    data = torch.tensor([[1.0, 0.0], [1.0, 1.0]]).double(), torch.tensor([0, 1])
-    measures = ["adaptive_sharpness", "neuron_flatness", "neuron_flatness_rows", "neuron_flatness_max"]
-    report = pf.measure(model, nn.CrossEntropyLoss(), data, measures=measures)
-    for measure in measures[1:3]:
-        assert report["", measure].per_neuron.tolist() == pytest.approx([0.196612, 0.393224], abs=1e-6)
-        assert report[measure].value == pytest.approx(0.589836, abs=1e-6)
-    assert report["adaptive_sharpness"].value == pytest.approx(0.589836, abs=1e-6)
-    assert report["neuron_flatness_max"].value == pytest.approx(0.393224, abs=1e-6)
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
@@ -158,44 +46,6 @@ def test_normalised_features_change_nothing(name, layer):
     )
     for measure in measures:
         assert scaled[layer, measure].value == pytest.approx(plain[layer, measure].value, rel=1e-6)
-
-
-LARGE = ("cnn", "cnn, one sample, channels last", "residual", "residual network")  # for a Hessian of the dense matrix
-DENSE = {
-    f"{name}, {layer}": (name, layer)
-    for name, layer in LAYERS
-    if name not in LARGE and isinstance(CASES[name].build().get_submodule(layer), CONVOLUTIONS)
-}
-OF_DENSE = ("relative_flatness", "trace", *SUMS, *LARGEST)
-
-
-OPTIONS = {"plain": {}, "ggn": {"curvature": "ggn"}, "reference": {"backend": "reference"}, "std": {"normalize": "std"}}
-
-
-@every(together=1, convolution=DENSE, options=OPTIONS)
-def test_dense_convolutions(convolution, options):
-    """Rows are output pixels and columns input pixels, against the layer as a Linear."""
-    name, layer = convolution
-    case = CASES[name]
-    dense, dense_name = truth.affine(case.build(), layer, case.inputs)
-    repeats = case.build().get_submodule(layer).padding_mode != "zeros"
-    measures = tuple(measure for measure in OF_DENSE if not (repeats and measure == "adaptive_sharpness"))
-    matrix_of = truth.layer_ggn if options.get("curvature") == "ggn" else truth.layer_hessian
-    matrix = matrix_of(dense, case.loss, case.inputs, case.targets, dense_name)
-    weight = truth.weight_of(dense, dense_name)
-    options = {"layers": layer, "conv": "affine", "measures": measures, "per_sample": True, **options}
-    report = pf.measure(case.build(), case.loss, batches(case), **options)
-    columns, rows = truth.columns_of(matrix, weight), truth.rows_of(matrix, weight)
-    for measure, expected in (("neuron_flatness", columns), ("neuron_flatness_rows", rows)):
-        floor = 1e-12 + 1e-9 * float(expected.abs().max())
-        torch.testing.assert_close(report[layer, measure].per_neuron, expected, rtol=1e-9, atol=floor)
-        assert report[layer, f"{measure}_max"].value == pytest.approx(float(expected.max()), rel=1e-9, abs=floor)
-    for measure in measures[2:-2]:
-        estimate = report[layer, measure]
-        assert float(estimate.per_sample.mean()) == pytest.approx(estimate.value, rel=1e-9, abs=1e-12)
-    if not repeats:
-        expected = truth.adaptive_sharpness_of(matrix, weight)
-        assert report[layer, "adaptive_sharpness"].value == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 def test_a_dense_convolution_of_a_single_class():

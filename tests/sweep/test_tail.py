@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import pyflatness as pf
 from pyflatness.passes import tail
 from support import truth
+from support.grid import checked, normal
 
 QUANTITIES = ["relative_flatness", "trace"]
 
@@ -29,14 +30,7 @@ def sent(monkeypatch):
 
 
 def check(model, x, y, loss=F.cross_entropy, **options):
-    data = [(x[:5], y[:5]), (x[5:], y[5:])]
-    report = pf.measure(model, loss, data, measures=QUANTITIES, progress=False, **options)
-    for name in report.layers:
-        weight, hessian = truth.weight_of(model, name), truth.layer_hessian(model, loss, x, y, name)
-        expected = truth.relative_flatness_of(hessian, weight), truth.trace_of(hessian)
-        for measure, value in zip(QUANTITIES, expected, strict=True):
-            assert report[name, measure].value == pytest.approx(value, rel=1e-9), (name, measure)
-    return report
+    return checked(model, loss, [(x[:5], y[:5]), (x[5:], y[5:])], progress=False, **options)
 
 
 def mlp(*widths):
@@ -231,3 +225,91 @@ def test_blocks_with_shortcuts(size, before, width, names, sent, monkeypatch):
     check(Residual(before, width), torch.randn(8, 2, 7, 7).double(), Y)
     assert all({*at_once} == names for _, at_once in sent)
     assert bool(sent)
+
+
+# --- paths in front of what cotangents are sent through together -----------------------------------------------------
+
+
+class Around(nn.Module):
+    """A skip connection made by ``torch.addmm``, in front of a linear layer."""
+
+    def __init__(self, activation):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.inner, self.last, self.activation = (
+            nn.Linear(4, 3),
+            nn.Linear(3, 6),
+            nn.Linear(3, 4),
+            activation,
+        )
+        self.register_buffer("mixing", torch.randn(6, 3))
+        self.double().eval()
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(torch.addmm(h, self.activation(self.inner(h)), self.mixing))
+
+
+@pytest.mark.parametrize("activation", [F.relu, F.leaky_relu])
+def test_a_skip_connection_counts_once(activation):
+    """Both summands are in front of the last operations, and one is in front of the other too."""
+    model, x, y = Around(activation), torch.randn(8, 4).double(), torch.arange(8) % 4
+    check(model, x, y)
+
+
+class Stop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+@pytest.mark.parametrize("size", [tail._SMALL, 0])
+@pytest.mark.parametrize("pooled", [False, True])
+def test_a_function_that_hands_no_gradient_on(pooled, size, monkeypatch):
+    """It counts as a constant, as in torch: also where cotangents are taken from behind pooling."""
+
+    class Cut(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.last = nn.Conv2d(2, 3, 2), nn.Linear(18 if pooled else 90, 6)
+
+        def forward(self, x):
+            h = self.conv(x).relu()
+            return self.last(Stop.apply(F.max_pool2d(h, 2) if pooled else h).flatten(1))
+
+    monkeypatch.setattr(tail, "_SMALL", size)
+    model, x, y = Cut().double().eval(), torch.randn(8, 2, 7, 6).double(), torch.arange(8) % 6
+    report = check(model, x, y, curvature="ggn")
+    assert report["conv", "trace"].value == 0
+
+
+# --- the last cotangents, and none at all -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["compiled", "reference"])
+@pytest.mark.parametrize("classes", [3, 17, 18, 40])
+def test_per_neuron_sums_of_all_cotangents(classes, backend):
+    names = ["neuron_flatness", "neuron_flatness_rows", "adaptive_sharpness"]
+    check(mlp(5, 6, classes), normal(1, 7, 5), torch.randint(classes, (7,)), measures=names, backend=backend)
+
+
+@pytest.mark.parametrize("options", [{}, {"probes": 3}, {"probes": "adaptive", "rtol": 1e-9}])
+def test_a_batch_in_which_every_target_is_ignored(options):
+    model, x, y = mlp(5, 6, 4), normal(1, 16, 5), torch.arange(16) % 4
+    y[:6] = -100
+    data = [(x[:6], y[:6]), (x[6:], y[6:])]
+    report = pf.measure(model, nn.CrossEntropyLoss(), data, measures="trace", progress=False, **options)
+    for name in report.layers:
+        found, expected = report[name, "trace"], truth.trace_of(truth.layer_hessian(model, F.cross_entropy, x, y, name))
+        assert found.value == pytest.approx(expected, rel=1e-9 if found.stderr is None else 1), name
+
+
+@pytest.mark.parametrize("options", [{}, {"probes": 3}, {"probes": "adaptive"}])
+def test_one_class(options):
+    data = normal(1, 16, 5), torch.zeros(16, dtype=torch.int64)
+    report = pf.measure(mlp(5, 6, 1), nn.CrossEntropyLoss(), data, measures="trace", progress=False, **options)
+    assert [report[name, "trace"].value for name in report.layers] == [0.0, 0.0]
