@@ -240,6 +240,7 @@ print(peak() - before, value.value)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
+@pytest.mark.soak
 def test_extra_memory_of_a_vocabulary_head():
     """(4096, 128256, 512): the logits would be 2 GiB, the weight is 250 MiB; at most 64 MiB on top."""
     for _ in range(8):  # a kernel that moves pages out and in meanwhile counts these too

@@ -12,6 +12,7 @@ from support import ROOT, rank_script, ranks
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate -c constraints.txt")
 
 
+@pytest.mark.soak
 def test_ranks_measure_what_accelerate_prepares(tmp_path: Path) -> None:
     done = ranks.torchrun(ROOT / "tests" / "support" / "accelerate_script.py", tmp_path)  # accelerate launch wants MPI
     assert done.returncode == 0, done.stderr

@@ -24,7 +24,8 @@ def expected():
     )
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [2, 4])
 def test_ranks_have_the_values_of_one_process(expected, tmp_path: Path, size: int):
     """Of two ranks the first has more batches, and of four the last has none."""
     done = ranks.torchrun(SCRIPT, tmp_path, STORIES, size=size)
@@ -38,6 +39,7 @@ def test_ranks_have_the_values_of_one_process(expected, tmp_path: Path, size: in
             assert found[layer, measure].notes == value.notes  # tied weights are named
 
 
+@pytest.mark.soak
 def test_a_rank_that_ends_is_an_error_of_the_others(tmp_path: Path):
     assert ranks.torchrun(SCRIPT, tmp_path, STORIES, "die").returncode != 0
     assert "ended, or does not answer" in (tmp_path / "0").read_text()

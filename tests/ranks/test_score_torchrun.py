@@ -60,6 +60,7 @@ def values(store: Path) -> dict[tuple[str, ...], list[float]]:
     return {tuple(row)[:3]: [*tuple(row)[3:]] for row in rows}
 
 
+@pytest.mark.soak
 def test_two_ranks_fill_a_store_that_one_process_finds_full(tiny: str) -> None:
     files = [saved(tiny, seed, f"{seed}.safetensors") for seed in range(2)]
     both, one = (Path(tiny).with_name(f"{name}.sqlite") for name in ("both", "one"))
@@ -96,6 +97,7 @@ def test_rows_of_two_ranks_go_to_one_file(tiny: str) -> None:
     assert [row["samples"] for row in rows] == ["", "37"]
 
 
+@pytest.mark.soak
 def test_a_rank_that_is_killed_ends_the_others_and_the_store_goes_on(tiny: str) -> None:
     Path(tiny).with_name("dying.py").write_text(DYING)
     files = [saved(tiny, seed, f"{seed}.safetensors") for seed in range(3)]
@@ -117,6 +119,7 @@ def test_a_rank_that_is_killed_ends_the_others_and_the_store_goes_on(tiny: str) 
     assert f"{store}: 2 units done, 0 to do; 0 values failed" in again.stdout
 
 
+@pytest.mark.soak
 def test_what_ranks_cannot_help_with_is_refused_once(tiny: str) -> None:
     files = [saved(tiny, seed, f"{seed}.safetensors") for seed in range(2)]
     done = torchrun(

@@ -33,6 +33,7 @@ def test_four_ranks_measure_together(tmp_path: Path):
     assert len({(tmp_path / f"{rank}").read_text() for rank in range(4)}) == 1
 
 
+@pytest.mark.soak
 def test_a_rank_that_ends_is_an_error_of_the_others(tmp_path: Path):
     assert ranks.torchrun(SCRIPT, tmp_path, "die").returncode != 0
     assert "ended, or does not answer" in (tmp_path / "0").read_text()

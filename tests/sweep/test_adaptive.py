@@ -63,7 +63,7 @@ def test_every_estimate_covers(name):
         assert estimate.exact is (estimate.stderr is None)
 
 
-@pytest.mark.parametrize("name", ["peaked", "class weights", *in_soak("flat", "a callable")])
+@pytest.mark.parametrize("name", ["peaked", *in_soak("class weights", "flat", "a callable")])
 def test_unbiased_and_coverage(name):
     """Over 400 seeds the interval holds the value of each layer, and the network's, in 95 %."""
     scale, loss, rtol = NETWORKS[name]
@@ -88,11 +88,11 @@ def test_tokens_are_unbiased():
     exact = pf.relative_flatness(case.build(), case.loss, (inputs, targets), "mix").value
     found = [
         pf.relative_flatness(case.build(), case.loss, (inputs, targets), "mix", probes="adaptive", rtol=0.5, seed=seed)
-        for seed in range(150)
+        for seed in range(100)
     ]
     values = torch.tensor([estimate.value for estimate in found]).double()
     assert float(values.std()) > 0.005 * exact
-    assert abs(float(values.mean()) - exact) <= 4 * float(values.std()) / math.sqrt(150)
+    assert abs(float(values.mean()) - exact) <= 4 * float(values.std()) / math.sqrt(100)
 
 
 def test_the_tolerance_is_about_reached():

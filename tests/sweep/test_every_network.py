@@ -191,7 +191,7 @@ def test_normalised(name, curvature):
             assert pf.relative_flatness(case.build(), case.loss, batches(case), layer, **options).value == expected
 
 
-@pytest.mark.parametrize("name", CASES)
+@networks_in_turn(4)
 def test_sampled_values(name):
     """Within four standard errors of the truth, whether by factors or by Hessian products."""
     check_sampled(CASES[name], (*OF_TRACES, "adaptive_sharpness"), batches(CASES[name]), 200)
