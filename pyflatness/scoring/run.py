@@ -236,7 +236,7 @@ def keep(run: ScoringRun, store: Store, *, retry: bool = False, ends: bool = Fal
         spectrum: so many eigenvalues of each model are wanted, too, with the density of all; 0: no spectrum.
     """
     setup, bench = run.setup, run.bench
-    ordered = run.request.options.sampled or run.request.options.by_sample
+    ordered = run.request.options.of_layers.sampled or run.request.options.by_sample
     fingerprint = keys.of_data(bench.data, ordered=ordered, ends=ends)
     notes: list[str] = []
     folders: set[Path] = set()
