@@ -3,7 +3,8 @@
 import math
 
 import torch
-from pyflatness.contractions.class_sums import ClassSums
+
+from pyflatness.contractions.reference import ClassSums
 
 
 def draw(device, *shape, dtype=torch.float32, seed=0):
