@@ -248,7 +248,7 @@ def run_python(code, **environment):
 
 
 def test_instruction_set_from_the_environment():
-    code = "from pyflatness.contractions import compiled; print(compiled.instruction_set())"
+    code = "from pyflatness.contractions.backends import compiled; print(compiled.instruction_set())"
     assert run_python(code, PYFLATNESS_ISA="base").stdout.strip() == "base"
     assert "BackendError: PYFLATNESS_ISA: instruction set 'sse9'" in run_python(code, PYFLATNESS_ISA="sse9").stderr
 
