@@ -21,7 +21,8 @@ class Randomness:
 
     A generator is put back only if the call drew from it: the numbers of other threads would come again. While no other
     thread runs, a state that moved says so. Else the user's code is watched: torch says of each operation whether it
-    draws, a profiler's hook sees the calls of Python's generator, and NumPy's state is compared.
+    draws, and a profiler's hook sees the calls of Python's generator. NumPy's state is compared: where
+    another thread draws while the user's code runs, it is put back too.
 
     Args:
         modules: all of the model's. Generators that they hold as attributes are theirs alone.
