@@ -16,10 +16,9 @@ from pyflatness.contractions import (
     LayerContraction,
     SoftmaxVariance,
     TokenContraction,
-    compiled,
     product,
-    reference,
-)  # fmt: skip
+)
+from pyflatness.contractions.backends import compiled, reference
 from pyflatness.measures import at_head
 from pyflatness.model.kinds.linear import Linear
 from support.summation import ORDERS
