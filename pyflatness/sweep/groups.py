@@ -24,7 +24,7 @@ from torch import Tensor
 RTOL = 0.01  # of a value's standard error, unless the user gives one
 REPLICATED = 0.15  # groups that have a replicate, per sample
 _AT_LEAST = 64  # of them over all data, as far as there are, in the first micro-batch
-_FIRST = 64  # samples in it
+_FIRST = 16, 64  # samples in it, at least and at most
 _RATIO, _PRIOR = 0.25, 2  # variance to Σ v_g before anything is known, and for how many replicates that counts
 _STEPS = 48  # of bisection
 
@@ -99,7 +99,7 @@ class Tolerance:
     @property
     def first(self) -> int:
         """Return how many samples the first micro-batch has, of which nothing is known."""
-        return min(_FIRST, max(1, self._samples // 8)) if self._samples else _FIRST
+        return min(_FIRST[1], max(_FIRST[0], self._samples // 8)) if self._samples else _FIRST[1]
 
     def allowed(self, weights: Tensor, share: float = 1.0) -> float:
         """Return the largest Σ v_g for n samples of ``weights`` (n, columns), which have a ``share`` of the variance.
