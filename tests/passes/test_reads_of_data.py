@@ -74,7 +74,7 @@ def test_calls_that_read_several_times(name):
 
 
 def test_options_that_read_several_times():
-    for options in ({"normalize": "std"}, {"target_stderr": 1e-2}):
+    for options in ({"normalize": "std"}, {"target_stderr": 1e-5}):
         with pytest.raises(pf.errors.InputError, match=OTHER):
             pf.relative_flatness(network(), LOSS, Reads(CHANGES["an input"]), "body", **options)
 
