@@ -13,16 +13,12 @@ import importlib.util
 import inspect
 import multiprocessing
 import os
-import pickle
 import queue
 import signal
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -146,35 +142,3 @@ def _end_with(watched: Connection) -> None:
         watched.recv_bytes()
     except (EOFError, OSError):
         os._exit(1)
-
-
-@dataclass(frozen=True)
-class RemoteCall:
-    """Hold a call, pickled, and what to find where it is made.
-
-    Attributes:
-        content: the function, its arguments by position and those by name, which are unpickled last.
-        threads: of torch.
-        path: folders of modules.
-        folder: that relative paths begin at.
-    """
-
-    content: bytes
-    threads: int
-    path: tuple[str, ...]
-    folder: str
-
-    @classmethod
-    def of(cls, dumps: Callable[[Any], bytes], threads: int, *call: Any) -> "RemoteCall":
-        """Return a call as it would be made here, but for the threads."""
-        return cls(dumps(call), threads, tuple(sys.path), str(Path.cwd()))
-
-    def made(self) -> Any:
-        """Make the call in this process, which is there for such calls, and return its result."""
-        if torch.get_num_threads() != self.threads:
-            torch.set_num_threads(self.threads)
-        if Path(self.folder).is_dir():
-            os.chdir(self.folder)
-        sys.path.extend(entry for entry in self.path if entry not in sys.path)
-        function, args, kwargs = pickle.loads(self.content)
-        return function(*args, **kwargs)

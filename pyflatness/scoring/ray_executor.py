@@ -14,7 +14,7 @@ import torch
 
 from ..errors import InputError
 from ..messages import reason
-from .executors import RemoteCall
+from .calls import RemoteCall
 
 # Ray reads it when it is imported, and would print each death, which the unit's row tells, among the program's output.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^A worker died or was killed while executing a task")

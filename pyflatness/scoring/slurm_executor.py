@@ -21,7 +21,7 @@ import submitit
 
 from ..errors import InputError
 from ..messages import check_choice, reason
-from .executors import RemoteCall
+from .calls import RemoteCall
 
 R = TypeVar("R")
 
