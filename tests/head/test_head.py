@@ -25,7 +25,7 @@ from support.cases import (
 from support.combinations import ENGINES, every
 
 
-@every(engine=ENGINES, name=LOSSES, dtype=[torch.float32, torch.float64])
+@every(engine=ENGINES, name=[*LOSSES], dtype=[torch.float32, torch.float64])
 def test_every_loss(engine, name, dtype):
     loss, targets = (to(dtype, part) for part in LOSSES[name])
     features, weight, bias = head(dtype)

@@ -115,7 +115,7 @@ def check(found, expected, rtol, dtype, scale=1.0):
     )
 
 
-@every(engine=ENGINES, name=CASES, rtol=[1e-3, 1e-2, 0.1, 0.5], dtype=[torch.float32, torch.float64])
+@every(engine=ENGINES, name=[*CASES], rtol=[1e-3, 1e-2, 0.1, 0.5], dtype=[torch.float32, torch.float64])
 def test_error_within_bound_within_tolerance(engine, name, rtol, dtype):
     found, expected = bounded(CASES[name](), engine.module, dtype, rtol)
     check(found, expected, rtol, dtype)

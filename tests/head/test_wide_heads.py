@@ -104,7 +104,7 @@ HALF_LOSSES = {
 
 
 @every(
-    engine=ENGINES, dtype=[torch.float16, torch.bfloat16], loss=HALF_LOSSES, d=[10, 80, 300], normalize=[None, "std"]
+    engine=ENGINES, dtype=[torch.float16, torch.bfloat16], loss=[*HALF_LOSSES], d=[10, 80, 300], normalize=[None, "std"]
 )
 def test_half_precision(engine, dtype, loss, d, normalize):
     """Against float64 on the rounded inputs."""
