@@ -48,9 +48,6 @@ class LayerValues:
             second_order=not self._options.by_ggn,
             order_matters=self._options.by_sample or not task.loss.convex,
             reserve=lambda found: layers.bytes_by_sample(task.selection.modules),
-            certify=not (
-                self._options.by_ggn and self._options.draws is not None
-            ),  # a sampled GGN value is never exact
         )
 
     def _approve(self, nonlinear: Mapping[str, str]) -> None:

@@ -165,3 +165,15 @@ def test_a_callable_s_hessian_in_all_outputs_is_not_made(monkeypatch):
     found = pf.measure(case.build(), case.loss, batches(case), probes=99, **options)
     for key in [("0", "trace"), ("2", "trace"), "trace"]:
         assert abs(found[key].value - exact[key].value) <= 4 * found[key].stderr
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
+def test_a_ggn_value_of_one_column_is_the_hessian_s_where_the_model_is_linear(activation):
+    """Two classes have one column, of which probes make no other value."""
+    model = nn.Sequential(nn.Linear(3, 4), activation(), nn.Linear(4, 2)).double()
+    data = torch.randn(6, 3, generator=seeded(1)).double(), torch.arange(6) % 2
+    for options in ({"probes": 3}, {"rtol": 0.1}, {}):
+        report = pf.measure(model, LOSS, data, curvature="ggn", **options)
+        assert [report[key].stderr for key in (("0", "trace"), ("2", "trace"), "trace")] == [None] * 3
+        linear = activation is nn.ReLU
+        assert [report[key].exact for key in (("0", "trace"), ("2", "trace"), "trace")] == [linear, True, linear]

@@ -20,7 +20,12 @@ from pyflatness.scoring.rows import Fit, Row
 from pyflatness.scoring.store import SCHEMA, Store
 from pyflatness.scoring.units import Pair
 
-PAIRS = [Pair("body", "trace"), Pair(("body", "head"), "trace"), Pair(None, "relative_flatness"), Pair((), "pac_bayes")]
+PAIRS = [
+    Pair("body", "trace"),
+    Pair(("body", "head"), "trace"),
+    Pair("head", "relative_flatness"),
+    Pair((), "pac_bayes"),
+]
 ROWS = {pair: Row(layer="x", measure=pair.measure, value=0.1, exact=True, samples=3) for pair in PAIRS}
 OUTCOME = Outcome(ROWS, Fit(0.5, 0.25), 1.5)
 
