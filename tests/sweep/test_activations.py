@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -298,12 +299,17 @@ def test_sampled_values(activation):
             assert found.method == ("hessian-sampled" if activation is nn.Tanh and key[0] == "0" else "ggn-sampled")
             assert not found.exact
             assert float(found.per_neuron.sum()) == pytest.approx(found.value, rel=1e-9)
-            away[key].append((found.value - float(truth.sum())) / found.stderr)
+            if math.isnan(found.stderr):  # of a head |S r|² is the same for all signs
+                assert key[0] == "2"
+                assert found.value == pytest.approx(float(truth.sum()), rel=1e-9)
+            else:
+                away[key].append((found.value - float(truth.sum())) / found.stderr)
             diagonals[key].append(found.per_neuron - truth)
     for key in expected:  # Student's t of 15 degrees of freedom has the variance 15/13
         errors, parts = torch.tensor(away[key]), torch.stack(diagonals[key])
-        assert abs(float(errors.mean())) < 4 * (15 / 13 / 24) ** 0.5
-        assert 0.4 < float(errors.square().mean()) < 2.6
+        if len(errors) > 0:
+            assert abs(float(errors.mean())) < 4 * (15 / 13 / 24) ** 0.5
+            assert 0.4 < float(errors.square().mean()) < 2.6
         assert bool((parts.mean(dim=0).abs() < 5 * parts.std(dim=0) / 24**0.5).all())
 
 
