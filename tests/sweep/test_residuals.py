@@ -137,7 +137,7 @@ def test_samples_that_are_not_finite(policy):
     kept = torch.ones(120, dtype=torch.bool)
     kept[[3, 70]] = False
     bad = torch.where(kept[:, None], x, torch.nan)
-    with pytest.raises(pf.errors.NonFiniteError, match="(2 of 120|1 of 16) samples"):
+    with pytest.raises(pf.errors.NonFiniteError, match=r"(2 of 120|1 of 16) samples"):
         adaptive(model, (bad, y))
     exact = pf.measure(model, LOSS, (x[kept], y[kept]), layers="0", measures="trace")["0", "trace"].value
     found = adaptive(model, (bad, y), nan_policy=policy, per_sample=True, rtol=0.05)["0", "trace"]

@@ -11,7 +11,10 @@ from support.grid import normal
 
 LOSS, Y, HEAD = nn.CrossEntropyLoss(), torch.arange(40) % 3, normal(2, 3, 6)
 TINY = {torch.float32: 1e-30, torch.float64: 1e-200}
-MESSAGE = r"batch 0: (19 of 20|15 of 16) samples have inputs of layer '0' whose squares underflow .* rescale the inputs or compute"
+MESSAGE = (
+    r"batch 0: (19 of 20|15 of 16) samples have inputs of layer '0' whose squares underflow .* "
+    "rescale the inputs or compute"
+)
 
 
 def network(dtype, activation=nn.ReLU):
