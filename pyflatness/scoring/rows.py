@@ -53,7 +53,7 @@ class Row:
 
     @property
     def is_there(self) -> bool:
-        """Return whether there is anything to say; a layer of a pattern that did not run has neither value nor error."""
+        """Return whether there is anything to say; a layer of a pattern that did not run has no value and no error."""
         return self.value is not None or bool(self.error)
 
 
