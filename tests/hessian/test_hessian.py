@@ -18,6 +18,7 @@ from support.many_samples import LAYER, many
 from support.networks import CASES
 
 
+@pytest.mark.soak
 @every(together=1, name=[*LAYER], probes=[1, 2, 8])
 def test_coverage(name, probes):
     """The interval holds the exact value in 95 % of 400 repetitions; of one draw ± 1.96 stderr in more."""
@@ -31,6 +32,7 @@ def test_coverage(name, probes):
         assert 0.92 <= share([one.interval() for one in found], exact) <= 0.98
 
 
+@pytest.mark.soak
 def test_coverage_of_a_stopping_rule():
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 40), nn.Tanh(), nn.Linear(40, 3)).double()

@@ -10,7 +10,6 @@ from pyflatness.options import Options
 from pyflatness.plan import of_layer
 from pyflatness.session import session
 from support import grid, truth
-from support.combinations import in_soak
 from support.grid import batches
 from support.networks import CASES, LAYERS
 
@@ -20,7 +19,8 @@ LARGEST = ("neuron_flatness_max", "neuron_flatness_rows_max")
 OF_DENSE = ("relative_flatness", "trace", *SUMS, *LARGEST)
 
 
-@pytest.mark.parametrize("seed", [0, *in_soak(1, 2)])
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_error_of_a_sampled_value(seed):
     """Of weights that differ in size, over many draws."""
     case = CASES["mlp Tanh"]
