@@ -417,17 +417,8 @@ def _dots(layer: PreparedWeight, a: Tensor, b: Tensor) -> Tensor:
     return layer.backend.row_dots(a.flatten(0, 1), b.flatten(0, 1)).view(a.shape[:2]).sum(dim=1)
 
 
-class Written:
-    """Write M out for some samples at a time, for what is made of w ∘ M.
-
-    Args:
-        layer: the weight.
-        phi: the inputs, joined.
-        factor: R, if |R M|² is to be made here.
-    """
-
-    def __init__(self, layer: PreparedWeight, phi: Tensor, factor: Tensor | None) -> None:
-        self._layer, self._phi, self._factor = layer, phi, factor
+class Written(Direct):
+    """Write M out for some samples at a time, for what is made of w ∘ M; see :class:`Direct`."""
 
     def forms(self, cotangent: Calls) -> Forms:
         """Return the forms of a cotangent."""
