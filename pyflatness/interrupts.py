@@ -49,8 +49,7 @@ class _Handler:
         self.pending: list[int] = []
         self.limit = math.inf
         self.raised: BaseException | None = None  # by a handler, in the user's code
-        handlers = {number: getsignal(number) for number in range(1, NSIG)}
-        self._before = {number: handler for number, handler in handlers.items() if callable(handler)}
+        self._before = {number: handler for number in range(1, NSIG) if callable(handler := getsignal(number))}
 
     def install(self) -> None:
         """Take the place of the user's handlers."""

@@ -5,7 +5,7 @@ Numbers and switches may come as NumPy's or as tensors without dimensions; from 
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 import torch
@@ -128,7 +128,7 @@ class Options:
     @classmethod
     def of(cls, how: Mapping[str, Any], **others: Any) -> "Options":
         """Return the checked options of a call; what concerns how a model is run is none of them."""
-        names = {field.name for field in fields(cls)}
+        names = cls.__dataclass_fields__
         return cls(**{name: given for name, given in how.items() if name in names}, **others)
 
     def __post_init__(self) -> None:

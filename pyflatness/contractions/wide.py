@@ -93,7 +93,7 @@ def plan(
         # more classes than are added up in float32 their sum in float64
         entries, others = memory // item, 4 if d <= CHAIN else 6
         half_sum = (1 + others) / 2 * m
-        rows = tile = max(16, int((half_sum**2 + entries) ** 0.5 - half_sum))
+        rows = tile = _down(max(16, int((half_sum**2 + entries) ** 0.5 - half_sum)))
         if d < tile:
             tile, rows = d, max(16, (entries - d * m) // (d + others * m))
         weights, row = tile * m * item, (tile + others * m) * item
