@@ -17,7 +17,6 @@ from .model.layers import unwrap
 from .model.selectors import Selector
 from .numerics.meeting import joined
 from .options import CALL, EVERY, MeasureHow, Options
-from .passes.detached import TAKEN_AS_CONSTANT
 from .report import Estimate, Report, coverage
 from .session import public, session
 
@@ -175,8 +174,8 @@ def block_traces(
     with session(*(model, loss, data, options, how), reads=options.reads, ordered=options.by_sample) as task:
         name, _ = head.find(task, layer)
         traces = LayerValues(task.only(name)).block_traces()
-        if task.forward.detaches:
-            raise InputError(f"layer {name!r}: no block traces, since {TAKEN_AS_CONSTANT}")
+        for doubt in task.forward.doubts:
+            raise InputError(f"layer {name!r}: no block traces, since {doubt}")
         return traces
 
 

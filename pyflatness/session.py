@@ -79,6 +79,7 @@ def public(*taken: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 return function(*args, **kwargs)
             finally:
                 interrupts.undo(depth)
+                calling.end_transforms(0)
                 while _len_torch_function_stack() > modes:  # an exception of a signal's came where torch put one back
                     _pop_torch_function_stack()
 

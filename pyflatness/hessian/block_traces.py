@@ -39,7 +39,7 @@ from ..passes.layer_form import LayerForm
 from ..passes.limit import check_passes
 from ..passes.linear_map import LinearMap
 from ..passes.runner import Run
-from .entries import Directions, Entries, Varied, tells_all
+from .entries import Entries, Varied, WeightDirections, tells_all
 
 Value = Callable[[Tensor, Any], Tensor]
 """A number of a run's (outputs, targets), with a graph, which is a sum over samples: :meth:`.Loss.value`."""
@@ -49,7 +49,7 @@ _RANK = 1e-13  # an eigenvalue below so much of the largest is rounding
 
 
 @dataclass(frozen=True)
-class Basis:
+class RowBasis:
     """Hold a basis of the rows along which a layer's weight is varied, and how quantities follow from T in it.
 
     Attributes:
@@ -182,7 +182,7 @@ class BlockTraces:
         }
         return found._replace(parts=parts)
 
-    def _read(self, directions: Directions, coefficients: Tensor) -> Tensor:
+    def _read(self, directions: WeightDirections, coefficients: Tensor) -> Tensor:
         """Return ⟨B C, Uᵀ H Uᵀ B⟩ over all groups, (quantities, k, n) float64."""
         parts: list[Tensor] = []
         if not self._traced:
@@ -198,7 +198,7 @@ class BlockTraces:
             parts.append(scaled.sum(dim=2))
         return torch.stack(parts)
 
-    def _units(self, directions: Directions) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def _units(self, directions: WeightDirections) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield the unit directions e_s e_bᵀ, some at a time.
 
         Yields the numbers s of their rows, over all groups, and b of their columns, (k,) each, and B (k, 1, G, ρ, r).
@@ -229,13 +229,13 @@ class BlockTraces:
         return self._in_every_call() if self.in_weight else contextlib.nullcontext(self._outputs())
 
     @contextlib.contextmanager
-    def _directions(self, *, few: bool = True) -> Iterator[Directions]:
+    def _directions(self, *, few: bool = True) -> Iterator[WeightDirections]:
         """Yield the directions of the layer's weight; as few as there can be, which takes eigenvectors, or all."""
         patches, span = self._patches(), None
         if not self.in_weight:
             span = _spanning(patches, patches.shape[2]) if few else patches
         with self.varied() as varied:
-            yield Directions(span, patches, varied, derivatives(varied.gradient, varied.inputs))
+            yield WeightDirections(span, patches, varied, derivatives(varied.gradient, varied.inputs))
 
     def _patches(self) -> Tensor:
         """Return φ by position, (n or 1, G, P, m), which may be large; the unit vectors of the weight's own changes."""
@@ -326,14 +326,14 @@ def differentiable(
     return second_derivatives(f"{what} {listed}: an operation behind it has no second derivative", advice)
 
 
-def _basis(weight: Tensor, quantities: Sequence[str], factor: Callable[[], Tensor]) -> Basis:
+def _basis(weight: Tensor, quantities: Sequence[str], factor: Callable[[], Tensor]) -> RowBasis:
     """Return, for relative flatness alone, the rows of R, min(d, m) of them; else unit vectors, d."""
     weighted = [QUANTITIES[name].gram_factor for name in quantities]
     if weighted == [True]:
         rows = factor()
-        return Basis(rows.shape[1], rows, [None])
+        return RowBasis(rows.shape[1], rows, [None])
     gram = weight.double() @ weight.double().mT if any(weighted) else None
-    return Basis(weight.shape[1], None, [gram if by_gram else None for by_gram in weighted])
+    return RowBasis(weight.shape[1], None, [gram if by_gram else None for by_gram in weighted])
 
 
 def _spanning(patches: Tensor, most: int) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from ..numerics import lanczos
-from ..numerics.lanczos import Ritz
+from ..numerics.lanczos import LargestEigenvalues
 from ..passes.memory import Budget
 from .products import Names, Products
 
@@ -14,7 +14,7 @@ from .products import Names, Products
 _TOLERANCE, _COARSE_TOLERANCE = 1e-8, 1e-5
 
 
-def largest(products: Products, blocks: Sequence[Names], budget: Budget, seed: int) -> dict[Names, Ritz]:
+def largest(products: Products, blocks: Sequence[Names], budget: Budget, seed: int) -> dict[Names, LargestEigenvalues]:
     """Return the algebraically largest eigenvalue of each block.
 
     Args:

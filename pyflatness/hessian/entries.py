@@ -41,7 +41,7 @@ class Varied:
 
 
 @dataclass(frozen=True)
-class Directions:
+class WeightDirections:
     """Represent the directions in which a layer's weight can be varied, at the samples of a run.
 
     Attributes:
@@ -109,7 +109,7 @@ class Entries:
             return groups * d * min(positions, m)
         return sum(neurons.count(self._sizes) for neurons in self._neurons.values())
 
-    def exact(self, directions: Directions, samples: int) -> Contribution:
+    def exact(self, directions: WeightDirections, samples: int) -> Contribution:
         """Return values (quantities, n) and summands; entries of the diagonal are summed over all samples."""
         if self._by_units:
             return self._off_units(directions, samples)
@@ -134,7 +134,7 @@ class Entries:
             b = signs.at(stream + _OF_COLUMNS, samples, columns)[:, :, None, None].to(self._weight.dtype)
         return a * product(b * patches, self._weight.mT)
 
-    def _off_units(self, directions: Directions, samples: int) -> Contribution:
+    def _off_units(self, directions: WeightDirections, samples: int) -> Contribution:
         """Return all quantities, read off the same products."""
         patches, dtype = directions.patches.expand(samples, -1, -1, -1), torch.float64
         parts = {
@@ -158,7 +158,7 @@ class Entries:
             value.copy_(found[name])
         return values
 
-    def _units(self, directions: Directions, patches: Tensor) -> Iterator[RowHessian]:
+    def _units(self, directions: WeightDirections, patches: Tensor) -> Iterator[RowHessian]:
         """Yield second derivatives in every entry of the weight, from a product at a time.
 
         For a direction of one column ``left`` has that column alone, and the others of its channel, which are zero.
@@ -198,7 +198,7 @@ class Entries:
                         y,
                     )
 
-    def _forms(self, directions: Directions, samples: int, neurons: Neurons) -> Tensor:
+    def _forms(self, directions: WeightDirections, samples: int, neurons: Neurons) -> Tensor:
         """Return ⟨Δφ, H_z Δφ⟩ of all neurons, (n, G neurons)."""
         groups, d, _ = self._weight.shape
         patches, found = directions.patches.expand(samples, -1, -1, -1), []

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..numerics import lanczos
-from ..numerics.lanczos import Ritz
+from ..numerics.lanczos import LargestEigenvalues
 from ..passes.memory import Budget
 
 TOLERANCE = 1e-6  # of the residuals, relative to each block's norm
@@ -51,7 +51,7 @@ class RowBlocks:
         """Take in H_ss themselves, (b, m, m)."""
         self._allocated().add_(blocks)
 
-    def largest(self, seed: int) -> Ritz:
+    def largest(self, seed: int) -> LargestEigenvalues:
         """Return the algebraically largest eigenvalue of each block, (b,); NaN where one is not finite."""
         b, m = self._columns.shape
         samples = sum(len(features) for features, _ in self._kept)
@@ -61,7 +61,7 @@ class RowBlocks:
             return self._dense()
         return lanczos.solved(search(self._columns, seed, self._budget), self._times)
 
-    def _dense(self) -> Ritz:
+    def _dense(self) -> LargestEigenvalues:
         self._write_out()
         blocks = self._allocated()
         finite = blocks.isfinite().all(dim=2).all(dim=1)
@@ -69,7 +69,7 @@ class RowBlocks:
         below = torch.diag_embed(torch.where(self._columns, 0.0, -1 - size))  # under every other eigenvalue
         values = torch.linalg.eigvalsh(torch.where(finite[:, None, None], blocks + below, 0.0))[:, -1]
         values = torch.where(finite, values, torch.nan)
-        return Ritz(values, torch.zeros_like(values), 0, converged=bool(finite.all()))
+        return LargestEigenvalues(values, torch.zeros_like(values), 0, converged=bool(finite.all()))
 
     def _times(self, vectors: Tensor) -> Tensor:
         """Return H_ss v_s for all rows, (b, m)."""

@@ -24,7 +24,7 @@ from ..model import layers
 from ..model.selectors import Selection
 from ..numerics import lanczos
 from ..numerics.accumulate import Accumulator
-from ..numerics.lanczos import Ritz
+from ..numerics.lanczos import LargestEigenvalues
 from ..passes import cotangents, linearity, normalize
 from ..passes.layer_form import LayerForm
 from ..passes.memory import Budget
@@ -38,7 +38,7 @@ _COARSE_TOLERANCE = 1e-5  # for products in other than double precision
 
 
 @dataclass(frozen=True)
-class Rows:
+class LayerRows:
     """Hold what was found of a layer.
 
     Attributes:
@@ -49,13 +49,13 @@ class Rows:
     """
 
     norms: Tensor
-    ritz: Ritz
+    ritz: LargestEigenvalues
     method: str
     exact: bool
 
 
 @dataclass
-class _MicroBatch:
+class _RowMicroBatch:
     """Hold what a micro-batch adds, by layer: it is taken in when that is done, since one may be begun again."""
 
     samples: int
@@ -102,7 +102,7 @@ class RowSweep:
         self._custom: set[str] = set()
         self.samples, self._normaliser = 0, 1.0
 
-    def rows(self) -> dict[str, Rows]:
+    def rows(self) -> dict[str, LayerRows]:
         """Return what is found of every layer that ran.
 
         Raises:
@@ -111,7 +111,7 @@ class RowSweep:
         """
         over = Accumulator(self._options.nan_policy, self._task.loss.reduction)
 
-        def take(micro_batch: _MicroBatch) -> None:
+        def take(micro_batch: _RowMicroBatch) -> None:
             over.add(micro_batch.samples, micro_batch.weight)
             self._take(micro_batch)
 
@@ -134,13 +134,13 @@ class RowSweep:
         trusted = (linearity.TAKEN_AS_THEY_ARE,) if name in self._custom else ()
         return (*layers.tie_notes(self._task.model, self._runner.selected[name]), *trusted)
 
-    def _rows(self, name: str, module: nn.Module, ritz: Ritz) -> Rows:
+    def _rows(self, name: str, module: nn.Module, ritz: LargestEigenvalues) -> LayerRows:
         linear, ggn = self._runner.is_linear(name), self._options.by_ggn
         weight = layers.matrix(module)[0].double() * self._spread(name)
         exact = ritz.converged and (linear or not ggn) and name not in self._custom
-        return Rows(weight.square().sum(dim=1), ritz, "ggn" if linear or ggn else "hessian", exact)
+        return LayerRows(weight.square().sum(dim=1), ritz, "ggn" if linear or ggn else "hessian", exact)
 
-    def _normalised(self, ritz: Ritz) -> Ritz:
+    def _normalised(self, ritz: LargestEigenvalues) -> LargestEigenvalues:
         return replace(ritz, values=ritz.values / self._normaliser, residuals=ritz.residuals / self._normaliser)
 
     def _nonlinear(self, names: Iterable[str]) -> set[str]:
@@ -158,7 +158,7 @@ class RowSweep:
                 "the GGN's value, another number"
             )
 
-    def _of_entries(self, name: str) -> Ritz:
+    def _of_entries(self, name: str) -> LargestEigenvalues:
         """Return eigenvalues from the whole block of the layer, a product for each weight."""
         module = self._runner.selected[name]
         d, m = layers.matrix(module)[0].shape
@@ -176,9 +176,9 @@ class RowSweep:
 
     # --- one sweep ----------------------------------------------------------------------------------------------------
 
-    def _found(self, run: Run) -> _MicroBatch:
+    def _found(self, run: Run) -> _RowMicroBatch:
         sent = cotangents.of_run(run, self._task.loss)
-        micro_batch = _MicroBatch(run.samples, sent.weight, run.number)
+        micro_batch = _RowMicroBatch(run.samples, sent.weight, run.number)
         for name in run.recorder.calls:
             if name not in self._forms:
                 self._set_up(name)
@@ -194,7 +194,7 @@ class RowSweep:
         self._by_entries |= nonlinear - single.keys()
         return micro_batch
 
-    def _take(self, micro_batch: _MicroBatch) -> None:
+    def _take(self, micro_batch: _RowMicroBatch) -> None:
         measured = micro_batch.weighted.keys() | micro_batch.blocks.keys()
         for name in filter(
             measured.__contains__, self._runner.modules
@@ -297,7 +297,7 @@ class RowSweep:
 
     # --- a sweep for each product -------------------------------------------------------------------------------------
 
-    def _swept(self, names: set[str]) -> dict[str, Ritz]:
+    def _swept(self, names: set[str]) -> dict[str, LargestEigenvalues]:
         """Return eigenvalues of layers whose blocks do not fit, in step."""
         spreads = {name: self._spread(name) for name in names}
         inverse = {name: torch.where(spread > 0, 1 / spread, 0.0) for name, spread in spreads.items()}

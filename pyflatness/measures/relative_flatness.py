@@ -28,7 +28,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ..hessian.row_sweep import Rows, RowSweep
+from ..hessian.row_sweep import LayerRows, RowSweep
 from ..options import Options
 from ..report import Estimate
 from .base import Measure, Task, Values
@@ -58,7 +58,7 @@ def relative_flatness_max(task: Task) -> Values:
     return {name: _of_rows(sweep, rows, name) for name, rows in sweep.rows().items()}
 
 
-def _of_rows(sweep: RowSweep, rows: Rows, name: str) -> Estimate:
+def _of_rows(sweep: RowSweep, rows: LayerRows, name: str) -> Estimate:
     ritz, notes = rows.ritz, sweep.notes(name)
     if ritz.products:
         bound = float(rows.norms @ ritz.residuals)

@@ -36,7 +36,7 @@ as that a random start has a component along its eigenvector.
 
 from ..hessian.eigenvalues import largest
 from ..hessian.products import Products
-from ..numerics.lanczos import Ritz
+from ..numerics.lanczos import LargestEigenvalues
 from ..passes.memory import Budget
 from ..report import Estimate
 from ..sweep.activations import INPUTS, OUTPUTS
@@ -78,7 +78,7 @@ def lambda_max(task: Task) -> Values:
     return {**estimates, "": _estimate(task, products, found[every], "")}
 
 
-def _estimate(task: Task, products: Products, ritz: Ritz, name: str) -> Estimate:
+def _estimate(task: Task, products: Products, ritz: LargestEigenvalues, name: str) -> Estimate:
     custom = products.custom & {name} if name else products.custom
     method = "ggn" if task.options.by_ggn else "hessian"
     certificate = f"λ_max: an eigenvalue within {float(ritz.residuals):.1e} ({ritz.products} Lanczos products)"

@@ -34,7 +34,18 @@ class Call:
 
 def is_transformed() -> bool:
     """Return whether a transform of ``torch.func`` (``vmap``, ``grad``, ``jvp``) is under way."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return transforms() > 0
+
+
+def transforms() -> int:
+    """Return how many transforms of ``torch.func`` are under way."""
+    return int(torch._C._functorch.get_dynamic_layer_stack_depth())
+
+
+def end_transforms(depth: int) -> None:
+    """End those beyond a number of them, which an exception of another thread's kept torch from ending."""
+    if transforms() > depth:
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
 
 
 def version(tensor: Tensor) -> int:

@@ -86,12 +86,12 @@ class Randomness:
             _here.held.remove(self)
 
 
-class _Here(threading.local):
+class _Noted(threading.local):
     def __init__(self) -> None:
         self.held: list[Randomness] = []
 
 
-_here = _Here()
+_here = _Noted()
 
 
 def hold(modules: Collection[nn.Module]) -> Randomness:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.backends import cuda
 from torch.nn.utils import parametrize
 
 from .. import interrupts
@@ -122,18 +123,21 @@ class Found:
         buffers = [buffer for m in modules for buffer in m._buffers.values() if buffer is not None]
         self._values = [(buffer, buffer._version, buffer.clone()) for buffer in buffers]
         self._fastpath = torch.backends.mha.get_fastpath_enabled()
-        self._thread = threading.get_ident(), torch.is_grad_enabled(), _functorch_depth(), calling.flags()
+        self._stance, self._attention = torch._dynamo.eval_frame._stance, [enabled() for enabled, _ in _ATTENTION]
+        self._thread = threading.get_ident(), torch.is_grad_enabled(), calling.transforms(), calling.flags()
         _inside.append(self)
 
     def put_back(self) -> None:
         """Make it as it was, in so far as it was changed."""
         thread, grad, depth, flags = self._thread
         if thread == threading.get_ident():  # and not in a forked process that another one lives on in
-            if _functorch_depth() > depth:  # an exception cut vmap or jvp off
-                torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+            calling.end_transforms(depth)
             torch._C._set_grad_enabled(grad)
         calling.set_flags(flags)
         torch.backends.mha.set_fastpath_enabled(self._fastpath)
+        torch._dynamo.eval_frame._set_stance(self._stance)
+        for (_, enable), enabled in zip(_ATTENTION, self._attention, strict=True):
+            enable(enabled)
         put_back(self._attributes)
         for hooks, before in self._hooks:
             if hooks != before:
@@ -151,11 +155,13 @@ class Found:
 
 
 _HOOKS = [name for name in vars(nn.Module()) if name.startswith("_forward") and "hooks" in name]
+_ATTENTION: list[tuple[Callable[[], bool], Callable[[bool], None]]] = [  # that torch may choose among
+    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+]
 _inside: list[Found] = []  # of the thread that has its turn
-
-
-def _functorch_depth() -> int:
-    return int(torch._C._functorch.get_dynamic_layer_stack_depth())
 
 
 def _in_child() -> None:

@@ -25,7 +25,7 @@ _FEWEST = 4  # vectors of a basis that is restarted, at least
 
 
 @dataclass(frozen=True)
-class Ritz:
+class LargestEigenvalues:
     """Hold the largest eigenvalues of some matrices.
 
     Attributes:
@@ -42,7 +42,7 @@ class Ritz:
 
 
 Key = TypeVar("Key", bound=Hashable)
-Search = Generator[Tensor, Tensor, Ritz]
+Search = Generator[Tensor, Tensor, LargestEigenvalues]
 """Yields vectors (b, N), wants their products with the matrices (b, N), and returns what it found."""
 
 
@@ -65,7 +65,7 @@ def largest(start: Tensor, *, tolerance: float, size: int, limit: int | None = N
         products += 1
         if not bool(image.isfinite().all()):  # the caller said that NaN is to be handed on
             nothing = start.new_full((len(start),), torch.nan)
-            return Ritz(nothing, nothing, products, converged=False)
+            return LargestEigenvalues(nothing, nothing, products, converged=False)
         coefficients, rest = orthogonalised(basis, image)
         projected = bordered(projected, coefficients)
         values, vectors = torch.linalg.eigh(projected)
@@ -84,17 +84,17 @@ def largest(start: Tensor, *, tolerance: float, size: int, limit: int | None = N
     image = yield found
     quotients = (found * image).sum(dim=1)
     residuals = (image - quotients.unsqueeze(1) * found).norm(dim=1)
-    return Ritz(quotients, residuals, products + 1, bool(done.all()))
+    return LargestEigenvalues(quotients, residuals, products + 1, bool(done.all()))
 
 
-def solved(search: Search, times: Callable[[Tensor], Tensor]) -> Ritz:
+def solved(search: Search, times: Callable[[Tensor], Tensor]) -> LargestEigenvalues:
     """Return what a search finds with products from a function."""
     return solved_in_step({0: search}, lambda vectors: {0: times(vectors[0])})[0]
 
 
 def solved_in_step(
     searches: Mapping[Key, Search], times: Callable[[Mapping[Key, Tensor]], Mapping[Key, Tensor]]
-) -> dict[Key, Ritz]:
+) -> dict[Key, LargestEigenvalues]:
     """Return what several searches find, with a product for all that still go on at each step."""
     wanted, found = {key: next(search) for key, search in searches.items()}, {}
     while wanted:

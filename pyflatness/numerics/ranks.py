@@ -156,7 +156,7 @@ class Ranks:
         """
         while self._error is None:
             found = [json.loads(text) for text in self._messages(json.dumps(told).encode())]
-            errors = {rank: _Told(*each["error"]) for rank, each in enumerate(found) if "error" in each}
+            errors = {rank: _ToldError(*each["error"]) for rank, each in enumerate(found) if "error" in each}
             if errors:
                 self._error = _together(errors, self.size, own)
                 break
@@ -282,7 +282,7 @@ class Ranks:
         except BaseException as error:
             if _is_agreed(error):
                 raise
-            self._exchanged({"step": "an error", "error": _Told.of(error)}, error)
+            self._exchanged({"step": "an error", "error": _ToldError.of(error)}, error)
             raise  # not reached: the exchange raises
         finally:
             self._error = None
@@ -291,7 +291,7 @@ class Ranks:
 ALONE = Ranks()
 
 
-class _Told(NamedTuple):
+class _ToldError(NamedTuple):
     """Hold what is said of an error: its class, its message, and whether the ranks can go on to other work after it."""
 
     name: str
@@ -299,12 +299,12 @@ class _Told(NamedTuple):
     passes: bool
 
     @classmethod
-    def of(cls, error: BaseException) -> "_Told":
+    def of(cls, error: BaseException) -> "_ToldError":
         """Return what is said of an error: interrupts and disagreement of the ranks are the end."""
         return cls(type(error).__name__, str(error), isinstance(error, Exception) and not isinstance(error, RankError))
 
 
-def _together(errors: Mapping[int, _Told], size: int, own: BaseException | None) -> BaseException:
+def _together(errors: Mapping[int, _ToldError], size: int, own: BaseException | None) -> BaseException:
     """Return the error to raise for those that ranks had: one that all have, or else the first rank's."""
     rank, first = next(iter(errors.items()))
     how = _OF_ONE if all(error.passes for error in errors.values()) else _OF_ALL

@@ -55,7 +55,7 @@ class Checked:
         self._is_first = True  # whether no batch was run yet, but to find something out
         self._fewest = math.inf  # samples that were run to find something out
         self.notes: tuple[str, ...] | None = None  # of an estimate; known once a batch went through
-        self.detaches = False  # whether outputs depended on what derivatives take as constant, see :mod:`.detached`
+        self.doubts: tuple[str, ...] = ()  # why derivatives may not be those of what the model computes
         self._loss_is_open = not loss.known  # whether it may depend on more than the outputs
 
     @property
@@ -156,7 +156,7 @@ class Checked:
     def _watched(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         with Detached() as detached:
             outputs, targets = self._run(model, batch)
-        self.detaches |= detached.reaches(outputs)
+        self.doubts = tuple(dict.fromkeys([*self.doubts, *detached.doubts(outputs)]))
         return outputs, targets
 
     def _check_repeated(self, model: nn.Module, batch: Any, outputs: Tensor) -> None:

@@ -23,6 +23,11 @@ TAKEN_AS_CONSTANT = (
     "constant, and are not those of the function it computes"
 )
 
+TWICE_WRONG = (
+    "the model calls torch.logcumsumexp, whose second derivative torch gets wrong where a gradient that reaches it is "
+    "0 (2.13): where all of them are nonzero this value is right"
+)
+
 _WITHOUT_VALUES = {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"}
 _WITHOUT_VALUES |= {"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided"}
 _AS_ANOTHER = {"to", "type_as", "view_as", "reshape_as", "expand_as"}  # whose values are not read
@@ -30,7 +35,7 @@ _OUT_OF_TORCH = {"item", "__float__", "tolist", "numpy", "__array__", "__dlpack_
 
 
 class Detached(TorchFunctionMode):
-    """Watch one forward pass inside; see :meth:`reaches`."""
+    """Watch one forward pass inside; see :meth:`doubts`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,14 +46,20 @@ class Detached(TorchFunctionMode):
         self._recording = True  # what the model's own code has set the grad mode to
         self._is_lost = False  # whether such a tensor, or one with a graph, became a number or an array
         self._script = _last_script()
+        self._is_twice_wrong = False
 
     def __exit__(self, *exception: Any) -> None:
         if _len_torch_function_stack() > self._below:  # torch takes a mode off while it is asked; Ctrl-C can come then
             super().__exit__(*exception)
 
-    def reaches(self, outputs: Tensor) -> bool:
-        """Return whether a tensor depends on some that were taken out of the graph."""
-        return self._is_lost or self._is_held(outputs) or torch._C._last_executed_optimized_graph() is not self._script
+    def doubts(self, outputs: Tensor) -> list[str]:
+        """Return why derivatives of the outputs may not be those of what was computed."""
+        scripted = torch._C._last_executed_optimized_graph() is not self._script
+        found = {
+            TAKEN_AS_CONSTANT: self._is_lost or self._is_held(outputs) or scripted,
+            TWICE_WRONG: self._is_twice_wrong,
+        }
+        return [doubt for doubt, holds in found.items() if holds]
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -57,6 +68,7 @@ class Detached(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         had_graph = name == "detach_" and any(tensor.requires_grad for tensor in _tensors(args))
         result = func(*args, **kwargs)
+        self._is_twice_wrong |= name == "logcumsumexp"
         if name == "_set_grad_enabled":
             self._recording = args[0]
         elif name in _OUT_OF_TORCH and args[0].is_floating_point():

@@ -24,9 +24,9 @@ from ..errors import InputError
 from ..model import spread
 from ..numerics.directions import Directions
 from ..options import Options
-from .recorder import Call, Recorder
+from .recorder import RecordedCall, Recorder
 
-Calls = Mapping[str, Sequence[Call]]
+Calls = Mapping[str, Sequence[RecordedCall]]
 Edges = Mapping[str, Sequence[GradientEdge]]
 Gradients = Mapping[str, Sequence[Tensor]]
 Users = Mapping[Node, Sequence[Node]]
@@ -228,7 +228,7 @@ def check_complete(what: str, gradients: Sequence[Tensor]) -> None:
 
 
 @torch.enable_grad()
-def feeds_itself(calls: Sequence[Call]) -> bool:
+def feeds_itself(calls: Sequence[RecordedCall]) -> bool:
     """Return whether the input of a call depends on the output of an earlier one."""
     edges = [call.edge for call in calls]
     for number, call in enumerate(calls):

@@ -127,7 +127,7 @@ def check_in_time(nan_policy: str, late: Tensor, number: int, what: str, check_w
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _KeptInputs:
     """Hold a layer's inputs and what counts of them.
 
     The inputs are (n, rows, channels); after them it says which rows count, (n, rows), and which samples are finite in
@@ -139,7 +139,7 @@ class _Kept:
     good: Tensor
 
 
-def _kept(runner: Runner, run: Run, sent: Cotangents) -> dict[str, _Kept]:
+def _kept(runner: Runner, run: Run, sent: Cotangents) -> dict[str, _KeptInputs]:
     """Return the kept inputs by layer."""
     found = {}
     for name, module in runner.modules.items():
@@ -149,7 +149,7 @@ def _kept(runner: Runner, run: Run, sent: Cotangents) -> dict[str, _Kept]:
             good = torch.ones_like(sent.bad)
             if not bool(rows.sum().isfinite()):
                 good = (rows.isfinite().all(dim=2) | ~mask).all(dim=1)
-            found[name] = _Kept(rows, mask, good)
+            found[name] = _KeptInputs(rows, mask, good)
     return found
 
 

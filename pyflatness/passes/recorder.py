@@ -22,14 +22,14 @@ from .. import interrupts
 from ..errors import InputError, NoGraphError
 from ..messages import check_tensor
 from ..model import layers, spread
-from ..model.calling import is_aside, is_transformed, version
+from ..model.calling import end_transforms, is_aside, is_transformed, transforms, version
 from ..model.kinds import Linear
 from ..model.uses import Use
 from ..model.uses.experts import Route
 
 
 @dataclass(frozen=True)
-class Call:
+class RecordedCall:
     """Hold one call of a layer.
 
     Attributes:
@@ -71,7 +71,7 @@ class Recorder:
         self._copied: set[str] = set()
         self._shared: set[str] = set()
         self._samples = 1
-        self.calls: dict[str, list[Call]] = {}
+        self.calls: dict[str, list[RecordedCall]] = {}
         self.empty: set[str] = set()
         self.transformed: set[str] = set()
 
@@ -236,7 +236,8 @@ class Recorder:
         if spread.is_spread(output):
             shape = torch.empty(output.shape, dtype=output.dtype, device="meta")
         route = module.route if isinstance(module, Use) else None
-        call = Call(kept, version(kept), get_gradient_edge(output), input_edge, shape, kind, coefficients, route)
+        edge = get_gradient_edge(output)
+        call = RecordedCall(kept, version(kept), edge, input_edge, shape, kind, coefficients, route)
         self.calls.setdefault(name, []).append(call)
 
     def _check_weight(self, name: str, module: nn.Module) -> None:
@@ -260,11 +261,13 @@ def frozen(model: nn.Module) -> Iterator[None]:
         raise InputError(
             "model: its parameters were made in inference mode and take no part in a graph; copy it outside"
         )
+    depth = transforms()
     try:
         for parameter, _ in flags:
             parameter.requires_grad_(False)
         yield
     finally:
+        end_transforms(depth)
         for parameter, flag in flags:
             parameter.requires_grad_(flag)
 

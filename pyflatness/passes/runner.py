@@ -20,7 +20,7 @@ from .batch_layout import Layout
 from .independence import Check, Spacing, check_unchanged
 from .known_layers import KnownLayers
 from .memory import Budget, MicroBatches
-from .recorder import Call, Recorder, frozen
+from .recorder import RecordedCall, Recorder, frozen
 
 Result = TypeVar("Result")
 
@@ -55,7 +55,7 @@ class Run:
     nonlinear: frozenset[str]
     again: Callable[[], tuple[Tensor, Any]]
 
-    def calls(self, name: str) -> list[Call]:
+    def calls(self, name: str) -> list[RecordedCall]:
         """Return a layer's calls; none if it did not run."""
         return self.recorder.calls.get(name, [])
 

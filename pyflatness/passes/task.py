@@ -14,7 +14,6 @@ from ..model.selectors import Selection, Selector
 from ..options import Options
 from ..report import Estimate
 from .checked import Checked
-from .detached import TAKEN_AS_CONSTANT
 
 _WITHOUT_LOSS = ("weights", "jacobian", "ascent")  # methods
 _WITHOUT_DERIVATIVES = ("weights", "head", "monte-carlo")
@@ -71,9 +70,10 @@ class Task:
         """Take in what other ranks found out about the forward pass, before :meth:`noted`."""
         shard = self.batches.shard
         if not shard.ranks.alone:
-            found = shard.every("the end of the measurement", [self.forward.notes or (), self.forward.detaches])
-            self.forward.notes = tuple(dict.fromkeys(note for notes, _ in found for note in notes))
-            self.forward.detaches = any(detaches for _, detaches in found)
+            found = shard.every("the end of the measurement", [self.forward.notes or (), self.forward.doubts])
+            self.forward.notes, self.forward.doubts = (
+                tuple(dict.fromkeys(text for rank in found for text in rank[kind])) for kind in range(2)
+            )
 
     def noted(self, estimate: Estimate) -> Estimate:
         """Return an estimate with notes on the loss and the model's forward pass, where they matter to a reader."""
@@ -82,6 +82,6 @@ class Task:
             estimate = replace(estimate, notes=(*estimate.notes, *notes))
         if self.batches.shard.notes and estimate.samples:
             estimate = replace(estimate, notes=(*estimate.notes, *self.batches.shard.notes))
-        if self.forward.detaches and estimate.method not in _WITHOUT_DERIVATIVES:
-            estimate = replace(estimate, exact=False, notes=(*estimate.notes, TAKEN_AS_CONSTANT))
+        if self.forward.doubts and estimate.method not in _WITHOUT_DERIVATIVES:
+            estimate = replace(estimate, exact=False, notes=(*estimate.notes, *self.forward.doubts))
         return estimate

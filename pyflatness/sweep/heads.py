@@ -21,7 +21,7 @@ from ..model.row_order import order_in_memory
 from ..passes.cotangents import Cotangents
 from ..passes.layer_form import LayerForm
 from ..passes.memory import Budget
-from ..passes.recorder import Call
+from ..passes.recorder import RecordedCall
 from ..passes.runner import Run, Runner
 
 _TRACE = "squares"
@@ -135,7 +135,7 @@ class Heads:
         return torch.where(scale != 0, rows * scale, 0.0).view(run.samples, -1).sum(dim=1)
 
 
-def _output_of(call: Call, outputs: Tensor) -> Tensor | None:
+def _output_of(call: RecordedCall, outputs: Tensor) -> Tensor | None:
     """Return the output of a layer's call, without its graph, if the model's output is that or a view of it."""
     node, shape = outputs.grad_fn, call.output.shape
     if node == call.edge.node:

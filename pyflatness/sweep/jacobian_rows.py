@@ -143,7 +143,7 @@ class WeightGradient:
             return [layers.carried(self._module, delta, size) for delta, size in pairs]
 
 
-class Place:
+class PlaceRows:
     """Collect the rows of J at one place, of all samples of a run.
 
     Args:

@@ -23,10 +23,10 @@ from ..numerics.shard import Shard
 from ..passes.dry_run import Findings
 from ..passes.layer_form import LayerForm
 from ..passes.memory import Budget
-from ..passes.recorder import Call
+from ..passes.recorder import RecordedCall
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
-from .jacobian_rows import QUANTITIES, Place, WeightGradient
+from .jacobian_rows import QUANTITIES, PlaceRows, WeightGradient
 
 INPUT = ""
 """The place of the model's input; a layer's input has the layer's name."""
@@ -248,11 +248,11 @@ class _Sweep:
                 self._passed |= {place.name} if place.passed else set()
         return found
 
-    def _places(self, run: Run) -> list[Place]:
+    def _places(self, run: Run) -> list[PlaceRows]:
         places = []
         tensor = self._inputs.tensor
         if tensor is not None and INPUT not in run.recorder.calls:  # a model that is a layer itself has no other name
-            places.append(Place(INPUT, [get_gradient_edge(tensor)], [tensor], lambda x: x))
+            places.append(PlaceRows(INPUT, [get_gradient_edge(tensor)], [tensor], lambda x: x))
         for name, calls in run.recorder.calls.items():
             if not layers.kind_of(self._runner.selected[name]).has_input:
                 continue
@@ -260,7 +260,7 @@ class _Sweep:
             edges, tensors = [_input_edge(name, call) for call in calls], [call.inputs for call in calls]
             weight = self._weight(run, name) if self._of_weights else None
             arrange = partial(run.samples_first, name)
-            places.append(Place(name, edges, tensors, arrange, weight, self._scales.get(name)))
+            places.append(PlaceRows(name, edges, tensors, arrange, weight, self._scales.get(name)))
         return places
 
     def _no_places(self) -> InputError:
@@ -277,7 +277,7 @@ class _Sweep:
         return WeightGradient(run, name, module, self._forms[name], self._width)
 
 
-def _input_edge(name: str, call: Call) -> GradientEdge:
+def _input_edge(name: str, call: RecordedCall) -> GradientEdge:
     if call.input_edge is None:
         raise InputError(
             f"layer {name!r}: its input is a view (reshaped, transposed, a slice) that is modified in place later, "

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ..contractions import Geometry, product, promoted
 from ..passes import normalize
 from ..passes.batch_layout import Layout
-from ..passes.recorder import Call
+from ..passes.recorder import RecordedCall
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class AtLayer:
         samples: of the batch.
     """
 
-    call: Call
+    call: RecordedCall
     layout: Layout
     samples: int
 

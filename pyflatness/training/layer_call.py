@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from ..errors import InputError
 from ..model import data, layers
 from ..model.calling import version
-from ..passes.recorder import Call, with_own_history
+from ..passes.recorder import RecordedCall, with_own_history
 from ..session import untraced
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
@@ -43,7 +43,7 @@ class LayerCalls:
     """
 
     def __init__(self, *, in_use: bool = True) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[RecordedCall] = []
         self.weight: Tensor | None = None
         self.version, self.samples, self._running, self._in_use = 0, -1, False, in_use
         self._handles: list[Any] = []
@@ -110,7 +110,7 @@ class LayerCalls:
         shape = torch.empty_like(own, device="meta", requires_grad=False)
         weight = self.weight = layer.weight
         self.version = version(weight)
-        self.calls.append(Call(inputs, version(inputs), get_gradient_edge(own), None, shape, kind))
+        self.calls.append(RecordedCall(inputs, version(inputs), get_gradient_edge(own), None, shape, kind))
         return None if own is output else own
 
 

@@ -28,7 +28,7 @@ from ..options import Options, check_probes
 from ..passes import linearity
 from ..passes.batch_layout import Layout, mixed
 from ..passes.dry_run import layouts_of, narrow
-from ..passes.recorder import Call, Recorder
+from ..passes.recorder import RecordedCall, Recorder
 from .at_layer import AtLayer, squared_norms
 from .layer_call import LayerCalls, graph_as_recorded, not_compiled
 from .loss_terms import LossTerms
@@ -172,7 +172,7 @@ class FlatnessPenalty:
         """Return ±1 of the shape, dtype and device of a tensor."""
         return torch.empty_like(like).bernoulli_(0.5, generator=self._generator).mul_(2).sub_(1)
 
-    def _call(self, outputs: Tensor) -> tuple[Call, Tensor]:
+    def _call(self, outputs: Tensor) -> tuple[RecordedCall, Tensor]:
         """Return the layer's only call in the last forward pass, and its weight then."""
         calls, weight, name = self._watched.calls, self._watched.weight, f"layer {self._name!r}"
         if not any(parameter.requires_grad for parameter in self._weights()):
@@ -212,7 +212,7 @@ class FlatnessPenalty:
         samples = self._watched.samples
         return samples if samples > 0 and len(outputs) % samples == 0 else len(outputs)
 
-    def _laid_out(self, call: Call, outputs: Tensor) -> Layout:
+    def _laid_out(self, call: RecordedCall, outputs: Tensor) -> Layout:
         """Return where the layer keeps the samples, found at the first batch with more than one."""
         samples = self._samples(outputs)
         if self._layout is None and samples > 1:
@@ -225,7 +225,7 @@ class FlatnessPenalty:
             )
         return layout
 
-    def _found(self, call: Call, outputs: Tensor, samples: int) -> Layout:
+    def _found(self, call: RecordedCall, outputs: Tensor, samples: int) -> Layout:
         recorder = Recorder({self._name: self._module})
         recorder.calls[self._name] = [call]
         layouts = layouts_of(recorder, samples)
@@ -233,7 +233,7 @@ class FlatnessPenalty:
             raise mixed(self._name, call.output.shape, samples)
         return narrow(outputs, linearity.users_of(outputs), recorder, layouts, samples)[self._name][0]
 
-    def _sent(self, outputs: Tensor, call: Call, cotangent: Tensor) -> Tensor:
+    def _sent(self, outputs: Tensor, call: RecordedCall, cotangent: Tensor) -> Tensor:
         """Return what arrives of a cotangent of the outputs at those of the layer, with its graph."""
         (found,) = torch.autograd.grad(outputs, call.edge, cotangent, create_graph=True, allow_unused=True)
         if found is None:

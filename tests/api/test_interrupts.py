@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -28,12 +29,18 @@ def lines(call, net):
 
 def assert_interrupted(name, net, before, *at, kind="SIGINT"):
     __tracebackhide__ = True
-    interrupting = Interrupting(*at, kind=kind)
+    interrupting, filters = Interrupting(*at, kind=kind), [*warnings.filters]
     try:
         with interrupting:
             CALLS[name][1](net)
     except interrupting.error:
-        assert changed(before, everything(net)) == [], f"{name}, {kind} at {at}"
+        left = changed(before, everything(net))
+        if kind == "asynchronous" and [text.split(":")[0] for text in left] == ["/process/warnings"]:
+            # The standard library's catch_warnings was cut off. Other threads may have filters of their own by now,
+            # so that nobody can put them back.
+            warnings.filters[:] = filters
+            left = []
+        assert left == [], f"{name}, {kind} at {at}"
     else:
         assert not interrupting.sent, f"{name}: an interrupt at line {at} was lost"  # else the call had fewer lines
 

@@ -240,3 +240,20 @@ def test_a_layer_that_is_detached_alone_is_left_out_of_all_layers():
     alone = pf.relative_flatness(net, LOSS, (X, Y), "front")
     assert alone.exact
     assert alone.value == pytest.approx(report["front", "relative_flatness"].value, rel=1e-12)
+
+
+class LogCumSum(nn.Module):
+    def forward(self, z):
+        return z.logcumsumexp(dim=1).relu()
+
+
+def test_behind_logcumsumexp_no_hessian_value_is_called_exact():
+    """Torch leaves a part of its second derivative out where the gradient that reaches it is 0, as behind a ReLU."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), LogCumSum(), nn.Linear(5, 3)).double().eval()
+    report = pf.measure(model, LOSS, (X, Y), measures="relative_flatness")
+    assert not report["0", "relative_flatness"].exact
+    assert any("logcumsumexp" in note for note in report["0", "relative_flatness"].notes)
+    assert pf.relative_flatness(model, LOSS, (X, Y)).exact  # the head's takes no derivative
+    with pytest.raises(pf.errors.InputError, match="logcumsumexp"):
+        pf.block_traces(model, LOSS, (X, Y), "0")

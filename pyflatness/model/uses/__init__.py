@@ -37,7 +37,7 @@ __all__ = [
 
 
 @dataclass
-class _Held:
+class _Known:
     """Hold what is known of a model while it is measured.
 
     Attributes:
@@ -53,7 +53,7 @@ class _Held:
     left_out: dict[nn.Module, str] = field(default_factory=dict)
 
 
-_held: "weakref.WeakKeyDictionary[nn.Module, _Held]" = weakref.WeakKeyDictionary()
+_held: "weakref.WeakKeyDictionary[nn.Module, _Known]" = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -69,8 +69,8 @@ def held(model: nn.Module) -> Iterator[None]:
         del _held[model]
 
 
-def _known(model: nn.Module) -> _Held:
-    return _held.get(model) or _Held(candidates.places(model))
+def _known(model: nn.Module) -> _Known:
+    return _held.get(model) or _Known(candidates.places(model))
 
 
 def ties(model: nn.Module, layer: nn.Module) -> list[str]:

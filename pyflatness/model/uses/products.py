@@ -27,7 +27,7 @@ _kind_of_permuted = functools.lru_cache(maxsize=1024)(PermutedLinear)
 
 
 @dataclass(frozen=True)
-class _Form:
+class _IndexForm:
     """Bring a tensor of an operation into a layer's form, and back.
 
     Attributes:
@@ -216,11 +216,11 @@ def _product(
         return "of several matrices that are not one behind the other"
     kind, view = found
 
-    def form(shape: Sequence[int], term: str, last: Sequence[str]) -> _Form:
+    def form(shape: Sequence[int], term: str, last: Sequence[str]) -> _IndexForm:
         features = math.prod(sizes[index] for index in [*groups, *last])
         front = [sizes[index] for index in kept]
         of_layer = (math.prod(front), features, 1) if groups else (*front, features)
-        return _Form(shape, [sizes[i] for i in term], [term.index(i) for i in (*kept, *groups, *last)], of_layer)
+        return _IndexForm(shape, [sizes[i] for i in term], [term.index(i) for i in (*kept, *groups, *last)], of_layer)
 
     of_outputs = form([sizes[index] for index in of_result] if shape is None else shape, of_result, rows)
     given = form(inputs.shape, of_inputs, columns)

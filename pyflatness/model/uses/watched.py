@@ -28,7 +28,7 @@ _TRANSPOSES = {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined
 _COPIES = {"contiguous", "clone", "to", "type", "type_as", "float", "double", "half", "bfloat16"}
 
 
-class Source(Protocol):
+class WeightOwner(Protocol):
     """Own a watched weight."""
 
     parameter: Tensor
@@ -64,7 +64,7 @@ class Watched(Tensor):
         version: of the contents, as counted by torch, when it was made; a copy's that are modified are another weight.
     """
 
-    source: Source
+    source: WeightOwner
     part: Tensor | None
     version: int
 
@@ -103,7 +103,7 @@ def view_of(weight: Watched) -> Tensor | None:
     return weight.part if weight._version == weight.version else None
 
 
-def leaf(weight: Tensor, source: Source) -> tuple[Watched, Node]:
+def leaf(weight: Tensor, source: WeightOwner) -> tuple[Watched, Node]:
     """Return a tensor that stands for a weight, with the same memory, and its node in autograd's graph."""
     values = weight.detach()
     made: Watched = torch.Tensor._make_subclass(Watched, values, True)
@@ -148,7 +148,7 @@ def _followed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: 
     return result
 
 
-def _as_watched(result: Tensor, source: Source, part: Tensor | None, version: int) -> Watched:
+def _as_watched(result: Tensor, source: WeightOwner, part: Tensor | None, version: int) -> Watched:
     made = result.as_subclass(Watched)
     made.source, made.part, made.version = source, part, version
     return made

@@ -71,7 +71,7 @@ def ordered(draw):
         ("median", lambda h: h.median(-1, keepdim=True).values + h, d),
         ("kthvalue", lambda h: h - h.kthvalue(some, -1, keepdim=True).values, d),
         ("cumsum", lambda h: h.cumsum(-1), d), ("cumprod", lambda h: (0.5 + h).cumprod(-1), d),
-        ("logcumsumexp", lambda h: h.logcumsumexp(-1), d), ("cummax", lambda h: h.cummax(-1).values, d),
+        ("log of cumsum", lambda h: h.exp().cumsum(-1).log(), d), ("cummax", lambda h: h.cummax(-1).values, d),
         ("cummin", lambda h: h.cummin(-1).values.sin(), d), ("diff", lambda h: h.diff(dim=-1, prepend=h[..., :1]), d),
         ("logsumexp", lambda h: h - h.logsumexp(-1, keepdim=True), d), ("prod", lambda h: h + h.prod(-1, True), d),
         ("norm", lambda h: h / (0.1 + h.norm(dim=-1, keepdim=True)), d),

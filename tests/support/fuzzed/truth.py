@@ -68,6 +68,14 @@ class Truth:
             found = [float(here - risk(step - h)) / h for h in (1e-6, -1e-6)]
         return float(slope), found
 
+    def is_at_kink(self, name: str) -> bool:
+        """Return whether the loss has no derivative in a layer's weight, as at a maximum of equal entries.
+
+        Which of these rounding makes the larger one is another one in every way to the value.
+        """
+        _, (before, behind) = self.slopes(name)
+        return abs(before - behind) >= 1e-5 * (1 + abs(before))
+
     def block(self, curvature: str, name: str) -> Tensor:
         """Return the block (d, m, d, m) of one layer; ``curvature`` is "hessian" or "ggn"."""
         if name not in self.names:

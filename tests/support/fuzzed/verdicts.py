@@ -18,7 +18,7 @@ from support.fuzzed.truth import Value
 from support.unchanged import assert_unchanged, snapshot
 
 RTOL = 1e-9  # of the size of what is added up for a value
-AGREES, INEXACT = "agrees", "not exact, as it says"
+AGREES, INEXACT, AT_KINK = "agrees", "not exact, as it says", "failures where the loss has no derivative"
 REFUSED, CALLS = "refused", "calls"
 WRONG, FALSELY_EXACT, RAW, STATE = "wrong", "falsely exact", "another exception", "state left behind"
 FAILURES = (WRONG, FALSELY_EXACT, RAW, STATE)
@@ -91,6 +91,13 @@ class Verdict:
         else:
             self._fail(WRONG, what, f"{estimate!r} for {expected[0]!r}")
 
+    def leave_out(self) -> None:
+        """Count the failures, but for raw exceptions and state, as those of a network without a derivative."""
+        for outcome, what in [*self.counts]:
+            if outcome in (WRONG, FALSELY_EXACT):
+                self.counts[AT_KINK, what] += self.counts.pop((outcome, what))
+        self.failures = [line for line in self.failures if line.startswith((RAW, STATE))]
+
     def hold(self, what: str, condition: bool, detail: str) -> None:
         if not condition:
             self._fail(WRONG, what, detail)
@@ -155,7 +162,7 @@ class Total:
     def __str__(self) -> str:
         values = sum(count for outcome, count in self.outcomes.items() if outcome not in (REFUSED, CALLS))
         lines = [f"{self.networks} networks, {values} values, {len(self.failures)} networks with failures"]
-        lines += [f"  {self.outcomes[name]:7d} {name}" for name in (AGREES, INEXACT, *FAILURES)]
+        lines += [f"  {self.outcomes[name]:7d} {name}" for name in (AGREES, INEXACT, AT_KINK, *FAILURES)]
         lines += [f"  {self.outcomes[REFUSED]:7d} calls refused, of {self.outcomes[CALLS]}"]
         lines += [f"  {count:7d} {reason}" for reason, count in self.reasons.most_common()]
         return "\n".join(lines)
