@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..messages import check_tensor, shown
 from ..model import layers, parameters, selectors
-from ..model.kinds import Use, is_scale
+from ..model.kinds import AnyUse, is_scale
 from ..model.parameters import Parameters
 from ..model.selectors import Selector
 
@@ -65,7 +65,7 @@ def chosen(model: nn.Module, selected: Selector | Sequence[Selector] | None) -> 
         return frozenset(parameters.every(model))
     wanted: set[int] = set()
     for module in selectors.select(model, selected).modules.values():
-        own = [module.source.parameter] if isinstance(module, Use) else [*module.parameters()]  # type: ignore[union-attr]
+        own = [module.source.parameter] if isinstance(module, AnyUse) else [*module.parameters()]  # type: ignore[union-attr]
         wanted |= {id(parameter) for parameter in own}
     return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in wanted)
 

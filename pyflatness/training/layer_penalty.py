@@ -268,7 +268,7 @@ def _one_tensor(outputs: Any) -> Tensor:
 def _check_kind(name: str, module: nn.Module) -> None:
     """Raise for what has a weight matrix and is not called on one tensor that it multiplies."""
     kind = kinds.find(module)
-    use = isinstance(module, kinds.Use)
+    use = isinstance(module, kinds.AnyUse)
     if use or kind is None or not kind.keeps_graph:
         what = "a weight that no module calls" if use else f"a {type(module).__name__}"
         raise NotYetError(

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from pyflatness.model import kinds, layers
-from pyflatness.model.kinds import Convolution, TransposedLinear, Use
+from pyflatness.model.kinds import AnyUse, Convolution, TransposedLinear
 
 CONVOLUTIONS = {
     "plain": nn.Conv2d(4, 6, 3),
@@ -41,7 +41,7 @@ def test_layers_of_the_same_sizes_share_a_kind_which_follows_their_attributes() 
 
 
 def test_a_module_that_stands_for_the_use_of_a_weight_says_its_own_kind() -> None:
-    use = Use()
+    use = AnyUse()
     assert kinds.find(use) is None
     use.weight = nn.Parameter(torch.randn(3, 2))
     use.kind = TransposedLinear()

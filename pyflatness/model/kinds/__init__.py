@@ -1,7 +1,7 @@
 """Find the kind of a layer: how it is a weight matrix.
 
 A kind is a class in a file of this folder and a row of :data:`_OF_CLASS`, which makes it of a module. A module that
-stands for the use of a weight in an operation is a :class:`Use`, and has a kind of its own.
+stands for the use of a weight in an operation is a :class:`AnyUse`, and has a kind of its own.
 """
 
 import functools
@@ -21,6 +21,7 @@ from .transposed_convolution import TransposedConvolution
 __all__ = [
     "CLASSES",
     "SUPPORTED",
+    "AnyUse",
     "Bilinear",
     "Convolution",
     "Embedding",
@@ -31,7 +32,6 @@ __all__ = [
     "Together",
     "TransposedConvolution",
     "TransposedLinear",
-    "Use",
     "base",
     "find",
     "is_plain",
@@ -45,7 +45,7 @@ SUPPORTED = (
 )
 
 
-class Use(nn.Module):
+class AnyUse(nn.Module):
     """Represent the use of a weight, ``self.weight``, that is no module's of a class below.
 
     Attributes:
@@ -117,7 +117,7 @@ def base(module: nn.Module) -> type[nn.Module] | None:
 
 def find(module: nn.Module) -> Linear | None:
     """Return the kind of a module, also of one whose forward is its own; None for one of no kind."""
-    if isinstance(module, Use):
+    if isinstance(module, AnyUse):
         return module.kind
     found = base(module)
     if found is not None:
@@ -131,7 +131,7 @@ def is_plain(module: nn.Module) -> bool:
     """Return whether a module is of a kind and computes what its class says."""
     found = base(module)
     if found is None:
-        return isinstance(module, Use) or _is_transposed(module)
+        return isinstance(module, AnyUse) or _is_transposed(module)
     row = _OF_CLASS[found]
     return all(getattr(type(module), name) is getattr(found, name) for name in row.methods) and not row.obstacle(module)
 

@@ -19,7 +19,7 @@ _LISTED = 6  # experts in a message
 _OF_A_PART = "an operation on a part of it"
 
 
-class Use(kinds.Use):
+class Use(kinds.AnyUse):
     """Stand for the use of a parameter, or of some of its rows.
 
     Args:
