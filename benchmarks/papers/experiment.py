@@ -132,6 +132,7 @@ class Found:
         draw: draws the figure.
         failures: what could not be computed or did not converge, by name, and why.
         size: of the figure, in inches.
+        tables: in Markdown, for a page that has places for them.
     """
 
     table: Mapping[str, list[Any]]
@@ -140,6 +141,7 @@ class Found:
     draw: "Callable[[Figure], None]"
     failures: Mapping[str, str] = field(default_factory=dict)
     size: tuple[float, float] = (9.0, 6.0)
+    tables: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """P21, Figure 4: the generalisation bound of relative flatness and representativeness, by class separation."""
 
 import functools
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,11 @@ def judge(points: Points) -> Found:
     ends = zip(_at(columns, "bound", last), _at(columns, "bound", first), strict=True)  # of the same seeds
     fall = average(f"bound at {last:g} less that at {first:g}", [one - other for one, other in ends], "below 0")
     bounds, gaps, theirs = ([claims.number(item) for item in rows] for rows in means.values())
+    drawn = [
+        [a + b for a, b in zip(_at(columns, "flatness", c), _at(columns, "authors", c), strict=True)]
+        for c in (first, last)
+    ]
+    parts = [statistics.fmean(cells) for c in (first, last) for cells in (_at(columns, "flatness", c),)]
     sizes = [f"{bound / gap:.3g}" if gap > 0 else "–" for bound, gap in zip(bounds, gaps, strict=True)]
     return Found(
         columns,
@@ -65,7 +71,10 @@ def judge(points: Points) -> Found:
         f"(means over {len(pairs) // len(separations)} samples). The paper says that it falls as the problem becomes "
         f"easier. {claims.grouped([Claim(fall, -1)])} The paper says that it is tight; here it is {', '.join(sizes)} "
         "times the gap, by class separation. The quantity that the authors' code calls representativeness, nearly the "
-        f"loss on the held-out fold, goes from {theirs[0]:.2g} to {theirs[-1]:.2g}.",
+        f"loss on the held-out fold, goes from {theirs[0]:.2g} to {theirs[-1]:.2g}. With it in the place of "
+        f"representativeness, as in the authors' notebook, the sum falls as they draw it, from "
+        f"{statistics.fmean(drawn[0]):.2g} to {statistics.fmean(drawn[1]):.2g}; the term of relative flatness in it "
+        f"goes from {parts[0]:.2g} to {parts[1]:.2g}, so that it is not flatness that falls.",
         lambda figure: _draw(figure, separations, means),
         points.failures,
         size=(6.0, 4.0),
