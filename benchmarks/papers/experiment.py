@@ -159,6 +159,7 @@ class Experiment:
         small: settings that two cores finish in minutes with data from any installation.
         paper: the paper's settings.
         data: what ``paper`` needs in the folder of data sets; empty if nothing.
+        long: what ``paper`` takes, in words, as far as it was run.
     """
 
     name: str
@@ -171,6 +172,7 @@ class Experiment:
     small: Mapping[str, Any]
     paper: Mapping[str, Any]
     data: str = ""
+    long: str = "not run"
 
     def run(self, bench: Bench) -> Found:
         """Measure, and say what was found."""

@@ -333,6 +333,7 @@ EXPERIMENT = Experiment(
     measure=measured,
     judge=judge,
     seconds=115,
+    long="hours",
     small={
         **{"widths": [8, 32], "depths": [1, 2], "batch_sizes": [16, 64], "learning_rates": [0.5, 2.0]},
         **{"weight_decays": [0.0], "optimizers": ["sgd", "adam"], "seeds": 2},

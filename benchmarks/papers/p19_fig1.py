@@ -49,6 +49,7 @@ EXPERIMENT = Experiment(
     measure=measure,
     judge=judge,
     seconds=47,
+    long="hours",
     small=p19_minima.SMALL,
     paper=p19_minima.PAPER,
     data=p19_minima.DATA,

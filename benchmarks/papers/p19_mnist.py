@@ -121,6 +121,7 @@ def _figure(number: int, title: str, claim: str, **judged: Any) -> Experiment:
         measure=measure,
         judge=functools.partial(judge, **judged),
         seconds=34,
+        long="2 min a network",
         small=SMALL,
         paper=PAPER,
         data=DATA,

@@ -118,6 +118,7 @@ EXPERIMENT = Experiment(
     measure=measure,
     judge=judge,
     seconds=11,
+    long="25 min",
     small={"repetitions": 40, "samples": 500, "tested": 4500, "separations": [0.5, 1, 2, 3, 4, 6]},
     paper={"repetitions": 100, "samples": 500, "tested": 4500, "separations": [0.5, 1, 1.5, 2, 2.5, 3, 4, 5, 6]},
 )
