@@ -204,7 +204,7 @@ PERCEPTRON = Experiment(
     claim=_CLAIM,
     measure=functools.partial(measured, kind="perceptron"),
     judge=judge,
-    seconds=20,
+    seconds=55,
     long="16 min on MNIST",
     small=c24.SMALL | {"seeds": 5},
     paper=c24.PAPER,

@@ -128,6 +128,11 @@ def baselines(columns: Mapping[str, Sequence[Any]], settings: Sequence[str], tar
     return dict(zip(BASELINES, cells, strict=True))
 
 
+def as_text(columns: Mapping[str, Sequence[Any]], settings: Sequence[str]) -> dict[str, list[str]]:
+    """Return settings as text, so that what is held fixed is which value it is, whether or not numbers follow it."""
+    return {f"{name} as text": [f"={cell}" for cell in columns[name]] for name in settings}
+
+
 def kappas(grid: "Grid", settings: Sequence[str]) -> dict[tuple[str, str], Finding]:
     """Return relative flatness' correlations with the gap, with intervals over recipes and seeds, by column and kind.
 
@@ -135,13 +140,17 @@ def kappas(grid: "Grid", settings: Sequence[str]) -> dict[tuple[str, str], Findi
     settings held fixed, and ``"less"``, for the sum over layers: what it has inside over the head.
     """
     chosen = {name: grid.columns[name] for name in ("name", "seed", *settings, *KAPPAS)}
-    table = chosen | {"gap": grid.columns["test gap"]}
+    table = chosen | {"gap": grid.columns["test gap"]} | as_text(grid.columns, settings)
     options: Any = {"settings": settings, "seeds": "seed", "interval": "fisher"}
     inside = [name for name in SHAPE if name in settings]
     kinds: dict[str, tuple[str, str, Any]] = {
         "all": ("Kendall", "Kendall with the gap", {}),
         "inside": ("Kendall", "Kendall with the gap, one width and depth", {"strata": inside}),
-        "partial": ("Spearman", "partial Spearman with the gap, given all settings", {"given": settings}),
+        "partial": (
+            "Spearman",
+            "partial Spearman with the gap, given all settings",
+            {"given": [*as_text(table, settings)]},
+        ),
     }
     found = {}
     for kind, (how, what, more) in kinds.items():
@@ -216,10 +225,11 @@ def compared_networks(points: Points) -> Grid:
 def compared(table: Mapping[str, Sequence[Any]], measure: str, target: str, settings: Sequence[str]) -> Row:
     """Return how a measure orders the networks by a target, over all and where one setting differs alone."""
     columns = {name: [*table[name]] for name in dict.fromkeys(("name", *settings, measure, target))}
+    texts = as_text(table, settings)
     errors, merged = (sign_error(columns, measure, target, settings, fewest=fewest) for fewest in (1, FEWEST))
     inside = [name for name in SHAPE if name in settings]
     plain: Any = {"interval": "fisher"}  # of which the values alone count
-    fixed = correlations(columns, measure, target, given=settings, **plain)[measure, "Spearman"].value
+    fixed = correlations(columns | texts, measure, target, given=[*texts], **plain)[measure, "Spearman"].value
     return {
         "tau": kendall(columns[measure], columns[target]),
         "inside": correlations(columns, measure, target, strata=inside, **plain)[measure, "Kendall"].value,
