@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 @click.argument("name", required=False)
 @click.option("--list", "listed", is_flag=True, help="List the experiments.")
 @click.option("--scale", type=click.Choice(["small", "paper"]), default="small", show_default=True,
-              help="small: minutes on two cores, no data; paper: larger, on your data, see docs/papers.md.")  # fmt: skip
+              help="small: minutes on two cores, no data; paper: larger, on your data (docs/papers.md).")  # fmt: skip
 @click.option("--data-dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
               help="Folder of data sets, as torchvision or Hugging Face leave them, or NAME.npz.")  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), default=Path("reproduced"), show_default=True,

@@ -18,7 +18,7 @@ from . import intervals, permutation
 from .coefficients import STATISTICS, coefficients, whole
 from .tables import Networks, Vector, listed, one_name, read
 
-_EQUAL = 2  # training losses within this factor count as equal
+_EQUAL = 1.5  # training losses within this factor count as equal
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Correlations(Result):
         given: columns that are held fixed.
         clusters: in how many clusters the networks are; None if they are taken as independent.
         method: how the intervals, and p-values if there are any, are made.
-        note: a warning where training losses differ by more than a factor of two and are not held fixed, or "".
+        note: a warning where training losses differ by more than a factor of 1.5 and are not held fixed, or "".
     """
 
     rows: tuple[Correlation, ...]
@@ -120,7 +120,7 @@ def correlations(
 
     Pearson, Spearman and Kendall (τ_b), each with a 95 % interval. For fewer than 5 networks or 5 clusters there is no
     interval: so few say next to nothing of others. ``docs/statistics.md`` says how often intervals contain the truth.
-    A note warns where training losses, the column ``loss``, differ by more than a factor of two and are not held fixed.
+    A note warns where training losses, the column ``loss``, differ by more than a factor of 1.5 and are not held fixed.
 
     Args:
         table: a pandas data frame or dict of lists with a column for each measure, or the path of a CSV file, also of
@@ -199,7 +199,7 @@ def correlations(
 
 
 def unequal_losses(losses: Vector) -> str:
-    """Return a warning where training losses, (n,), differ by more than a factor of two, or ""."""
+    """Return a warning where training losses, (n,), differ by more than a factor of 1.5, or ""."""
     losses = losses[np.isfinite(losses) & (losses > 0)]
     if not len(losses) or losses.max() <= _EQUAL * losses.min():
         return ""
