@@ -63,7 +63,8 @@ for (wrong, seed), (kappa, train_loss, test_loss) in runs.items():
     k, t, s = kappa[low], train_loss[low], test_loss[low]
     rank = spearmanr(k, s).statistic if len(k) > 2 else float("nan")
     print(
-        f"{wrong:5.1f} {seed:5d} | {first + 1:5d} {test_loss[first]:11.2f} | {len(k):2d}  {rank:8.2f}"
+        f"{wrong:5.1f} {seed:5d} | {first + 1:5d} {test_loss[first]:11.2f} | {len(k):2d}"
+        f"  {rank:8.2f}"
         f"  {s[k.argmin()]:5.3f}  {s[t.argmin()]:6.3f}  {s.min():5.3f}"
     )
 
