@@ -196,9 +196,9 @@ def baselines(networks: Networks, measure: str) -> list[Finding]:
             for name, cell in zip(BASELINES, (*cells, float(drawn[place])), strict=True):
                 made[name][place] = cell
     found = []
-    for name, cells in made.items():
-        if any(map(math.isfinite, cells)):
-            found.append(pearson(with_gap(replace(networks, columns=columns | {name: cells}), [name]), name))
+    for name, numbers in made.items():
+        if any(map(math.isfinite, numbers)):
+            found.append(pearson(with_gap(replace(networks, columns=columns | {name: numbers}), [name]), name))
     inside = pearson(with_gap(networks, [measure], strata=["recipe"]), measure)
     return [*found, replace(inside, what=f"{measure}, networks of one recipe compared")]
 

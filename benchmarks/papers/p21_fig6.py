@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from pyflatness.statistics.correlation import Correlations
 
 from . import claims, correlating, p21_minima, zoo
@@ -71,7 +73,8 @@ def with_readings(found: zoo.Networks, scale: str) -> zoo.Networks:
     The bound is |θ|²/(4σ²) + log(1/σ) of the weights θ, but for a constant, with 1/σ² the PAC-Bayes flatness.
     """
     table, network = found.columns, p21_minima.network(scale)
-    inputs = {name: layer.weight[0].numel() for name, layer in network.named_children() if hasattr(layer, "weight")}
+    layers = [(name, layer) for name, layer in network.named_children() if isinstance(layer, (nn.Linear, nn.Conv2d))]
+    inputs = {name: layer.weight[0].numel() for name, layer in layers}
     made: dict[str, list[Any]] = {
         PER_FEATURE: [
             sum(table[f"relative_flatness {name}"][place] / (2 * m) for name, m in inputs.items())

@@ -25,7 +25,7 @@ x, y = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.
 loss = nn.CrossEntropyLoss()
 
 
-def training(seed, wrong, epochs=40):
+def training(seed: int, wrong: float, epochs: int = 40) -> torch.Tensor:
     """Return κ, the training loss and the test loss after each epoch."""
     torch.manual_seed(seed)
     order = torch.randperm(len(x))
