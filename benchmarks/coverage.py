@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from pyflatness.statistics import intervals, permutation
 from pyflatness.statistics.coefficients import STATISTICS, coefficients, whole
 
+SEEDS = 4
 RECIPES = {10: 5, 24: 6, 57: 12, 110: 22}  # by the number of networks
 TESTS = {"of networks": (False, False), "of recipes": (True, False), "within recipes": (True, True)}
 
@@ -34,17 +35,26 @@ class Design:
         shared: the fraction of the variance that networks of a recipe share.
         skewed: whether the quantities are exponentials of normal ones.
         correlation: ρ.
+        seeds: the fraction that networks of a seed share, of four seeds that every recipe has; 0: none do.
     """
 
     networks: int
     shared: float
     skewed: bool
     correlation: float
+    seeds: float = 0.0
 
     @property
     def recipes(self) -> NDArray[np.intp]:
         """The recipe of each network, (networks,)."""
+        if self.seeds:
+            return np.arange(self.networks) // SEEDS
         return np.arange(self.networks) * RECIPES[self.networks] // self.networks
+
+    @property
+    def numbers(self) -> NDArray[np.intp]:
+        """The seed of each network, (networks,)."""
+        return np.arange(self.networks) % SEEDS
 
     def truth(self, statistic: str) -> float:
         """Return the correlation of all networks that there could be."""
@@ -62,16 +72,18 @@ class Design:
         for _ in range(runs):
             of_recipes, of_networks = (mix @ generator.normal(size=(2, self.networks)) for _ in range(2))
             values = math.sqrt(self.shared) * of_recipes[:, self.recipes]
-            values += math.sqrt(1 - self.shared) * of_networks
+            values += math.sqrt(1 - self.shared - self.seeds) * of_networks
+            if self.seeds:
+                values += math.sqrt(self.seeds) * (mix @ generator.normal(size=(2, SEEDS)))[:, self.numbers]
             yield np.exp(values) if self.skewed else values
 
 
-def coverage(design: Design, interval: str, clustered: bool, runs: int) -> dict[str, float]:
+def coverage(design: Design, interval: str, clustered: bool, runs: int, *, seeds: bool = False) -> dict[str, float]:
     """Return the fraction of intervals that contain the truth, by statistic; one that is not defined does not."""
     clusters = design.recipes if clustered else None
     hits = dict.fromkeys(STATISTICS, 0)
     for run, columns in enumerate(design.studies(runs)):
-        find = intervals.finder(interval, design.networks, 0, clusters, run)
+        find = intervals.finder(interval, design.networks, 0, clusters, run, seeds=design.numbers if seeds else None)
         for statistic in STATISTICS:
             value = float(coefficients(statistic, [*columns], whole(design.networks))[0])
             low, high = find(value, statistic, [*columns])
@@ -122,6 +134,11 @@ def print_intervals(runs: int, networks: tuple[str, ...], correlation: float) ->
     for name, (shared, skewed, interval, clustered) in rows.items():
         found = [coverage(Design(int(n), shared, skewed, correlation), interval, clustered, runs) for n in networks]
         _print_row(name, found)
+    for shared, of_seeds in ((0.4, 0.2), (0.2, 0.4)):
+        for name, seeds in (("fisher over recipes", False), ("fisher over recipes and seeds", True)):
+            designs = [Design(count, shared, False, correlation, of_seeds) for count in (36, 100)]
+            found = [coverage(design, "fisher", True, runs, seeds=seeds) for design in designs]
+            _print_row(f"{shared:.0%} shared in a recipe, {of_seeds:.0%} in a seed; 36, 100 networks | {name}", found)
     print(f"{runs} studies each, {process_time() - started:.0f} s of the processor")
 
 

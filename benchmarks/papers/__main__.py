@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 @click.argument("name", required=False)
 @click.option("--list", "listed", is_flag=True, help="List the experiments.")
 @click.option("--scale", type=click.Choice(["small", "paper"]), default="small", show_default=True,
-              help="small: minutes on two cores, no data needed; paper: the paper's settings and data.")  # fmt: skip
+              help="small: minutes on two cores, no data; paper: larger, on your data (docs/papers.md).")  # fmt: skip
 @click.option("--data-dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
               help="Folder of data sets, as torchvision or Hugging Face leave them, or NAME.npz.")  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), default=Path("reproduced"), show_default=True,
@@ -80,12 +80,12 @@ def reproduce(
 
 def _list(as_json: bool) -> None:
     if as_json:
-        facts = ("name", "figure", "title", "seconds", "data")
+        facts = ("name", "figure", "title", "seconds", "long", "data")
         show_json([{fact: getattr(row, fact) for fact in facts} for row in EXPERIMENTS])
         return
-    table = Table("name", "figure", "what", "small scale", "data at paper scale", box=box.SIMPLE_HEAD)
+    table = Table("name", "figure", "what", "small scale", "paper scale", "data at paper scale", box=box.SIMPLE_HEAD)
     for row in EXPERIMENTS:
-        table.add_row(row.name, row.figure, row.title, f"{row.seconds} s", row.data or "none")
+        table.add_row(row.name, row.figure, row.title, f"{row.seconds} s", row.long, row.data or "none")
     show(table)
     click.echo("small scale: seconds of one core, measured, with the training of networks that experiments share")
 

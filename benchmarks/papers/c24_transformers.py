@@ -75,7 +75,7 @@ def both(network: nn.Module, data: Data) -> dict[str, float]:
 
 
 def judge(points: Points) -> Found:
-    """Correlate the two in logarithms; those of one shape are not independent, so that shapes are resampled."""
+    """Correlate the two in logarithms; those of one shape are not independent, and neither are those of one seed."""
     table, failures = points.columns, dict(points.failures)
     kept = []
     for place, name in enumerate(table["name"]):
@@ -90,7 +90,7 @@ def judge(points: Points) -> Found:
     ]
     shapes = len({*zip(*(table[name] for name in SHAPE), strict=True)})
     verdict = (
-        f"Over {len(kept)} transformers of {shapes} shapes, with 95 % bootstrap intervals over shapes, the correlation "
+        f"Over {len(kept)} transformers of {shapes} shapes, with 95 % intervals over shapes and seeds, the correlation "
         f"is positive in the paper. {claims.grouped([Claim(item) for item in findings])} These are small transformers "
         "trained here, in place of the paper's 181 pretrained ones."
     )
@@ -102,9 +102,9 @@ def _correlated(
 ) -> dict[str, tuple[float | None, float | None, float | None]]:
     if len(kept) < 2:
         return dict.fromkeys(("Pearson", "Spearman"), (None, None, None))
-    chosen = {name: [table[name][place] for place in kept] for name in ("name", *SHAPE)}
+    chosen = {name: [table[name][place] for place in kept] for name in ("name", "seed", *SHAPE)}
     logs = {name: [math.log(table[name][place]) for place in kept] for name in PAIR}
-    found = correlations(chosen | logs, [PAIR[0]], PAIR[1], settings=SHAPE)
+    found = correlations(chosen | logs, [PAIR[0]], PAIR[1], settings=SHAPE, seeds="seed", interval="fisher")
     return {how: correlating.ends(found, PAIR[0], how) for how in ("Pearson", "Spearman")}
 
 

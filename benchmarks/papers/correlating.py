@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from pyflatness.statistics import intervals as resampling
 from pyflatness.statistics.coefficients import Resamples, coefficients, whole
 from pyflatness.statistics.correlation import Correlations, correlations
 from pyflatness.statistics.figures import plot_correlation
+from pyflatness.statistics.intervals import Jackknife, Statistic
 from pyflatness.statistics.tables import Vector
 
 from . import claims
@@ -23,25 +25,32 @@ from .zoo import Networks
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+BASELINES = ("the recipe's mean gap", "the gap of another seed", "random numbers")
 
-def with_gap(networks: Networks, measures: Sequence[str], given: Sequence[str] = ()) -> Correlations:
+
+def with_gap(
+    networks: Networks, measures: Sequence[str], given: Sequence[str] = (), y: str = "gap", strata: Sequence[str] = ()
+) -> Correlations:
     """Return the correlations of measures with the gap over the networks that converged and have values of all of them.
 
-    Intervals resample recipes, since networks of one recipe are not independent, or networks where there are fewer than
-    five recipes.
+    Intervals are by Fisher's z and the jackknife over recipes and seeds: networks of one recipe are not independent,
+    and those of one seed began at the same weights. Fewer than five recipes have no interval.
 
     Args:
         networks: their table.
         measures: columns.
         given: columns that are held fixed, for partial correlations.
+        y: what the measures are held against.
+        strata: columns; networks that are equal in them are compared.
     """
-    columns = ("gap", *measures, *given)
-    chosen = {name: networks.columns[name] for name in ("name", "recipe", *columns)}
+    columns = (y, *measures, *given)
+    chosen = {name: networks.columns[name] for name in dict.fromkeys(("name", "recipe", "seed", *columns))}
     out = _without(networks, columns)
     if len(out) == len(chosen["name"]):
         raise InputError(f"no network converged and has values of all measures: {shown(dict(networks.failures))}")
-    settings = "recipe" if by_recipes(networks) else None
-    return correlations(chosen, measures, exclude=out, settings=settings, given=given)
+    return correlations(
+        chosen, measures, y, exclude=out, settings="recipe", seeds="seed", interval="fisher", given=given, strata=strata
+    )
 
 
 def _without(networks: Networks, columns: Sequence[str]) -> list[str]:
@@ -53,23 +62,12 @@ def _without(networks: Networks, columns: Sequence[str]) -> list[str]:
     ]
 
 
-def by_recipes(networks: Networks) -> bool:
-    """Return whether there are enough recipes for intervals that resample recipes."""
-    return len({*networks.converged()["recipe"]}) >= resampling.FEWEST
-
-
 def intervals(networks: Networks) -> str:
     """Return what the intervals are, for a sentence."""
-    if by_recipes(networks):
-        return "95 % bootstrap intervals over recipes"
-    recipes = networks.converged()["recipe"]
-    if len(recipes) < resampling.FEWEST:
-        return f"no intervals, of fewer than {resampling.FEWEST} networks"
-    count = len({*recipes})
-    return (
-        f"95 % bootstrap intervals over networks as if they were independent, which are too short: {count} recipes are "
-        "too few to resample"
-    )
+    count = len({*networks.converged()["recipe"]})
+    if count < resampling.FEWEST:
+        return f"without intervals, for which {count} recipes are too few"
+    return "95 % intervals over recipes and seeds"
 
 
 def findings(found: Correlations, measures: Sequence[str], paper: Mapping[str, str]) -> list[Finding]:
@@ -113,7 +111,7 @@ def sign(found: Correlations, measure: str) -> str:
 def difference(networks: Networks, measures: Sequence[str], one: str, other: str, paper: str = "") -> Finding:
     """Return by how much Pearson's correlation with the gap is higher for one measure than for another.
 
-    The interval is that of the difference over resamples, the same for both measures, as of :func:`with_gap`.
+    The interval is that of the jackknife of the difference over recipes and seeds, as of :func:`with_gap`.
 
     Args:
         networks: their table.
@@ -125,16 +123,19 @@ def difference(networks: Networks, measures: Sequence[str], one: str, other: str
     out = {*_without(networks, ("gap", *measures))}
     kept = [place for place, name in enumerate(networks.columns["name"]) if name not in out]
     columns = {name: np.array([networks.columns[name][place] for place in kept]) for name in (one, other, "gap")}
-    recipes = [networks.columns["recipe"][place] for place in kept]
-    clusters = np.unique(recipes, return_inverse=True)[1] if by_recipes(networks) else None
+    recipes, seeds = (
+        np.unique([networks.columns[name][place] for place in kept], return_inverse=True)[1]
+        for name in ("recipe", "seed")
+    )
     pairs = [(columns[name], columns["gap"]) for name in (one, other)]
-    return paired_difference(f"{one} less {other}, Pearson", pairs, clusters, paper)
+    return paired_difference(f"{one} less {other}, Pearson", pairs, recipes, seeds, paper)
 
 
 def paired_difference(
     what: str,
     pairs: Sequence[tuple[Vector, Vector]],
-    clusters: NDArray[np.intp] | None = None,
+    recipes: NDArray[np.intp],
+    seeds: NDArray[np.intp] | None = None,
     paper: str = "",
 ) -> Finding:
     """Return Pearson's correlation of one pair of columns less that of another, of the same points.
@@ -142,23 +143,81 @@ def paired_difference(
     Args:
         what: it is.
         pairs: two pairs of (n,) values.
-        clusters: of each point, (n,), which are resampled whole; None: points are.
+        recipes: of each point, (n,), which are left out one by one.
+        seeds: of each point, (n,), likewise.
         paper: what the paper says.
     """
-    n = len(pairs[0][0])
 
     def less(drawn: Resamples) -> Vector:
         first, second = (coefficients("Pearson", pair, drawn) for pair in pairs)
         return first - second
 
-    value = float(less(whole(n))[0]) if n else math.nan
+    return jackknifed(what, less, recipes, seeds, paper)
+
+
+def jackknifed(
+    what: str,
+    of: Statistic,
+    recipes: NDArray[np.intp],
+    seeds: NDArray[np.intp] | None = None,
+    paper: str = "",
+) -> Finding:
+    """Return a statistic of n points with its interval by the jackknife over recipes and seeds."""
+    value = float(of(whole(len(recipes)))[0]) if len(recipes) else math.nan
     if math.isnan(value):
         return Finding(what, None, paper=paper)
-    if (n if clusters is None else clusters.max() + 1) < resampling.FEWEST:
+    if recipes.max() + 1 < resampling.FEWEST:
         return Finding(what, value, paper=paper)
-    values = less(resampling.bootstrap_resamples(n, clusters, seed=0))
-    low, high = np.percentile(values[np.isfinite(values)], [2.5, 97.5])
-    return Finding(what, value, float(low), float(high), paper)
+    half = Jackknife.over(recipes, seeds).half(of)
+    return (
+        Finding(what, value, paper=paper)
+        if math.isnan(half)
+        else Finding(what, value, value - half, value + half, paper)
+    )
+
+
+def baselines(networks: Networks, measure: str) -> list[Finding]:
+    """Return Pearson's correlation with the gap of what a measure is to be held against, and of it inside of recipes.
+
+    The recipe alone is the mean gap of its networks, itself among them; another seed is the network of the recipe with
+    the next one, which no measure of a recipe can surpass by much; random numbers are what nothing looks like.
+    """
+    columns, out = networks.columns, {*_without(networks, ("gap", measure))}
+    members: dict[str, list[int]] = {}
+    for place in sorted(range(len(columns["name"])), key=lambda place: columns["seed"][place]):
+        if columns["name"][place] not in out:
+            members.setdefault(columns["recipe"][place], []).append(place)
+    gap = columns["gap"]
+    made = {name: [math.nan] * len(gap) for name in BASELINES}
+    drawn = np.random.default_rng(0).normal(size=len(gap))
+    for places in members.values():
+        for place, twin in zip(places, [*places[1:], places[0]], strict=True):
+            cells = float(np.mean([gap[other] for other in places])), gap[twin] if len(places) > 1 else math.nan
+            for name, cell in zip(BASELINES, (*cells, float(drawn[place])), strict=True):
+                made[name][place] = cell
+    found = []
+    for name, numbers in made.items():
+        if any(map(math.isfinite, numbers)):
+            found.append(pearson(with_gap(replace(networks, columns=columns | {name: numbers}), [name]), name))
+    inside = pearson(with_gap(networks, [measure], strata=["recipe"]), measure)
+    return [*found, replace(inside, what=f"{measure}, networks of one recipe compared")]
+
+
+def held_against(rows: Sequence[Finding]) -> str:
+    """Return a sentence of :func:`baselines`."""
+    return f"Beside it, Pearson: {'; '.join(f'{row.what} {claims.shown(row)}' for row in rows)}."
+
+
+def most_influential(networks: Networks, measures: Sequence[str]) -> list[Finding]:
+    """Return between which values each correlation with the gap is when one network is left out."""
+    out, rows = {*_without(networks, ("gap", *measures))}, []
+    kept = [place for place, name in enumerate(networks.columns["name"]) if name not in out]
+    alone = Jackknife.over(np.arange(len(kept))).recipes
+    gap, *columns = (np.array([networks.columns[name][place] for place in kept]) for name in ("gap", *measures))
+    for name, column in zip(measures, columns, strict=True):
+        values = coefficients("Pearson", [column, gap], alone)
+        rows += [Finding(f"{name} without one network, {end.__name__}", float(end(values))) for end in (min, max)]
+    return rows
 
 
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
@@ -175,9 +234,10 @@ def scatter(figure: "Figure", networks: Networks, measures: Sequence[str], colum
     rows = -(-len(measures) // columns)
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     table: dict[str, list[Any]] = {key: networks.columns[key] for key in ("name", "gap", "recipe", *measures)}
-    settings = "recipe" if by_recipes(networks) else None
     for panel, measure in zip(panels, measures, strict=False):
-        plot_correlation(table, measure, exclude=_without(networks, ("gap", measure)), axes=panel, settings=settings)
+        options: Any = {"exclude": _without(networks, ("gap", measure)), "settings": "recipe", "interval": "fisher"}
+        plot_correlation(table, measure, axes=panel, **options)
+        panel.set_title("\n".join(map(str, with_gap(networks, [measure]).rows)))
         for line in panel.get_lines():
             line.set_markersize(3)
         panel.title.set_fontsize(8)

@@ -132,6 +132,7 @@ class Found:
         draw: draws the figure.
         failures: what could not be computed or did not converge, by name, and why.
         size: of the figure, in inches.
+        tables: in Markdown, for a page that has places for them.
     """
 
     table: Mapping[str, list[Any]]
@@ -140,6 +141,7 @@ class Found:
     draw: "Callable[[Figure], None]"
     failures: Mapping[str, str] = field(default_factory=dict)
     size: tuple[float, float] = (9.0, 6.0)
+    tables: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,7 @@ class Experiment:
         small: settings that two cores finish in minutes with data from any installation.
         paper: the paper's settings.
         data: what ``paper`` needs in the folder of data sets; empty if nothing.
+        long: what ``paper`` takes, in words, as far as it was run.
     """
 
     name: str
@@ -169,6 +172,7 @@ class Experiment:
     small: Mapping[str, Any]
     paper: Mapping[str, Any]
     data: str = ""
+    long: str = "not run"
 
     def run(self, bench: Bench) -> Found:
         """Measure, and say what was found."""

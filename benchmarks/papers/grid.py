@@ -2,9 +2,11 @@
 
 In most studies of flatness networks stop at different training losses, and correlations follow these. Here networks of
 every combination of width, depth, batch size, learning rate, weight decay and optimiser are trained to exactly the same
-cross-entropy on all training data (:mod:`.training`). Over all of them: Kendall's τ; the granulated Kendall Ψ and the
-conditional mutual information of Jiang et al. (2020); the sign error of Dziugaite et al. (2020), mean and worst case.
-Targets are the gap, and those under shifts: images turned, with noise, labels that are wrong.
+cross-entropy on all training data (:mod:`.training`). Over all of them, and over those of one width and depth, there is
+Kendall's τ; with the settings held fixed Spearman's partial correlation; the granulated Kendall Ψ and the conditional
+mutual information of Jiang et al. (2020); the sign error of Dziugaite et al. (2020), mean and worst case. Beside the
+measures stands what any of them is to be held against (:func:`baselines`). Targets are the gap, and those under shifts:
+images turned, with noise, labels that are wrong.
 """
 
 import math
@@ -12,13 +14,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pyflatness.errors import InputError
 from pyflatness.measures import MEASURES
 from pyflatness.messages import shown
+from pyflatness.statistics.coefficients import Resamples, coefficients
 from pyflatness.statistics.correlation import correlations
 from pyflatness.statistics.grid import conditional_mutual_information, granulated_kendall, sign_error
+from pyflatness.statistics.tables import Vector
 
-from . import correlating, grid_networks
+from . import claims, correlating, grid_networks
 from .experiment import Bench, Experiment, Finding, Found, Points, note
 from .grid_networks import SETTINGS
 
@@ -26,9 +32,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _HEAD, _SUM = "relative_flatness head", "relative_flatness"
+PER_FEATURE = "relative_flatness_per_feature head"
+KAPPAS = (_HEAD, _SUM, PER_FEATURE)
+SHAPE = ("width", "depth")
+FEWEST = 30  # pairs of an environment of the sign error
 
 Row = dict[str, float]
-"""Of a measure and a target: ``tau``, ``psi``, ``information``, ``sign_error``, ``worst``."""
+"""Of a measure and a target: ``tau``, ``inside``, ``partial``, ``psi``, ``information``, ``sign_error``, ``worst``."""
 
 
 def measured(bench: Bench) -> tuple[dict[str, list[Any]], dict[str, str]]:
@@ -40,40 +50,127 @@ def judge(points: Points) -> Found:
     """Compare measures with the gaps of all networks that have the gaps, and relative flatness."""
     grid = compared_networks(points)
     settings = [name for name in SETTINGS if len(set(grid.columns[name])) > 1]
-    found = {
-        (measure, target): compared(grid.columns, measure, target, settings)
-        for target in grid.targets
-        for measure in grid.measures
+    found: dict[tuple[str, str], Row] = {}
+    for target in grid.targets:
+        columns = grid.columns | baselines(grid.columns, settings, target)
+        for measure in (*grid.measures, *BASELINES):
+            found[measure, target] = compared(columns, measure, target, settings)
+    intervals = kappas(grid, settings)
+    by_setting = {
+        name: granulated_kendall(
+            {key: grid.columns[key] for key in ("name", *settings, name, "test gap")}, name, "test gap", settings
+        ).by_setting
+        for name in KAPPAS
     }
-    chosen = {name: grid.columns[name] for name in ("name", *settings, _HEAD, _SUM)}
-    with_gap = correlations(  # networks that differ in the seed alone are not independent
-        chosen | {"gap": grid.columns["test gap"]}, [_HEAD, _SUM], settings=settings
-    )
-    findings = [
-        Finding(f"{name}, Kendall with the gap", *correlating.ends(with_gap, name, "Kendall")) for name in (_HEAD, _SUM)
-    ]
     losses = grid.columns["train_loss"]
-    findings += [
+    findings = [
+        *intervals.values(),
+        *(Finding(f"{name}: ψ of {setting}", psi) for name, of in by_setting.items() for setting, psi in of.items()),
         Finding("networks", len(losses)),
         Finding("training loss, smallest", min(losses)),
         Finding("training loss, largest", max(losses)),
         *(
             Finding(f"{measure}: {what}", found[measure, "test gap"][key])
-            for measure in grid.measures
-            for key, what in (
-                *(("tau", "τ"), ("psi", "Ψ"), ("information", "conditional mutual information")),
-                *(("sign_error", "mean sign error"), ("worst", "worst sign error")),
-            )
+            for measure in (*grid.measures, *BASELINES)
+            for key, what in WORDS.items()
         ),
     ]
     return Found(
         points.columns,
         tuple(findings),
-        verdict(grid, found, findings[0]),
+        verdict(grid, found, intervals, by_setting),
         lambda figure: draw(figure, grid, found),
         grid.failures,
         size=(11.0, 0.22 * len(grid.measures) + 2.0),
+        tables=(ordered(grid, found), of_settings(by_setting)),
     )
+
+
+WORDS = {
+    "tau": "τ",
+    "inside": "τ, one width and depth",
+    "partial": "partial Spearman, given all settings",
+    "psi": "Ψ",
+    "information": "conditional mutual information",
+    "sign_error": "mean sign error",
+    "worst": "worst sign error",
+}
+BASELINES = ("settings alone", "the gap of another seed", "1/width", "random numbers")
+
+
+def baselines(columns: Mapping[str, Sequence[Any]], settings: Sequence[str], target: str) -> dict[str, list[float]]:
+    """Return columns that a measure is to be held against.
+
+    The settings alone are the least-squares fit of the target to an indicator of each value of each setting, on the
+    networks themselves; another seed is the target of the network with equal settings and the next seed, which is about
+    what a measure can reach; random numbers are what nothing looks like.
+    """
+    count = len(columns[target])
+    values = [(name, value) for name in settings for value in sorted(set(columns[name]))[1:]]
+    design = np.array(
+        [[1.0] * count, *([cell == value for cell in columns[name]] for name, value in values)], dtype=float
+    ).T
+    goal = np.array(columns[target], dtype=float)
+    fitted = design @ np.linalg.lstsq(design, goal, rcond=None)[0]
+    recipes: dict[tuple[Any, ...], list[int]] = {}
+    for place in range(count):
+        recipes.setdefault(tuple(columns[name][place] for name in settings), []).append(place)
+    twins = {
+        place: twin for places in recipes.values() for place, twin in zip(places, [*places[1:], places[0]], strict=True)
+    }
+    mean = float(goal.mean())  # of a network without a twin
+    cells = (
+        fitted.tolist(),
+        [goal[twins[place]] if twins[place] != place else mean for place in range(count)],
+        [1 / width for width in columns["width"]],
+        np.random.default_rng(0).normal(size=count).tolist(),
+    )
+    return dict(zip(BASELINES, cells, strict=True))
+
+
+def as_text(columns: Mapping[str, Sequence[Any]], settings: Sequence[str]) -> dict[str, list[str]]:
+    """Return settings as text, so that what is held fixed is which value it is, whether or not numbers follow it."""
+    return {f"{name} as text": [f"={cell}" for cell in columns[name]] for name in settings}
+
+
+def kappas(grid: "Grid", settings: Sequence[str]) -> dict[tuple[str, str], Finding]:
+    """Return relative flatness' correlations with the gap, with intervals over recipes and seeds, by column and kind.
+
+    The kinds are ``"all"``, over all networks, ``"inside"``, of those of one width and depth, ``"partial"``, with all
+    settings held fixed, and ``"less"``, for the sum over layers: what it has inside over the head.
+    """
+    chosen = {name: grid.columns[name] for name in ("name", "seed", *settings, *KAPPAS)}
+    table = chosen | {"gap": grid.columns["test gap"]} | as_text(grid.columns, settings)
+    options: Any = {"settings": settings, "seeds": "seed", "interval": "fisher"}
+    inside = [name for name in SHAPE if name in settings]
+    kinds: dict[str, tuple[str, str, Any]] = {
+        "all": ("Kendall", "Kendall with the gap", {}),
+        "inside": ("Kendall", "Kendall with the gap, one width and depth", {"strata": inside}),
+        "partial": (
+            "Spearman",
+            "partial Spearman with the gap, given all settings",
+            {"given": [*as_text(table, settings)]},
+        ),
+    }
+    found = {}
+    for kind, (how, what, more) in kinds.items():
+        rows = correlations(table, KAPPAS, **options, **more)
+        for name in KAPPAS:
+            found[name, kind] = Finding(f"{name}, {what}", *correlating.ends(rows, name, how))
+    codes = {
+        name: np.unique([str([table[key][place] for key in keys]) for place in range(len(table["name"]))],
+                        return_inverse=True)[1]
+        for name, keys in (("recipe", settings), ("seed", ["seed"]), ("shape", inside))
+    }  # fmt: skip
+    head, total, gap = (np.array(table[name], dtype=float) for name in (_HEAD, _SUM, "gap"))
+
+    def less(drawn: Resamples) -> Vector:
+        one, other = (coefficients("Kendall", [values, gap], drawn, codes["shape"]) for values in (head, total))
+        return one - other
+
+    what = f"{_HEAD} less {_SUM}, Kendall with the gap, one width and depth"
+    found[_HEAD, "less"] = correlating.jackknifed(what, less, codes["recipe"], codes["seed"])
+    return found
 
 
 @dataclass(frozen=True)
@@ -112,6 +209,9 @@ def compared_networks(points: Points) -> Grid:
     if len(kept) < 2:
         raise InputError(f"grid: {len(kept)} networks can be compared: {shown(failures)}")
     columns = {column: [cells[place] for place in kept] for column, cells in table.items()}
+    if PER_FEATURE not in columns:  # of points that are older than the measure; the head has as many inputs as units
+        pairs = zip(columns[_HEAD], columns["width"], strict=True)
+        columns[PER_FEATURE] = [value / (2 * width) for value, width in pairs]
     measures = []
     for column in (name for name in columns if name.split()[0] in {row.name for row in MEASURES}):
         missing_of = sum(not math.isfinite(value) for value in columns[column])
@@ -124,14 +224,20 @@ def compared_networks(points: Points) -> Grid:
 
 def compared(table: Mapping[str, Sequence[Any]], measure: str, target: str, settings: Sequence[str]) -> Row:
     """Return how a measure orders the networks by a target, over all and where one setting differs alone."""
-    columns = {name: [*table[name]] for name in ("name", *settings, measure, target)}
-    errors = sign_error(columns, measure, target, settings)
+    columns = {name: [*table[name]] for name in dict.fromkeys(("name", *settings, measure, target))}
+    texts = as_text(table, settings)
+    errors, merged = (sign_error(columns, measure, target, settings, fewest=fewest) for fewest in (1, FEWEST))
+    inside = [name for name in SHAPE if name in settings]
+    plain: Any = {"interval": "fisher"}  # of which the values alone count
+    fixed = correlations(columns | texts, measure, target, given=[*texts], **plain)[measure, "Spearman"].value
     return {
         "tau": kendall(columns[measure], columns[target]),
+        "inside": correlations(columns, measure, target, strata=inside, **plain)[measure, "Kendall"].value,
+        "partial": math.nan if measure == BASELINES[0] else fixed,
         "psi": granulated_kendall(columns, measure, target, settings).value,
         "information": conditional_mutual_information(columns, measure, target, settings).value,
         "sign_error": errors.mean,
-        "worst": errors.worst,
+        "worst": merged.worst,
     }
 
 
@@ -143,42 +249,70 @@ def kendall(one: Sequence[float], other: Sequence[float]) -> float:
     return 0.0 if math.isnan(value) else value
 
 
-def verdict(grid: Grid, found: Mapping[tuple[str, str], Row], kappa: Finding) -> str:
-    """Say whether κ goes along with the gap, and which measures do where one setting differs alone."""
-    by_psi = sorted(grid.measures, key=lambda name: found[name, "test gap"]["psi"], reverse=True)
+def verdict(
+    grid: Grid,
+    found: Mapping[tuple[str, str], Row],
+    intervals: Mapping[tuple[str, str], Finding],
+    by_setting: Mapping[str, Mapping[str, float]],
+) -> str:
+    """Say how κ goes with the gap, over all networks and where something is held fixed, and beside what."""
+    losses, said = grid.columns["train_loss"], claims.shown
+    gap = {name: found[name, "test gap"] for name in (*grid.measures, *BASELINES)}
 
-    def shown(names: Sequence[str]) -> str:
-        return ", ".join(f"{name} {found[name, 'test gap']['psi']:.2f}" for name in names)
+    def each(values: Mapping[str, Any], form: str = "{0} for {1}") -> str:
+        """Return numbers, or texts, by column, for a sentence."""
+        rows = (
+            (value if isinstance(value, str) else f"{value:.2f}", NAMES.get(name, name))
+            for name, value in values.items()
+        )
+        return ", ".join(form.format(*row) for row in rows)
 
-    low, high = kappa.low, kappa.high
-    if low is None or high is None:
-        sign, interval = "of too few recipes for an interval", ""
-    else:
-        sign = "positive" if low > 0 else "negative" if high < 0 else "not shown to be positive or negative"
-        interval = f" [{low:.2f}, {high:.2f}]"
-    right = [name for name in grid.measures if found[name, "test gap"]["worst"] < 0.5]
-    best = max(grid.measures, key=lambda name: found[name, "test gap"]["information"])
-    kept = []
+    of = {kind: each({name: said(intervals[name, kind]) for name in KAPPAS}) for kind in ("all", "inside", "partial")}
+    by_psi = sorted(grid.measures, key=lambda name: gap[name]["psi"], reverse=True)
+    right = [name for name in by_psi if gap[name]["worst"] < 0.5]
+    above = sum(gap[name]["tau"] > gap["1/width"]["tau"] for name in grid.measures)
+    shifts = []
     for target in grid.targets[1:]:
         top = max(grid.measures, key=lambda name, target=target: found[name, target]["psi"])  # type: ignore[misc]
-        kept.append(f"{target}: κ of the head {found[_HEAD, target]['psi']:.2f}, the highest {top} "
-                    f"{found[top, target]['psi']:.2f}")  # fmt: skip
-    losses = grid.columns["train_loss"]
+        shifts.append(f"{target} {each({name: found[name, target]['psi'] for name in (top, *KAPPAS)})}")
     return (
-        f"{len(losses)} networks with training losses between {min(losses):.5f} and {max(losses):.5f}. Kendall's τ of "
-        f"relative flatness of the head with the gap is {kappa.value:.2f}"
-        f"{interval} (95 % bootstrap interval over recipes), {sign}. Highest Ψ: {shown(by_psi[:5])}; lowest: "
-        f"{shown(by_psi[-3:])}; κ of the head "
-        f"{found[_HEAD, 'test gap']['psi']:.2f}, summed over layers {found[_SUM, 'test gap']['psi']:.2f}. "
-        f"The conditional mutual information is largest for {best}, "
-        f"{found[best, 'test gap']['information']:.3f} (κ of the head {found[_HEAD, 'test gap']['information']:.3f}). "
-        + (
-            f"In every environment better than chance: {', '.join(right)}. "
-            if right
-            else "No measure is better than chance in every environment: the worst sign error of each is ½ or more. "
-        )
-        + f"Under shifts, Ψ: {'; '.join(kept)}."
+        f"{len(losses)} networks with training losses between {min(losses):.5f} and {max(losses):.5f}; 95 % intervals "
+        f"over recipes and seeds. Kendall's τ with the gap over all networks is {of['all']}. Over networks of one "
+        f"width and depth it is {of['inside']}; the head less the sum {said(intervals[_HEAD, 'less'])}. With all "
+        f"settings held fixed Spearman's partial correlation is {of['partial']}. ψ by setting: "
+        f"{'; '.join(f'{NAMES[name]} {each(psi, FORM)}' for name, psi in by_setting.items())}. Beside them, τ over all "
+        f"networks: {each({name: gap[name]['tau'] for name in BASELINES})}; {above} of the {len(grid.measures)} "
+        f"measures are above 1/width. Highest Ψ: {each({name: gap[name]['psi'] for name in by_psi[:5]})}. In "
+        f"environments of at least {FEWEST} pairs {len(right) or 'no'} measures are better than chance everywhere; the "
+        f"worst sign error is {each({name: gap[name]['worst'] for name in (*KAPPAS, *BASELINES, *right[:3])})}. Under "
+        f"shifts, Ψ: {'; '.join(shifts)}."
     )
+
+
+FORM = "{1} {0}"
+NAMES = {_HEAD: "κ of the head", _SUM: "κ summed over the layers", PER_FEATURE: "κ/(2m) of the head"}
+
+
+def ordered(grid: Grid, found: Mapping[tuple[str, str], Row]) -> str:
+    """Return all measures by Ψ as a Markdown table, and what they are to be held against."""
+    shifts = [target.removesuffix(" gap") for target in grid.targets[1:]]
+    heads = ("τ", "τ, one shape", "partial", "Ψ", "CMI", "sign error", "worst", *(f"Ψ, {shift}" for shift in shifts))
+    lines = [f"| measure | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
+    by_psi = sorted(grid.measures, key=lambda name: found[name, "test gap"]["psi"], reverse=True)
+    for name in (*BASELINES, *by_psi):
+        row = found[name, "test gap"]
+        cells = [*(row[key] for key in WORDS), *(found[name, target]["psi"] for target in grid.targets[1:])]
+        called = name if name in BASELINES else f"`{name}`"
+        lines.append(f"| {called} | {' | '.join('–' if math.isnan(cell) else f'{cell:.2f}' for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def of_settings(by_setting: Mapping[str, Mapping[str, float]]) -> str:
+    """Return ψ of each setting as a Markdown table."""
+    settings = [*next(iter(by_setting.values()))]
+    lines = [f"| ψ | {' | '.join(settings)} |", f"|---|{'---|' * len(settings)}"]
+    lines += [f"| `{name}` | {' | '.join(f'{psi:.2f}' for psi in of.values())} |" for name, of in by_setting.items()]
+    return "\n".join(lines)
 
 
 def draw(figure: "Figure", grid: Grid, found: Mapping[tuple[str, str], Row]) -> None:
@@ -209,6 +343,7 @@ EXPERIMENT = Experiment(
     measure=measured,
     judge=judge,
     seconds=115,
+    long="hours",
     small={
         **{"widths": [8, 32], "depths": [1, 2], "batch_sizes": [16, 64], "learning_rates": [0.5, 2.0]},
         **{"weight_decays": [0.0], "optimizers": ["sgd", "adam"], "seeds": 2},

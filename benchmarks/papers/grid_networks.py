@@ -29,8 +29,8 @@ LEFT_OUT = ("mls_adversarial", "normalized_mls_adversarial")
 """Measures that are another's, from below."""
 
 HEAD = (
-    *("relative_flatness", "relative_flatness_std", "relative_flatness_max", "trace", "scaled_trace"),
-    *("adaptive_sharpness", "lambda_max", "weight_norm"),
+    *("relative_flatness", "relative_flatness_std", "relative_flatness_max", "relative_flatness_per_feature"),
+    *("trace", "scaled_trace", "adaptive_sharpness", "lambda_max", "weight_norm"),
 )
 """Measures whose value at the head, whose inputs are the penultimate features, has a column of its own."""
 

@@ -25,12 +25,13 @@ def judge(points: Points) -> Found:
         Claim(correlating.pearson(with_gap, trace), named="κ_τ = ‖w‖² Tr(H)"),
         Claim(less, named="κ_τ higher than κ, by"),
     ]
+    held = correlating.baselines(found, trace)
     return Found(
         found.columns,
-        (*correlating.findings(with_gap, shown, {largest: "significant", trace: "0.91"}), less),
+        (*correlating.findings(with_gap, shown, {largest: "significant", trace: "0.91"}), less, *held),
         f"Correlations with the generalisation error over {with_gap.points} networks (Pearson, "
         f"{correlating.intervals(found)}), which are positive in the paper, 0.91 for κ_τ, and higher for κ_τ than for "
-        f"κ. {claims.grouped(made)} The paper's error, sums of losses with test "
+        f"κ. {claims.grouped(made)} {correlating.held_against(held)} The paper's error, sums of losses with test "
         "samples weighted to as many as training samples, is the gap times their number, so that correlations are the "
         "same.",
         lambda figure: correlating.scatter(figure, found, shown, columns=2),
@@ -48,6 +49,7 @@ EXPERIMENT = Experiment(
     measure=measure,
     judge=judge,
     seconds=47,
+    long="hours",
     small=p19_minima.SMALL,
     paper=p19_minima.PAPER,
     data=p19_minima.DATA,

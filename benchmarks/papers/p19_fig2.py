@@ -58,6 +58,7 @@ EXPERIMENT = Experiment(
     measure=measure,
     judge=judge,
     seconds=48,
+    long="hours",
     small=p19_minima.SMALL,
     paper=p19_minima.PAPER,
     data=p19_minima.DATA,

@@ -79,6 +79,13 @@ def judge(
         for other in names
     ]
     parts = [claims.grouped([Claim(row) for row in rows])]
+    alone = correlating.most_influential(found, shown)
+    ranges = zip(shown, alone[::2], alone[1::2], strict=True)
+    parts.append(
+        "With one network left out they are between: "
+        + "; ".join(f"{name} {claims.shown(low)} and {claims.shown(high)}" for name, low, high in ranges)
+        + "."
+    )
     if least is not None:
         each = [f"{row.what} {Claim(row, border=least).decided()}" for row in rows]
         parts.append(f"That they are at least {least:g}: {', '.join(each)}.")
@@ -87,7 +94,7 @@ def judge(
         parts.append(f"By how much they are higher than those of layers. {claims.grouped(higher)}")
     return Found(
         found.columns,
-        (*correlating.findings(with_gap, shown, dict.fromkeys(shown, paper)), *less),
+        (*correlating.findings(with_gap, shown, dict.fromkeys(shown, paper)), *less, *alone),
         f"Correlations with the gap over {with_gap.points} networks (Pearson, {correlating.intervals(found)}), which "
         "are positive in the paper. " + " ".join(parts),
         lambda figure: correlating.scatter(figure, found, shown, columns=2),
@@ -114,6 +121,7 @@ def _figure(number: int, title: str, claim: str, **judged: Any) -> Experiment:
         measure=measure,
         judge=functools.partial(judge, **judged),
         seconds=34,
+        long="2 min a network",
         small=SMALL,
         paper=PAPER,
         data=DATA,

@@ -82,6 +82,7 @@ EXPERIMENT = Experiment(
     measure=measure,
     judge=judge,
     seconds=38,
+    long="hours",
     small=p21_minima.SMALL,
     paper=p21_minima.PAPER,
     data=p21_minima.DATA,

@@ -37,6 +37,7 @@ EXPERIMENT = Experiment(
     measure=p21_fig6.measure,
     judge=judge,
     seconds=31,
+    long="hours",
     small=p21_minima.SMALL,
     paper=p21_minima.PAPER,
     data=p21_minima.DATA,

@@ -7,6 +7,8 @@ say which these are. Here they are eleven, with ten seeds each: 110 networks as 
 At small scale fully connected networks learn 600 of scikit-learn's digits.
 """
 
+from torch import nn
+
 from . import image_data, networks
 from .experiment import Bench
 from .training import Recipe, Until
@@ -41,6 +43,11 @@ def zoo(bench: Bench) -> Zoo:
     name = f"p21-lenet5-{settings['data']}-{settings['images']}"
     inputs = image_data.scaled(train, settings["images"]), image_data.scaled(test, 10_000)
     return Zoo(name, networks.lenet5, seeded, *inputs, until)
+
+
+def network(scale: str) -> nn.Module:
+    """Return an untrained network of the scale."""
+    return networks.digits_network() if scale == "small" else networks.lenet5()
 
 
 def layers(scale: str) -> tuple[str, str]:

@@ -5,7 +5,8 @@
     python -m benchmarks.papers.restate --from FOLDER NAME …     # results of a run with --out FOLDER, taken over
 
 Each file's findings, verdict and figure are made anew, and the verdict becomes the text behind the file's link in
-docs/papers.md. Files of the tables in docs/zoo take the place of a run; their points are in the tables.
+docs/papers.md, or with tables stands in docs/grid.md. Files of the tables in docs/zoo take the place of a run; their
+points are in the tables.
 """
 
 import json
@@ -25,7 +26,7 @@ from . import named, p19_minima, p21_fig6, reproducing, zoo
 from .experiment import Experiment, Found, Points
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE, FOLDER = DOCS / "papers.md", DOCS / "papers"
+PAGE, GRID, FOLDER = DOCS / "papers.md", DOCS / "grid.md", DOCS / "papers"
 
 
 @click.command()
@@ -41,7 +42,10 @@ def main(names: tuple[str, ...], source: Path) -> None:
         for kind in (".json", ".png") if (source / f"{name}.png").exists() else (".json",):
             (FOLDER / f"{name}{kind}").write_bytes(next(c for file, c in files.items() if file.endswith(kind)))
         text, count = stated(text, name, found.verdict)
-        click.echo(f"{name}: {found.verdict}" + ("" if count else " (docs/papers.md does not have it)"))
+        if found.tables:
+            GRID.write_text(filled(GRID.read_text(encoding="utf-8"), name, found), encoding="utf-8")
+        where = "" if count or found.tables else " (docs/papers.md does not have it)"
+        click.echo(f"{name}: {found.verdict}{where}")
     PAGE.write_text(text, encoding="utf-8")
 
 
@@ -60,6 +64,16 @@ def stated(page: str, name: str, verdict: str) -> tuple[str, int]:
     return item.subn(anew, page)
 
 
+def filled(page: str, name: str, found: Found) -> str:
+    """Return the page with the verdict and tables of a file of points in the places that comments mark."""
+    texts = (textwrap.fill(found.verdict, 120, break_long_words=False, break_on_hyphens=False), *found.tables)
+    for place, text in zip(("verdict", "measures", "settings"), texts, strict=True):
+        mark = re.compile(rf"(<!-- {name}: {place} -->\n\n).*?(\n\n<!-- end -->)", re.S)
+        page, count = mark.subn(lambda match, text=text: match[1] + text + match[2], page)  # type: ignore[misc]
+        assert count == 1, (name, place)
+    return page
+
+
 def of_zoo(experiment: Experiment, facts: Mapping[str, Any]) -> tuple[Found, dict[str, bytes]]:
     """Return findings and files of the tables in docs/zoo, whose networks are LeNet5 as at paper scale."""
     table, after = (networks(DOCS / "zoo" / file) for file in ("before.csv", "after.csv"))
@@ -76,9 +90,9 @@ def networks(path: Path) -> zoo.Networks:
     frame = pandas.read_csv(path).rename(columns={"checkpoint": "name"})
     plain = [row.name for row in MEASURES if row.name in frame]
     frame = frame.rename(columns={name: f"{name} network" for name in plain})
-    recipes = [name.rsplit("_seed", 1)[0] for name in frame["name"]]
+    recipes, seeds = ([name.rsplit("_seed", 1)[part] for name in frame["name"]] for part in (0, 1))
     columns = {str(name): [*frame[name]] for name in frame}
-    return zoo.tabled(columns | {"recipe": recipes, "converged": [True] * len(recipes)}, {})
+    return zoo.tabled(columns | {"recipe": recipes, "seed": seeds, "converged": [True] * len(recipes)}, {})
 
 
 if __name__ == "__main__":

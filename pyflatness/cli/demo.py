@@ -1,12 +1,12 @@
 """Run ``pyflatness demo``: does relative flatness go along with generalisation, over two dozen small networks?
 
 Three architectures learn handwritten digits of 8×8 pixels (scikit-learn's, nothing is downloaded), by several
-optimisers, learning rates and batch sizes. All end in 64 features and a linear head, so that relative flatness is
-compared between heads of one size. Training stops by the training loss, not after a number of epochs, so that slow and
-fast optimisers are compared at about the same fit: not quite, as a fast one is further below the target at the end of
-the epoch that passes it. Then relative flatness κ of the head on the training set, plain and normalised (Petzka et al.
-2021, Definition 3 and Theorem 4), is held against the generalisation gap, the mean test loss minus the mean training
-loss. Networks without a finite κ are in the table, and named as excluded from the correlations.
+optimisers, learning rates and batch sizes. Training stops by the training loss, not after a number of epochs, so that
+slow and fast optimisers are compared at about the same fit: not quite, as a fast one is further below the target at the
+end of the epoch that passes it. Then relative flatness κ on the training set, summed over all layers, plain and
+normalised (Petzka et al. 2021, Definition 3 and Theorem 4), is held against the generalisation gap, the mean test loss
+minus the mean training loss. Architectures differ in κ by their shapes alone, so that networks of one are compared.
+Networks without a finite κ are in the table, and named as excluded from the correlations.
 
 The folder of the results has the checkpoints, their networks and the data too, to try the commands on.
 """
@@ -19,7 +19,7 @@ import json
 import math
 import platform
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,10 @@ def demo(out: Path, seed: int, as_json: bool) -> None:
         click.echo(f"* still above a training loss of {TARGET_LOSS} after the most epochs allowed")
     for line in str(found or "too few networks for correlations").splitlines():
         click.echo(printable(line))
+    if found:
+        fixed = correlated(rows, ["loss"])
+        assert fixed is not None
+        click.echo(printable(conclusion(fixed)))
     files = "scatter.png, results.json and results.csv, and the checkpoints and data,"
     click.echo(printable(f"{files} are in {out}. Commands to go on with:"))
     for line in commands(out):
@@ -153,9 +157,10 @@ def measured(chosen: list[dict[str, Any]], train: Data, test: Data, folder: Path
     nothing = dict.fromkeys(MEASURES, math.nan)
     for data, loss, accuracy in ((train, "train_loss", "train_accuracy"), (test, "test_loss", "test_accuracy")):
         for name, network in networks.items():
-            head = [*dict(network.named_children())][-1]
-            for found in score({name: network}, data=data, loss="cross_entropy", layers=head, measures=MEASURES):
+            for found in score({name: network}, data=data, loss="cross_entropy", measures=MEASURES):
                 row = rows[name]
+                if found.layer:
+                    continue
                 row |= {loss: _number(found.loss), accuracy: _number(found.accuracy)}
                 if data is train:
                     row |= {key: row.get(key, nan) for key, nan in nothing.items()}
@@ -168,10 +173,30 @@ def measured(chosen: list[dict[str, Any]], train: Data, test: Data, folder: Path
     return [*rows.values()]
 
 
-def correlated(rows: list[dict[str, Any]]) -> Correlations | None:
-    """Return the correlations of the measures with the gap, over networks whose numbers are finite; None of no two."""
+def correlated(rows: list[dict[str, Any]], given: Sequence[str] = ()) -> Correlations | None:
+    """Return the correlations with the gap inside of architectures, over networks of finite numbers; None of no two."""
     out = [row["name"] for row in rows if not all(map(math.isfinite, (row["gap"], *map(row.get, MEASURES))))]
-    return correlations(_columns(rows), MEASURES, exclude=out) if len(rows) - len(out) > 1 else None
+    if len(rows) - len(out) < 2:
+        return None
+    return correlations(_columns(rows), MEASURES, exclude=out, strata="network", given=given)
+
+
+def conclusion(found: Correlations) -> str:
+    """Return a sentence that says what the correlations at equal training loss decide."""
+    row = found[MEASURES[0], "Kendall"]
+    if math.isnan(row.low):
+        decided = "there is no interval, so that nothing is decided"
+    elif row.low > 0:
+        decided = "the interval is above zero: here flatter networks have the smaller gap"
+    elif row.high < 0:
+        decided = "the interval is below zero: here flatter networks have the larger gap"
+    else:
+        decided = "the interval contains zero, so that these networks do not decide whether it goes with the gap"
+    ends = "" if math.isnan(row.low) else f" [{row.low:.2f}, {row.high:.2f}]"
+    return (
+        "Among networks of one architecture, with the training loss held fixed, Kendall's correlation of relative "
+        f"flatness of all layers with the gap is {row.value:.2f}{ends}: {decided}."
+    )
 
 
 def write(folder: Path, rows: list[dict[str, Any]], found: Correlations | None, seed: int) -> None:
@@ -224,7 +249,8 @@ def _number(cell: float | None) -> float:
 
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    return {name: [row[name] for row in rows] for name in ("name", "network", "gap", *MEASURES)}
+    columns = {name: [row[name] for row in rows] for name in ("name", "network", "gap", *MEASURES)}
+    return columns | {"loss": [row["train_loss"] for row in rows]}
 
 
 def _results(rows: list[dict[str, Any]], found: Correlations | None, seed: int) -> dict[str, Any]:
@@ -261,7 +287,9 @@ def _plot(rows: list[dict[str, Any]], found: Correlations) -> bytes:
 
     figure = Figure(figsize=(11, 5), layout="constrained")
     for panel, measure in zip(figure.subplots(1, len(MEASURES), sharey=True), MEASURES, strict=True):
-        plot_correlation(_columns(rows), measure, exclude=found.excluded, axes=panel)
+        plot_correlation(_columns(rows), measure, exclude=found.excluded, settings="network", axes=panel)
+        said = "\n".join(str(row) for row in found.rows if row.measure == measure)
+        panel.set_title(f"networks of one architecture compared\n{said}", fontsize=10)
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=150)
     return image.getvalue()

@@ -14,6 +14,13 @@ are ``scaled_…`` and ``largest_scaled_…`` (Petzka et al. 2019, Definition 1,
 unscaled measure's value times a number that the weights alone give, so both together cost one of them. w is the
 effective weight. The values are invariant to layer-wise rescalings of ReLU networks.
 
+    κ_l / (2 m_l)        of a layer with the weight w_l (d, m_l); of a network their sum
+
+is ``relative_flatness_per_feature``. It is what the bound of Petzka et al. 2021 (Theorem 5) takes of relative flatness
+κ: the mean change of the loss is δ²κ/(2m) where the m features are rotated and scaled by δ. κ grows with the number of
+features, and this compares layers of several widths. Of a convolution's filters m counts the entries of a patch. It is
+invariant to layer-wise rescalings.
+
     Σ_l ‖W_l‖₂ √Tr(∂²E/∂w_l²)        and with ‖W_l‖_F
 
 over the measured layers is ``matrix_normalized_sharpness`` (Tsuzuku et al. 2019; C24, Eq. 35), W_l the effective weight
@@ -38,6 +45,7 @@ from ..model.uses import Use
 from ..options import Options
 from ..report import Estimate
 from .base import Measure, Task, Values
+from .relative_flatness import RELATIVE_FLATNESS
 from .trace import LAMBDA_MAX, TRACE
 
 
@@ -75,13 +83,13 @@ WEIGHT_NORM = Measure(
 )
 
 
-def scaled(model: nn.Module, options: Options, values: Values) -> Values:
-    """Return |w_l|² times each layer's value, and their sum for the network.
+def scaled(times: Callable[[nn.Module], float], model: nn.Module, options: Options, values: Values) -> Values:
+    """Return each layer's value times a number that its weight gives, and their sum for the network.
 
     Raises:
         NotYetError: options under which the values belong to other matrices than the layers' weights.
     """
-    found = _by_layer(model, options, values)
+    found = _by_layer(times, model, options, values)
     contributions = [estimate.per_sample for estimate in found.values() if estimate.per_sample is not None]
     stderr, dof = together([*found.values()])
     network = replace(
@@ -117,7 +125,7 @@ def largest_scaled(measure: str, model: nn.Module, options: Options, values: Val
         NotYetError: see :func:`scaled`.
         InputError: the values are sampled.
     """
-    found = _by_layer(model, options, values)
+    found = _by_layer(norms.squared, model, options, values)
     if any(estimate.stderr is not None for estimate in found.values()):
         raise InputError(
             f"{measure} has no sampled value: the largest of several is too large in the mean; pass probes=None and "
@@ -130,17 +138,21 @@ def largest_scaled(measure: str, model: nn.Module, options: Options, values: Val
     return {"": replace(largest, exact=exact, layer="", notes=(f"{measure}: that of layer {name!r}",))}
 
 
-def _by_layer(model: nn.Module, options: Options, values: Values) -> Values:
+def _per_feature(module: nn.Module) -> float:
+    return 1 / (2 * layers.matrix(module)[0].shape[-1])
+
+
+def _by_layer(times: Callable[[nn.Module], float], model: nn.Module, options: Options, values: Values) -> Values:
     found = {}
     for name in [name for name in values if name] or [""]:  # a model that is a layer itself has no other name
         module, estimate = uses.layer(model, name), values[name]
         check_own_weights(name, module, options)
-        norm = norms.squared(module)
+        factor = times(module)
         found[name] = replace(
             estimate,
-            value=norm * estimate.value,
-            stderr=None if estimate.stderr is None else norm * estimate.stderr,
-            per_sample=None if estimate.per_sample is None else norm * estimate.per_sample,
+            value=factor * estimate.value,
+            stderr=None if estimate.stderr is None else factor * estimate.stderr,
+            per_sample=None if estimate.per_sample is None else factor * estimate.per_sample,
         )
     return found
 
@@ -149,22 +161,31 @@ def check_own_weights(name: str, module: nn.Module, options: Options) -> None:
     """Raise a NotYetError for options under which a layer's values belong to another matrix than its weight."""
     if options.normalize is not None:
         raise NotYetError(
-            f"measures scaled with the weight's norm are defined for the weights as they are; normalize="
+            f"measures scaled with a number of the weight are defined for the weights as they are; normalize="
             f"{options.normalize!r} is not there for them"
         )
     if options.conv == "affine" and layers.is_convolution(module):
         raise NotYetError(
-            f"layer {name!r}: measures scaled with the norm of a convolution's dense matrix (conv='affine') are not "
+            f"layer {name!r}: measures scaled with a number of a convolution's dense matrix (conv='affine') are not "
             "there yet; conv='filter' gives those of its filters"
         )
 
 
+RELATIVE_FLATNESS_PER_FEATURE = Measure(
+    name="relative_flatness_per_feature",
+    formula="κ / (2m) for a weight w (d, m); network: their sum",
+    source="Petzka et al. 2021, Theorem 5",
+    base=RELATIVE_FLATNESS.name,
+    derive=functools.partial(scaled, _per_feature),
+    invariant="layer-wise",
+    cost="that of relative_flatness, shared",
+)
 SCALED_LAMBDA_MAX = Measure(
     name="scaled_lambda_max",
     formula="κ^l = |w|² λ_max(∂²E/∂w²); network: their sum κ^Σ",
     source="Petzka et al. 2019, Definition 1, Table 1",
     base=LAMBDA_MAX.name,
-    derive=scaled,
+    derive=functools.partial(scaled, norms.squared),
     invariant="layer-wise",
     cost="that of lambda_max, shared",
     reads=LAMBDA_MAX.reads,
@@ -185,7 +206,7 @@ SCALED_TRACE = Measure(
     formula="κ_τ^l = |w|² Tr(∂²E/∂w²); network: their sum κ_τ^Σ",
     source="Petzka et al. 2019, Section 2, Table 1",
     base=TRACE.name,
-    derive=scaled,
+    derive=functools.partial(scaled, norms.squared),
     invariant="layer-wise",
     cost="that of trace, shared",
 )

@@ -148,7 +148,8 @@ class _Against:
         counts = self.counting(x)
         if not counts.any():
             return None
-        columns = {name: self.networks.column(name)[counts].tolist() for name in (x, self.y)}
+        named = {x, self.y, "loss"} & {*self.networks.columns}  # the loss for the warning alone
+        columns = {name: self.networks.column(name)[counts].tolist() for name in named}
         return correlations(columns, x, self.y, interval=self.interval)
 
     def section(self, suffix: str) -> Section:
@@ -158,7 +159,8 @@ class _Against:
         table = Table(f"Correlations with {title}", header, tuple(self._row(x, found[x]) for x in found))
         how = next((f"{one.method}." for one in found.values() if one is not None), "")
         hollow = any(not self.counting(x).all() for x in found)
-        texts = (*filter(None, [how]), *([HOLLOW] if hollow else []))
+        unequal = next((f"{one.note}." for one in found.values() if one is not None and one.note), "")
+        texts = (*filter(None, [how, unequal]), *([HOLLOW] if hollow else []))
         return Section(f"Against {title}{suffix}", texts, self._charts(found, title), (table,))
 
     def _row(self, x: str, found: Correlations | None) -> tuple[Cell, ...]:

@@ -35,6 +35,11 @@ class Resamples:
     draws: NDArray[np.intp]
     counts: Vector
 
+    def inside(self, chosen: NDArray[np.bool_]) -> "Resamples":
+        """Return what some of the networks, (n,), are of the resamples, numbered anew."""
+        numbers = np.append(np.where(chosen, chosen.cumsum() - 1, -1), -1)  # of no network, -1, too
+        return Resamples(numbers[self.draws], self.counts[:, chosen])
+
 
 def resamples(draws: NDArray[np.intp], n: int) -> Resamples:
     """Return resamples of n networks from their draws, (resamples, drawn), as in :class:`Resamples`."""
@@ -48,18 +53,37 @@ def whole(n: int) -> Resamples:
     return resamples(np.arange(n)[None], n)
 
 
-def coefficients(statistic: str, columns: Sequence[Vector], drawn: Resamples) -> Vector:
+def coefficients(
+    statistic: str, columns: Sequence[Vector], drawn: Resamples, strata: NDArray[np.intp] | None = None
+) -> Vector:
     """Return a correlation in every resample.
 
     Args:
         statistic: one of ``STATISTICS``.
         columns: x, y, and those that are held fixed, if any; (n,) finite values each.
         drawn: the resamples.
+        strata: of each network, (n,): the correlation is the mean of those inside of the strata in which it is defined,
+            weighted by their networks. None: it is that of all networks.
 
     Returns:
         (resamples,); NaN where a column is constant, and where x or y follows from what is held fixed.
     """
-    return partial(cosines(products(statistic, columns, drawn)))
+    if strata is None:
+        return partial(cosines(products(statistic, columns, drawn)))
+    total, weight = np.zeros((2, len(drawn.draws)))
+    for stratum in range(int(strata.max()) + 1):
+        inside = strata == stratum
+        part = drawn.inside(inside)
+        some = (part.counts > 0).sum(axis=1) > 1
+        found = np.full(len(some), np.nan)
+        if some.any():
+            chosen = Resamples(part.draws[some], part.counts[some])
+            found[some] = coefficients(statistic, [column[inside] for column in columns], chosen)
+        networks = np.where(np.isfinite(found), part.counts.sum(axis=1), 0)
+        total += networks * np.nan_to_num(found)
+        weight += networks
+    means: Vector = np.divide(total, weight, out=np.full(len(total), np.nan), where=weight > 0)
+    return means
 
 
 def products(statistic: str, columns: Sequence[Vector], drawn: Resamples) -> Vector:

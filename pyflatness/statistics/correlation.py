@@ -16,7 +16,9 @@ from ..options import check_seed
 from ..report import Result
 from . import intervals, permutation
 from .coefficients import STATISTICS, coefficients, whole
-from .tables import Vector, listed, one_name, read
+from .tables import Networks, Vector, listed, one_name, read
+
+_EQUAL = 1.5  # training losses within this factor count as equal
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Correlations(Result):
         given: columns that are held fixed.
         clusters: in how many clusters the networks are; None if they are taken as independent.
         method: how the intervals, and p-values if there are any, are made.
+        note: a warning where training losses differ by more than a factor of 1.5 and are not held fixed, or "".
     """
 
     rows: tuple[Correlation, ...]
@@ -76,6 +79,7 @@ class Correlations(Result):
     given: tuple[str, ...] = ()
     clusters: int | None = None
     method: str = "95 % bootstrap intervals"
+    note: str = ""
 
     def __getitem__(self, key: tuple[str, str]) -> Correlation:
         for row in self.rows:
@@ -92,7 +96,8 @@ class Correlations(Result):
         given = f" given {', '.join(self.given)}" if self.given else ""
         clusters = "" if self.clusters is None else f" in {self.clusters} clusters"
         out = f", {len(self.excluded)} excluded: {', '.join(self.excluded)}" if self.excluded else ""
-        return "\n".join([f"with {self.y}{given}, {self.points} networks{clusters}{out}; {self.method}", *lines])
+        head = f"with {self.y}{given}, {self.points} networks{clusters}{out}; {self.method}"
+        return "\n".join([head, *lines, *([self.note] if self.note else [])])
 
 
 def correlations(
@@ -108,11 +113,14 @@ def correlations(
     given: str | Sequence[str] = (),
     permutations: int = 0,
     within: bool = False,
+    strata: str | Sequence[str] = (),
+    seeds: str | None = None,
 ) -> Correlations:
     """Return the correlations of measures with the generalisation gap (or another column) over networks.
 
     Pearson, Spearman and Kendall (τ_b), each with a 95 % interval. For fewer than 5 networks or 5 clusters there is no
     interval: so few say next to nothing of others. ``docs/statistics.md`` says how often intervals contain the truth.
+    A note warns where training losses, the column ``loss``, differ by more than a factor of 1.5 and are not held fixed.
 
     Args:
         table: a pandas data frame or dict of lists with a column for each measure, or the path of a CSV file, also of
@@ -126,10 +134,15 @@ def correlations(
         settings: columns. Networks that are equal in all of them, such as those of one recipe, are a cluster and not
             independent. The bootstrap draws whole clusters, the variance of Fisher's z is their jackknife's.
         given: columns that are held fixed, such as the training loss, in partial correlations: with one column z,
-            (r_xy - r_xz r_yz) / √((1 - r_xz²) (1 - r_yz²)), with all three r by the same statistic.
+            (r_xy - r_xz r_yz) / √((1 - r_xz²) (1 - r_yz²)), with all three r by the same statistic. Text, such as the
+            name of an optimiser, is held fixed by a column for each of its values but one.
         permutations: how many orders of ``y`` the p-values are made with, such as 9,999; 0: none. Whole clusters are
             permuted where there are some. Each statistic's p-values are adjusted for the number of measures.
         within: permute ``y`` inside of the clusters alone, which asks about differences between networks of a cluster.
+        strata: columns. Only networks that are equal in all of them are compared, such as those of one architecture:
+            each correlation is the mean of those inside of the strata, weighted by their networks.
+        seeds: the column of the seeds that networks were trained with, where networks of one seed have first weights or
+            the order of samples in common whatever their recipe. Fisher's z leaves out seeds as well as clusters then.
 
     Returns:
         Every measure and statistic; NaN for a column that is constant, and for the interval of fewer than 5 networks.
@@ -153,28 +166,60 @@ def correlations(
     """
     networks = read(table, test)
     kept = networks.kept(exclude)
+    inside = listed("strata", strata)
     held, grouping = listed("given", given), () if settings is None else listed("settings", settings)
     y, seed = one_name("y", y), check_seed("seed", seed) % 2**64  # NumPy's are not negative
-    others = tuple(name for name in networks.measures if name not in {y, *held, *grouping})
+    others = tuple(name for name in networks.measures if name not in {y, seeds, *held, *grouping, *inside})
     wanted = others if x is None else listed("x", x)
     if not wanted:
         raise InputError(f"table: there is no column of numbers but {y!r}")
-    target, *fixed = (networks.finite(name, kept) for name in (y, *held))
-    for name, column in zip(held, fixed, strict=True):
-        if np.ptp(column) == 0:
-            raise InputError(f"given: {name!r} is constant, so that there is nothing to hold fixed")
-    groups = networks.groups(grouping, kept)[0] if grouping else None
+    target, fixed = networks.finite(y, kept), [column for name in held for column in _held(networks, name, kept)]
+    groups, parts, seeded = (
+        networks.groups(names, kept)[0] if names else None
+        for names in (grouping, inside, () if seeds is None else (one_name("seeds", seeds),))
+    )
+    if parts is not None and permutations:
+        raise InputError("permutations: there are no p-values inside of strata; leave one of the two out")
     measures = {name: networks.finite(name, kept) for name in wanted}
-    find = intervals.finder(interval, len(target), len(held), groups, seed)
+    find = intervals.finder(interval, len(target), len(fixed), groups, seed, seeds=seeded, strata=parts)
     tests = _tests([*measures.values()], target, fixed, groups, permutations, within, seed)
     rows = []
     for number, (name, values) in enumerate(measures.items()):
         for how in STATISTICS:
-            found = _value_and_ends(how, [values, target, *fixed], find)
+            found = _value_and_ends(how, [values, target, *fixed], find, parts)
             rows.append(Correlation(name, how, *found, *(float(p[number]) for p in tests.get(how, ()))))
     count = None if groups is None else int(groups.max()) + 1
-    method = intervals.described(interval, groups is not None) + permutation.described(permutations, groups, within)
-    return Correlations(tuple(rows), y, len(target), networks.named(~kept), held, count, method)
+    method = intervals.described(interval, groups is not None, seeded is not None)
+    method += permutation.described(permutations, groups, within)
+    if inside:
+        method += f"; networks of equal {', '.join(inside)} are compared"
+    losses = networks.columns["loss"][kept] if "loss" in {*networks.columns} - {y, *held} else None
+    note = "" if losses is None else unequal_losses(losses)
+    return Correlations(tuple(rows), y, len(target), networks.named(~kept), held, count, method, note)
+
+
+def unequal_losses(losses: Vector) -> str:
+    """Return a warning where training losses, (n,), differ by more than a factor of 1.5, or ""."""
+    losses = losses[np.isfinite(losses) & (losses > 0)]
+    if not len(losses) or losses.max() <= _EQUAL * losses.min():
+        return ""
+    low, high = losses.min(), losses.max()
+    return (
+        f"training losses are from {low:.3g} to {high:.3g}, a factor of {high / low:.3g}: most measures follow "
+        'them, and so do gaps; given="loss" holds them fixed'
+    )
+
+
+def _held(networks: Networks, name: str, kept: NDArray[np.bool_]) -> list[Vector]:
+    """Return the columns that hold one fixed: itself, or of text whether it is each of its values but the first."""
+    if name in networks.texts:
+        codes = networks.groups([name], kept)[0]
+        found = [(codes == code).astype(np.float64) for code in range(1, int(codes.max()) + 1)]
+    else:
+        found = [column for column in [networks.finite(name, kept)] if np.ptp(column) > 0]
+    if not found:
+        raise InputError(f"given: {name!r} is constant, so that there is nothing to hold fixed")
+    return found
 
 
 def correlation(x: Vector, y: Vector, statistic: str, seed: int) -> tuple[float, float, float]:
@@ -195,8 +240,10 @@ def correlation(x: Vector, y: Vector, statistic: str, seed: int) -> tuple[float,
     return _value_and_ends(statistic, [x, y], intervals.finder("bootstrap", len(x), 0, None, seed))
 
 
-def _value_and_ends(statistic: str, columns: list[Vector], find: intervals.Finder) -> tuple[float, float, float]:
-    value = float(coefficients(statistic, columns, whole(len(columns[0])))[0])
+def _value_and_ends(
+    statistic: str, columns: list[Vector], find: intervals.Finder, strata: NDArray[np.intp] | None = None
+) -> tuple[float, float, float]:
+    value = float(coefficients(statistic, columns, whole(len(columns[0])), strata)[0])
     if math.isnan(value):
         return value, value, value
     return value, *find(value, statistic, columns)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
+from ..options import check_count
 from ..report import Result
 from .tables import Vector, listed, one_name, read
 
@@ -32,12 +33,14 @@ class Grid:
         measure: (n,).
         target: (n,).
         settings: by name, which of its values a network has, (n,).
+        values: of each setting, as text.
         labels: of the combinations of settings that there are, and which of them a network has, ``combination`` (n,).
     """
 
     measure: Vector
     target: Vector
     settings: dict[str, Codes]
+    values: dict[str, tuple[str, ...]]
     labels: tuple[str, ...]
     combination: Codes
 
@@ -82,9 +85,13 @@ def read_grid(
         raise InputError(f"settings={settings!r}: columns other than {measure!r} and {target!r} are wanted, each once")
     networks = read(table, test)
     kept = networks.kept(exclude)
-    codes = {name: networks.groups([name], kept)[0] for name in names}
+    groups = {name: networks.groups([name], kept) for name in names}
+    codes, values = (
+        {name: group[0] for name, group in groups.items()},
+        {name: group[1] for name, group in groups.items()},
+    )
     combination, labels = networks.groups(names, kept)
-    return Grid(networks.finite(measure, kept), networks.finite(target, kept), codes, labels, combination)
+    return Grid(networks.finite(measure, kept), networks.finite(target, kept), codes, values, labels, combination)
 
 
 @dataclass(frozen=True, repr=False)
@@ -239,6 +246,7 @@ def sign_error(
     *,
     exclude: Collection[str] = (),
     test: Any = None,
+    fewest: int = 1,
 ) -> SignError:
     """Return how often a measure orders networks wrongly, in the worst environment as well as in the mean.
 
@@ -251,7 +259,7 @@ def sign_error(
     everywhere, so that the largest error counts; the mean can hide where a measure fails. Where an environment is a
     single pair of networks, with one seed for each setting, its error is 0, ½ or 1, and the worst case says little.
     The paper leaves out environments of fewer than 12 pairs, and weights pairs by how sure the sign of their difference
-    in g is; here all pairs count alike.
+    in g is; here all pairs count alike, and ``fewest=`` takes environments together in place of leaving them out.
 
     Args:
         table: as for :func:`pyflatness.statistics.granulated_kendall`, like all that follow.
@@ -260,6 +268,8 @@ def sign_error(
         settings: columns of hyperparameters, without the seed.
         exclude: names of rows to leave out.
         test: a table of the same networks on test data, for the gap.
+        fewest: pairs of an environment. Those that have fewer and differ in the same two values of the same setting
+            are one environment, whatever the other settings, which are equal on both sides; it has all their pairs.
 
     Returns:
         Mean and worst case, and the error of every environment.
@@ -274,24 +284,30 @@ def sign_error(
         kappa with gap: sign error 0.25, worst 1.00 of 4 environments; depth 0.00, worst 0.00; rate 0.50, worst 1.00
     """
     grid = read_grid(table, measure, target, settings, exclude, test)
-    found = [environment for name in grid.settings for environment in _environments(grid, name)]
+    fewest = check_count("fewest", fewest, 1)
+    found = [environment for name in grid.settings for environment in _environments(grid, name, fewest)]
     errors = [environment.error for environment in found]
     return SignError(measure, target, float(np.mean(errors)), max(errors), tuple(found))
 
 
-def _environments(grid: Grid, setting: str) -> list[Environment]:
+def _environments(grid: Grid, setting: str, fewest: int) -> list[Environment]:
     first, second = np.nonzero(grid.differing(setting))
     ordered = grid.combination[first] < grid.combination[second]  # every pair once
     first, second = first[ordered], second[ordered]
     errors = (1 - grid.agreement()[first, second]) / 2
     sides = np.stack([grid.combination[first], grid.combination[second]])
-    environments, place = np.unique(sides, axis=1, return_inverse=True)
-    counts = np.bincount(place.reshape(-1))
-    means = np.bincount(place.reshape(-1), errors) / counts
-    return [
-        Environment(setting, grid.labels[a], grid.labels[b], float(error), int(count))
-        for a, b, error, count in zip(*environments, means, counts, strict=True)
-    ]
+    place = np.unique(sides, axis=1, return_inverse=True)[1]
+    few = np.bincount(place.reshape(-1))[place.reshape(-1)] < fewest
+    of, values = grid.settings[setting], grid.values[setting]
+    found: dict[tuple[str, str], list[float]] = {}
+    for i, j, merged, error in zip(first, second, few, errors, strict=True):
+        ends = sorted((of[i], of[j])) if merged else ()
+        labels = tuple(values[end] for end in ends) or (
+            grid.labels[grid.combination[i]],
+            grid.labels[grid.combination[j]],
+        )
+        found.setdefault((labels[0], labels[1]), []).append(float(error))
+    return [Environment(setting, *labels, float(np.mean(pairs)), len(pairs)) for labels, pairs in found.items()]
 
 
 @dataclass(frozen=True, repr=False)

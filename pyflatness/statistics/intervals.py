@@ -11,16 +11,23 @@ clusters are drawn, as many as there are (Davison and Hinkley 1997, section 3.8)
     Kendall     0.437 / (n - 4)             Fieller, Hartley and Pearson 1957
 
 for independent networks; columns held fixed are taken off n. With G clusters the variance is that of the jackknife
-which leaves one cluster out at a time, (G - 1)/G Σ_g (z_g - mean z)², and the quantile Student's t with G - 1 degrees
-of freedom (Cameron and Miller 2015, section VI).
+which leaves one cluster out at a time, V = (G - 1)/G Σ_g (z_g - mean z)², and the quantile Student's t with G - 1
+degrees of freedom (Cameron and Miller 2015, section VI).
+
+**Seeds.** Networks of one seed may share their first weights and the order of their samples across recipes, so that
+leaving out recipes alone misses what the seeds vary. With H seeds the variance is V_recipes + max(0, V_seeds - V_both),
+V_both that of leaving out one recipe's networks of one seed, which the other two both have (Cameron, Gelbach and Miller
+2011). The degrees of freedom of the sum are Satterthwaite's, of G - 1 and H - 1: two seeds that differ make it long.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import InputError
 from ..messages import check_choice
 from ..report.intervals import student_t
 from .coefficients import Resamples, coefficients, resamples
@@ -41,10 +48,20 @@ _NAMES = {
 }
 _NONE = math.nan, math.nan
 
+Statistic = Callable[[Resamples], Vector]  # of every resample, (resamples,)
 Finder = Callable[[float, str, Sequence[Vector]], tuple[float, float]]  # value, statistic, columns: the ends
 
 
-def finder(interval: str, n: int, held: int, clusters: NDArray[np.intp] | None, seed: int) -> Finder:
+def finder(
+    interval: str,
+    n: int,
+    held: int,
+    clusters: NDArray[np.intp] | None,
+    seed: int,
+    *,
+    seeds: NDArray[np.intp] | None = None,
+    strata: NDArray[np.intp] | None = None,
+) -> Finder:
     """Return a function for the interval of a correlation over n networks; NaN of too few networks or clusters.
 
     Args:
@@ -53,23 +70,27 @@ def finder(interval: str, n: int, held: int, clusters: NDArray[np.intp] | None, 
         held: columns held fixed.
         clusters: the cluster of each network, (n,); None: they are independent.
         seed: of the bootstrap.
+        seeds: what was drawn with which each network was trained, (n,), for Fisher's z over clusters.
+        strata: inside of which networks are compared, (n,); None: all are.
 
     Raises:
-        InputError: another interval.
+        InputError: another interval, or seeds without clusters or with the bootstrap.
     """
     check_choice("interval", interval, _NAMES)
+    if seeds is not None and (clusters is None or interval != "fisher"):
+        raise InputError("seeds: they are resampled beside recipes; pass settings= and interval='fisher' too")
     if n - held < FEWEST or (clusters is not None and clusters.max() + 1 < FEWEST):
         return lambda value, statistic, columns: _NONE
     if interval == "bootstrap":
         drawn = bootstrap_resamples(n, clusters, seed)
-        return lambda value, statistic, columns: percentiles(statistic, columns, drawn)
-    jackknife = None if clusters is None else jackknife_resamples(clusters)
-    return lambda value, statistic, columns: fisher(value, statistic, columns, jackknife)
+        return lambda value, statistic, columns: percentiles(coefficients(statistic, columns, drawn, strata))
+    jackknife = None if clusters is None else Jackknife.over(clusters, seeds)
+    return lambda value, statistic, columns: fisher(value, statistic, columns, jackknife, strata)
 
 
-def described(interval: str, clustered: bool) -> str:
+def described(interval: str, clustered: bool, seeded: bool) -> str:
     """Return what the intervals are, for a heading."""
-    return "95 % " + _NAMES[interval][clustered]
+    return "95 % " + _NAMES[interval][clustered] + (" and seeds" if seeded else "")
 
 
 def bootstrap_resamples(n: int, clusters: NDArray[np.intp] | None, seed: int) -> Resamples:
@@ -82,7 +103,48 @@ def bootstrap_resamples(n: int, clusters: NDArray[np.intp] | None, seed: int) ->
     return resamples(members[drawn].reshape(RESAMPLES, -1), n)
 
 
-def jackknife_resamples(clusters: NDArray[np.intp]) -> Resamples:
+@dataclass(frozen=True, eq=False)
+class Jackknife:
+    """Hold the samples that each lack one recipe, one seed, or one recipe's networks of one seed.
+
+    Attributes:
+        recipes: without one recipe each.
+        seeds: without one seed each; None: seeds share nothing.
+        both: without the networks of one recipe and seed each.
+    """
+
+    recipes: Resamples
+    seeds: Resamples | None = None
+    both: Resamples | None = None
+
+    @classmethod
+    def over(cls, recipes: NDArray[np.intp], seeds: NDArray[np.intp] | None = None) -> "Jackknife":
+        """Return the samples of recipes (n,), and of seeds (n,) if there are at least two."""
+        if seeds is None or not seeds.any():
+            return cls(_without_each(recipes))
+        cells = np.unique(recipes * (seeds.max() + 1) + seeds, return_inverse=True)[1]
+        return cls(_without_each(recipes), _without_each(seeds), _without_each(cells))
+
+    def half(self, of: Statistic) -> float:
+        """Return half the length of a statistic's 95 % interval; NaN where a sample has no value."""
+        variance, count = _variance(of(self.recipes))
+        dof = count - 1.0
+        if self.seeds is not None and self.both is not None:
+            of_seeds, seeds = _variance(of(self.seeds))
+            more = max(0.0, of_seeds - _variance(of(self.both))[0])
+            if more > 0:
+                dof = (variance + more) ** 2 / (variance**2 / dof + more**2 / (seeds - 1))
+                variance += more
+        return student_t(_LEVEL, dof) * math.sqrt(variance) if math.isfinite(variance) else math.nan
+
+
+def _variance(left_out: Vector) -> tuple[float, int]:
+    """Return the jackknife's variance of values that each lack a cluster, and how many there are."""
+    count = len(left_out)
+    return float((count - 1) / count * ((left_out - left_out.mean()) ** 2).sum()), count
+
+
+def _without_each(clusters: NDArray[np.intp]) -> Resamples:
     """Return the samples that each lack one cluster."""
     members = _members(clusters)
     left = np.repeat(members[None], len(members), axis=0)
@@ -90,9 +152,8 @@ def jackknife_resamples(clusters: NDArray[np.intp]) -> Resamples:
     return resamples(left.reshape(len(members), -1), len(clusters))
 
 
-def percentiles(statistic: str, columns: Sequence[Vector], drawn: Resamples) -> tuple[float, float]:
+def percentiles(values: Vector) -> tuple[float, float]:
     """Return the interval by the bootstrap; resamples in which the correlation is not defined are left out."""
-    values = coefficients(statistic, columns, drawn)
     values = values[np.isfinite(values)]
     if not len(values):
         return _NONE
@@ -100,7 +161,13 @@ def percentiles(statistic: str, columns: Sequence[Vector], drawn: Resamples) -> 
     return float(low), float(high)
 
 
-def fisher(value: float, statistic: str, columns: Sequence[Vector], jackknife: Resamples | None) -> tuple[float, float]:
+def fisher(
+    value: float,
+    statistic: str,
+    columns: Sequence[Vector],
+    jackknife: Jackknife | None,
+    strata: NDArray[np.intp] | None = None,
+) -> tuple[float, float]:
     """Return the interval by Fisher's z of a correlation.
 
     Args:
@@ -108,6 +175,7 @@ def fisher(value: float, statistic: str, columns: Sequence[Vector], jackknife: R
         statistic: one of ``STATISTICS``.
         columns: as for :func:`.coefficients`.
         jackknife: samples that each lack a cluster; None: networks are independent.
+        strata: as for :func:`.coefficients`.
     """
     if not abs(value) < 1:
         return _NONE
@@ -115,12 +183,16 @@ def fisher(value: float, statistic: str, columns: Sequence[Vector], jackknife: R
         n = len(columns[0]) - len(columns) + 2
         half = student_t(_LEVEL, math.inf) * math.sqrt(_VARIANCES[statistic](value, n))
     else:
-        left_out = coefficients(statistic, columns, jackknife)
-        if not (np.abs(left_out) < 1).all():
+        half = jackknife.half(lambda drawn: _z(coefficients(statistic, columns, drawn, strata)))
+        if math.isnan(half):
             return _NONE
-        z, count = np.arctanh(left_out), len(left_out)
-        half = student_t(_LEVEL, count - 1) * math.sqrt((count - 1) / count * ((z - z.mean()) ** 2).sum())
     return math.tanh(math.atanh(value) - half), math.tanh(math.atanh(value) + half)
+
+
+def _z(correlations: Vector) -> Vector:
+    """Return atanh; NaN of ±1."""
+    found: Vector = np.arctanh(np.where(np.abs(correlations) < 1, correlations, np.nan))
+    return found
 
 
 def _members(clusters: NDArray[np.intp]) -> NDArray[np.intp]:

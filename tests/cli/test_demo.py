@@ -56,9 +56,23 @@ def test_every_network_is_in_the_files(made):
         assert row["test_loss"] == pytest.approx(loss(network(test[0]), test[1]).item(), rel=1e-5)
         assert row["gap"] == row["test_loss"] - row["train_loss"]
         for measure, normalize in zip(demo.MEASURES, (None, "std"), strict=True):
-            expected = float(pf.relative_flatness(network, loss, train, normalize=normalize))
+            expected = float(pf.measure(network, loss, train, normalize=normalize)["relative_flatness"])
             assert row[measure] == pytest.approx(expected, rel=1e-6)
     assert "after the most epochs allowed" in printed
+    assert "with the training loss held fixed, Kendall's correlation" in printed
+
+
+def test_the_last_sentence_reads_the_interval():
+    generator = np.random.default_rng(0)
+    for sign, said in ((1, "have the smaller gap"), (-1, "have the larger gap"), (0, "do not decide")):
+        kappa, noise, loss = generator.normal(size=(3, 24)).tolist()
+        gap = [sign * k + 0.1 * e for k, e in zip(kappa, noise, strict=True)]
+        columns = zip(kappa, gap, loss, strict=True)
+        rows = [
+            {"name": str(i), "network": "abc"[i % 3], "relative_flatness": k, "relative_flatness_std": k, "gap": g,
+             "train_loss": e} for i, (k, g, e) in enumerate(columns)
+        ]  # fmt: skip
+        assert said in demo.conclusion(demo.correlated(rows, ["loss"]))
 
 
 def _read(folder, row):

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from benchmarks.papers import (
     c24,
@@ -54,25 +55,37 @@ def test_claims_in_sentences():
 def networks(seed=0, recipes=6, seeds=3, **columns):
     generator = np.random.default_rng(seed)
     names = [f"{letter}_seed{number}" for letter in "abcdefgh"[:recipes] for number in range(seeds)]
-    held = {"name": names, "recipe": [name[0] for name in names], "converged": [True] * len(names)}
+    held = {
+        "name": names,
+        "recipe": [name[0] for name in names],
+        "seed": [name[-1] for name in names],
+        "converged": [True] * len(names),
+    }
     for column in ("gap", "one", "other"):
         held[column] = [*generator.normal(size=len(names)).tolist()]
     return zoo.tabled(held | columns, {})
 
 
-def test_a_difference_is_that_of_the_same_resamples_of_recipes():
+def test_a_difference_has_the_jackknife_of_recipes_and_seeds():
+    """Seeds that share nothing add no more than what the difference varies by without them."""
     table = networks()
     found = correlating.difference(table, ["one", "other"], "one", "other")
-    x, y, gap = (np.array(table.columns[name]).reshape(6, 3) for name in ("one", "other", "gap"))
+    x, y, gap = (np.array(table.columns[name]) for name in ("one", "other", "gap"))
+    recipe, seed = (np.array(table.columns[name]) for name in ("recipe", "seed"))
 
-    def less(drawn):
-        (of_x, _), (of_y, _) = (np.corrcoef(a[drawn].ravel(), gap[drawn].ravel()) for a in (x, y))
-        return of_x[1] - of_y[1]
+    def less(kept):
+        return np.corrcoef(x[kept], gap[kept])[0, 1] - np.corrcoef(y[kept], gap[kept])[0, 1]
 
-    assert found.value == pytest.approx(less(np.arange(6)))
-    generator = np.random.default_rng(7)
-    low, high = np.percentile([less(generator.integers(6, size=6)) for _ in range(4000)], [2.5, 97.5])
-    assert (found.low, found.high) == (pytest.approx(low, abs=0.06), pytest.approx(high, abs=0.06))
+    def variance(of):
+        values = [less(of != left_out) for left_out in sorted({*of.tolist()})]
+        return (len(values) - 1) * np.var(values)
+
+    of_recipes, more = variance(recipe), variance(seed) - variance(np.char.add(recipe, seed))
+    total = of_recipes + max(more, 0)
+    dof = total**2 / (of_recipes**2 / 5 + max(more, 0) ** 2 / 2)
+    half = stats.t.ppf(0.975, dof) * math.sqrt(total)
+    assert found.value == pytest.approx(less(np.full(18, True)))
+    assert (found.low, found.high) == pytest.approx((found.value - half, found.value + half))
     same = correlating.difference(table, ["one"], "one", "one")
     assert (same.value, same.low, same.high) == (0, 0, 0)
 
@@ -81,7 +94,6 @@ def test_a_difference_of_few_networks_or_a_constant_has_no_interval():
     few = correlating.difference(networks(recipes=1, seeds=4), ["one", "other"], "one", "other")
     assert few.value is not None
     assert few.low is None
-    assert "no intervals" in correlating.intervals(networks(recipes=1, seeds=4))
     assert "1 recipes are too few" in correlating.intervals(networks(recipes=1, seeds=5))
     assert correlating.difference(networks(one=[1.0] * 18), ["one", "other"], "one", "other").value is None
 
@@ -168,10 +180,11 @@ def test_what_is_late_is_a_mean_over_recipes():
 def test_a_grid_with_a_network_without_relative_flatness():
     columns = {"name": ["a", "b", "c"], "train_loss": [0.1] * 3, "test gap": [1.0, 2.0, 3.0], "trace": [1.0, 2.0, 4.0]}
     columns |= {"relative_flatness": [1.0, 2.0, 3.0], "relative_flatness head": [1.0, math.nan, 3.0]}
-    columns |= {"mls": [1.0, 1.0, math.inf]}
+    columns |= {"mls": [1.0, 1.0, math.inf], "width": [8, 8, 16]}
     found = grid.compared_networks(Points(columns, {}, "small", {}))
     assert found.columns["name"] == ["a", "c"]
-    assert found.measures == ("trace", "relative_flatness", "relative_flatness head")
+    assert found.measures == ("trace", "relative_flatness", "relative_flatness head", grid.PER_FEATURE)
+    assert found.columns[grid.PER_FEATURE] == [1 / 16, 3 / 32]
     assert found.failures == {
         "b": "no finite relative_flatness head: not compared",
         "mls": "no finite number for 1 of 2 networks: not compared",
@@ -206,6 +219,7 @@ def test_points_state_the_findings_anew(tmp_path):
     told = json.loads(same["p21-fig6-small.json"])
     assert {**told, "findings": []} == {**facts, "findings": []}
     for one, other in zip(told["findings"], facts["findings"], strict=True):
-        assert one == {**other, "value": pytest.approx(other["value"], rel=1e-4, abs=1e-6)}  # points have six digits
+        value = other["value"] and pytest.approx(other["value"], rel=1e-4, abs=1e-6)  # points have six digits
+        assert one == {**other, "value": value}
     other, _ = reproducing.restated(p21_fig8.EXPERIMENT, facts)  # of the same networks
     assert "relative flatness of fc3" in other.verdict

@@ -196,7 +196,7 @@ def test_text_columns_are_clusters_in_files_of_score(tmp_path):
     [
         ({"interval": "t"}, "interval='t' does not exist; choose one of 'bootstrap', 'fisher'"),
         ({"settings": "recip"}, "no column 'recip'; there are recipe"),
-        ({"given": "recipe"}, "no column of numbers 'recipe'"),
+        ({"given": "reciqe"}, "no column of numbers 'reciqe'"),
         ({"given": "same"}, "'same' is constant"),
         ({"permutations": -1}, "permutations=-1"),
         ({"permutations": True}, "permutations=True"),
@@ -219,3 +219,78 @@ def test_every_statistic_of_the_whole_sample_is_that_of_scipy():
                     assert coefficients(statistic, [x, y], whole(n))[0] == pytest.approx(truth(x, y), abs=1e-12)
                 else:
                     assert math.isnan(coefficients(statistic, [x, y], whole(n))[0])
+
+
+def crossed(seed=0):
+    """Networks of six recipes and four seeds, which both shift measure and gap; two are missing."""
+    generator = np.random.default_rng(seed)
+    recipe, start = (part.ravel() for part in np.meshgrid(range(6), range(4), indexing="ij"))
+    parts = [generator.normal(size=count)[of] for count, of in ((6, recipe), (4, start))]
+    kappa, gap = (sum(parts) + generator.normal(size=24) for _ in range(2))
+    table = {
+        "kappa": kappa,
+        "gap": gap,
+        "recipe": recipe,
+        "start": start,
+        "shape": np.array(["a", "b", "c"])[recipe % 3],
+    }
+    return {name: column[2:].tolist() for name, column in table.items()}
+
+
+@pytest.mark.parametrize("statistic", STATISTICS)
+def test_seeds_are_left_out_as_well_as_recipes(statistic):
+    table = crossed(seed=3)
+    kappa, gap, recipe, start = (np.array(table[name]) for name in ("kappa", "gap", "recipe", "start"))
+
+    def variance(of):
+        z = [math.atanh(SCIPY[statistic](kappa[of != left_out], gap[of != left_out])) for left_out in {*of.tolist()}]
+        return (len(z) - 1) / len(z) * sum((value - np.mean(z)) ** 2 for value in z)
+
+    first, more = variance(recipe), variance(start) - variance(4 * recipe + start)
+    assert more > 0
+    dof = (first + more) ** 2 / (first**2 / 5 + more**2 / 3)
+    row = one(table, statistic, interval="fisher", settings="recipe", seeds="start")
+    half = stats.t.ppf(0.975, dof) * math.sqrt(first + more)
+    expected = [math.tanh(math.atanh(row.value) + side * half) for side in (-1, 1)]
+    assert (row.low, row.high) == pytest.approx(expected, rel=1e-9)
+    alone = one(table | {"start": [0] * 22}, statistic, interval="fisher", settings="recipe", seeds="start")
+    assert alone == one(table, statistic, interval="fisher", settings="recipe")
+    with pytest.raises(pf.errors.InputError, match="settings= and interval='fisher'"):
+        one(table, statistic, seeds="start")
+
+
+@pytest.mark.parametrize("statistic", STATISTICS)
+@pytest.mark.parametrize("interval", ["bootstrap", "fisher"])
+def test_strata_are_compared_inside(statistic, interval):
+    """Across the shapes the order is turned round, as in Simpson's paradox."""
+    table = crossed()
+    level = {"a": 0.0, "b": 50.0, "c": 100.0}
+    table["kappa"] = [value + level[shape] for value, shape in zip(table["kappa"], table["shape"], strict=True)]
+    table["gap"] = [value - level[shape] for value, shape in zip(table["gap"], table["shape"], strict=True)]
+    kappa, gap, shape = (np.array(table[name]) for name in ("kappa", "gap", "shape"))
+    inside = {name: SCIPY[statistic](kappa[shape == name], gap[shape == name]) for name in level}
+    expected = sum((shape == name).sum() * value for name, value in inside.items()) / len(shape)
+    assert one(table, statistic).value < -0.4
+    row = one(table, statistic, strata="shape", interval=interval, settings="recipe")
+    assert row.value == pytest.approx(expected)
+    assert row.low < row.value < row.high
+    assert row.value > 0
+    with pytest.raises(pf.errors.InputError, match="strata"):
+        one(table, statistic, strata="shape", permutations=9)
+
+
+def test_text_is_held_fixed_by_its_values():
+    table = crossed()
+    shape = np.array(table["shape"])
+    given = [(shape == name).astype(float) for name in ("b", "c")]
+    kappa, gap = (left(np.array(table[name]), given) for name in ("kappa", "gap"))
+    assert one(table, "Pearson", given="shape").value == pytest.approx(SCIPY["Pearson"](kappa, gap))
+
+
+def test_training_losses_that_differ_are_said():
+    table = crossed() | {"loss": [0.1] * 20 + [0.3, 0.05]}
+    found = pf.statistics.correlations(table, "kappa")
+    assert "from 0.05 to 0.3, a factor of 6" in found.note
+    assert str(found).splitlines()[-1] == found.note
+    for options in ({"given": "loss"}, {"exclude": ["20"]}):
+        assert not pf.statistics.correlations(table, "kappa", **options).note

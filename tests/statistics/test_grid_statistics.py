@@ -74,6 +74,18 @@ def test_sign_error_by_hand():
     )
 
 
+def test_environments_of_few_pairs_are_taken_together():
+    """Those of each setting have 1 and 2 pairs, together 3; of those of the rate one errs."""
+    found = pf.statistics.sign_error(SMALL, "kappa", "gap", ["depth", "rate"], fewest=3)
+    assert [(e.setting, e.first, e.second, e.pairs) for e in found.environments] == [
+        ("depth", "shallow", "deep", 3),
+        ("rate", "0.1", "0.3", 3),
+    ]
+    assert found.worst == pytest.approx(1 / 3)
+    two = pf.statistics.sign_error(SMALL, "kappa", "gap", ["depth", "rate"], fewest=2)
+    assert [e.pairs for e in two.environments] == [1, 2, 1, 2]
+
+
 def channel(error):
     """I / H of a sign that is sent on wrongly with some probability: 1 less its binary entropy, in bits."""
     return 1 + sum(p * math.log2(p) for p in (error, 1 - error) if p)

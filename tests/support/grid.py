@@ -59,10 +59,12 @@ def values_of(matrix: Tensor, weight: Tensor, groups: int = 1, taps: int = 1) ->
     """Return what a layer's matrix says of its measures by name: a number, or one of each neuron, or column."""
     flat = matrix.flatten(2).flatten(0, 1)
     rows = torch.linalg.eigvalsh(torch.einsum("sjsk->sjk", matrix))[:, -1]
+    kappa = truth.relative_flatness_of(matrix, weight, groups)
     columns, norm = truth.columns_of(matrix, weight, groups, taps), float(weight.square().sum())
     of_rows, trace = truth.rows_of(matrix, weight), truth.trace_of(matrix)
     return {
-        "relative_flatness": truth.relative_flatness_of(matrix, weight, groups),
+        "relative_flatness": kappa,
+        "relative_flatness_per_feature": kappa / (2 * weight.shape[1]),
         "trace": trace,
         "adaptive_sharpness": truth.adaptive_sharpness_of(matrix, weight),
         "neuron_flatness": columns,

@@ -39,7 +39,8 @@ class ParameterTruth:
         """Return what measures of a layer are of its Hessian, or GGN."""
         flat = matrix.reshape(self.weight.numel(), -1)
         return {
-            "relative_flatness": truth.relative_flatness_of(matrix, self.weight, groups),
+            "relative_flatness": (kappa := truth.relative_flatness_of(matrix, self.weight, groups)),
+            "relative_flatness_per_feature": kappa / (2 * self.weight.shape[1]),
             "trace": truth.trace_of(matrix),
             "adaptive_sharpness": truth.adaptive_sharpness_of(matrix, self.weight),
             "lambda_max": float(torch.linalg.eigvalsh(flat)[-1]),

@@ -27,7 +27,7 @@ EIGENVALUES = ("lambda_max", "relative_flatness_max")
 PARTS = ("neuron_flatness", "neuron_flatness_rows")
 OF_WEIGHTS = ("adaptive_sharpness", *PARTS, *(f"{measure}_max" for measure in PARTS))
 OF_TRACES = ("relative_flatness", "trace")
-TOGETHER = (*OF_TRACES, *OF_WEIGHTS, *EIGENVALUES, "weight_norm", "scaled_trace")
+TOGETHER = (*OF_TRACES, *OF_WEIGHTS, *EIGENVALUES, "weight_norm", "scaled_trace", "relative_flatness_per_feature")
 
 
 def check(report, case, layer, curvature, rel=1e-9, of_size=0.0):
