@@ -15,7 +15,7 @@ from .options import bind, json_option, model_option, spec_of
 from .output import show, show_json
 
 
-@click.command(short_help="Say what a measurement would take on other machines.")
+@click.command()
 @model_option
 @click.option(
     "--ranks",

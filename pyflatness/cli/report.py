@@ -14,7 +14,7 @@ from .options import PATH, metadata_option
 from .output import echo, prepare_file, write_whole
 
 
-@click.command(name="report", short_help="Write a page to look at: table, charts, correlations.")
+@click.command(name="report")
 @click.argument("store", type=PATH)
 @click.option("--out", type=PATH, required=True, help="HTML file to write.")
 @click.option("--title", help="Heading of the page.  [default: Results in STORE]")

@@ -48,7 +48,7 @@ from .output import is_same_file, prepare_file
 _OF_A_LAUNCHER = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 
 
-@click.command(short_help="Measure many checkpoints on one data set.")
+@click.command()
 @given.config_option
 @given.model_option
 @given.spec_option(
