@@ -60,7 +60,7 @@ lint: setup
 CONFIGURE = $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
 
 # The CPU kernels without Python under the sanitizers; no symbol that two instruction sets could share; the CUDA kernels
-# compiled as `pip install .` does where nvcc is, and their module imported, which needs no driver; what the compiler made
+# compiled as `pip install .` does where a GPU and nvcc are, and their module imported, which needs no driver; what the compiler made
 # of them against docs/cuda-sass.md.
 kernels-check: setup
 	$(CONFIGURE) -B build/sanitize -DPYFLATNESS_SANITIZE=ON

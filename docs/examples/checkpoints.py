@@ -6,7 +6,7 @@ You have trained some networks and kept their weights in files. This example mea
 flat the training loss is around each of them, and draws that against the generalisation
 gap, which is the loss on test data minus that on training data. It trains a dozen small
 networks first. If you have checkpoints of your own, begin at `Measure them`_. It needs
-the extra ``demo`` (``pip install '.[demo]'`` in a clone).
+the extra ``demo`` (``pip install 'pyflatness[demo]'``).
 """
 
 # %%

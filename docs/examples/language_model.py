@@ -6,8 +6,8 @@ The models of Hugging Face's transformers are measured as they are: they bring t
 loss, and the batches are what the tokenizer or data collator makes. This example trains a
 tiny GPT-2 for a few seconds and measures all of its layers. Nothing is downloaded. For a
 model of yours, load it by ``AutoModelForCausalLM.from_pretrained``, and begin at `Measure
-all layers`_. It needs the extras ``hf`` and ``plot`` (``pip install '.[hf,plot]'`` in a
-clone).
+all layers`_. It needs the extras ``hf`` and ``plot`` (``pip install
+'pyflatness[hf,plot]'``).
 """
 
 # %%

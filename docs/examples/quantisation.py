@@ -5,7 +5,7 @@ Find out which layers can be quantised
 Quantisation rounds the weights of a network to a few levels. Some layers can take that,
 and others cannot. This example computes what rounding would do to the loss, layer by
 layer, and gives each layer as few bits as it can do with. It needs the extra ``demo``
-(``pip install '.[demo]'`` in a clone).
+(``pip install 'pyflatness[demo]'``).
 """
 
 # %%

@@ -5,7 +5,7 @@ Measure with several processes
 On a cluster, ``torchrun`` or ``accelerate launch`` starts several processes, each with a
 part of the data. A call of pyflatness in such a script is made by all processes together,
 and each gets the value of all data. This example does so with two processes on one
-machine. It needs the extra ``demo`` (``pip install '.[demo]'`` in a clone).
+machine. It needs the extra ``demo`` (``pip install 'pyflatness[demo]'``).
 """
 
 # %%

@@ -5,7 +5,7 @@ Look at the curvature of a loss
 Measures such as relative flatness or the trace say in one number how sharp a minimum is.
 This example looks at more than a number: at the eigenvalues of the loss Hessian, and at
 the loss itself along some directions. It needs the extra ``demo`` (``pip install
-'.[demo]'`` in a clone).
+'pyflatness[demo]'``).
 """
 
 # %%

@@ -4,7 +4,7 @@ Follow flatness through a training
 
 This example records the relative flatness of each layer while a network is trained, for
 the weights of each moment and for their running average. It needs the extra ``demo``
-(``pip install '.[demo]'`` in a clone).
+(``pip install 'pyflatness[demo]'``).
 """
 
 # %%

@@ -4,7 +4,7 @@ Train with a flatness penalty
 
 This example trains a network twice, once as usual and once with the relative flatness κ
 of a layer as a part of the loss, and compares the two. It needs the extra ``demo``
-(``pip install '.[demo]'`` in a clone).
+(``pip install 'pyflatness[demo]'``).
 """
 
 # %%

@@ -1,6 +1,6 @@
 """Run the command line, ``pyflatness``: one subcommand per file, those on a store in one.
 
-What a subcommand needs beyond click and rich it imports when it runs.
+A command's module, and torch with it, is imported when the command is used: ``--help`` and ``--version`` take no time.
 """
 
 from collections.abc import Sequence
@@ -9,12 +9,31 @@ import click
 
 from .. import __version__
 from ..errors import FlatnessError
-from ..messages import printable
+from .group import Commands, checked
 
 _HELP = """Measure how flat the loss is around trained networks.
 
 `pyflatness COMMAND --help` describes a command. Commands that print a table take --json, for programs.
 """
+_SECTIONS = {
+    "Measure networks": {
+        "score": "Measure many checkpoints on one data set.",
+        "measure": "Measure one network, and print the table of its layers.",
+        "spectrum": "Show the Hessian's largest eigenvalues and its density.",
+        "layers": "List the layers of a network that can be measured.",
+        "plan": "Say what a measurement would take on other machines.",
+    },
+    "Read and keep values": {
+        "store": "List, show, export, extend, check, unite and tidy stores.",
+        "report": "Write a page to look at: table, charts, correlations.",
+        "correlate": "Correlate measures with the generalisation gap.",
+    },
+    "Learn": {
+        "demo": "Train and measure 24 small networks.",
+        "measures": "List the measures, or say which one is for what.",
+        "doctor": "Check the installation and the numbers it computes.",
+    },
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -26,27 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: always; with a status of 0 if all went well, and else as :data:`.group.STATUSES` has it.
     """
-    from .demo import demo
-    from .doctor import doctor
-    from .group import Commands
-    from .layers import layers
-    from .measures import measures
-    from .output import checked
-    from .plan import plan
-    from .report import report
-    from .score import score
-    from .store import store
-
-    sections = {
-        "Measure networks": [score, layers, plan],
-        "Read and keep a store of values": [store, report],
-        "Learn": [demo, measures, doctor],
-    }
-    group = click.version_option(__version__, prog_name="pyflatness")(Commands(sections, _HELP))
+    group = click.version_option(__version__, prog_name="pyflatness")(Commands(_SECTIONS, _HELP))
     try:
         with checked():
             group.main(arguments, prog_name="pyflatness")
     except FlatnessError as error:
+        from ..messages import printable
+
         text = "Error: " + "\n".join(map(printable, str(error).splitlines()))
         click.echo(text, err=True)
         stop = SystemExit(text)  # for whoever calls this function

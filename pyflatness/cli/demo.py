@@ -54,7 +54,7 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-@click.command(short_help="Train and measure 24 small networks.")
+@click.command()
 @click.option(
     "--out", type=click.Path(path_type=Path), default="demo", show_default=True, help="Folder for the results."
 )

@@ -65,7 +65,7 @@ class EngineCheck:
         return self.error <= self.budget
 
 
-@click.command(short_help="Check the installation and the numbers it computes.")
+@click.command()
 @json_option
 def doctor(as_json: bool) -> None:
     """Show versions and engines, and check that they compute the right numbers.

@@ -1,14 +1,22 @@
 """Hold the commands by what they are for, as ``pyflatness --help`` shows them, and begin and end them alike."""
 
+import contextlib
+import difflib
+import importlib
+import io
 import os
 import re
 import shlex
 import signal
+import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
+
+from ..errors import InputError
 
 STATUSES = {
     0: "all went well",
@@ -24,24 +32,48 @@ class Commands(click.Group):
     """Run the command that is named; an interruption that it does not take itself ends it with status 130.
 
     Args:
-        sections: of the help, the commands of each by its title.
+        sections: of the help by their titles: the commands of each by name, with a line on each.
         what: the program does.
     """
 
-    def __init__(self, sections: Mapping[str, Sequence[click.Command]], what: str) -> None:
-        commands = [command for some in sections.values() for command in some]
+    def __init__(self, sections: Mapping[str, Mapping[str, str]], what: str) -> None:
         statuses = (f"  {status:<5}{meaning}" for status, meaning in STATUSES.items())
         epilog = "\n".join(["\b", "Exit status:", *statuses])
-        super().__init__("pyflatness", help=what, commands=commands, epilog=epilog)
+        super().__init__("pyflatness", help=what, epilog=epilog)
         self._sections = sections
+        self._lines = {name: line for some in sections.values() for name, line in some.items()}
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of the commands, whose modules are not imported for it."""
+        return sorted(self._lines)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return the command of a name: the function of this name in the module of this name."""
+        if cmd_name not in self._lines:
+            return None
+        found: click.Command = getattr(importlib.import_module(f"{__package__}.{cmd_name}"), cmd_name)
+        return found
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that is named; of a name that there is not, the error has near ones."""
+        near = difflib.get_close_matches(args[0], self._lines)
+        if near and args[0] not in self._lines:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {', '.join(near)}?")
+        return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return the commands that a word may become, for the shell."""
+        found = [CompletionItem(name, help=line) for name, line in self._lines.items() if name.startswith(incomplete)]
+        return [*sorted(found, key=lambda item: str(item.value)), *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands in sections, with the ``short_help`` of each, which is a line."""
-        longest = max(map(len, self.commands))
+        """Write the commands in sections, with a line on each."""
+        longest = max(map(len, self._lines))
         for title, commands in self._sections.items():
-            rows = [(str(c.name).ljust(longest), c.get_short_help_str()) for c in commands]
             with formatter.section(title):
-                formatter.write_dl(rows)
+                formatter.write_dl([(name.ljust(longest), line) for name, line in commands.items()])
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments, which are noted as they are."""
@@ -76,3 +108,22 @@ def command_line() -> str:
     for value in sorted(secrets, key=len, reverse=True):
         text = text.replace(value, f"${secrets[value]}")
     return text
+
+
+@contextlib.contextmanager
+def checked() -> Iterator[None]:
+    """Run what prints: characters that the output's encoding does not have are escaped, and a full disk is an error.
+
+    Raises:
+        InputError: standard output cannot be written.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:  # not of writing to an open file
+            raise
+        with contextlib.suppress(OSError):  # what is still in the buffer would fail once more at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise InputError(f"the output cannot be written ({error.strerror})") from None

@@ -17,7 +17,7 @@ from .options import bind, json_option, model_option
 from .output import show, show_json
 
 
-@click.command(short_help="List the layers of a network that can be measured.")
+@click.command()
 @model_option
 @json_option
 def layers(model: specs.Function, model_args: dict[str, Any], as_json: bool) -> None:

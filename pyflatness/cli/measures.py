@@ -149,7 +149,7 @@ CHOICES = (
 )
 
 
-@click.command(short_help="List the measures, or say which one is for what.")
+@click.command()
 @click.option("--help-me-choose", is_flag=True, help="Show which measure is for what instead.")
 @click.option(
     "--markdown", is_flag=True, help="Print Markdown: the page docs/measures.md, or the table of docs/which-measure.md."

@@ -1,18 +1,24 @@
 """Define the options that several commands share, take them from a YAML file, check their values, and complete them."""
 
+import functools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+import torch
 from click.shell_completion import CompletionItem
+from torch import nn
+from torch.nn import functional as F
 
 from .. import losses
 from ..errors import InputError
 from ..losses import auto
 from ..measures import MEASURES, named
-from ..scoring import specs
+from ..options import MAX_PASSES, check_dtype
+from ..scoring import data_specs, specs
 from ..scoring.specs import Function
 
 C = TypeVar("C", bound=Callable[..., Any])
@@ -25,6 +31,27 @@ def metadata_option(more: str = "") -> Callable[[C], C]:
     """Return the option ``--metadata FILE``, which arrives as ``table``; ``more`` is of the help."""
     what = "CSV or JSON file with columns to add to the checkpoints, by their names."
     return click.option("--metadata", "table", type=PATH, help=what + more)
+
+
+device_option = click.option("--device", metavar="DEVICE", help="Where the model runs: cpu, cuda, cuda:1, …")
+dtype_option = click.option("--dtype", help="Dtype of the weights, such as bfloat16.  [default: as the model is made]")
+
+
+def moved(device: str | None, dtype: str | None) -> dict[str, Any]:
+    """Return the arguments of ``nn.Module.to`` for these options.
+
+    Raises:
+        InputError: no device, or no dtype of floating-point numbers.
+    """
+    to: dict[str, Any] = {}
+    if device is not None:
+        try:
+            to["device"] = torch.device(device)
+        except RuntimeError as error:
+            raise InputError(f"--device {device}: {str(error).splitlines()[0]}") from None
+    if dtype is not None:
+        to["dtype"] = check_dtype("--dtype", dtype)
+    return to
 
 
 def config_option(command: C) -> C:
@@ -70,12 +97,13 @@ def _take_file(context: click.Context, parameter: click.Parameter, path: Path | 
 def _given(parameter: click.Parameter, value: Any) -> Any:
     """Return a value as the command line would have it."""
     if parameter.multiple or parameter.nargs == -1:
-        return [str(part) for part in (value if isinstance(value, list) else [value])]
+        parts = value if isinstance(value, list) else [value]
+        return [json.dumps(part) if isinstance(part, (dict, list)) else str(part) for part in parts]
     return json.dumps(value) if isinstance(value, (dict, list)) else value
 
 
 def spec_option(
-    name: str, what: str, resolve: Callable[[str], Function] = specs.resolve, more: str = ""
+    name: str, what: str, resolve: Callable[[str], Function] = specs.resolve, more: str = "", *, required: bool = True
 ) -> Callable[[Function], Function]:
     """Return two click options: ``--name SPEC``, which arrives as a callable, and ``--name-args JSON``, as a dict.
 
@@ -84,24 +112,25 @@ def spec_option(
         what: what the callable returns.
         resolve: SPEC -> callable.
         more: of the help.
+        required: whether it has to be given; else it may be None.
     """
 
-    def resolved(context: click.Context, parameter: click.Parameter, text: str) -> Function:
+    def resolved(context: click.Context, parameter: click.Parameter, text: str | None) -> Function | None:
         context.meta[name] = text
-        return _usage(resolve, text)  # type: ignore[no-any-return]
+        return None if text is None else _usage(resolve, text)  # type: ignore[no-any-return]
 
     def add(command: Function) -> Function:
         arguments = click.option(
             f"--{name}-args",
-            metavar="JSON",
-            default="{}",
+            metavar="K=V,…|JSON",
+            multiple=True,
             callback=json_value,
-            help="Keyword arguments of that callable.",
+            help="Keyword arguments of that callable: k=v, with commas or repeated, or a JSON object.",
         )
         spec = click.option(
             f"--{name}",
             metavar="SPEC",
-            required=True,
+            required=required,
             callback=resolved,
             help=f"file.py:callable or package.module:callable that returns {what}.{more}",
         )
@@ -116,10 +145,10 @@ def spec_of(name: str) -> str:
     return found
 
 
-model_option = spec_option(
-    "model",
-    "the model",
-    more=" Or hf:FOLDER, hf:ORG/NAME@REVISION (from the local cache), timm:NAME, torchvision:NAME.",
+_LIBRARIES = " Or hf:FOLDER, hf:ORG/NAME@REVISION (from the local cache), timm:NAME, torchvision:NAME."
+model_option = spec_option("model", "the model", more=_LIBRARIES)
+models_option = spec_option(
+    "model", "the model", more=_LIBRARIES + " CHECKPOINTs that are such names need none.", required=False
 )
 
 
@@ -142,30 +171,60 @@ def _usage(convert: Callable[[str], Any], text: str) -> Any:
         raise click.BadParameter(str(error)) from None
 
 
-def json_value(context: click.Context, parameter: click.Parameter, text: str) -> dict[str, Any]:
-    """Return the value of an option that takes keyword arguments as JSON."""
-    found: dict[str, Any] = _usage(json_object, text)
-    return found
+def json_value(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
+    """Return the value of an option that takes keyword arguments, each time as JSON or as ``k=v``."""
+    return {name: value for text in given for name, value in _usage(json_object, text).items()}
+
+
+_PAIR = re.compile(r"(\w+)=(.*?)(?=,\w+=|$)", re.DOTALL)
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Return a JSON object of keyword arguments.
+    """Return a JSON object of keyword arguments, or ``k=v,k=v``, whose values are JSON, True, False, None or texts.
 
     Raises:
         InputError: something else.
     """
+    if re.match(r"\w+=", text):
+        return {name: _plain(value) for name, value in _PAIR.findall(text)}
     try:
         arguments = json.loads(text)
     except ValueError as error:
-        raise InputError(f"{text!r} is not JSON ({error})") from None
+        raise InputError(f"{text!r} is neither k=v nor JSON ({error})") from None
     if not isinstance(arguments, dict):
-        raise InputError(f"{text!r}: a JSON object of keyword arguments is wanted")
+        raise InputError(f"{text!r}: keyword arguments are wanted, as k=v or a JSON object")
     return arguments
+
+
+def _plain(text: str) -> Any:
+    words = {"True": True, "False": False, "None": None}
+    try:
+        return words[text] if text in words else json.loads(text)
+    except ValueError:
+        return text
+
+
+def several(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+    """Return names that may come several in one, with commas between them; those in brackets are part of a name.
+
+    A regular expression (``re:…``) is one, with all its commas.
+    """
+    split = [[text] if text.startswith("re:") else re.split(r",(?![^\[{(]*[\]})])", text) for text in given]
+    return tuple(name.strip() for names in split for name in names if name.strip())
+
+
+def numbers(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> tuple[int, ...]:
+    """Return whole numbers above zero that may come several in one, with commas between them."""
+    texts = several(context, parameter, given)
+    odd = next((text for text in texts if not text.isdecimal() or int(text) < 1), None)
+    if odd is not None:
+        raise click.BadParameter(f"{odd!r}: a whole number above zero is wanted, or several with commas between them")
+    return tuple(map(int, texts))
 
 
 def measures(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of measures, which may come several in one, with commas between them."""
-    names = [name.strip() for text in given for name in text.split(",") if name.strip()]
+    names = several(context, parameter, given)
     try:
         rows = [row for name in names for row in named(name)] if names else named(names)  # of none it is an error
     except InputError as error:
@@ -218,3 +277,132 @@ def shard(context: click.Context, parameter: click.Parameter, given: str | None)
 def probes(context: click.Context, parameter: click.Parameter, given: str | None) -> int | str | None:
     """Return a number of probes, or the text that is given in its place."""
     return int(given) if given and given.lstrip("-").isdigit() else given
+
+
+def loss_of(name: str, options: dict[str, Any]) -> Any:
+    """Return the loss of ``--loss`` and ``--loss-args``: a name, a function with its options, or a module."""
+    if auto.is_auto(name) and not options:
+        return name
+    tensors = {key: torch.tensor(value) if isinstance(value, list) else value for key, value in options.items()}
+    kind = getattr(nn, name, None) if name.endswith("Loss") else None
+    try:
+        if isinstance(kind, type) and issubclass(kind, nn.Module):
+            loss: Any = kind(**tensors)
+        else:
+            losses.resolve(name)
+            loss = functools.partial(getattr(F, name), **tensors) if tensors else name
+        losses.resolve(loss)
+    except TypeError as error:
+        raise click.BadParameter(f"{json.dumps(options)}: {error}", param_hint="--loss-args") from None
+    except InputError as error:
+        raise click.BadParameter(str(error), param_hint="--loss") from None
+    return loss
+
+
+_NETWORK = (
+    spec_option(
+        "data",
+        "batches: a DataLoader, a list or a tuple of tensors; or .npz, .txt, .jsonl, .parquet, a folder of images or "
+        "of a saved data set",
+        data_specs.resolve,
+    ),
+    click.option(
+        "--loss",
+        metavar="NAME",
+        default="auto",
+        show_default=True,
+        shell_complete=complete_losses,
+        help="The loss it was trained with: cross_entropy, mse_loss, … or a class of torch.nn: HuberLoss, …; auto: "
+        "that of a Hugging Face model.",
+    ),
+    click.option(
+        "--loss-args",
+        metavar="K=V,…|JSON",
+        multiple=True,
+        callback=json_value,
+        help="Options of that loss: k=v, with commas or repeated, or a JSON object.",
+    ),
+    click.option(
+        "--layers",
+        "selectors",
+        metavar="SELECTOR,…",
+        multiple=True,
+        callback=several,
+        help="Layers: name, glob, re:… or type:…; with commas or repeated.  [default: all that can be measured]",
+    ),
+    click.option(
+        "--curvature",
+        type=click.Choice(["auto", "ggn", "hessian"]),
+        default="auto",
+        show_default=True,
+        help="auto: of the Hessian, by its generalised Gauss-Newton part (GGN) where these are the same; ggn: of the "
+        "GGN; hessian: as auto, and behind functions that torch did not write, too.",
+    ),
+    click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random numbers of estimates."),
+    click.option(
+        "--limit",
+        metavar="N|PART",
+        callback=limit,
+        help="Measure on the first N samples, or on this part of all of them, such as 0.1.",
+    ),
+    click.option(
+        "--batch-size",
+        metavar="N|auto",
+        callback=batch_size,
+        help="Cut batches to N samples; auto: in halves when memory does not suffice.  [default: as the "
+        "data have them]",
+    ),
+    device_option,
+    dtype_option,
+)
+_VALUES = (
+    click.option(
+        "--measures",
+        metavar="NAME,…",
+        multiple=True,
+        default=[MEASURES[0].name],
+        show_default=True,
+        callback=measures,
+        shell_complete=complete_measures,
+        help="See pyflatness measures; 'sweep'; 'all'. Of several layers there is a row for the network, with no "
+        "layer.",
+    ),
+    click.option(
+        "--probes",
+        metavar="K|adaptive",
+        callback=probes,
+        help="Estimate values by so many random probes of each sample, with standard errors.  [default: exact values]",
+    ),
+    click.option(
+        "--target-stderr",
+        type=float,
+        help="Estimate every value to this absolute standard error, by as many probes as that takes.",
+    ),
+    click.option(
+        "--rtol",
+        type=float,
+        help="Estimate every value to about this relative standard error, as --probes adaptive does for 0.01; of heads "
+        "alone a relative error that is guaranteed.",
+    ),
+    click.option(
+        "--max-passes",
+        type=click.IntRange(1),
+        default=MAX_PASSES,
+        show_default=True,
+        help="Backward passes of a micro-batch, or Hessian products of a layer, that exact values may take.",
+    ),
+)
+
+
+def asked_of_a_network(command: C) -> C:
+    """Add the options that say which network is measured, but for the model: on which data, with which loss."""
+    for option in reversed(_NETWORK):
+        command = option(command)
+    return command
+
+
+def asked(command: C) -> C:
+    """Add the options of :func:`asked_of_a_network`, and those that say which values are wanted."""
+    for option in reversed(_VALUES):
+        command = option(command)
+    return asked_of_a_network(command)

@@ -4,11 +4,9 @@ Where standard output or a file cannot be written this is an error that says so.
 """
 
 import contextlib
-import io
 import json
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from io import FileIO
@@ -108,25 +106,6 @@ class Notes:
         """Print the lines."""
         for line in self.lines():
             click.echo(line)
-
-
-@contextlib.contextmanager
-def checked() -> Iterator[None]:
-    """Run what prints: characters that the output's encoding does not have are escaped, and a full disk is an error.
-
-    Raises:
-        InputError: standard output cannot be written.
-    """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None:  # not of writing to an open file
-            raise
-        with contextlib.suppress(OSError):  # what is still in the buffer would fail once more at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise InputError(f"the output cannot be written ({error.strerror})") from None
 
 
 class _Rate(ProgressColumn):

@@ -11,19 +11,21 @@ from ..errors import InputError
 from ..messages import duration
 from ..options import check_dtype
 from ..scoring import planned, specs
+from . import options as given
 from .options import bind, json_option, model_option, spec_of
 from .output import show, show_json
 
 
-@click.command(short_help="Say what a measurement would take on other machines.")
+@click.command()
 @model_option
 @click.option(
     "--ranks",
-    type=click.IntRange(1),
+    metavar="N,…",
     multiple=True,
-    default=[8],
+    default=["8"],
     show_default=True,
-    help="Number of processes that share the work; may be repeated.",
+    callback=given.numbers,
+    help="Number of processes that share the work; with commas or repeated.",
 )
 @click.option(
     "--samples", type=click.IntRange(1), default=1024, show_default=True, help="Number of samples in the data."
@@ -36,8 +38,14 @@ from .output import show, show_json
 @click.option(
     "--probes", metavar="K", default="8", show_default=True, help="Number of random probes of each sample, or 'exact'."
 )
-@click.option("--layers", metavar="SELECTOR", multiple=True, help="Layers to measure; all by default.")
-@click.option("--dtype", help="Dtype of the weights, such as bfloat16.  [default: as the model is made]")
+@click.option(
+    "--layers",
+    metavar="SELECTOR,…",
+    multiple=True,
+    callback=given.several,
+    help="Layers to measure, with commas or repeated; all by default.",
+)
+@given.dtype_option
 @click.option(
     "--flops-per-second",
     type=click.FloatRange(0, min_open=True),
@@ -66,12 +74,12 @@ def plan(
         raise click.UsageError("pass --length, the tokens of a sample, or else --shape, of a sample that is not tokens")
     spec = spec_of("model")
     build = bind(model, planned.without_weights(spec, model_args), "model")
-    given = planned.Batch(batch, length, () if shape is None else _shape(shape))
+    shaped = planned.Batch(batch, length, () if shape is None else _shape(shape))
     precision = None if dtype is None else check_dtype("--dtype", dtype)
     if probes != "exact" and (not probes.isdecimal() or int(probes) < 1):
         raise InputError(f"--probes {probes!r}: a number above zero, or exact, is wanted")
     number = None if probes == "exact" else int(probes)
-    work = planned.work(lambda: specs.build_model(build), given, layers or None, precision)
+    work = planned.work(lambda: specs.build_model(build), shaped, layers or None, precision)
     plans = [
         planned.planned(
             work,

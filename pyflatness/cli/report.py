@@ -10,11 +10,11 @@ from ..scoring import metadata, store_page
 from ..scoring.page import Choices
 from ..scoring.store import Store
 from ..training.history import History
-from .options import PATH, metadata_option
+from .options import PATH, metadata_option, several
 from .output import echo, prepare_file, write_whole
 
 
-@click.command(name="report", short_help="Write a page to look at: table, charts, correlations.")
+@click.command(name="report")
 @click.argument("store", type=PATH)
 @click.option("--out", type=PATH, required=True, help="HTML file to write.")
 @click.option("--title", help="Heading of the page.  [default: Results in STORE]")
@@ -24,7 +24,11 @@ from .output import echo, prepare_file, write_whole
 @click.option("--test", type=PATH, help="Store or CSV file of the same checkpoints on test data, for the gap.")
 @metadata_option()
 @click.option(
-    "--exclude", metavar="NAME", multiple=True, help="Checkpoint to leave out of the correlations; may be repeated."
+    "--exclude",
+    metavar="NAME,…",
+    multiple=True,
+    callback=several,
+    help="Checkpoints to leave out of the correlations; with commas or repeated.",
 )
 @click.option(
     "--history", type=PATH, multiple=True, help="JSON file that a pf.results.History wrote, to show; may be repeated."

@@ -6,9 +6,7 @@ With ``--out`` the rows go to a CSV file, with ``--store`` to a store (:mod:`.sc
 """
 
 import contextlib
-import functools
 import glob
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -20,14 +18,10 @@ import click
 import torch
 import torch.distributed as dist
 from click.core import ParameterSource
-from torch import nn
-from torch.nn import functional as F
 
-from .. import losses
 from ..api import measure
 from ..errors import InputError, PassesError
 from ..losses import auto
-from ..measures import MEASURES
 from ..messages import printable
 from ..model import hugging_face, state
 from ..model.data import Batches
@@ -35,7 +29,7 @@ from ..model.data import first as first_of
 from ..model.layers import unwrap
 from ..numerics.meeting import joined
 from ..numerics.ranks import ALONE, Ranks, is_known
-from ..options import MAX_PASSES, Options
+from ..options import Options
 from ..scoring import checkpoints, data_specs, executors, metadata, pretrained, specs
 from ..scoring.run import ScoringRun
 from ..scoring.units import Request
@@ -48,93 +42,15 @@ from .output import is_same_file, prepare_file
 _OF_A_LAUNCHER = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 
 
-@click.command(short_help="Measure many checkpoints on one data set.")
+@click.command()
 @given.config_option
-@given.model_option
-@given.spec_option(
-    "data",
-    "batches: a DataLoader, a list or a tuple of tensors; or .npz, .txt, .jsonl, .parquet, a folder of images or of a "
-    "saved data set",
-    data_specs.resolve,
-)
-@click.option(
-    "--loss",
-    metavar="NAME",
-    default="auto",
-    show_default=True,
-    shell_complete=given.complete_losses,
-    help="The loss it was trained with: cross_entropy, mse_loss, … or a class of torch.nn: HuberLoss, …; auto: that of "
-    "a Hugging Face model.",
-)
-@click.option("--loss-args", metavar="JSON", default="{}", help="Options of that loss.")
-@click.option(
-    "--layers",
-    "selectors",
-    metavar="SELECTOR",
-    multiple=True,
-    help="Layers: name, glob, re:… or type:…; may be repeated.  [default: all that can be measured]",
-)
-@click.option(
-    "--measures",
-    metavar="NAME,…",
-    multiple=True,
-    default=[MEASURES[0].name],
-    show_default=True,
-    callback=given.measures,
-    shell_complete=given.complete_measures,
-    help="See pyflatness measures; 'sweep'; 'all'. Of several layers there is a row for the network, with no layer.",
-)
-@click.option(
-    "--curvature",
-    type=click.Choice(["auto", "ggn", "hessian"]),
-    default="auto",
-    show_default=True,
-    help="auto: of the Hessian, by its generalised Gauss-Newton part (GGN) where these are the same; ggn: of the GGN; "
-    "hessian: as auto, and behind functions that torch did not write, too.",
-)
-@click.option(
-    "--probes",
-    metavar="K|adaptive",
-    callback=given.probes,
-    help="Estimate values by so many random probes of each sample, with standard errors.  [default: exact values]",
-)
-@click.option(
-    "--target-stderr",
-    type=float,
-    help="Estimate every value to this absolute standard error, by as many probes as that takes.",
-)
-@click.option(
-    "--rtol",
-    type=float,
-    help="Estimate every value to about this relative standard error, as --probes adaptive does for 0.01; of heads "
-    "alone a relative error that is guaranteed.",
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random numbers that estimates take.")
-@click.option(
-    "--max-passes",
-    type=click.IntRange(1),
-    default=MAX_PASSES,
-    show_default=True,
-    help="Backward passes of a micro-batch, or Hessian products of a layer, that exact values may take.",
-)
-@click.option(
-    "--limit",
-    metavar="N|PART",
-    callback=given.limit,
-    help="Measure on the first N samples, or on this part of all of them, such as 0.1.",
-)
-@click.option(
-    "--batch-size",
-    metavar="N|auto",
-    callback=given.batch_size,
-    help="Cut batches to N samples; auto: in halves when memory does not suffice.  [default: as the data have them]",
-)
-@click.option("--out", type=PATH, help="CSV file that the rows are written to. One of --out and --store is needed.")
+@given.models_option
+@given.asked
+@click.option("--out", type=PATH, help="CSV file that the rows are written to, beside standard output.")
 @click.option(
     "--store",
     type=PATH,
-    help="SQLite file that keeps the values: run again, the command goes on where it was. One of --out and --store is "
-    "needed.",
+    help="SQLite file that keeps the values: run again, the command goes on where it was.",
 )
 @click.option("--retry", is_flag=True, help="Compute again what failed. (with --store)")
 @click.option(
@@ -166,8 +82,8 @@ _OF_A_LAUNCHER = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 )
 @click.option(
     "--executor-args",
-    metavar="JSON",
-    default="{}",
+    metavar="K=V,…|JSON",
+    multiple=True,
     callback=given.json_value,
     help="Options of ray or slurm, such as partition, time in minutes, cpus_per_task. (with --store)",
 )
@@ -204,16 +120,18 @@ _OF_A_LAUNCHER = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 @click.option("--allow-pickle-weights-only", is_flag=True, expose_value=False, hidden=True)  # of 0.1.0: always so
 @click.argument("paths", metavar="[CHECKPOINT]...", nargs=-1, type=PATH)
 def score(
-    model: specs.Function,
+    model: specs.Function | None,
     model_args: dict[str, Any],
     data: specs.Function,
     data_args: dict[str, Any],
     loss: str,
-    loss_args: str,
+    loss_args: dict[str, Any],
     selectors: tuple[str, ...],
     measures: tuple[str, ...],
     limit: float | None,
     batch_size: int | str | None,
+    device: str | None,
+    dtype: str | None,
     out: Path | None,
     store: Path | None,
     retry: bool,
@@ -235,36 +153,42 @@ def score(
 ) -> None:
     """Measure the network of each CHECKPOINT, with its loss and accuracy from the same pass.
 
-    CHECKPOINTs are files, folders and quoted patterns; without one the model is measured as it is made. With --store
+    CHECKPOINTs are files, folders and quoted patterns; without one the model is measured as it is made. Without --model
+    they are networks of libraries, such as hf:FOLDER, and --model-args are of all of them. With --store
     the same command goes on after an interruption, and one that names more checkpoints, layers or measures computes
     what is new.
 
     Exit status: 0 if all is done, 1 if there are rows with errors, 2 for a command that cannot be done, 130 if
     interrupted.
     """
-    if (out is None) == (store is None):
+    if out is not None and store is not None:
         raise click.UsageError("pass --out FILE.csv, or --store FILE.sqlite, with which the same command goes on")
-    if out is not None and (retry or version or spectrum or shard or table or settings or dry_run or workers > 1):
+    if store is None and (retry or version or spectrum or shard or table or settings or dry_run or workers > 1):
         raise click.UsageError(
             "--retry, --version, --spectrum, --shard, --workers, --metadata, --settings and --dry-run go with --store"
         )
     if store is not None and as_json:
         raise click.UsageError(
-            "--json goes with --out; of a store pyflatness store ls --json and show --json print what it has"
+            "--json goes without --store; of a store pyflatness store ls --json and show --json print what it has"
         )
     if not paths and (shard or workers > 1):
         raise click.UsageError("--shard and --workers go with several CHECKPOINTs, and none is there")
-    criterion = _loss(loss, loss_args)
+    criterion, to = given.loss_of(loss, loss_args), given.moved(device, dtype)
     lost = next((path for path in paths if out is not None and is_same_file(out, path)), None)
     if lost is not None:
         message = f"{out} is one of the checkpoints: it is the same file as {lost}"
         raise click.BadParameter(printable(message), param_hint="--out")
-    made, spec = given.bind(model, model_args, "model"), given.spec_of("model")
+    own = _networks(paths) if model is None else []
+    spec = own[0] if model is None else given.spec_of("model")
+    makers = {name: given.bind(specs.resolve(name), model_args, "model") for name in own}
+    made = makers[spec] if model is None else given.bind(model, model_args, "model")
     data_args = data_specs.with_tokenizer(given.spec_of("data"), data_args, spec)
     given.bind(data, data_args, "data")
-    if not paths and pretrained.is_named(spec) and not pretrained.is_trained(spec, model_args):
+    bare = own or ([] if paths else [spec])
+    random = [one for one in bare if pretrained.is_named(one) and not pretrained.is_trained(one, model_args)]
+    if random:
         raise click.UsageError(
-            f"--model {spec} has random weights; pass CHECKPOINTs, or --model-args that name weights"
+            f"{random[0]} has random weights; pass it as --model with CHECKPOINTs, or --model-args that name weights"
         )
     try:
         options = Options(**how)
@@ -277,7 +201,8 @@ def score(
                 f"the {ranks.size} processes of a launcher measure each checkpoint together, one after the other; "
                 "--executor, --workers and --dry-run are for a command that is started once"
             )
-        found = [*map(Path, ranks.first("the checkpoints", [*map(str, checkpoints.find(paths))]))]
+        listed = [] if own else [*map(str, checkpoints.find(paths))]
+        found = [*map(Path, ranks.first("the checkpoints", listed))]
         if shard is not None:
             found = found[shard[0] - 1 :: shard[1]]
         checkpoints.check_readers(found)
@@ -289,8 +214,9 @@ def score(
                 note = f"no checkpoint given: {spec} is measured with the weights that it is made with"
                 click.echo(printable(note), err=True)
         run = ScoringRun(
-            {str(path): path for path in found} or {spec: specs.build_model(made)},
-            Maker(spec, model_args, "--model") if found else None,
+            {str(path): path for path in found}
+            or {name: specs.build_model(make, to) for name, make in (makers or {spec: made}).items()},
+            Maker(spec, model_args, "--model", to) if found else None,
             Maker(given.spec_of("data"), data_args, "--data"),
             Request(criterion, selectors or None, measures, options),
             batch_size=batch_size,
@@ -307,6 +233,8 @@ def score(
         if out is not None:
             file, shown = (out, progress) if ranks.rank == 0 else (Path(os.devnull), False)
             scored.to_csv(run, file, shown, as_json=as_json)
+        elif store is None:
+            scored.to_csv(run, None, progress if ranks.rank == 0 else False, as_json=as_json)
         if store is not None:
             columns = metadata.read(table, run.models) if table else {}
             if settings:
@@ -356,6 +284,20 @@ def _launched() -> Iterator[Ranks]:
         raise
     finally:
         dist.destroy_process_group()
+
+
+def _networks(paths: tuple[Path, ...]) -> list[str]:
+    """Return the CHECKPOINTs that stand without --model, each once: names of networks of libraries.
+
+    Raises:
+        UsageError: there is none, or one that is no such name.
+    """
+    names = [*dict.fromkeys(map(str, paths))]
+    odd = next((name for name in names if not pretrained.is_named(name)), None)
+    if odd is not None or not names:
+        of = f"what makes the network of {odd}" if odd else "file.py:callable that returns the network"
+        raise click.UsageError(printable(f"Missing option '--model': {of}; names such as hf:FOLDER alone need none"))
+    return names
 
 
 def _check_there(found: list[Path]) -> None:
@@ -408,27 +350,3 @@ def _check_passes(run: ScoringRun) -> None:
             ) from None
     except Exception:  # of the user's model and data: whatever it is, the rows have it
         return
-
-
-def _loss(name: str, text: str) -> Any:
-    """Return the loss of ``--loss`` and ``--loss-args``: a name, a function with its options, or a module."""
-    try:
-        options = given.json_object(text)
-    except InputError as error:
-        raise click.BadParameter(str(error), param_hint="--loss-args") from None
-    if auto.is_auto(name) and not options:
-        return name
-    tensors = {key: torch.tensor(value) if isinstance(value, list) else value for key, value in options.items()}
-    kind = getattr(nn, name, None) if name.endswith("Loss") else None
-    try:
-        if isinstance(kind, type) and issubclass(kind, nn.Module):
-            loss: Any = kind(**tensors)
-        else:
-            losses.resolve(name)
-            loss = functools.partial(getattr(F, name), **tensors) if tensors else name
-        losses.resolve(loss)
-    except TypeError as error:
-        raise click.BadParameter(f"{json.dumps(options)}: {error}", param_hint="--loss-args") from None
-    except InputError as error:
-        raise click.BadParameter(str(error), param_hint="--loss") from None
-    return loss

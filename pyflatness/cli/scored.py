@@ -5,6 +5,7 @@ is new is computed, and an interruption loses nothing.
 """
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
@@ -29,12 +30,12 @@ _SHOWN = 5  # errors that are printed
 _SHORT = 10  # seconds
 
 
-def to_csv(run: ScoringRun, out: Path, shown: bool | None = None, *, as_json: bool = False) -> None:
-    """Measure everything, write it, and print it.
+def to_csv(run: ScoringRun, out: Path | None, shown: bool | None = None, *, as_json: bool = False) -> None:
+    """Measure everything, print it, and write it.
 
     Args:
         run: what is asked.
-        out: the file.
+        out: the file; None: nothing is written.
         shown: whether a bar is, see :func:`.output.bar`.
         as_json: whether the rows are printed as JSON, with the notes and whether this was interrupted.
 
@@ -45,7 +46,7 @@ def to_csv(run: ScoringRun, out: Path, shown: bool | None = None, *, as_json: bo
     found: list[Row] = []
     notes, interrupted = Notes(), None
     try:
-        _append(run, out, found, notes, shown)
+        _append(run, Path(os.devnull) if out is None else out, found, notes, shown)
     except KeyboardInterrupt as error:
         interrupted = error
     except OSError as error:  # all others end up in rows
@@ -53,12 +54,12 @@ def to_csv(run: ScoringRun, out: Path, shown: bool | None = None, *, as_json: bo
     errors = sum(bool(row.error) for row in found)
     if as_json:
         facts = {"rows": [*map(asdict, found)], "notes": [*notes.lines()], "interrupted": interrupted is not None}
-        show_json({"file": str(out), "errors": errors, **facts})
+        show_json({"file": None if out is None else str(out), "errors": errors, **facts})
     else:
         show_rows(found)
         notes.show()
-        said = f"{'interrupted; ' if interrupted else ''}wrote {out}: {len(found)} rows, {errors} errors"
-        echo(said)
+        where = "" if out is None else f"wrote {out}: "
+        echo(f"{'interrupted; ' if interrupted else ''}{where}{len(found)} rows, {errors} errors")
     if interrupted or errors:
         raise SystemExit(130 if interrupted else 1) from interrupted
 

@@ -29,7 +29,7 @@ _TIME = "SELECT coalesce(sum(seconds), 0) FROM units"
 _DAMAGED = "not whole: put a copy of it back, or run pyflatness score as before with another --store"
 
 
-@click.group(short_help="List, show, export, extend, check, unite and tidy stores.")
+@click.group()
 def store() -> None:
     """Read and keep the values that pyflatness score --store has written into STORE, an SQLite file."""
 

@@ -28,7 +28,7 @@ HALF = {torch.bfloat16: "_bf16", torch.float16: "_f16"}
 _CAPABILITY = (8, 0)
 _MISSING = (
     "the CUDA kernels are not here ({}): install pyflatness with `pip install .` from its root where "
-    'nvcc and a torch with CUDA are, or pass backend="reference", which runs on the GPU in plain torch'
+    'a GPU, nvcc and a torch with CUDA are, or pass backend="reference", which runs on the GPU in plain torch'
 )
 
 

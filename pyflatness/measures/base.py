@@ -14,6 +14,11 @@ Values = dict[str, Estimate]
 """By layer, ``""`` the network; those of a measure's granularity."""
 
 
+WHOLE = "of the whole model"
+LARGEST = "the largest of the layers"
+TOGETHER = "of the layers together"
+
+
 @dataclass(frozen=True)
 class Measure:
     """Represent a measure of the loss around a trained network: of a layer, or of all its parameters.
@@ -39,6 +44,7 @@ class Measure:
         derive: its values, from the model, the user's options and its base's values.
         of_layers: whether the network's value is of its measured layers together; else it is of all parameters, or of
             the model's input.
+        network_of: what the network's value is of, in words.
         granularity: what it is a number of: ``"layer"``, ``"network"``, ``"layer, network"``.
         invariant: reparameterisations that change the network's weights but neither its function nor the measure:
             ``"none"``, ``"layer-wise"``, ``"layer-wise, neuron-wise"``.
@@ -59,6 +65,7 @@ class Measure:
     base: str | None = None
     derive: Callable[[nn.Module, Options, Values], Values] | None = None
     of_layers: bool = True
+    network_of: str = "the sum over layers"
     granularity: str = "layer, network"
     invariant: str = "none"
     cost: str = "one sweep, shared"
@@ -68,15 +75,8 @@ class Measure:
         ways = self.quantity, self.compute, self.of_jacobians, self.derive
         assert sum(how is not None for how in ways) == 1, self.name
         assert (self.base is None) == (self.derive is None), self.name
-
-    @property
-    def network_of(self) -> str:
-        """Return what the network's value is of, in words."""
         if not self.of_layers:
-            return "of the whole model"
-        return (
-            "the sum over layers" if self.quantity is not None and self.of_parts is None else "of the layers together"
-        )
+            object.__setattr__(self, "network_of", WHOLE)
 
     @property
     def of_network_alone(self) -> bool:

@@ -39,7 +39,7 @@ from ..errors import InputError
 from ..model import layers as layer_weights
 from ..report import Estimate
 from ..sweep.jacobians import Samples
-from .base import Measure, Task, Values
+from .base import TOGETHER, Measure, Task, Values
 from .representation import COST
 from .sharpness import of_outputs
 
@@ -223,6 +223,7 @@ NMLS_BOUND = Measure(
     needs=NEEDS,
     granularity="network",
     cost=COST,
+    network_of=TOGETHER,
 )
 LOG_VOLUME_BOUND = Measure(
     name="log_volume_bound",
@@ -231,6 +232,7 @@ LOG_VOLUME_BOUND = Measure(
     of_jacobians=_log_volume_bounds,
     needs=NEEDS,
     cost=COST,
+    network_of=TOGETHER,
 )
 MLS_SHARPNESS_BOUND = Measure(
     name="mls_sharpness_bound",
@@ -240,5 +242,6 @@ MLS_SHARPNESS_BOUND = Measure(
     needs=NEEDS,
     cost=f"{COST}; and a sweep for S, one backward pass per output",
     reads=2,
+    network_of=TOGETHER,
 )
 ROWS = (MLS_BOUND, NMLS_BOUND, LOG_VOLUME_BOUND, MLS_SHARPNESS_BOUND)

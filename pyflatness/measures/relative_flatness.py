@@ -31,7 +31,7 @@ from torch import nn
 from ..hessian.row_sweep import LayerRows, RowSweep
 from ..options import Options
 from ..report import Estimate
-from .base import Measure, Task, Values
+from .base import LARGEST, Measure, Task, Values
 
 RELATIVE_FLATNESS = Measure(
     name="relative_flatness",
@@ -120,6 +120,7 @@ NEURON_FLATNESS_MAX = Measure(
     derive=largest,
     invariant=_NEURON_WISE,
     cost="that of neuron_flatness, shared",
+    network_of=LARGEST,
 )
 NEURON_FLATNESS_ROWS = Measure(
     name="neuron_flatness_rows",
@@ -136,4 +137,5 @@ NEURON_FLATNESS_ROWS_MAX = Measure(
     derive=largest,
     invariant=_NEURON_WISE,
     cost="that of neuron_flatness_rows, shared",
+    network_of=LARGEST,
 )

@@ -42,7 +42,7 @@ from ..report import Estimate, Report, coverage
 from ..session import public, session
 from ..sweep import jacobians
 from ..sweep.jacobians import INPUT, Samples
-from .base import Measure, Values
+from .base import WHOLE, Measure, Values
 
 COST = "one forward pass and one backward pass per output of the model, shared by all measures of Jacobians"
 _SOURCE = "From Loss Flatness to Compressed Representations"
@@ -162,6 +162,7 @@ LOG_VOLUME = Measure(
     of_jacobians=partial(_at_places, _log_volume),
     needs=("log_volume",),
     cost=COST,
+    network_of=WHOLE,
 )
 VOLUME = Measure(
     name="volume",

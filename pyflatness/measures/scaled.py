@@ -33,7 +33,7 @@ C24: "From Loss Flatness to Compressed Representations".
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -44,7 +44,8 @@ from ..model import layers, norms, uses
 from ..model.uses import Use
 from ..options import Options
 from ..report import Estimate
-from .base import Measure, Task, Values
+from ..report.intervals import together
+from .base import LARGEST, Measure, Task, Values
 from .relative_flatness import RELATIVE_FLATNESS
 from .trace import LAMBDA_MAX, TRACE
 
@@ -80,6 +81,7 @@ WEIGHT_NORM = Measure(
     compute=_values,
     cost="no data is read",
     reads=0,
+    network_of="the sum over layers, a shared weight once",
 )
 
 
@@ -103,19 +105,6 @@ def scaled(times: Callable[[nn.Module], float], model: nn.Module, options: Optio
         notes=(),
     )
     return {**found, "": network}
-
-
-def together(terms: Sequence[Estimate]) -> tuple[float | None, float | None]:
-    """Return a bound of the standard error of a sum of estimates from the same draws, and its degrees of freedom.
-
-    Errors from the same draws may go together, so that theirs add up; the fewest degrees of freedom of them all count.
-    """
-    sampled = [estimate for estimate in terms if estimate.stderr is not None]
-    if not sampled:
-        return None, None
-    dofs = [estimate.dof for estimate in sampled if estimate.dof is not None]
-    stderr = sum(estimate.stderr or 0.0 for estimate in sampled)
-    return stderr, min(dofs) if len(dofs) == len(sampled) else None
 
 
 def largest_scaled(measure: str, model: nn.Module, options: Options, values: Values) -> Values:
@@ -200,6 +189,7 @@ LARGEST_SCALED_LAMBDA_MAX = Measure(
     invariant="layer-wise",
     cost="that of lambda_max, shared",
     reads=LAMBDA_MAX.reads,
+    network_of=LARGEST,
 )
 SCALED_TRACE = Measure(
     name="scaled_trace",
@@ -219,13 +209,15 @@ LARGEST_SCALED_TRACE = Measure(
     granularity="network",
     invariant="layer-wise",
     cost="that of trace, shared",
+    network_of=LARGEST,
 )
 
 
 def summed(norm: Callable[[nn.Module], float], model: nn.Module, options: Options, values: Values) -> Values:
     """Return Σ_l norm(W_l) √trace_l, the value of the network.
 
-    The standard error is that of the roots to first order, and a bound, see :func:`.scaled.together`.
+    The standard error is that of the roots to first order, and a bound, see
+    :func:`pyflatness.report.intervals.together`.
 
     Raises:
         InputError: a negative trace.

@@ -101,4 +101,5 @@ LAMBDA_MAX = Measure(
     compute=lambda_max,
     cost="Lanczos: a pass over the data for each product",
     reads=2,
+    network_of="of the layers' joint Hessian",
 )

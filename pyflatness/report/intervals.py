@@ -12,8 +12,12 @@ import functools
 import math
 from collections.abc import Sequence
 from statistics import NormalDist
+from typing import TYPE_CHECKING
 
 from ..errors import InputError
+
+if TYPE_CHECKING:
+    from .report import Estimate
 
 _LARGE = 1e4  # degrees of freedom from which an expansion in their inverse is exact to 1e-11
 
@@ -34,6 +38,19 @@ def interval(value: float, stderr: float, dof: float | None, level: float = 0.95
     if dof is None or not math.isfinite(stderr) or not math.isfinite(value):
         return None
     return value - quantile * stderr, value + quantile * stderr
+
+
+def together(terms: Sequence["Estimate"]) -> tuple[float | None, float | None]:
+    """Return a bound of the standard error of a sum of estimates from the same draws, and its degrees of freedom.
+
+    Errors from the same draws may be correlated, so that theirs add up. The fewest degrees of freedom count.
+    """
+    sampled = [estimate for estimate in terms if estimate.stderr is not None]
+    if not sampled:
+        return None, None
+    dofs = [estimate.dof for estimate in sampled if estimate.dof is not None]
+    stderr = sum(estimate.stderr or 0.0 for estimate in sampled)
+    return stderr, min(dofs) if len(dofs) == len(sampled) else None
 
 
 def shown(value: float, ends: Sequence[float] | None) -> str:

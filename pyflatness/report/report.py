@@ -2,8 +2,10 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -26,7 +28,10 @@ _TENSORS = ("per_sample", "per_neuron")  # of an Estimate
 _BESIDE = ("skipped", "uncovered", "why_uncovered", "network_of")
 _AGREEING = 1e-6  # of a value: by less than so much probes differ by chance or by rounding, which tells of no error
 _WIDTH = 100  # of a table
-_LONGEST = 24  # of a layer's name, from where on it is folded if there is no room for it
+_BESIDE_NUMBERS = len("exact") + 7  # 2 between columns, 1 in front of them
+_LEAST = 68  # for the numbers beside long names of layers: two measures with their intervals
+_MANY = 40  # layers, above which a table has a row for each block of them
+_BLOCKS = r"(?:[^.]+\.)*\d+(?=\.)", r"(?:[^.]+\.)*?\d+(?=\.)"  # a name up to its last number, or its first
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -188,9 +193,9 @@ class Report(Readable):
             Empty where no layer was measured.
         why_uncovered: for some of these the reason, where it is not that other layers were chosen: what the weight is
             used in besides, that it is used in nothing, or a kernel that it goes into.
-        network_of: by measure, what the network's value is of: ``"the sum over layers"``, ``"of the layers together"``
-            (their largest, the eigenvalue of their joint Hessian, …) or ``"of the whole model"``: of all its
-            parameters, or of its input, whatever layers were chosen.
+        network_of: by measure, what the network's value is, in words: ``"the sum over layers"``, ``"the largest of the
+            layers"``, ``"of the layers' joint Hessian"``, …, or ``"of the whole model"``: of all its parameters, or of
+            its input, whatever layers were chosen.
     """
 
     layers: tuple[str, ...]
@@ -341,49 +346,88 @@ class Report(Readable):
         return _facts(self) == _facts(other) if isinstance(other, Report) else NotImplemented
 
     def __str__(self) -> str:
+        rows = self._folded()
         first = max(self._estimates.values(), key=lambda estimate: estimate.samples)
-        tables = self._side_by_side(_number)
-        cell = _number if len(tables) == 1 else _number_above_interval
-        tables = tables if cell is _number else self._side_by_side(cell)
-        lines = [line for measures in tables for line in ("", *self._table(measures, cell))][1:]
+        lines = [line for measures in self._side_by_side(rows) for line in ("", *self._table(measures, rows))]
         omitted = f", {first.omitted} omitted" if first.omitted else ""
         samples = f"{first.samples} samples" if first.samples else "no data read"
         sampled = any(estimate.stderr is not None for estimate in self._estimates.values())
         brackets = ", [95 % intervals]" if sampled else ""
-        return "\n".join([*lines, f"{samples}{omitted}, {first.backend} backend{brackets}", *views.remarks(self)])
+        ends = [f"{samples}{omitted}, {first.backend} backend{brackets}", *self._of_blocks(rows)]
+        return "\n".join([*lines[1:], *ends, *views.remarks(self)])
 
-    def _side_by_side(self, cell: "_Cell") -> list[list[str]]:
+    def _folded(self) -> "_Rows":
+        """Return the estimates of each row by its name: layers, or blocks of them where there are many, the network."""
+        blocks = {layer: [layer] for layer in self.layers}
+        for pattern in _BLOCKS:
+            if len(blocks) > _MANY:
+                blocks = {}
+                for layer in self.layers:
+                    block = re.match(pattern, layer)
+                    blocks.setdefault(block[0] if block else layer, []).append(layer)
+        rows: _Rows = {}
+        for block, layers in blocks.items():
+            name = layers[0] if len(layers) == 1 else f"{block}.* ({len(layers)})"
+            rows[name] = {m: found for m in self.measures if (found := self._of_block(layers, m)) is not None}
+        rows["network"] = {m: self._estimates["", m] for m in self.measures if ("", m) in self._estimates}
+        return {name: held for name, held in rows.items() if held}
+
+    def _of_block(self, layers: Sequence[str], measure: str) -> Estimate | None:
+        """Return the sum of a measure over layers, or the largest where sums mean nothing; None without values."""
+        found = [self._estimates[layer, measure] for layer in layers if (layer, measure) in self._estimates]
+        if len(found) < 2:
+            return found[0] if found else None
+        if not self._is_sum(measure):
+            return max(found, key=lambda estimate: math.inf if math.isnan(estimate.value) else estimate.value)
+        stderr, dof = intervals.together(found)
+        exact = all(estimate.exact for estimate in found)
+        return replace(found[0], value=sum(e.value for e in found), stderr=stderr, dof=dof, exact=exact)
+
+    def _is_sum(self, measure: str) -> bool:
+        return self.network_of.get(measure, "").startswith("the sum")
+
+    def _of_blocks(self, rows: "_Rows") -> list[str]:
+        """Return what rows of blocks are, and where their layers are."""
+        if len(rows) >= len(self.layers):
+            return []
+        of_layers = dict.fromkeys(measure for layer, measure in self._estimates if layer)
+        largest = [measure for measure in of_layers if not self._is_sum(measure)]
+        also = f", of {', '.join(largest)} the largest" if largest else ""
+        said = f"NAME.* (n): the sum over n layers{also}; report.top() and report.to_frame() have each layer"
+        return textwrap.wrap(said, _WIDTH)
+
+    def _side_by_side(self, rows: "_Rows") -> list[list[str]]:
         """Return the names of the measures in each table, as many to a table as there is room for."""
-        layers = min(_LONGEST, max(map(len, (*self.layers, "network"))))
-        beside = layers + self._longest_method() + len("exact") + 7  # 2 between columns, 1 in front of them
+        beside = max(map(len, rows)) + self._longest_method() + _BESIDE_NUMBERS
         tables: list[list[str]] = []
         room = 0
-        for measure, held in self.by_measure().items():
-            width = 2 + max(len(line) for text in (measure, *map(cell, held.values())) for line in text.split("\n"))
+        for measure in self.measures:
+            width = 2 + max(map(len, (measure, *_aligned([held.get(measure) for held in rows.values()]))))
             if width > room:
-                tables, room = [*tables, []], _WIDTH - beside
+                tables, room = [*tables, []], max(_WIDTH - beside, _LEAST)
             tables[-1].append(measure)
             room -= width
         return tables
 
-    def _table(self, measures: Sequence[str], cell: "_Cell") -> list[str]:
+    def _table(self, measures: Sequence[str], rows: "_Rows") -> list[str]:
+        held = {name: [of[m] for m in measures if m in of] for name, of in rows.items()}
+        rows = {name: rows[name] for name, row in held.items() if row}
+        columns = {measure: _aligned([of.get(measure) for of in rows.values()]) for measure in measures}
+        widths = {measure: max(map(len, (measure, *cells))) for measure, cells in columns.items()}
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        table.add_column("layer", overflow="fold")
-        for measure in measures:
-            table.add_column(measure, justify="right", no_wrap=True)
+        table.add_column("layer", no_wrap=True)
+        for measure, width in widths.items():
+            table.add_column(measure.rjust(width), no_wrap=True)  # rich would take the spaces behind numbers away
         table.add_column("value of", min_width=self._longest_method())
         table.add_column("exact", no_wrap=True)
-        for layer in (*self.layers, ""):
-            cells = [self._estimates.get((layer, measure)) for measure in measures]
-            row = [estimate for estimate in cells if estimate is not None]
-            if not row:
-                continue
-            if not layer:
+        for name, *cells in zip(rows, *columns.values(), strict=True):
+            if name == "network":
                 table.add_section()
-            methods = ", ".join(dict.fromkeys(e.method for e in row))
-            exact = "yes" if all(e.exact for e in row) else "no"
-            table.add_row(layer or "network", *map(cell, cells), methods, exact)
-        return views.text(table, _WIDTH)
+            methods = ", ".join(dict.fromkeys(e.method for e in held[name]))
+            numbers = (cell.rjust(width) for cell, width in zip(cells, widths.values(), strict=True))
+            table.add_row(name, *numbers, methods, "yes" if all(e.exact for e in held[name]) else "no")
+        needed = max(map(len, rows)) + sum(widths.values()) + 2 * len(widths) + self._longest_method() + _BESIDE_NUMBERS
+        return views.text(table, max(_WIDTH, needed))
 
     def _longest_method(self) -> int:
         return max(len("value of"), *(len(estimate.method) for estimate in self._estimates.values()))
@@ -397,16 +441,26 @@ def _facts(held: Estimate | Report) -> str:
     return json.dumps(held.to_dict(), sort_keys=True)
 
 
-def _number(estimate: Estimate | None) -> str:
-    if estimate is None:
-        return "–"
+def _number(estimate: Estimate) -> str:
     if estimate.stderr is None:
         return f"{estimate.value:.6g}"
     return intervals.shown(estimate.value, estimate.interval())
 
 
-def _number_above_interval(estimate: Estimate | None) -> str:
-    return _number(estimate).replace(" [", "\n[")
+def _aligned(column: Sequence[Estimate | None]) -> list[str]:
+    """Return a column's cells: numbers of four digits or with their intervals, their points below each other."""
+    cells = []
+    for estimate in column:
+        if estimate is None or estimate.stderr is not None:
+            cells.append("–" if estimate is None else _number(estimate))
+        elif 1e-4 <= abs(estimate.value) < 1e7:
+            cells.append(f"{estimate.value:.{max(0, 3 - math.floor(math.log10(abs(estimate.value))))}f}")
+        else:
+            cells.append(f"{estimate.value:.4g}")
+    whole = [len(re.match(r"[^.\[ ]*", cell)[0]) for cell in cells]  # type: ignore[index]
+    padded = [" " * (max(whole) - in_front) + cell for in_front, cell in zip(whole, cells, strict=True)]
+    return [cell.ljust(max(map(len, padded))) for cell in padded]
 
 
-_Cell = Callable[[Estimate | None], str]
+_Rows = dict[str, dict[str, Estimate]]
+"""Estimates by the name of a row, and measure."""

@@ -215,7 +215,6 @@ def _read_index(path: Path) -> Checkpoint:
     return Checkpoint(state, metadata, tuple(notes))
 
 
-_PREFIXES = ("module.", "model.")  # of DataParallel and DistributedDataParallel; of a LightningModule's attribute
 _COMPILED = re.compile(r"(?<![^.])_orig_mod\.")  # wherever torch.compile was
 _SHOWN_LINES, _SHOWN_LENGTH = 4, 160
 
@@ -224,10 +223,11 @@ def load(model: nn.Module, state: State) -> tuple[str, ...]:
     """Put the weights into the model, all of them and nothing else; their precision becomes the model's.
 
     A file may hold any of the names of weights that are one parameter in the model (tied). Where the names are those of
-    the model but for ``module.`` or ``model.`` in front of all, or ``_orig_mod.`` in between, these are taken off.
+    the model but for one prefix in front of all, as ``module.`` or ``net.``, or ``_orig_mod.`` in between, these are
+    taken off; one that all of the model's names have is put in front.
 
     Returns:
-        Notes, which say what was taken off.
+        Notes, which say what was taken off or put in front.
 
     Raises:
         InputError: names, shapes or kinds of numbers that are not the model's, or tied weights that differ. The model
@@ -235,8 +235,8 @@ def load(model: nn.Module, state: State) -> tuple[str, ...]:
     """
     model = layers.unwrap(model)
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    taken, fitting = next(
-        ((taken, names) for taken, names in _renamed([*state]) if own.keys() >= {*names}), ("", [*state])
+    note, fitting = next(
+        ((note, names) for note, names in _renamed([*state], [*own]) if own.keys() >= {*names}), ("", [*state])
     )
     renamed = dict(zip(fitting, state.values(), strict=True))
     for name in own:
@@ -246,23 +246,27 @@ def load(model: nn.Module, state: State) -> tuple[str, ...]:
         model.load_state_dict({**renamed, **_tied(own, renamed)})
     except RuntimeError as error:
         raise InputError(f"does not fit the model: {_shortened(str(error))}{_nearest(own, state)}") from None
-    return (f"{taken!r} was taken off the names",) if taken else ()
+    return (note,) if note else ()
 
 
-def _renamed(names: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield names without what wrappers put into them, less and less, and what was taken off."""
+def _renamed(names: list[str], own: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield names without what wrappers put into them, less and less, then with the model's prefixes, and notes."""
     yield "", names
     bare = [_COMPILED.sub("", name) for name in names]
     for taken, current in (("", names), ("_orig_mod.", bare)):
-        if taken and len({*bare}) == len(names):
-            yield taken, current
-        while (prefix := _common(current)) is not None:
-            taken, current = taken + prefix, [name.removeprefix(prefix) for name in current]
-            yield taken, current
+        for prefix in ("", *_prefixes(current)):
+            renamed = [name.removeprefix(prefix) for name in current]
+            if taken + prefix and len({*renamed}) == len(names):
+                yield f"{taken + prefix!r} was taken off the names", renamed
+    for prefix in _prefixes(own):
+        yield f"{prefix!r} was put in front of the names", [prefix + name for name in names]
 
 
-def _common(names: list[str]) -> str | None:
-    return next((prefix for prefix in _PREFIXES if names and all(name.startswith(prefix) for name in names)), None)
+def _prefixes(names: list[str]) -> list[str]:
+    """Return what ends in a point and stands in front of all names, the shortest first."""
+    first = names[0] if names else ""
+    ends = (first[: point.end()] for point in re.finditer(r"\.", first))
+    return [prefix for prefix in ends if all(name.startswith(prefix) for name in names)]
 
 
 def _nearest(own: Mapping[str, Tensor], state: State) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..messages import reason
+from . import checkpoints
 from .store import Store
 
 Cells = dict[str, Any]
@@ -15,13 +16,13 @@ Cells = dict[str, Any]
 _NAMES = ("checkpoint", "name")
 
 
-def read(path: Path, checkpoints: Iterable[str]) -> dict[str, Cells]:
+def read(path: Path, names: Iterable[str]) -> dict[str, Cells]:
     """Return the columns of checkpoints from a file.
 
     Args:
         path: a CSV file with a column ``checkpoint`` or ``name``; or a JSON file of such rows, or of columns by the
             checkpoint's name.
-        checkpoints: their names. The file may have these, the names of their files, or these without their ending.
+        names: of the checkpoints. The file may have these, the names of their files, or these without their ending.
 
     Raises:
         InputError: no such file, or one with no row of a checkpoint.
@@ -36,7 +37,7 @@ def read(path: Path, checkpoints: Iterable[str]) -> dict[str, Cells]:
             f"({reason(error)})"
         ) from None
     found = {}
-    for name in checkpoints:
+    for name in names:
         aliases = (name, Path(name).name, Path(name).stem)
         cells = next((rows[alias] for alias in aliases if alias in rows), None)
         if cells is not None:
@@ -52,19 +53,14 @@ def of_store(store: Store, path: Path | None) -> dict[str, Cells]:
 
 
 def of_files(paths: Mapping[str, Path]) -> dict[str, Cells]:
-    """Return the settings that ``.safetensors`` files hold, by the names of the checkpoints; of others nothing."""
+    """Return the settings that the files of checkpoints hold, by the checkpoints' names; of unreadable ones nothing."""
     return {name: cells for name, path in paths.items() if (cells := _settings(path))}
 
 
 def _settings(path: Path) -> Cells:
-    if path.suffix != ".safetensors":
-        return {}
-    from safetensors import SafetensorError, safe_open
-
     try:
-        with safe_open(path, "pt") as file:
-            return {name: _number(text) for name, text in sorted((file.metadata() or {}).items())}
-    except (SafetensorError, OSError, UnicodeError):
+        return {name: _number(text) for name, text in sorted(checkpoints.read(path).metadata.items())}
+    except InputError:
         return {}  # it is a row with an error
 
 

@@ -12,6 +12,7 @@ import pathlib
 import pickle
 import pickletools
 import re
+import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -79,7 +80,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str], tuple[str, ...]
     except InputError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
-        raise InputError(_explained(error)) from None
+        raise InputError(_explained(error, path)) from None
     if not isinstance(content, dict):
         raise InputError(f"no state dict but a {type(content).__name__}")
     if _is_state(content):
@@ -203,7 +204,7 @@ def _scalars(content: dict[Any, Any]) -> Iterator[tuple[str, str]]:
             yield key, value if isinstance(value, str) else json.dumps(value)
 
 
-def _explained(error: Exception) -> str:
+def _explained(error: Exception, path: Path) -> str:
     """Return in one line why torch could not read a file."""
     message = " ".join(str(error).split())
     if "TorchScript" in message:
@@ -212,7 +213,25 @@ def _explained(error: Exception) -> str:
         # torch's own message goes on to recommend weights_only=False.
         named = re.search(r"GLOBAL (\S+)", message)
         if named is not None:
-            return f"refused, or damaged: not only tensors and plain containers but {named[1]}"
+            refused = f"refused, or damaged: not only tensors and plain containers but {named[1]}"
+            return refused + (_converted(path) if _may_be_a_model(named[1]) else "")
         found = re.search(r"WeightsUnpickler error: (.+?)(?:\. | Check the documentation|$)", message)
         message = found[1] if found is not None else ""
     return f"no torch checkpoint, or a damaged one: {type(error).__name__}: {message}"
+
+
+def _may_be_a_model(name: str) -> bool:
+    """Return whether a class in a pickle may be a model's: of torch.nn, or of no library."""
+    top, dot, _ = name.partition(".")
+    others = "torch", "numpy", "__builtin__"
+    return name.startswith("torch.nn.modules.") or bool(dot and top not in (*sys.stdlib_module_names, *others))
+
+
+def _converted(path: Path) -> str:
+    """Return what makes a file of weights of a whole model, as the end of a message."""
+    weights = path.with_name(f"{path.stem}-weights.pt").name
+    load = f"torch.load({path.name!r}, weights_only=False)"
+    return (
+        f"; if it is a whole model that you saved yourself, where its class can be imported run "
+        f"torch.save({load}.state_dict(), {weights!r}), which runs code in the file"
+    )

@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -87,15 +87,20 @@ def bind(function: Function, arguments: dict[str, Any], name: str) -> Callable[[
     return call
 
 
-def build_model(call: Callable[[], Any]) -> nn.Module:
-    """Return the user's model, in eval mode.
+def build_model(call: Callable[[], Any], to: Mapping[str, Any] | None = None) -> nn.Module:
+    """Return the user's model, in eval mode, on the device and of the dtype that ``to`` has, if any.
 
     Raises:
-        InputError: the callable fails or returns something else.
+        InputError: the callable fails or returns something else, or the device is not there.
     """
     model = call()
     if not isinstance(model, nn.Module):
         raise InputError(f"--model: a torch.nn.Module is wanted, the callable returned a {type(model).__name__}")
+    if to:
+        try:
+            model = model.to(**to)
+        except (RuntimeError, AssertionError) as error:  # torch asserts that it is compiled with CUDA
+            raise InputError(f"--device: the model cannot be moved: {reason(error)}") from None
     return model.eval()
 
 

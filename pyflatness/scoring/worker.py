@@ -32,11 +32,13 @@ class Maker:
         maker: a SPEC (see :func:`.data_specs.resolve`), a callable, or, for data, what it would return.
         arguments: of the callable, by name.
         name: what messages call it.
+        to: of a model: ``device`` and ``dtype``, as ``nn.Module.to`` takes them.
     """
 
     maker: Any
     arguments: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
+    to: Mapping[str, Any] = field(default_factory=dict)
 
     def made(self) -> Any:
         """Return what the callable returns.
@@ -129,7 +131,7 @@ class Bench:
 
     def __init__(self, setup: Setup, ranks: Ranks = ALONE) -> None:
         self.setup, self.ranks = setup, ranks
-        self.network = None if setup.model is None else specs.build_model(setup.model.made)
+        self.network = None if setup.model is None else specs.build_model(setup.model.made, setup.model.to)
         self.data = setup.data.made()
         if hasattr(self.data, "__next__"):
             raise used_up(self.data, "and every model reads them", setup.data.name.rstrip("="))

@@ -4,7 +4,7 @@ Pearson's r, Spearman's ρ and Kendall's τ_b. All networks of a table count; on
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -80,6 +80,14 @@ class Correlations(Result):
     clusters: int | None = None
     method: str = "95 % bootstrap intervals"
     note: str = ""
+
+    def __iter__(self) -> Iterator[Correlation]:
+        """Yield the correlations, statistic after statistic of each measure."""
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self.rows)
 
     def __getitem__(self, key: tuple[str, str]) -> Correlation:
         for row in self.rows:

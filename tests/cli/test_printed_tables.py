@@ -64,4 +64,4 @@ def test_json_of_score_is_not_of_a_store(tiny, tmp_path, capsys):
     arguments = arguments_of(tiny, "--json", "--store", tmp_path / "runs.sqlite")
     place = arguments.index("--out")
     assert status(*arguments[:place], *arguments[place + 2 :]) == 2
-    assert "--json goes with --out" in capsys.readouterr().err
+    assert "--json goes without --store" in capsys.readouterr().err

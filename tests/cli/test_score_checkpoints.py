@@ -32,7 +32,7 @@ def test_notes_are_printed_once(tiny: str, store: bool, capsys: pytest.CaptureFi
     for note in (
         f"{lightning} and 1 more: 'model.' was taken off the names",
         f"{both}: the weights under 'state_dict' were taken, not those under 'model'",
-        f"{wrapped}: '_orig_mod.module.' was taken off the names",
+        f"{wrapped}: 'module._orig_mod.' was taken off the names",
     ):
         assert out.splitlines().count(note) == 1
     if not store:

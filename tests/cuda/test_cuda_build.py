@@ -87,8 +87,26 @@ def test_torch_on_pythonpath_comes_first(environment, packages, tmp_path):
     assert found(environment, tmp_path, PYTHONPATH=str(tmp_path)) == "13.0"
 
 
+def listing(tmp_path, gpus):
+    """A PATH with an nvidia-smi that lists these GPUs."""
+    folder = tmp_path / "smi"
+    folder.mkdir()
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\necho '{gpus}'\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize("gpus", ["", "No devices found."])
+def test_without_a_gpu_nvcc_alone_compiles_nothing(gpus, environment, packages, tmp_path):
+    put(packages, VERSIONS["cuda"])
+    run = "set(PYFLATNESS_CUDA AUTO)\ninclude(CMakeLists.txt)"
+    said = cmake(environment, tmp_path, run, PATH=listing(tmp_path, gpus), CUDACXX="/bin/true")
+    assert "CUDA kernels are left out: nvidia-smi lists no GPU here (PYFLATNESS_CUDA=ON compiles them" in said
+
+
 def test_beside_a_torch_without_cuda_the_kernels_are_left_out(environment, packages, tmp_path):
     put(packages, VERSIONS["rocm"])
-    said = cmake(environment, tmp_path, "set(PYFLATNESS_CUDA AUTO)\ninclude(CMakeLists.txt)")
+    run = "set(PYFLATNESS_CUDA AUTO)\ninclude(CMakeLists.txt)"
+    said = cmake(environment, tmp_path, run, PATH=listing(tmp_path, "GPU 0: NVIDIA H100 (UUID: GPU-0)"))
     assert "CUDA kernels are left out: the torch of" in said
     assert "PYFLATNESS_CUDA=ON" in said

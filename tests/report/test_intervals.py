@@ -11,7 +11,6 @@ from scipy import stats
 from torch import nn
 
 import pyflatness as pf
-from pyflatness.measures.scaled import together
 from pyflatness.numerics.variances import Variances, with_squares
 from pyflatness.report import intervals
 from support.cases import classifier
@@ -187,9 +186,9 @@ def test_degrees_of_freedom_of_what_is_derived():
     assert all(trace == scaled for trace, scaled in first)
     assert report["scaled_trace"].dof == min(trace for trace, _ in first)
     exact, other = sampled(stderr=None, exact=True), sampled(stderr=0.2, dof=4.0)
-    assert together([exact, other, sampled(dof=7.0)]) == (pytest.approx(0.3), 4.0)
-    assert together([other, sampled()]) == (pytest.approx(0.3), None)
-    assert together([exact, exact]) == (None, None)
+    assert intervals.together([exact, other, sampled(dof=7.0)]) == (pytest.approx(0.3), 4.0)
+    assert intervals.together([other, sampled()]) == (pytest.approx(0.3), None)
+    assert intervals.together([exact, exact]) == (None, None)
 
 
 def test_one_draw_has_no_interval():

@@ -74,13 +74,14 @@ def test_a_table_with_values_of_the_network_alone(report):
     lines = str(report).splitlines()
     rows = {line.split()[0]: line for line in lines}
     assert rows["0"].split()[4] == "–"
-    assert rows["network"].split()[1:5] == [f"{report[name].value:.6g}" for name in NAMES]
+    cells = [float(cell) for cell in rows["network"].split()[1:5]]
+    assert cells == pytest.approx([report[name].value for name in NAMES], rel=5e-4)
     assert len({line.index("yes") for line in lines if "yes" in line}) == 1
     assert any(line.startswith("12 samples") for line in lines)
     alone = pf.measure(classifier(5, 6, 3), LOSS, (X, Y), measures=["fisher_rao", "adaptive_sharpness_mc"])
     assert alone.layers == ()
     text = str(alone)
-    assert f"{alone['fisher_rao'].value:.6g}" in text
+    assert f"{alone['fisher_rao'].value:.4g}" in text
     sampled = alone["adaptive_sharpness_mc"]
     assert shown(sampled.value, sampled.interval()) in text
     assert "[95 % intervals]" in text

@@ -1,11 +1,13 @@
 """Names of weights that are not the model's: prefixes that are taken off, and messages of what would fit."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
 import pyflatness as pf
-from pyflatness.scoring import checkpoints
+from pyflatness.scoring import checkpoints, metadata
 
 
 def network() -> nn.Sequential:
@@ -16,16 +18,30 @@ def renamed(state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tens
     return {prefix + name: tensor for name, tensor in state.items()}
 
 
-@pytest.mark.parametrize(
-    "prefix",
-    ["module.", "model.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "model._orig_mod.", "module.model."],
+PREFIXES = (
+    "module.",
+    "model.",
+    "_orig_mod.",
+    "module._orig_mod.",
+    "_orig_mod.module.",
+    "model._orig_mod.",
+    "module.model.",
 )
+
+
+@pytest.mark.parametrize("prefix", [*PREFIXES, "model._orig_mod.", "net.", "my.backbone.", "net._orig_mod."])
 def test_prefixes_of_wrappers_are_taken_off(prefix: str) -> None:
     model, state = network(), network().state_dict()
     (note,) = checkpoints.load(model, renamed(state, prefix))
     assert note.endswith("was taken off the names")
     assert all(part in note for part in prefix.split("."))
     assert all(torch.equal(*pair) for pair in zip(model.state_dict().values(), state.values(), strict=True))
+
+
+def test_one_prefix_of_all_the_model_s_names_is_put_in_front() -> None:
+    inner, state = nn.ModuleDict({"backbone": network()}), network().state_dict()
+    assert checkpoints.load(inner, state) == ("'backbone.' was put in front of the names",)
+    assert all(torch.equal(*pair) for pair in zip(inner.state_dict().values(), state.values(), strict=True))
 
 
 def test_no_note_where_the_names_are_the_models() -> None:
@@ -54,8 +70,9 @@ def test_the_nearest_prefix() -> None:
     assert "Unexpected key" in message
     left = "teacher.0.weight, teacher.0.bias, teacher.1.weight … would be left over."
     assert message.endswith(f"Without 'student.net.' in front, 9 of the model's 9 would fit; {left}")
-    message = refusal(nn.ModuleDict({"backbone": model}), state)
-    assert message.endswith("With 'backbone.' in front, 9 of the model's 9 would fit.")
+    heads = nn.ModuleDict({"backbone": model, "head": nn.Linear(2, 2)})
+    message = refusal(heads, state)
+    assert message.endswith("With 'backbone.' in front, 9 of the model's 11 would fit.")
     message = refusal(model, {**renamed(state, "model."), "criterion.weight": torch.ones(2)})
     assert message.endswith(
         "Without 'model.' in front, 9 of the model's 9 would fit; criterion.weight would be left over."
@@ -68,3 +85,24 @@ def test_no_prefix_is_named_where_none_helps() -> None:
     assert refusal(model, state).endswith('"2.bias".')
     message = refusal(model, renamed(nn.Linear(7, 7).state_dict(), "net.2."))
     assert "would fit" not in message
+
+
+def test_a_whole_model_gets_the_line_that_converts_it(tmp_path, monkeypatch) -> None:
+    model, x = network().eval(), torch.randn(2, 3)
+    torch.save(model, tmp_path / "whole.pt")
+    with pytest.raises(pf.errors.InputError, match="whole model that you saved yourself") as caught:
+        checkpoints.read(tmp_path / "whole.pt")
+    line = re.search(r"run (torch\.save\(.*\)), which", str(caught.value))[1]
+    monkeypatch.chdir(tmp_path)
+    exec(line)
+    again = network().eval()
+    checkpoints.load(again, checkpoints.read(tmp_path / "whole-weights.pt").state)
+    assert torch.equal(again(x), model(x))
+
+
+def test_settings_of_pickled_checkpoints(tmp_path) -> None:
+    held = {"state_dict": network().state_dict(), "epoch": 3, "hyper_parameters": {"lr": 0.1}}
+    torch.save(held, tmp_path / "a.ckpt")
+    (tmp_path / "broken.pt").write_bytes(b"no")
+    paths = {name: tmp_path / name for name in ("a.ckpt", "broken.pt")}
+    assert metadata.of_files(paths) == {"a.ckpt": {"epoch": 3, "lr": 0.1}}

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
+from pyflatness.report.page import tables
 from pyflatness.scoring.rows import Row
 from support.pages import Parsed, drawn
 from support.score_runs import saved, status
@@ -173,6 +174,14 @@ def test_the_command_writes_a_page(tiny, capsys):
     assert f"pyflatness {pf.__version__}" in made["versions"]
     assert [line[0] for line in tables["Checkpoints by content"][1:]] == ["1", "2", "bad"]
     assert "there is no file" in str(status("report", str(folder / "none.sqlite"), "--out", str(folder / "x.html")))
+
+
+def test_without_jinja2(scores, monkeypatch):
+    tables.templates.cache_clear()
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(pf.errors.MissingExtraError, match=r"HTML needs jinja2: pip install 'pyflatness\[html\]'"):
+        scores.to_html()
+    tables.templates.cache_clear()
 
 
 def test_without_altair(scores, monkeypatch):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ...errors import MissingExtraError
 from ...messages import printable, with_error
 from .. import intervals
 
@@ -68,8 +69,15 @@ class Table:
 
 @functools.cache
 def templates() -> "jinja2.Environment":
-    """Return the templates beside this module, which escape whatever is put into them."""
-    import jinja2
+    """Return the templates beside this module, which escape whatever is put into them.
+
+    Raises:
+        MissingExtraError: without Jinja2.
+    """
+    try:
+        import jinja2
+    except ImportError:
+        raise MissingExtraError("HTML needs jinja2: pip install 'pyflatness[html]'") from None
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     return jinja2.Environment(

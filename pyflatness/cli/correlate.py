@@ -1,0 +1,69 @@
+"""Run ``pyflatness correlate``: correlations of measures with the generalisation gap, over networks."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..messages import printable
+from ..scoring import store_page
+from ..scoring.store import Store
+from ..statistics import correlations, plot_correlation
+from .options import PATH, json_option, several
+from .output import finite, prepare_file, show_json
+
+
+@click.command()
+@click.argument("table", type=PATH)
+@click.option("--test", type=PATH, help="Table or store of the same networks on test data, for the gap.")
+@click.option(
+    "--measures", "x", metavar="NAME,…", multiple=True, callback=several, help="Columns, as 'trace network'.  [all]"
+)
+@click.option("--against", "y", metavar="COLUMN", default="gap", show_default=True, help="What they are held against.")
+@click.option("--exclude", metavar="NAME,…", multiple=True, callback=several, help="Networks to leave out.")
+@click.option(
+    "--settings", metavar="COLUMN,…", multiple=True, callback=several, help="Columns in which dependent networks agree."
+)
+@click.option("--given", metavar="COLUMN,…", multiple=True, callback=several, help="Columns that are held fixed.")
+@click.option("--interval", type=click.Choice(["bootstrap", "fisher"]), default="bootstrap", show_default=True)
+@click.option("--plot", type=PATH, help="Figure to write, of one measure.")
+@json_option
+def correlate(
+    table: Path,
+    test: Path | None,
+    x: tuple[str, ...],
+    y: str,
+    exclude: tuple[str, ...],
+    settings: tuple[str, ...],
+    given: tuple[str, ...],
+    interval: str,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Show how measures correlate with the generalisation gap over the networks of TABLE, with confidence intervals.
+
+    TABLE, and that of --test, is a CSV file of pyflatness score or store export, or a store.
+    """
+    if plot is not None and len(x) != 1:
+        raise click.UsageError("--plot goes with one measure: --measures 'relative_flatness network'")
+    if plot is not None:
+        prepare_file(plot)
+    how = {"exclude": exclude, "test": None if test is None else _read(test), "interval": interval}
+    held, settings_or_none = _read(table), settings or None
+    found = correlations(held, x or None, y, **how, settings=settings_or_none, given=given)
+    if plot is not None:
+        plot_correlation(held, x[0], y, **how, settings=settings_or_none, path=plot)
+    if as_json:
+        show_json(finite([row.to_dict() for row in found]))
+    else:
+        for line in str(found).splitlines():
+            click.echo(printable(line))
+
+
+def _read(path: Path) -> Any:
+    """Return the columns of a store, or the path of any other file."""
+    with path.open("rb") as file:
+        if not file.read(15).startswith(b"SQLite format 3"):
+            return path
+    with Store(path) as store:
+        return store_page.table(store)
