@@ -1,6 +1,6 @@
 """Sum what changes of layers' weights do to the loss, to first and second order, in one sweep over the data.
 
-    ⟨∇E, Δ_a⟩        Δ_aᵀ G Δ_b = (1 / Σ_i ω_i) Σ_i Σ_c σ_ic ⟨M_i^(c), Δ_a⟩ ⟨M_i^(c), Δ_b⟩       for all pairs of changes
+    ⟨∇E, Δ_a⟩        Δ_aᵀ G Δ_b = (1 / Σ_i ω_i) Σ_i Σ_c σ_ic ⟨M_i^(c), Δ_a⟩ ⟨M_i^(c), Δ_b⟩        for all pairs a, b
 
 With M_i = Σ_p δ_ip φ_ipᵀ, the gradient in a layer's weight w (d, m) that a cotangent gives for sample i, a change Δ of
 that weight enters through
@@ -69,7 +69,7 @@ class ChangeCosts:
         places: of each layer's changes among all of them.
         by_factors: layers whose second order is in the Gram matrix.
         together: whether that of all changes together is, as the GGN has it.
-        linear: layers in whose weight the model is certified to be locally linear.
+        linear: layers in whose weight the model is certified to be locally linear; all where that was not asked.
     """
 
     sums: Sums
@@ -106,7 +106,8 @@ class ChangeSweep:
     Args:
         task: its layers are those that change.
         changes: by layer, one or more, each of the shape of its weight.
-        products: whether second orders are left to Hessian products where these are less work than all cotangents.
+        products: whether second orders are left to Hessian products where the model is not certified to be linear, and
+            where these are less work than all cotangents.
     """
 
     def __init__(self, task: Task, changes: Mapping[str, Sequence[Tensor]], *, products: bool = False) -> None:
@@ -127,6 +128,7 @@ class ChangeSweep:
             Budget.of(task.model, task.options.memory),
             partial(linearity.refuse_custom_functions, task.options),
             order_matters=task.options.by_sample or not task.loss.convex,
+            certify=products,
             reserve=lambda found: several * found.inputs,  # outputs are about as large
         )
 
@@ -177,7 +179,7 @@ class ChangeSweep:
         found: list[tuple[int, Tensor, Tensor]] = []
         of_rows: dict[str, Tensor] = {}
         send = partial(run.recorder.gradients, run.outputs, names=changed)
-        for draw, cotangent, sign in sent.sent(signs, run.numbers, self._options.max_passes, send):
+        for draw, cotangent, sign in sent.sent(signs, run.numbers, self._most or self._options.max_passes, send):
             whole, half = values.new_zeros(self._count, run.samples), 0.5 * values.new_ones(run.samples)
             half = half if sign is None else half * sign
             for name, along in self._along(run, cotangent, changed).items():
@@ -195,7 +197,7 @@ class ChangeSweep:
         return {**parts, _GRAM: gram.expand(1 if self._signs is None else len(self._signs.draws), -1, -1)}
 
     def _along(self, run: Run, cotangent: Tensor, changed: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
-        """Return Σ_p δ_p ∘ (Δ φ_p) of each layer's changes for a cotangent of the outputs, (changes, n, G d) float64."""
+        """Return Σ_p δ_p ∘ (Δ φ_p) of each layer's changes for a cotangent, (changes, n, G d) float64."""
         gradients = run.recorder.gradients(run.outputs, cotangent, changed)
         found = {}
         for name, each in changed.items():
