@@ -236,6 +236,26 @@ def of_rank(model: nn.Module, rank: int, *, layers: Layers = None) -> dict[str, 
     return _of_layers(model, layers, partial(_of_rank, rank=rank))
 
 
+def add(model: nn.Module, made: Mapping[str, Tensor]) -> None:
+    """Add changes to the weights of a model; one that layers share has one change.
+
+    Raises:
+        InputError: a weight that is no parameter, but computed of others.
+    """
+    done: set[Tensor] = set()
+    for name, module in _layers(model, [*made]).items():
+        weight = module.source.parameter if isinstance(module, Use) else module.weight
+        if not isinstance(weight, nn.Parameter):
+            raise InputError(
+                f"layer {name!r}: its weight is computed of others; make it a parameter first, "
+                "torch.nn.utils.parametrize.remove_parametrizations(module, 'weight')"
+            )
+        if made[name] not in done:
+            done.add(made[name])
+            own = weight.data if not isinstance(module, Use) or module.rows is None else weight.data[module.rows]
+            own.copy_(own + made[name])
+
+
 def between(model: nn.Module, other: nn.Module | Mapping[str, Tensor], *, layers: Layers = None) -> dict[str, Tensor]:
     """Return the weights of another checkpoint less the model's.
 
