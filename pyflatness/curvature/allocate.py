@@ -11,9 +11,10 @@ which :mod:`..numerics.choices` minimises. Sums of what layers cost alone leave 
 errors of one layer meet those of the next.
 
 With probes the products are means over random signs. A minimum over noise is too low: so one half of the probes makes
-the choice and the other half, which had no part in it, predicts what it costs. For the choice the noise of products of
-different layers is taken back: they are multiplied by 1 - λ, λ the share of their squares (relative to the diagonal's)
-that is noise by the variance over probes (Schäfer and Strimmer 2005).
+the choice and the other half, which had no part in it, predicts what it costs. For the choice the noise that comes of
+the data being few is taken back as well: the first order, which at a minimum is noise in the main, and the products of
+different layers are multiplied by 1 - λ each, λ the share of their squares that is noise by how the samples differ
+(as Schäfer and Strimmer 2005 do with correlations). The prediction has them as they are.
 """
 
 import copy
@@ -247,7 +248,7 @@ def _planned(
             options.append(_Option(tuple(names), one, bits, changed))
             group.append(number)
     half = len(costs.gram) // 2 if costs.sampled else 0
-    choosing, predicting = costs.gram[: half or None], replace(costs, gram=costs.gram[half:])
+    choosing, predicting = costs.gram[: half or None].mean(dim=0), replace(costs, gram=costs.gram[half:])
     sums, method = costs.sums, "ggn-sampled" if costs.sampled else "ggn"
     like = Estimate(0.0, None, sums.samples, method, exact=False, backend="reference", omitted=sums.omitted)
     task.unite()
@@ -285,22 +286,37 @@ def _groups(
 
 
 def _problem(options: Sequence[_Option], group: Sequence[int], costs: ChangeCosts, gram: Tensor) -> Choices:
-    """Return the problem of choosing among options by some draws of the Gram matrix, its noise taken back."""
-    of_option = torch.zeros(gram.shape[-1], len(options), dtype=torch.float64)
+    """Return the problem of choosing among options by a Gram matrix of their changes, the noise taken back."""
+    of_option = torch.zeros(len(gram), len(options), dtype=torch.float64)
     for place, option in enumerate(options):
         of_option[[*option.places], place] = 1.0
-    draws = of_option.t() @ gram @ of_option
-    products, number = draws.mean(dim=0), torch.tensor(group)
-    if len(draws) > 1:
-        diagonal, others = products.diagonal(), number.unsqueeze(1) != number
-        size = (diagonal.unsqueeze(1) * diagonal).where(others, torch.inf)
-        size = size.where(size > 0, torch.inf)
-        noise, all_of_it = (draws.var(dim=0) / len(draws) / size).sum(), (products.square() / size).sum()
-        kept = 1 - min(1.0, float(noise / all_of_it)) if all_of_it > 0 else 1.0
-        products = torch.where(torch.eye(len(options), dtype=torch.bool), products, kept * products)
-    first = of_option.t() @ costs.sums.values[:-1, FIRST]
+    of_first, of_products = _signal(costs)
+    products = of_option.t() @ gram @ of_option
+    products = torch.where(torch.eye(len(options), dtype=torch.bool), products, of_products * products)
+    first = of_first * of_option.t() @ costs.sums.values[:-1, FIRST]
     sizes = np.array([option.bits for option in options])
-    return Choices(number.numpy(), first.numpy(), products.numpy(), sizes)
+    return Choices(np.array(group), first.numpy(), products.numpy(), sizes)
+
+
+def _signal(costs: ChangeCosts) -> tuple[float, float]:
+    """Return the shares of the first order, and of the products of changes of different layers, that are not noise.
+
+    They are shares of squares, relative to what the changes cost by themselves.
+    """
+    gram, first = costs.gram.mean(dim=0), costs.sums.values[:-1, FIRST]
+    layer = torch.cat([torch.full((len(each),), number) for number, each in enumerate(costs.places.values())])
+    alone = gram.diagonal()
+    alone = alone.where(alone > 0, torch.inf)
+    apart = layer.unsqueeze(1) != layer
+    shares = [
+        (noise / size).sum() / (found.square() / size).sum()
+        for noise, found, size in (
+            (costs.noise[0], first, alone),
+            (costs.noise[1], gram, (alone.unsqueeze(1) * alone).where(apart, torch.inf)),
+        )
+    ]
+    first_share, products_share = (1 - min(1.0, max(0.0, float(share.nan_to_num(0.0)))) for share in shares)
+    return first_share, products_share
 
 
 @dataclass(frozen=True, repr=False, eq=False)

@@ -39,6 +39,7 @@ from ..sweep.totals import Sums, Totals, layer_error
 
 FIRST, SECOND = 0, 1  # the columns of the values of samples: ⟨∇E, Δ⟩, and ½⟨Δ, G Δ⟩ of each change by itself
 _GRAM, _ROWS = ("", "gram"), "rows"
+_SAMPLES, _SQUARES_OF_FIRST, _SQUARES = ("", "samples"), ("", "squares of the first order"), ("", "squares")
 _PER_PRODUCT = 3  # backward passes that take as long as a Hessian product, about
 
 
@@ -66,6 +67,8 @@ class ChangeCosts:
         sums: a row for each change and a last one, the sum of all; of the column FIRST.
         gram: (draws, changes, changes), Δ_aᵀ G Δ_b of all pairs; one draw if they are exact.
         sampled: whether the draws differ.
+        noise: of the first order (changes,) and of the mean of the draws, the variances that they have because the data
+            are samples, probes included; by how the samples' values differ, NaN of a single sample.
         places: of each layer's changes among all of them.
         by_factors: layers whose second order is in the Gram matrix.
         together: whether that of all changes together is, as the GGN has it.
@@ -75,6 +78,7 @@ class ChangeCosts:
     sums: Sums
     gram: Tensor
     sampled: bool
+    noise: tuple[Tensor, Tensor]
     places: Mapping[str, range]
     by_factors: frozenset[str]
     together: bool
@@ -96,6 +100,13 @@ class ChangeCosts:
     def rows(self, name: str) -> Tensor | None:
         """Return the second order of each row of a layer's changes by itself, (changes, d); None: it is not there."""
         return self.sums.parts.get((name, _ROWS)) if name in self.by_factors else None
+
+
+def _noise(sums: Sums, key: tuple[str, str], mean: Tensor) -> Tensor:
+    """Return the variance of sums over samples, over the normaliser, by the sum of the samples' squares."""
+    samples = float(sums.samples)
+    over_normaliser = sums.parts[_SAMPLES]  # how many they are
+    return (sums.parts[key] * over_normaliser - mean.square()) / (samples - 1 or math.nan)
 
 
 class ChangeSweep:
@@ -155,7 +166,9 @@ class ChangeSweep:
         together = not many and (self._options.by_ggn or (len(names) == 1 and by_factors == names))
         sums, sampled = totals.sums(), any(fact["sampled"] for fact in every)
         places = {name: place for name, place in self._places.items() if name in names}
-        return ChangeCosts(sums, sums.parts[_GRAM], sampled, places, by_factors, together, linear)
+        gram, first = sums.parts[_GRAM], sums.values[:-1, FIRST]
+        noise = _noise(sums, _SQUARES_OF_FIRST, first), _noise(sums, _SQUARES, gram.mean(dim=0))
+        return ChangeCosts(sums, gram, sampled, noise, places, by_factors, together, linear)
 
     def _values(self, run: Run) -> Values:
         sent = cotangents.of_run(run, self._task.loss)
@@ -164,10 +177,15 @@ class ChangeSweep:
         for name, along in self._along(run, self._loss_gradient(run), changed).items():
             values[0, self._places[name].start : self._places[name].stop, FIRST] = along.sum(dim=2)
         self._many = self._many or (self._most is not None and sent.passes > self._most)
-        parts = {_GRAM: values.new_zeros(1 if self._signs is None else len(self._signs.draws), *2 * [self._count])}
+        draws = 1 if self._signs is None else len(self._signs.draws)
+        none = values.new_zeros(self._count, self._count)
+        parts = {_GRAM: none.expand(draws, -1, -1), _SQUARES: none}
         if not self._many:
             parts |= self._second_order(run, sent, changed, values)
-        return Values(sent.marked(values), sent.sample_weights, run.number, parts=parts, lost=sent.bad)
+        values = sent.marked(values)
+        first = values[0, :, FIRST, counting(self._options.nan_policy, values)]
+        parts |= {_SQUARES_OF_FIRST: first.square().sum(dim=1), _SAMPLES: values.new_tensor(first.shape[1])}
+        return Values(values, sent.sample_weights, run.number, parts=parts, lost=sent.bad)
 
     def _second_order(
         self, run: Run, sent: Cotangents, changed: Mapping[str, Sequence[Tensor]], values: Tensor
@@ -190,11 +208,17 @@ class ChangeSweep:
             found.append((draw, whole, half))
         kept = counting(self._options.nan_policy, sent.marked(values))
         gram = values.new_zeros(draws, self._count, self._count)
+        squares = torch.zeros_like(gram[0])
         for draw, whole, half in found:
             some = whole[:, kept]
             gram[draw] += (2 * half[kept] * some) @ some.t()
+        for sample in kept.nonzero().flatten():
+            own = torch.stack([whole[:, sample] for _, whole, _ in found]) if found else squares[:0]
+            weights = torch.stack([2 * half[sample] for *_, half in found]) if found else squares[:0, 0]
+            squares += ((own.t() * weights) @ own / draws).square_()
         parts = {(name, _ROWS): each[:, kept].sum(dim=1) for name, each in of_rows.items()}
-        return {**parts, _GRAM: gram.expand(1 if self._signs is None else len(self._signs.draws), -1, -1)}
+        every = gram.expand(1 if self._signs is None else len(self._signs.draws), -1, -1)
+        return {**parts, _GRAM: every, _SQUARES: squares}
 
     def _along(self, run: Run, cotangent: Tensor, changed: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
         """Return Σ_p δ_p ∘ (Δ φ_p) of each layer's changes for a cotangent, (changes, n, G d) float64."""
