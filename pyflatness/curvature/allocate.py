@@ -472,7 +472,10 @@ def _for_llm_compressor(choice: Mapping[str, str], formats: Mapping[str, Format]
             weights = {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": False}
             weights["strategy"] = "channel" if size is None else "group"
             weights |= {} if size is None else {"group_size": size}
-            weights |= held.scheme.get("llm-compressor", {})
+            scale = held.scheme.get("scale")
+            if scale is not None:
+                weights |= {"scale_dtype": f"torch.{scale}", "zp_dtype": f"torch.{scale}"}
+                weights["strategy"] = "tensor_group" if scale == "float8_e4m3fn" else "group"
             targets = [f"re:^{re.escape(name)}$" for name, chosen in choice.items() if chosen == key]
             groups[key] = {"targets": targets, "weights": weights}
     modifier = {"QuantizationModifier": {"config_groups": groups, "ignore": []}}

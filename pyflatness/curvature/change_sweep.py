@@ -172,7 +172,7 @@ class ChangeSweep:
 
     def _values(self, run: Run) -> Values:
         sent = cotangents.of_run(run, self._task.loss)
-        changed = {name: self._changed(run, name) for name in self._places if run.calls(name)}
+        changed = {name: self._changed(run, name) for name, each in self._places.items() if each and run.calls(name)}
         values = sent.sample_weights.new_zeros(1, self._count, 2, run.samples)
         for name, along in self._along(run, self._loss_gradient(run), changed).items():
             values[0, self._places[name].start : self._places[name].stop, FIRST] = along.sum(dim=2)

@@ -47,6 +47,7 @@ Layers = Selector | Sequence[Selector] | None
 _PER = ("tensor", "channel", "group")
 _FP8, _FP4 = 448.0, 6.0  # the largest numbers
 _SCALE = {"int": 16, "mxfp": 8, "nvfp": 8}  # bits of a group's
+_SCALE_DTYPE = {"int": None, "mxfp": "uint8", "nvfp": "float8_e4m3fn"}
 _NAMES = "int2 … int8, int4-g128 (of groups), fp8, mxfp4, nvfp4, 2:4, rank-16, keep"
 
 
@@ -58,8 +59,9 @@ class Format:
         name: by which a choice and messages call it.
         bits: that a weight takes: a number, or a function of the matrix's rows, its columns and the bits of its dtype.
         function: w (d, m), in float32 or float64 -> the matrix that is kept in its place, of the same shape.
-        scheme: what exports tell other tools: ``type`` ``"int"`` or ``"float"``, ``bits``, and ``group_size`` or None;
-            empty: the weight is left as it is; None: no tool is told.
+        scheme: what exports tell other tools: ``type`` ``"int"`` or ``"float"``, ``bits``, ``group_size`` or None, and
+            ``scale``, the dtype of groups' scales where they have one of their own; empty: the weight is left as it is;
+            None: no tool is told.
 
     Example:
         >>> import torch, pyflatness as pf
@@ -338,7 +340,12 @@ def _grouped(name: str, kind: str, bits: int, size: int | None) -> Format:
     def of_matrix(rows: int, columns: int, own: int) -> float:
         return bits + (_SCALE[kind] * -(-columns // size) / columns if size else 0)
 
-    scheme = {"type": "int" if kind == "int" else "float", "bits": bits, "group_size": size}
+    scheme = {
+        "type": "int" if kind == "int" else "float",
+        "bits": bits,
+        "group_size": size,
+        "scale": _SCALE_DTYPE[kind],
+    }
     return Format(name, of_matrix, lambda matrix: _by_groups(matrix, size, kept), scheme)
 
 
