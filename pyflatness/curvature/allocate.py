@@ -11,10 +11,10 @@ which :mod:`..numerics.choices` minimises. Sums of what layers cost alone leave 
 errors of one layer meet those of the next.
 
 With probes the products are means over random signs. A minimum over noise is too low: so one half of the probes makes
-the choice and the other half, which had no part in it, predicts what it costs. For the choice the noise that comes of
-the data being few is taken back as well: the first order, which at a minimum is noise in the main, and the products of
-different layers are multiplied by 1 - λ each, λ the share of their squares that is noise by how the samples differ
-(as Schäfer and Strimmer 2005 do with correlations). The prediction has them as they are.
+the choice and the other half, which had no part in it, predicts what it costs. What is noise because the data are few
+is taken back as well: the first order, which at a minimum is little else, and in the choice the products of different
+layers are multiplied by 1 - λ each, λ the share of their squares that is noise by how the samples differ (as Schäfer
+and Strimmer 2005 do with correlations). Without that a choice follows the noise of its data, and other data lose more.
 """
 
 import copy
@@ -73,7 +73,7 @@ def allocate(
     """Choose a format for each layer's weights, so that the loss is predicted to change least under a budget of bits.
 
     The prediction is ⟨∇E, Δ⟩ + ½⟨Δ, G Δ⟩ for the changes Δ of all layers together, with the GGN G of the whole loss in
-    the place of its Hessian, from one sweep over the data.
+    the place of its Hessian, from one sweep over the data; of the first term the share that is not noise of few data.
 
     Args:
         model: as for :func:`pyflatness.relative_flatness`, like all that follow but eight. It is not changed.
@@ -106,11 +106,11 @@ def allocate(
         >>> _ = torch.manual_seed(0)
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).eval()
         >>> data = torch.randn(100, 4), torch.randint(3, (100,))
-        >>> plan = pf.allocate(model, torch.nn.CrossEntropyLoss(), data, ["int3", "int8"], bits=5)
+        >>> plan = pf.allocate(model, torch.nn.CrossEntropyLoss(), data, ["int2", "int8"], bits=6)
         >>> plan.choice
-        {'0': 'int3', '2': 'int8'}
-        >>> plan.bits
-        5.0
+        {'0': 'int2', '2': 'int8'}
+        >>> round(plan.bits, 3)
+        4.571
     """
     if (bits is None) == (size is None):
         raise InputError(
@@ -155,6 +155,7 @@ class _Plan:
         options: those for one group of layers behind those for another.
         choices: the problem of choosing among them.
         costs: of changes, by the probes that predict.
+        signal: the share of the first order that is not noise.
         weights: of all groups of layers.
         like: a prediction, whose value and error are to be another's.
         convex: whether the loss is.
@@ -164,6 +165,7 @@ class _Plan:
     options: Sequence[_Option]
     choices: Choices
     costs: ChangeCosts
+    signal: float
     weights: int
     like: Estimate
     convex: bool
@@ -197,7 +199,7 @@ class _Plan:
             choice={name: by_layer[name] for name in self.costs.places},
             bits=sum(option.bits for option in taken) / self.weights,
             weights=self.weights,
-            predicted=replace(self.like, value=self.costs.first(places) + value, stderr=stderr, dof=dof),
+            predicted=replace(self.like, value=self.signal * self.costs.first(places) + value, stderr=stderr, dof=dof),
             gap=gap,
             _formats={option.format.name: option.format for option in taken},
             _plan=self,
@@ -249,13 +251,15 @@ def _planned(
             group.append(number)
     half = len(costs.gram) // 2 if costs.sampled else 0
     choosing, predicting = costs.gram[: half or None].mean(dim=0), replace(costs, gram=costs.gram[half:])
+    of_first, of_products = _signal(costs)
     sums, method = costs.sums, "ggn-sampled" if costs.sampled else "ggn"
     like = Estimate(0.0, None, sums.samples, method, exact=False, backend="reference", omitted=sums.omitted)
     task.unite()
     return _Plan(
         options=options,
-        choices=_problem(options, group, costs, choosing),
+        choices=_problem(options, group, choosing, of_first * costs.sums.values[:-1, FIRST], of_products),
         costs=predicting,
+        signal=of_first,
         weights=weights,
         like=task.noted(like),
         convex=task.loss.convex,
@@ -285,17 +289,17 @@ def _groups(
     return dict.fromkeys(tuple(name for name in ran if name in each) for each in group.values())
 
 
-def _problem(options: Sequence[_Option], group: Sequence[int], costs: ChangeCosts, gram: Tensor) -> Choices:
-    """Return the problem of choosing among options by a Gram matrix of their changes, the noise taken back."""
+def _problem(
+    options: Sequence[_Option], group: Sequence[int], gram: Tensor, first: Tensor, of_products: float
+) -> Choices:
+    """Return the problem of choosing among options by products of their changes, those of different layers reduced."""
     of_option = torch.zeros(len(gram), len(options), dtype=torch.float64)
     for place, option in enumerate(options):
         of_option[[*option.places], place] = 1.0
-    of_first, of_products = _signal(costs)
     products = of_option.t() @ gram @ of_option
     products = torch.where(torch.eye(len(options), dtype=torch.bool), products, of_products * products)
-    first = of_first * of_option.t() @ costs.sums.values[:-1, FIRST]
     sizes = np.array([option.bits for option in options])
-    return Choices(np.array(group), first.numpy(), products.numpy(), sizes)
+    return Choices(np.array(group), (of_option.t() @ first).numpy(), products.numpy(), sizes)
 
 
 def _signal(costs: ChangeCosts) -> tuple[float, float]:
@@ -327,7 +331,8 @@ class Allocation(Result):
         choice: by layer, the name of its format.
         bits: of a weight in the mean over the weights of these layers, scales of groups included.
         weights: of these layers; one that layers share counts once.
-        predicted: the change of the loss, by probes that had no part in the choice.
+        predicted: the change of the loss, by probes that had no part in the choice: ½⟨Δ, G Δ⟩ and the share of ⟨∇E, Δ⟩
+            that is not noise by how the samples' gradients differ. Its error is that of the probes, given the data.
         gap: how much better than this choice another one could be at most, of the prediction that was minimised, that
             is by the other half of the probes; NaN for a loss that is not convex in the outputs.
     """

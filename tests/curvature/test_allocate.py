@@ -92,7 +92,8 @@ def test_products_of_all_pairs_are_those_of_the_dense_ggn(case):
     torch.testing.assert_close(costs.gram[0], products, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(costs.sums.values[:-1, 0], gradient, rtol=1e-9, atol=1e-12)
     taken = [keys.index(pair) for pair in exact.choice.items() if pair in keys]
-    predicted = gradient[taken].sum() + products[taken][:, taken].sum() / 2
+    assert 0 <= exact._plan.signal <= 1
+    predicted = exact._plan.signal * gradient[taken].sum() + products[taken][:, taken].sum() / 2
     assert exact.predicted == pytest.approx(float(predicted), rel=1e-9)
     assert (exact.predicted.stderr, exact.predicted.exact) == (None, False)
 
@@ -171,7 +172,7 @@ def test_layers_of_one_weight_and_layers_named_together_have_one_format():
     # Both uses of the weight change: the prediction is of the whole weight.
     gradient, products = _dense_of_tied(model, data, change)
     alone = pf.allocate(model, CE, data, [plan.choice["embed"]], bits=4, layers=["embed", "head"], probes=None)
-    assert alone.predicted == pytest.approx(gradient + products / 2, rel=1e-9)
+    assert alone.predicted == pytest.approx(alone._plan.signal * gradient + products / 2, rel=1e-9)
 
     model, data = _images()
     plan = pf.allocate(model, CE, data, ["int2", "int4"], size=80, together=[["0", "5"]], fixed={"3": "int3"})
