@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: always; with a status of 0 if all went well, and else as :data:`.group.STATUSES` has it.
     """
+    from .allocate import allocate
     from .demo import demo
     from .doctor import doctor
     from .group import Commands
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from .store import store
 
     sections = {
-        "Measure networks": [score, layers, plan],
+        "Measure networks": [score, layers, plan, allocate],
         "Read and keep a store of values": [store, report],
         "Learn": [demo, measures, doctor],
     }
