@@ -11,6 +11,7 @@ from .api import layers as layers
 from .api import measure as measure
 from .api import relative_flatness as relative_flatness
 from .curvature import changes as changes
+from .curvature.allocate import allocate as allocate
 from .curvature.cost_of_change import cost_of_change as cost_of_change
 from .curvature.landscape import landscape as landscape
 from .curvature.linear_interpolation import linear_interpolation as linear_interpolation

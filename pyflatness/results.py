@@ -1,5 +1,6 @@
 """Name the classes of all that public calls return, for annotations and for reading files that they have written."""
 
+from .curvature.allocate import Allocation, Frontier
 from .curvature.ascent import WorstCase
 from .curvature.linear_interpolation import LinearInterpolation
 from .curvature.quadratic import Quadratic
@@ -21,6 +22,7 @@ from .training.history import History, Record
 from .verification import Check, Verification
 
 __all__ = [
+    "Allocation",
     "Bisection",
     "Bound",
     "Bounds",
@@ -34,6 +36,7 @@ __all__ = [
     "Environment",
     "Estimate",
     "FeatureRobustness",
+    "Frontier",
     "GeneralizationBound",
     "GeneralizationGap",
     "GranulatedKendall",

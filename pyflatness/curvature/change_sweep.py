@@ -1,14 +1,19 @@
 """Sum what changes of layers' weights do to the loss, to first and second order, in one sweep over the data.
 
+    ⟨∇E, Δ_a⟩        Δ_aᵀ G Δ_b = (1 / Σ_i ω_i) Σ_i Σ_c σ_ic ⟨M_i^(c), Δ_a⟩ ⟨M_i^(c), Δ_b⟩        for all pairs a, b
+
 With M_i = Σ_p δ_ip φ_ipᵀ, the gradient in a layer's weight w (d, m) that a cotangent gives for sample i, a change Δ of
 that weight enters through
 
     ⟨M_i, Δ⟩ = Σ_p ⟨δ_ip, Δ φ_ip⟩
 
 The products Δ φ do not depend on the cotangent: they are made once a micro-batch, and each cotangent then takes a
-scalar product with them. M is never written out.
+scalar product with them. M is never written out. With random signs over the columns the cotangents are as many as
+probes, and the second order is right in the mean: its draws over probes tell its standard error.
 """
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +26,8 @@ from ..contractions import promoted
 from ..errors import InputError, NonFiniteError
 from ..model import layers
 from ..numerics.accumulate import counting
+from ..numerics.signs import Signs
+from ..numerics.variances import standard_error
 from ..passes import cotangents, linearity
 from ..passes.cotangents import Cotangents
 from ..passes.layer_form import LayerForm
@@ -30,7 +37,9 @@ from ..passes.task import Task
 from ..sweep.layer_sweep import Values
 from ..sweep.totals import Sums, Totals, layer_error
 
-FIRST, SECOND = 0, 1  # the columns of the sums: ⟨∇E, Δ⟩, and ½⟨Δ, H Δ⟩
+FIRST, SECOND = 0, 1  # the columns of the values of samples: ⟨∇E, Δ⟩, and ½⟨Δ, G Δ⟩ of each change by itself
+_GRAM, _ROWS = ("", "gram"), "rows"
+_SAMPLES, _SQUARES_OF_FIRST, _SQUARES = ("", "samples"), ("", "squares of the first order"), ("", "squares")
 _PER_PRODUCT = 3  # backward passes that take as long as a Hessian product, about
 
 
@@ -55,37 +64,73 @@ class ChangeCosts:
     """Hold the sums over the data.
 
     Attributes:
-        sums: a row for each layer, one for all changes together, and a last one without meaning; columns as above.
-        names: of the layers, in the order of the rows.
-        by_factors: layers whose second order is in the sums.
+        sums: a row for each change and a last one, the sum of all; of the column FIRST.
+        gram: (draws, changes, changes), Δ_aᵀ G Δ_b of all pairs; one draw if they are exact.
+        sampled: whether the draws differ.
+        noise: of the first order (changes,) and of the mean of the draws, the variances that they have because the data
+            are samples, probes included; by how the samples' values differ, NaN of a single sample.
+        places: of each layer's changes among all of them.
+        by_factors: layers whose second order is in the Gram matrix.
         together: whether that of all changes together is, as the GGN has it.
-        linear: layers in whose weight the model is certified to be locally linear.
+        linear: layers in whose weight the model is certified to be locally linear; all where that was not asked.
     """
 
     sums: Sums
-    names: tuple[str, ...]
+    gram: Tensor
+    sampled: bool
+    noise: tuple[Tensor, Tensor]
+    places: Mapping[str, range]
     by_factors: frozenset[str]
     together: bool
     linear: frozenset[str]
 
+    def first(self, chosen: Sequence[int]) -> float:
+        """Return ⟨∇E, Δ⟩ of the sum Δ of some changes."""
+        return float(self.sums.values[[*chosen], FIRST].sum())
+
+    def second(self, chosen: Sequence[int]) -> tuple[float, float | None, float | None]:
+        """Return ½⟨Δ, G Δ⟩ of the sum Δ of some changes, its standard error and the degrees of freedom of that."""
+        draws = 0.5 * self.gram[:, [*chosen]][:, :, [*chosen]].sum(dim=(1, 2))
+        if not self.sampled:
+            return float(draws[0]), None, None
+        if len(draws) == 1:
+            return float(draws[0]), math.nan, None
+        return float(draws.mean()), float(standard_error(draws)), len(draws) - 1
+
     def rows(self, name: str) -> Tensor | None:
-        """Return the second order of each row of a layer's change by itself, (d,); None where it is not there."""
-        return self.sums.parts.get((name, "rows")) if name in self.by_factors else None
+        """Return the second order of each row of a layer's changes by itself, (changes, d); None: it is not there."""
+        return self.sums.parts.get((name, _ROWS)) if name in self.by_factors else None
+
+
+def _noise(sums: Sums, key: tuple[str, str], mean: Tensor) -> Tensor:
+    """Return the variance of sums over samples, over the normaliser, by the sum of the samples' squares."""
+    samples = float(sums.samples)
+    over_normaliser = sums.parts[_SAMPLES]  # how many they are
+    return (sums.parts[key] * over_normaliser - mean.square()) / (samples - 1 or math.nan)
 
 
 class ChangeSweep:
     """Sweep once over a task's data.
 
+    With ``probes=`` cotangents are random signs of a sample's columns, unless its columns are no more than that.
+
     Args:
         task: its layers are those that change.
-        changes: by layer, of the shape of its weight.
+        changes: by layer, one or more, each of the shape of its weight.
+        products: whether second orders are left to Hessian products where the model is not certified to be linear, and
+            where these are less work than all cotangents.
     """
 
-    def __init__(self, task: Task, changes: Mapping[str, Tensor]) -> None:
+    def __init__(self, task: Task, changes: Mapping[str, Sequence[Tensor]], *, products: bool = False) -> None:
         self._task, self._changes, self._options = task, changes, task.options
         self._forms: dict[str, LayerForm] = {}
-        self._most = _PER_PRODUCT * (len(changes) + 1)
-        self._many = False
+        ends = [0, *itertools.accumulate(len(changes.get(name, ())) for name in task.selection.modules)]
+        self._places = {name: range(*ends[i : i + 2]) for i, name in enumerate(task.selection.modules)}
+        self._count, draws = ends[-1], task.options.draws
+        self._signs = None if draws is None else Signs(task.options.seed, draws)
+        self._most = _PER_PRODUCT * (self._count + 1) if products and draws is None else None
+        self._many = self._sampled = False
+        several = max(len(each) for each in changes.values())
         self._runner = Runner(
             task.model,
             task.selection,
@@ -94,87 +139,111 @@ class ChangeSweep:
             Budget.of(task.model, task.options.memory),
             partial(linearity.refuse_custom_functions, task.options),
             order_matters=task.options.by_sample or not task.loss.convex,
+            certify=products,
+            reserve=lambda found: several * found.inputs,  # outputs are about as large
         )
 
     def found(self) -> ChangeCosts:
         """Return the sums.
 
         Raises:
-            InputError: see :meth:`.Runner.each`; targets that do not fit.
+            InputError: see :meth:`.Runner.each`; targets that do not fit; more backward passes than ``max_passes=``.
             NonFiniteError: NaN or infinity, by the policy.
         """
         task, shard = self._task, self._task.batches.shard
         totals = Totals(task.loss.reduction, task.options, self._error, shard=shard)
         self._runner.each(self._values, totals.add)
+        names = frozenset(self._runner.modules)
         facts = {
-            "many": {"": True} if self._many else {},
-            "linear": {n: self._runner.is_linear(n) for n in self._names},
+            "many": self._many,
+            "sampled": self._sampled,
+            "linear": {name: self._runner.is_linear(name) for name in names},
         }
         every = shard.every("what changes take", facts)
-        many = any(bool(fact["many"]) for fact in every)
-        linear = frozenset(name for name in self._names if all(fact["linear"][name] for fact in every))
-        by_factors = frozenset() if many else frozenset(self._names) if self._options.by_ggn else linear
-        together = not many and (self._options.by_ggn or (len(self._names) == 1 and by_factors == {*self._names}))
-        return ChangeCosts(totals.sums(), self._names, by_factors, together, linear)
-
-    @property
-    def _names(self) -> tuple[str, ...]:
-        return tuple(self._runner.selected)
+        many = any(fact["many"] for fact in every)
+        linear = frozenset(name for name in names if all(fact["linear"].get(name, True) for fact in every))
+        by_factors = frozenset() if many else names if self._options.by_ggn else linear
+        together = not many and (self._options.by_ggn or (len(names) == 1 and by_factors == names))
+        sums, sampled = totals.sums(), any(fact["sampled"] for fact in every)
+        places = {name: place for name, place in self._places.items() if name in names}
+        gram, first = sums.parts[_GRAM], sums.values[:-1, FIRST]
+        noise = _noise(sums, _SQUARES_OF_FIRST, first), _noise(sums, _SQUARES, gram.mean(dim=0))
+        return ChangeCosts(sums, gram, sampled, noise, places, by_factors, together, linear)
 
     def _values(self, run: Run) -> Values:
         sent = cotangents.of_run(run, self._task.loss)
-        ran = [name for name in self._names if run.calls(name)]
-        moved = {name: self._moved(run, name) for name in ran}
-        values = sent.sample_weights.new_zeros(1, len(self._names) + 1, 2, run.samples)
-        gradient = self._loss_gradient(run)
-        for name, along in self._along(run, gradient, moved).items():
-            values[0, self._runner.places[name], FIRST] = along.sum(dim=1)
-            values[0, -1, FIRST] += along.sum(dim=1)
-        self._many = self._many or sent.passes > self._most
-        rows = {} if self._many else self._second_order(run, sent, moved, values[0, :, SECOND])
+        changed = {name: self._changed(run, name) for name, each in self._places.items() if each and run.calls(name)}
+        values = sent.sample_weights.new_zeros(1, self._count, 2, run.samples)
+        for name, along in self._along(run, self._loss_gradient(run), changed).items():
+            values[0, self._places[name].start : self._places[name].stop, FIRST] = along.sum(dim=2)
+        self._many = self._many or (self._most is not None and sent.passes > self._most)
+        draws = 1 if self._signs is None else len(self._signs.draws)
+        none = values.new_zeros(self._count, self._count)
+        parts = {_GRAM: none.expand(draws, -1, -1), _SQUARES: none}
+        if not self._many:
+            parts |= self._second_order(run, sent, changed, values)
         values = sent.marked(values)
-        kept = counting(self._options.nan_policy, values)
-        of_rows = [name for name in rows if not layers.is_together(self._runner.selected[name])]
-        parts = {(name, "rows"): rows[name][kept].sum(dim=0) for name in of_rows}
+        first = values[0, :, FIRST, counting(self._options.nan_policy, values)]
+        parts |= {_SQUARES_OF_FIRST: first.square().sum(dim=1), _SAMPLES: values.new_tensor(first.shape[1])}
         return Values(values, sent.sample_weights, run.number, parts=parts, lost=sent.bad)
 
     def _second_order(
-        self, run: Run, sent: Cotangents, moved: Mapping[str, Tensor], values: Tensor
-    ) -> dict[str, Tensor]:
-        """Add ½ Σ_c σ_c ⟨M^(c), Δ⟩² of layers and of all together to values (layers + 1, n); return that of rows."""
-        rows = {name: values.new_zeros(len(each), each.shape[1] * each.shape[3]) for name, each in moved.items()}
-        send = partial(run.recorder.gradients, run.outputs, names=moved)
-        for cotangent, signs in sent.exact(self._most, send):
-            half = 0.5 * (torch.ones_like(values[-1]) if signs is None else signs)
-            together = torch.zeros_like(values[-1])
-            for name, along in self._along(run, cotangent, moved).items():
-                whole = along.sum(dim=1)
-                together += whole
-                values[self._runner.places[name]] += half * whole.square()
-                rows[name] += along.square() * half.unsqueeze(1)
-            values[-1] += half * together.square()
-        return rows
+        self, run: Run, sent: Cotangents, changed: Mapping[str, Sequence[Tensor]], values: Tensor
+    ) -> dict[tuple[str, str], Tensor]:
+        """Return the Gram matrices, and where they are exact what rows cost; take the diagonal in to the values."""
+        signs = self._signs if self._signs is not None and sent.passes > len(self._signs.draws) else None
+        self._sampled = self._sampled or signs is not None
+        draws = 1 if signs is None else len(signs.draws)
+        found: list[tuple[int, Tensor, Tensor]] = []
+        of_rows: dict[str, Tensor] = {}
+        send = partial(run.recorder.gradients, run.outputs, names=changed)
+        for draw, cotangent, sign in sent.sent(signs, run.numbers, self._most or self._options.max_passes, send):
+            whole, half = values.new_zeros(self._count, run.samples), 0.5 * values.new_ones(run.samples)
+            half = half if sign is None else half * sign
+            for name, along in self._along(run, cotangent, changed).items():
+                whole[self._places[name].start : self._places[name].stop] = along.sum(dim=2)
+                if signs is None and not layers.is_together(self._runner.selected[name]):
+                    of_rows[name] = of_rows.get(name, 0) + along.square() * half.unsqueeze(1)
+            values[0, :, SECOND] += half * whole.square() / draws
+            found.append((draw, whole, half))
+        kept = counting(self._options.nan_policy, sent.marked(values))
+        gram = values.new_zeros(draws, self._count, self._count)
+        squares = torch.zeros_like(gram[0])
+        for draw, whole, half in found:
+            some = whole[:, kept]
+            gram[draw] += (2 * half[kept] * some) @ some.t()
+        for sample in kept.nonzero().flatten():
+            own = torch.stack([whole[:, sample] for _, whole, _ in found]) if found else squares[:0]
+            weights = torch.stack([2 * half[sample] for *_, half in found]) if found else squares[:0, 0]
+            squares += ((own.t() * weights) @ own / draws).square_()
+        parts = {(name, _ROWS): each[:, kept].sum(dim=1) for name, each in of_rows.items()}
+        every = gram.expand(1 if self._signs is None else len(self._signs.draws), -1, -1)
+        return {**parts, _GRAM: every, _SQUARES: squares}
 
-    def _along(self, run: Run, cotangent: Tensor, moved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return Σ_p δ_p ∘ (Δ φ_p) of each layer for a cotangent of the outputs: by row, (n, G d) float64."""
-        gradients = run.recorder.gradients(run.outputs, cotangent, moved)
-        return {
-            name: (self._by_position(run, name, gradients[name]) * each).sum(dim=2, dtype=torch.float64).flatten(1)
-            for name, each in moved.items()
-        }
+    def _along(self, run: Run, cotangent: Tensor, changed: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
+        """Return Σ_p δ_p ∘ (Δ φ_p) of each layer's changes for a cotangent, (changes, n, G d) float64."""
+        gradients = run.recorder.gradients(run.outputs, cotangent, changed)
+        found = {}
+        for name, each in changed.items():
+            delta = self._by_position(run, name, gradients[name])
+            found[name] = torch.stack([(delta * one).sum(dim=2, dtype=torch.float64).flatten(1) for one in each])
+        return found
 
-    def _moved(self, run: Run, name: str) -> Tensor:
-        """Return Δ φ of all calls by position, (n, G, P, d)."""
+    def _changed(self, run: Run, name: str) -> list[Tensor]:
+        """Return Δ φ of all calls by position, (n, G, P, d), for each of a layer's changes."""
         module = self._runner.selected[name]
         if name not in self._forms:
             self._forms[name] = LayerForm(name, module, (), self._options)
-        change = promoted(as_called(name, module, self._changes[name]))
-        with contractions.full_precision(run.outputs):
-            outputs = [
-                call.kind.varied(call.inputs.detach(), change, call.output, call.coefficients)
-                for call in run.calls(name)
-            ]
-        return self._by_position(run, name, outputs)
+        found = []
+        for change in self._changes[name]:
+            delta = promoted(as_called(name, module, change))
+            with contractions.full_precision(run.outputs):
+                outputs = [
+                    call.kind.varied(call.inputs.detach(), delta, call.output, call.coefficients)
+                    for call in run.calls(name)
+                ]
+            found.append(self._by_position(run, name, outputs))
+        return found
 
     def _by_position(self, run: Run, name: str, outputs: Sequence[Tensor]) -> Tensor:
         """Return outputs of all calls, or gradients in these, by position, (n, G, P, d).
@@ -190,7 +259,9 @@ class ChangeSweep:
         return torch.cat([rows.reshape(len(rows), 1, -1, rows.shape[-1]) for rows in calls], dim=2)
 
     def _error(self, part: Values, fine: Tensor) -> NonFiniteError:
-        return layer_error(self._runner.selected, replace(part, values=part.values[:, :-1]), fine)
+        by_layer = part.values.split([*map(len, self._places.values())], dim=1)
+        values = torch.stack([each.sum(dim=1) for each in by_layer], dim=1)  # NaN where one is
+        return layer_error(self._runner.selected, replace(part, values=values), fine)
 
     def _loss_gradient(self, run: Run) -> Tensor:
         """Return the derivative of the loss terms' sum in the outputs."""

@@ -1,5 +1,17 @@
 """Make changes of layers' weights, for :func:`pyflatness.cost_of_change`: what quantisation or pruning would do.
 
+A :class:`Format` is a way to keep a weight: :func:`pyflatness.allocate` chooses one for each layer. By name there are::
+
+    name        a weight is kept as                                                bits of each entry
+    int2…int8   integers times a scale for each row, symmetric, as by rounded()    the integers': no row's scale counts
+    int4-g128   integers times a scale of 16 bits for each 128 entries of a row    4.125: with that of the scales
+    fp8         E4M3 numbers times a scale for each row                            8
+    mxfp4       E2M1 numbers times a power of two for each 32 entries of a row     4.25: with 8 for each scale
+    nvfp4       E2M1 numbers times an fp8 scale for each 16, and one of all        4.5
+    2:4         itself, but for the two smallest of every four of a row, 0         half its dtype's and 1 for places
+    rank-16     two factors of the nearest matrix of that rank                     the factors', of its dtype
+    keep        itself                                                             its dtype's
+
 Each function returns a mapping from names of layers to Δ, of the shape of the layer's weight, so that w + Δ is the
 changed weight; in float32 for weights of half precision. No model is changed. Rows of a weight are its outputs
 (filters, of a convolution).
@@ -10,24 +22,123 @@ those of experts or of a model's own functions, are taken by their names (``pyfl
 they are layers shows when the model runs.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..contractions import promoted
 from ..errors import InputError
-from ..messages import check_choice, check_module
+from ..messages import check_choice, check_module, shown
 from ..model import layers as kinds
 from ..model import selectors
 from ..model.selectors import Selector
 from ..model.uses import Use, runs_with_its_module
 from ..options import check_count, check_number
 
-__all__ = ["between", "of_rank", "pruned", "pruned_2_4", "rounded"]
+__all__ = ["Format", "between", "named", "of_format", "of_rank", "pruned", "pruned_2_4", "rounded"]
 
 Layers = Selector | Sequence[Selector] | None
 _PER = ("tensor", "channel", "group")
+_FP8, _FP4 = 448.0, 6.0  # the largest numbers
+_SCALE = {"int": 16, "mxfp": 8, "nvfp": 8}  # bits of a group's
+_SCALE_DTYPE = {"int": None, "mxfp": "uint8", "nvfp": "float8_e4m3fn"}
+_NAMES = "int2 … int8, int4-g128 (of groups), fp8, mxfp4, nvfp4, 2:4, rank-16, keep"
+
+
+@dataclass(frozen=True)
+class Format:
+    """Represent a way to keep a layer's weight in fewer bits.
+
+    Attributes:
+        name: by which a choice and messages call it.
+        bits: that a weight takes: a number, or a function of the matrix's rows, its columns and the bits of its dtype.
+        function: w (d, m), in float32 or float64 -> the matrix that is kept in its place, of the same shape.
+        scheme: what exports tell other tools: ``type`` ``"int"`` or ``"float"``, ``bits``, ``group_size`` or None, and
+            ``scale``, the dtype of groups' scales where they have one of their own; empty: the weight is left as it is;
+            None: no tool is told.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> signs = pf.changes.Format("signs", 1, lambda w: w.abs().mean(dim=1, keepdim=True) * w.sign())
+        >>> layer = torch.nn.Linear(2, 1, bias=False)
+        >>> _ = layer.weight.data.copy_(torch.tensor([[1.0, 0.5]]))
+        >>> pf.changes.of_format(layer, signs)[""]
+        tensor([[-0.2500,  0.2500]])
+    """
+
+    name: str
+    bits: float | Callable[[int, int, int], float]
+    function: Callable[[Tensor], Tensor]
+    scheme: Mapping[str, Any] | None = None
+
+    def bits_of(self, matrix: Tensor) -> float:
+        """Return the bits a weight of a matrix (d, m) of the weight's own dtype."""
+        return float(self.bits(*matrix.shape, 8 * matrix.itemsize) if callable(self.bits) else self.bits)
+
+    def change(self, matrix: Tensor) -> Tensor:
+        """Return what is kept of a matrix less the matrix.
+
+        Raises:
+            InputError: it has another shape, or NaN or infinity.
+        """
+        kept = self.function(matrix)
+        if not isinstance(kept, Tensor) or kept.shape != matrix.shape:
+            got = f"one of shape {tuple(kept.shape)}" if isinstance(kept, Tensor) else shown(kept)
+            raise InputError(f"format {self.name!r}: a matrix of shape {tuple(matrix.shape)} is wanted, got {got}")
+        if not bool(kept.isfinite().all()):
+            raise InputError(f"format {self.name!r}: what it makes of the weight has NaN or infinity")
+        return _less(kept.to(matrix.device, torch.float64), matrix)
+
+
+def named(name: "str | Format") -> Format:
+    """Return the format of a name, see the module's text; a format is returned as it is.
+
+    Raises:
+        InputError: no such format.
+    """
+    if isinstance(name, Format):
+        return name
+    found = re.fullmatch(r"(int)([2-8])(?:-g([1-9]\d*))?|(rank)-([1-9]\d*)|fp8|mxfp4|nvfp4|2:4|keep", str(name))
+    if found is None or not isinstance(name, str):
+        raise InputError(f"formats: {shown(name)} is none; there are {_NAMES}, and pf.changes.Format for your own")
+    if found[1]:
+        return _grouped(name, "int", int(found[2]), int(found[3]) if found[3] else None)
+    if found[4]:
+        return _of_factors(name, int(found[5]))
+    return {
+        "fp8": lambda: Format(name, 8, _fp8, {"type": "float", "bits": 8, "group_size": None}),
+        "mxfp4": lambda: _grouped(name, "mxfp", 4, 32),
+        "nvfp4": lambda: _grouped(name, "nvfp", 4, 16),
+        "2:4": lambda: Format(name, lambda d, m, own: own / 2 + 1, lambda w: w + _two_of_four(w)),
+        "keep": lambda: Format(name, lambda d, m, own: own, lambda w: w, {}),
+    }[name]()
+
+
+def of_format(model: nn.Module, format: str | Format, *, layers: Layers = None) -> dict[str, Tensor]:  # noqa: A002
+    """Return what keeping weights in a format changes.
+
+    Args:
+        model: any module.
+        format: a name, see the module's text, or a format of your own.
+        layers: selectors; None: see the module's text.
+
+    Raises:
+        InputError: no such format or layers; what a format makes of a layer is of another shape, or not finite.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> layer = torch.nn.Linear(4, 1, bias=False)
+        >>> _ = layer.weight.data.copy_(torch.tensor([[6.0, 2.4, -0.7, 0.2]]))
+        >>> pf.changes.of_format(layer, "mxfp4")[""]
+        tensor([[ 0.0000, -0.4000,  0.2000, -0.2000]])
+    """
+    return _of_layers(model, layers, named(format).change)
 
 
 def rounded(
@@ -62,10 +173,10 @@ def rounded(
 
     def change(matrix: Tensor) -> Tensor:
         if per == "tensor":
-            return _rounded(matrix.flatten(), steps).view_as(matrix)
-        if per == "channel":
-            return _rounded(matrix, steps)
-        return torch.cat([_rounded(part, steps) for part in matrix.split(group_size, dim=1)], dim=1)
+            return _less(_integers(matrix.double().flatten(), steps).view_as(matrix), matrix)
+        return _less(
+            _by_groups(matrix, group_size if per == "group" else None, partial(_integers, steps=steps)), matrix
+        )
 
     return _of_layers(model, layers, change)
 
@@ -108,15 +219,7 @@ def pruned_2_4(model: nn.Module, *, layers: Layers = None) -> dict[str, Tensor]:
     Raises:
         InputError: no such layers.
     """
-
-    def change(matrix: Tensor) -> Tensor:
-        found, whole = torch.zeros_like(matrix), matrix.shape[1] // 4 * 4
-        fours = matrix[:, :whole].unflatten(1, (-1, 4))
-        smallest = fours.abs().argsort(dim=2, stable=True)[..., :2]
-        found[:, :whole] = torch.zeros_like(fours).scatter(2, smallest, -fours.gather(2, smallest)).flatten(1)
-        return found
-
-    return _of_layers(model, layers, change)
+    return _of_layers(model, layers, _two_of_four)
 
 
 def of_rank(model: nn.Module, rank: int, *, layers: Layers = None) -> dict[str, Tensor]:
@@ -132,12 +235,27 @@ def of_rank(model: nn.Module, rank: int, *, layers: Layers = None) -> dict[str, 
     """
     rank = check_count("rank", rank, 1, "a rank")
 
-    def change(matrix: Tensor) -> Tensor:
-        u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
-        lost: Tensor = (u[:, rank:] * s[rank:]) @ v[rank:]
-        return -lost.to(matrix.dtype)
+    return _of_layers(model, layers, partial(_of_rank, rank=rank))
 
-    return _of_layers(model, layers, change)
+
+def add(model: nn.Module, made: Mapping[str, Tensor]) -> None:
+    """Add changes to the weights of a model; one that layers share has one change.
+
+    Raises:
+        InputError: a weight that is no parameter, but computed of others.
+    """
+    done: set[Tensor] = set()
+    for name, module in _layers(model, [*made]).items():
+        weight = module.source.parameter if isinstance(module, Use) else module.weight
+        if not isinstance(weight, nn.Parameter):
+            raise InputError(
+                f"layer {name!r}: its weight is computed of others; make it a parameter first, "
+                "torch.nn.utils.parametrize.remove_parametrizations(module, 'weight')"
+            )
+        if made[name] not in done:
+            done.add(made[name])
+            own = weight.data if not isinstance(module, Use) or module.rows is None else weight.data[module.rows]
+            own.copy_(own + made[name])
 
 
 def between(model: nn.Module, other: nn.Module | Mapping[str, Tensor], *, layers: Layers = None) -> dict[str, Tensor]:
@@ -187,17 +305,104 @@ def _key(name: str, module: nn.Module) -> str:
     return f"{name}.weight" if name else "weight"
 
 
-def _rounded(rows: Tensor, steps: int) -> Tensor:
-    """Return the change of entries that share a scale along their last dimension."""
-    exact = rows.double()
-    scale = exact.abs().amax(dim=-1, keepdim=True) / steps
-    return torch.where(scale > 0, (exact / scale).round() * scale - exact, 0.0).to(rows.dtype)
+def _less(kept: Tensor, matrix: Tensor) -> Tensor:
+    """Return what a matrix is kept as, float64, less the matrix, in its dtype."""
+    return (kept - matrix.double()).to(matrix.dtype)
+
+
+def _by_groups(matrix: Tensor, size: int | None, kept: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return what ``kept`` makes of groups of so many entries of a row in float64, the last of which may be shorter."""
+    exact = matrix.double()
+    if size is None:
+        return kept(exact)
+    groups = F.pad(exact, (0, -matrix.shape[1] % size)).unflatten(1, (-1, size))
+    return kept(groups).flatten(1)[:, : matrix.shape[1]]
+
+
+def _scaled(rows: Tensor, scale: Tensor, kept: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return entries kept in units of a scale; 0 where the scale is."""
+    return torch.where(scale > 0, kept(rows / scale) * scale, 0.0)
+
+
+def _largest(rows: Tensor) -> Tensor:
+    return rows.abs().amax(dim=-1, keepdim=True)
+
+
+def _integers(rows: Tensor, steps: int) -> Tensor:
+    """Return entries that share a scale along their last dimension, as integers from -steps to steps times that."""
+    return _scaled(rows, _largest(rows) / steps, torch.round)
+
+
+def _grouped(name: str, kind: str, bits: int, size: int | None) -> Format:
+    """Return the format of integers, or numbers of 4 bits, with a scale for each group of so many, or each row."""
+    kept = {"int": partial(_integers, steps=2 ** (bits - 1) - 1), "mxfp": _mxfp4, "nvfp": _nvfp4}[kind]
+
+    def of_matrix(rows: int, columns: int, own: int) -> float:
+        return bits + (_SCALE[kind] * -(-columns // size) / columns if size else 0)
+
+    scheme = {
+        "type": "int" if kind == "int" else "float",
+        "bits": bits,
+        "group_size": size,
+        "scale": _SCALE_DTYPE[kind],
+    }
+    return Format(name, of_matrix, lambda matrix: _by_groups(matrix, size, kept), scheme)
+
+
+def _of_factors(name: str, rank: int) -> Format:
+    def bits(rows: int, columns: int, own: int) -> float:
+        return own * min(1.0, rank * (rows + columns) / (rows * columns))
+
+    return Format(name, bits, lambda matrix: matrix + _of_rank(matrix, rank))
+
+
+def _fp8(matrix: Tensor) -> Tensor:
+    return _scaled(matrix.double(), _largest(matrix.double()) / _FP8, _as_fp8)
+
+
+def _as_fp8(numbers: Tensor) -> Tensor:
+    return numbers.clamp(-_FP8, _FP8).float().to(torch.float8_e4m3fn).to(numbers.dtype)
+
+
+def _as_fp4(numbers: Tensor) -> Tensor:
+    """Return the nearest of 0, ½, 1, 1½, 2, 3, 4, 6 with a sign, the even one of two: E2M1."""
+    sizes = numbers.abs()
+    step = torch.where(sizes < 2, 0.5, torch.where(sizes < 4, 1.0, 2.0))
+    return ((sizes / step).round() * step).clamp_max(_FP4) * numbers.sign()
+
+
+def _mxfp4(groups: Tensor) -> Tensor:
+    _, exponent = torch.frexp(_largest(groups))  # the largest is below 2^exponent
+    scale = torch.ldexp(torch.ones_like(groups[..., :1]), exponent - 3)
+    return _scaled(groups, torch.where(_largest(groups) > 0, scale, 0.0), _as_fp4)
+
+
+def _nvfp4(groups: Tensor) -> Tensor:
+    whole = groups.abs().amax() / (_FP8 * _FP4)
+    return _scaled(groups, _scaled(_largest(groups) / _FP4, whole, _as_fp8), _as_fp4)
+
+
+def _two_of_four(matrix: Tensor) -> Tensor:
+    found, whole = torch.zeros_like(matrix), matrix.shape[1] // 4 * 4
+    fours = matrix[:, :whole].unflatten(1, (-1, 4))
+    smallest = fours.abs().argsort(dim=2, stable=True)[..., :2]
+    found[:, :whole] = torch.zeros_like(fours).scatter(2, smallest, -fours.gather(2, smallest)).flatten(1)
+    return found
+
+
+def _of_rank(matrix: Tensor, rank: int) -> Tensor:
+    u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+    lost: Tensor = (u[:, rank:] * s[rank:]) @ v[rank:]
+    return -lost.to(matrix.dtype)
 
 
 def _of_layers(model: nn.Module, chosen: Layers, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """Return the changes of layers that a function makes of their matrices (d, m).
 
     A weight that several layers share has one change, of the first one's matrix: the others may be its transpose.
+
+    Raises:
+        InputError: the function's, with the layer's name.
     """
     found: dict[str, Tensor] = {}
     first: dict[Tensor, str] = {}
@@ -206,7 +411,10 @@ def _of_layers(model: nn.Module, chosen: Layers, change: Callable[[Tensor], Tens
         owner = first.setdefault(module.weight, name)
         if owner == name:
             matrix, _ = kinds.matrix(module)
-            found[name] = kinds.as_weight(module, change(promoted(matrix))).contiguous()
+            try:
+                found[name] = kinds.as_weight(module, change(promoted(matrix))).contiguous()
+            except InputError as error:
+                raise InputError(f"layer {name!r}: {error}") from None
         else:
             found[name] = found[owner]
     return found

@@ -11,14 +11,15 @@ whole block of the Hessian, and not bounded by a trace. In the GGN
 
 takes the cotangents of one sweep, for each layer and for all of them together; see :mod:`.change_sweep`. This is the
 Hessian's value for a layer in whose weight the model is locally linear. Elsewhere, for all layers together, and where
-cotangents would be more work, it is a Hessian product H Δ for each layer and one for all.
+cotangents would be more work, it is a Hessian product H Δ for each layer and one for all. With probes the cotangents
+are random, and as many as these.
 
 The trace's estimate beside it is that of HAWQ-V2 (Dong et al. 2020, Eq. 5): Tr(H_l) / (d m) · |Δ_l|², what the
 change would cost on average if its direction were random; half of that is the expectation of the second-order term.
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,9 +41,10 @@ from ..options import CALL, MeasureHow, Options, check_flag
 from ..passes.task import Task
 from ..report import Estimate, Report
 from ..session import public, session
-from .change_sweep import FIRST, SECOND, ChangeCosts, ChangeSweep, as_called
+from .change_sweep import ChangeCosts, ChangeSweep, as_called
 
-COST, GRADIENT, MEASURED, BY_TRACE = "cost_of_change", "gradient_of_change", "loss_change", "cost_by_trace"
+COST, GRADIENT, PREDICTED = "cost_of_change", "gradient_of_change", "predicted"
+MEASURED, BY_TRACE = "loss_change", "cost_by_trace"
 
 
 @public(*CALL, "curvature", "probes", "nan_policy", "memory", "seed", "max_passes")
@@ -71,13 +73,15 @@ def cost_of_change(
         by_trace: also return Tr(H) |Δ|² / (d m) of each layer, what the change would cost twice over if its direction
             were random.
         curvature: ``"auto"`` and ``"hessian"`` for the Hessian, ``"ggn"`` for the GGN.
-        probes: of the traces of ``by_trace``; None: exact ones. The second order itself is never sampled.
+        probes: of the second order where cotangents are sent, that of all layers with ``curvature="ggn"``, which then
+            has a standard error; also of the traces of ``by_trace``. None: both are exact.
         nan_policy: ``"raise"`` or ``"propagate"``; ``"omit"`` only where no Hessian product and no loss is needed.
 
     Returns:
         ``report[layer, measure]`` of each change by itself and ``report[measure]`` of all together, in units of the
         loss: ``"cost_of_change"`` is ½⟨Δ, H Δ⟩, with ``per_neuron`` what each row of the change costs by itself where
-        cotangents were sent; ``"gradient_of_change"`` is ⟨∇E, Δ⟩; ``"loss_change"`` is E(w + Δ) - E(w);
+        all cotangents were sent; ``"gradient_of_change"`` is ⟨∇E, Δ⟩; ``"predicted"`` is the sum of both, and
+        ``report.top(5, "predicted")`` are the layers that cost most; ``"loss_change"`` is E(w + Δ) - E(w);
         ``"cost_by_trace"`` is of layers, and their sum, whose standard error is a bound: layers share their probes.
 
     Raises:
@@ -91,8 +95,7 @@ def cost_of_change(
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).double().eval()
         >>> data = torch.randn(100, 4).double(), torch.randint(3, (100,))
         >>> report = pf.cost_of_change(model, torch.nn.CrossEntropyLoss(), data, pf.changes.rounded(model, bits=6))
-        >>> expected = report["gradient_of_change"] + report["cost_of_change"]
-        >>> abs(expected - report["loss_change"]) < 0.01 * abs(report["loss_change"])
+        >>> abs(report["predicted"] - report["loss_change"]) < 0.01 * abs(report["loss_change"])
         True
     """
     measured, by_trace = check_flag("measured", measured), check_flag("by_trace", by_trace)
@@ -101,10 +104,8 @@ def cost_of_change(
         raise InputError(
             f"changes={shown(changes)}: a mapping from names of layers to changes of their weights is wanted"
         )
-    if options.probes is not None and not by_trace:
-        raise InputError(
-            f"probes={shown(options.probes)} is for by_trace=True; the second order itself is never sampled"
-        )
+    if options.probes is not None and options.draws is None:
+        raise InputError(f"probes={shown(options.probes)}: a number of probes, or None, is wanted here")
     reads = 3 + bool(by_trace) + (len(changes) + 2 if measured else 0)
     with session(model, loss, data, options, how, reads=reads) as task:
         task = task.of([*changes])
@@ -157,32 +158,35 @@ class Costs:
         self._changes = {name: changes[name] for name in self._modules}
 
     def second_order(self) -> dict[tuple[str, str], Estimate]:
-        """Return both terms of the expansion, of each layer and of all of them together."""
-        found = ChangeSweep(self._task, self._changes).found()
-        places = {name: place for place, name in enumerate((*found.names, ""))}
-        rest = [name for name in found.names if name not in found.by_factors]
+        """Return both terms of the expansion and their sum, of each layer and of all of them together."""
+        found = ChangeSweep(self._task, {name: [one] for name, one in self._changes.items()}, products=True).found()
+        every = [place for places in found.places.values() for place in places]
+        rest = [name for name in found.places if name not in found.by_factors]
         by_product = self._by_products(rest, together=not found.together)
         estimates: dict[tuple[str, str], Estimate] = {}
-        for name, place in places.items():
-            first, second = (float(found.sums.values[place, column]) for column in (FIRST, SECOND))
-            estimates[name, GRADIENT] = self._estimate(name, first, "definition", exact=True, found=found)
-            estimates[name, COST] = by_product.get(name) or self._by_factors(name, second, found)
+        for name, places in {**found.places, "": every}.items():
+            first = self._estimate(name, found.first(places), "definition", exact=True, found=found)
+            second = by_product.get(name) or self._by_factors(name, places, found)
+            estimates[name, GRADIENT], estimates[name, COST] = first, second
+            estimates[name, PREDICTED] = replace(second, value=first.value + second.value, per_neuron=None)
         return estimates
 
-    def _by_factors(self, name: str, value: float, found: ChangeCosts) -> Estimate:
-        linear = name in found.linear if name else len(found.names) == 1 and found.linear == {*found.names}
-        return self._estimate(name, value, "ggn", exact=linear, found=found, rows=found.rows(name))
+    def _by_factors(self, name: str, places: Sequence[int], found: ChangeCosts) -> Estimate:
+        value, stderr, dof = found.second(places)
+        linear = name in found.linear if name else found.linear == {*found.places} and len(found.places) == 1
+        rows = found.rows(name)
+        return replace(
+            self._estimate(name, value, "ggn", exact=linear and stderr is None, found=found),
+            method="ggn" if stderr is None else "ggn-sampled",
+            stderr=stderr,
+            dof=dof,
+            per_neuron=None if rows is None or found.sampled else rows[0],
+        )
 
-    def _estimate(
-        self, name: str, value: float, method: str, *, exact: bool, found: ChangeCosts, rows: Tensor | None = None
-    ) -> Estimate:
+    def _estimate(self, name: str, value: float, method: str, *, exact: bool, found: ChangeCosts) -> Estimate:
         sums, notes = found.sums, layers.tie_notes(self._task.model, self._modules[name]) if name else ()
         return Estimate(
-            *(value, None, sums.samples, method, exact, "reference"),
-            layer=name,
-            omitted=sums.omitted,
-            per_neuron=rows,
-            notes=notes,
+            *(value, None, sums.samples, method, exact, "reference"), layer=name, omitted=sums.omitted, notes=notes
         )
 
     def _by_products(self, names: list[str], *, together: bool) -> dict[str, Estimate]:

@@ -236,7 +236,22 @@ def test_refuses_what_is_no_change(case):
         pf.cost_of_change(model, nn.CrossEntropyLoss(), data, changes)
 
 
-def test_refuses_probes_of_nothing():
+def test_refuses_adaptive_probes():
     model, data = _made("convolutions")
-    with pytest.raises(pf.errors.InputError, match="probes=3 is for by_trace"):
-        pf.cost_of_change(model, nn.CrossEntropyLoss(), data, pf.changes.rounded(model), probes=3)
+    with pytest.raises(pf.errors.InputError, match="a number of probes, or None"):
+        pf.cost_of_change(model, nn.CrossEntropyLoss(), data, pf.changes.rounded(model), probes="adaptive")
+
+
+def test_probes_lie_around_the_exact_value_and_few_columns_stay_exact():
+    model, data = _made("tokens")
+    changes, how = pf.changes.rounded(model, 3), {"curvature": "ggn", "measured": False}
+    exact = pf.cost_of_change(model, nn.CrossEntropyLoss(), data, changes, **how)
+    sampled = pf.cost_of_change(model, nn.CrossEntropyLoss(), data, changes, probes=6, **how)
+    for layer in (*changes, ""):
+        estimate, truth = sampled[layer, "predicted"], exact[layer, "predicted"]
+        assert estimate.method == "ggn-sampled"
+        assert abs(estimate - truth) < 4 * estimate.stderr < 4 * abs(truth)
+        assert truth == pytest.approx(exact[layer, "gradient_of_change"] + exact[layer, "cost_of_change"], rel=1e-12)
+    enough = pf.cost_of_change(model, nn.CrossEntropyLoss(), data, changes, probes=8, **how)  # 4 terms of 2 columns
+    assert enough["predicted"].stderr is None
+    assert enough["predicted"] == pytest.approx(exact["predicted"], rel=1e-12)

@@ -1,0 +1,246 @@
+"""Bits for each layer under a budget: ``pf.allocate`` against single costs, measured or predicted, and other estimates.
+
+Run from the project's root: ``python benchmarks/allocation.py [resnet20 | stories | FOLDER] [--seeds K] [--quick]``.
+FOLDER is a language model in Hugging Face's layout, with a file of text for it beside: ``--text FILE``. Formats are
+symmetric integers with a scale for each row (a group of 64, of a FOLDER's), the budget is 3 to 6 bits a weight. Choices
+are made on some data, and judged by the loss, and the accuracy of ResNet-20, on other data that all of them share:
+
+- same: the same bits for all layers;
+- single: an integer linear program (scipy.optimize.milp) over what ``pf.cost_of_change`` predicts of each layer alone;
+- ours: ``pf.allocate``;
+- measured: that program over the measured change of the loss when one layer alone is rounded;
+- HAWQ-V2, Fisher: over Tr(H_l) |Δ|² / (2 d m), and ½ Σ_j F_j Δ_j² with squared gradients of single samples (--quick
+  leaves them out).
+
+Means over seeds, which draw other data to plan with, and the standard deviation over them. ``seconds`` are those of
+processors: of pf.allocate alone, and of measuring each layer with each format by plain torch.
+"""
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from changes import Costs, allocated, fisher
+from depth import model as storyteller
+from depth import stories
+from networks import cifar10, published
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import pyflatness as pf
+
+BUDGETS = (3.0, 3.5, 4.0, 4.5, 5.0, 6.0)
+BITS = (2, 3, 4, 5, 6, 8)
+Judge = Callable[[nn.Module], tuple[float, float]]
+
+
+@dataclass
+class Case:
+    """A network, data of a seed to plan with in two forms, and its judge: loss and accuracy on other data."""
+
+    model: nn.Module
+    loss: Any
+    plan_with: Callable[[int], Any]
+    risk: Callable[[nn.Module, Any], float]
+    judge: Judge
+    formats: tuple[str, ...]
+    samples: Callable[[Any], Iterator[Callable[[], Tensor]]]
+
+
+def resnet20(planned: int = 256, judged: int = 2000) -> Case:
+    """Return ResNet-20 on images of CIFAR-10."""
+    model, loss, (x, y) = published(20), nn.CrossEntropyLoss(), cifar10(judged + 8 * planned)
+
+    def plan_with(seed: int) -> Any:
+        start = judged + seed * planned
+        return x[start : start + planned], y[start : start + planned]
+
+    def risk(network: nn.Module, data: Any) -> float:
+        with torch.no_grad():
+            return float(loss(network(data[0]), data[1]))
+
+    def judge(network: nn.Module) -> tuple[float, float]:
+        with torch.no_grad():
+            outputs = torch.cat([network(part) for part in x[:judged].split(250)])
+        return float(loss(outputs, y[:judged])), float((outputs.argmax(1) == y[:judged]).double().mean())
+
+    def samples(data: Any) -> Iterator[Callable[[], Tensor]]:
+        for image, label in zip(*data, strict=True):
+            yield lambda image=image, label=label: loss(model(image[None]), label[None])
+
+    return Case(model, loss, plan_with, risk, judge, tuple(f"int{bits}" for bits in BITS), samples)
+
+
+def of_language(model: nn.Module, tokens: Tensor, planned: int, judged: int, formats: tuple[str, ...]) -> Case:
+    """Return a language model on sequences of tokens (n, length)."""
+
+    def risk(network: nn.Module, data: Any) -> float:
+        with torch.no_grad():
+            parts = [part for batch in data for part in batch["input_ids"].split(1)]
+            return float(sum(network(input_ids=part, labels=part).loss for part in parts)) / len(parts)
+
+    def plan_with(seed: int) -> Any:
+        start = judged + seed * planned
+        return [{"input_ids": part} for part in tokens[start : start + planned].split(4)]
+
+    def judge(network: nn.Module) -> tuple[float, float]:
+        return risk(network, [{"input_ids": tokens[:judged]}]), float("nan")
+
+    def samples(data: Any) -> Iterator[Callable[[], Tensor]]:
+        for part in (part for batch in data for part in batch["input_ids"].split(1)):
+            yield lambda part=part: model(input_ids=part, labels=part).loss
+
+    return Case(model, "auto", plan_with, risk, judge, formats, samples)
+
+
+def of_folder(folder: Path, text: Path, length: int = 128) -> Case:
+    """Return a language model of a folder, on a text that is cut into sequences."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    numbers = transformers.AutoTokenizer.from_pretrained(folder)(text.read_text("utf-8"))["input_ids"]
+    tokens = torch.tensor(numbers[: len(numbers) // length * length]).view(-1, length)
+    return of_language(model, tokens, 4, 16, tuple(f"int{bits}-g64" for bits in BITS))
+
+
+class Single:
+    """Costs of single layers by several estimates, and the choices that have the least sum of them."""
+
+    def __init__(self, case: Case, data: Any, layers: list[str], probes: int | None, *, quick: bool) -> None:
+        self.found: dict[str, Costs] = defaultdict(dict)
+        model = case.model
+        made = {name: pf.changes.of_format(model, name, layers=layers) for name in case.formats}
+        self.sizes = {name: change.numel() for name, change in made[case.formats[0]].items()}
+        self.bits = {name: pf.changes.named(name) for name in case.formats}
+        for name, changes in made.items():
+            how = {"curvature": "ggn", "probes": probes, "measured": False}
+            report = pf.cost_of_change(model, case.loss, data, changes, **how)
+            for layer in changes:
+                self.found["single"][layer, name] = float(report[layer, "predicted"])
+        start, before = time.process_time(), case.risk(model, data)
+        for name, changes in made.items():
+            for layer, change in changes.items():
+                weight = model.get_submodule(layer).weight.data
+                weight += change
+                self.found["measured"][layer, name] = case.risk(model, data) - before
+                weight -= change
+        self.seconds = time.process_time() - start
+        if quick:
+            return
+        weights = {layer: model.get_submodule(layer).weight for layer in self.sizes}
+        values = [*case.samples(data)]
+        information = fisher(
+            model,
+            lambda number: dict(zip(weights, torch.autograd.grad(values[number](), [*weights.values()]), strict=True)),
+            len(values),
+        )
+        traces = pf.measure(model, case.loss, data, layers=layers, measures="trace", curvature="ggn", probes=probes)
+        for name, changes in made.items():
+            for layer, change in changes.items():
+                square = change.double().square()
+                self.found["Fisher"][layer, name] = 0.5 * float((information[layer] * square).sum())
+                self.found["HAWQ-V2"][layer, name] = 0.5 * float(traces[layer, "trace"] * square.mean())
+
+    def choice(self, by: str, budget: float) -> dict[str, str]:
+        """Return the format of each layer with the least sum of costs."""
+        by_number = {
+            (layer, number): cost for (layer, name), cost in self.found[by].items() for number in [self._bits(name)]
+        }
+        names = {self._bits(name): name for name in self.bits}
+        return {layer: names[number] for layer, number in allocated(by_number, self.sizes, budget).items()}
+
+    def _bits(self, name: str) -> float:
+        return self.bits[name].bits_of(torch.empty(1, 1024))
+
+
+def applied(model: nn.Module, choice: Mapping[str, str]) -> nn.Module:
+    """Return a changed copy."""
+    by_format: dict[str, list[str]] = defaultdict(list)
+    for layer, name in choice.items():
+        by_format[name].append(layer)
+    import copy
+
+    made = copy.deepcopy(model)
+    for name, layers in by_format.items():
+        pf.changes.add(made, pf.changes.of_format(made, name, layers=layers))
+    return made
+
+
+def seed_of(case: Case, seed: int, probes: int, *, quick: bool) -> Iterator[tuple[str, float, float, float, str]]:
+    """Yield method, budget, loss, accuracy, and a remark."""
+    data = case.plan_with(seed)
+    start = time.process_time()
+    plan = pf.allocate(case.model, case.loss, data, case.formats, bits=BUDGETS[0], probes=probes, seed=seed)
+    ours = time.process_time() - start
+    layers = [*plan.choice]
+    single = Single(case, data, layers, probes, quick=quick)
+    yield "seconds", 0.0, ours, single.seconds, ""
+    least = single._bits(case.formats[0]) - int(case.formats[0][3])
+    frontier = plan.frontier([budget + least for budget in BUDGETS])
+    for budget, found in zip(BUDGETS, frontier.plans, strict=True):
+        remark = f"predicted {pf.report.intervals.shown(found.predicted.value, found.predicted.interval())}"
+        yield (
+            "ours",
+            budget,
+            *case.judge(found.apply(case.model)),
+            f"{remark}, gap {found.gap:.2g}, {found.bits:.3f} bits",
+        )
+        for by in single.found:
+            yield by, budget, *case.judge(applied(case.model, single.choice(by, budget + least))), ""
+        same = next((name for name in case.formats if name.partition("-")[0] == f"int{budget:g}"), None)
+        if same:
+            yield "same", budget, *case.judge(applied(case.model, dict.fromkeys(layers, same))), ""
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("network", default="resnet20", nargs="?")
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--probes", type=int, default=16)
+    parser.add_argument("--planned", type=int)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    if options.network == "resnet20":
+        case = resnet20(options.planned or 256)
+    elif options.network == "stories":
+        named = tuple(f"int{bits}" for bits in BITS)
+        case = of_language(storyteller(), stories(256), options.planned or 8, 64, named)
+    else:
+        case = of_folder(Path(options.network), options.text)
+    found: dict[tuple[str, float], list[tuple[float, float]]] = defaultdict(list)
+    before = case.judge(case.model)
+    for seed in range(options.seeds):
+        for method, budget, loss, accuracy, remark in seed_of(case, seed, options.probes, quick=options.quick):
+            found[method, budget].append((loss, accuracy))
+            if remark:
+                print(f"seed {seed}, {budget} bits: {remark}, came {loss - before[0]:.4f}", flush=True)
+    methods = [*dict.fromkeys(["same", *(method for method, _ in found if method != "seconds")])]
+    table = Table(title=f"{options.network}: loss {before[0]:.4f}, accuracy {before[1]:.4f} before")
+    for column in ("bits", *methods):
+        table.add_column(column, justify="right")
+    for budget in BUDGETS:
+        table.add_row(f"{budget}", *(_cell(found[method, budget]) for method in methods))
+    Console(width=160).print(table)
+    seconds = np.mean(found["seconds", 0.0], axis=0)
+    print(f"seconds: pf.allocate {seconds[0]:.1f}, measuring each layer and format {seconds[1]:.1f}")
+
+
+def _cell(values: list[tuple[float, float]]) -> str:
+    if not values:
+        return "–"
+    loss, accuracy = np.array(values).T
+    spread = f" ± {loss.std(ddof=1):.3f}" if len(loss) > 1 and loss.std() > 0 else ""
+    return f"{loss.mean():.3f}{spread}" + ("" if np.isnan(accuracy).any() else f"\n{accuracy.mean():.3f}")
+
+
+if __name__ == "__main__":
+    main()

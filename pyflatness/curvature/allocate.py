@@ -1,0 +1,532 @@
+"""Choose a format for each layer's weights so that the loss changes least under a budget of bits.
+
+For every layer l and format f let Δ_lf be what keeping the weight in that format changes. One sweep over the data
+gives the gradient's ⟨∇E, Δ_a⟩ and the products Δ_aᵀ G Δ_b of all pairs of such changes, also of different layers, in
+the GGN G of the whole loss; see :mod:`.change_sweep`. A choice of a format for each layer is then predicted to change
+the loss by
+
+    ⟨∇E, Σ_l Δ_l⟩ + ½ Σ_l Σ_m Δ_lᵀ G Δ_m
+
+which :mod:`..numerics.choices` minimises. Sums of what layers cost alone leave out the terms with l ≠ m: rounding
+errors of one layer meet those of the next.
+
+With probes the products are means over random signs. A minimum over noise is too low: so one half of the probes makes
+the choice and the other half, which had no part in it, predicts what it costs. What is noise because the data are few
+is taken back as well: the first order, which at a minimum is little else, and in the choice the products of different
+layers are multiplied by 1 - λ each, λ the share of their squares that is noise by how the samples differ (as Schäfer
+and Strimmer 2005 do with correlations). Without that a choice follows the noise of its data, and other data lose more.
+"""
+
+import copy
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from rich import box
+from rich.table import Table
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from ..errors import InputError
+from ..messages import check_choice, check_module, instead, shown
+from ..model import layers as kinds
+from ..model.selectors import Selector
+from ..model.uses import Use
+from ..numerics.choices import Choices, Indices
+from ..options import CALL, How, Options, check_count, check_number, check_numbers, check_probes
+from ..passes.task import Task
+from ..report import Estimate, intervals, views
+from ..report.result import Result, write_json
+from ..session import public, session
+from . import changes
+from .change_sweep import FIRST, ChangeCosts, ChangeSweep
+from .changes import Format
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_BUDGETS = 9  # of a frontier
+
+
+@public(*CALL, "nan_policy", "memory", "seed", "max_passes")
+def allocate(
+    model: nn.Module,
+    loss: Any = "auto",
+    data: Any = ...,
+    formats: Sequence[str | Format] = ...,  # type: ignore[assignment]
+    *,
+    bits: float | None = None,
+    size: int | None = None,
+    layers: Selector | Sequence[Selector] | None = None,
+    fixed: Mapping[str, str | Format] | None = None,
+    together: Iterable[Iterable[str]] = (),
+    probes: int | None = 16,
+    **how: Unpack[How],
+) -> "Allocation":
+    """Choose a format for each layer's weights, so that the loss is predicted to change least under a budget of bits.
+
+    The prediction is ⟨∇E, Δ⟩ + ½⟨Δ, G Δ⟩ for the changes Δ of all layers together, with the GGN G of the whole loss in
+    the place of its Hessian, from one sweep over the data; of the first term the share that is not noise of few data.
+
+    Args:
+        model: as for :func:`pyflatness.relative_flatness`, like all that follow but eight. It is not changed.
+        loss: its options count.
+        data: batches; they are read once.
+        formats: names such as ``"int4"``, ``"int4-g128"``, ``"fp8"`` or ``"keep"``, all in ``pf.changes``, and formats
+            of your own, ``pf.changes.Format(name, bits, function)``.
+        bits: the budget, in bits a weight in the mean over the weights of these layers.
+        size: the budget in bytes of these weights, in the place of ``bits``.
+        layers: selectors; None: all that have changes by ``pf.changes`` and run. The rest stays as it is, uncounted.
+        fixed: by name of a layer, the format that it has; it counts in the budget.
+        together: groups of names of layers that get one format, as queries, keys and values do. Layers that share a
+            weight are such a group, and their weight is counted once.
+        probes: random signs of each sample, 4 at least, of which one half chooses and the other half predicts; all
+            columns of the loss's square-root factor where these are no more. None: all columns, whatever they are.
+        nan_policy: ``"raise"``, ``"propagate"`` is of no use here, or ``"omit"``.
+
+    Returns:
+        ``choice``, the name of each layer's format; ``bits`` of a weight in the mean; ``predicted``, the change of the
+        loss; ``gap``, by which another choice could at most be better as these probes see it; ``frontier()`` over
+        budgets; ``apply(model)``, a changed copy; and ``export(tool, path)``.
+
+    Raises:
+        InputError: no budget, or one below the cheapest choice, which is named; formats or layers that do not exist; a
+            format that makes NaN or another shape of a layer's weight; see :func:`pyflatness.relative_flatness`.
+        MissingExtraError: without SciPy.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).eval()
+        >>> data = torch.randn(100, 4), torch.randint(3, (100,))
+        >>> plan = pf.allocate(model, torch.nn.CrossEntropyLoss(), data, ["int2", "int8"], bits=6)
+        >>> plan.choice
+        {'0': 'int2', '2': 'int8'}
+        >>> round(plan.bits, 3)
+        4.571
+    """
+    if (bits is None) == (size is None):
+        raise InputError(
+            f"bits={shown(bits)}, size={shown(size)}: one budget is wanted, bits a weight or size in bytes"
+        )
+    bits = None if bits is None else check_number("bits", bits, "a number of bits a weight")
+    size = None if size is None else check_count("size", size, 1, "a number of bytes")
+    probes = None if probes is None else check_probes("probes", probes, 4)
+    options = Options.of(how, curvature="ggn", probes=probes)
+    given = [formats] if isinstance(formats, (str, Format)) else [*formats]
+    if not given:
+        raise InputError("formats: an empty list; pass names such as 'int4' and 'int8'")
+    known = [*{made.name: made for made in map(changes.named, given)}.values()]
+    of_layer = {name: changes.named(one) for name, one in (fixed or {}).items()}
+    with session(model, loss, data, options, how) as task:
+        plan = _planned(task, layers, known, of_layer, [[*names] for names in together])
+    return plan.best(8 * size / plan.weights if bits is None else bits)
+
+
+@dataclass(frozen=True)
+class _Option:
+    """Represent a format for layers that have one together.
+
+    Attributes:
+        layers: their names.
+        format: for them.
+        bits: that their weights take, a shared one once.
+        places: of its changes among all; none where it changes nothing.
+    """
+
+    layers: tuple[str, ...]
+    format: Format
+    bits: float
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Hold what choices are made of.
+
+    Attributes:
+        options: those for one group of layers behind those for another.
+        choices: the problem of choosing among them.
+        costs: of changes, by the probes that predict.
+        signal: the share of the first order that is not noise.
+        weights: of all groups of layers.
+        like: a prediction, whose value and error are to be another's.
+        convex: whether the loss is.
+        parts: layers that are parts of a parameter, and no module.
+    """
+
+    options: Sequence[_Option]
+    choices: Choices
+    costs: ChangeCosts
+    signal: float
+    weights: int
+    like: Estimate
+    convex: bool
+    parts: frozenset[str]
+
+    def best(self, bits: float) -> "Allocation":
+        """Return the best choice that is found of so many bits a weight.
+
+        Raises:
+            InputError: they are fewer than those of the cheapest choice.
+        """
+        cheapest = self.choices.cheapest()
+        least = float(self.choices.sizes[cheapest].sum())
+        if bits * self.weights < least * (1 - 1e-12):
+            names = Counter(self.options[place].format.name for place in cheapest)
+            listed = ", ".join(f"{name} for {count} layers" for name, count in names.most_common())
+            raise InputError(
+                f"bits={bits:.6g}: the cheapest choice takes {least / self.weights:.6g} bits a weight, "
+                f"{math.ceil(least / 8)} bytes: {listed}"
+            )
+        chosen, gap = self.choices.best(bits * self.weights)
+        return self.made(chosen, gap if self.convex else math.nan)
+
+    def made(self, chosen: Indices, gap: float) -> "Allocation":
+        """Return a choice with what it is predicted to cost."""
+        taken = [self.options[place] for place in chosen]
+        places = [place for option in taken for place in option.places]
+        value, stderr, dof = self.costs.second(places)
+        by_layer = {name: option.format.name for option in taken for name in option.layers}
+        return Allocation(
+            choice={name: by_layer[name] for name in self.costs.places},
+            bits=sum(option.bits for option in taken) / self.weights,
+            weights=self.weights,
+            predicted=replace(self.like, value=self.signal * self.costs.first(places) + value, stderr=stderr, dof=dof),
+            gap=gap,
+            _formats={option.format.name: option.format for option in taken},
+            _plan=self,
+        )
+
+
+def _planned(
+    task: Task,
+    chosen: Selector | Sequence[Selector] | None,
+    formats: Sequence[Format],
+    fixed: Mapping[str, Format],
+    together: Sequence[Sequence[str]],
+) -> _Plan:
+    """Return what one sweep over a task's data gives.
+
+    Raises:
+        InputError: see :func:`allocate`.
+    """
+    made = {one.name: changes.of_format(task.model, one, layers=chosen) for one in formats}
+    (first, *_) = made.values()
+    for name in (*fixed, *(name for names in together for name in names)):
+        if name not in first:
+            raise InputError(f"fixed=, together=: {shown(name)} is none of these layers; {instead(name, first)}")
+    made |= {one.name: made.get(one.name, {}) | _of_one(task.model, one, name) for name, one in fixed.items()}
+    formats_of = {name: [fixed[name]] if name in fixed else formats for name in first}
+    changing = {
+        name: {one.name: made[one.name][name] for one in formats_of[name] if made[one.name][name].any()}
+        for name in first
+    }
+    task = task.of(None if chosen is None else [*first])
+    costs = ChangeSweep(task, {name: [*each.values()] for name, each in changing.items()}).found()
+    places = {
+        (name, key): place
+        for name, each in costs.places.items()
+        for key, place in zip(changing[name], each, strict=True)
+    }
+    options, group, weights = [], [], 0
+    for number, names in enumerate(_groups(first, [*costs.places], together)):
+        own = {first[name]: kinds.without_entries(task.selection.modules[name]) for name in reversed(names)}
+        weights += sum(matrix.numel() for matrix in own.values())
+        keys = [{one.name for one in formats_of[name]} for name in names]
+        common = [one for one in formats_of[names[0]] if all(one.name in each for each in keys)]
+        if not common:
+            raise InputError(f"fixed=: {', '.join(map(repr, names))} have one format together, and others here")
+        for one in common:
+            bits = sum(one.bits_of(matrix) * matrix.numel() for matrix in own.values())
+            changed = tuple(places[name, one.name] for name in names if (name, one.name) in places)
+            options.append(_Option(tuple(names), one, bits, changed))
+            group.append(number)
+    half = len(costs.gram) // 2 if costs.sampled else 0
+    choosing, predicting = costs.gram[: half or None].mean(dim=0), replace(costs, gram=costs.gram[half:])
+    of_first, of_products = _signal(costs)
+    sums, method = costs.sums, "ggn-sampled" if costs.sampled else "ggn"
+    like = Estimate(0.0, None, sums.samples, method, exact=False, backend="reference", omitted=sums.omitted)
+    task.unite()
+    return _Plan(
+        options=options,
+        choices=_problem(options, group, choosing, of_first * costs.sums.values[:-1, FIRST], of_products),
+        costs=predicting,
+        signal=of_first,
+        weights=weights,
+        like=task.noted(like),
+        convex=task.loss.convex,
+        parts=frozenset(
+            name
+            for name in costs.places
+            if isinstance(layer := task.selection.modules[name], Use) and not layer.source.of_module
+        ),
+    )
+
+
+def _of_one(model: nn.Module, one: Format, name: str) -> dict[str, Tensor]:
+    return changes.of_format(model, one, layers=[name])
+
+
+def _groups(
+    owned: Mapping[str, Tensor], ran: Sequence[str], together: Sequence[Sequence[str]]
+) -> Iterable[tuple[str, ...]]:
+    """Return the layers that have one format, in groups: those named, and those of one weight, which has one change."""
+    sharing: dict[Tensor, list[str]] = {}
+    for name in ran:
+        sharing.setdefault(owned[name], []).append(name)
+    group = {name: {name} for name in ran}
+    for names in (*sharing.values(), *together):
+        united = set().union(*(group[name] for name in names if name in group))
+        group |= dict.fromkeys(united, united)
+    return dict.fromkeys(tuple(name for name in ran if name in each) for each in group.values())
+
+
+def _problem(
+    options: Sequence[_Option], group: Sequence[int], gram: Tensor, first: Tensor, of_products: float
+) -> Choices:
+    """Return the problem of choosing among options by products of their changes, those of different layers reduced."""
+    of_option = torch.zeros(len(gram), len(options), dtype=torch.float64)
+    for place, option in enumerate(options):
+        of_option[[*option.places], place] = 1.0
+    products = of_option.t() @ gram @ of_option
+    products = torch.where(torch.eye(len(options), dtype=torch.bool), products, of_products * products)
+    sizes = np.array([option.bits for option in options])
+    return Choices(np.array(group), (of_option.t() @ first).numpy(), products.numpy(), sizes)
+
+
+def _signal(costs: ChangeCosts) -> tuple[float, float]:
+    """Return the shares of the first order, and of the products of changes of different layers, that are not noise.
+
+    They are shares of squares, relative to what the changes cost by themselves.
+    """
+    gram, first = costs.gram.mean(dim=0), costs.sums.values[:-1, FIRST]
+    layer = torch.cat([torch.full((len(each),), number) for number, each in enumerate(costs.places.values())])
+    alone = gram.diagonal()
+    alone = alone.where(alone > 0, torch.inf)
+    apart = layer.unsqueeze(1) != layer
+    shares = [
+        (noise / size).sum() / (found.square() / size).sum()
+        for noise, found, size in (
+            (costs.noise[0], first, alone),
+            (costs.noise[1], gram, (alone.unsqueeze(1) * alone).where(apart, torch.inf)),
+        )
+    ]
+    first_share, products_share = (1 - min(1.0, max(0.0, float(share.nan_to_num(0.0)))) for share in shares)
+    return first_share, products_share
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Allocation(Result):
+    """Hold a format for each layer's weights; ``str(plan)`` is a table.
+
+    Attributes:
+        choice: by layer, the name of its format.
+        bits: of a weight in the mean over the weights of these layers, scales of groups included.
+        weights: of these layers; one that layers share counts once.
+        predicted: the change of the loss, by probes that had no part in the choice: ½⟨Δ, G Δ⟩ and the share of ⟨∇E, Δ⟩
+            that is not noise by how the samples' gradients differ. Its error is that of the probes, given the data.
+        gap: how much better than this choice another one could be at most, of the prediction that was minimised, that
+            is by the other half of the probes; NaN for a loss that is not convex in the outputs.
+    """
+
+    choice: Mapping[str, str]
+    bits: float
+    weights: int
+    predicted: Estimate
+    gap: float
+    _formats: Mapping[str, Format]
+    _plan: _Plan
+
+    def frontier(self, bits: Iterable[float] | None = None) -> "Frontier":
+        """Return the best choices that are found under several budgets, of the same probes.
+
+        Args:
+            bits: of a weight; None: from the cheapest choice to the largest in even steps.
+
+        Raises:
+            InputError: a budget below the cheapest choice.
+        """
+        problem, weights = self._plan.choices, self.weights
+        ends = [problem.sizes[problem.cheapest()].sum() / weights, problem.largest() / weights]
+        budgets = np.linspace(*ends, _BUDGETS) if bits is None else check_numbers("bits", bits)
+        return Frontier(tuple(self._plan.best(float(budget)) for budget in budgets))
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Return a copy of a model whose weights are as the chosen formats keep them; the model is not changed.
+
+        Raises:
+            InputError: it has no such layers, or a weight that is computed of others.
+        """
+        made = copy.deepcopy(check_module("model", model))
+        for format_name, held in self._formats.items():
+            names = [name for name, chosen in self.choice.items() if chosen == format_name]
+            changes.add(made, changes.of_format(made, held, layers=names))
+        return made
+
+    def export(self, tool: str, path: str | Path) -> None:
+        """Write the choice as a file that another tool reads, which rounds by its own algorithm.
+
+        - ``"llm-compressor"``: a recipe with a ``QuantizationModifier``, as JSON, which is YAML too:
+          ``oneshot(model, recipe=path)``.
+        - ``"gptqmodel"``: a ``quantize_config.json`` with a ``dynamic`` rule for each layer; layers that are not of the
+          plan are left as they are.
+        - ``"torchao"``: an ``FqnToConfig``: ``quantize_(model, config_from_dict(json.load(file)), filter_fn=None)``.
+
+        Recipes were held against the schemas of compressed-tensors 0.20, and the last against torchao 0.18. The file
+        for GPTQModel follows its documentation (7.7); it was not read by that tool itself.
+
+        Raises:
+            InputError: a tool that is none of these; a layer with a format that the tool cannot be told of, or that is
+                no module.
+        """
+        check_choice("tool", tool, tuple(_TOOLS))
+        unsaid = {name: self._formats[key] for name, key in self.choice.items()}
+        for name, held in unsaid.items():
+            if name in self._plan.parts:
+                raise InputError(
+                    f"layer {name!r} is a part of a parameter and no module, which {tool} cannot be told of"
+                )
+            if held.scheme is None or not _TOOLS[tool].takes(held):
+                raise InputError(f"layer {name!r}: {tool} cannot be told of its format {held.name!r}")
+        write_json(_TOOLS[tool].written(self.choice, self._formats), path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the attributes as plain numbers, strings and dicts."""
+        held = {"choice": dict(self.choice), "bits": self.bits, "weights": self.weights}
+        return {**held, "predicted": self.predicted.to_dict(), "gap": self.gap}
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [{"layer": name, "format": chosen} for name, chosen in self.choice.items()]
+
+    def __str__(self) -> str:
+        table = Table("layer", "format", box=box.SIMPLE_HEAD)
+        for name, chosen in self.choice.items():
+            table.add_row(name or "(the model)", chosen)
+        predicted = intervals.shown(self.predicted.value, self.predicted.interval())
+        told = f"{self.bits:.6g} bits a weight of {self.weights}; the loss is predicted to change by {predicted}"
+        return "\n".join([*views.text(table, 100), told, *self.predicted.notes])
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Frontier(Result):
+    """Hold choices under several budgets; ``str(frontier)`` is a table.
+
+    Attributes:
+        plans: the choices, by their budgets.
+    """
+
+    plans: tuple[Allocation, ...]
+
+    def plot(self, path: str | Path | None = None, *, axes: "Axes | None" = None) -> "tuple[Figure, Axes]":
+        """Draw the predicted change of the loss, with its interval, over bits a weight.
+
+        Args:
+            path: where the figure is written too; its ending is its format.
+            axes: matplotlib's, to draw into; None: those of a new figure.
+
+        Raises:
+            MissingExtraError: without matplotlib.
+        """
+        figure, drawn = views.onto(axes)
+        values = [plan.predicted.value for plan in self.plans]
+        ends = [plan.predicted.interval() or (plan.predicted.value,) * 2 for plan in self.plans]
+        drawn.errorbar(
+            [plan.bits for plan in self.plans], values, [(high - low) / 2 for low, high in ends], marker="o", capsize=2
+        )
+        drawn.set(xlabel="bits a weight", ylabel="predicted change of the loss")
+        drawn.grid(alpha=0.3)
+        views.save(figure, path)
+        return figure, drawn
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the choices as plain numbers, strings and dicts."""
+        return {"plans": [plan.to_dict() for plan in self.plans]}
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [{"bits": plan.bits, **plan.predicted.to_dict(), "gap": plan.gap} for plan in self.plans]
+
+    def __str__(self) -> str:
+        table = Table("bits a weight", "predicted change of the loss", "gap", box=box.SIMPLE_HEAD)
+        for plan in self.plans:
+            predicted = intervals.shown(plan.predicted.value, plan.predicted.interval())
+            table.add_row(f"{plan.bits:.4g}", predicted, f"{plan.gap:.2g}")
+        return "\n".join(views.text(table, 100))
+
+
+@dataclass(frozen=True)
+class _Tool:
+    """Represent another tool: which formats it can be told of, and what it reads."""
+
+    takes: Callable[[Format], bool]
+    written: Callable[[Mapping[str, str], Mapping[str, Format]], Any]
+
+
+def _for_llm_compressor(choice: Mapping[str, str], formats: Mapping[str, Format]) -> Any:
+    groups = {}
+    for key, held in formats.items():
+        if held.scheme:
+            kind, bits, size = (held.scheme[name] for name in ("type", "bits", "group_size"))
+            weights = {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": False}
+            weights["strategy"] = "channel" if size is None else "group"
+            weights |= {} if size is None else {"group_size": size}
+            scale = held.scheme.get("scale")
+            if scale is not None:
+                weights |= {"scale_dtype": f"torch.{scale}", "zp_dtype": f"torch.{scale}"}
+                weights["strategy"] = "tensor_group" if scale == "float8_e4m3fn" else "group"
+            targets = [f"re:^{re.escape(name)}$" for name, chosen in choice.items() if chosen == key]
+            groups[key] = {"targets": targets, "weights": weights}
+    modifier = {"QuantizationModifier": {"config_groups": groups, "ignore": []}}
+    return {"allocation_stage": {"allocation_modifiers": modifier}}
+
+
+def _for_gptqmodel(choice: Mapping[str, str], formats: Mapping[str, Format]) -> Any:
+    rules = {
+        name: {"bits": held.scheme["bits"], "group_size": held.scheme["group_size"] or -1} if held.scheme else None
+        for name, held in ((name, formats[key]) for name, key in choice.items())
+    }
+    dynamic = {f"{'-' if rule is None else '+'}:^{re.escape(name)}$": rule or {} for name, rule in rules.items()}
+    default = next((rule for rule in rules.values() if rule), {"bits": 4, "group_size": -1})
+    others = {"-:.*": {}}  # the first rule that matches counts
+    whole = {"quant_method": "gptq", "checkpoint_format": "gptq", "sym": True, "desc_act": False}
+    return {**default, **whole, "dynamic": {**dynamic, **others}}
+
+
+def _for_torchao(choice: Mapping[str, str], formats: Mapping[str, Format]) -> Any:
+    def config(held: Format) -> Any:
+        if not held.scheme:
+            return None
+        bits, size = held.scheme["bits"], held.scheme["group_size"]
+        if held.scheme["type"] == "float":
+            rows = {"_type": "PerRow", "_version": 1, "_data": {"dim": -1}}
+            return _torchao("Float8WeightOnlyConfig", weight_dtype=_torch_dtype("float8_e4m3fn"), granularity=rows)
+        kind, data = ("PerAxis", {"axis": 0}) if size is None else ("PerGroup", {"group_size": size})
+        granularity = {"_type": kind, "_version": 1, "_data": data}
+        return _torchao("IntxWeightOnlyConfig", weight_dtype=_torch_dtype(f"int{bits}"), granularity=granularity)
+
+    by_name = {name: config(formats[key]) for name, key in choice.items()}
+    return {"_type": "FqnToConfig", "_version": 1, "_data": {"fqn_to_config": by_name, "module_fqn_to_config": by_name}}
+
+
+def _torchao(kind: str, **data: Any) -> dict[str, Any]:
+    return {"_type": kind, "_version": 2, "_data": data}
+
+
+def _torch_dtype(name: str) -> dict[str, str]:
+    return {"_type": "torch.dtype", "_data": name}
+
+
+_TOOLS = {
+    "llm-compressor": _Tool(lambda held: True, _for_llm_compressor),
+    "gptqmodel": _Tool(lambda held: not held.scheme or held.scheme["type"] == "int", _for_gptqmodel),
+    "torchao": _Tool(
+        lambda held: not held.scheme or held.scheme["type"] == "int" or held.scheme["bits"] == 8, _for_torchao
+    ),
+}

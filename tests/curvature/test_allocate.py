@@ -1,0 +1,305 @@
+"""Formats for layers under a budget: the products of all pairs against a dense GGN, the search against all choices."""
+
+import itertools
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import pyflatness as pf
+from pyflatness.numerics.choices import Choices
+
+CE = nn.CrossEntropyLoss()
+
+
+class Tokens(nn.Module):
+    """An embedding, a smooth layer that mixes tokens, and a head over tokens."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        self.embed, self.inner, self.head = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        h = self.embed(tokens)
+        return self.head((self.inner(h) + h.mean(dim=1, keepdim=True)).tanh()).movedim(-1, 1)
+
+
+class Sum(nn.Module):
+    """Three layers beside each other, two with the same weight: the loss is quadratic in all weights together."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(6, 3, bias=False) for _ in "abc")
+        self.b.weight.data.copy_(self.a.weight)
+        self.c.weight.data.copy_(1.1 * self.a.weight)
+
+    def forward(self, x):
+        return self.a(x[:, :6]) + self.b(x[:, :6]) + self.c(x[:, 6:])
+
+
+def _images():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(27, 5), nn.Tanh(), nn.Linear(5, 4)]
+    return nn.Sequential(*layers).double().eval(), (torch.randn(6, 2, 5, 5).double(), torch.randint(4, (6,)))
+
+
+def _texts(tied=False):
+    torch.manual_seed(1)
+    return Tokens(tied).double().eval(), (torch.randint(7, (8, 5)), torch.randint(7, (8, 5)))
+
+
+def _sums():
+    torch.manual_seed(3)
+    model, x = Sum().double().eval(), torch.randn(40, 12).double()
+    return model, (x, model(x).detach())
+
+
+def _dense(model, data, changes):
+    """The gradient along changes of layers (A,) and the products Δ_aᵀ G Δ_b (A, A) in the GGN, by nested autograd."""
+    inputs, targets = data
+    zero = torch.zeros(len(changes), dtype=torch.float64)
+
+    def outputs(t):
+        weights = {f"{name}.weight": model.get_submodule(name).weight.detach() for name, _ in changes}
+        for step, (name, change) in zip(t, changes, strict=True):
+            weights[f"{name}.weight"] = weights[f"{name}.weight"] + step * change
+        return torch.func.functional_call(model, weights, (inputs,))
+
+    along = torch.autograd.functional.jacobian(outputs, zero).flatten(0, -2)
+    at = outputs(zero).detach()
+    curved = torch.autograd.functional.hessian(lambda f: CE(f, targets), at).view(at.numel(), at.numel())
+    gradient = torch.autograd.functional.jacobian(lambda t: CE(outputs(t), targets), zero)
+    return gradient, along.t() @ curved @ along
+
+
+@pytest.mark.parametrize("case", [_images, _texts])
+def test_products_of_all_pairs_are_those_of_the_dense_ggn(case):
+    model, data = case()
+    formats = ["int2", "int3", "rank-2"]
+    made = {name: pf.changes.of_format(model, name) for name in formats}
+    keys = [(layer, name) for layer in made["int2"] for name in formats if made[name][layer].any()]
+    changes = [(layer, made[name][layer]) for layer, name in keys]
+    gradient, products = _dense(model, data, changes)
+    batches = [tuple(part[:2] for part in data), tuple(part[2:] for part in data)]
+
+    exact = pf.allocate(model, CE, batches, formats, bits=64, probes=None)
+    costs = exact._plan.costs
+    torch.testing.assert_close(costs.gram[0], products, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(costs.sums.values[:-1, 0], gradient, rtol=1e-9, atol=1e-12)
+    taken = [keys.index(pair) for pair in exact.choice.items() if pair in keys]
+    assert 0 <= exact._plan.signal <= 1
+    predicted = exact._plan.signal * gradient[taken].sum() + products[taken][:, taken].sum() / 2
+    assert exact.predicted == pytest.approx(float(predicted), rel=1e-9)
+    assert (exact.predicted.stderr, exact.predicted.exact) == (None, False)
+
+    how, seeds = {"bits": 64, "probes": 16}, range(1 if case is _images else 4)
+    draws = torch.cat([pf.allocate(model, CE, batches, formats, seed=k, **how)._plan.costs.gram for k in seeds])
+    if case is _images:  # its 3 columns are no more than the probes, and all sent
+        torch.testing.assert_close(draws[0], products, rtol=1e-9, atol=1e-12)
+        return
+    off = (draws.mean(dim=0) - products).abs() / (draws.std(dim=0) / len(draws) ** 0.5)
+    assert off.max() < 5
+    assert 0.5 < off.square().mean().sqrt() < 1.5
+    sampled = pf.allocate(model, CE, batches, formats, **how)
+    assert sampled.predicted.method == "ggn-sampled"
+    low, high = sampled.predicted.interval(0.999)
+    assert low < sampled.predicted < high
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_search_finds_the_best_of_all_choices(seed):
+    generator = np.random.default_rng(seed)
+    factor = generator.normal(size=(12, 18)) * generator.uniform(0.2, 2, size=18)
+    sizes = np.tile([2.0, 3.0, 8.0], 6) * np.repeat(generator.integers(1, 9, 6), 3)
+    problem = Choices(np.repeat(np.arange(6), 3), 0.3 * generator.normal(size=18), factor.T @ factor, sizes)
+    budget = 0.5 * (sizes[::3].sum() + sizes[2::3].sum())
+    chosen, gap = problem.best(budget)
+    values = {}
+    for picks in itertools.product(range(3), repeat=6):
+        places = np.arange(6) * 3 + picks
+        if sizes[places].sum() <= budget:
+            values[tuple(places)] = problem.costs[places].sum() + problem.products[np.ix_(places, places)].sum() / 2
+    assert values[tuple(chosen)] == pytest.approx(min(values.values()))
+    assert gap >= 0
+    alone = tuple(problem.by_single_costs(budget))
+    assert values[alone] >= values[tuple(chosen)]
+
+
+def test_errors_that_add_up_are_not_made_together():
+    model, data = _sums()
+    loss, formats = nn.MSELoss(), ["int2", "int8"]
+    alone = pf.cost_of_change(model, loss, data, pf.changes.of_format(model, "int2"), measured=False)
+    assert alone["a", "predicted"] < alone["c", "predicted"]  # so that single costs round a and b
+    plan = pf.allocate(model, loss, data, formats, bits=4)
+    assert plan.choice in ({"a": "int2", "b": "int8", "c": "int2"}, {"a": "int8", "b": "int2", "c": "int2"})
+    assert plan.bits == pytest.approx(4)
+    made = plan.apply(model)
+    assert plan.predicted == pytest.approx(loss(made(data[0]), data[1]).item(), rel=1e-9)  # it was 0
+    singly = pf.changes.of_format(model, "int2", layers=["a", "b"])
+    pf.changes.add(model, singly)
+    assert loss(model(data[0]), data[1]).item() > 1.2 * plan.predicted
+    assert plan.gap >= 0
+
+
+def test_frontier_falls_and_keeps_to_its_budgets(tmp_path):
+    model, data = _images()
+    plan = pf.allocate(model, CE, data, ["int2", "int3", "int4", "keep"], bits=3)
+    frontier = plan.frontier([2, 2.5, 3, 4, 64])
+    assert all(plan.bits <= budget + 1e-9 for plan, budget in zip(frontier.plans, [2, 2.5, 3, 4, 64], strict=True))
+    assert frontier.plans[0].choice == dict.fromkeys(plan.choice, "int2")
+    assert frontier.plans[2].choice == plan.choice
+    frontier.plot(tmp_path / "frontier.png")
+    assert (tmp_path / "frontier.png").stat().st_size > 1000
+    assert len(frontier.to_frame()) == 5
+    assert json.loads(plan.to_json())["choice"] == plan.choice
+    assert "bits a weight of" in str(plan)
+
+
+def test_layers_of_one_weight_and_layers_named_together_have_one_format():
+    model, data = _texts(tied=True)
+    plan = pf.allocate(model, CE, data, ["int2", "int4"], bits=3)
+    assert plan.weights == 28 + 16
+    assert plan.choice["embed"] == plan.choice["head"]
+    made = plan.apply(model)
+    assert made.head.weight is made.embed.weight
+    change = pf.changes.of_format(model, plan.choice["embed"])["embed"]
+    torch.testing.assert_close(made.embed.weight, model.embed.weight + change)
+    # Both uses of the weight change: the prediction is of the whole weight.
+    gradient, products = _dense_of_tied(model, data, change)
+    alone = pf.allocate(model, CE, data, [plan.choice["embed"]], bits=4, layers=["embed", "head"], probes=None)
+    assert alone.predicted == pytest.approx(alone._plan.signal * gradient + products / 2, rel=1e-9)
+
+    model, data = _images()
+    plan = pf.allocate(model, CE, data, ["int2", "int4"], size=80, together=[["0", "5"]], fixed={"3": "int3"})
+    assert plan.choice["3"] == "int3"
+    assert plan.choice["0"] == plan.choice["5"]
+    assert plan.bits * plan.weights <= 8 * 80
+
+
+def _dense_of_tied(model, data, change):
+    inputs, targets = data
+    t = torch.zeros((), dtype=torch.float64)
+
+    def outputs(t):
+        weight = model.embed.weight.detach() + t * change
+        return torch.func.functional_call(model, {"embed.weight": weight}, (inputs,))
+
+    along, at = torch.autograd.functional.jacobian(outputs, t).flatten(), outputs(t).detach()
+    curved = torch.autograd.functional.hessian(lambda f: CE(f, targets), at).view(at.numel(), at.numel())
+    return float(torch.autograd.functional.jacobian(lambda t: CE(outputs(t), targets), t)), float(
+        along @ curved @ along
+    )
+
+
+def test_formats_are_what_their_names_say():
+    w = torch.tensor([[0.9, -0.3, 0.05, 0.0], [2.0, 1.0, -0.5, 0.25]])
+    kept = {name: pf.changes.named(name).function(w) for name in ("int3", "fp8", "mxfp4", "nvfp4", "2:4", "keep")}
+    torch.testing.assert_close(kept["int3"][0].float(), torch.tensor([0.9, -0.3, 0.0, 0.0]))
+    # The first is 7.2 in units of its scale, 2^-3, and E2M1 ends at 6.
+    torch.testing.assert_close(
+        kept["mxfp4"].float(), torch.tensor([[0.75, -0.25, 0.0625, 0.0], [2.0, 1.0, -0.5, 0.25]])
+    )
+    torch.testing.assert_close(kept["2:4"], torch.tensor([[0.9, -0.3, 0.0, 0.0], [2.0, 1.0, 0.0, 0.0]]))
+    assert (kept["fp8"] - w).abs().max() < w.abs().max() / 16
+    assert (kept["nvfp4"] - w).abs().max() < w.abs().max() / 5
+    assert kept["keep"] is w
+    bits = {name: pf.changes.named(name).bits_of(torch.empty(64, 256)) for name in ("int4-g128", "mxfp4", "nvfp4")}
+    assert bits == {"int4-g128": 4.125, "mxfp4": 4.25, "nvfp4": 4.5}
+    assert pf.changes.named("rank-16").bits_of(torch.empty(64, 256)) == 32 * 16 * 320 / (64 * 256)
+    assert pf.changes.named("keep").bits_of(torch.empty(2, 2, dtype=torch.bfloat16)) == 16
+    model = nn.Linear(300, 2)
+    rounded = pf.changes.rounded(model, 4, per="group", group_size=128)[""]
+    assert torch.equal(pf.changes.of_format(model, "int4-g128")[""], rounded)
+
+
+def _bad(function):
+    return pf.changes.Format("mine", 4, function)
+
+
+BAD = {
+    "no budget": ({}, "one budget is wanted"),
+    "two budgets": ({"bits": 4, "size": 3}, "one budget is wanted"),
+    "too small": ({"bits": 2}, r"the cheapest choice takes 3 bits a weight, \d+ bytes: int3 for 3 layers"),
+    "no format": ({"bits": 4, "formats": ["int9"]}, "'int9' is none; there are int2"),
+    "no formats": ({"bits": 4, "formats": []}, "an empty list"),
+    "another shape": ({"bits": 4, "formats": [_bad(lambda w: w[:1])]}, r"layer '0': format 'mine': a matrix of shape"),
+    "NaN": ({"bits": 4, "formats": [_bad(lambda w: w / 0)]}, "layer '0': format 'mine': .*NaN"),
+    "fixed": ({"bits": 4, "fixed": {"9": "int4"}}, "'9' is none of these layers"),
+    "together": ({"bits": 4, "together": [["0", "7"]]}, "'7' is none of these layers"),
+    "fixed apart": ({"bits": 4, "together": [["0", "3"]], "fixed": {"0": "int4", "3": "int5"}}, "'0', '3' have one"),
+    "probes": ({"bits": 4, "probes": 2}, "probes=2"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refuses(case):
+    model, data = _images()
+    given, message = BAD[case]
+    with pytest.raises(pf.errors.InputError, match=message):
+        pf.allocate(model, CE, data, **{"formats": ["int3", "int4"], **given})
+
+
+def _exported(tmp_path, tool, formats, bits):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)).eval()
+    data = torch.randn(20, 32), torch.randint(32, (20,))
+    fixed = dict(zip(("0", "2", "4"), formats, strict=True))
+    plan = pf.allocate(model, CE, data, formats, bits=bits, fixed=fixed)
+    plan.export(tool, tmp_path / "plan.json")
+    return json.loads((tmp_path / "plan.json").read_text())
+
+
+def test_exports_for_gptqmodel(tmp_path):
+    found = _exported(tmp_path, "gptqmodel", ["int4-g16", "int8", "keep"], 32)
+    assert (found["bits"], found["group_size"], found["sym"]) == (4, 16, True)
+    rules = found["dynamic"]
+    assert rules == {
+        "+:^0$": {"bits": 4, "group_size": 16},
+        "+:^2$": {"bits": 8, "group_size": -1},
+        "-:^4$": {},
+        "-:.*": {},
+    }
+    first = {name: next(rule for rule in rules if re.match(rule[2:], name)) for name in ("0", "2", "4", "other")}
+    assert [*first.values()] == [*rules]
+
+
+def test_exports_for_llm_compressor_fit_its_schemas(tmp_path):
+    found = _exported(tmp_path, "llm-compressor", ["int4-g16", "fp8", "nvfp4"], 32)
+    groups = found["allocation_stage"]["allocation_modifiers"]["QuantizationModifier"]["config_groups"]
+    assert {key: group["targets"] for key, group in groups.items()} == {
+        "int4-g16": ["re:^0$"], "fp8": ["re:^2$"], "nvfp4": ["re:^4$"]
+    }  # fmt: skip
+    schemas = pytest.importorskip("compressed_tensors.quantization", reason="compressed-tensors is not installed")
+    read = {key: schemas.QuantizationScheme.model_validate(group).weights for key, group in groups.items()}
+    assert (read["int4-g16"].num_bits, read["int4-g16"].group_size, read["int4-g16"].type) == (4, 16, "int")
+    assert read["nvfp4"] == schemas.quant_scheme.NVFP4A16["weights"]
+    assert read["fp8"].strategy == "channel"
+
+
+def test_exports_for_torchao_are_read_by_it(tmp_path):
+    found = _exported(tmp_path, "torchao", ["int4-g16", "int8", "keep"], 32)
+    assert [*found["_data"]["fqn_to_config"]] == ["0", "2", "4"]
+    core = pytest.importorskip("torchao.core.config", reason="torchao is not installed")
+    from torchao.quantization import quantize_
+
+    read = core.config_from_dict(found)
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)).eval()
+    plain = model[4].weight
+    quantize_(model, read, filter_fn=None)
+    assert model[4].weight is plain
+    assert "Intx" in type(model[0].weight).__name__
+    assert model(torch.randn(2, 32)).isfinite().all()
+
+
+def test_a_format_or_layer_that_a_tool_has_no_word_for_is_named(tmp_path):
+    model, data = _images()
+    plan = pf.allocate(model, CE, data, ["int3", "rank-1"], bits=64, fixed={"3": "rank-1"})
+    with pytest.raises(pf.errors.InputError, match="layer '3': torchao cannot be told of its format 'rank-1'"):
+        plan.export("torchao", tmp_path / "plan.json")
+    with pytest.raises(pf.errors.InputError, match="choose one of"):
+        plan.export("mlx", tmp_path / "plan.json")
