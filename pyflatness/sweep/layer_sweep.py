@@ -52,6 +52,8 @@ class Values:
         variances: (3, layers + 1, quantities, n) float64, of one draw's values and last of the network's, where these
             are sampled in groups, the sums of the groups' squared ones, and the replicates; None: they are exact, or
             their draws tell.
+        sizes: (n,) float64, :meth:`.Cotangents.sizes`, where values vary about in proportion to them and one probe
+            has to say how much; else None.
         parts: by layer and quantity, those of :class:`.quantities.Contribution` summed over the samples that count.
         lost: (n,), samples without a loss, whose values are NaN.
         by_hessian: layers whose values are of second derivatives.
@@ -61,6 +63,7 @@ class Values:
     sample_weights: Tensor
     number: int
     variances: Tensor | None = None
+    sizes: Tensor | None = None
     parts: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)
     lost: Tensor | None = None
     by_hessian: frozenset[str] = frozenset()
@@ -192,7 +195,13 @@ class Sweep:
         values = self._marked(values, sent, self._left_out(run, sent), run.number)
         parts = self._summed(parts, values) if parts else parts
         return Values(
-            values, sent.sample_weights, run.number, parts=parts, lost=sent.bad, by_hessian=frozenset(nonlinear)
+            values,
+            sent.sample_weights,
+            run.number,
+            sizes=sent.sizes() if signs is not None and draws == 1 else None,
+            parts=parts,
+            lost=sent.bad,
+            by_hessian=frozenset(nonlinear),
         )
 
     def _summed(self, parts: Parts, values: Tensor) -> Parts:

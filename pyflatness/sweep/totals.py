@@ -116,7 +116,7 @@ class Totals:
         if micro_batch.variances is not None:
             self._variances.add(masked(micro_batch.variances, kept))
         elif self._sampled:
-            self._variances.add_probes(probes, torch.ones_like(fine) if kept is None else kept)
+            self._variances.add_probes(probes, kept, micro_batch.sizes)
         for key, summed in micro_batch.parts.items():
             self._parts[key] = summed + self._parts[key] if key in self._parts else summed
         if self._per_sample:
