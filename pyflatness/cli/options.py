@@ -218,3 +218,11 @@ def shard(context: click.Context, parameter: click.Parameter, given: str | None)
 def probes(context: click.Context, parameter: click.Parameter, given: str | None) -> int | str | None:
     """Return a number of probes, or the text that is given in its place."""
     return int(given) if given and given.lstrip("-").isdigit() else given
+
+
+def fraction(context: click.Context, parameter: click.Parameter, given: str | None) -> float | str | None:
+    """Return a part of the data, or the text that is given in its place."""
+    try:
+        return None if given is None else float(given)
+    except ValueError:
+        return given

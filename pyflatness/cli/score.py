@@ -109,6 +109,13 @@ _OF_A_LAUNCHER = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
     help="Estimate every value to about this relative standard error, as --probes adaptive does for 0.01; of heads "
     "alone a relative error that is guaranteed.",
 )
+@click.option(
+    "--fraction",
+    metavar="PART|auto",
+    callback=given.fraction,
+    help="Send this part of the data backward, such as 0.1, and estimate all by it, with standard errors; auto: as "
+    "much as --rtol takes.  [default: all]",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random numbers that estimates take.")
 @click.option(
     "--max-passes",
@@ -380,7 +387,7 @@ def _check_there(found: list[Path]) -> None:
 
 def _by_option(message: str) -> str:
     """Return an error of :class:`Options` with the names that the command line has: ``--rtol 2`` for ``rtol=2``."""
-    named = re.sub(r"\b(probes|target_stderr|rtol|max_passes|seed)=", lambda found: f"--{found[1]} ", message)
+    named = re.sub(r"\b(probes|target_stderr|rtol|fraction|max_passes|seed)=", lambda found: f"--{found[1]} ", message)
     return named.replace("_stderr", "-stderr").replace("_passes", "-passes").replace("  ", " ")
 
 

@@ -24,20 +24,35 @@ class Variances:
         self._sums = torch.zeros((), dtype=torch.float64, device="cpu")
         self._residuals = Residuals()
 
-    def add_probes(self, probes: Tensor, kept: Tensor | None, sizes: Tensor | None) -> None:
+    def add_probes(
+        self,
+        probes: Tensor,
+        kept: Tensor | None,
+        sizes: Tensor | None = None,
+        chances: Tensor | None = None,
+        *,
+        exact: bool = False,
+    ) -> None:
         """Take in k probes' values (k, …, n) of n samples.
 
         Args:
             probes: the values.
             kept: (n,), the samples that count; None: all.
-            sizes: (n,), to which one probe's values are about proportional; of several their own variance is taken.
+            sizes: (n,), to which values are about proportional, of one probe or of a part of the data.
+            chances: (n,), with which these samples are a part of the data, see :mod:`.subset`: values and sizes are
+                divided by them; None: they are all data.
+            exact: whether the values are no probes', and vary by the choice of samples alone.
         """
-        if sizes is not None:
-            self._residuals.add(masked(probes[0], kept), masked(sizes, kept), kept)
-            return
-        found = with_squares(masked(probes.var(dim=0) / len(probes), kept))
-        found[1] /= len(probes) - 1
-        self.add(found)
+        alone = len(probes) == 1 and not exact
+        if len(probes) > 1:
+            found = masked(probes.var(dim=0) / len(probes), kept)
+            found = with_squares(found if chances is None else chances * found)
+            found[1] /= len(probes) - 1
+            self.add(found)
+        if alone or chances is not None:
+            assert sizes is not None
+            weights = torch.ones_like(sizes) if alone or chances is None else 1 - chances
+            self._residuals.add(masked(probes.mean(dim=0), kept), masked(sizes, kept), masked(weights, kept))
 
     def add(self, found: Tensor) -> None:
         """Take in variances of n samples and their squares over their degrees of freedom, (2, …, n).
@@ -61,14 +76,14 @@ class Variances:
         not known, and with few replicates: by how many there are and not by what they say, since intervals of many
         degrees of freedom among those of few replicates are those where the largest groups agree by chance.
         """
-        if self._residuals.sums.ndim:
-            variance, squares = self._residuals.squares()
-            return variance, variance**2 / squares
-        if self._sums.ndim == 0:
+        found = [self._sums[:2]] if self._sums.ndim else []
+        found += [torch.stack(self._residuals.squares())] if self._residuals.sums.ndim else []
+        if not found:
             return None
-        variance, squares, *replicates = self._sums
+        variance, squares = torch.stack(found).sum(dim=0)
         dof = variance**2 / squares  # NaN where all are 0
-        return variance, dof.masked_fill(replicates[0] < _FEWEST, torch.nan) if replicates else dof
+        few = self._sums.ndim and len(self._sums) > 2 and self._sums[2] < _FEWEST
+        return variance, dof.masked_fill(few, torch.nan) if isinstance(few, Tensor) else dof
 
 
 class Residuals:
@@ -80,29 +95,29 @@ class Residuals:
         E Σ e_i² = D Σ Var v_i + …,    D = 1 + Σ h_i² - 2 Σ h_i³ / Σ h_i²
 
     which is 1 - 1/n for equal ones. So Σ e_i² / D is an upper bound in the mean; each e_i² has one degree of
-    freedom.
+    freedom. Where the e_i² count by weights, the sums of those with e_i in them do.
     """
 
     def __init__(self) -> None:
         self.sums = torch.zeros((), dtype=torch.float64, device="cpu")
 
-    def add(self, values: Tensor, sizes: Tensor, kept: Tensor | None) -> None:
-        """Take in values (…, n) and sizes (n,) of n samples, 0 for those that are not ``kept``."""
-        sizes = sizes.expand_as(values)
-        count = torch.ones_like(values) if kept is None else kept.to(values).expand_as(values)
-        terms = [count, sizes**3, *(values ** (d - j) * sizes**j for d in (1, 2, 4) for j in range(d + 1))]
+    def add(self, values: Tensor, sizes: Tensor, weights: Tensor) -> None:
+        """Take in values (…, n), sizes and weights (n,) of n samples; 0 for those that do not count."""
+        sizes, weights = sizes.expand_as(values), weights.expand_as(values)
+        terms = [(weights > 0).to(values), sizes**2, weights * sizes**3, values, sizes]
+        terms += [weights ** (d // 2) * values ** (d - j) * sizes**j for d in (2, 4) for j in range(d + 1)]
         self.sums = self.sums.to(values.device) + torch.stack(terms).sum(dim=-1)
 
     def squares(self) -> tuple[Tensor, Tensor]:
         """Return Σ e_i² / D and Σ e_i⁴ / D², (…) each; NaN where one sample has all of Σ t."""
-        count, cubes, total, size, *moments = self.sums
+        count, whole, cubes, total, size, *moments = self.sums
         ratio = torch.where(size > 0, total / size, 0.0)
         second, fourth = (
             sum(((-ratio) ** j * math.comb(d, j) * part for j, part in enumerate(of)), start=torch.zeros_like(total))
             for d, of in ((2, moments[:3]), (4, moments[3:]))
         )
         squares = moments[2]
-        kept = torch.where(size > 0, 1 + squares / size**2 - 2 * cubes / (size * squares), 1 - 1 / count)
+        kept = torch.where(size > 0, 1 + whole / size**2 - 2 * cubes / (size * squares), 1 - 1 / count)
         second, fourth = second.clamp_min(0) / kept, fourth / kept**2
         return second, torch.maximum(fourth, second**2 / count)  # it may be lost to rounding
 

@@ -52,8 +52,8 @@ class Values:
         variances: (3, layers + 1, quantities, n) float64, of one draw's values and last of the network's, where these
             are sampled in groups, the sums of the groups' squared ones, and the replicates; None: they are exact, or
             their draws tell.
-        sizes: (n,) float64, :meth:`.Cotangents.sizes`, where values vary about in proportion to them and one probe
-            has to say how much; else None.
+        sizes: (n,) float64, :meth:`.Cotangents.sizes`, to which values are about proportional, where one probe or a
+            part of the data has to say how much they vary; else None.
         parts: by layer and quantity, those of :class:`.quantities.Contribution` summed over the samples that count.
         lost: (n,), samples without a loss, whose values are NaN.
         by_hessian: layers whose values are of second derivatives.
@@ -198,7 +198,7 @@ class Sweep:
             values,
             sent.sample_weights,
             run.number,
-            sizes=sent.sizes() if signs is not None and draws == 1 else None,
+            sizes=sent.sizes() if (signs is not None and draws == 1) or self._options.fraction else None,
             parts=parts,
             lost=sent.bad,
             by_hessian=frozenset(nonlinear),
