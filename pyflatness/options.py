@@ -84,6 +84,12 @@ class MeasureHow(How, total=False):
             0.01 unless this is given. How many probes that takes is found from the outputs and the probes so far, so
             what is reached differs a little; ``stderr`` says what was. The relative flatness of a head alone has an
             error that is guaranteed in its place, see :func:`pyflatness.head_flatness`.
+        fraction: of the data that is sent backward, in (0, 1]; the others take a forward pass, which says how large
+            the trace of each sample's loss Hessian in the outputs is. Samples are drawn in proportion to it by the seed
+            and their places, and stand for all by a ratio, with a standard error. ``"auto"``, with ``rtol=``: as many
+            as that takes, found from a first part, with one probe each unless ``probes=k`` says more; all of them as
+            ``probes="adaptive"`` has them where that is more than half. Of GGN values; the data are read twice or more
+            often, in one order.
         conv: ``"filter"``: rows of a convolution are its filters. ``"affine"``: the convolution as one dense matrix of
             all inputs and outputs, a row for every output pixel.
         normalize: ``"std"``: the measure of Theorem 4, invariant to every rescaling of neurons; reads the data twice.
@@ -94,6 +100,7 @@ class MeasureHow(How, total=False):
     probes: int | str | None
     target_stderr: float | None
     rtol: float | None
+    fraction: float | str | None
     conv: str
     normalize: str | None
     per_sample: bool
@@ -123,6 +130,7 @@ class Options:
     memory: int | None = None
     seed: int = 0
     rtol: float | None = None
+    fraction: float | str | None = None
     max_passes: int = MAX_PASSES
 
     @classmethod
@@ -147,11 +155,32 @@ class Options:
             self._set("target_stderr", check_number("target_stderr", self.target_stderr, "a standard error above zero"))
         if self.probes is not None and self.target_stderr is not None:
             raise InputError("probes= and target_stderr= both say how many probes to take; pass one of them")
+        if self.fraction is not None:
+            self._check_fraction()
         if self.rtol is not None:
             self._check_rtol()
 
+    def _check_fraction(self) -> None:
+        if not isinstance(self.fraction, str) or self.fraction != "auto":
+            wanted = "a fraction of the samples above 0 and at most 1, or 'auto' with rtol=,"
+            fraction = check_number("fraction", self.fraction, wanted, lambda fraction: 0 < fraction <= 1)
+            self._set("fraction", fraction if fraction < 1 else None)
+        elif self.rtol is None:
+            raise InputError("fraction='auto' is as much of the data as a standard error takes: pass rtol= with it")
+        elif self.probes is None:
+            self._set("probes", 1)
+        others = {
+            "probes='adaptive'": self.probes == "adaptive",
+            "target_stderr=": self.target_stderr is not None,
+            "rtol= (but fraction='auto')": self.rtol is not None and self.fraction != "auto",
+            "per_sample=True": self.per_sample,
+            f"nan_policy={self.nan_policy!r}": self.nan_policy != "raise",
+        }
+        for name in [name for name, given in others.items() if given and self.fraction is not None]:
+            raise InputError(f"fraction={self.fraction!r} does not go with {name}; leave out one of them")
+
     def _check_rtol(self) -> None:
-        if self.probes != "adaptive" and self.sampled:
+        if self.probes != "adaptive" and self.fraction != "auto" and self.sampled:
             raise InputError(
                 f"rtol={self.rtol!r} says how many probes to take; pass it without probes= and target_stderr="
             )
@@ -167,7 +196,7 @@ class Options:
     @property
     def by_sample(self) -> bool:
         """Return whether samples are told apart by their places in the data."""
-        return self.per_sample or omits(self.nan_policy)
+        return self.per_sample or self.fraction is not None or omits(self.nan_policy)
 
     @property
     def tolerance(self) -> float:
@@ -186,7 +215,7 @@ class Options:
     @property
     def sampled(self) -> bool:
         """Return whether values are to be sampled."""
-        return self.probes is not None or self.target_stderr is not None
+        return not (self.probes is None and self.target_stderr is None and self.fraction is None)
 
     @property
     def by_ggn(self) -> bool:
@@ -201,7 +230,7 @@ class Options:
     @property
     def reads(self) -> int:
         """Return how often one sweep reads the data."""
-        return (1 if self.normalize is None else 2) + (self.target_stderr is not None)
+        return 1 + sum(option is not None for option in (self.normalize, self.target_stderr, self.fraction))
 
 
 def check_progress(how: Mapping[str, Any]) -> bool | None:

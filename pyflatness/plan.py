@@ -16,7 +16,7 @@ from . import head
 from .errors import InputError, NoGraphError
 from .measures import RELATIVE_FLATNESS, Measure, at_head, with_bases
 from .measures.base import Values
-from .measures.layer_values import LayerValues
+from .measures.layer_values import LayerValues, no_part
 from .messages import is_out_of_memory
 from .model import layers, spread, uses
 from .model.selectors import Selector
@@ -169,7 +169,7 @@ class Measurement:
             assert row.compute is not None
             with self._attempt(row):
                 if row.reads:
-                    spread.refuse(row.name)
+                    self._refuse(row)
                 self._values[row.name] = row.compute(self._task)
         self._take_jacobians()
         self._derive()
@@ -221,7 +221,7 @@ class Measurement:
         if row in self._steps.networks:
             try:
                 with self._ranks.agreed(f"{row.name} of the network"):
-                    spread.refuse(row.name)
+                    self._refuse(row)
                     values[""] = row.of_network(self._task)
             except InputError as error:
                 check_followed(self._task.options.nan_policy, error)
@@ -232,13 +232,19 @@ class Measurement:
         if not rows:
             return
         with self._attempt(*rows):
-            spread.refuse(", ".join(row.name for row in rows))
+            self._refuse(*rows)
             samples = jacobians.measured(self._task, {need for row in rows for need in row.needs})
             self.measured.update(samples.layers)
             for row in rows:
                 with self._attempt(row):
                     assert row.of_jacobians is not None
                     self._values[row.name] = row.of_jacobians(samples)
+
+    def _refuse(self, *rows: Measure) -> None:
+        """Raise where measures that are not of a sweep over layers cannot be had."""
+        if self._task.options.fraction is not None:
+            raise no_part(rows[0])
+        spread.refuse(", ".join(row.name for row in rows))
 
     def _derive(self) -> None:
         for row in self._steps.derived:

@@ -41,6 +41,7 @@ def measure(
     probes: int | str | None,
     target_stderr: float | None,
     rtol: float | None,
+    fraction: float | str | None,
     max_passes: int,
     **asked: Any,
 ) -> None:
@@ -50,6 +51,7 @@ def measure(
     if out is not None:
         prepare_file(out)
     how = {"curvature": curvature, "seed": seed, "probes": probes, "target_stderr": target_stderr, "rtol": rtol}
+    how["fraction"] = fraction
     network, loss, data = taken(checkpoint, **asked)
     options = {**how, "layers": selectors or None, "measures": measures, "max_passes": max_passes}
     report = api.measure(network, loss, data, **options, progress=progress)

@@ -279,6 +279,14 @@ def probes(context: click.Context, parameter: click.Parameter, given: str | None
     return int(given) if given and given.lstrip("-").isdigit() else given
 
 
+def fraction(context: click.Context, parameter: click.Parameter, given: str | None) -> float | str | None:
+    """Return a part of the data, or the text that is given in its place."""
+    try:
+        return None if given is None else float(given)
+    except ValueError:
+        return given
+
+
 def loss_of(name: str, options: dict[str, Any]) -> Any:
     """Return the loss of ``--loss`` and ``--loss-args``: a name, a function with its options, or a module."""
     if auto.is_auto(name) and not options:
@@ -383,6 +391,13 @@ _VALUES = (
         type=float,
         help="Estimate every value to about this relative standard error, as --probes adaptive does for 0.01; of heads "
         "alone a relative error that is guaranteed.",
+    ),
+    click.option(
+        "--fraction",
+        metavar="PART|auto",
+        callback=fraction,
+        help="Send this part of the data backward, such as 0.1, and estimate all by it, with standard errors; auto: as "
+        "much as --rtol takes.  [default: all]",
     ),
     click.option(
         "--max-passes",

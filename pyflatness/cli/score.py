@@ -322,7 +322,7 @@ def _check_there(found: list[Path]) -> None:
 
 def _by_option(message: str) -> str:
     """Return an error of :class:`Options` with the names that the command line has: ``--rtol 2`` for ``rtol=2``."""
-    named = re.sub(r"\b(probes|target_stderr|rtol|max_passes|seed)=", lambda found: f"--{found[1]} ", message)
+    named = re.sub(r"\b(probes|target_stderr|rtol|fraction|max_passes|seed)=", lambda found: f"--{found[1]} ", message)
     return named.replace("_stderr", "-stderr").replace("_passes", "-passes").replace("  ", " ")
 
 

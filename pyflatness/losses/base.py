@@ -70,6 +70,7 @@ class Factors:
         count: columns.
         column: c -> s_·c, (rows, C) in at least float32, and its signs σ_·c, (rows,) float64; None if all are +1.
         mixtures: other factors of the same, for random signs.
+        sizes: () -> Σ_c |s_·c|², (rows,): the trace of scale_i ∂²ℓ_i/∂f_i² where all signs are +1.
         form: changes v (rows, C) of the outputs -> Σ_c σ_c ⟨s_c, v⟩², (rows,) float64; None where only columns are
             known.
     """
@@ -77,6 +78,7 @@ class Factors:
     count: int
     column: Callable[[int], tuple[Tensor, Tensor | None]]
     mixtures: Callable[[], Mixtures]
+    sizes: Callable[[], Tensor]
     form: Callable[[Tensor], Tensor] | None = None
 
 
@@ -248,6 +250,7 @@ def diagonal(coefficients: Tensor) -> Factors:
         roots.shape[1],
         column,
         lambda: _diagonal_mixtures(coefficients),
+        lambda: coefficients.sum(dim=1, dtype=torch.float64),
         form=lambda changes: (coefficients * changes.square()).sum(dim=1, dtype=torch.float64),
     )
 

@@ -196,7 +196,13 @@ def _factors(q: Tensor, roots: Tensor, top: Tensor, mixtures: Callable[[], Mixtu
         away = changes - (q * changes).sum(dim=1, keepdim=True)
         return away.mul_(roots).scatter_(1, top, 0.0).square_().sum(dim=1, dtype=torch.float64)
 
-    return Factors(roots.shape[1] - 1, column, mixtures or (lambda: _reflected(q, roots, top)), form)
+    def sizes() -> Tensor:
+        """Return Σ_j scale p_j (1 - p_j), with 1 - p_k as the sum of the others, in which nothing cancels."""
+        root = q.gather(1, top)
+        kept = roots.square().scatter_(1, top, 0.0)
+        return kept.mul_(1 - q * (1 + root) + root.square()).sum(dim=1, dtype=torch.float64)
+
+    return Factors(roots.shape[1] - 1, column, mixtures or (lambda: _reflected(q, roots, top)), sizes, form)
 
 
 def _reflected(q: Tensor, roots: Tensor, top: Tensor) -> Mixtures:

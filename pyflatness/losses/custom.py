@@ -160,7 +160,7 @@ class CustomLoss:
         values = values.masked_fill(bad[:, None], torch.nan) * terms.scale.unsqueeze(1)
         roots = vectors * values.abs().sqrt().unsqueeze(1)
         column = lambda c: (roots[:, :, c], values[:, c].sign())  # noqa: E731
-        return Factors(values.shape[1], column, lambda: dense(roots, values))
+        return Factors(values.shape[1], column, lambda: dense(roots, values), lambda: values.abs().sum(dim=1))
 
     def _hessians(self, rows: Tensor, targets: Tensor) -> Tensor:
         """Return (rows, C, C), each sample's second derivatives of its loss in its outputs, all samples at once."""

@@ -1,7 +1,7 @@
 """Measure any layers of a model: by a sweep, its totals, and what is said about them."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -21,11 +21,15 @@ from ..sweep.activations import ACTIVATIONS, INPUTS
 from ..sweep.adaptive_sweep import AdaptiveSweep
 from ..sweep.layer_sweep import Sweep, Values
 from ..sweep.stages import Stages
+from ..sweep.subset import Subset
 from ..sweep.totals import Sums, Totals, layer_error
 from . import Measure
 
 Attempt = Callable[[Measure], contextlib.AbstractContextManager[None]]
 _LARGEST_MATRIX = 2**30  # bytes of block traces
+_MANY = 100  # backward passes of a batch
+_FIRST_PART, _PARTS = 128, 4  # samples from which it is found how many there have to be; how many parts there may be
+_MARGIN, _CLOSE = 1.1, 1.05  # more samples than a standard error seems to take; it is reached within so much
 
 
 class LayerValues:
@@ -38,6 +42,7 @@ class LayerValues:
     def __init__(self, task: Task) -> None:
         self._task, self._model, self._selected = task, task.model, task.selection.modules
         self._loss, self._options = task.loss, task.options
+        self._subset: Subset | None = None
         self._runner = Runner(
             task.model,
             task.selection,
@@ -55,6 +60,11 @@ class LayerValues:
         linearity.refuse_custom_functions(self._options, nonlinear)
         if nonlinear and not self._options.by_ggn:
             first = next(iter(nonlinear))
+            if self._options.fraction:
+                raise InputError(
+                    f"layer {first!r}: fraction= is of GGN values, and the model is not linear in this layer's weight, "
+                    "so that its Hessian value is another; pass curvature='ggn', or leave fraction= out"
+                )
             what = f"a value of second derivatives, as of layer {first!r}, in whose weight the model is not linear,"
             spread.refuse(what, "pass curvature='ggn' for the GGN value, or ")
 
@@ -72,18 +82,22 @@ class LayerValues:
         """
         wanted = tuple(dict.fromkeys(measure.quantity for measure in measures if measure.quantity))
         kind = AdaptiveSweep if self._options.probes == "adaptive" else Sweep
-        if kind is AdaptiveSweep:
-            self._task.batches.shard.ranks.refuse("probes='adaptive'", "pass probes=k, a number of probes, ")
         sweep = kind(self._runner, self._loss, self._options, wanted)
         stages = Stages(self._options, lambda: sweep.exact_passes)
         for draws in stages:
-            totals = self._totals(sampled=draws is not None)
-            if isinstance(sweep, AdaptiveSweep):
-                sweep.by_groups(totals.add)
-            else:
-                self._runner.each(sweep.work(draws), totals.add)
-            sweep.unite()
-            stages.sums = totals.sums()
+            for chosen in self._parts(stages):
+                if chosen is None and self._options.fraction == "auto":
+                    sweep = AdaptiveSweep(
+                        self._runner, self._loss, replace(self._options, probes="adaptive", fraction=None), wanted
+                    )
+                by_groups = isinstance(sweep, AdaptiveSweep)
+                totals = self._totals(sampled=draws is not None and not by_groups)
+                if isinstance(sweep, AdaptiveSweep):
+                    sweep.by_groups(totals.add)
+                else:
+                    self._runner.each(sweep.work(draws), totals.add, chosen=chosen)
+                sweep.unite()
+                stages.sums = totals.sums()
         found: dict[tuple[str, str], Estimate] = {}
         rows = {name: self._runner.places[name] for name in self._runner.modules} | {"": -1}
         for measure in measures:
@@ -95,13 +109,34 @@ class LayerValues:
                 found.update(((name, measure.name), estimate) for name, estimate in estimates.items())
         return found
 
+    def _parts(self, stages: Stages) -> Iterator[Tensor | None]:
+        """Yield which samples each read of the data sends backward, (n,); None: all. Sums are set as in a stage."""
+        fraction, rtol = self._options.fraction, self._options.rtol
+        if fraction is None:
+            yield None
+            return
+        self._subset = Subset.of(self._runner, self._loss, self._options)
+        samples = self._subset.over.samples
+        count = _FIRST_PART if rtol else float(fraction) * samples
+        for _ in range(_PARTS):
+            if (rtol and count > samples / 2) or not self._subset.choose(count):
+                self._subset = None
+                yield None
+                return
+            yield self._subset.chosen
+            excess = stages.sums.relative_error / rtol if rtol else 0.0
+            if excess <= _CLOSE:
+                return
+            count *= _MARGIN * excess**2
+
     def _estimate(self, row: int, name: str, quantity: str, sweep: Sweep, sums: Sums) -> Estimate:
         """Return the estimate of a quantity in a layer (``""``: in the network), from a row of the sums."""
         column, of_activations = sweep.quantities.index(quantity), quantity in ACTIVATIONS
         has_neurons = of_activations or QUANTITIES[quantity].neurons is not None
         layers_of = [name] if name else [*self._runner.modules]
         by = sweep.method(layers_of, quantity)
-        sampled = sums.errors is not None and sweep.draws(layers_of, quantity)
+        sampled = sums.errors is not None and (self._subset is not None or sweep.draws(layers_of, quantity))
+        by = "ggn" if sampled and by == "head" else by
         stderr, dof = sums.uncertainty(row, column) if sampled else (None, None)
         return Estimate(
             value=float(sums.values[row, column]),
@@ -113,7 +148,7 @@ class LayerValues:
             per_sample=None if sums.per_sample is None else sums.per_sample[row, column],
             layer=name,
             omitted=sums.omitted,
-            notes=self._notes(name, sweep) if name else (),
+            notes=self._notes(name, sweep),
             per_neuron=sums.parts.get((name, quantity)) if has_neurons else None,
             dof=dof,
         )
@@ -144,8 +179,8 @@ class LayerValues:
         quantity = QUANTITIES[measure.quantity]
         if self._options.sampled and not quantity.sampled:
             raise InputError(
-                f"{measure.name} has no sampled value: pass probes=None and target_stderr=None, or leave it out of "
-                "measures="
+                f"{measure.name} has no sampled value: pass probes=None, target_stderr=None and fraction=None, or "
+                "leave it out of measures="
             )
         if quantity.entries and omits(self._options.nan_policy):
             raise InputError(f"{measure.name} is of all samples together: nan_policy='omit' can leave none of them out")
@@ -162,6 +197,8 @@ class LayerValues:
         """Raise an error for options, or layers, with which a measure of activations has no value."""
         if self._options.probes == "adaptive":
             raise InputError(f"{measure.name} has no value by probes='adaptive': pass probes=k, a number of probes")
+        if self._options.fraction is not None:
+            raise no_part(measure)
         if measure.quantity == INPUTS:
             spread.refuse(measure.name)
             without = [name for name, module in self._selected.items() if not layers.kind_of(module).has_input]
@@ -193,7 +230,7 @@ class LayerValues:
     def _totals(self, *, sampled: bool = False) -> Totals:
         error = partial(layer_error, self._runner.selected)
         shard = self._task.batches.shard
-        return Totals(self._loss.reduction, self._options, error, sampled=sampled, shard=shard)
+        return Totals(self._loss.reduction, self._options, error, sampled=sampled, shard=shard, subset=self._subset)
 
     def _is_hessian(self, name: str, sweep: Sweep) -> bool:
         """Return whether an exact value of the layer is certain to be the Hessian's."""
@@ -201,7 +238,20 @@ class LayerValues:
         return not why or (name in sweep.by_hessian and why != linearity.CUSTOM)
 
     def _notes(self, name: str, sweep: Sweep) -> tuple[str, ...]:
-        notes = [*layers.tie_notes(self._model, self._selected[name])]
+        alone = not name or len(self._runner.modules) == 1
+        of_all = self._subset.notes if self._subset is not None and alone else ()
+        if alone and sweep.sent > _MANY and self._loss.convex:
+            of_all = (*of_all, f"{sweep.sent} backward passes a batch; rtol=0.01 takes about ten, for an error of 1 %")
+        if not name:
+            return of_all
+        notes = [*of_all, *layers.tie_notes(self._model, self._selected[name])]
         if name in sweep.by_hessian and self._runner.why_not_linear(name) == linearity.CUSTOM:
             notes.append(linearity.TAKEN_AS_THEY_ARE)
         return (*notes, *sweep.notes(name), *self._runner.notes)
+
+
+def no_part(measure: Measure) -> InputError:
+    """Return the error of a measure that has no value by a part of the data."""
+    return InputError(
+        f"{measure.name} has no value by a part of the data: pass fraction=None, or leave it out of measures="
+    )

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,7 @@ class Batches:
         elif isinstance(data, (Tensor, Mapping, str, Dataset, enumerate)) or not hasattr(data, "__iter__"):
             raise InputError(f"data: a tuple of tensors or an iterable of batches is wanted, {received('data', data)}")
         elif hasattr(data, "__next__") and reads > 1:
-            more = "(normalize=, target_stderr= and some measures take more than one)"
+            more = "(normalize=, target_stderr=, fraction= and some measures take more than one)"
             raise used_up(data, f"and {reads} reads are needed {more}")
         self._data = data
         self._compared = reads > 1 and not isinstance(data, (tuple, list))
@@ -169,7 +169,7 @@ class Batches:
         elif self._ordered and not read.same_order(self._first):
             raise InputError(
                 "data: they are read several times, and a later read gave the samples in another order than the first, "
-                "while values are asked for sample by sample (per_sample=, nan_policy='omit'); pass a loader with "
+                "while samples are told apart by it (per_sample=, nan_policy='omit', fraction=); pass a loader with "
                 "shuffle=False, or the batches of one read, as list(loader)"
             )
 
@@ -354,6 +354,20 @@ def take(batch: Any, index: Tensor) -> Any:
     """Return samples of a batch by their places in it, which may come more than once."""
     samples = size(batch)
     return map_tensors(lambda held: held[index.to(held.device)] if held.ndim and len(held) == samples else held, batch)
+
+
+def joined(batches: Sequence[Any]) -> Any:
+    """Return batches as one; None where tensors have other shapes but for the samples, as of padded sequences."""
+    columns, shapes = [], []
+    for batch in batches:
+        samples, tensors = size(batch), [part for part in leaves(batch) if isinstance(part, Tensor)]
+        holding = [part.ndim > 0 and len(part) == samples for part in tensors]
+        shapes.append([(by, part.shape[int(by) :]) for by, part in zip(holding, tensors, strict=True)])
+        columns.append(tensors)
+    if any(shape != shapes[0] for shape in shapes):
+        return None
+    whole = (torch.cat(of) if by else of[0] for (by, _), of in zip(shapes[0], zip(*columns, strict=True), strict=True))
+    return map_tensors(lambda _: next(whole), batches[0])
 
 
 def rows_of(tensor: Tensor, samples: int, index: Tensor) -> Tensor:

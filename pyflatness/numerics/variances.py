@@ -4,12 +4,12 @@ Draws are independent over samples, so that a sum's variance V is the sum of its
 their squares come its degrees of freedom (:mod:`.intervals`).
 """
 
-from collections.abc import Mapping
-from typing import Any
+import math
 
 import torch
 from torch import Tensor
 
+from .accumulate import masked
 from .shard import Shard
 
 _FEWEST = (
@@ -22,22 +22,40 @@ class Variances:
 
     def __init__(self) -> None:
         self._sums = torch.zeros((), dtype=torch.float64, device="cpu")
-        self._origin: Tensor | None = None
-        self._probes = self._samples = 0
+        self._residuals = Residuals()
 
-    def add_probes(self, probes: Tensor, kept: Tensor) -> None:
-        """Take in k probes' values (k, …, n) of n samples, of which those count that are ``kept``, (n,)."""
-        self._probes, self._samples = len(probes), self._samples + int(kept.sum())
+    def add_probes(
+        self,
+        probes: Tensor,
+        kept: Tensor | None,
+        sizes: Tensor | None = None,
+        chances: Tensor | None = None,
+        *,
+        exact: bool = False,
+    ) -> None:
+        """Take in k probes' values (k, …, n) of n samples.
+
+        Args:
+            probes: the values.
+            kept: (n,), the samples that count; None: all.
+            sizes: (n,), to which values are about proportional, of one probe or of a part of the data.
+            chances: (n,), with which these samples are a part of the data, see :mod:`.subset`: values and sizes are
+                divided by them; None: they are all data.
+            exact: whether the values are no probes', and vary by the choice of samples alone.
+        """
+        alone = len(probes) == 1 and not exact
         if len(probes) > 1:
-            self.add(with_squares(probes.var(dim=0)))
-            return
-        if self._origin is None:  # near the mean, so that the squares do not cancel
-            self._origin = probes[0].sum(dim=-1, keepdim=True) / kept.sum().clamp_min(1)
-        shifted = torch.where(kept, probes[0] - self._origin, 0.0)
-        self.add(torch.stack([shifted, shifted**2]))
+            found = masked(probes.var(dim=0) / len(probes), kept)
+            found = with_squares(found if chances is None else chances * found)
+            found[1] /= len(probes) - 1
+            self.add(found)
+        if alone or chances is not None:
+            assert sizes is not None
+            weights = torch.ones_like(sizes) if alone or chances is None else 1 - chances
+            self._residuals.add(masked(probes.mean(dim=0), kept), masked(sizes, kept), masked(weights, kept))
 
     def add(self, found: Tensor) -> None:
-        """Take in variances of n samples and the squares of the independent ones in them, (2, …, n).
+        """Take in variances of n samples and their squares over their degrees of freedom, (2, …, n).
 
         Of groups their replicates are counted beside these, (3, …, n).
         """
@@ -45,52 +63,63 @@ class Variances:
 
     def together(self, shard: Shard) -> None:
         """Take in what the other ranks took in, where a read of the data ends."""
-        if shard.ranks.alone or self._sums.ndim == 0:
+        if shard.ranks.alone:
             return
-        if self._probes != 1:
-            self._sums = shard.sum("the variances of samples", {"sums": self._sums})["sums"]
-            return
-        assert self._origin is not None
-        own = {
-            "sums": self._sums,
-            "origin": self._origin.squeeze(-1),
-            "samples": torch.tensor(self._samples, dtype=torch.int64, device="cpu"),
-        }
-        found = shard.each("the variances of samples", own)
-        self._origin, self._samples = found[0]["origin"].unsqueeze(-1), sum(int(each["samples"]) for each in found)
-        self._sums = sum((_moved(each, found[0]["origin"]) for each in found), start=torch.zeros_like(found[0]["sums"]))
+        parts = {"sums": self._sums, "residuals": self._residuals.sums}
+        found = shard.sum("the variances of samples", {name: part for name, part in parts.items() if part.ndim})
+        self._sums, self._residuals.sums = (found.get(name, part) for name, part in parts.items())
 
     def result(self) -> tuple[Tensor, Tensor] | None:
         """Return the variance of the sum over samples of the mean over probes, and its degrees of freedom, (…) each.
 
-        It is None if there was nothing to take in: the values are exact. One probe does not tell a sample's variance.
-        The variance between samples takes its place, which is larger by that of the true values, and of one sample is
-        infinite. It says nothing of the probes themselves, so that there are no degrees of freedom. These are NaN where
-        they are not known, and with few replicates: by how many there are and not by what they say, since intervals of
-        many degrees of freedom among those of few replicates are those where the largest groups agree by chance.
+        It is None if there was nothing to take in: the values are exact. The degrees of freedom are NaN where they are
+        not known, and with few replicates: by how many there are and not by what they say, since intervals of many
+        degrees of freedom among those of few replicates are those where the largest groups agree by chance.
         """
-        if self._sums.ndim == 0:
+        found = [self._sums[:2]] if self._sums.ndim else []
+        found += [torch.stack(self._residuals.squares())] if self._residuals.sums.ndim else []
+        if not found:
             return None
-        if self._probes == 1:
-            return self._between()
-        variance, squares, *replicates = self._sums
-        dof = variance**2 / squares  # of variances of one degree of freedom; NaN where all are 0
-        if replicates:
-            return variance, dof.masked_fill(replicates[0] < _FEWEST, torch.nan)
-        return variance / self._probes, dof * (self._probes - 1)
-
-    def _between(self) -> tuple[Tensor, Tensor]:
-        first, second = self._sums
-        n, unknown = self._samples, torch.full_like(first, torch.nan)
-        if n < 2:
-            return torch.full_like(first, torch.inf), unknown
-        return (second - first**2 / n).clamp_min(0) * (n / (n - 1)), unknown
+        variance, squares = torch.stack(found).sum(dim=0)
+        dof = variance**2 / squares  # NaN where all are 0
+        few = self._sums.ndim and len(self._sums) > 2 and self._sums[2] < _FEWEST
+        return variance, dof.masked_fill(few, torch.nan) if isinstance(few, Tensor) else dof
 
 
-def _moved(found: Mapping[Any, Tensor], origin: Tensor) -> Tensor:
-    """Return sums of n values and of their squares, (2, …), less another origin than they were taken from."""
-    (first, second), shift, n = found["sums"], found["origin"] - origin, found["samples"]
-    return torch.stack([first + n * shift, second + 2 * shift * first + n * shift**2])
+class Residuals:
+    """Hold running moments of values v_i beside sizes t_i, for the residuals e_i = v_i - γ t_i, γ = Σ v_i / Σ t_i.
+
+    One probe does not tell a sample's variance, but E e_i² = Var v_i + (E v_i - γ t_i)² is no less. An e_i has less of
+    its own deviation by what γ has of that: for deviations in proportion to t, with h_i = t_i / Σ t,
+
+        E Σ e_i² = D Σ Var v_i + …,    D = 1 + Σ h_i² - 2 Σ h_i³ / Σ h_i²
+
+    which is 1 - 1/n for equal ones. So Σ e_i² / D is an upper bound in the mean; each e_i² has one degree of
+    freedom. Where the e_i² count by weights, the sums of those with e_i in them do.
+    """
+
+    def __init__(self) -> None:
+        self.sums = torch.zeros((), dtype=torch.float64, device="cpu")
+
+    def add(self, values: Tensor, sizes: Tensor, weights: Tensor) -> None:
+        """Take in values (…, n), sizes and weights (n,) of n samples; 0 for those that do not count."""
+        sizes, weights = sizes.expand_as(values), weights.expand_as(values)
+        terms = [(weights > 0).to(values), sizes**2, weights * sizes**3, values, sizes]
+        terms += [weights ** (d // 2) * values ** (d - j) * sizes**j for d in (2, 4) for j in range(d + 1)]
+        self.sums = self.sums.to(values.device) + torch.stack(terms).sum(dim=-1)
+
+    def squares(self) -> tuple[Tensor, Tensor]:
+        """Return Σ e_i² / D and Σ e_i⁴ / D², (…) each; NaN where one sample has all of Σ t."""
+        count, whole, cubes, total, size, *moments = self.sums
+        ratio = torch.where(size > 0, total / size, 0.0)
+        second, fourth = (
+            sum(((-ratio) ** j * math.comb(d, j) * part for j, part in enumerate(of)), start=torch.zeros_like(total))
+            for d, of in ((2, moments[:3]), (4, moments[3:]))
+        )
+        squares = moments[2]
+        kept = torch.where(size > 0, 1 + whole / size**2 - 2 * cubes / (size * squares), 1 - 1 / count)
+        second, fourth = second.clamp_min(0) / kept, fourth / kept**2
+        return second, torch.maximum(fourth, second**2 / count)  # it may be lost to rounding
 
 
 def standard_error(draws: Tensor, factor: float = 1.0) -> Tensor:

@@ -129,6 +129,11 @@ class Cotangents:
         values = form(moved.reshape(self._rows.shape).to(promoted_dtype(self._rows.dtype)))
         return torch.where(self.terms.scale != 0, values, 0.0).view(len(self._order), -1).sum(dim=1)
 
+    def sizes(self) -> Tensor:
+        """Return t_i of each sample, (n,) float64: the trace of its loss Hessian in the outputs, of all terms."""
+        counted = self.terms.scale != 0
+        return torch.where(counted, self._factors().sizes(), 0.0).view(len(self._order), -1).sum(dim=1)
+
     def marked(self, values: Tensor) -> Tensor:
         """Return values (…, n) of the samples, NaN for those without a loss."""
         return values.masked_fill(self.bad, math.nan)

@@ -153,7 +153,14 @@ class Runner:
         """Return whether the model is locally linear in the layer's weight at all samples so far."""
         return name not in self._certificate.reasons
 
-    def each(self, work: Callable[[Run], Result], take: Callable[[Result], None], *, first: int | None = None) -> None:
+    def each(
+        self,
+        work: Callable[[Run], Result],
+        take: Callable[[Result], None],
+        *,
+        first: int | None = None,
+        chosen: Tensor | None = None,
+    ) -> None:
         """Do ``work`` on a run of every micro-batch of the data, and hand each result to ``take``.
 
         Where memory does not suffice for it the work is done again on fewer samples: what it gives is to be added up
@@ -163,6 +170,7 @@ class Runner:
             work: gives anything but None.
             take: takes that in.
             first: samples of the first micro-batch at most, where batches can be cut.
+            chosen: (N,) bool, which of this rank's samples are run, in a later read; None: all.
 
         Raises:
             InputError: see :func:`.dry_run.run`; a layer that was named does not run; outputs that change with the
@@ -170,9 +178,8 @@ class Runner:
         """
         with self._recorder.attached(), frozen(self.model), uses.attached(self.selected):
             done = 0
-            for number, batch in enumerate(self.batches):
+            for number, (batch, numbers) in enumerate(self._numbered() if chosen is None else self._packed(chosen)):
                 seen, samples = self._dry_run(batch, first=True), data.size(batch)
-                numbers = self.batches.shard.numbers(done, samples)
                 compare = seen is None and self.cuttable and self._spacing.due(number, done)
                 for place in self._micro_batches.places(samples, samples, first if done == 0 else None):
                     cut = partial(data.part, batch, place.start, place.stop)
@@ -181,13 +188,36 @@ class Runner:
                         check = partial(_check_as_seen, seen, place.stop)
                     elif place.start == 0 and compare:
                         check = independence.two_alone(cut(), self._outputs_and_targets)
-                    result = self._run(cut, number, numbers[place.slice], work, check)
+                    with contextlib.nullcontext() if chosen is None else calling.dry_run():
+                        result = self._run(cut, number, numbers[place.slice], work, check)
                     if result is not None:
                         place.done = True
                         take(result)
                 done += samples
             self._unite()
             self._known.finish()
+
+    def _numbered(self) -> Iterator[tuple[Any, Tensor]]:
+        """Yield the batches, and the places of their samples in all data."""
+        done = 0
+        for batch in self.batches:
+            samples = data.size(batch)
+            yield batch, self.batches.shard.numbers(done, samples)
+            done += samples
+
+    def _packed(self, chosen: Tensor) -> Iterator[tuple[Any, Tensor]]:
+        """Yield the chosen samples in batches of about the user's sizes, and their places in all data."""
+        held: list[tuple[Any, Tensor]] = []
+        done = 0
+        for batch, numbers in self._numbered():
+            index = chosen[done : done + len(numbers)].nonzero().flatten()
+            done += len(numbers)
+            if len(index):
+                held.append((data.take(batch, index), numbers[index]))
+            if sum(len(places) for _, places in held) >= len(numbers):
+                yield from _joined(held)
+                held = []
+        yield from _joined(held)
 
     def _unite(self) -> None:
         """Take in what other ranks found out in their samples, where a read of the data ends."""
@@ -360,6 +390,12 @@ def _checkpointing() -> Iterator[None]:
             "some operations in place, weight_norm under measures over all parameters, or parts that compute other "
             "things when they are called again; switch checkpointing off to measure"
         ) from error
+
+
+def _joined(batches: list[tuple[Any, Tensor]]) -> list[tuple[Any, Tensor]]:
+    """Return numbered batches as one, or as they are where they do not fit together."""
+    whole = data.joined([batch for batch, _ in batches]) if batches else None
+    return batches if whole is None else [(whole, torch.cat([numbers for _, numbers in batches]))]
 
 
 def _check_rows(outputs: Tensor, samples: int, rows: Tensor, now: Tensor) -> None:

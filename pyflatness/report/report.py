@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ..errors import InputError
-from ..messages import shown
+from ..messages import check_choice, shown
 from . import html, intervals, page, views
 from .result import Readable
 
@@ -63,7 +63,7 @@ class Estimate(Readable, float):
         max_error: what ``value`` is off by at most, besides rounding, where ``rtol=`` let a head leave out what matters
             little; None where nothing was left out.
         dof: degrees of freedom of ``stderr``, not always a whole number: how well it is known. None without one, and
-            where it cannot be known, as from a single draw.
+            where it cannot be known, as from one sample.
     """
 
     value: float
@@ -92,22 +92,27 @@ class Estimate(Readable, float):
             object.__setattr__(self, "stderr", math.nan)
             object.__setattr__(self, "dof", None)
 
-    def interval(self, level: float = 0.95) -> tuple[float, float] | None:
+    def interval(self, level: float = 0.95, *, of: str = "data") -> tuple[float, float] | None:
         """Return the interval that holds the value of the definition with probability ``level``, given the data.
 
         value ± t ``stderr``, t the quantile of Student's t distribution with ``dof`` degrees of freedom: of many
-        intervals from other probes, so many hold the value that exact computation gives. Samples are not redrawn.
+        intervals from other probes, so many hold the value that exact computation gives. Samples are not redrawn. One
+        probe (``probes=1``) gives an upper bound of its error, so that its intervals are rather too wide.
 
         Args:
             level: in (0, 1).
+            of: ``"data"``: of the value over these data. ``"distribution"``: of the value that is expected over the
+                distribution that the samples were drawn from, independently; value ± t s / √n, s the standard deviation
+                of ``per_sample`` (which has to be there), in which that of probes is contained, of (Σ e²)² / Σ e⁴
+                degrees of freedom for deviations e of samples. Of exact values too.
 
         Returns:
             Both ends; (value, value) of an exact value; None where nothing is known of the error: a standard error
-            that is NaN (draws that agree) or without degrees of freedom (one draw alone, few groups of
+            that is NaN (draws that agree) or without degrees of freedom (one sample alone, few groups of
             ``probes="adaptive"``), or a value that is neither exact nor drawn at random.
 
         Raises:
-            InputError: a level that is no probability.
+            InputError: a level that is no probability; ``"distribution"`` without the values of samples.
 
         Example:
             >>> import pyflatness as pf
@@ -115,10 +120,23 @@ class Estimate(Readable, float):
             >>> [round(end, 4) for end in sampled.interval()]
             [1.7429, 2.2571]
         """
+        check_choice("of", of, ("data", "distribution"))
+        if of == "distribution":
+            return self._of_distribution(level)
         if self.stderr is None:
             ends = intervals.interval(self.value, 0.0, math.inf, level)  # for the check of level
             return ends if self.exact else None
         return intervals.interval(self.value, self.stderr, self.dof, level)
+
+    def _of_distribution(self, level: float) -> tuple[float, float] | None:
+        if self.per_sample is None:
+            raise InputError("of='distribution' is by the values of samples: pass per_sample=True to the measurement")
+        values = self.per_sample[~self.per_sample.isnan()] if self.omitted else self.per_sample
+        n, squares = len(values), (values - values.mean()).square()
+        if n < 2 or not bool(squares.any()):
+            return None
+        dof = float(squares.sum() ** 2 / squares.square().sum())
+        return intervals.interval(self.value, float(squares.sum() / (n * (n - 1))) ** 0.5, dof, level)
 
     def __repr__(self) -> str:
         number = _number(self)

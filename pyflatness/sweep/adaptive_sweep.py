@@ -62,6 +62,7 @@ class AdaptiveSweep(Sweep):
         Raises:
             InputError: as :meth:`work`; losses for which there are no such columns, or negative weights.
         """
+        self._runner.batches.shard.ranks.refuse("probes='adaptive'", "pass probes=k, a number of probes, ")
         rtol = self._options.rtol or groups.RTOL
         tolerance = groups.Tolerance(rtol, self._runner.batches.samples)
         predictor = residuals.Predictor(rtol, tolerance)

@@ -114,7 +114,8 @@ class Diagonal:
             if self._certify and unknown:
                 self._note(self._per_sample.shared(run, unknown, linearity.nonlinear_parameters))
             self._per_sample.each(run, rest, add)
-        return Values(sent.marked(values)[:, None, None], sent.sample_weights, run.number, lost=sent.bad)
+        sizes = sent.sizes() if signs is not None and draws == 1 else None
+        return Values(sent.marked(values)[:, None, None], sent.sample_weights, run.number, sizes=sizes, lost=sent.bad)
 
     def _by_layer(self, run: Run) -> list[str]:
         """Return the layers whose parameters' squared gradients are taken from the layers' inputs and cotangents."""

@@ -52,6 +52,8 @@ class Values:
         variances: (3, layers + 1, quantities, n) float64, of one draw's values and last of the network's, where these
             are sampled in groups, the sums of the groups' squared ones, and the replicates; None: they are exact, or
             their draws tell.
+        sizes: (n,) float64, :meth:`.Cotangents.sizes`, to which values are about proportional, where one probe or a
+            part of the data has to say how much they vary; else None.
         parts: by layer and quantity, those of :class:`.quantities.Contribution` summed over the samples that count.
         lost: (n,), samples without a loss, whose values are NaN.
         by_hessian: layers whose values are of second derivatives.
@@ -61,6 +63,7 @@ class Values:
     sample_weights: Tensor
     number: int
     variances: Tensor | None = None
+    sizes: Tensor | None = None
     parts: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)
     lost: Tensor | None = None
     by_hessian: frozenset[str] = frozenset()
@@ -81,6 +84,7 @@ class Sweep:
         by_hessian: layers for which second derivatives were taken.
         columns: of a sample's square-root factor, all its loss terms', at most.
         exact_passes: backward passes or Hessian products of a layer that exact values take, or would take.
+        sent: cotangents of a micro-batch that went backward for exact values, at most.
     """
 
     def __init__(self, runner: Runner, loss: Loss, options: Options, quantities: Sequence[str]) -> None:
@@ -94,7 +98,7 @@ class Sweep:
         self._budget = Budget.of(runner.model, options.memory)
         self.backend = ""
         self.by_hessian: set[str] = set()
-        self.exact_passes = self.columns = 0
+        self.exact_passes = self.columns = self.sent = 0
         if options.normalize:
             self._scales = normalize.feature_scales(runner, loss, options.nan_policy)
 
@@ -121,10 +125,11 @@ class Sweep:
         if shard.ranks.alone:
             return
         facts = {"hessian": dict.fromkeys(self.by_hessian, True)}
-        facts |= {"passes": {str(self.exact_passes): True}, "columns": {str(self.columns): True}}
+        counts = {"passes": self.exact_passes, "columns": self.columns, "sent": self.sent}
+        facts |= {what: {str(count): True} for what, count in counts.items()}
         united = shard.united("how values came about", facts | self._heads.facts())
         self.by_hessian.update(united["hessian"])
-        self.exact_passes, self.columns = (max(map(int, united[what])) for what in ("passes", "columns"))
+        self.exact_passes, self.columns, self.sent = (max(map(int, united[what])) for what in counts)
         self._heads.unite(united)
         self._make_forms()  # of layers that ran on other ranks alone
 
@@ -192,7 +197,13 @@ class Sweep:
         values = self._marked(values, sent, self._left_out(run, sent), run.number)
         parts = self._summed(parts, values) if parts else parts
         return Values(
-            values, sent.sample_weights, run.number, parts=parts, lost=sent.bad, by_hessian=frozenset(nonlinear)
+            values,
+            sent.sample_weights,
+            run.number,
+            sizes=sent.sizes() if (signs is not None and draws == 1) or self._options.fraction else None,
+            parts=parts,
+            lost=sent.bad,
+            by_hessian=frozenset(nonlinear),
         )
 
     def _summed(self, parts: Parts, values: Tensor) -> Parts:
@@ -228,6 +239,7 @@ class Sweep:
             parts: the summands.
         """
         count = sent.passes if signs is None else len(signs.draws)
+        self.sent = self.sent if signs is not None else max(self.sent, count)
         activations = self._activations(run)
         # Several cotangents go through operations whose weights are there in backward passes of the model alone.
         held_back = self._budget.held_back if signs is None and not spread.is_held() else 0

@@ -14,8 +14,9 @@ from ..numerics.shard import WHOLE, Shard
 from ..numerics.variances import Variances
 from ..options import Options
 from .layer_sweep import Values
+from .subset import Subset
 
-_VALUES = "values"  # beside the parts, among sums over ranks
+_VALUES, _SIZE = "values", "size"  # beside the parts, among sums over ranks
 
 OR_OVERFLOW = "(or squares beyond the dtype's range)"
 
@@ -49,6 +50,12 @@ class Sums:
         dof = float(self.dof[row, column])
         return float(self.errors[row, column]), None if math.isnan(dof) else dof
 
+    @property
+    def relative_error(self) -> float:
+        """Return the largest standard error relative to its value."""
+        assert self.errors is not None
+        return float((self.errors / self.values.abs()).nan_to_num(0.0).max())  # that of 0 is 0
+
     def pooled(self, other: "Sums", weight: float) -> "Sums":
         """Return the mean with independent values of the same data; ``weight`` is this one's.
 
@@ -77,6 +84,7 @@ class Totals:
         error: makes that of values and which samples (n,) are fine; see :data:`.accumulate.Error`.
         sampled: whether values are means over probes; for those sampled in groups their variances say so.
         shard: of the data that the samples are of.
+        subset: where the samples are a part of the data that stands for all; None: they are all.
 
     Attributes:
         over: the samples so far.
@@ -90,10 +98,12 @@ class Totals:
         *,
         sampled: bool = False,
         shard: Shard = WHOLE,
+        subset: Subset | None = None,
     ) -> None:
         self.over = Accumulator(options.nan_policy, reduction)
         self._per_sample, self._sampled, self._error, self._shard = options.per_sample, sampled, error, shard
         self._sums = torch.zeros((), dtype=torch.float64, device="cpu")
+        self._subset, self._size = subset, torch.zeros_like(self._sums)
         self._variances = Variances()
         self._contributions: list[Tensor] = []
         self._parts: dict[tuple[str, ...], Tensor] = {}
@@ -111,12 +121,17 @@ class Totals:
         if not bool(fine.all()):
             values = masked(values.where(values.isfinite(), torch.nan), kept)  # a layer that is fine stays so
         probes = torch.cat([values, values.sum(dim=1, keepdim=True)], dim=1)
+        sizes, chances = micro_batch.sizes, None
+        if self._subset is not None and sizes is not None:
+            chances = self._subset.chances(sizes)
+            probes, sizes = probes / chances, sizes / chances
+            self._size = self._size + sizes.sum().cpu()
         means = probes.mean(dim=0)
         self._sums = self._sums.to(means.device) + means.sum(dim=2)
         if micro_batch.variances is not None:
             self._variances.add(masked(micro_batch.variances, kept))
-        elif self._sampled:
-            self._variances.add_probes(probes, torch.ones_like(fine) if kept is None else kept)
+        elif self._sampled or chances is not None:
+            self._variances.add_probes(probes, kept, sizes, chances, exact=not self._sampled)
         for key, summed in micro_batch.parts.items():
             self._parts[key] = summed + self._parts[key] if key in self._parts else summed
         if self._per_sample:
@@ -129,11 +144,15 @@ class Totals:
             NonFiniteError: every sample was left out.
             InputError: no target counts.
         """
-        found = self.over.together(self._shard, {_VALUES: self._sums, **self._parts})
+        sums = {_VALUES: self._sums, _SIZE: self._size} if self._sums.ndim else {}
+        found = self.over.together(self._shard, {**sums, **self._parts})
+        over, scale = self.over, 1.0
+        if self._subset is not None:
+            over, scale = self._subset.over, self._subset.scale(found.pop(_SIZE))
         self._sums = found.pop(_VALUES)
         self._parts = {key: part for key, part in found.items() if isinstance(key, tuple)}
         self._variances.together(self._shard)
-        normaliser = self.over.normaliser
+        normaliser = over.normaliser / scale
         values = (self._sums / normaliser).cpu()
         errors = dof = None
         spread = self._variances.result()
@@ -145,8 +164,8 @@ class Totals:
             errors=errors,
             dof=dof,
             per_sample=self.over.per_sample(self._contributions, self._shard) if self._per_sample else None,
-            samples=self.over.samples,
-            omitted=self.over.omitted,
+            samples=over.samples,
+            omitted=over.omitted,
             parts={key: (summed / normaliser).cpu() for key, summed in self._parts.items()},
         )
 

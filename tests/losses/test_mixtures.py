@@ -11,6 +11,25 @@ import pyflatness as pf
 from pyflatness import losses
 
 
+def test_sizes_are_traces():
+    """Of losses with all kinds of columns, weighted, ignored and not convex; very peaked ones too."""
+    logits = torch.tensor([[1.0, 2.0, -1.0], [0.0, 0.0, 0.0], [60.0, 3.0, -5.0]]).double()
+    labels, values = torch.tensor([0, 2, -100]), torch.rand(3, 3).double()
+    labelled = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 0.5]).double(), label_smoothing=0.2)
+    for loss, targets in (
+        (nn.CrossEntropyLoss(), torch.tensor([0, 2, 1])),
+        (labelled, labels),
+        (nn.BCEWithLogitsLoss(), values),
+        (nn.MSELoss(), values),
+        (lambda f, y: (f - y).square().prod(dim=1).mean(), values),
+    ):
+        known = losses.resolve(loss)
+        terms = known.terms(logits, targets, 1)
+        found = known.factors(logits, terms)
+        each = [found.column(c)[0].double().square().sum(dim=1) for c in range(found.count)]
+        assert torch.allclose(found.sizes(), torch.stack(each).sum(dim=0), rtol=1e-9, atol=1e-300)
+
+
 def columns(logits, loss=None, *, alone=True):
     """The square-root factor of rows, (rows, C, C), and its weights."""
     loss = losses.resolve(loss or nn.CrossEntropyLoss())

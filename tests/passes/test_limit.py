@@ -81,3 +81,15 @@ def test_probes_for_a_standard_error():
 def test_limits_that_are_none(given):
     with pytest.raises(pf.errors.InputError, match=r"max_passes=.*: a number of passes is wanted, at least 1"):
         pf.measure(network(), LOSS, data(), max_passes=given)
+
+
+@pytest.mark.parametrize("classes", [101, 102])
+def test_many_passes_say_what_fewer_would_give(classes):
+    """Once in a report, and in the value of one layer; not of sampled values, nor of a head alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(250, 250), nn.ReLU(), nn.Linear(250, classes)).eval()
+    data, note = (torch.randn(6, 250), torch.arange(6)), "101 backward passes a batch; rtol=0.01"
+    found = [pf.relative_flatness(model, nn.CrossEntropyLoss(), data, "0", **how) for how in ({}, {"probes": 2})]
+    found.append(pf.relative_flatness(model, nn.CrossEntropyLoss(), data))
+    assert [note in repr(each) for each in found] == [classes == 102, False, False]
+    assert str(pf.measure(model, nn.CrossEntropyLoss(), data)).count(note) == (classes == 102)

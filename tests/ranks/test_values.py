@@ -11,8 +11,9 @@ from support import rank_cases, ranks
 
 CASES = (
     *("head", "head_of_weighted_terms", "head_normalized", "head_from_tensors", "hidden_layer"),
-    *("hidden_layer_normalized", "probes", "one_probe", "wanted_error", "block_traces", "every_measure"),
-    *("sampled_measures", "sum_of_losses", "representation", "bounds", "adaptive_sharpness_mc", "pac_bayes"),
+    *("hidden_layer_normalized", "probes", "one_probe", "part_of_the_data", "wanted_error", "block_traces"),
+    *("every_measure", "sampled_measures", "sum_of_losses", "representation", "bounds", "adaptive_sharpness_mc"),
+    *("pac_bayes", "as_large_a_part_as_it_takes"),
     *("tracked", "feature_robustness", "generalization_gap", "cost_of_change", "spectrum", "tokens"),
     *("landscape", "linear_interpolation"),
     *("nan_propagated", "nan_omitted"),

@@ -102,7 +102,7 @@ def test_degrees_of_freedom_are_those_of_the_variance(draws, weights):
         variances = Variances()
         values = normal(seed, draws, 40) * squares.sqrt()
         for part in values.split(16, dim=1):  # the cut does not count
-            variances.add_probes(part, torch.ones(part.shape[1], dtype=torch.bool))
+            variances.add_probes(part, None, None)
         variance, dof = variances.result()
         assert float(variance) == pytest.approx(float(values.var(dim=0).sum()) / draws)
         assert 0.999 * (draws - 1) <= dof <= 40 * (draws - 1)
@@ -110,23 +110,47 @@ def test_degrees_of_freedom_are_those_of_the_variance(draws, weights):
     assert 0.9 * fewer * expected < sorted(found)[150] < 1.25 * expected
 
 
-def test_one_draw_has_the_variance_between_samples_and_no_degrees_of_freedom():
-    values = 1e6 + normal(3, 1, 500)
+def one_probe(values, sizes):
+    """The variance and its degrees of freedom that one probe of each sample tells, by values (…, n)."""
     variances = Variances()
-    for part in values.split(120, dim=1):
-        variances.add_probes(part, torch.ones(part.shape[1], dtype=torch.bool))
-    variance, dof = variances.result()
+    for part, size in zip(values.split(3, dim=-1), sizes.split(3), strict=True):  # the cut does not count
+        variances.add_probes(part.unsqueeze(0), None, size)
+    return variances.result()
+
+
+@pytest.mark.parametrize("power", [0, 1, 3])
+def test_one_probe_gives_an_upper_bound_of_the_variance(power):
+    """Over all patterns of signs of all samples; the spread between samples is farther above it, where sizes differ.
+
+    Of six samples of which one has half of all sizes it is known to 15 %: deviations are not quite in proportion.
+    """
+    sizes = torch.linspace(0.5, 2, 6).double() ** power
+    factors = torch.eye(3).double() + 0.3 * normal(4, 6, 3, 3)
+    forms = factors @ factors.mT * sizes.view(-1, 1, 1)  # B of each sample, whose exact value is its trace
+    signs = torch.tensor([[1, a, b] for a in (-1, 1) for b in (-1, 1)]).double()  # -r gives what r does
+    each = torch.einsum("ra,nab,rb->nr", signs, forms, signs)
+    truth = 2 * (forms.square().sum() - forms.diagonal(dim1=1, dim2=2).square().sum())
+    assert float(each.var(dim=1, correction=0).sum()) == pytest.approx(float(truth))
+    values = torch.cartesian_prod(*each)
+    assert values.sum(dim=1).mean() == pytest.approx(float(forms.diagonal(dim1=1, dim2=2).sum()))
+    variance, dof = one_probe(values, sizes)
+    spread = 6 * values.var(dim=1)
+    assert (1 if power < 3 else 0.85) * truth < variance.mean() < 2 * truth
+    assert variance.mean() < (1.5 if power == 0 else 0.5) * spread.mean()
+    assert bool(((dof >= 1) & (dof <= 6 + 1e-9)).all())
+
+
+def test_one_probe_of_many_samples_and_of_none():
+    values = 1e3 + normal(3, 500)
+    variance, dof = one_probe(values, torch.ones(500).double())
     assert float(variance) == pytest.approx(500 * float(values.var()), rel=1e-6)
-    assert math.isnan(dof)
-
-
-def test_variances_of_one_draw_and_of_none():
+    e = values - values.mean()
+    assert float(dof) == pytest.approx(float(e.square().sum() ** 2 / (e**4).sum()), rel=1e-3)
     assert Variances().result() is None
-    alone = Variances()
-    alone.add_probes(torch.ones(1, 1), torch.ones(1, dtype=torch.bool))
-    variance, dof = alone.result()
-    assert float(variance) == math.inf
-    assert math.isnan(dof)
+    assert not any(math.isfinite(part) for part in one_probe(torch.ones(1).double(), torch.ones(1).double()))
+
+
+def test_variances_of_groups():
     groups = Variances()
     groups.add(torch.cat([with_squares(torch.tensor([4.0, 0.0, 4.0]).double()), torch.full((1, 3), 4.0).double()]))
     assert [float(part) for part in groups.result()] == [8, 2]
@@ -191,14 +215,34 @@ def test_degrees_of_freedom_of_what_is_derived():
     assert intervals.together([exact, exact]) == (None, None)
 
 
-def test_one_draw_has_no_interval():
+def test_one_probe_of_several_samples_has_an_interval():
     model = classifier(5, 6, 3).double()
     found = pf.relative_flatness(model, LOSS, (X[:1], Y[:1]), "0", probes=1)
-    assert (found.stderr, found.dof, found.interval()) == (math.inf, None, None)
-    found = pf.relative_flatness(model, LOSS, (X, Y), "0", probes=1)
-    assert 0 < found.stderr < math.inf
+    assert not math.isfinite(found.stderr)
     assert (found.dof, found.interval()) == (None, None)
     assert "[–]" in repr(found)
+    found = pf.relative_flatness(model, LOSS, (X, Y), "0", probes=1)
+    low, high = found.interval()
+    assert low < found.value < high
+    assert 1 <= found.dof <= 40
+
+
+def test_the_interval_of_the_distribution():
+    """Of means of 40 samples drawn from 4,000; exact values and sampled ones, over other data than these."""
+    model = classifier(5, 6, 3).double()
+    x, y = normal(7, 4000, 5), torch.arange(4000) % 3
+    truth, order = pf.relative_flatness(model, LOSS, (x, y), "0").value, normal(8, 4000).argsort()
+    for how in ({}, {"probes": 1}):
+        draws = [
+            pf.relative_flatness(model, LOSS, (x[place], y[place]), "0", per_sample=True, seed=seed, **how)
+            for seed, place in enumerate(order.split(40))
+        ]
+        assert 0.9 <= share([each.interval(of="distribution") for each in draws], truth) <= 1
+        assert all(each.interval() == (each.value, each.value) for each in draws if each.exact)
+    with pytest.raises(pf.errors.InputError, match="per_sample=True"):
+        sampled(dof=3.0).interval(of="distribution")
+    with pytest.raises(pf.errors.InputError, match="of='population' does not exist"):
+        sampled(dof=3.0).interval(of="population")
 
 
 def test_draws_that_agree_by_chance_have_no_interval():

@@ -95,6 +95,15 @@ def one_probe(rank, size):
     return pf.relative_flatness(relu(), LOSS, batches(rank, size), "0", probes=1)
 
 
+def part_of_the_data(rank, size):
+    return pf.relative_flatness(relu(), LOSS, batches(rank, size), "0", fraction=0.4, probes=2)
+
+
+def as_large_a_part_as_it_takes(rank, size):
+    own = [*zip(*(held.chunk(size)[rank].split(64) for held in data(samples=600)), strict=True)]
+    return pf.measure(relu(), LOSS, own, fraction="auto", rtol=0.2)
+
+
 def wanted_error(rank, size):
     return pf.relative_flatness(model(), LOSS, batches(rank, size), "0", target_stderr=0.003)
 
