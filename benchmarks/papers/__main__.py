@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 
 from pyflatness.cli.options import json_option
-from pyflatness.cli.output import checked, prepare_folder, show, show_json, write_whole
+from pyflatness.cli.group import checked, prepare_folder, show, show_json, write_whole
 from pyflatness.errors import FlatnessError
 from pyflatness.messages import printable
 

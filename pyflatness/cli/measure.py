@@ -50,11 +50,21 @@ def measure(
         raise click.BadParameter(f"{out}: its ending is to be {', '.join(_FORMATS)}", param_hint="--out")
     if out is not None:
         prepare_file(out)
-    how = {"curvature": curvature, "seed": seed, "probes": probes, "target_stderr": target_stderr, "rtol": rtol}
-    how["fraction"] = fraction
+    how: dict[str, Any] = {
+        "curvature": curvature,
+        "seed": seed,
+        "probes": probes,
+        "target_stderr": target_stderr,
+        "rtol": rtol,
+    }
     network, loss, data = taken(checkpoint, **asked)
-    options = {**how, "layers": selectors or None, "measures": measures, "max_passes": max_passes}
-    report = api.measure(network, loss, data, **options, progress=progress)
+    options: dict[str, Any] = {
+        "layers": selectors or None,
+        "measures": measures,
+        "fraction": fraction,
+        "max_passes": max_passes,
+    }
+    report = api.measure(network, loss, data, **how, **options, progress=progress)
     if out is not None:
         _FORMATS[out.suffix](report, out)
     if as_json:
