@@ -31,7 +31,8 @@ def _bad_safetensors(tiny: str) -> dict[str, list[str]]:
     (folder / "folder.safetensors").mkdir()
     (folder / "weights.ckpt").write_bytes(whole)
     (folder / "weights.npy").write_bytes(whole)
-    save_file({f"net.{k}": v for k, v in good.items()}, folder / "foreign.safetensors")
+    foreign = {f"net.{k}": v for k, v in good.items()} | {"spare": torch.ones(1)}
+    save_file(foreign, folder / "foreign.safetensors")
     save_file({"odd\x1b[31m\nname": torch.ones(1), **good}, folder / "odd.safetensors")
     save_file(specs.resolve(f"{tiny}:Tiny")(width=6).state_dict(), folder / "shapes.safetensors")
     save_file({**good, "head.weight": good["head.weight"].to(torch.int8)}, folder / "integer.safetensors")
