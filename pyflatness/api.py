@@ -148,10 +148,11 @@ def block_traces(
     convolution, which see different channels, it is zero.
 
     Args:
-        model: as for :func:`relative_flatness`, like all that follow.
-        loss: its options count.
-        data: batches.
-        layer: None takes the last Linear that ran.
+        model: an ``nn.Module`` in eval mode (or with ``eval=True``), called as ``model(inputs)``.
+        loss: the loss that it was trained with: an ``nn`` module, ``F`` function, name or callable, or ``"auto"``, the
+            loss of a model of transformers. Its options (class weights, reduction, …) count.
+        data: a tuple of tensors (inputs, targets), or an iterable of batches such as a DataLoader.
+        layer: a name, glob, ``re:…``, ``type:…`` or module; None takes the last Linear that ran.
         conv: with ``"affine"`` d is the number of all outputs of the convolution.
         normalize: ``"std"``: of the layer with rescaled features and columns.
 
@@ -200,20 +201,19 @@ def measure(
     their own (``pyflatness measures``).
 
     Args:
-        model: as for :func:`relative_flatness`, like all that follow but two.
-        loss: its options count.
-        data: batches.
+        model: an ``nn.Module`` in eval mode (or with ``eval=True``), called as ``model(inputs)``; left as it was found.
+        loss: the loss that the model was trained with: an ``nn`` module, an ``F`` function, a name, or a callable
+            (outputs, targets) -> scalar. Its options (class weights, reduction, …) count. ``"auto"``: the loss that a
+            model of Hugging Face's transformers computes itself.
+        data: a tuple of tensors (inputs, targets), or an iterable of batches, such as a DataLoader: pairs, or
+            a mapping with ``labels``. How data is cut into batches does not change values.
         layers: a selector or several, each a name, glob, ``re:…``, ``type:…`` or module; None: every layer that can be
             measured and ran.
-        measures: names (``pyflatness measures`` lists them); None: relative flatness and the trace; ``"sweep"``: all
-            that their sweep gives, which are also what follows from the trace, layers' adaptive sharpness, the flatness
-            of neurons, and the norm of the weights; ``"all"``. A name that cannot be had is an error. Of None,
-            ``"sweep"`` and ``"all"`` such a measure is left out, and ``report.skipped`` says why: options that it does
-            not know (``probes=``, ``normalize=``), curvature of the wrong sign, a model or loss that it is not defined
-            for. What no measure can be had with (data, targets, NaN, a model in training mode) is an error all the
-            same.
-        target_stderr: an absolute standard error for every value of a sweep, the network's too; those derived from one
-            (the trace scaled by weights) have its error, scaled as it is.
+        measures: a name or several, as ``pyflatness measures`` lists them. None: relative flatness and the trace.
+            ``"sweep"``: all that one sweep gives. ``"all"``: every measure. A named measure that cannot be had is an
+            error; of the sets such a measure is left out, and ``report.skipped`` says why.
+        target_stderr: an absolute standard error, which every value of a sweep is to have, the network's too. Values
+            derived from one (the trace scaled by weights) have its error, scaled alike.
         nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``; a sample is left out of all layers.
         memory: bytes to hold at a time beside model, data and result (512 MiB, on a GPU a quarter of its memory),
             shared out among a micro-batch's graph, to which batches are cut, and what is made of it. It does not go

@@ -46,7 +46,7 @@ class How(TypedDict, total=False):
             their place in the data: with a number of probes one seed is one value, however data is cut into batches.
         max_passes: backward passes of a micro-batch, or Hessian products of a layer, that an exact value may take, and
             probes that a standard error may; more are an error that says how long they would take.
-        progress: show a bar; None: on a terminal.
+        progress: show a bar; None: on a terminal, and elsewhere a line every half minute. False: nothing.
         process_group: whose ranks make the call together, each with its own data, and all get the value of the whole
             (docs/ranks.md). None: all ranks, where ``torch.distributed`` is initialised; False: this process alone.
     """

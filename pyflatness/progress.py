@@ -1,7 +1,8 @@
-"""Show a progress bar for long work: on a terminal, never in a log file."""
+"""Show how far long work is: a bar on a terminal; elsewhere, as in a log file, a line every half minute."""
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
@@ -10,6 +11,30 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.progress import track as rich_track
 
 Item = TypeVar("Item")
+_EVERY = 30.0  # seconds between lines where standard error is no terminal
+
+
+class Lines:
+    """Print how many are done, on standard error, when half a minute has gone by since the line before.
+
+    Args:
+        title: text in front.
+        total: how many there are; 0 if unknown.
+    """
+
+    def __init__(self, title: str, total: int) -> None:
+        self._title, self._total, self._done = title, total, 0.0
+        self._begun = self._last = time.monotonic()
+
+    def advance(self, count: float = 1, text: str = "") -> None:
+        """Count what is done."""
+        self._done += count
+        now = time.monotonic()
+        if now - self._last >= _EVERY:
+            self._last = now
+            of = f" of {self._total}" if self._total else ""
+            what = f"{self._title}: {text}" if text else self._title
+            print(f"{what}: {self._done:.6g}{of} after {now - self._begun:.0f} s", file=sys.stderr, flush=True)
 
 
 def track(items: Iterable[Item], total: int, title: str, shown: bool | None) -> Iterator[Item]:
@@ -19,12 +44,16 @@ def track(items: Iterable[Item], total: int, title: str, shown: bool | None) -> 
         items: what to go through.
         total: how many there are; 0 if unknown.
         title: text before the bar.
-        shown: True or False, or None for "if standard error is a terminal".
+        shown: True or False, or None for a bar if standard error is a terminal, and else for lines.
     """
-    if shown is None:
-        shown = sys.stderr.isatty()
-    if not shown:
+    if shown is False:
         yield from items
+        return
+    if not (shown or sys.stderr.isatty()):
+        lines = Lines(title, total)
+        for item in items:
+            yield item
+            lines.advance()
         return
     yield from rich_track(items, description=title, total=total or None, transient=True, console=Console(stderr=True))
 
@@ -43,11 +72,14 @@ def bar(title: str, total: int, shown: bool | None) -> Iterator[Advance]:
         shown: as for :func:`track`.
     """
     visible = sys.stderr.isatty() if shown is None else shown
+    lines = None if visible or shown is False else Lines(title, total)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not visible) as shown_bar:
         task = shown_bar.add_task(title, total=total)
 
         def advance(count: int, text: str) -> None:
+            if lines is not None:
+                lines.advance(count, text)
             shown_bar.update(task, advance=count, description=f"{title}: {text}" if text else None)
 
         yield advance

@@ -47,7 +47,7 @@ def public(*taken: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         _complete(function, taken)
         parameters = inspect.signature(function).parameters
         names = [*parameters]
-        needed = [name for name in names if parameters[name].default is ...]  # behind a loss that need not be given
+        needed = [name for name in names if parameters[name].default is _NEEDED]  # behind a loss that need not be given
         positional = [name for name in names if parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY]
 
         @functools.wraps(function)
@@ -88,10 +88,21 @@ def public(*taken: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorated
 
 
+class _Needed:
+    """Stand in a signature for an argument that has to be given behind one that need not be."""
+
+    def __repr__(self) -> str:
+        return "<needed>"
+
+
+_NEEDED = _Needed()
+
+
 def _complete(function: Callable[..., Any], taken: Sequence[str]) -> None:
     """Give a function the signature with the options that it takes, and a docstring with all of its arguments."""
     signature, defaults = inspect.signature(function), {**asdict(Options()), "eval": False}
-    own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    given = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    own = [p.replace(default=_NEEDED) if p.default is ... else p for p in given]
     kinds = MeasureHow.__annotations__
     shared = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=kinds[name])

@@ -9,8 +9,9 @@ import click
 from rich import box
 from rich.table import Table
 
+from pyflatness.cli.group import checked
 from pyflatness.cli.options import json_option
-from pyflatness.cli.group import checked, prepare_folder, show, show_json, write_whole
+from pyflatness.cli.output import prepare_folder, show, show_json, write_whole
 from pyflatness.errors import FlatnessError
 from pyflatness.messages import printable
 

@@ -188,7 +188,7 @@ def score(
     random = [one for one in bare if pretrained.is_named(one) and not pretrained.is_trained(one, model_args)]
     if random:
         raise click.UsageError(
-            f"{random[0]} has random weights; pass it as --model with CHECKPOINTs, or --model-args that name weights"
+            f"{random[0]} has random weights; pass CHECKPOINTs of it with --model, or --model-args that name weights"
         )
     try:
         options = Options(**how)

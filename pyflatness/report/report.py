@@ -381,14 +381,14 @@ class Report(Readable):
             if len(blocks) > _MANY:
                 blocks = {}
                 for layer in self.layers:
-                    block = re.match(pattern, layer)
-                    blocks.setdefault(block[0] if block else layer, []).append(layer)
+                    found = re.match(pattern, layer)
+                    blocks.setdefault(found[0] if found else layer, []).append(layer)
         rows: _Rows = {}
         for block, layers in blocks.items():
             name = layers[0] if len(layers) == 1 else f"{block}.* ({len(layers)})"
-            rows[name] = {m: found for m in self.measures if (found := self._of_block(layers, m)) is not None}
+            rows[name] = {m: held for m in self.measures if (held := self._of_block(layers, m)) is not None}
         rows["network"] = {m: self._estimates["", m] for m in self.measures if ("", m) in self._estimates}
-        return {name: held for name, held in rows.items() if held}
+        return {name: estimates for name, estimates in rows.items() if estimates}
 
     def _of_block(self, layers: Sequence[str], measure: str) -> Estimate | None:
         """Return the sum of a measure over layers, or the largest where sums mean nothing; None without values."""

@@ -144,7 +144,7 @@ def test_what_cannot_be_done(
         return " ".join(capsys.readouterr().err.split())
 
     model = ("--model", f"hf:{folder}", "--data", data)
-    assert "has random weights; pass CHECKPOINTs" in refusal(*model, "--model-args", '{"weights": false}')
+    assert "has random weights; pass CHECKPOINTs of it" in refusal(*model, "--model-args", '{"weights": false}')
     assert "--shard and --workers go with several CHECKPOINTs" in refusal(*model, "--shard", "1/2")
     assert "trust_remote_code" in refusal(*model, "--model-args", '{"trust_remote_code": true}')
     of_own = ("--model", f"{tiny}:Tiny", "--data", f"{tiny}:data")
@@ -171,3 +171,15 @@ def test_a_model_that_tells_stories(tmp_path: Path) -> None:
     expected = pf.head_flatness(features, net.lm_head.weight, targets=tokens[:, 1:])
     assert (row["layer"], row["exact"]) == ("lm_head", "True")
     assert float(row["value"]) == pytest.approx(expected.value, rel=1e-5)
+
+
+def test_networks_without_model(folder: Path, data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    arguments = "--data", data, "--layers", "lm_head", "--json"
+    assert status("score", f"hf:{folder}", f"hf:{other}", *arguments) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["checkpoint"] for row in rows] == [f"hf:{folder}", f"hf:{other}"]
+    assert rows[0]["value"] == rows[1]["value"] > 0
+    assert status("score", f"hf:{folder}", "last.pt", *arguments) == 2
+    assert "Missing option '--model': what makes the network of last.pt" in capsys.readouterr().err
