@@ -138,6 +138,18 @@ def test_gap_of_test_data(scores):
         pf.results.Scores((), 0).to_html()
 
 
+def test_training_losses_that_differ_are_said():
+    """Where measures are held against the gap, and not against the loss itself."""
+
+    def page(losses):
+        rows = [row(f"m{place}", "trace", value, loss=loss) for place, (value, loss) in enumerate(losses)]
+        test = {"name": [f"m{place}" for place in range(len(rows))], "loss": [1.0, 1.2, 1.1]}
+        return pf.results.Scores(tuple(rows), 0).to_html(test=test)
+
+    assert "from 0.1 to 0.4, a factor of 4" in page([(1.0, 0.1), (2.0, 0.2), (3.0, 0.4)])
+    assert "a factor of" not in page([(1.0, 0.1), (2.0, 0.11), (3.0, 0.12)])
+
+
 def test_a_report_and_a_history(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)).eval()

@@ -288,9 +288,9 @@ def test_text_is_held_fixed_by_its_values():
 
 
 def test_training_losses_that_differ_are_said():
-    table = crossed() | {"loss": [0.1] * 20 + [0.3, 0.05]}
+    table = crossed() | {"loss": [0.1] * 20 + [0.3, 0.075]}
     found = pf.statistics.correlations(table, "kappa")
-    assert "from 0.05 to 0.3, a factor of 6" in found.note
+    assert "from 0.075 to 0.3, a factor of 4" in found.note
     assert str(found).splitlines()[-1] == found.note
     for options in ({"given": "loss"}, {"exclude": ["20"]}):
         assert not pf.statistics.correlations(table, "kappa", **options).note
