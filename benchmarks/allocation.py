@@ -17,6 +17,7 @@ processors: of pf.allocate alone, and of measuring each layer with each format b
 """
 
 import argparse
+import copy
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -165,8 +166,6 @@ def applied(model: nn.Module, choice: Mapping[str, str]) -> nn.Module:
     by_format: dict[str, list[str]] = defaultdict(list)
     for layer, name in choice.items():
         by_format[name].append(layer)
-    import copy
-
     made = copy.deepcopy(model)
     for name, layers in by_format.items():
         pf.changes.add(made, pf.changes.of_format(made, name, layers=layers))
@@ -206,14 +205,15 @@ def main() -> None:
     parser.add_argument("--text", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--probes", type=int, default=16)
-    parser.add_argument("--planned", type=int)
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--planned", type=int, help="samples to plan with")
+    parser.add_argument("--judged", type=int, help="samples to judge with")
+    parser.add_argument("--quick", action="store_true", help="leave out HAWQ-V2 and Fisher")
     options = parser.parse_args()
     if options.network == "resnet20":
-        case = resnet20(options.planned or 256)
+        case = resnet20(options.planned or 256, options.judged or 2000)
     elif options.network == "stories":
         named = tuple(f"int{bits}" for bits in BITS)
-        case = of_language(storyteller(), stories(256), options.planned or 8, 64, named)
+        case = of_language(storyteller(), stories(256), options.planned or 8, options.judged or 64, named)
     else:
         case = of_folder(Path(options.network), options.text)
     found: dict[tuple[str, float], list[tuple[float, float]]] = defaultdict(list)

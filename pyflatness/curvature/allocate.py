@@ -116,7 +116,7 @@ def allocate(
         raise InputError(
             f"bits={shown(bits)}, size={shown(size)}: one budget is wanted, bits a weight or size in bytes"
         )
-    bits = None if bits is None else check_number("bits", bits, "a number of bits a weight")
+    bits = 0.0 if bits is None else check_number("bits", bits, "a number of bits a weight")
     size = None if size is None else check_count("size", size, 1, "a number of bytes")
     probes = None if probes is None else check_probes("probes", probes, 4)
     options = Options.of(how, curvature="ggn", probes=probes)
@@ -127,7 +127,7 @@ def allocate(
     of_layer = {name: changes.named(one) for name, one in (fixed or {}).items()}
     with session(model, loss, data, options, how) as task:
         plan = _planned(task, layers, known, of_layer, [[*names] for names in together])
-    return plan.best(8 * size / plan.weights if bits is None else bits)
+    return plan.best(bits if size is None else 8 * size / plan.weights)
 
 
 @dataclass(frozen=True)
@@ -342,8 +342,8 @@ class Allocation(Result):
     weights: int
     predicted: Estimate
     gap: float
-    _formats: Mapping[str, Format]
-    _plan: _Plan
+    _formats: Mapping[str, Any]  # by name, those chosen
+    _plan: Any  # which this is a choice of
 
     def frontier(self, bits: Iterable[float] | None = None) -> "Frontier":
         """Return the best choices that are found under several budgets, of the same probes.
@@ -355,8 +355,8 @@ class Allocation(Result):
             InputError: a budget below the cheapest choice.
         """
         problem, weights = self._plan.choices, self.weights
-        ends = [problem.sizes[problem.cheapest()].sum() / weights, problem.largest() / weights]
-        budgets = np.linspace(*ends, _BUDGETS) if bits is None else check_numbers("bits", bits)
+        least, most = problem.sizes[problem.cheapest()].sum() / weights, problem.largest() / weights
+        budgets = np.linspace(least, most, _BUDGETS) if bits is None else check_numbers("bits", bits)
         return Frontier(tuple(self._plan.best(float(budget)) for budget in budgets))
 
     def apply(self, model: nn.Module) -> nn.Module:
@@ -494,7 +494,7 @@ def _for_gptqmodel(choice: Mapping[str, str], formats: Mapping[str, Format]) -> 
     }
     dynamic = {f"{'-' if rule is None else '+'}:^{re.escape(name)}$": rule or {} for name, rule in rules.items()}
     default = next((rule for rule in rules.values() if rule), {"bits": 4, "group_size": -1})
-    others = {"-:.*": {}}  # the first rule that matches counts
+    others: dict[str, Any] = {"-:.*": {}}  # the first rule that matches counts
     whole = {"quant_method": "gptq", "checkpoint_format": "gptq", "sym": True, "desc_act": False}
     return {**default, **whole, "dynamic": {**dynamic, **others}}
 

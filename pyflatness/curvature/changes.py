@@ -79,7 +79,8 @@ class Format:
 
     def bits_of(self, matrix: Tensor) -> float:
         """Return the bits a weight of a matrix (d, m) of the weight's own dtype."""
-        return float(self.bits(*matrix.shape, 8 * matrix.itemsize) if callable(self.bits) else self.bits)
+        rows, columns = matrix.shape
+        return float(self.bits(rows, columns, 8 * matrix.itemsize) if callable(self.bits) else self.bits)
 
     def change(self, matrix: Tensor) -> Tensor:
         """Return what is kept of a matrix less the matrix.
@@ -335,7 +336,8 @@ def _integers(rows: Tensor, steps: int) -> Tensor:
 
 def _grouped(name: str, kind: str, bits: int, size: int | None) -> Format:
     """Return the format of integers, or numbers of 4 bits, with a scale for each group of so many, or each row."""
-    kept = {"int": partial(_integers, steps=2 ** (bits - 1) - 1), "mxfp": _mxfp4, "nvfp": _nvfp4}[kind]
+    rounded_by: dict[str, Callable[[Tensor], Tensor]] = {"mxfp": _mxfp4, "nvfp": _nvfp4}
+    kept = rounded_by.get(kind) or partial(_integers, steps=2 ** (bits - 1) - 1)
 
     def of_matrix(rows: int, columns: int, own: int) -> float:
         return bits + (_SCALE[kind] * -(-columns // size) / columns if size else 0)

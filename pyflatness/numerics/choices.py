@@ -9,6 +9,7 @@ choice, which bounds how much better any could be. The best of these s are impro
 two at a time, until none is better.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,13 +62,13 @@ class Choices:
     def best(self, budget: float) -> tuple[Indices, float]:
         """Return the best choice that is found, an option of each group, and by how much another could be better."""
         chosen = self.by_single_costs(budget)
-        found, bound = {tuple(self.cheapest()), tuple(chosen)}, -np.inf
+        found, bound = {tuple(self.cheapest()), tuple(chosen)}, -math.inf
         z = self._indicator(chosen)
         for _ in range(_STEPS):
             gradient = self.costs + self.products @ z
             chosen, least = self._program(gradient, budget)
             found.add(tuple(chosen))
-            bound = max(bound, self.value(z) + least - gradient @ z)
+            bound = max(bound, self.value(z) + least - float(gradient @ z))
             step = self._indicator(chosen) - z
             down, curved = -gradient @ step, step @ self.products @ step
             if down <= _ROUNDING * abs(self.value(z)):
