@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from . import contractions
 from .errors import BackendError, InputError
 from .messages import check_choice, shown
-from .numerics.accumulate import NAN_POLICIES, omits
+from .numerics.accumulate import NAN_POLICIES, omits, raises
 from .numerics.meeting import Group
 
 MAX_PASSES = 2048  # backward passes of a micro-batch, or Hessian products of a layer, unless the user says otherwise
@@ -174,7 +174,7 @@ class Options:
             "target_stderr=": self.target_stderr is not None,
             "rtol= (but fraction='auto')": self.rtol is not None and self.fraction != "auto",
             "per_sample=True": self.per_sample,
-            f"nan_policy={self.nan_policy!r}": self.nan_policy != "raise",
+            f"nan_policy={self.nan_policy!r}": not raises(self.nan_policy),
         }
         for name in [name for name, given in others.items() if given and self.fraction is not None]:
             raise InputError(f"fraction={self.fraction!r} does not go with {name}; leave out one of them")

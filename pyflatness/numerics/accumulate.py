@@ -37,6 +37,11 @@ def omits(policy: str) -> bool:
     return policy == "omit"
 
 
+def raises(policy: str) -> bool:
+    """Return whether a value that is not finite is an error, so that all samples count."""
+    return policy == "raise"
+
+
 def non_finite(number: int, fine: Tensor, where: str, rows: str = "samples") -> NonFiniteError:
     """Return the error of a batch for "raise".
 
