@@ -48,7 +48,7 @@ def correlate(
         raise click.UsageError("--plot goes with one measure: --measures 'relative_flatness network'")
     if plot is not None:
         prepare_file(plot)
-    how = {"exclude": exclude, "test": None if test is None else _read(test), "interval": interval}
+    how: dict[str, Any] = {"exclude": exclude, "test": None if test is None else _read(test), "interval": interval}
     held, settings_or_none = _read(table), settings or None
     found = correlations(held, x or None, y, **how, settings=settings_or_none, given=given)
     if plot is not None:

@@ -1,5 +1,6 @@
 """Run ``pyflatness measure``: one network, and the table of its layers."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from . import options as given
 from .options import PATH, json_option
 from .output import prepare_file, show_json
 
-_FORMATS = {".json": Report.to_json, ".csv": Report.to_csv, ".html": Report.to_html}
+_Writer = Callable[[Report, Path], Any]
+_FORMATS: dict[str, _Writer] = {".json": Report.to_json, ".csv": Report.to_csv, ".html": Report.to_html}
 
 
 @click.command()
@@ -58,13 +60,8 @@ def measure(
         "rtol": rtol,
     }
     network, loss, data = taken(checkpoint, **asked)
-    options: dict[str, Any] = {
-        "layers": selectors or None,
-        "measures": measures,
-        "fraction": fraction,
-        "max_passes": max_passes,
-    }
-    report = api.measure(network, loss, data, **how, **options, progress=progress)
+    options: dict[str, Any] = {**how, "layers": selectors or None, "measures": measures, "max_passes": max_passes}
+    report = api.measure(network, loss, data, **options, fraction=fraction, progress=progress)
     if out is not None:
         _FORMATS[out.suffix](report, out)
     if as_json:

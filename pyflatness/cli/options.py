@@ -117,7 +117,7 @@ def spec_option(
 
     def resolved(context: click.Context, parameter: click.Parameter, text: str | None) -> Function | None:
         context.meta[name] = text
-        return None if text is None else _usage(resolve, text)  # type: ignore[no-any-return]
+        return None if text is None else _usage(resolve, text)
 
     def add(command: Function) -> Function:
         arguments = click.option(
@@ -307,7 +307,7 @@ def loss_of(name: str, options: dict[str, Any]) -> Any:
     return loss
 
 
-_NETWORK = (
+_NETWORK: tuple[Callable[[Any], Any], ...] = (
     spec_option(
         "data",
         "batches: a DataLoader, a list or a tuple of tensors; or .npz, .txt, .jsonl, .parquet, a folder of images or "
@@ -363,7 +363,7 @@ _NETWORK = (
     device_option,
     dtype_option,
 )
-_VALUES = (
+_VALUES: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "--measures",
         metavar="NAME,…",

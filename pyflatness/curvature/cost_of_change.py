@@ -33,13 +33,13 @@ from ..errors import InputError
 from ..hessian.products import Products
 from ..losses import risk
 from ..measures.layer_values import LayerValues
-from ..measures.scaled import together
 from ..measures.trace import TRACE
 from ..messages import shown
 from ..model import calling, layers, uses
 from ..options import CALL, MeasureHow, Options, check_flag
 from ..passes.task import Task
 from ..report import Estimate, Report
+from ..report.intervals import together
 from ..session import public, session
 from .change_sweep import ChangeCosts, ChangeSweep, as_called
 
