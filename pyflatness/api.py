@@ -148,10 +148,6 @@ def block_traces(
     convolution, which see different channels, it is zero.
 
     Args:
-        model: an ``nn.Module`` in eval mode (or with ``eval=True``), called as ``model(inputs)``.
-        loss: the loss that it was trained with: an ``nn`` module, ``F`` function, name or callable, or ``"auto"``, the
-            loss of a model of transformers. Its options (class weights, reduction, …) count.
-        data: a tuple of tensors (inputs, targets), or an iterable of batches such as a DataLoader.
         layer: a name, glob, ``re:…``, ``type:…`` or module; None takes the last Linear that ran.
         conv: with ``"affine"`` d is the number of all outputs of the convolution.
         normalize: ``"std"``: of the layer with rescaled features and columns.
@@ -201,12 +197,6 @@ def measure(
     their own (``pyflatness measures``).
 
     Args:
-        model: an ``nn.Module`` in eval mode (or with ``eval=True``), called as ``model(inputs)``; left as it was found.
-        loss: the loss that the model was trained with: an ``nn`` module, an ``F`` function, a name, or a callable
-            (outputs, targets) -> scalar. Its options (class weights, reduction, …) count. ``"auto"``: the loss that a
-            model of Hugging Face's transformers computes itself.
-        data: a tuple of tensors (inputs, targets), or an iterable of batches, such as a DataLoader: pairs, or
-            a mapping with ``labels``. How data is cut into batches does not change values.
         layers: a selector or several, each a name, glob, ``re:…``, ``type:…`` or module; None: every layer that can be
             measured and ran.
         measures: a name or several, as ``pyflatness measures`` lists them. None: relative flatness and the trace.

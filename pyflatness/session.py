@@ -26,6 +26,14 @@ from .passes.task import Task
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_NETWORK = """
+    model: an ``nn.Module`` in eval mode (or with ``eval=True``), called as ``model(inputs)``; left as it was found.
+    loss: the loss that the model was trained with: an ``nn`` module, an ``F`` function, a name, or a callable
+        (outputs, targets) -> scalar. Its options (class weights, reduction, …) count. ``"auto"``: the loss that a
+        model of Hugging Face's transformers computes itself.
+    data: a tuple of tensors (inputs, targets), or an iterable of batches, such as a DataLoader: pairs, or a mapping
+        with ``labels``. How data are cut into batches does not change values.
+"""
 _AS_IT_IS: Mapping[str, Any] = MappingProxyType({})
 
 # torch's decorator for functions of its own: it loads the compiler at their first call, torch.compiler.disable at once,
@@ -38,6 +46,8 @@ def public(*taken: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
     It keeps ``torch.compile`` from tracing the function, and says how it is called where it is called otherwise. Types
     stay visible. An argument whose default is ``...`` has to be given: those in front of it need not be.
+    Entries of model, loss and data that no docstring needs to have are added, and one that begins with an ellipsis goes
+    on where they end.
 
     Args:
         taken: the options that the function takes as ``**how``, of :class:`.options.MeasureHow`.
@@ -115,9 +125,16 @@ def _complete(function: Callable[..., Any], taken: Sequence[str]) -> None:
         before, title, after = inspect.cleandoc(function.__doc__).partition("\nArgs:\n")
         if title:
             said, rest = _entries(after)
-            said = _shared_entries() | said
+            shared = _shared_entries()
+            said = shared | {name: _continued(shared.get(name, ""), entry) for name, entry in said.items()}
             listed = [said[name] for name in complete.parameters if name in said]
             function.__doc__ = "\n".join([before, "Args:", *listed, *rest])
+
+
+def _continued(shared: str, entry: str) -> str:
+    """Return an entry of an argument; one that begins with an ellipsis goes on where that of all calls ends."""
+    before, ellipsis, more = entry.partition(": … ")
+    return f"{shared}\n{' ' * 8}{more}" if ellipsis and ":" not in before else entry
 
 
 def _entries(section: str) -> tuple[dict[str, str], list[str]]:
@@ -137,7 +154,7 @@ def _entries(section: str) -> tuple[dict[str, str], list[str]]:
 @functools.cache
 def _shared_entries() -> dict[str, str]:
     docs = [inspect.cleandoc(kind.__doc__ or "").partition("\nAttributes:\n")[2] for kind in (How, MeasureHow)]
-    return {name: entry for doc in docs for name, entry in _entries(doc)[0].items()}
+    return {name: entry for doc in (_NETWORK, *docs) for name, entry in _entries(doc)[0].items()}
 
 
 @contextlib.contextmanager

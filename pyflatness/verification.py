@@ -117,9 +117,7 @@ def verify(
     float32 whatever its dtype, as many normalisations do, is held to what that rounds.
 
     Args:
-        model: as for :func:`pyflatness.relative_flatness`, like all that follow but one.
-        loss: its options count.
-        data: only its first batch is used.
+        data: … Only the first batch is used.
         layer: None takes the last Linear that ran.
         samples: how many samples to take from the first batch.
         seconds: how long the truth may take. One that would take longer, going by its first backward passes, is an

@@ -76,9 +76,7 @@ def allocate(
     the place of its Hessian, from one sweep over the data; of the first term the share that is not noise of few data.
 
     Args:
-        model: as for :func:`pyflatness.relative_flatness`, like all that follow but eight. It is not changed.
-        loss: its options count.
-        data: batches; they are read once.
+        data: … They are read once.
         formats: names such as ``"int4"``, ``"int4-g128"``, ``"fp8"`` or ``"keep"``, all in ``pf.changes``, and formats
             of your own, ``pf.changes.Format(name, bits, function)``.
         bits: the budget, in bits a weight in the mean over the weights of these layers.

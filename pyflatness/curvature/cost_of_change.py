@@ -63,9 +63,7 @@ def cost_of_change(
     E(w + Δ) - E(w) = ⟨∇E, Δ⟩ + ½⟨Δ, H Δ⟩ + …, each layer's change by itself, and all of them together.
 
     Args:
-        model: as for :func:`pyflatness.relative_flatness`, like all that follow but four. It is not changed.
-        loss: its options count.
-        data: batches; they are read twice for the second order, and with ``measured`` once for each change and twice
+        data: … They are read twice for the second order, and with ``measured`` once for each change and twice
             more.
         changes: by the name of a layer, the change of its weight, of the weight's shape; ``pf.changes`` makes such of
             quantisation, pruning, lower ranks and other checkpoints.

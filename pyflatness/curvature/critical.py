@@ -44,9 +44,7 @@ def critical_sharpness(
     it, and by bisection of the last interval, to a relative width of 2^-20.
 
     Args:
-        model: in eval mode; left as it was found.
-        loss: its options and reduction count.
-        data: batches; read once for each η, some dozens of times.
+        data: … They are read once for each η, some dozens of times.
         step: Δ by the names of parameters, as the model has them or without its wrappers (``torch.compile``, DDP), of
             their shapes: what an optimiser adds to them for a learning rate of 1. Others stay.
         start: the first η.

@@ -60,9 +60,8 @@ def landscape(
     """Return the loss on a grid of points θ + Σ_k c_k d_k along one or two directions, with its quadratic model.
 
     Args:
-        model: in eval mode; left as it was found. A parameter that several modules share is moved once.
-        loss: its options count.
-        data: batches, to be read again and again: once for up to 64 points.
+        model: … A parameter that several modules share is moved once.
+        data: … They are read again and again: once for up to 64 points.
         directions: ``"random"`` (the default): Gaussian in weights, filter-normalised, and zero in biases, scales of
             normalisations and other vectors; ``"eigenvectors"``: those of the Hessian's largest eigenvalues, which
             have norm 1, or a :class:`pyflatness.results.Spectrum` that has them; or directions of your own, a mapping

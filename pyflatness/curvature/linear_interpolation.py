@@ -132,9 +132,7 @@ def linear_interpolation(
     """Return the loss on the line between two networks, E((1 - α) θ + α θ'), and the barrier between them.
 
     Args:
-        model: in eval mode; left as it was found.
-        loss: its options count.
-        data: batches of the training data, to be read again and again.
+        data: … They are the training data, and are read again and again.
         other: another module of the same structure, or a state dict.
         test: batches of other data, for the loss on these too.
         layers: selectors: only the parameters of these layers go from the one network to the other. None: all, and

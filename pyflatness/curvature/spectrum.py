@@ -54,9 +54,7 @@ def spectrum(
     H y = λ y   for H = ∂²E/∂w², or its GGN. Every product with H is one read of the data.
 
     Args:
-        model: as for :func:`pyflatness.relative_flatness`, like all that follow but these.
-        loss: its options count.
-        data: batches, to be read again and again.
+        data: … They are read again and again.
         layers: selectors: the joint block of these layers' weights, without biases; of one layer, its own block. None:
             all trainable parameters of the network.
         k: how many eigenpairs, at each end that is asked for; 0 for the density alone.

@@ -49,9 +49,7 @@ def worst_case_sharpness(
     Kwon et al. 2021, Definition 2; Andriushchenko et al. 2023, Eq. 1).
 
     Args:
-        model: in eval mode; left as it was found.
-        loss: its options and reduction count.
-        data: as for :func:`pyflatness.relative_flatness`; every step reads them once; of groups they are read twice.
+        data: … Every step reads them once; of groups they are read twice.
         rho: ρ, the radius of the ball.
         norm: ``"l2"`` or ``"linf"``.
         adaptive: relative to the weights, |δ_j / θ_j|; weights that are zero stay so.
@@ -118,9 +116,6 @@ def keskar_sharpness(
     Metric 2.1, in the whole space).
 
     Args:
-        model: as for :func:`pyflatness.worst_case_sharpness`, like all that follow.
-        loss: its options count.
-        data: batches.
         rho: ε.
         steps: of each ascent.
         starts: ascents.

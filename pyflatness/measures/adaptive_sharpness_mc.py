@@ -54,9 +54,7 @@ def adaptive_sharpness_mc(
     that only if ρ is small against the distance of every sample to a kink: near ones add a rise of their own.
 
     Args:
-        model: in eval mode; left as it was found.
-        loss: its options and reduction count.
-        data: as for :func:`pyflatness.relative_flatness`; read once per draw, and once more.
+        data: … They are read once per draw, and once more.
         rho: ρ, the relative size of the noise.
         probes: pairs ±δ.
         scaled: False leaves out the factor 2/ρ², as Eq. 46 does.

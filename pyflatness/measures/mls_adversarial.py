@@ -54,9 +54,8 @@ def mls_adversarial(
     models with too many outputs for a Jacobian. ``pf.measure(…, measures="mls_adversarial")`` is this by default.
 
     Args:
-        model: in eval mode; left as it was found.
-        loss: as for :func:`pyflatness.measure`; it has no part in the value.
-        data: as for :func:`pyflatness.relative_flatness`; each batch goes through the model whole.
+        loss: … It has no part in the value.
+        data: … Each batch goes through the model whole.
         steps: of the ascent, a forward and a backward pass each.
         rho: |δ| / |x|, √ε of the dtype unless given.
         normalized: mean_i |x_i|² s_max², normalised MLS (Definition F.1), in the place of mean_i s_max.

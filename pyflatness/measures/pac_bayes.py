@@ -148,9 +148,9 @@ def pac_bayes(
     measures="pac_bayes")`` is this with its defaults.
 
     Args:
-        model: a classifier in eval mode; left as it was found.
+        model: … A classifier.
         loss: says where the classes are and which targets are ignored.
-        data: as for :func:`pyflatness.relative_flatness`; read up to ``probes * steps`` times.
+        data: … They are read up to ``probes * steps`` times.
         drop: of the mean accuracy, in (0, 1).
         probes: of the noise, the same for every σ.
         steps: of the bisection, at most.

@@ -138,8 +138,7 @@ def generalization_gap(
     E(f) - E_emp(f, S)   (Petzka et al. 2021, section 1), the risk estimated on ``test``.
 
     Args:
-        model: in eval mode; left as it was found.
-        loss: the loss the model was trained with; its options count, and the values are means over its terms.
+        loss: … The values are means over its terms.
         train: a tuple of tensors, or batches, as for :func:`pyflatness.relative_flatness`.
         test: the same.
         nan_policy: ``"raise"``; ``"propagate"``: a loss that is NaN makes the mean NaN; ``"omit"``: samples whose loss

@@ -178,8 +178,7 @@ def generalization_bound(
     have been trained on, so a network that has fitted its training data can have a larger gap; ``test=`` shows it.
 
     Args:
-        model: in eval mode; left as it was found.
-        loss: its options count; all values are means over its terms.
+        loss: … All values are means over its terms.
         train: the training data, as for :func:`pyflatness.relative_flatness`; read several times.
         layer: a Linear layer that gets one feature vector a sample; None takes the last Linear that ran.
         test: test data, for the measured gap and its decomposition E_gen = E_Rep + E_F.

@@ -228,9 +228,7 @@ def bounds(
     of Eq. 17 is, of a layer at the start of a residual block, at the input of what follows the block's sum.
 
     Args:
-        model: in eval mode; left as it was found.
-        loss: as for :func:`pyflatness.measure`; it has no part in the values.
-        data: as for :func:`pyflatness.relative_flatness`.
+        loss: … It has no part in the values.
         layers: whose weights θ is made of; None: all layers that can be measured and ran.
         sharpness: S of more parameters: ``"all"`` trainable ones as in the paper, by a sweep more, or a number known
             from elsewhere, (1/n) Σ_i |∂f_i/∂θ|_F². None: of the chosen layers' weights.
@@ -372,8 +370,7 @@ def interpolation_error(
     Representations", Eq. 19 and 42).
 
     Args:
-        model: in eval mode; left as it was found.
-        data: as for :func:`pyflatness.relative_flatness`, with targets of the outputs' shape.
+        data: … With targets of the outputs' shape.
         adaptive: Lemma E.2, of adaptive sharpness.
         second_derivatives: also compute M and the sum between the two sides, by a run and three backward passes for
             every entry of every parameter.

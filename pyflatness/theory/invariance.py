@@ -107,8 +107,7 @@ def invariances(
 
     Args:
         model: as for :func:`pyflatness.reparameterize`.
-        loss: as for :func:`pyflatness.measure`.
-        data: as for :func:`pyflatness.measure`; read several times.
+        data: … They are read several times.
         measures: names, None, ``"sweep"`` or ``"all"``, as for :func:`pyflatness.measure`.
         layers: that are measured, as for :func:`pyflatness.measure`; all that can be get new weights.
         factors: between which the factors are drawn, uniformly.

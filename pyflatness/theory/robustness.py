@@ -179,9 +179,7 @@ def feature_robustness(
     E_A[E(w + αwA) - E(w)], A Haar on O(m), in pairs ±A; α² κ/(2m)   (Petzka et al. 2021, Eq. 4 and Theorem 5).
 
     Args:
-        model: in eval mode; left as it was found.
-        loss: its options and reduction count.
-        data: as for :func:`pyflatness.relative_flatness`; read twice or more.
+        data: … They are read twice or more.
         layer: a Linear layer or a convolution, whose rows are its filters; None takes the last Linear that ran.
         rho: α of the curve.
         probes: pairs ±A, at least 2. At a head the model runs once a batch; elsewhere 2 · probes · rho times.
@@ -359,9 +357,7 @@ def matrix_robustness(
     its mean over orthogonal A.
 
     Args:
-        model: in eval mode; left as it was found.
-        loss: its options and reduction count.
-        data: as for :func:`pyflatness.relative_flatness`; read for every α.
+        data: … They are read for every α.
         layer: a Linear layer or a convolution, whose rows are its filters; None takes the last Linear that ran.
         matrix: A, (m, m) for m columns of the weight; of a convolution with groups also (groups, m, m).
         rho: α, of any sign.
@@ -412,9 +408,7 @@ def largest_robustness(
     matrices: a lower bound of the maximum.
 
     Args:
-        model: in eval mode; left as it was found.
-        loss: its options and reduction count.
-        data: as for :func:`pyflatness.relative_flatness`; read up to ``starts * (steps + 1)`` times.
+        data: … They are read up to ``starts * (steps + 1)`` times.
         layer: a Linear layer or a convolution, whose rows are its filters; None takes the last Linear that ran.
         rho: δ, positive.
         starts: of the ascent.

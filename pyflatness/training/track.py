@@ -46,7 +46,6 @@ def track(
 
     Args:
         model: the one that is trained.
-        loss: its options count.
         data: read at each record, so a tuple of tensors, a list of batches or a DataLoader, and no iterator. It may be
             the DataLoader that a training loop is in the middle of.
         measures: names; None, ``"sweep"`` and ``"all"`` as for :func:`pyflatness.measure`.
