@@ -46,8 +46,7 @@ def public(*taken: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
     It keeps ``torch.compile`` from tracing the function, and says how it is called where it is called otherwise. Types
     stay visible. An argument whose default is ``...`` has to be given: those in front of it need not be.
-    Entries of model, loss and data that no docstring needs to have are added, and one that begins with an ellipsis goes
-    on where they end.
+    What is said of model, loss and data stands once, and goes before an entry that begins with an ellipsis.
 
     Args:
         taken: the options that the function takes as ``**how``, of :class:`.options.MeasureHow`.
@@ -125,16 +124,18 @@ def _complete(function: Callable[..., Any], taken: Sequence[str]) -> None:
         before, title, after = inspect.cleandoc(function.__doc__).partition("\nArgs:\n")
         if title:
             said, rest = _entries(after)
-            shared = _shared_entries()
-            said = shared | {name: _continued(shared.get(name, ""), entry) for name, entry in said.items()}
+            others = _shared_entries()
+            said = others | {name: _continued(others.get(name, ""), entry) for name, entry in said.items()}
             listed = [said[name] for name in complete.parameters if name in said]
             function.__doc__ = "\n".join([before, "Args:", *listed, *rest])
 
 
 def _continued(shared: str, entry: str) -> str:
     """Return an entry of an argument; one that begins with an ellipsis goes on where that of all calls ends."""
-    before, ellipsis, more = entry.partition(": … ")
-    return f"{shared}\n{' ' * 8}{more}" if ellipsis and ":" not in before else entry
+    name, ellipsis, more = entry.partition(": …")
+    if not ellipsis or ":" in name:
+        return entry
+    return f"{shared}\n{' ' * 8}{more.strip()}" if more else shared
 
 
 def _entries(section: str) -> tuple[dict[str, str], list[str]]:

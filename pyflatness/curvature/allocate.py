@@ -76,6 +76,8 @@ def allocate(
     the place of its Hessian, from one sweep over the data; of the first term the share that is not noise of few data.
 
     Args:
+        model: …
+        loss: …
         data: … They are read once.
         formats: names such as ``"int4"``, ``"int4-g128"``, ``"fp8"`` or ``"keep"``, all in ``pf.changes``, and formats
             of your own, ``pf.changes.Format(name, bits, function)``.
@@ -291,11 +293,11 @@ def _problem(
     options: Sequence[_Option], group: Sequence[int], gram: Tensor, first: Tensor, of_products: float
 ) -> Choices:
     """Return the problem of choosing among options by products of their changes, those of different layers reduced."""
-    of_option = torch.zeros(len(gram), len(options), dtype=torch.float64)
+    of_option = gram.new_zeros(len(gram), len(options))
     for place, option in enumerate(options):
         of_option[[*option.places], place] = 1.0
     products = of_option.t() @ gram @ of_option
-    products = torch.where(torch.eye(len(options), dtype=torch.bool), products, of_products * products)
+    products = of_products * products + (1 - of_products) * products.diagonal().diag()
     sizes = np.array([option.bits for option in options])
     return Choices(np.array(group), (of_option.t() @ first).numpy(), products.numpy(), sizes)
 
@@ -306,7 +308,11 @@ def _signal(costs: ChangeCosts) -> tuple[float, float]:
     They are shares of squares, relative to what the changes cost by themselves.
     """
     gram, first = costs.gram.mean(dim=0), costs.sums.values[:-1, FIRST]
-    layer = torch.cat([torch.full((len(each),), number) for number, each in enumerate(costs.places.values())])
+    layer = torch.tensor(
+        [number for number, each in enumerate(costs.places.values()) for _ in each],
+        dtype=torch.int64,
+        device=gram.device,
+    )
     alone = gram.diagonal()
     alone = alone.where(alone > 0, torch.inf)
     apart = layer.unsqueeze(1) != layer

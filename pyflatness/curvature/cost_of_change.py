@@ -63,6 +63,8 @@ def cost_of_change(
     E(w + Δ) - E(w) = ⟨∇E, Δ⟩ + ½⟨Δ, H Δ⟩ + …, each layer's change by itself, and all of them together.
 
     Args:
+        model: …
+        loss: …
         data: … They are read twice for the second order, and with ``measured`` once for each change and twice
             more.
         changes: by the name of a layer, the change of its weight, of the weight's shape; ``pf.changes`` makes such of

@@ -238,7 +238,7 @@ class LayerValues:
         return not why or (name in sweep.by_hessian and why != linearity.CUSTOM)
 
     def _notes(self, name: str, sweep: Sweep) -> tuple[str, ...]:
-        alone = not name or len(self._runner.modules) == 1
+        alone = not name or len(self._selected) == 1
         of_all = self._subset.notes if self._subset is not None and alone else ()
         if alone and sweep.sent > _MANY and self._loss.convex:
             of_all = (*of_all, f"{sweep.sent} backward passes a batch; rtol=0.01 takes about ten, for an error of 1 %")

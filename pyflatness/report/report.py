@@ -471,10 +471,10 @@ def _aligned(column: Sequence[Estimate | None]) -> list[str]:
     for estimate in column:
         if estimate is None or estimate.stderr is not None:
             cells.append("–" if estimate is None else _number(estimate))
-        elif 1e-4 <= abs(estimate.value) < 1e7:
-            cells.append(f"{estimate.value:.{max(0, 3 - math.floor(math.log10(abs(estimate.value))))}f}")
         else:
-            cells.append(f"{estimate.value:.4g}")
+            size = abs(estimate.value)
+            places = max(0, 3 - math.floor(math.log10(size))) if 1e-4 <= size < 1e7 else None
+            cells.append(f"{estimate.value:.4g}" if places is None else f"{estimate.value:.{places}f}")
     whole = [len(re.match(r"[^.\[ ]*", cell)[0]) for cell in cells]  # type: ignore[index]
     padded = [" " * (max(whole) - in_front) + cell for in_front, cell in zip(whole, cells, strict=True)]
     return [cell.ljust(max(map(len, padded))) for cell in padded]

@@ -46,6 +46,7 @@ def track(
 
     Args:
         model: the one that is trained.
+        loss: …
         data: read at each record, so a tuple of tensors, a list of batches or a DataLoader, and no iterator. It may be
             the DataLoader that a training loop is in the middle of.
         measures: names; None, ``"sweep"`` and ``"all"`` as for :func:`pyflatness.measure`.

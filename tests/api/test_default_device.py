@@ -2,13 +2,16 @@
 
 import ast
 import contextlib
+import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import pyflatness as pf
+from pyflatness.numerics import choices
 from support import doors
 from support.doors import LOSS, ON_MODELS, ON_TENSORS, X, Y
 
@@ -42,7 +45,11 @@ def numbers(result):
         return {key: numbers(part) for key, part in result.items()}
     if isinstance(result, (tuple, list)):
         return [numbers(part) for part in result]
-    return repr(result)
+    if isinstance(result, types.FunctionType):
+        return result.__qualname__
+    if isinstance(result, choices.Choices):
+        return numbers(vars(result))
+    return result.tolist() if isinstance(result, np.ndarray) else repr(result)
 
 
 def assert_same(call):

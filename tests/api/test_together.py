@@ -22,7 +22,16 @@ FLATNESS = ["relative_flatness", "trace"]
 SCALED = ["scaled_trace", "largest_scaled_trace"]
 NEURONS = ["neuron_flatness", "neuron_flatness_max", "neuron_flatness_rows", "neuron_flatness_rows_max"]
 NORMALISED = ["matrix_normalized_sharpness", "matrix_normalized_sharpness_frobenius"]
-ONE_SWEEP = [*FLATNESS, *SCALED, "adaptive_sharpness", *NEURONS, *NORMALISED, "weight_norm"]
+ONE_SWEEP = [
+    FLATNESS[0],
+    "relative_flatness_per_feature",
+    FLATNESS[1],
+    *SCALED,
+    "adaptive_sharpness",
+    *NEURONS,
+    *NORMALISED,
+    "weight_norm",
+]
 TWO_READS = ["relative_flatness_std", "lambda_max", "relative_flatness_max", "pac_bayes", "adaptive_sharpness_mc"]
 
 
@@ -79,8 +88,8 @@ def test_the_default_has_no_sum_for_a_network_s_adaptive_sharpness():
         ({"probes": 3}, [SCALED[1], *NEURONS]),
         ({"target_stderr": 1.0}, [SCALED[1], *NEURONS]),
         ({"probes": "adaptive"}, NEURONS),
-        ({"normalize": "std"}, [*SCALED, *NORMALISED]),
-        ({"normalize": "std", "probes": 3}, [*SCALED, *NORMALISED, *NEURONS]),
+        ({"normalize": "std"}, [ONE_SWEEP[1], *SCALED, *NORMALISED]),
+        ({"normalize": "std", "probes": 3}, [ONE_SWEEP[1], *SCALED, *NORMALISED, *NEURONS]),
     ],
 )
 def test_options_that_leave_some_out_of_the_default(options, left_out):

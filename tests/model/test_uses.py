@@ -15,7 +15,14 @@ from support.parameter_truth import ParameterTruth
 from support.unchanged import assert_unchanged, snapshot
 
 LOSS, X, Y = nn.CrossEntropyLoss(), normal(0, 5, 3, 4), torch.arange(5) % 3
-MEASURES = ["relative_flatness", "trace", "adaptive_sharpness", "lambda_max", "scaled_trace"]
+MEASURES = [
+    "relative_flatness",
+    "relative_flatness_per_feature",
+    "trace",
+    "adaptive_sharpness",
+    "lambda_max",
+    "scaled_trace",
+]
 
 
 class Using(nn.Module):

@@ -24,12 +24,12 @@ State = tuple[Tensor, ...]
 def weights(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the weights of a recurrent module whose forward is that of its class; none of another."""
     plain = any(isinstance(module, kind) and type(module).forward is kind.forward for kind in _CLASSES)
-    if not plain or not isinstance(vars(module).get("forward"), (RecurrentForward, type(None))):
+    if not plain or not isinstance(vars(module).get("forward"), (Forward, type(None))):
         return ()
     return tuple(name for name in module._parameters if name.startswith("weight_"))
 
 
-class RecurrentForward(Replaced):
+class Forward(Replaced):
     """Serve as the ``forward`` of a recurrent module, which computes the same.
 
     Args:
