@@ -22,7 +22,7 @@ _SECTIONS = {
         "spectrum": "Show the Hessian's largest eigenvalues and its density.",
         "layers": "List the layers of a network that can be measured.",
         "plan": "Say what a measurement would take on other machines.",
-        "allocate": "Choose a format of weights for each layer, under a budget of bits.",
+        "allocate": "Choose bits for each layer under a budget.",
     },
     "Read and keep values": {
         "store": "List, show, export, extend, check, unite and tidy stores.",

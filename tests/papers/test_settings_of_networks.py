@@ -77,7 +77,7 @@ def test_other_weights_of_a_network_that_diverged(tmp_path):
 
 @pytest.mark.parametrize("value", ["x", 2.5, True, [1]])
 def test_a_setting_of_another_type(value):
-    with pytest.raises(pf.errors.InputError, match="type int is wanted, such as 3"):
+    with pytest.raises(pf.errors.InputError, match="type int is wanted, such as 5"):
         c24_trends.PERCEPTRON.settings("small", {"seeds": value})
 
 
@@ -88,16 +88,15 @@ def test_pairs_without_a_value(monkeypatch, tmp_path):
     }
     columns["bound"][3] = math.inf  # as where an input is zero
     recipes = {"learning_rate": [k // 2 % 3 for k in range(12)], "batch_size": [k // 6 for k in range(12)]}
-    table = {"name": names, "accuracy": [1.0] * 12} | recipes | columns
+    table = {"name": names, "seed": [k % 2 for k in range(12)], "accuracy": [1.0] * 12} | recipes | columns
     monkeypatch.setattr(c24, "table", lambda *_: (table, {}))
     found = c24_pairs.CONVOLUTIONAL.run(Bench("small", dict(c24_pairs.CONVOLUTIONAL.small), tmp_path, shown=False))
     assert found.failures == {"n3": "bound is inf, not in its correlations"}
     findings = {item.what: item for item in found.findings}
-    names = ("bound", "nmls", *recipes)
+    names = ("bound", "nmls", "seed", *recipes)
     rest = {name: [v for k, v in enumerate(table[name]) if k != 3] for name in names}
-    expected = pf.statistics.correlations(rest, "bound", "nmls", settings=[*recipes])[
-        "bound", "Pearson"
-    ]  # seeds are no evidence
+    how = {"settings": [*recipes], "seeds": "seed", "interval": "fisher"}  # over both
+    expected = pf.statistics.correlations(rest, "bound", "nmls", **how)["bound", "Pearson"]
     item = findings["bound with NMLS, Pearson"]
     assert (item.value, item.low, item.high) == (expected.value, expected.low, expected.high)
     assert all(item.value is not None for item in findings.values())
@@ -114,12 +113,18 @@ def test_the_grids_interval_is_over_recipes(tmp_path, monkeypatch):
     gap = [width + 0.1 * seed for width, seed in rows]
     kappa = [(5 * width) % 7 + 0.1 * seed for width, seed in rows]
     columns = {name: [1] * 12 for name in grid_networks.SETTINGS} | {"width": [width for width, _ in rows]}
-    columns |= {"name": [*map(str, rows)], "train_loss": [0.05] * 12, "test gap": gap}
+    columns |= {
+        "name": [*map(str, rows)],
+        "seed": [seed for _, seed in rows],
+        "train_loss": [0.05] * 12,
+        "test gap": gap,
+    }
     columns |= {"relative_flatness": gap, "relative_flatness head": kappa}
     monkeypatch.setattr(grid_networks, "made", lambda bench: (columns, {}))
     found = grid.EXPERIMENT.run(Bench("small", {}, tmp_path))
-    table = {"kappa": kappa, "gap": gap, "width": columns["width"]}
-    row = pf.statistics.correlations(table, "kappa", settings="width")["kappa", "Kendall"]
+    table = {"kappa": kappa, "gap": gap, "width": columns["width"], "seed": columns["seed"]}
+    how = {"settings": "width", "seeds": "seed", "interval": "fisher"}
+    row = pf.statistics.correlations(table, "kappa", **how)["kappa", "Kendall"]
     first = found.findings[0]
     assert (first.value, first.low, first.high) == (row.value, row.low, row.high)
 
@@ -127,17 +132,20 @@ def test_the_grids_interval_is_over_recipes(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("ends", "said"),
     [
-        ((0.1, 0.5), "[0.10, 0.50] (95 % bootstrap interval over recipes), positive."),
-        ((-0.1, 0.5), "not shown to be positive or negative."),
-        ((-0.5, -0.1), ", negative."),
-        ((None, None), "too few recipes for an interval."),
+        ((0.1, 0.5), "over all networks is 0.30 [0.10, 0.50] for κ of the head"),
+        ((None, None), "over all networks is 0.30 for κ of the head"),
     ],
 )
 def test_what_the_grid_says_of_kappa(ends, said):
-    names = ("relative_flatness", "relative_flatness head")
+    names = ("relative_flatness", "relative_flatness head", grid.PER_FEATURE)
     row = {"tau": 0.3, "psi": 0.2, "information": 0.1, "sign_error": 0.4, "worst": 0.6}
     table = Grid({"train_loss": [0.05]}, ("test gap",), names, {})
-    assert said in grid.verdict(table, dict.fromkeys([(n, "test gap") for n in names], row), Finding("", 0.3, *ends))
+    found = dict.fromkeys([(name, "test gap") for name in (*names, *grid.BASELINES)], row)
+    kinds = [(name, kind) for name in grid.KAPPAS for kind in ("all", "inside", "partial", "less")]
+    text = grid.verdict(table, found, dict.fromkeys(kinds, Finding("", 0.3, *ends)), {names[1]: {"width": -0.6}})
+    assert said in text
+    assert "κ of the head width -0.60" in text
+    assert "0 of the 3 measures are above 1/width" in text
 
 
 def test_too_few_transformers_for_an_interval(tmp_path):

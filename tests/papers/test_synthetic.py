@@ -64,7 +64,8 @@ def test_what_is_measured_of_a_data_set(tmp_path):
 
 def table(**columns):
     names = [f"{recipe}_seed{seed}" for recipe in "abcde" for seed in (0, 1)]
-    held = {"name": names, "recipe": [name[0] for name in names], "gap": [1.0, 2, 3, 4, 5, 6, 7, 8, 9, 10]}
+    held = {"name": names, "recipe": [name[0] for name in names], "seed": [0, 1] * 5}
+    held |= {"gap": [1.0, 2, 3, 4, 5, 6, 7, 8, 9, 10]}
     return zoo.tabled(held | {"converged": [name != "e_seed1" for name in names]} | columns, {})
 
 
@@ -77,10 +78,9 @@ def test_correlations_leave_out_what_did_not_converge():
     found = correlating.with_gap(networks, ["kappa"])
     assert found.points == 9
     assert found["kappa", "Pearson"].value == pytest.approx(1)
-    assert correlating.by_recipes(networks)
-    assert "recipes" in correlating.intervals(networks)
+    assert correlating.intervals(networks) == "95 % intervals over recipes and seeds"
     few = Networks(networks.columns, tuple(networks.columns["name"][4:]), {})
-    assert not correlating.by_recipes(few)
+    assert "without intervals" in correlating.intervals(few)
 
 
 def test_which_measures_moved():
@@ -98,8 +98,7 @@ def test_which_measures_moved():
 def test_verdict_on_two_measures():
     good, bad = [1.0, 2, 3, 4, 5, 6, 7, 8, 9, 0], [3.0, 1, 4, 1, 5, 9, 2, 6, 5, 0]
     found = p19_fig1.judge(points(table(**{"scaled_trace fc4": good, "scaled_lambda_max fc4": bad})))
-    assert "Seen: κ_τ = ‖w‖² Tr(H) 1.00 [1.00, 1.00]; κ_τ higher than κ, by 0." in found.verdict
-    assert "Not decided: κ = ‖w‖² λ_max 0." in found.verdict
+    assert "Not decided: κ = ‖w‖² λ_max 0.47 [-0.59, 0.94]; κ_τ = ‖w‖² Tr(H) 1.00; κ_τ higher than κ" in found.verdict
     assert found.findings[2].value == pytest.approx(1)
 
 

@@ -14,7 +14,7 @@ CASES = (
     *("hidden_layer_normalized", "probes", "one_probe", "part_of_the_data", "wanted_error", "block_traces"),
     *("every_measure", "sampled_measures", "sum_of_losses", "representation", "bounds", "adaptive_sharpness_mc"),
     *("pac_bayes", "as_large_a_part_as_it_takes"),
-    *("tracked", "feature_robustness", "generalization_gap", "cost_of_change", "spectrum", "tokens"),
+    *("tracked", "feature_robustness", "generalization_gap", "cost_of_change", "allocate", "spectrum", "tokens"),
     *("landscape", "linear_interpolation"),
     *("nan_propagated", "nan_omitted"),
     *("nan_omitted_at_the_head", "nan_omitted_of_every_measure", "nan_omitted_normalized", "wrapped", "subgroup"),

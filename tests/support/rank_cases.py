@@ -161,6 +161,11 @@ def cost_of_change(rank, size):
     return pf.cost_of_change(network, LOSS, part(rank, size), pf.changes.rounded(network, 4), by_trace=True)
 
 
+def allocate(rank, size):
+    formats = ["int2", "int4", "int8"]
+    return pf.allocate(model(), LOSS, part(rank, size), formats, bits=5, probes=None).to_dict()
+
+
 def spectrum(rank, size):
     found = pf.spectrum(model(), LOSS, part(rank, size), k=2, which="both", density=True, probes=2, steps=4)
     return {"values": found.eigenvalues, "nodes": found.density.nodes, "samples": found.samples}
