@@ -72,6 +72,7 @@ class Chain(_Products):
         return total if out is None else out.copy_(total)
 
 
+@np.errstate(invalid="ignore", over="ignore")  # as torch
 def _chain(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> np.ndarray:
     """Return ``total + a @ b`` in float32, each sum in one chain."""
     left, right = np.ascontiguousarray(np.moveaxis(a, -1, 0)), np.ascontiguousarray(np.moveaxis(b, -2, 0))
