@@ -9,6 +9,7 @@ from ..messages import printable
 from ..scoring import store_page
 from ..scoring.store import Store
 from ..statistics import correlations, plot_correlation
+from ..statistics.tables import is_store
 from .options import PATH, json_option, several
 from .output import finite, prepare_file, show_json
 
@@ -62,8 +63,7 @@ def correlate(
 
 def _read(path: Path) -> Any:
     """Return the columns of a store, or the path of any other file."""
-    with path.open("rb") as file:
-        if not file.read(15).startswith(b"SQLite format 3"):
-            return path
+    if not is_store(path):
+        return path
     with Store(path) as store:
         return store_page.table(store)

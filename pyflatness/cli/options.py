@@ -338,14 +338,6 @@ _NETWORK: tuple[Callable[[Any], Any], ...] = (
         callback=several,
         help="Layers: name, glob, re:… or type:…; with commas or repeated.  [default: all that can be measured]",
     ),
-    click.option(
-        "--curvature",
-        type=click.Choice(["auto", "ggn", "hessian"]),
-        default="auto",
-        show_default=True,
-        help="auto: of the Hessian, by its generalised Gauss-Newton part (GGN) where these are the same; ggn: of the "
-        "GGN; hessian: as auto, and behind functions that torch did not write, too.",
-    ),
     click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random numbers of estimates."),
     click.option(
         "--limit",
@@ -363,7 +355,16 @@ _NETWORK: tuple[Callable[[Any], Any], ...] = (
     device_option,
     dtype_option,
 )
+curvature_option = click.option(
+    "--curvature",
+    type=click.Choice(["auto", "ggn", "hessian"]),
+    default="auto",
+    show_default=True,
+    help="auto: of the Hessian, by its generalised Gauss-Newton part (GGN) where these are the same; ggn: of the "
+    "GGN; hessian: as auto, and behind functions that torch did not write, too.",
+)
 _VALUES: tuple[Callable[[Any], Any], ...] = (
+    curvature_option,
     click.option(
         "--measures",
         metavar="NAME,…",

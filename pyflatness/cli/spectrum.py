@@ -16,6 +16,7 @@ from .output import prepare_file, show_json
 @given.config_option
 @given.model_option
 @given.asked_of_a_network
+@given.curvature_option
 @click.option("-k", "--eigenvalues", "k", type=click.IntRange(0), default=5, show_default=True, help="How many.")
 @click.option("--density", is_flag=True, help="Also estimate the density of all eigenvalues.")
 @click.option("--out", type=PATH, help="JSON file to write too, which pyflatness store add takes.")

@@ -38,7 +38,7 @@ from ..messages import check_choice, check_module, instead, shown
 from ..model import layers as kinds
 from ..model.selectors import Selector
 from ..model.uses import Use
-from ..numerics.choices import Choices, Indices
+from ..numerics.choices import ChoiceProblem, Indices
 from ..options import CALL, How, Options, check_count, check_number, check_numbers, check_probes
 from ..passes.task import Task
 from ..report import Estimate, intervals, views
@@ -163,7 +163,7 @@ class _Plan:
     """
 
     options: Sequence[_Option]
-    choices: Choices
+    choices: ChoiceProblem
     costs: ChangeCosts
     signal: float
     weights: int
@@ -223,7 +223,8 @@ def _planned(
     for name in (*fixed, *(name for names in together for name in names)):
         if name not in first:
             raise InputError(f"fixed=, together=: {shown(name)} is none of these layers; {instead(name, first)}")
-    made |= {one.name: made.get(one.name, {}) | _of_one(task.model, one, name) for name, one in fixed.items()}
+    for name, one in fixed.items():
+        made[one.name] = made.get(one.name, {}) | changes.of_format(task.model, one, layers=[name])
     formats_of = {name: [fixed[name]] if name in fixed else formats for name in first}
     changing = {
         name: {one.name: made[one.name][name] for one in formats_of[name] if made[one.name][name].any()}
@@ -271,10 +272,6 @@ def _planned(
     )
 
 
-def _of_one(model: nn.Module, one: Format, name: str) -> dict[str, Tensor]:
-    return changes.of_format(model, one, layers=[name])
-
-
 def _groups(
     owned: Mapping[str, Tensor], ran: Sequence[str], together: Sequence[Sequence[str]]
 ) -> Iterable[tuple[str, ...]]:
@@ -291,7 +288,7 @@ def _groups(
 
 def _problem(
     options: Sequence[_Option], group: Sequence[int], gram: Tensor, first: Tensor, of_products: float
-) -> Choices:
+) -> ChoiceProblem:
     """Return the problem of choosing among options by products of their changes, those of different layers reduced."""
     of_option = gram.new_zeros(len(gram), len(options))
     for place, option in enumerate(options):
@@ -299,7 +296,7 @@ def _problem(
     products = of_option.t() @ gram @ of_option
     products = of_products * products + (1 - of_products) * products.diagonal().diag()
     sizes = np.array([option.bits for option in options])
-    return Choices(np.array(group), (of_option.t() @ first).numpy(), products.numpy(), sizes)
+    return ChoiceProblem(np.array(group), (of_option.t() @ first).numpy(), products.numpy(), sizes)
 
 
 def _signal(costs: ChangeCosts) -> tuple[float, float]:

@@ -27,7 +27,7 @@ _ROUNDING = 1e-12  # relative: by less than so much nothing is better, and nothi
 
 
 @dataclass(frozen=True)
-class Choices:
+class ChoiceProblem:
     """Represent the problem.
 
     Attributes:

@@ -22,7 +22,7 @@ class Variances:
 
     def __init__(self) -> None:
         self._sums = torch.zeros((), dtype=torch.float64, device="cpu")
-        self._residuals = Residuals()
+        self._residuals = RatioResiduals()
 
     def add_probes(
         self,
@@ -86,7 +86,7 @@ class Variances:
         return variance, dof.masked_fill(few, torch.nan) if isinstance(few, Tensor) else dof
 
 
-class Residuals:
+class RatioResiduals:
     """Hold running moments of values v_i beside sizes t_i, for the residuals e_i = v_i - γ t_i, γ = Σ v_i / Σ t_i.
 
     One probe does not tell a sample's variance, but E e_i² = Var v_i + (E v_i - γ t_i)² is no less. An e_i has less of

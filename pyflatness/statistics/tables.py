@@ -178,16 +178,21 @@ def _networks(table: Any, what: str) -> Networks:
     return Networks(names, columns, tuple(columns), texts)
 
 
+def is_store(path: Path) -> bool:
+    """Return whether a file is a store of ``pyflatness score``, by its first bytes."""
+    with path.open("rb") as start:
+        return start.read(len(_SQLITE)) == _SQLITE
+
+
 def _cells(table: Any, what: str) -> tuple[dict[str, Sequence[Any]], Sequence[Any] | None]:
     """Return columns by name, and names of the rows if the table has some."""
     if isinstance(table, (str, Path)):
         try:
-            with Path(table).open("rb") as start:
-                if start.read(len(_SQLITE)) == _SQLITE:
-                    raise InputError(
-                        f"{what}: {str(table)!r} is a store, no table; pyflatness store export {table} --out FILE.csv "
-                        "writes the table of it"
-                    )
+            if is_store(Path(table)):
+                raise InputError(
+                    f"{what}: {str(table)!r} is a store, no table; pyflatness store export {table} --out FILE.csv "
+                    "writes the table of it"
+                )
             with Path(table).open(newline="", encoding="utf-8") as file:
                 rows = list(csv.DictReader(file))
         except (OSError, ValueError) as error:

@@ -47,7 +47,7 @@ def numbers(result):
         return [numbers(part) for part in result]
     if isinstance(result, types.FunctionType):
         return result.__qualname__
-    if isinstance(result, choices.Choices):
+    if isinstance(result, choices.ChoiceProblem):
         return numbers(vars(result))
     return result.tolist() if isinstance(result, np.ndarray) else repr(result)
 

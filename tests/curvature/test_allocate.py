@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
-from pyflatness.numerics.choices import Choices
+from pyflatness.numerics.choices import ChoiceProblem
 
 CE = nn.CrossEntropyLoss()
 
@@ -116,7 +116,7 @@ def test_search_finds_the_best_of_all_choices(seed):
     generator = np.random.default_rng(seed)
     factor = generator.normal(size=(12, 18)) * generator.uniform(0.2, 2, size=18)
     sizes = np.tile([2.0, 3.0, 8.0], 6) * np.repeat(generator.integers(1, 9, 6), 3)
-    problem = Choices(np.repeat(np.arange(6), 3), 0.3 * generator.normal(size=18), factor.T @ factor, sizes)
+    problem = ChoiceProblem(np.repeat(np.arange(6), 3), 0.3 * generator.normal(size=18), factor.T @ factor, sizes)
     budget = 0.5 * (sizes[::3].sum() + sizes[2::3].sum())
     chosen, gap = problem.best(budget)
     values = {}
