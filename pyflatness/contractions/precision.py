@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHAIN = 4096
+CHAIN = 2048
 """Terms that a library may add up in one chain of float32.
 
-So many of about one size, 1.1 to 1.101, were off by a relative 2e-6 there; 30,000 by 5e-5, and 100,000 by 1e-4.
+Of terms of about one size, 1.1 to 1.101, 4,096 were off by a relative 2e-6 there; 30,000 by 5e-5, and 100,000 by 1e-4.
+4,096 probabilities that fall like a power of their place, the largest first, moved a head's value by 2.4e-5, and 2,048
+by 1.1e-6.
 """
 
 _SETTING = threading.RLock()  # of torch for the process: two threads that put it back in turn would leave it changed

@@ -46,6 +46,7 @@ def _gradients(value, model):
 
 
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # torch's own, 2.13
+@pytest.mark.library_sums
 @pytest.mark.parametrize("wide", [False, True])
 def test_a_compiled_penalty(wide):
     features, weight = torch.randn(6, 4), torch.randn(1200 if wide else 3, 4, requires_grad=True)

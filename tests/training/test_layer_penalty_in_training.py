@@ -190,6 +190,7 @@ class Stages(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's own
+@pytest.mark.library_sums
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_model_has_the_same_gradients_or_an_error(backend):
     model = Stages()

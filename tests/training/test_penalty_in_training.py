@@ -58,6 +58,7 @@ def plain(net, x, y):
     objective(net, x, y).backward()
 
 
+@pytest.mark.library_sums
 @of_dynamo
 @pytest.mark.parametrize("options", [{}, {"normalize": "std"}, {"loss": WEIGHTED}], ids=str)
 def test_a_compiled_step_has_no_break_and_the_same_gradients(options):
@@ -69,6 +70,7 @@ def test_a_compiled_step_has_no_break_and_the_same_gradients(options):
     torch.testing.assert_close(gradients(found), gradients(expected))
 
 
+@pytest.mark.library_sums
 @of_dynamo
 def test_a_compiled_step_refuses_targets_that_do_not_exist():
     torch.compiler.reset()
@@ -77,6 +79,7 @@ def test_a_compiled_step_refuses_targets_that_do_not_exist():
         compiled(torch.ones(2, M), torch.ones(D, M), None, torch.tensor([0, 7]))
 
 
+@pytest.mark.library_sums
 @of_dynamo
 @pytest.mark.soak
 def test_a_step_compiled_by_inductor():
