@@ -61,9 +61,9 @@ def steps(make: Callable[[], nn.Module], head: str, layers: tuple[str, ...], x: 
 
         return step
 
-    def of_layer(layer: str) -> Step:
+    def of_layers(*layers: str) -> Step:
         model, optimizer = optimised()
-        penalty = pf.FlatnessPenalty(model, layer, LOSS)
+        penalty = pf.FlatnessPenalty(model, layers, LOSS)
 
         def step() -> None:
             optimizer.zero_grad()
@@ -79,7 +79,8 @@ def steps(make: Callable[[], nn.Module], head: str, layers: tuple[str, ...], x: 
         return lambda: sam_step(model, optimizer, x, y, 0.05)
 
     found = {"plain": plain(), "the head's penalty": of_head()}
-    found |= {f"one probe at {layer}": of_layer(layer) for layer in layers}
+    found |= {f"one probe at {layer}": of_layers(layer) for layer in layers}
+    found["one probe at all of these"] = of_layers(*layers)
     return found | {"SAM": sam()}
 
 

@@ -11,12 +11,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils import parametrize
 
 from ..errors import InputError
 from ..model import data, layers
 from ..model.calling import version
-from ..passes.recorder import RecordedCall, with_own_history
+from ..passes import linearity
+from ..passes.batch_layout import Layout, mixed
+from ..passes.dry_run import layouts_of, narrow
+from ..passes.recorder import RecordedCall, Recorder, with_own_history
 from ..session import untraced
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
@@ -33,27 +38,31 @@ class LayerCalls:
     A copy of it, as of a model that is copied with its hooks, keeps nothing.
 
     Args:
-        in_use: whether it keeps calls.
-
-    Attributes:
-        calls: of the layer, whose inputs have their graph.
-        weight: the effective one of the last call, of the shape that the layer keeps.
-        version: of the weight's contents in that call, as counted by torch.
-        samples: of the batch, -1 if that is not known.
+        name: of the layer, for messages.
+        layer: of the model; None for a copy.
     """
 
-    def __init__(self, *, in_use: bool = True) -> None:
-        self.calls: list[RecordedCall] = []
-        self.weight: Tensor | None = None
-        self.version, self.samples, self._running, self._in_use = 0, -1, False, in_use
+    def __init__(self, name: str, layer: nn.Module | None) -> None:
+        self.name, self._layer = name, layer
+        self._calls: list[RecordedCall] = []
+        self._weight: Tensor | None = None  # the effective one of the last call, of the shape that the layer keeps
+        self._version, self._samples, self._running = 0, -1, False  # of the weight's contents then; of the batch
+        self._layout: Layout | None = None
         self._handles: list[Any] = []
         self._cached = contextlib.ExitStack()
 
-    def hook(self, model: nn.Module, layer: nn.Module) -> None:
-        """Hook the user's own module, without wrappers, and a layer of it.
+    @property
+    def layer(self) -> nn.Module:
+        """Return the layer."""
+        assert self._layer is not None
+        return self._layer
+
+    def hook(self, model: nn.Module) -> None:
+        """Hook the user's own module, without wrappers, and the layer.
 
         A layer may be the model itself: its call is kept between the model's first hook and its last.
         """
+        layer = self.layer
         self._handles += [
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
             layer.register_forward_hook(self._keep, with_kwargs=True, prepend=True),
@@ -62,6 +71,63 @@ class LayerCalls:
         if parametrize.is_parametrized(layer):  # its weight is made anew whenever it is asked for
             self._handles.append(layer.register_forward_pre_hook(self._enter))
             self._handles.append(layer.register_forward_hook(self._leave, always_call=True))
+
+    def last(self, outputs: Tensor) -> tuple[RecordedCall, Tensor]:
+        """Return the layer's only call in the last forward pass, and its weight then."""
+        name, calls, weight = f"layer {self.name!r}", self._calls, self._weight
+        if not any(parameter.requires_grad for own, parameter in self.layer.named_parameters() if own != "bias"):
+            raise InputError(f"{name} is frozen: its weight does not require a gradient; choose another layer")
+        if not outputs.requires_grad:
+            raise InputError(
+                "outputs: they have no graph (detached, or of a forward pass under torch.no_grad()); pass them as the "
+                "model returned them in training"
+            )
+        if not calls or weight is None:
+            raise InputError(
+                f"{name} did not run in a forward pass with gradients since the penalty was made or removed: call the "
+                "model itself, and then the penalty (hooks do not run where a part of the model is called, or in code "
+                "that torch.compile made before)"
+            )
+        if len(calls) > 1:
+            raise InputError(
+                f"{name} ran {len(calls)} times in the forward pass, and FlatnessPenalty is for one call; choose "
+                "another layer"
+            )
+        if version(calls[0].inputs) != calls[0].version:
+            raise InputError(f"{name}: its input was modified in place after it ran; leave that input as it is")
+        if version(weight) != self._version:
+            raise InputError(
+                f"{name}: its weight was modified in place after the forward pass; call the penalty before "
+                "optimizer.step(), or make another forward pass"
+            )
+        layers.check_dtype(f"{name}: weight", weight.dtype)
+        return calls[0], weight
+
+    def samples_of(self, outputs: Tensor) -> int:
+        """Return the samples of the batch: those of the model's input, which outputs may have flattened."""
+        samples = self._samples
+        return samples if samples > 0 and len(outputs) % samples == 0 else len(outputs)
+
+    def laid_out(self, model: nn.Module, outputs: Tensor) -> Layout:
+        """Return where the layer keeps the samples, found at the first batch with more than one."""
+        call, samples = self._calls[0], self.samples_of(outputs)
+        if self._layout is None and samples > 1:
+            self._layout = Layout() if _couples_samples(model) else self._found(call, outputs, samples)
+        layout = self._layout or Layout()
+        if not layout.fits(call.output, samples):
+            raise InputError(
+                f"layer {self.name!r}: its output {tuple(call.output.shape)} does not have the {samples} samples of "
+                f"the batch in dimension {layout.dim}"
+            )
+        return layout
+
+    def _found(self, call: RecordedCall, outputs: Tensor, samples: int) -> Layout:
+        recorder = Recorder({self.name: self.layer})
+        recorder.calls[self.name] = [call]
+        layouts = layouts_of(recorder, samples)
+        if not layouts[self.name]:
+            raise mixed(self.name, call.output.shape, samples)
+        return narrow(outputs, linearity.users_of(outputs), recorder, layouts, samples)[self.name][0]
 
     def __reduce__(self) -> Any:
         return _unused, ()
@@ -80,13 +146,13 @@ class LayerCalls:
         self._forget()
 
     def _forget(self) -> None:
-        self.calls, self.weight = [], None
+        self._calls, self._weight = [], None
 
     @not_compiled
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._forget()
-        self._running = self._in_use and torch.is_grad_enabled()
-        self.samples = data.size((args, kwargs))
+        self._running = self._layer is not None and torch.is_grad_enabled()
+        self._samples = data.size((args, kwargs))
 
     @not_compiled
     def _end(self, *_: Any) -> None:
@@ -108,9 +174,9 @@ class LayerCalls:
             return None
         own = with_own_history(output)
         shape = torch.empty_like(own, device="meta", requires_grad=False)
-        weight = self.weight = layer.weight
-        self.version = version(weight)
-        self.calls.append(RecordedCall(inputs, version(inputs), get_gradient_edge(own), None, shape, kind))
+        weight = self._weight = layer.weight
+        self._version = version(weight)
+        self._calls.append(RecordedCall(inputs, version(inputs), get_gradient_edge(own), None, shape, kind))
         return None if own is output else own
 
 
@@ -139,4 +205,14 @@ def graph_as_recorded() -> Iterator[None]:
 
 def _unused() -> LayerCalls:
     """Return one for the hooks of a copy."""
-    return LayerCalls(in_use=False)
+    return LayerCalls("", None)
+
+
+def _couples_samples(model: nn.Module) -> bool:
+    """Return whether a BatchNorm normalises by the batch, so that every sample's output depends on all of them."""
+    return any(
+        isinstance(module, _NormBase)
+        and not isinstance(module, _InstanceNorm)
+        and (module.training or module.running_mean is None)
+        for module in model.modules()
+    )

@@ -1,43 +1,42 @@
-"""Give an estimate of the relative flatness of any layer as a term of a training loss.
+"""Give an estimate of the relative flatness of any layers as a term of a training loss.
 
     κ = (1/n) Σ_i Σ_c |wᵀ M_i^(c)|²,    M_i^(c) = Σ_p δ_ip^(c) φ_ipᵀ
 
 is the layer's relative flatness in the GGN of the loss, with δ^(c) what arrives at the layer of column c of the loss's
 square-root factor S_i (see :mod:`.sweep`). In place of the columns one cotangent v_i = S_i r_i with independent random
 signs r_i goes backward: the mean over signs is κ. That backward pass is made with a graph, so that the gradient of the
-estimate is an unbiased estimate of the gradient of κ.
+estimate is an unbiased estimate of the gradient of κ. One such pass serves several layers: the mean over signs of each
+layer's term is its κ, whatever signs the others have.
 """
 
 import weakref
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from .. import interrupts, losses
 from ..contractions import full_precision, promoted, promoted_dtype
 from ..errors import InputError, NotYetError
 from ..messages import check_module, check_tensor, second_derivatives, shown
-from ..model import checks, kinds, layers, selectors
-from ..model.calling import version
+from ..model import checks, kinds, selectors
+from ..model.layers import unwrap
 from ..model.outputs import refusal, single
+from ..model.selectors import Selector
 from ..options import Options, check_probes
-from ..passes import linearity
-from ..passes.batch_layout import Layout, mixed
-from ..passes.dry_run import layouts_of, narrow
-from ..passes.recorder import RecordedCall, Recorder
+from ..passes.recorder import RecordedCall
 from .at_layer import AtLayer, squared_norms
 from .layer_call import LayerCalls, graph_as_recorded, not_compiled
 from .loss_terms import LossTerms
 
 
 class FlatnessPenalty:
-    """Represent the relative flatness of one layer as a term of a training loss, estimated by random cotangents.
+    """Represent the relative flatness of some layers as a term of a training loss, estimated by random cotangents.
 
-    It hooks the layer, and when it is called with the outputs of the forward pass that the user made, it returns
+    It hooks the layers, and when it is called with the outputs of the forward pass that the user made, it returns, for
+    one layer,
 
         κ̂ = (1/n) Σ_i |wᵀ M_i|²,   M_i = Σ_p δ_ip φ_ipᵀ
 
@@ -46,7 +45,7 @@ class FlatnessPenalty:
     relative flatness κ of the layer on the batch (Petzka et al. 2021, Definition 3) in the generalised Gauss-Newton
     matrix, which is the Hessian where the model is piecewise linear behind the layer (ReLU, max-pooling, no smooth
     activations). It is never negative. Its gradient, by double backward, is an unbiased estimate of the gradient of κ
-    in all parameters.
+    in all parameters. For several layers it is the sum of theirs, by the same cotangent and one backward pass.
 
     With BatchNorm in training mode a sample's outputs depend on the batch. The value then is the curvature where the
     weight is varied for one sample at a time, and the batch's statistics with it; this differs from the curvature with
@@ -57,8 +56,8 @@ class FlatnessPenalty:
 
     Args:
         model: trained by the user; ``DistributedDataParallel`` and ``torch.compile`` are looked through.
-        layer: name, pattern or module of a layer that the forward pass calls once: linear, (transposed) convolutions,
-            bilinear, transformers' ``Conv1D``.
+        layers: name, pattern or module of layers, or a sequence of these. The forward pass calls each of them once:
+            linear, (transposed) convolutions, bilinear, transformers' ``Conv1D``.
         loss: ``nn.CrossEntropyLoss``, ``nn.MSELoss`` or ``nn.BCEWithLogitsLoss`` with their options, the ``F`` function
             or its name. Another scale of the loss is one of the penalty.
         probes: random cotangents of a call, each with a backward pass of its own; the variance falls as 1/probes.
@@ -86,7 +85,7 @@ class FlatnessPenalty:
     def __init__(
         self,
         model: nn.Module,
-        layer: str | nn.Module,
+        layers: Selector | Sequence[Selector],
         loss: Any = "cross_entropy",
         probes: int = 1,
         *,
@@ -106,20 +105,23 @@ class FlatnessPenalty:
             raise InputError(f"generator: a torch.Generator is wanted, got {shown(generator)}")
         self._generator = generator
         self._loss = losses.known(loss, "sampled factors that can be differentiated")
-        self._model = layers.unwrap(model)
+        self._model = unwrap(model)
         checks.check_kinds([*self._model.named_modules()])
-        self._name = selectors.one(self._model, layer)
-        self._module = selectors.select(self._model, layer).modules[self._name]
-        _check_kind(self._name, self._module)
-        self._layout: Layout | None = None
+        if layers is None:
+            raise InputError("layers=None: name the layers to penalise, such as those of pf.layers(model)")
+        chosen = selectors.select(self._model, layers).modules
+        for name, module in chosen.items():
+            _check_kind(name, module)
+        self._watched = [LayerCalls(name, module) for name, module in chosen.items()]
+        self._names = f"layer{'s' * (len(chosen) > 1)} {', '.join(map(repr, chosen))}"
         self._is_new = True
-        self._watched = LayerCalls()
-        weakref.finalize(self, self._watched.remove).atexit = False  # the model has the hooks, and hooks keep tensors
+        weakref.finalize(self, _remove, self._watched).atexit = False  # the model has the hooks, and these keep tensors
         try:
             with interrupts.held():
-                self._watched.hook(self._model, self._module)
+                for watched in self._watched:
+                    watched.hook(self._model)
         except BaseException:  # of a signal's handler: nobody has the penalty, to remove it
-            self._watched.remove()
+            self.remove()
             raise
 
     @not_compiled
@@ -140,18 +142,28 @@ class FlatnessPenalty:
         """
         outputs = check_tensor("outputs", _one_tensor(outputs))
         terms = LossTerms.of(outputs, check_tensor("targets", targets), self._loss)
-        call, weight = self._call(outputs)
+        calls = [watched.last(outputs) for watched in self._watched]
         with torch.enable_grad(), full_precision(outputs), graph_as_recorded(), self._twice_differentiable():
-            at_layer = AtLayer(call, self._laid_out(call, outputs), self._samples(outputs))
-            w, phi = at_layer.factors(weight, self._module, terms.used if self._normalize else None)
+            used = terms.used if self._normalize else None
+            at_layers = [
+                AtLayer(call, watched.laid_out(self._model, outputs), watched.samples_of(outputs))
+                for watched, (call, _) in zip(self._watched, calls, strict=True)
+            ]
+            factors = [
+                at_layer.factors(weight, watched.layer, used)
+                for at_layer, watched, (_, weight) in zip(at_layers, self._watched, calls, strict=True)
+            ]
             values = []
             for _ in range(self._probes):
                 size, cotangent = terms.cotangent(self._signs)
-                delta = at_layer.deltas(self._sent(outputs, call, cotangent))
-                values.append(size**2 * squared_norms(w, phi, delta).sum())
-            value = terms.reduced(torch.stack(values).mean()).to(promoted_dtype(outputs.dtype))
+                gradients = self._sent(outputs, [call for call, _ in calls], cotangent)
+                values += [
+                    size**2 * squared_norms(*of_layer, at_layer.deltas(gradient)).sum()
+                    for of_layer, at_layer, gradient in zip(factors, at_layers, gradients, strict=True)
+                ]
+            value = terms.reduced(torch.stack(values).sum() / self._probes).to(promoted_dtype(outputs.dtype))
         if self._is_new:
-            self._check_twice_differentiable(value, weight)
+            self._check_twice_differentiable(value, [weight for _, weight in calls])
             self._is_new = False
         return value
 
@@ -160,7 +172,7 @@ class FlatnessPenalty:
 
         A penalty that is deleted takes them off by itself.
         """
-        self._watched.remove()
+        _remove(self._watched)
 
     def __enter__(self) -> "FlatnessPenalty":
         return self
@@ -172,89 +184,36 @@ class FlatnessPenalty:
         """Return ±1 of the shape, dtype and device of a tensor."""
         return torch.empty_like(like).bernoulli_(0.5, generator=self._generator).mul_(2).sub_(1)
 
-    def _call(self, outputs: Tensor) -> tuple[RecordedCall, Tensor]:
-        """Return the layer's only call in the last forward pass, and its weight then."""
-        calls, weight, name = self._watched.calls, self._watched.weight, f"layer {self._name!r}"
-        if not any(parameter.requires_grad for parameter in self._weights()):
-            raise InputError(f"{name} is frozen: its weight does not require a gradient; choose another layer")
-        if not outputs.requires_grad:
-            raise InputError(
-                "outputs: they have no graph (detached, or of a forward pass under torch.no_grad()); pass them as the "
-                "model returned them in training"
-            )
-        if not calls or weight is None:
-            raise InputError(
-                f"{name} did not run in a forward pass with gradients since the penalty was made or removed: call the "
-                "model itself, and then the penalty (hooks do not run where a part of the model is called, or in code "
-                "that torch.compile made before)"
-            )
-        if len(calls) > 1:
-            raise InputError(
-                f"{name} ran {len(calls)} times in the forward pass, and FlatnessPenalty is for one call; choose "
-                "another layer"
-            )
-        if version(calls[0].inputs) != calls[0].version:
-            raise InputError(f"{name}: its input was modified in place after it ran; leave that input as it is")
-        if version(weight) != self._watched.version:
-            raise InputError(
-                f"{name}: its weight was modified in place after the forward pass; call the penalty before "
-                "optimizer.step(), or make another forward pass"
-            )
-        layers.check_dtype(f"{name}: weight", weight.dtype)
-        return calls[0], weight
-
-    def _weights(self) -> list[Tensor]:
-        """Return the layer's parameters but for its bias."""
-        return [parameter for name, parameter in self._module.named_parameters() if name != "bias"]
-
-    def _samples(self, outputs: Tensor) -> int:
-        """Return the samples of the batch: those of the model's input, which outputs may have flattened."""
-        samples = self._watched.samples
-        return samples if samples > 0 and len(outputs) % samples == 0 else len(outputs)
-
-    def _laid_out(self, call: RecordedCall, outputs: Tensor) -> Layout:
-        """Return where the layer keeps the samples, found at the first batch with more than one."""
-        samples = self._samples(outputs)
-        if self._layout is None and samples > 1:
-            self._layout = Layout() if _couples_samples(self._model) else self._found(call, outputs, samples)
-        layout = self._layout or Layout()
-        if not layout.fits(call.output, samples):
-            raise InputError(
-                f"layer {self._name!r}: its output {tuple(call.output.shape)} does not have the {samples} samples of "
-                f"the batch in dimension {layout.dim}"
-            )
-        return layout
-
-    def _found(self, call: RecordedCall, outputs: Tensor, samples: int) -> Layout:
-        recorder = Recorder({self._name: self._module})
-        recorder.calls[self._name] = [call]
-        layouts = layouts_of(recorder, samples)
-        if not layouts[self._name]:
-            raise mixed(self._name, call.output.shape, samples)
-        return narrow(outputs, linearity.users_of(outputs), recorder, layouts, samples)[self._name][0]
-
-    def _sent(self, outputs: Tensor, call: RecordedCall, cotangent: Tensor) -> Tensor:
-        """Return what arrives of a cotangent of the outputs at those of the layer, with its graph."""
-        (found,) = torch.autograd.grad(outputs, call.edge, cotangent, create_graph=True, allow_unused=True)
-        if found is None:
-            raise InputError(
-                f"layer {self._name!r}: the outputs do not depend on its output in the model's last forward pass; pass "
-                "the outputs of that pass, before the next one is made"
-            )
-        return promoted(found)
+    def _sent(self, outputs: Tensor, calls: list[RecordedCall], cotangent: Tensor) -> list[Tensor]:
+        """Return what arrives of a cotangent of the outputs at those of each layer, with its graph."""
+        edges = [call.edge for call in calls]
+        found = torch.autograd.grad(outputs, edges, cotangent, create_graph=True, allow_unused=True)
+        for watched, gradient in zip(self._watched, found, strict=True):
+            if gradient is None:
+                raise InputError(
+                    f"layer {watched.name!r}: the outputs do not depend on its output in the model's last forward "
+                    "pass; pass the outputs of that pass, before the next one is made"
+                )
+        return [promoted(gradient) for gradient in found]
 
     def _twice_differentiable(self) -> AbstractContextManager[None]:
         """Return a context in which an operation without a second derivative is a clear error."""
+        them = "it" if len(self._watched) == 1 else "them"
         return second_derivatives(
-            f"layer {self._name!r}: an operation behind it has no second derivative",
+            f"{self._names}: an operation behind {them} has no second derivative",
             "run attention by torch's own operations (with torch.nn.attention.sdpa_kernel(SDPBackend.MATH)), leave "
             "what is behind the layer out of torch.compile, or choose a layer behind that operation",
         )
 
-    def _check_twice_differentiable(self, value: Tensor, weight: Tensor) -> None:
+    def _check_twice_differentiable(self, value: Tensor, weights: list[Tensor]) -> None:
         """Raise in the first call, and not in the user's backward pass, if that would fail."""
         with graph_as_recorded(), self._twice_differentiable():
-            torch.autograd.grad(value, weight, retain_graph=True, allow_unused=True)
+            torch.autograd.grad(value, weights, retain_graph=True, allow_unused=True)
+
+
+def _remove(every: list[LayerCalls]) -> None:
+    for watched in every:
+        watched.remove()
 
 
 def _one_tensor(outputs: Any) -> Tensor:
@@ -275,13 +234,3 @@ def _check_kind(name: str, module: nn.Module) -> None:
             f"layer {name!r} is {what}; FlatnessPenalty takes linear, bilinear, convolutional and transposed "
             "convolutional layers"
         )
-
-
-def _couples_samples(model: nn.Module) -> bool:
-    """Return whether a BatchNorm normalises by the batch, so that every sample's output depends on all of them."""
-    return any(
-        isinstance(module, _NormBase)
-        and not isinstance(module, _InstanceNorm)
-        and (module.training or module.running_mean is None)
-        for module in model.modules()
-    )

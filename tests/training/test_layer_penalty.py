@@ -106,8 +106,9 @@ def enumerated(penalty, estimate):
     return total / count
 
 
-def exact(model, loss, data, layer, **options):
-    return pf.relative_flatness(model, loss, data, layer, curvature="ggn", **options).value
+def exact(model, loss, data, layers, **options):
+    report = pf.measure(model, loss, data, layers=layers, measures="relative_flatness", curvature="ggn", **options)
+    return report["relative_flatness"].value
 
 
 def along(model, direction, step):
@@ -143,6 +144,35 @@ def test_value_and_gradient_are_unbiased_for_each_loss(name):
     model, x, layer = case("convolution")
     loss, y = LOSSES[name]
     check(model, loss, x, y, layer)
+
+
+LAYERS = {"tokens first": ["layer", "head"], "strided, grouped": ["0", "type:Linear"]}
+
+
+@pytest.mark.parametrize("normalize", [None, "std"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_value_and_gradient_of_several_layers(name, normalize):
+    model, x, _ = case(name)
+    check(model, nn.CrossEntropyLoss(), x, Y, LAYERS[name], normalize=normalize)
+
+
+def test_several_layers_share_a_backward_pass():
+    model, x, _ = case("convolution")
+    passes = []
+
+    def value(layers):
+        with pf.FlatnessPenalty(model, layers, generator=torch.Generator().manual_seed(1)) as penalty:
+            outputs = model(x)
+            outputs.register_hook(lambda _: passes.append(layers))
+            found = penalty(outputs, Y)
+            return found, torch.autograd.grad(found, [*model.parameters()], allow_unused=True)
+
+    (both, gradients), (first, own), (head, others) = (value(layers) for layers in (["0", "3"], "0", "3"))
+    assert both.item() == pytest.approx((first + head).item(), rel=1e-12)
+    for gradient, *parts in zip(gradients, own, others, strict=True):
+        expected = sum(part for part in parts if part is not None)
+        torch.testing.assert_close(gradient, expected if isinstance(expected, torch.Tensor) else None)
+    assert passes.count(["0", "3"]) == passes.count("0")  # as many as for the one in front
 
 
 @pytest.mark.parametrize("name", ["vectors", "tokens", "convolution", "strided, grouped", "1d"])
