@@ -216,7 +216,8 @@ def test_probes_are_averaged_and_come_from_the_generator():
 
     before = torch.get_rng_state()
     assert value(6, 1) == pytest.approx(value(1, 6), rel=1e-12)
-    assert value(1, 1) == value(1, 1) != value(1, 2)
+    assert value(1, 1) == value(1, 1)
+    assert len({value(1, calls) for calls in (1, 2, 3, 4)}) > 1  # two draws of few signs may be the same
     assert torch.equal(before, torch.get_rng_state())
     with pf.FlatnessPenalty(model, layer) as penalty:
         penalty(model(x), Y)
