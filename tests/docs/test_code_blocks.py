@@ -39,7 +39,10 @@ train = test = batches
 others = nn.Conv2d(1, 4, 3), *parts[1:3], nn.Linear(144, 3)
 other = nn.Sequential(OrderedDict(zip(("conv1", "relu", "flat", "fc"), others))).double().eval()
 """,
-    "index.md": f"{DIGITS}model, loss, data = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), nn.CrossEntropyLoss(), (x, y)",
+    "index.md": DIGITS
+    + """
+model, loss, data = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), nn.CrossEntropyLoss(), (x, y)
+""",
     "models.md": LANGUAGE_MODEL,
     "layers.md": LANGUAGE_MODEL,
     "training.md": DIGITS
