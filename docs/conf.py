@@ -51,7 +51,7 @@ sphinx_gallery_conf = {  # docs/examples/*.py, which are run, become pages in do
 }
 
 ROOT = Path(__file__).resolve().parent.parent
-FROM_ROOT = {"index": "README", "changelog": "CHANGELOG", "contributing": "CONTRIBUTING", "security": "SECURITY"}
+FROM_ROOT = {"changelog": "CHANGELOG", "contributing": "CONTRIBUTING", "security": "SECURITY"}
 """Pages that are files of the repository's root, with what stands in docs/ behind them."""
 
 
@@ -61,7 +61,7 @@ def _source(app, docname, source):
     if docname in FROM_ROOT:
         text = (ROOT / f"{FROM_ROOT[docname]}.md").read_text(encoding="utf-8") + "\n" + text
         text = re.sub(r"(\]\(\s*)docs/", r"\1", text)
-    pages = {f"{name}.md": page for page, name in FROM_ROOT.items()}
+    pages = {"README.md": "index"} | {f"{name}.md": page for page, name in FROM_ROOT.items()}
 
     def led(link):
         words, target = link[1], link[2].strip()

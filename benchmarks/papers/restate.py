@@ -5,8 +5,8 @@
     python -m benchmarks.papers.restate --from FOLDER NAME …     # results of a run with --out FOLDER, taken over
 
 Each file's findings, verdict and figure are made anew, and the verdict becomes the text behind the file's link in
-docs/papers.md, or with tables stands in docs/grid.md. Files of the tables in docs/zoo take the place of a run; their
-points are in the tables.
+docs/papers-figures.md, or with tables stands in docs/grid.md. Files of the tables in docs/zoo take the place of a run;
+their points are in the tables.
 """
 
 import json
@@ -26,7 +26,7 @@ from . import named, p19_minima, p21_fig6, reproducing, zoo
 from .experiment import Experiment, Found, Points
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE, GRID, FOLDER = DOCS / "papers.md", DOCS / "grid.md", DOCS / "papers"
+PAGE, GRID, FOLDER = DOCS / "papers-figures.md", DOCS / "grid.md", DOCS / "papers"
 
 
 @click.command()
@@ -44,7 +44,7 @@ def main(names: tuple[str, ...], source: Path) -> None:
         text, count = stated(text, name, found.verdict)
         if found.tables:
             GRID.write_text(filled(GRID.read_text(encoding="utf-8"), name, found), encoding="utf-8")
-        where = "" if count or found.tables else " (docs/papers.md does not have it)"
+        where = "" if count or found.tables else " (docs/papers-figures.md does not have it)"
         click.echo(f"{name}: {found.verdict}{where}")
     PAGE.write_text(text, encoding="utf-8")
 

@@ -18,6 +18,16 @@ from torch import nn
 torch.manual_seed(0)
 x, y = torch.randn(60, 1, 8, 8), torch.randint(3, (60,))
 """
+LANGUAGE_MODEL = """
+import torch, transformers, pyflatness as pf
+torch.manual_seed(0)
+sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+llama = transformers.LlamaConfig(vocab_size=17, tie_word_embeddings=True, eos_token_id=1, **sizes)
+model = transformers.LlamaForCausalLM(llama).eval()
+model.save_pretrained("stories260K")
+tokens = torch.randint(17, (4, 6))
+batches = [{"input_ids": tokens, "labels": tokens}]
+"""
 SETUPS = {  # what a page's reader has at hand
     "curvature.md": DIGITS
     + """
@@ -29,16 +39,12 @@ train = test = batches
 others = nn.Conv2d(1, 4, 3), *parts[1:3], nn.Linear(144, 3)
 other = nn.Sequential(OrderedDict(zip(("conv1", "relu", "flat", "fc"), others))).double().eval()
 """,
-    "models.md": """
-import torch, transformers, pyflatness as pf
-torch.manual_seed(0)
-sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-llama = transformers.LlamaConfig(vocab_size=17, tie_word_embeddings=True, eos_token_id=1, **sizes)
-model = transformers.LlamaForCausalLM(llama).eval()
-model.save_pretrained("stories260K")
-tokens = torch.randint(17, (4, 6))
-batches = [{"input_ids": tokens, "labels": tokens}]
+    "index.md": DIGITS
+    + """
+model, loss, data = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), nn.CrossEntropyLoss(), (x, y)
 """,
+    "models.md": LANGUAGE_MODEL,
+    "layers.md": LANGUAGE_MODEL,
     "training.md": DIGITS
     + """
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
