@@ -179,17 +179,9 @@ class ScoringRun:
         if self.ranks.alone:
             return jobs
         names, own = {id(held): name for name, held in self.models.items()}, [*jobs]
-        told = [
-            [names[id(job.weights)], job.unit.pairs, job.unit.selectors, job.content, job.fit, job.spectrum]
-            for job in own
-        ]
+        told = [(names[id(job.weights)], replace(job, weights=Path())) for job in own]
         found = self.ranks.first("the units of work", told)
-        if self.ranks.rank == 0:
-            return own
-        return [
-            Job(WorkUnit.of(pairs, selectors), self.models[name], content, fit, spectrum)
-            for name, pairs, selectors, content, fit, spectrum in found
-        ]
+        return own if self.ranks.rank == 0 else [replace(job, weights=self.models[name]) for name, job in found]
 
 
 @dataclass(frozen=True)

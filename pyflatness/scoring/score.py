@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -136,11 +135,8 @@ def score(
         else:
             held = stack.enter_context(Store(path, write=True, command="pf.score in Python"))
             scores = _kept(run, where, held, retry=retry, spectrum=eigenvalues)
-        return (
-            scores
-            if ranks.alone
-            else Scores.of(*ranks.first("the scores", [scores.computed, scores.notes, *map(asdict, scores)]))
-        )
+        found: Scores = ranks.first("the scores", scores)
+        return found
 
 
 def _by_name(models: Any) -> Models:

@@ -105,11 +105,6 @@ class WorkUnit:
     pairs: tuple[Pair, ...]
     selectors: tuple[str, ...] | None
 
-    @classmethod
-    def of(cls, pairs: Iterable[Sequence[Any]], selectors: Sequence[str] | None) -> "WorkUnit":
-        """Return the unit that JSON has."""
-        return cls(tuple(Pair.of(*pair) for pair in pairs), None if selectors is None else tuple(selectors))
-
     @property
     def measures(self) -> list[str]:
         """Return the names of the unit's measures."""
