@@ -21,8 +21,8 @@ from rich.text import Text
 
 from ..errors import InputError
 from ..messages import printable
-from ..scoring.rows import Row
 from ..scoring.scores import table as table_of
+from ..scoring.units import Row
 
 _NARROWEST = 80  # with less room whole columns would vanish; a terminal that has less breaks the lines by itself
 _WIDTH_OF_FILES = 200  # a file or pipe has no width that lines would have to be folded at

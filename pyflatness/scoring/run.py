@@ -18,10 +18,9 @@ from ..messages import printable
 from ..numerics.ranks import ALONE, Ranks
 from . import attached, described, keys, worker
 from .executors import Serial
-from .measuring import Outcome
 from .store import Store
 from .units import Pair, Request, WorkUnit
-from .worker import Bench, Job, Maker, Setup, measure
+from .worker import Bench, Job, Maker, Outcome, Setup, measure
 
 _TRIES = 3  # of a unit whose worker dies
 _KILLED = "it was killed, as by a system without memory left, or crashed in compiled code"

@@ -19,13 +19,11 @@ from ..numerics.meeting import joined
 from ..options import CALL, EVERY, MeasureHow, Options, check_count, check_flag, check_names
 from ..session import public
 from . import checkpoints, data_specs, executors, pretrained, specs
-from .measuring import Outcome
-from .rows import Row, rows
 from .run import Models, ScoringRun, keep
 from .scores import Scores
 from .store import Store
-from .units import Request
-from .worker import Job, Maker
+from .units import Request, Row, rows
+from .worker import Job, Maker, Outcome
 
 Model = nn.Module | str | Path
 

@@ -15,7 +15,7 @@ from ..report.page import tables, written
 from ..statistics.figures import plot_correlation
 from ..training.history import History
 from . import page
-from .rows import Row
+from .units import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import pyflatness as pf
 from pyflatness.cli import output
-from pyflatness.scoring import checkpoints, measuring, specs
+from pyflatness.scoring import checkpoints, specs, units, worker
 from support import ROOT
 from support.score_runs import arguments_of, built_mark, rows_of, saved, status, tiny_net
 
@@ -177,9 +177,9 @@ def test_the_models_are_run_once_per_pass(tiny: str, monkeypatch: pytest.MonkeyP
 
 
 def test_outputs_without_values_have_no_loss() -> None:
-    recorder = measuring.FitRecorder("cross_entropy", lambda: None, active=True)
+    recorder = worker.FitRecorder("cross_entropy", lambda: None, active=True)
     recorder(lambda inputs: inputs.to("meta"), (torch.ones(2, 3), torch.tensor([0, 1])))
-    assert recorder.fit() == measuring.Fit(None, None)
+    assert recorder.fit() == units.Fit(None, None)
 
 
 @pytest.mark.parametrize("existing", [False, True])
