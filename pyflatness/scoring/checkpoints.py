@@ -1,9 +1,9 @@
 """List checkpoints, read them as people have them, and put their weights into a model.
 
-They are read as data only: nothing in a checkpoint's file is ever executed. Torch's weights-only unpickler calls no more
-than what makes tensors and plain containers. What is left are files that would take all memory or time, or more stack
-than there is: parts that claim sizes, and pickles that hold one thing many times. Both are added up before anything is
-made.
+They are read as data only: nothing in a checkpoint's file is ever executed. Torch's weights-only unpickler calls
+nothing but what makes tensors and plain containers. What is left are files that would take all memory or time, or more
+stack than there is: parts that claim sizes, and pickles that hold one thing many times. Both are added up before
+anything is made.
 """
 
 import argparse
