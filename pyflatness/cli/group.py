@@ -30,12 +30,7 @@ _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 
 class Commands(click.Group):
-    """Run the command that is named; an interruption that it does not take itself ends it with status 130.
-
-    Args:
-        sections: of the help by their titles: the commands of each by name, with a line on each.
-        what: the program does.
-    """
+    """Run the command that is named; an interruption that it does not take itself ends it with status 130."""
 
     def __init__(self, sections: Mapping[str, Mapping[str, str]], what: str) -> None:
         statuses = (f"  {status:<5}{meaning}" for status, meaning in STATUSES.items())

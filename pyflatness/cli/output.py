@@ -158,10 +158,6 @@ def is_same_file(a: Path, b: Path) -> bool:
 def append_whole(file: FileIO, content: bytes) -> None:
     """Append all of the content or, if that fails, nothing of it: a full disk must leave no torn line.
 
-    Args:
-        file: opened without a buffer, which would try again later.
-        content: what to write.
-
     Raises:
         OSError: it does not fit, say; the file ends where it ended before.
     """

@@ -121,7 +121,6 @@ _OF_A_LAUNCHER = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 )
 @click.option("--progress/--no-progress", default=None, help="Show a progress bar.  [default: on a terminal]")
 @json_option
-@click.option("--allow-pickle-weights-only", is_flag=True, expose_value=False, hidden=True)  # of 0.1.0: always so
 @click.argument("paths", metavar="[CHECKPOINT]...", nargs=-1, type=PATH)
 def score(
     model: specs.Function | None,
@@ -363,12 +362,6 @@ _SHORT = 10  # seconds
 def to_csv(run: ScoringRun, out: Path | None, shown: bool | None = None, *, as_json: bool = False) -> None:
     """Measure everything, print it, and write it.
 
-    Args:
-        run: what is asked.
-        out: the file; None: nothing is written.
-        shown: whether a bar is, see :func:`.output.bar`.
-        as_json: whether the rows are printed as JSON, with the notes and whether this was interrupted.
-
     Raises:
         InputError: the file cannot be written.
         SystemExit: 1 if there is an error in a row, 130 after Ctrl-C; the rows so far are written.
@@ -432,15 +425,6 @@ def to_store(
     **keeping: Any,
 ) -> int:
     """Measure what the store does not have yet, and return the exit status: 1 if something failed.
-
-    Args:
-        run: what is asked.
-        path: of the store.
-        columns: metadata of the checkpoints, by their names.
-        executor: makes what measures so many units.
-        shown: whether a bar is, see :func:`.output.bar`.
-        dry_run: to say what there is to do, and leave the store as it is.
-        keeping: the options of :func:`.keep`.
 
     Raises:
         StoreError: the store cannot be written; what was committed is kept.

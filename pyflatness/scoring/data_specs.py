@@ -119,14 +119,7 @@ def read_images(path: Path, *, batch_size: int = 256, **form: Any) -> "DataLoade
 def batches(
     count: int, opened: "Callable[[int], tuple[str, Image, int]]", transform: Transform, batch_size: int
 ) -> "DataLoader[tuple[Tensor, int]]":
-    """Return batches of images that are read when they are used.
-
-    Args:
-        count: of images.
-        opened: returns an image's name, the image, and the number of its class.
-        transform: what makes a tensor of it.
-        batch_size: of the batches.
-    """
+    """Return batches of images that are read when they are used."""
     return DataLoader(_Images(count, opened, transform), batch_size=batch_size)
 
 

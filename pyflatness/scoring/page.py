@@ -79,12 +79,6 @@ class SettingValues:
 def page(title: str, parts: Sequence[SettingValues], choices: Choices, more: Sequence[Section] = ()) -> Page:
     """Return a page.
 
-    Args:
-        title: its heading.
-        parts: each with sections of its own.
-        choices: what measures are held against, and how.
-        more: sections at the end.
-
     Raises:
         InputError: no such column, no such model to exclude, or a table of test data without some of the models.
         MissingExtraError: without Altair.
@@ -242,9 +236,6 @@ _COUNT = re.compile(
 def section(histories: Mapping[str, History]) -> Section:
     """Return charts of everything that was recorded over the steps, and a table of it.
 
-    Args:
-        histories: by the names of the trainings.
-
     Raises:
         MissingExtraError: without Altair.
     """
@@ -349,12 +340,6 @@ _VERSIONS = "SELECT versions, count(*) AS units FROM units WHERE setting = ? GRO
 
 def of_store(store: Store, title: str, choices: Choices, more: Mapping[str, Mapping[str, Any]] | None = None) -> Page:
     """Return a page of all that a store has.
-
-    Args:
-        store: to be read.
-        title: the page's heading.
-        choices: what measures are held against, and how.
-        more: columns of checkpoints, by their names, beside those that the store has.
 
     Raises:
         InputError: a store without values, and as :func:`page`.

@@ -267,17 +267,7 @@ def planned(
     sharded: bool,
     flops_per_second: float | None = None,
 ) -> Planned:
-    """Return what each of some ranks takes for relative flatness of the layers.
-
-    Args:
-        work: of a micro-batch.
-        ranks: how many.
-        samples: of all data.
-        batch: samples of a micro-batch.
-        probes: of each sample; None: exact values.
-        sharded: whether the weights are spread by FSDP2.
-        flops_per_second: of a rank.
-    """
+    """Return what each of some ranks takes for relative flatness of the layers."""
     micro_batches = -(-samples // (ranks * batch))
     passes = work.passes if probes is None else probes
     messages, received = rehearsed(work.layers, ranks, probes)

@@ -31,12 +31,6 @@ def drive(executor: Executor, setup: Setup, jobs: Iterable[Job], take: Callable[
 
     As many units are with the executor as it has workers, so that few are lost with it.
 
-    Args:
-        executor: see :mod:`.executors`.
-        setup: what is the same for all jobs.
-        jobs: what is to be measured.
-        take: called with each job and its outcome, one after the other, in the order in which they end.
-
     Raises:
         InputError: the model or data cannot be made, or the executor is broken for good.
         KeyboardInterrupt: what had ended is taken before.

@@ -322,13 +322,7 @@ class Store:
                     connection.execute("UPDATE checkpoints SET columns = ? WHERE name = ?", (text, name))
 
     def ask(self, setting: int, pairs: Mapping[str, Iterable[Pair]], *, retry: bool = False) -> dict[str, list[Pair]]:
-        """Ask for values of checkpoints; return those that are to be computed.
-
-        Args:
-            setting: its number.
-            pairs: by the content of the checkpoint.
-            retry: whether to compute those again that failed.
-        """
+        """Ask for values of checkpoints; return those that are to be computed."""
         states = ("to do", "failed") if retry else ("to do",)
         missing: dict[str, list[Pair]] = {}
         with self.changes() as connection:

@@ -206,11 +206,6 @@ def rows(checkpoint: str, pairs: Iterable[Pair], held: Mapping[Pair, Held]) -> l
     """Return the rows of a checkpoint in the order of the pairs; a layer that did not run has none.
 
     The loss and accuracy of the first unit that has them are those of all rows.
-
-    Args:
-        checkpoint: its name.
-        pairs: what was asked.
-        held: what came of them.
     """
     fit = next((one.fit for one in held.values() if one.fit != NO_FIT), NO_FIT)
     found = (held[pair].row for pair in pairs if pair in held and held[pair].row.is_there)

@@ -74,11 +74,6 @@ class FitRecorder:
     A batch is counted when the next one begins: by then the measure has checked it, and says better than the loss
     function would what is wrong with its targets. A measure that reads the data twice has every batch counted twice,
     which changes no mean.
-
-    Args:
-        loss: see :func:`.losses.resolve`; ``"auto"`` is found by the first batch.
-        step: called after each batch.
-        active: False to call the model and nothing else.
     """
 
     def __init__(self, loss: Any, step: Callable[[], None], *, active: bool) -> None:
@@ -163,16 +158,6 @@ def measured(
     ranks: Ranks = ALONE,
 ) -> Outcome:
     """Measure a unit; what goes wrong is in its values. If measures fail together, each is taken by itself.
-
-    Args:
-        model: the network, with its weights.
-        data: batches, which can be read again.
-        request: what is asked of all networks.
-        unit: what is asked now.
-        step: called after each batch.
-        fit: whether to take loss and accuracy too.
-        counts: whether there are samples in the data of this rank.
-        ranks: that measure the unit together, each with data of its own.
 
     Raises:
         RankError: they cannot go on together, which is no fault of the unit's.
@@ -362,10 +347,6 @@ class Job:
 
 class Bench:
     """Hold the network and the data, made once, and know whose weights the network has.
-
-    Args:
-        setup: of the run.
-        ranks: that measure each unit together.
 
     Attributes:
         data: all of them.

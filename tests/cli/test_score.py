@@ -117,7 +117,7 @@ def test_pickles_give_tensors_and_run_nothing(tiny: str, monkeypatch: pytest.Mon
     (folder / "truncated.pt").write_bytes((folder / "plain.pt").read_bytes()[:200])
     (folder / "empty.pt").touch()
     names = [*contents, "truncated.pt", "empty.pt"]
-    assert status(*arguments_of(tiny, "--allow-pickle-weights-only", *(folder / name for name in names))) == 1
+    assert status(*arguments_of(tiny, *(folder / name for name in names))) == 1
     assert not marker.exists()
     rows = {Path(row["checkpoint"]).name: row for row in rows_of(tiny)}
     assert list(rows) == names
