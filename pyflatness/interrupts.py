@@ -5,7 +5,9 @@ a timeout's does, can do so inside of an ``__exit__`` or a ``finally`` too, and 
 as it is. Inside :func:`held` signals are only noted, and passed to the handlers that were there before
 
 - by :func:`check`, which every loop of long work calls between two steps, and when :func:`held` is left;
-- at once where the user's model, loss or data run (:func:`at_once`).
+- at once where a batch is waited for (:func:`at_once`);
+- where the user's model or loss runs (:func:`at_second`): when that has run, so that what torch changes meanwhile is
+  put back too; a second one at once, for it may hang.
 
 What a handler raises goes through the package as a :class:`_Signalled`, so that nobody takes it for an error of a
 model's, and comes out as it was raised.
@@ -15,6 +17,7 @@ be held back: so what is changed is noted before (:func:`later`), and undone whe
 """
 
 import contextlib
+import math
 import os
 import threading
 
@@ -40,11 +43,11 @@ def is_raised(error: BaseException) -> bool:
 
 
 class _Handler:
-    """Stand for the user's handlers: note signals, or pass them on at once where the user's code runs."""
+    """Stand for the user's handlers: note signals, and pass them on where there are more than a limit."""
 
     def __init__(self) -> None:
-        self.pending: dict[int, None] = {}
-        self.at_once = False
+        self.pending: list[int] = []
+        self.limit = math.inf
         self.raised: BaseException | None = None  # by a handler, in the user's code
         self._before = {number: handler for number in range(1, NSIG) if callable(handler := getsignal(number))}
 
@@ -60,23 +63,29 @@ class _Handler:
                 signal(number, handler)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if not self.at_once:
-            self.pending[number] = None
-            return
-        try:
-            self._before[number](number, frame)
-        except Exception as error:
-            self.raised = error
-            raise
+        self.pending.append(number)
+        if len(self.pending) > self.limit:
+            try:
+                self._pass_on(frame)
+            except Exception as error:
+                self.raised = error
+                raise
 
     def deliver(self) -> None:
         """Pass on what is pending; what a handler raises comes as a :class:`_Signalled` if it could be caught."""
+        try:
+            self._pass_on(None)
+        except Exception as error:
+            raise _Signalled(error) from error
+
+    def _pass_on(self, frame: FrameType | None) -> None:
+        """Call the handlers of before, which raise as a rule; no more until it is dealt with."""
+        limit, self.limit = self.limit, math.inf
         while self.pending:
-            number, _ = self.pending.popitem()
-            try:
-                self._before[number](number, None)
-            except Exception as error:
-                raise _Signalled(error) from error
+            number = self.pending[0]
+            self.pending = [other for other in self.pending if other != number]
+            self._before[number](number, frame)
+        self.limit = limit
 
 
 class _Here(threading.local):
@@ -129,41 +138,51 @@ class _Held:
 
 def held() -> contextlib.AbstractContextManager[None]:
     """Hold signals back inside; what is left over is passed on at the end, when all is put back."""
-    return _Held() if _here.handler is None else _Passing(at_once=False)  # in a call inside of another
+    return _Held() if _here.handler is None else _Limit(math.inf)  # in a call inside of another
 
 
 def check() -> None:
     """Pass on signals that were held back, where nothing is half done."""
     handler = _here.handler
-    if handler is not None:
+    if handler is not None and handler.pending:
         handler.deliver()
 
 
-class _Passing:
-    """Pass signals on at once, or not; pass on what was held back at both ends."""
+class _Limit:
+    """Pass signals on at once while more than a limit are pending; pass on what was held back at both ends."""
 
-    def __init__(self, *, at_once: bool) -> None:
-        self._at_once = at_once
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
 
     def __enter__(self) -> None:
         self._handler = handler = _here.handler
         if handler is not None:
-            handler.deliver()
-            self._before, handler.at_once = handler.at_once, self._at_once
+            if handler.pending:
+                handler.deliver()
+            self._before, handler.limit = handler.limit, self._limit
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         handler = self._handler
         if handler is not None:
-            handler.at_once = self._before
+            handler.limit = self._before
             raised, handler.raised = handler.raised, None
             if isinstance(raised, Exception) and raised is error:
                 raise _Signalled(raised) from raised
-            handler.deliver()
+            if handler.pending:
+                handler.deliver()
 
 
 def at_once() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which the user's model, loss or data run: signals are passed on at once."""
-    return _Passing(at_once=True)
+    """Return a context in which the user's data are waited for: signals are passed on at once."""
+    return _Limit(0)
+
+
+def at_second() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which the user's model or loss runs.
+
+    A signal is passed on when it has run, a second one at once.
+    """
+    return _Limit(1)
 
 
 def later(step: Callable[[], object]) -> None:

@@ -193,7 +193,7 @@ def run(
     Raises:
         InputError: a batch that is no pair, or outputs that are not one tensor.
     """
-    with _of_samples(data.size(batch)), interrupts.at_once():
+    with interrupts.at_second(), _of_samples(data.size(batch)):
         return _run(model, batch, forward, tensor)
 
 

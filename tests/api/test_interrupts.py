@@ -142,12 +142,13 @@ def test_interrupts_at_any_time_leave_nothing(name):
         timer.join()
 
 
-def in_a_moment():
-    """Sends an interrupt from another thread, soon."""
+def in_a_moment(count=1):
+    """Sends that many interrupts from another thread, soon."""
 
     def send():
-        time.sleep(0.05)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        for _ in range(count):
+            time.sleep(0.05)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     thread = threading.Thread(target=send)
     thread.start()
@@ -191,22 +192,38 @@ def slow():
 DATA = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), torch.arange(5) % 3
 
 
-def test_a_model_that_hangs_is_interrupted(slow):
+def interrupt_its_forward(slow, signals, goes_on):
+    """Send signals while the model runs, which works for as long as ``goes_on(the thread that sends them)``."""
     before, threads = everything(slow), []
-    slow.working = lambda: bool(threads or threads.append(in_a_moment()) or True)
+
+    def working():
+        if not threads:
+            threads.append(in_a_moment(signals))
+        return goes_on(threads[0])
+
+    slow.working = working
     with pytest.raises(KeyboardInterrupt):
         pf.measures.adaptive_sharpness_mc(slow, torch.nn.CrossEntropyLoss(), DATA)
-    threads[0].join()
     del slow.working
-    assert slow.ran == 0
     assert changed(before, everything(slow)) == []
+
+
+def test_a_model_that_runs_is_interrupted_when_it_has_run(slow):
+    """Then at once: of the forward passes to come none is done."""
+    interrupt_its_forward(slow, 1, threading.Thread.is_alive)
+    assert slow.ran == 1
+
+
+def test_a_model_that_hangs_is_interrupted_by_the_second_one(slow):
+    interrupt_its_forward(slow, 2, lambda thread: True)
+    assert slow.ran == 0
 
 
 def test_a_loss_that_hangs_is_too(slow):
     before, threads = everything(slow), []
 
     def loss(outputs, targets):
-        threads.append(in_a_moment())
+        threads.append(in_a_moment(2))
         while True:
             time.sleep(0.01)
 
