@@ -8,8 +8,8 @@ from .curvature.slices import Landscape
 from .curvature.spectra import Density, Spectrum
 from .measures.pac_bayes import Bisection, PacBayes
 from .report import Estimate, Report
-from .scoring.rows import Row
 from .scoring.scores import Scores
+from .scoring.units import Row
 from .statistics.correlation import Correlation, Correlations
 from .statistics.grid import ConditionalMutualInformation, Environment, GranulatedKendall, SignError
 from .theory.gap import GeneralizationGap, Performance

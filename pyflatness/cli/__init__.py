@@ -1,4 +1,4 @@
-"""Run the command line, ``pyflatness``: one subcommand per file, those on a store in one.
+"""Run the command line, ``pyflatness``: one subcommand per file; those on a store are in one, and those on one network.
 
 A command's module, and torch with it, is imported when the command is used: ``--help`` and ``--version`` take no time.
 """

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from ..messages import printable
-from ..scoring import store_page
+from ..scoring import page
 from ..scoring.store import Store
 from ..statistics import correlations, plot_correlation
 from ..statistics.tables import is_store
@@ -66,4 +66,4 @@ def _read(path: Path) -> Any:
     if not is_store(path):
         return path
     with Store(path) as store:
-        return store_page.table(store)
+        return page.table(store)

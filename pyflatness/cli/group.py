@@ -24,17 +24,13 @@ STATUSES = {
     2: "cannot be done as it was asked; standard error says why",
     130: "interrupted, by Ctrl-C or SIGTERM",
 }
+_OF_ONE_NETWORK = ("measure", "spectrum", "allocate", "layers")  # which share a module; others have one of their name
 _ARGUMENTS = "pyflatness.arguments"
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 
 class Commands(click.Group):
-    """Run the command that is named; an interruption that it does not take itself ends it with status 130.
-
-    Args:
-        sections: of the help by their titles: the commands of each by name, with a line on each.
-        what: the program does.
-    """
+    """Run the command that is named; an interruption that it does not take itself ends it with status 130."""
 
     def __init__(self, sections: Mapping[str, Mapping[str, str]], what: str) -> None:
         statuses = (f"  {status:<5}{meaning}" for status, meaning in STATUSES.items())
@@ -48,10 +44,11 @@ class Commands(click.Group):
         return sorted(self._lines)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command of a name: the function of this name in the module of this name."""
+        """Return the command of a name: the function of this name in its module."""
         if cmd_name not in self._lines:
             return None
-        found: click.Command = getattr(importlib.import_module(f"{__package__}.{cmd_name}"), cmd_name)
+        module = "network" if cmd_name in _OF_ONE_NETWORK else cmd_name
+        found: click.Command = getattr(importlib.import_module(f"{__package__}.{module}"), cmd_name)
         return found
 
     def resolve_command(

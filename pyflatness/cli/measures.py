@@ -7,7 +7,6 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass
 from pkgutil import iter_modules
 
 import click
@@ -19,27 +18,14 @@ from ..measures import MEASURES, Measure
 from .options import json_option
 from .output import show, show_json
 
-
-@dataclass(frozen=True)
-class Column:
-    """Describe a column of the table of measures; ``attribute`` of a measure fills it."""
-
-    title: str
-    attribute: str
-
-    def of(self, measure: Measure) -> str:
-        """Return the cell of a measure."""
-        return str(getattr(measure, self.attribute))
-
-
-COLUMNS = (
-    Column("name", "name"),
-    Column("formula", "formula"),
-    Column("source", "source"),
-    Column("a number of each", "granularity"),
-    Column("invariant to rescalings", "invariant"),
-    Column("cost", "cost"),
-)
+COLUMNS = {  # of the table, by the attributes of a measure that fill them
+    "name": "name",
+    "formula": "formula",
+    "source": "source",
+    "granularity": "a number of each",
+    "invariant": "invariant to rescalings",
+    "cost": "cost",
+}
 _WIDTH_OF_SENTENCES = 100  # of lines in a file or pipe, to be read
 _PAGE = """# Measures
 
@@ -69,78 +55,67 @@ both their sides.
 """
 
 
-TITLES = ("you want", "take", "invariant to", "price")
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Say what to measure for one purpose."""
-
-    want: str
-    take: str
-    invariant: str
-    price: str
-
+CHOICE = {"want": "you want", "take": "take", "invariant": "invariant to", "price": "price"}  # titles
 
 # Backticks are around what can be asked for by name; other names in them are of options.
 CHOICES = (
-    Choice(
+    (
         "to compare networks trained with one loss on the same data",
         "`relative_flatness` of all layers",
         "layer-wise rescaling",
         "one sweep: a forward pass, and a backward pass for each class but one",
     ),
-    Choice(
+    (
         "a first look at the lowest price",
         "`relative_flatness` of the head (`pf.relative_flatness`)",
         "layer-wise rescaling",
         "a forward pass",
     ),
-    Choice(
+    (
         "to compare networks whose neurons may be rescaled too",
         "`relative_flatness_std`, `adaptive_sharpness`, `normalized_sharpness` or `neuron_flatness`",
         "layer-wise and neuron-wise rescaling",
         "one sweep",
     ),
-    Choice(
+    (
         "the classical sharpness that others report",
         "`trace`, `lambda_max`, `sharpness`",
         "nothing: compare only networks that were not rescaled",
         "one sweep; Lanczos for `lambda_max`",
     ),
-    Choice(
+    (
         "which neurons are sharp",
         "`neuron_flatness`, `.per_neuron`",
         "layer-wise and neuron-wise rescaling",
         "in the same sweep",
     ),
-    Choice(
+    (
         "how sensitive the outputs are to the input",
         "`mls`, `normalized_mls`, `input_invariant_mls`",
         "the last: layer-wise and neuron-wise rescaling",
         "one sweep over outputs: a backward pass for each",
     ),
-    Choice(
+    (
         "how much the representation is compressed",
         "`log_volume`, `local_dimension`",
         "`local_dimension`: layer-wise rescaling",
         "in the same sweep over outputs",
     ),
-    Choice(
+    (
         "a bound on the generalisation gap",
         "`pf.theory.generalization_bound`, `pac_bayes`",
         "see docs/generalization.md, docs/measures.md",
         "many forward passes",
     ),
-    Choice(
+    (
         "the worst case in a ball of weights",
         "`pf.worst_case_sharpness`",
         "with `adaptive=True` layer-wise and neuron-wise rescaling",
         "gradient ascent",
     ),
-    Choice("what quantising or pruning will cost", "`pf.cost_of_change`", "–", "one sweep, and a Hessian product"),
-    Choice("the whole spectrum", "`pf.spectrum`", "nothing", "Lanczos"),
-    Choice(
+    ("what quantising or pruning will cost", "`pf.cost_of_change`", "–", "one sweep, and a Hessian product"),
+    ("the whole spectrum", "`pf.spectrum`", "nothing", "Lanczos"),
+    (
         "a network too large for all its classes",
         '`relative_flatness` and others with `probes=`, `curvature="ggn"`',
         "as above",
@@ -157,36 +132,40 @@ CHOICES = (
 @json_option
 def measures(help_me_choose: bool, markdown: bool, as_json: bool) -> None:
     """Show the measures: name, formula, source, what they are invariant to, and cost."""
+    choices = [[*CHOICE.values()], *CHOICES]
     if as_json:
-        facts = [{column.attribute: column.of(measure) for column in COLUMNS} for measure in MEASURES]
-        show_json([asdict(choice) for choice in CHOICES] if help_me_choose else facts)
+        facts = [{attribute: _cell(measure, attribute) for attribute in COLUMNS} for measure in MEASURES]
+        show_json([dict(zip(CHOICE, choice, strict=True)) for choice in CHOICES] if help_me_choose else facts)
     elif markdown:
-        click.echo(_markdown([TITLES, *map(astuple, CHOICES)]) if help_me_choose else page(), nl=False)
+        click.echo(_markdown(choices) if help_me_choose else page(), nl=False)
     else:
         show(_choices(), width=_WIDTH_OF_SENTENCES) if help_me_choose else show(_table())
 
 
+def _cell(measure: Measure, attribute: str) -> str:
+    return str(getattr(measure, attribute))
+
+
 def _table() -> Table:
     table = Table("", "", box=box.SIMPLE, show_header=False, leading=1)  # one line of all columns fits no terminal
-    name, formula, *others = COLUMNS
     for measure in MEASURES:
-        facts = [f"{column.title}: {column.of(measure)}" for column in others]
-        table.add_row(name.of(measure), "\n".join([formula.of(measure), *facts]))
+        facts = (f"{title}: {_cell(measure, attribute)}" for attribute, title in [*COLUMNS.items()][2:])
+        table.add_row(measure.name, "\n".join([measure.formula, *facts]))
     return table
 
 
 def _choices() -> Table:
-    table = Table(*TITLES, box=box.SIMPLE_HEAD, leading=1)
+    table = Table(*CHOICE.values(), box=box.SIMPLE_HEAD, leading=1)
     for choice in CHOICES:
-        table.add_row(*(cell.replace("`", "") for cell in astuple(choice)))
+        table.add_row(*(cell.replace("`", "") for cell in choice))
     return table
 
 
 def page() -> str:
     """Return the page docs/measures.md: the table, and what the file of each measure says at its top."""
-    lines = [[column.title for column in COLUMNS]]
+    lines = [[*COLUMNS.values()]]
     for measure in MEASURES:
-        name, *others = (column.of(measure).replace("|", "\\|") for column in COLUMNS)
+        name, *others = (_cell(measure, attribute).replace("|", "\\|") for attribute in COLUMNS)
         lines.append([f"`{name}`", *others])
     return _PAGE + _markdown(lines) + "".join(_sections())
 

@@ -21,8 +21,8 @@ from rich.text import Text
 
 from ..errors import InputError
 from ..messages import printable
-from ..scoring.rows import Row
 from ..scoring.scores import table as table_of
+from ..scoring.units import Row
 
 _NARROWEST = 80  # with less room whole columns would vanish; a terminal that has less breaks the lines by itself
 _WIDTH_OF_FILES = 200  # a file or pipe has no width that lines would have to be folded at
@@ -157,10 +157,6 @@ def is_same_file(a: Path, b: Path) -> bool:
 
 def append_whole(file: FileIO, content: bytes) -> None:
     """Append all of the content or, if that fails, nothing of it: a full disk must leave no torn line.
-
-    Args:
-        file: opened without a buffer, which would try again later.
-        content: what to write.
 
     Raises:
         OSError: it does not fit, say; the file ends where it ended before.

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from ..report.page import charts
-from ..scoring import metadata, store_page
+from ..scoring import metadata, page
 from ..scoring.page import Choices
 from ..scoring.store import Store
 from ..training.history import History
@@ -62,10 +62,10 @@ def report(
     other: Any = test
     if test is not None and test.suffix != ".csv":
         with Store(test) as held:
-            other = store_page.table(held)
+            other = page.table(held)
     choices = Choices(against, other, exclude, interval, histories)
     with Store(store) as held:
         more = metadata.of_store(held, table)
-        text = store_page.of_store(held, title or f"Results in {store.name}", choices, more).html()
+        text = page.of_store(held, title or f"Results in {store.name}", choices, more).html()
     write_whole(out, text.encode())
     echo(f"wrote {out}: {len(text) / 1e6:.1f} MB")

@@ -14,8 +14,8 @@ from ..errors import InputError
 from ..messages import printable
 from ..scoring import attached, export, metadata
 from ..scoring import store as stores
-from ..scoring.rows import rows
 from ..scoring.store import Store
+from ..scoring.units import rows
 from . import output
 from .group import command_line
 from .options import PATH, json_option, metadata_option

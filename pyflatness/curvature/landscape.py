@@ -140,7 +140,7 @@ def _begun(out: Path | None, ranks: Ranks) -> Landscape | None:
     """Return what the first rank's file has, or None if there is no file."""
     content = b"" if out is None or ranks.rank or not out.exists() else out.read_bytes()
     if out is not None and not ranks.alone:
-        content = ranks.broadcast(content, 0)
+        content = ranks.first("the file", content)
     return Landscape.read(content, f"out={str(out)!r}") if content else None
 
 

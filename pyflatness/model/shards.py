@@ -6,7 +6,6 @@ not depend on the number of ranks. A rank without samples is lent a batch of ano
 (which layers run, which one is the head) it finds out too, and adds nothing.
 """
 
-import io
 import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -127,24 +126,18 @@ def _notes(places: Sequence[Mapping[str, int]]) -> tuple[str, ...]:
 def _lent(own: Batches, lender: int) -> Any:
     """Return the first batch of the rank that lends one, where it is needed; the others send it, or pass it on.
 
-    It is sent as tensors, numbers and strings in tuples, lists and dicts.
-
     Raises:
-        InputError: there is something else in it.
+        InputError: there is something in it that cannot be pickled.
     """
-    ranks, message = own.shard.ranks, io.BytesIO()
-    if ranks.rank == lender:
-        torch.save(_plain(own.peek()), message)
-    received = ranks.broadcast(message.getvalue(), lender)
-    if own.shard.counts:
-        return None
+    ranks = own.shard.ranks
     try:
-        return torch.load(io.BytesIO(received), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+        lent = ranks.exchange("a batch", _plain(own.peek()) if ranks.rank == lender else None)[lender]
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise InputError(
-            f"data: rank {ranks.rank} has no samples, and a batch of rank {lender} holds more than tensors, numbers "
-            "and strings, so that it is not sent over; give every rank one batch at least"
+            f"data: a rank has no samples, and a batch of rank {lender} cannot be sent there ({error}); give every "
+            "rank one batch at least"
         ) from error
+    return None if own.shard.counts else lent
 
 
 def _plain(batch: Any) -> Any:

@@ -2,23 +2,19 @@
 
 Every rank makes the same call on its own data. Where a read of the data ends, each adds what the others found to what
 it found itself, so that from there on all hold the same numbers. Sums are taken in float64 and in the order of the
-ranks, whatever the backend does: so they have the same bits on every rank and in every run. What is exchanged is JSON
-and numbers in tensors, by ``all_gather``; nothing is unpickled.
+ranks, whatever the backend does: so they have the same bits on every rank and in every run. What ranks tell each other
+goes by ``all_gather_object``, large tensors by ``all_gather``.
 
 A rank that fails takes part in one more exchange, with its error. The others, who wait for it where they will meet
-next, raise that error too (:meth:`Ranks.agreed`). So that this cannot be mistaken for an answer, every exchange begins
-with a packet of one size. What does not fit into it follows when a second packet of each rank has said that nothing can
-go wrong any more: memory is there, and interrupts wait (:meth:`Ranks.gathered`). The others do not come back: so an
-error that was heard of is raised again at the next exchange if what called caught it, as one of the user's code.
+next, raise that error too (:meth:`Ranks.agreed`). Before tensors are sent all tell that they have the memory
+(:meth:`Ranks.gathered`). An error that was heard of is raised again at the next exchange if what called caught it, as
+one of the user's code.
 
 Of a tensor whose parts are spread over the ranks, one may ask for the whole at any time (:meth:`Ranks.whole`). The
-others hand over their parts wherever they wait: so ranks need not make the same passes, nor as many. A second packet
-goes ahead of these parts too.
+others hand over their parts wherever they wait: so ranks need not make the same passes, nor as many.
 """
 
 import contextlib
-import json
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -29,8 +25,6 @@ from torch import Tensor
 from .. import interrupts
 from ..errors import FlatnessError, NotYetError, RankError
 
-PACKET = 4096  # bytes of an exchange that goes in one message
-_POLLS = 0.0, 1e-5, 1e-4, 1e-3  # seconds between looks at a message on its way; the last one stays
 _AGREED = "_pyflatness_agreed"  # an attribute of an error that no rank has to be told: one of the next three
 _LOST, _OF_ALL, _OF_ONE = "lost", "of all", "of one"
 _ALIKE = (
@@ -85,7 +79,7 @@ class Ranks:
 
         Args:
             step: the same for all ranks, or they have lost each other.
-            fact: anything that JSON takes.
+            fact: what can be pickled, without tensors of a GPU.
 
         Raises:
             FlatnessError: of a rank that failed before it came here.
@@ -155,7 +149,8 @@ class Ranks:
         where they are, and from there on one message serves all.
         """
         while self._error is None:
-            found = [json.loads(text) for text in self._messages(json.dumps(told).encode())]
+            interrupts.check()
+            found = self._told(dict(told))
             errors = {rank: _ToldError(*each["error"]) for rank, each in enumerate(found) if "error" in each}
             if errors:
                 self._error = _together(errors, self.size, own)
@@ -176,25 +171,16 @@ class Ranks:
         if part.device.type != "cpu" and self._device.type == "cpu":
             sent, received = part.cpu(), torch.empty_like(whole, device="cpu")
         self._ready("a part of a tensor")
-        self._wait(lambda: dist.all_gather([*received.chunk(self.size)], sent, group=self._group, async_op=True))
+        self._collective(dist.all_gather, [*received.chunk(self.size)], sent)
         if received is not whole:
             whole.copy_(received)
         return whole.view(self.size, -1)
 
-    def _messages(self, message: bytes) -> list[bytes]:
-        """Return every rank's message."""
-        packet = torch.zeros(PACKET, dtype=torch.uint8, device="cpu")
-        packet[:8] = torch.tensor([len(message)], dtype=torch.int64, device="cpu").view(torch.uint8)
-        packet[8 : 8 + len(message)] = _bytes(message[: PACKET - 8])
-        found = self._gather(packet, self._room(packet), interruptible=True)
-        lengths = [int(each[:8].clone().view(torch.int64)) for each in found]
-        rest = max(lengths) - (PACKET - 8)
-        if rest > 0:
-            longer = torch.zeros(rest, dtype=torch.uint8, device="cpu")
-            left = message[PACKET - 8 :]
-            longer[: len(left)] = _bytes(left)
-            found = [torch.cat(pair) for pair in zip(found, self.gathered(longer, "a long message"), strict=True)]
-        return [each[8 : 8 + n].numpy().tobytes() for each, n in zip(found, lengths, strict=True)]
+    def _told(self, told: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return what every rank tells."""
+        found: list[Any] = [None] * self.size
+        self._collective(dist.all_gather_object, found, told)
+        return found
 
     def gathered(self, tensor: Tensor, step: str = "") -> list[Tensor]:
         """Return every rank's tensor, of the same shape and dtype, on the CPU.
@@ -208,7 +194,8 @@ class Ranks:
         room = self._room(held)
         if step:
             self._ready(step)
-        return self._gather(held, room)
+        self._collective(dist.all_gather, room, held)
+        return [each.to("cpu") for each in room]
 
     def _ready(self, step: str) -> None:
         """Wait until all ranks are about to send tensors, between which nothing may fail."""
@@ -216,40 +203,16 @@ class Ranks:
 
     def _room(self, tensor: Tensor) -> list[Tensor]:
         """Return where every rank's tensor will be."""
-        return [torch.empty_like(tensor, device=self._device) for _ in range(self.size)]
+        return [torch.empty_like(tensor) for _ in range(self.size)]
 
-    def _gather(self, tensor: Tensor, room: list[Tensor], *, interruptible: bool = False) -> list[Tensor]:
-        """Send a tensor, and return every rank's, on the CPU."""
-        held = tensor.to(self._device)
-        self._wait(lambda: dist.all_gather(room, held, group=self._group, async_op=True), interruptible=interruptible)
-        return [each.to("cpu") for each in room]
-
-    def broadcast(self, message: bytes, source: int) -> bytes:
-        """Return the message of one rank; what the others pass does not count."""
-        length = self.exchange("a message", len(message))[source]
-        held = torch.zeros(length, dtype=torch.uint8, device="cpu")
-        if self.rank == source:
-            held[:] = _bytes(message)
-        held = held.to(self._device)
-        root = dist.get_global_rank(self._group, source)
-        self._ready("a message")
-        self._wait(lambda: dist.broadcast(held, root, group=self._group, async_op=True))
-        return held.cpu().numpy().tobytes()
-
-    def _wait(self, begun: Any, *, interruptible: bool = False) -> None:
-        """Wait for a message on its way; an interrupt is raised meanwhile if it may be.
+    def _collective(self, call: Callable[..., Any], *held: Any) -> None:
+        """Make a call of ``torch.distributed`` in which all ranks take part.
 
         Raises:
-            RankError: it does not arrive.
+            RankError: another does not.
         """
         try:
-            work, looks = begun(), 0
-            while not work.is_completed():
-                if interruptible:
-                    interrupts.check()
-                time.sleep(_POLLS[min(looks // 50, len(_POLLS) - 1)])
-                looks += 1
-            work.wait()
+            call(*held, group=self._group)
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:200]
             raise _marked(
@@ -349,14 +312,6 @@ def is_the_end(error: BaseException) -> bool:
 
 def _mark(error: BaseException | None) -> str | None:
     return None if error is None else getattr(error, _AGREED, None) or _mark(error.__cause__)
-
-
-def _bytes(message: bytes) -> Tensor:
-    return (
-        torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        if message
-        else torch.empty(0, dtype=torch.uint8, device="cpu")
-    )
 
 
 def refusal(what: str, size: int, instead: str) -> NotYetError:

@@ -59,10 +59,6 @@ class Entry(NamedTuple):
 def read(file: bytes, what: str) -> Result:
     """Return the result that a file holds.
 
-    Args:
-        file: its content.
-        what: the beginning of an error's message.
-
     Raises:
         InputError: it is the file of no result.
     """

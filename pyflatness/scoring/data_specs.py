@@ -48,10 +48,10 @@ class Transform:
 
     def __init__(
         self,
-        size: int | Sequence[int] | None,
-        channels: int,
-        mean: Sequence[float] | None,
-        std: Sequence[float] | None,
+        size: int | Sequence[int] | None = None,
+        channels: int = 3,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
     ) -> None:
         if channels not in _MODES:
             raise InputError(f"channels: 1 or 3 are wanted, got {shown(channels)}")
@@ -80,15 +80,8 @@ class Transform:
         return ((values - self._mean) / self._std).contiguous()
 
 
-def read_images(
-    path: Path,
-    *,
-    size: int | Sequence[int] | None = None,
-    channels: int = 3,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-    batch_size: int = 256,
-) -> "DataLoader[tuple[Tensor, int]]":
+@texts.taking(Transform)
+def read_images(path: Path, *, batch_size: int = 256, **form: Any) -> "DataLoader[tuple[Tensor, int]]":
     """Return batches of the images in a folder that has a folder for each class.
 
     Classes are numbered in the order of their folders' names, sorted as text, and images come class by class, sorted by
@@ -96,11 +89,8 @@ def read_images(
 
     Args:
         path: of the folder.
-        size: height and width of the images, see :class:`Transform`; by default they are to be of one size.
-        channels: 3 for colours, 1 for grey.
-        mean: what is subtracted from each channel.
-        std: what each channel is divided by after that.
         batch_size: of the batches.
+        **form: of the images, see :class:`Transform`.
 
     Raises:
         InputError: no images, or options that make no sense. When a batch is read: a damaged image, or one of another
@@ -123,20 +113,13 @@ def read_images(
         file, label = found[number]
         return str(file), Image.open(file), label
 
-    return batches(len(found), opened, Transform(size, channels, mean, std), batch_size)
+    return batches(len(found), opened, Transform(**form), batch_size)
 
 
 def batches(
     count: int, opened: "Callable[[int], tuple[str, Image, int]]", transform: Transform, batch_size: int
 ) -> "DataLoader[tuple[Tensor, int]]":
-    """Return batches of images that are read when they are used.
-
-    Args:
-        count: of images.
-        opened: returns an image's name, the image, and the number of its class.
-        transform: what makes a tensor of it.
-        batch_size: of the batches.
-    """
+    """Return batches of images that are read when they are used."""
     return DataLoader(_Images(count, opened, transform), batch_size=batch_size)
 
 
@@ -250,6 +233,7 @@ def read_npz(
     return texts.cut(tensors, batch_size) if first == TOKENS[0] and inputs is None else tuple(tensors.values())
 
 
+@texts.taking(texts.batches)
 def read_parquet(
     path: Path,
     *,
@@ -258,12 +242,8 @@ def read_parquet(
     count: int | None = None,
     dtype: str = "float32",
     text: str | None = None,
-    tokenizer: str | None = None,
-    length: int | None = None,
-    truncate: int | None = None,
-    mask: float | None = None,
-    seed: int = 0,
     batch_size: int = 8,
+    **tokens: Any,
 ) -> Any:
     """Return columns of a Parquet file as inputs (n, columns), and one as targets (n,); or batches of its texts.
 
@@ -274,12 +254,8 @@ def read_parquet(
         count: take so many rows, from the first on.
         dtype: what floating-point numbers become.
         text: name of the column of texts; by default ``text``, if it is there and no inputs are named.
-        tokenizer: of texts; see :func:`.texts.batches`, as for the rest.
-        length: tokens of a packed sample.
-        truncate: tokens that a text is cut to.
-        mask: the part of the tokens that a masked language model is to find.
-        seed: of the masks.
         batch_size: of batches of texts.
+        **tokens: of texts, see :func:`.texts.batches`.
 
     Raises:
         InputError: a damaged file, no column of that name, or one that has no numbers or lists of several lengths.
@@ -294,8 +270,7 @@ def read_parquet(
         if words is not None:
             table = file.read(columns=_of_text(file.schema_arrow.names, words, targets)).slice(0, count)
             labels = None if targets is None else table[targets].to_pylist()
-            options: dict[str, Any] = {"length": length, "truncate": truncate, "mask": mask, "seed": seed}
-            return texts.batches(table[words].to_pylist(), labels, tokenizer, **options, batch_size=batch_size)
+            return texts.batches(table[words].to_pylist(), labels, **tokens, batch_size=batch_size)
         target = _chosen(file.schema_arrow.names, targets, TARGETS, "targets")
         rest = [name for name in file.schema_arrow.names if name != target]
         names = rest if inputs is None else [inputs] if isinstance(inputs, str) else [*inputs]
@@ -309,6 +284,7 @@ def read_parquet(
     return _tensor(rows, dtype, str(path)), _tensor(columns[target], dtype, f"{path}: {target}")
 
 
+@texts.taking(Transform, texts.batches)
 def read_hugging_face(
     path: Path,
     *,
@@ -317,22 +293,14 @@ def read_hugging_face(
     targets: str | None = None,
     count: int | None = None,
     dtype: str = "float32",
-    size: int | Sequence[int] | None = None,
-    channels: int = 3,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
     text: str | None = None,
-    tokenizer: str | None = None,
-    length: int | None = None,
-    truncate: int | None = None,
-    mask: float | None = None,
-    seed: int = 0,
     batch_size: int = 256,
+    **more: Any,
 ) -> Any:
     """Return batches of a data set that ``save_to_disk`` of Hugging Face's datasets has written.
 
     Rows with ``input_ids`` become mappings of all columns of numbers, and texts those of tokens. Of other data sets a
-    batch is a pair of inputs and targets; images are treated as those of :func:`.images.read_images`.
+    batch is a pair of inputs and targets; images are treated as those of :func:`read_images`.
 
     Args:
         path: of the folder.
@@ -341,17 +309,9 @@ def read_hugging_face(
         targets: the same for :data:`TARGETS`.
         count: take so many rows, from the first on.
         dtype: what floating-point numbers become; images are float32.
-        size: of images, as in :func:`.images.read_images`, and so are the other options.
-        channels: of images.
-        mean: of images.
-        std: of images.
-        text: as in :func:`read_parquet`, like the next five.
-        tokenizer: of texts.
-        length: tokens of a packed sample.
-        truncate: tokens that a text is cut to.
-        mask: the part of the tokens that a masked language model is to find.
-        seed: of the masks.
+        text: as in :func:`read_parquet`.
         batch_size: of the batches.
+        **more: of images, see :class:`Transform`, or of texts, see :func:`.texts.batches`.
 
     Raises:
         InputError: a damaged data set, no split or column of that name, or options that do not fit each other.
@@ -375,8 +335,7 @@ def read_hugging_face(
     if words is not None:
         _of_text(found.column_names, words, targets)
         labels = None if targets is None else found[targets][:]
-        options: dict[str, Any] = {"length": length, "truncate": truncate, "mask": mask, "seed": seed}
-        return texts.batches(found[words][:], labels, tokenizer, **options, batch_size=batch_size)
+        return texts.batches(found[words][:], labels, **_of(texts.batches, more), batch_size=batch_size)
     first = _chosen(found.column_names, inputs, INPUTS, "inputs")
     second = _chosen(found.column_names, targets, TARGETS, "targets")
     if isinstance(found.features[first], datasets.Image):
@@ -386,10 +345,15 @@ def read_hugging_face(
         def opened(number: int) -> tuple[str, Any, int]:
             return f"row {number}", rows[number][first], labels[number]
 
-        return batches(len(found), opened, Transform(size, channels, mean, std), batch_size)
+        return batches(len(found), opened, Transform(**_of(Transform, more)), batch_size)
     columns = (_column(found[name][:], f"{path}: {name}") for name in (first, second))
     values, aims = (_tensor(column, dtype, str(path)) for column in columns)
     return values, aims
+
+
+def _of(function: specs.Function, options: dict[str, Any]) -> dict[str, Any]:
+    """Return those of some options that a function has."""
+    return {name: held for name, held in options.items() if name in inspect.signature(function).parameters}
 
 
 def _of_text(there: Collection[str], text: str, targets: str | None) -> list[str]:

@@ -90,9 +90,6 @@ class Processes(Executor):
 
     Each process is a pool of its own, so that one that dies takes one unit with it. They are spawned, not forked: torch
     does not survive a fork once it has used its threads. They end with the process that made them, however that ends.
-
-    Args:
-        workers: how many processes.
     """
 
     def __init__(self, workers: int) -> None:

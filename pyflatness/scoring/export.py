@@ -15,8 +15,8 @@ from typing import Any
 from ..errors import InputError, MissingExtraError
 from ..options import Options
 from .described import of_json
-from .rows import csv_line, kinds, rows
 from .store import Store
+from .units import csv_line, kinds, rows
 
 SCHEMA = 1
 _KINDS = {"schema": int, **kinds(), **dict.fromkeys(("arguments", "model", "data", "versions", "setting"), str)}

@@ -63,13 +63,7 @@ def of_state(module: nn.Module) -> str:
 
 
 def of_network(about: Description, network: nn.Module, made: Any = None) -> Facts:
-    """Return what makes a network besides its weights: classes, attributes, hooks, dtypes and shapes.
-
-    Args:
-        about: to describe it by.
-        network: with any weights.
-        made: what it was made of.
-    """
+    """Return what makes a network besides its weights: classes, attributes, hooks, dtypes and shapes."""
     network = unwrap(network)
     state = network.state_dict(keep_vars=True)
     of_all = (held for name, held in vars(nn.modules.module).items() if "_hooks" in name and isinstance(held, dict))
@@ -122,14 +116,6 @@ class Code:
         folders: Iterable[Path] = (),
     ) -> "Code":
         """Return the code of a run.
-
-        Args:
-            network: that checkpoints are of.
-            made: what it was made of.
-            loss: of the user.
-            data: what makes them, of which the samples count; or they themselves.
-            version: what stands for the user's code; None: it is looked at.
-            folders: of other source files that count.
 
         Raises:
             InputError: a source file was edited after it was imported.

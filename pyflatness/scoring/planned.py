@@ -8,6 +8,7 @@ really made, of layers with the same names and one weight each, whose ranks all 
 
 import functools
 import math
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from ..errors import InputError
 from ..measures import RELATIVE_FLATNESS
 from ..messages import reason
 from ..model import calling, hugging_face, layers, selectors
-from ..numerics.ranks import PACKET, Ranks
+from ..numerics.ranks import Ranks
 from ..passes.batch_layout import check_outputs
 from ..passes.dry_run import saved_storages
 from ..passes.recorder import Recorder, frozen
@@ -32,6 +33,7 @@ from . import pretrained
 
 _QUANTITIES = (str(RELATIVE_FLATNESS.quantity),)
 _BUFFERS = 2**27  # bytes, of a contraction
+_ASKED = 128  # bytes, of the two messages before a part of a tensor, about
 _LOOKS = 3  # passes of the dry run on the first batch: one forward, two backward
 
 
@@ -265,17 +267,7 @@ def planned(
     sharded: bool,
     flops_per_second: float | None = None,
 ) -> Planned:
-    """Return what each of some ranks takes for relative flatness of the layers.
-
-    Args:
-        work: of a micro-batch.
-        ranks: how many.
-        samples: of all data.
-        batch: samples of a micro-batch.
-        probes: of each sample; None: exact values.
-        sharded: whether the weights are spread by FSDP2.
-        flops_per_second: of a rank.
-    """
+    """Return what each of some ranks takes for relative flatness of the layers."""
     micro_batches = -(-samples // (ranks * batch))
     passes = work.passes if probes is None else probes
     messages, received = rehearsed(work.layers, ranks, probes)
@@ -291,7 +283,7 @@ def planned(
         count = looks * (len(work.blocks) + 1) - kept + contracted * len(work.layer_bytes)
         if ranks > 1:
             messages += 3 * count  # one that asks, one that says that all are ready, and the parts
-            received += wholes * (ranks - 1) // ranks + 2 * count * (ranks - 1) * PACKET
+            received += wholes * (ranks - 1) // ranks + count * (ranks - 1) * _ASKED
         factors *= passes * micro_batches
     flops = micro_batches * (work.forward + passes * (work.backward + work.contraction)) + factors
     return Planned(
@@ -369,10 +361,17 @@ class _Rehearsing(Ranks):
         self.size, self.processes = size, [*range(size)]
         self.messages = self.received = 0
 
-    def _gather(self, tensor: Tensor, room: list[Tensor], *, interruptible: bool = False) -> list[Tensor]:
+    def _collective(self, call: Callable[..., Any], *held: Any) -> None:
+        found, sent = held
         self.messages += 1
-        self.received += (self.size - 1) * tensor.numel() * tensor.itemsize
-        return [tensor] * self.size
+        self.received += (self.size - 1) * sent_bytes(sent)
+        for place in range(self.size):
+            found[place] = sent
+
+
+def sent_bytes(sent: Any) -> int:
+    """Return the bytes of what a rank sends: a tensor's, or those of a pickled object."""
+    return sent.numel() * sent.itemsize if isinstance(sent, Tensor) else len(pickle.dumps(sent))
 
 
 @functools.cache

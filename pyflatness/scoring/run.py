@@ -18,10 +18,9 @@ from ..messages import printable
 from ..numerics.ranks import ALONE, Ranks
 from . import attached, described, keys, worker
 from .executors import Serial
-from .measuring import Outcome
 from .store import Store
 from .units import Pair, Request, WorkUnit
-from .worker import Bench, Job, Maker, Setup, measure
+from .worker import Bench, Job, Maker, Outcome, Setup, measure
 
 _TRIES = 3  # of a unit whose worker dies
 _KILLED = "it was killed, as by a system without memory left, or crashed in compiled code"
@@ -31,12 +30,6 @@ def drive(executor: Executor, setup: Setup, jobs: Iterable[Job], take: Callable[
     """Measure all jobs.
 
     As many units are with the executor as it has workers, so that few are lost with it.
-
-    Args:
-        executor: see :mod:`.executors`.
-        setup: what is the same for all jobs.
-        jobs: what is to be measured.
-        take: called with each job and its outcome, one after the other, in the order in which they end.
 
     Raises:
         InputError: the model or data cannot be made, or the executor is broken for good.
@@ -179,17 +172,9 @@ class ScoringRun:
         if self.ranks.alone:
             return jobs
         names, own = {id(held): name for name, held in self.models.items()}, [*jobs]
-        told = [
-            [names[id(job.weights)], job.unit.pairs, job.unit.selectors, job.content, job.fit, job.spectrum]
-            for job in own
-        ]
+        told = [(names[id(job.weights)], replace(job, weights=Path())) for job in own]
         found = self.ranks.first("the units of work", told)
-        if self.ranks.rank == 0:
-            return own
-        return [
-            Job(WorkUnit.of(pairs, selectors), self.models[name], content, fit, spectrum)
-            for name, pairs, selectors, content, fit, spectrum in found
-        ]
+        return own if self.ranks.rank == 0 else [replace(job, weights=self.models[name]) for name, job in found]
 
 
 @dataclass(frozen=True)

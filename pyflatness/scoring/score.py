@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,11 @@ from ..numerics.meeting import joined
 from ..options import CALL, EVERY, MeasureHow, Options, check_count, check_flag, check_names
 from ..session import public
 from . import checkpoints, data_specs, executors, pretrained, specs
-from .measuring import Outcome
-from .rows import Row, rows
 from .run import Models, ScoringRun, keep
 from .scores import Scores
 from .store import Store
-from .units import Request
-from .worker import Job, Maker
+from .units import Request, Row, rows
+from .worker import Job, Maker, Outcome
 
 Model = nn.Module | str | Path
 
@@ -136,11 +133,8 @@ def score(
         else:
             held = stack.enter_context(Store(path, write=True, command="pf.score in Python"))
             scores = _kept(run, where, held, retry=retry, spectrum=eigenvalues)
-        return (
-            scores
-            if ranks.alone
-            else Scores.of(*ranks.first("the scores", [scores.computed, scores.notes, *map(asdict, scores)]))
-        )
+        found: Scores = ranks.first("the scores", scores)
+        return found
 
 
 def _by_name(models: Any) -> Models:

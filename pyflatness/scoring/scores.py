@@ -1,6 +1,6 @@
 """Hold the scores of many models, as a call of :func:`pyflatness.score` returns them."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from ..report.page import tables, written
 from ..statistics.figures import plot_correlation
 from ..training.history import History
 from . import page
-from .rows import Row
+from .units import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,11 +40,6 @@ class Scores(Result):
     rows: tuple[Row, ...]
     computed: int
     notes: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, computed: int, notes: Iterable[str], *rows: Mapping[str, Any]) -> "Scores":
-        """Return scores whose rows are mappings."""
-        return cls(tuple(Row(**row) for row in rows), computed, tuple(notes))
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -55,11 +55,6 @@ def resolve(spec: str) -> Function:
 def bind(function: Function, arguments: dict[str, Any], name: str) -> Callable[[], Any]:
     """Return the callable with its arguments, which are held against its signature now.
 
-    Args:
-        function: what a SPEC named.
-        arguments: its keyword arguments.
-        name: what messages call it, as ``--model``.
-
     Returns:
         What calls it, and raises an InputError for any exception in it.
 

@@ -1,10 +1,11 @@
 """Make batches of tokens of texts, with the tokenizer of a model of Hugging Face's transformers."""
 
+import inspect
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,58 +18,23 @@ from ..options import check_count
 from . import pretrained
 
 Batch = dict[str, Tensor]
+C = TypeVar("C", bound=Callable[..., Any])
 
 _SEPARATORS = {"line": "\n", "paragraph": "\n\n"}
 
 
-def read_file(
-    path: Path,
-    *,
-    tokenizer: str | None = None,
-    length: int | None = None,
-    truncate: int | None = None,
-    text: str = "text",
-    targets: str | None = None,
-    sample_by: str = "line",
-    mask: float | None = None,
-    seed: int = 0,
-    count: int | None = None,
-    batch_size: int = 8,
-) -> list[Batch]:
-    """Return batches of the texts in a ``.txt`` or ``.jsonl`` file, see :func:`batches`.
+def taking(*others: Callable[..., Any]) -> Callable[[C], C]:
+    """Return a decorator that puts options of others, in place of ``**…``, into the signature of a function."""
+    every = [option for other in others for option in inspect.signature(other).parameters.values()]
+    options = {one.name: one.replace(kind=one.KEYWORD_ONLY) for one in every if one.default is not one.empty}
 
-    Args:
-        path: of the file, in UTF-8. Of JSON lines each is an object, or a text itself.
-        tokenizer: see :func:`.pretrained.tokenizer`.
-        length: tokens of a packed sample.
-        truncate: tokens that a text is cut to.
-        text: the key of JSON objects that has the text.
-        targets: the key that has the label of a text, or the text that is to be made of it; none are taken unless it is
-            given.
-        mask: the part of the tokens that a masked language model is to find.
-        seed: of the masks.
-        sample_by: what a text of ``.txt`` is: a ``line``, a ``paragraph`` between empty lines, or the ``file``.
-        count: take so many texts, from the first on.
-        batch_size: of the batches.
+    def add(function: C) -> C:
+        *own, _ = inspect.signature(function).parameters.values()
+        more = [option for name, option in options.items() if name not in {p.name for p in own}]
+        vars(function)["__signature__"] = inspect.Signature([*own, *more])
+        return function
 
-    Raises:
-        InputError: a file that cannot be read, a line that is no JSON or has no text, no texts at all, or options that
-            do not fit each other.
-    """
-    check_sizes(count, batch_size)
-    try:
-        content = path.read_text(encoding="utf-8-sig")  # a mark of the byte order is no part of the first text
-    except (OSError, UnicodeError) as error:
-        raise InputError(f"{path}: it cannot be read as text: {error}") from None
-    if path.suffix == ".jsonl":
-        rows = [*itertools.islice(_objects(content, path), count)]
-        texts, labels = [_value(row, text, path) for row in rows], _labels(rows, targets, path)
-    elif targets is not None:
-        raise InputError(f"targets: {path.name} has texts alone; .jsonl, Parquet and data sets can have labels")
-    else:
-        texts, labels = [*itertools.islice(_parts(content, sample_by), count)], None
-    options: dict[str, Any] = {"length": length, "truncate": truncate, "mask": mask, "seed": seed}
-    return batches(texts, labels, tokenizer, **options, batch_size=batch_size)
+    return add
 
 
 def check_sizes(count: int | None, batch_size: int) -> None:
@@ -81,8 +47,8 @@ def check_sizes(count: int | None, batch_size: int) -> None:
 def batches(
     texts: Sequence[Any],
     labels: Sequence[Any] | None,
-    tokenizer: str | None,
     *,
+    tokenizer: str | None = None,
     length: int | None = None,
     truncate: int | None = None,
     mask: float | None = None,
@@ -154,6 +120,48 @@ def batches(
             some = found[start : start + batch_size]
             made[-1]["labels"] = some if isinstance(found, Tensor) else _padded(some)
     return made
+
+
+@taking(batches)
+def read_file(
+    path: Path,
+    *,
+    text: str = "text",
+    targets: str | None = None,
+    sample_by: str = "line",
+    count: int | None = None,
+    batch_size: int = 8,
+    **tokens: Any,
+) -> list[Batch]:
+    """Return batches of the texts in a ``.txt`` or ``.jsonl`` file.
+
+    Args:
+        path: of the file, in UTF-8. Of JSON lines each is an object, or a text itself.
+        text: the key of JSON objects that has the text.
+        targets: the key that has the label of a text, or the text that is to be made of it; none are taken unless it is
+            given.
+        sample_by: what a text of ``.txt`` is: a ``line``, a ``paragraph`` between empty lines, or the ``file``.
+        count: take so many texts, from the first on.
+        batch_size: of the batches.
+        **tokens: see :func:`batches`.
+
+    Raises:
+        InputError: a file that cannot be read, a line that is no JSON or has no text, no texts at all, or options that
+            do not fit each other.
+    """
+    check_sizes(count, batch_size)
+    try:
+        content = path.read_text(encoding="utf-8-sig")  # a mark of the byte order is no part of the first text
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"{path}: it cannot be read as text: {error}") from None
+    if path.suffix == ".jsonl":
+        rows = [*itertools.islice(_objects(content, path), count)]
+        texts, labels = [_value(row, text, path) for row in rows], _labels(rows, targets, path)
+    elif targets is not None:
+        raise InputError(f"targets: {path.name} has texts alone; .jsonl, Parquet and data sets can have labels")
+    else:
+        texts, labels = [*itertools.islice(_parts(content, sample_by), count)], None
+    return batches(texts, labels, **tokens, batch_size=batch_size)
 
 
 def _masked(

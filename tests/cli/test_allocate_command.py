@@ -5,7 +5,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from pyflatness.cli.allocate import allocate
+from pyflatness.cli.network import allocate
 from pyflatness.errors import InputError
 
 NETWORK = """

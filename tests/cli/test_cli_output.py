@@ -15,7 +15,7 @@ import pytest
 import pyflatness as pf
 from pyflatness import cli
 from pyflatness.cli import demo, doctor, output
-from pyflatness.scoring.rows import Row
+from pyflatness.scoring.units import Row
 from support.score_runs import status
 
 NETWORK = {

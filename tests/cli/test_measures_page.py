@@ -46,7 +46,7 @@ def test_the_table_to_choose_by_is_that_of_the_page(capsys: pytest.CaptureFixtur
     assert _status("measures", "--help-me-choose") == 0
     shown = capsys.readouterr().out
     for choice in measures.CHOICES:
-        assert {*choice.want.split()} <= {*shown.split()}  # cells are folded
+        assert {*choice[0].split()} <= {*shown.split()}  # cells are folded
     assert "`" not in shown
 
 
@@ -63,11 +63,11 @@ def test_what_can_be_chosen_exists_and_is_invariant_to_what_is_said() -> None:
     known = {measure.name: measure for measure in MEASURES}
     rescalings = {"layer-wise", "neuron-wise"}
     for choice in measures.CHOICES:
-        names = re.findall(r"`([\w.]+)`", choice.take)
+        names = re.findall(r"`([\w.]+)`", choice[1])
         assert names, choice
         for name in names:
             assert name in known or _is_public(name) or name == ".per_neuron", name
-        if choice.invariant.split()[0] in rescalings:
-            said = {word for word in choice.invariant.split() if word in rescalings}
+        if choice[2].split()[0] in rescalings:
+            said = {word for word in choice[2].split() if word in rescalings}
             for name in known.keys() & set(names):
                 assert set(known[name].invariant.split(", ")) == said, name

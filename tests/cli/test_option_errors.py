@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import pyflatness as pf
-from pyflatness.scoring import data_specs, measuring
+from pyflatness.scoring import data_specs, worker
 from support.score_runs import arguments_of, saved, status
 
 
@@ -48,7 +48,7 @@ def test_the_error_names_the_option_of_the_data(tiny, tmp_path):
 def test_seconds_begin_when_torch_has_loaded_what_it_loads_once(monkeypatch, tiny):
     """Torch imports its compiler at the first measurement of a process, which takes seconds."""
     events = []
-    clock, load = measuring.time.perf_counter, measuring.importlib.import_module
+    clock, load = worker.time.perf_counter, worker.importlib.import_module
 
     class Time:
         @staticmethod
@@ -62,7 +62,7 @@ def test_seconds_begin_when_torch_has_loaded_what_it_loads_once(monkeypatch, tin
             events.append(name)
             return load(name)
 
-    monkeypatch.setattr(measuring, "time", Time)
-    monkeypatch.setattr(measuring, "importlib", Importlib)
+    monkeypatch.setattr(worker, "time", Time)
+    monkeypatch.setattr(worker, "importlib", Importlib)
     assert status(*arguments_of(tiny, saved(tiny, 1, "1.safetensors"))) == 0
     assert events[:2] == ["torch._dynamo", "clock"]

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import pyflatness as pf
 from pyflatness.cli import output
-from pyflatness.scoring import checkpoints, measuring, specs
+from pyflatness.scoring import checkpoints, specs, units, worker
 from support import ROOT
 from support.score_runs import arguments_of, built_mark, rows_of, saved, status, tiny_net
 
@@ -117,7 +117,7 @@ def test_pickles_give_tensors_and_run_nothing(tiny: str, monkeypatch: pytest.Mon
     (folder / "truncated.pt").write_bytes((folder / "plain.pt").read_bytes()[:200])
     (folder / "empty.pt").touch()
     names = [*contents, "truncated.pt", "empty.pt"]
-    assert status(*arguments_of(tiny, "--allow-pickle-weights-only", *(folder / name for name in names))) == 1
+    assert status(*arguments_of(tiny, *(folder / name for name in names))) == 1
     assert not marker.exists()
     rows = {Path(row["checkpoint"]).name: row for row in rows_of(tiny)}
     assert list(rows) == names
@@ -177,9 +177,9 @@ def test_the_models_are_run_once_per_pass(tiny: str, monkeypatch: pytest.MonkeyP
 
 
 def test_outputs_without_values_have_no_loss() -> None:
-    recorder = measuring.FitRecorder("cross_entropy", lambda: None, active=True)
+    recorder = worker.FitRecorder("cross_entropy", lambda: None, active=True)
     recorder(lambda inputs: inputs.to("meta"), (torch.ones(2, 3), torch.tensor([0, 1])))
-    assert recorder.fit() == measuring.Fit(None, None)
+    assert recorder.fit() == units.Fit(None, None)
 
 
 @pytest.mark.parametrize("existing", [False, True])

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 import pyflatness as pf
 from pyflatness.cli import output
 from pyflatness.scoring import checkpoints
-from pyflatness.scoring.rows import csv_line
+from pyflatness.scoring.units import csv_line
 from pyflatness.statistics import tables
 from support.score_runs import arguments_of, built_mark, rows_of, saved, status, tiny_net
 

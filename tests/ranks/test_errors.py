@@ -128,7 +128,7 @@ def wrong_bias(rank, size):
 
 def objects_in_batches(rank, size):
     """Rank 1 has no samples, and the batches of rank 0 cannot be sent there."""
-    batches = [(*data(), object())] if rank == 0 else []
+    batches = [(*data(), lambda: None)] if rank == 0 else []
     return pf.relative_flatness(model(), LOSS, batches, forward=lambda net, batch: (net(batch[0]), batch[1]))
 
 
@@ -182,7 +182,7 @@ def on_one_rank(rank, size):
 
 
 def in_parts(rank, size):
-    """Messages longer than a packet, and sums that are taken in parts."""
+    """Long messages, and sums that are taken in parts."""
     with joined(None) as group, mock.patch.object(shard, "_CHUNK", 6):
         said = group.exchange("a long message", "a" * 9000 * (rank + 1))
         held = {("of", "tuples"): torch.arange(10.0) * (rank + 1), "one": torch.tensor(1)}
@@ -237,7 +237,9 @@ ERRORS = {
     * 2,
     "other_features": [(pf.errors.RankError, "rank 1 has other features or targets than rank 0")] * 2,
     "wrong_bias": [(pf.errors.InputError, r"bias has shape \(2,\) for 3 rows of weight")] * 2,
-    "objects_in_batches": [(pf.errors.InputError, "rank 1: data: rank 1 has no samples, and a batch of rank 0 holds")]
+    "objects_in_batches": [
+        (pf.errors.InputError, "rank 0: data: a rank has no samples, and a batch of rank 0 cannot be sent there")
+    ]
     * 2,
     "adaptive": [(pf.errors.NotYetError, r"probes='adaptive' .* 2 ranks .* pass probes=k")] * 2,
     "not_a_group": [(pf.errors.InputError, "process_group='world': a torch.distributed.ProcessGroup")] * 2,

@@ -126,7 +126,7 @@ def lost(rank, size):
 
     class Losing(nn.Sequential):
         def forward(self, x):
-            mock.patch.object(Ranks, "_gather", sent).start()
+            mock.patch.object(Ranks, "_collective", sent).start()
             return super().forward(x)
 
     try:

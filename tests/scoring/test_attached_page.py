@@ -9,7 +9,7 @@ from torch import nn
 import pyflatness as pf
 from pyflatness.messages import with_error
 from pyflatness.scoring import page
-from pyflatness.scoring.rows import Row
+from pyflatness.scoring.units import Row
 from support.pages import Parsed, drawn
 from support.score_runs import status
 

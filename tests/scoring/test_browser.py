@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
-from pyflatness.scoring.rows import Row
+from pyflatness.scoring.units import Row
 from support.score_runs import status
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from pyflatness.scoring import files
+from pyflatness.scoring import store
 
 KILLED = """
 import os, signal
-from pyflatness.scoring import files
-with files.temporary_folder() as folder:
+from pyflatness.scoring import store
+with store.temporary_folder() as folder:
     (folder / "model.pt").write_bytes(b"0" * 100)
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -30,10 +30,10 @@ def test_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: py
     assert ended.returncode == -signal.SIGKILL
     assert (left / "model.pt").is_file()
 
-    with files.temporary_folder() as held:
+    with store.temporary_folder() as held:
         assert left.is_dir(), "one that was made this minute may not be locked yet"
         for folder in (left, held, others):
             os.utime(folder, (long_ago := time.time() - 86_400, long_ago))
-        with files.temporary_folder() as second:
+        with store.temporary_folder() as second:
             assert {*tmp_path.iterdir()} == {others, held, second}
     assert {*tmp_path.iterdir()} == {others}

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 import pyflatness as pf
-from pyflatness.scoring.rows import Row
+from pyflatness.scoring.units import Row
 
 DATA = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import pyflatness as pf
 from pyflatness.report.page import tables
-from pyflatness.scoring.rows import Row
+from pyflatness.scoring.units import Row
 from support.pages import Parsed, drawn
 from support.score_runs import saved, status
 

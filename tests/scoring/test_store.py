@@ -13,12 +13,11 @@ import pytest
 import torch
 
 import pyflatness as pf
-from pyflatness.scoring import attached, export, files, keys
+from pyflatness.scoring import attached, export, keys
 from pyflatness.scoring import store as stores
-from pyflatness.scoring.measuring import Outcome
-from pyflatness.scoring.rows import Fit, Row
-from pyflatness.scoring.store import SCHEMA, Store
-from pyflatness.scoring.units import Pair
+from pyflatness.scoring.store import SCHEMA, Store, check_local
+from pyflatness.scoring.units import Fit, Pair, Row
+from pyflatness.scoring.worker import Outcome
 
 PAIRS = [
     Pair("body", "trace"),
@@ -262,10 +261,10 @@ MOUNTS = """\
 def test_network_file_systems_are_refused(path: str, kind: str, tmp_path: Path) -> None:
     (mounts := tmp_path / "mountinfo").write_text(MOUNTS)
     if not kind:
-        files.check_local(Path(path), mounts)
+        check_local(Path(path), mounts)
         return
     with pytest.raises(pf.errors.StoreError, match=rf"network file system \({kind}\).*--shard i/N.*merge"):
-        files.check_local(Path(path), mounts)
+        check_local(Path(path), mounts)
 
 
 def test_a_moved_checkpoint_takes_its_row_along(tmp_path: Path) -> None:

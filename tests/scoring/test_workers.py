@@ -36,7 +36,7 @@ def edited(tiny: str) -> str:
     return str(path)
 
 
-def plain(scores: pf.results.Scores) -> list[pf.scoring.rows.Row]:
+def plain(scores: pf.results.Scores) -> list[pf.scoring.units.Row]:
     return [dataclasses.replace(row, seconds=None) for row in scores]
 
 

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import fully_shard
 
 import pyflatness as pf
 from pyflatness.numerics.ranks import Ranks
+from pyflatness.scoring.planned import sent_bytes
 
 from . import rank_fsdp
 from .rank_cases import LOSS
@@ -22,22 +23,16 @@ def model():
 def _sent(network):
     """Return messages and bytes that this rank receives in a measurement of one micro-batch on each rank."""
     found = [0, 0]
-    gather, whole = Ranks._gather, Ranks._sent
+    collective = Ranks._collective
 
-    def gathered(ranks, tensor, *arguments, **options):
+    def counted(ranks, call, into, sent):
         found[0] += 1
-        found[1] += (ranks.size - 1) * tensor.numel() * tensor.itemsize
-        return gather(ranks, tensor, *arguments, **options)
-
-    def sent(ranks, name, into=None):
-        parts = whole(ranks, name, into)
-        found[0] += 1
-        found[1] += (ranks.size - 1) * parts[0].numel() * parts.itemsize
-        return parts
+        found[1] += (ranks.size - 1) * sent_bytes(sent)
+        return collective(ranks, call, into, sent)
 
     generator = torch.Generator().manual_seed(3)
     data = torch.randint(11, (2, SAMPLES, LENGTH), generator=generator).unbind(0)
-    with mock.patch.object(Ranks, "_gather", gathered), mock.patch.object(Ranks, "_sent", sent):
+    with mock.patch.object(Ranks, "_collective", counted):
         pf.measure(network, LOSS, data, measures=["relative_flatness"], curvature="ggn", probes=PROBES)
     return found
 

@@ -300,7 +300,7 @@ def score(*options: str) -> list[dict[str, str]]:
             torch.save(state, paths[-1])
         out = Path(folder) / "scores.csv"
         command_line("score", "--model", f"{network}:Tiny", "--data", f"{network}:data", "--loss", "cross_entropy",
-            "--allow-pickle-weights-only", *options, "--out", str(out), *map(str, paths))  # fmt: skip
+            *options, "--out", str(out), *map(str, paths))  # fmt: skip
         with out.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
     return [{key: cell.replace(folder, "") for key, cell in row.items() if key != "seconds"} for row in rows]
