@@ -167,9 +167,8 @@ def worst_cases(rank, size):
     box = pf.measures.keskar_sharpness(model(), LOSS, part(rank, size), rho=0.01, steps=6, starts=2)
     alone = [(x[None], y[None]) for x, y in zip(*part(rank, size), strict=True)]  # whatever the ranks: groups of one
     groups = pf.worst_case_sharpness(model(), LOSS, alone, m=1, steps=4)
-    return [
-        [each.value, each.starts, each.loss, each.bound, each.groups, each.samples] for each in (found, box, groups)
-    ]
+    each = {"ball": found, "box": box, "groups": groups}
+    return {name: {**vars(one), "notes": ()} for name, one in each.items()}
 
 
 def spectrum(rank, size):
