@@ -285,6 +285,31 @@ void gram(Array rows, const std::array<int64_t, 4>& strides, int64_t n, int64_t 
   kernels.gram(a, n, groups, positions, r, g, o, b, threads);
 }
 
+template <typename T>
+int64_t gram_rooted_workspace(int64_t positions, int64_t d, int threads) {
+  limit_work({positions, positions, d});
+  return of<T>(selected->gram).gram_rooted_workspace(positions, d, threads);
+}
+
+template <typename T>
+void gram_rooted(Array rows, const std::array<int64_t, 4>& strides, int64_t n, int64_t groups, int64_t positions,
+                 int64_t d, Array root, int64_t roots, bool triangular, Array patch_gram, Array out, Array workspace,
+                 int threads) {
+  limit_work({std::max<int64_t>(n, 1), groups, positions, positions + d, roots});
+  if (positions < 1 || d < 1 || roots < 1 || roots % kRootRows)
+    throw std::invalid_argument("gram_rooted: rows of " + std::to_string(positions) + " places and " +
+                                std::to_string(d) + " elements, a root of " + std::to_string(roots) + " rows");
+  const auto a =
+      strided_array<T>("rows", rows, {n, groups, positions, d, 1}, {strides[0], strides[1], strides[2], strides[3], 0});
+  const T* r = pointer<const T>("root", root, product({groups, roots, d}));
+  const T* g = pointer<const T>("patch_gram", patch_gram, product({n, groups, positions, positions}));
+  double* o = pointer<double>("out", out, product(n, groups));
+  const auto& kernels = of<T>(selected->gram);  // while the GIL is held
+  T* b = pointer<T>("workspace", workspace, kernels.gram_rooted_workspace(positions, d, threads));
+  py::gil_scoped_release release;
+  kernels.gram_rooted(a, n, groups, positions, d, r, roots, triangular, g, o, b, threads);
+}
+
 void small_eigenvalues(Array matrices, int64_t n, int64_t size, Array out, int threads) {
   if (size < 1 || size > kMaxEigenSize)
     throw std::invalid_argument("small_eigenvalues: takes matrices of 1 to " + std::to_string(kMaxEigenSize) +
@@ -314,6 +339,8 @@ void define(py::module_& module, const std::string& suffix) {
   module.def(("patch_gram" + suffix).c_str(), &patch_gram<T>);
   module.def(("gram_workspace" + suffix).c_str(), &gram_workspace<T>);
   module.def(("gram" + suffix).c_str(), &gram<T>);
+  module.def(("gram_rooted_workspace" + suffix).c_str(), &gram_rooted_workspace<T>);
+  module.def(("gram_rooted" + suffix).c_str(), &gram_rooted<T>);
 }
 
 }  // namespace

@@ -8,10 +8,11 @@ namespace {
 using pyflatness::Layer;
 using pyflatness::Strided;
 
-constexpr int64_t kShifts = 9;           // taps whose shifted rows are summed in one pass
-constexpr double kShiftCost = 4;         // one addition of a shifted row, in multiply-adds of a product
-constexpr int64_t kFewPlaces = 64;       // up to here the lanes of `gram` run along the rows
-constexpr int64_t kDotBytes = 16 << 10;  // rows of `gram` that stay in the first cache
+constexpr int64_t kShifts = 9;              // taps whose shifted rows are summed in one pass
+constexpr double kShiftCost = 4;            // one addition of a shifted row, in multiply-adds of a product
+constexpr int64_t kFewPlaces = 64;          // up to here the lanes of `gram` run along the rows
+constexpr int64_t kRootedBytes = 96 << 10;  // rows of R δ that `gram_rooted` makes before it contracts them
+constexpr int64_t kDotBytes = 16 << 10;     // rows of `gram` that stay in the first cache
 
 // What is multiplied with itself: pixels of the padded input, of which the Gram matrix of patches is a sum of shifted
 // copies, or (with strides, or if the taps reach much further than the places) the patches themselves.
@@ -343,8 +344,84 @@ void gram(const Strided<T>& a, int64_t samples, int64_t groups, int64_t position
   }
 }
 
+// How `gram_rooted` reads δ, places along the lanes: where it is, or packed to rows `ld` apart with zeros behind them.
 template <typename T>
-constexpr pyflatness::GramKernels<T> kTable = {patch_gram_workspace<T>, patch_gram<T>, gram_workspace<T>, gram<T>};
+struct RootedPlan {
+  static constexpr int64_t kLanes = Simd<T>::kLanes;
+  RowsPlan<T> delta;
+  int64_t ld, rows;  // of R δ: how many at a time stay in the second cache
+
+  RootedPlan(const int64_t* strides, int64_t positions, int64_t d) : delta(strides, positions, d) {
+    delta.in_place = strides[2] == 1 && positions % kLanes == 0;
+    delta.dots = false;
+    ld = RowsPlan<T>::columns_ld(positions);
+    delta.ld = delta.in_place ? strides[3] : ld;
+    rows = maximum(kRootedBytes / (ld * static_cast<int64_t>(sizeof(T))) / kPanelColumns, 2) * kPanelColumns;
+  }
+  int64_t own(int64_t d) const { return (d + rows + kPanelColumns) * ld; }
+};
+
+template <typename T>
+int64_t gram_rooted_workspace(int64_t positions, int64_t d, int threads) {
+  const int64_t strides[5] = {0, 0, 0, 0, 0};
+  return maximum(threads, 1) * RootedPlan<T>(strides, positions, d).own(d);
+}
+
+// a[c, p] = Σ_k root[c, k] delta[k, p] for `count` rows of the root from `first` on; of a triangular one k begins at c.
+template <typename T>
+void turn_rows(const T* root, int64_t d, bool triangular, int64_t first, int64_t count, const T* delta, int64_t stride,
+               int64_t positions, T* a, int64_t ld) {
+  using S = Simd<T>;
+  const auto strip = [&](int64_t i, auto vectors) __attribute__((always_inline)) {
+    for (int64_t c = 0; c < count; c += kPanelColumns)
+      with_columns<kPanelColumns, kPanelStep>(count - c, [&](auto width) __attribute__((always_inline)) {
+        int64_t from = triangular ? minimum(first + c, d) : 0;
+        bool add = false;
+        do {
+          const int64_t depth = minimum(kDepth, d - from);
+          panel_tile<T, decltype(vectors)::value, decltype(width)::value, false>(
+              delta + from * stride + i, stride, root + (first + c) * d + from, d, depth,
+              [&](int r, int v, typename S::Vec sum) __attribute__((always_inline)) {
+                T* place = a + (c + r) * ld + i + v * S::kLanes;
+                S::store(place, add ? S::load(place) + sum : sum);
+              });
+          from += depth, add = true;
+        } while (from < d);
+      });
+  };
+  int64_t i = 0;
+  for (; i + S::kLanes < positions; i += 2 * S::kLanes) strip(i, Count<2>{});
+  if (i < positions) strip(i, Count<1>{});
+}
+
+template <typename T>
+void gram_rooted(const Strided<T>& delta, int64_t samples, int64_t groups, int64_t positions, int64_t d, const T* root,
+                 int64_t roots, bool triangular, const T* g, double* out, T* workspace, int threads) {
+  const RootedPlan<T> plan(delta.stride, positions, d);
+  const int64_t own = plan.own(d), items = samples * groups;
+#pragma omp parallel for num_threads(product_team(threads, items, positions * roots * (positions + d))) \
+    schedule(dynamic)
+  for (int64_t item = 0; item < items; ++item) {
+    const T* rows = delta.data + item / groups * delta.stride[0] + item % groups * delta.stride[1];
+    T* packed = workspace + thread_index() * own;
+    T* turned = packed + d * plan.ld;
+    if (!plan.delta.in_place) {
+      pack_gram_rows(rows, delta.data + delta.count, delta.stride, positions, d, plan.delta, packed);
+      rows = packed;
+    }
+    out[item] = 0;
+    for (int64_t first = 0; first < roots; first += plan.rows) {
+      const int64_t count = minimum(plan.rows, roots - first);
+      turn_rows(root + item % groups * roots * d, d, triangular, first, count, rows, plan.delta.ld, positions, turned,
+                plan.ld);
+      out[item] += gram_of_columns(turned, plan.ld, positions, count, g + item * positions * positions);
+    }
+  }
+}
+
+template <typename T>
+constexpr pyflatness::GramKernels<T> kTable = {patch_gram_workspace<T>,  patch_gram<T>, gram_workspace<T>, gram<T>,
+                                               gram_rooted_workspace<T>, gram_rooted<T>};
 
 }  // namespace
 

@@ -165,6 +165,8 @@ struct GatheredKernels {
                           int threads);
 };
 
+constexpr int64_t kRootRows = 4;  // of which the rows of a root are a multiple
+
 template <typename T>
 struct GramKernels {
   // Elements of T that `patch_gram` works in.
@@ -187,6 +189,20 @@ struct GramKernels {
                double* out,   // [samples, groups]
                T* workspace,  // [gram_workspace]
                int threads);
+
+  // Elements of T that `gram_rooted` works in.
+  int64_t (*gram_rooted_workspace)(int64_t positions, int64_t d, int threads);
+
+  // out = sum_pp' <root a_p, root a_p'> g[p, p'] for each of n matrices; a triangular root has zeros below its
+  // diagonal.
+  void (*gram_rooted)(const Strided<T>& a,  // [samples, groups, positions, d], the last stride unused
+                      int64_t samples, int64_t groups, int64_t positions, int64_t d, const T* root,
+                      int64_t roots,  // [groups, roots, d], a multiple of kRootRows, zeros the last of them
+                      bool triangular,
+                      const T* g,    // [samples, groups, positions, positions], symmetric
+                      double* out,   // [samples, groups]
+                      T* workspace,  // [gram_rooted_workspace]
+                      int threads);
 };
 
 // Largest matrices for small_eigenvalues.

@@ -112,6 +112,7 @@ def _table(plans: list[planned.Planned]) -> Table:
         "weights that come and go": [_size(row.gathered) for row in plans],
         "graph and inputs of layers": [_size(row.graph) for row in plans],
         "gradients in layers' outputs": [_size(row.gradients) for row in plans],
+        "Gram matrices of inputs": [_size(row.grams) for row in plans],
         "memory of these": [_size(row.memory) for row in plans],
         "micro-batches": [f"{row.micro_batches:,}" for row in plans],
         "backward passes of each": [f"{row.passes:,}" for row in plans],

@@ -23,6 +23,9 @@ from .quantities import Forms
 from .reference import FUSED_OUTPUTS, RowSlopes, RowSum
 from .routes import KernelRoutes
 
+_ROOT_ROWS = 4  # as kRootRows in csrc/cpu/kernels.h
+_FEW_ROWS = 16  # of R: fewer would mostly be zeros that fill them up
+_LARGEST_ROOT = 2**22  # bytes of R that pass through a processor's second cache for each strip of places
 _NONE = 0, 0  # the array that is not given
 _MISSING = (
     "the compiled kernels are not here ({}): install pyflatness with `pip install .` (or `pip install -e .`) "
@@ -261,4 +264,19 @@ class Compiled(Kernels):
         self._kernel("gram", rows, patch_gram)(
             span(rows), rows.stride(), n, groups, positions, r, array(patch_gram), array(out), array(workspace), threads
         )
+        return out.sum(dim=1)
+
+    def gram_rooted(self, rows: Tensor, factor: Tensor, patch_gram: Tensor, *, triangular: bool) -> Tensor:
+        """See :class:`.Backend`; by one kernel that writes no R δ, and of a triangular R reads no zeros."""
+        if factor.shape[1] < _FEW_ROWS or factor[0].numel() * factor.element_size() > _LARGEST_ROOT:
+            return super().gram_rooted(rows, factor, patch_gram, triangular=triangular)
+        rows, patch_gram, threads = plain(rows), dense(patch_gram), torch.get_num_threads()
+        root = dense(torch.nn.functional.pad(factor, (0, 0, 0, -factor.shape[1] % _ROOT_ROWS)))
+        n, groups, positions, d = rows.shape
+        out = rows.new_empty(n, groups, dtype=torch.float64)
+        workspace = rows.new_empty(self._kernel("gram_rooted_workspace", rows)(positions, d, threads))
+        self._kernel("gram_rooted", rows, root, patch_gram)(
+            span(rows), rows.stride(), n, groups, positions, d, array(root), root.shape[1], triangular,
+            array(patch_gram), array(out), array(workspace), threads,
+        )  # fmt: skip
         return out.sum(dim=1)

@@ -29,6 +29,9 @@ ROUTES = ("direct", "gram")
 _FEWEST = 4
 """Cotangents of one position that are worth being contracted together."""
 
+_ANY_NUMBER = 2**31
+"""Of cotangents: more share what is made of the inputs, and make it worth while."""
+
 Sign = Tensor | float | None
 """Of a cotangent: one number, (n,), or None for +1."""
 
@@ -200,6 +203,10 @@ class Contractor:
         """Return the contraction of wᵀ δ in place of δ, at the inputs φ of a micro-batch, where :meth:`carries`."""
         raise NotImplementedError
 
+    def kept(self, places: int) -> int:
+        """Return the bytes a sample of what is made of its inputs at so many positions, and kept for all cotangents."""
+        return 0
+
     def nothing(self, samples: int) -> Contribution:
         """Return the contribution of no cotangent at all, such as a loss over a single class has."""
         return self._wanted.nothing(samples, self._sizes, self._device)
@@ -237,6 +244,7 @@ class LayerContraction(Contractor):
         groups, d, m = weight.shape
         super().__init__(quantities, (groups, d, m, geometry.kernel_elements), weight.device)
         self._on_gpu, self._half = backend.on_gpu(weight), promoted_dtype(weight.dtype) != weight.dtype
+        self._itemsize = promoted_dtype(weight.dtype).itemsize
         self._route, self._convolution = route, convolution
         self._prepared = PreparedWeight(
             weight.shape,
@@ -328,6 +336,13 @@ class LayerContraction(Contractor):
     def at_carried(self, inputs: Calls) -> Contraction:
         """See :class:`Contractor`."""
         return Contraction(self._wanted, Carried(self._prepared, promoted(inputs[0])).forms)
+
+    def kept(self, places: int) -> int:
+        """See :class:`Contractor`: a Gram matrix, where the route may be by such."""
+        groups, _, _ = self._prepared.shape
+        found = self.multiply_adds(places, _ANY_NUMBER)
+        by_gram = min(found["gram"], self._routes.carried(places, _ANY_NUMBER)) < found["direct"]
+        return groups * places**2 * self._itemsize if by_gram and places > 1 else 0
 
     def cheaper(self, inputs: Tensor, count: int) -> str:
         """Return the route with fewer multiply-adds, for so many cotangents."""

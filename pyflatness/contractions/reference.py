@@ -511,6 +511,18 @@ class Backend:
         pairs = product(rows, rows.mT)
         return (pairs * patch_gram).sum(dim=(1, 2, 3), dtype=torch.float64)
 
+    def gram_rooted(self, rows: Tensor, factor: Tensor, patch_gram: Tensor, *, triangular: bool) -> Tensor:
+        """Return what :meth:`gram` does of R δ.
+
+        Args:
+            rows: δ, (n, G, P, d).
+            factor: R, (G, r, d).
+            patch_gram: (n, G, P, P), symmetric.
+            triangular: whether R has zeros below its diagonal.
+        """
+        # of a convolution's cotangent as it lies in memory: R (r, d) times (d, P)
+        return self.gram(product(factor, rows.mT).mT, patch_gram)
+
     def small_eigenvalues(self, matrices: Tensor) -> Tensor:
         """Return eigenvalues of symmetric matrices (n, N, N), ascending, (n, N); float64, N at most 32.
 

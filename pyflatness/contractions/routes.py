@@ -75,6 +75,11 @@ class PreparedWeight:
         return None if self.factored is None else gram_factor(promoted(self.factored))
 
     @functools.cached_property
+    def triangular(self) -> bool:
+        """Return whether R has zeros below its diagonal, as Cholesky's factor."""
+        return self.factor is not None and not bool(self.factor.tril(-1).any())
+
+    @functools.cached_property
     def half_factor(self) -> Tensor | None:
         """Return R in bfloat16, where products of that serve."""
         return half_factor(self.factor, self.factored) if self.serves_half and self.factored is not None else None
@@ -163,8 +168,8 @@ class Gram:
         rows = layer.geometry.rows(promoted(cotangent[0]))
         squares = gram_weighted = None
         if layer.factor is not None:
-            # of a convolution's cotangent as it lies in memory: R (r, d) times (d, P)
-            gram_weighted = layer.backend.gram(product(layer.factor.to(rows.dtype), rows.mT).mT, gram)
+            factor, triangular = layer.factor.to(rows.dtype), layer.triangular
+            gram_weighted = layer.backend.gram_rooted(rows, factor, gram, triangular=triangular)
         if self._squares:
             squares = layer.backend.gram(rows, gram)
         return Forms(squares, gram_weighted)

@@ -4,6 +4,7 @@ A sample's M = Σ_p δ_p φ_pᵀ has the columns of its tokens alone, each the s
 They are written out, and take no more memory than δ; no one-hot vector is.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -29,7 +30,10 @@ class TokenContraction(Contractor):
     def __init__(self, weight: Tensor, backend: Backend, quantities: Sequence[str]) -> None:
         super().__init__(quantities, (1, *weight.shape[1:], 1), weight.device)
         self._weight, self._backend = weight, backend
-        self._factor = gram_factor(promoted(weight))[0] if self._wanted.gram_factor else None
+
+    @functools.cached_property
+    def _factor(self) -> Tensor | None:
+        return gram_factor(promoted(self._weight))[0] if self._wanted.gram_factor else None
 
     def at(self, inputs: Calls, count: int, held: int = 0, positions: Tensor | None = None) -> Contraction:
         """Return the contraction at tokens (n, P); how many cotangents come does not matter, and none are held back."""

@@ -1,5 +1,6 @@
 """Contract a layer whose weight gradients M are written out by a function, whatever its uses are, in torch."""
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -28,8 +29,11 @@ class WrittenContraction(Contractor):
         super().__init__(given.quantities, (groups, d, m, geometry.kernel_elements), given.weight.device)
         self._weight, self._geometry, self._backend = promoted(given.weight), geometry, given.backend
         self._gradients = given.gradients
-        self._factor = gram_factor(self._weight) if self._wanted.gram_factor else None
         self._chunk = max(1, given.memory // (_COPIES * self._weight.element_size() * self._weight.numel()))
+
+    @functools.cached_property
+    def _factor(self) -> Tensor | None:
+        return gram_factor(self._weight) if self._wanted.gram_factor else None
 
     def at(self, inputs: Calls, count: int, held: int = 0, positions: Tensor | None = None) -> Contraction:
         """Return the contraction at some inputs; how many cotangents come does not matter, and none are held back."""

@@ -9,6 +9,7 @@ Beside it stands what the quadratic model of the loss allows in the Euclidean ba
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -25,7 +26,10 @@ from ..losses import risk
 from ..messages import in_words, span
 from ..model import calling, data, parameters
 from ..numerics import lanczos
-from ..passes.memory import Budget
+from ..numerics.signs import RandomVectors
+from ..passes import dry_run
+from ..passes.memory import Budget, MicroBatches
+from ..passes.recorder import Recorder
 from ..passes.task import Task
 
 _NEXT = 1e-3  # of the ball's radius: where the first ascent starts, since at a minimum there is no slope
@@ -99,79 +103,121 @@ class Ascent:
     def of(self, task: Task, m: int | None, *, normalized: bool = False, bounded: bool = False) -> WorstCase:
         """Return what is found on a task's data, in groups of ``m`` samples or all together."""
         task = replace(task, forward=_with_normalized_outputs(task.forward)) if normalized else task
-        place = _Place(task, self.scale)
+        place, shard = _Place(task, self.scale), task.batches.shard
         total = torch.zeros(self.starts, dtype=torch.float64, device="cpu")
-        best, loss, groups, samples, slope = 0.0, 0.0, 0, 0, torch.zeros_like(place.theta)
+        best, loss, groups, samples, norm = 0.0, 0.0, 0, 0, 0.0
         for batches, count in _groups(task, m):
-            generator = torch.Generator().manual_seed(self.seed)
-            start, slope = place.risk(torch.zeros_like(place.theta), batches)
-            found = torch.stack([self._climbed(place, batches, number, generator) for number in range(self.starts)])
+            random = RandomVectors(self.seed, place.size, place.device)
+            start, slope = place.risk(None, batches)
+            norm = _norm(slope)
+            del slope
+            found = torch.stack([self._climbed(place, batches, number, random) for number in range(self.starts)])
             total += count * (found - start)
             best += count * max(0.0, float(found.max()) - start)
             loss, groups, samples = start, groups + 1, samples + count
-        whole: float | None = None
-        notes: tuple[str, ...] = ()
+        own = torch.tensor([best, groups, samples, *total], dtype=torch.float64, device="cpu")
+        sums = shard.sum("the groups of all ranks", {"": own})[""]
+        best, groups, samples, total = float(sums[0]), int(sums[1]) if m else 1, int(sums[2]), sums[3:]
         if groups > 1:
-            loss, slope = place.risk(torch.zeros_like(place.theta), task.batches)
-        norm = float(slope.norm())
+            loss, slope = place.risk(None, task.batches)
+            norm = _norm(slope)
+        whole: float | None = None
+        notes = place.notes
         if bounded:
-            top, notes = place.largest_eigenvalue(self.seed)
-            whole = self.rho * norm + 0.5 * self.rho**2 * max(0.0, top)
+            top, of_bound = place.largest_eigenvalue(self.seed)
+            whole, notes = self.rho * norm + 0.5 * self.rho**2 * max(0.0, top), (*notes, *of_bound)
         return WorstCase(best / samples, total / samples, loss, norm, whole, groups, samples, self.rho, notes)
 
-    def _climbed(self, place: "_Place", batches: Any, number: int, generator: torch.Generator) -> Tensor:
-        """Return the largest loss on the way of one ascent."""
-        u = self._random(place.theta, generator) * (_NEXT if number == 0 else 1.0)
-        before, best, top, size, idle = u, u, -math.inf, 2 * self.rho, 0
+    def _climbed(self, place: "_Place", batches: Any, number: int, random: RandomVectors) -> Tensor:
+        """Return the largest loss on the way of one ascent; vectors are made four times, and steps taken in place."""
+        u = self._start(random.draw()).mul_(_NEXT if number == 0 else 1.0).to(place.dtype)
+        before, best = u.clone(), u.clone()
+        top, size, idle = -math.inf, 2 * self.rho, 0
         for step in range(self.steps + 1):
             interrupts.check()
             value, gradient = place.risk(u, batches)
             if value > top:
-                best, top, idle = u, value, 0
+                top, idle = value, 0
+                best.copy_(u)
             else:
                 idle += 1
             if step == self.steps or not bool(gradient.isfinite().all()):
                 break
             if idle == _PATIENCE:
-                size, idle, u, before = size / 2, 0, best, best
+                size, idle = size / 2, 0
+                u.copy_(best)
+                before.copy_(best)
+                del gradient
                 value, gradient = place.risk(u, batches)
-            direction = gradient / gradient.norm().clamp_min(1e-300) if self.euclidean else gradient.sign()
-            stepped = self._projected(u + size * direction)
-            u, before = self._projected(u + _MOMENTUM * (stepped - u) + (1 - _MOMENTUM) * (u - before)), u
+            direction = gradient.div_(max(_norm(gradient), 1e-300)) if self.euclidean else gradient.sign_()
+            stepped = self._projected(direction.mul_(size).add_(u))
+            # u + momentum (stepped - u) + (1 - momentum) (u - before), in the place of the point before
+            before.mul_(_MOMENTUM - 1).add_(u, alpha=2 - 2 * _MOMENTUM).add_(stepped, alpha=_MOMENTUM)
+            u, before = self._projected(before), u
+            del gradient, direction, stepped
         return torch.tensor(top, dtype=torch.float64, device="cpu")
 
     def _projected(self, u: Tensor) -> Tensor:
+        """Move a point into the ball, in place."""
         if not self.euclidean:
-            return u.clamp(-self.rho, self.rho)
-        return u * min(1.0, self.rho / max(float(u.norm()), 1e-300))
+            return u.clamp_(-self.rho, self.rho)
+        return u.mul_(min(1.0, self.rho / max(_norm(u), 1e-300)))
 
-    def _random(self, like: Tensor, generator: torch.Generator) -> Tensor:
-        """Return a random point of the ball's surface, or of the box."""
-        noise = torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu").to(like.device)
-        return self.rho * noise / noise.norm() if self.euclidean else self.rho * torch.erf(noise / math.sqrt(2))
+    def _start(self, random: Tensor) -> Tensor:
+        """Take numbers uniform in [-1, 1) to a point of the ball's surface, or of the box, in place."""
+        return random.mul_(self.rho / (_norm(random) if self.euclidean else 1.0))
 
 
 class _Place:
-    """Evaluate the loss and its gradient around the weights, in coordinates u = T⁻¹ δ of all parameters as a vector."""
+    """Evaluate the loss and its gradient around the weights, in coordinates u = T⁻¹ δ of all parameters as a vector.
+
+    Vectors are in the parameters' dtype, of half precision in float32; sums over samples and norms are in float64.
+
+    Attributes:
+        size: N.
+        dtype: of vectors.
+        device: of the same.
+    """
 
     def __init__(self, task: Task, scale: Callable[[Tensor], Tensor]) -> None:
-        self._task = task
+        self._task, self._scale = task, scale
         self._theta = parameters.trainable(task.model)
-        self.theta = torch.cat([w.flatten().double() for w in self._theta.values()])
-        self._scale = torch.cat([scale(w).flatten().double() for w in self._theta.values()])
+        self.size = sum(w.numel() for w in self._theta.values())
+        some = next(iter(self._theta.values()))
+        self.device = some.device
+        self.dtype = functools.reduce(torch.promote_types, [w.dtype for w in self._theta.values()], torch.float32)
+        self._cuts: MicroBatches | None = None
 
-    def risk(self, u: Tensor, batches: Any) -> tuple[float, Tensor]:
-        """Return E at θ + T u over some batches, and its gradient in u."""
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return what a reader of a value should know of how batches were cut."""
+        return () if self._cuts is None else self._cuts.notes
+
+    def risk(self, u: Tensor | None, batches: Any) -> tuple[float, Tensor]:
+        """Return E at θ + T u over some batches, and its gradient in u; None: at θ.
+
+        Batches that are the task's own are those of all ranks together.
+        """
         task, moved = self._task, self._at(u)
-        total, weight, gradient = 0.0, 0.0, torch.zeros_like(self.theta)
-        for number, batch in enumerate(batches):
-            with self._differentiated(u, moved):
-                outputs, targets = calling.run(task.model, batch, task.forward)
-                weight += risk.weight(outputs.detach(), targets, task.loss, number)
-                value = task.loss.value(outputs, targets)
-                found = torch.autograd.grad(value, [*moved.values()], allow_unused=True, materialize_grads=True)
-            total += float(value.detach())
-            gradient += torch.cat([part.flatten().double() for part in found])
+        total, weight = 0.0, 0.0
+        gradient = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+        with self._differentiated(u, moved):
+            for number, batch in enumerate(batches):
+                for part in self._parts(batch):
+                    outputs, targets = calling.run(task.model, part, task.forward)
+                    weight += risk.weight(outputs.detach(), targets, task.loss, number)
+                    value = task.loss.value(outputs, targets)
+                    found = torch.autograd.grad(value, [*moved.values()], allow_unused=True, materialize_grads=True)
+                    total += float(value.detach())
+                    for summed, each in zip(self._split(gradient).values(), found, strict=True):
+                        summed.add_(each)
+                    del outputs, value, found
+        shard = task.batches.shard
+        if batches is task.batches and not shard.ranks.alone:
+            own = torch.tensor([total, weight], dtype=torch.float64, device="cpu")
+            sums = shard.sum("a step of the ascent", {"gradient": gradient, "loss": own})
+            gradient = sums["gradient"].to(self.dtype).to(self.device)
+            total, weight = sums["loss"].tolist()
         normaliser = weight if task.loss.reduction == "mean" else 1.0
         if normaliser == 0:
             raise InputError(
@@ -179,15 +225,28 @@ class _Place:
                 "such samples out, or take larger groups (m)"
             )
         mean = total / normaliser
-        if not math.isfinite(mean) and not bool(u.any()):
+        if not math.isfinite(mean) and u is None:
             raise NonFiniteError(f"the loss at the model's weights is {mean}: there is no rise from it")
-        return mean if math.isfinite(mean) else -math.inf, gradient * self._scale / normaliser
+        for name, part in self._split(gradient).items():
+            part.mul_(self._scale(self._theta[name])).div_(normaliser)
+        return mean if math.isfinite(mean) else -math.inf, gradient
+
+    def _parts(self, batch: Any) -> Iterator[Any]:
+        """Yield a batch in parts whose graph fits the memory."""
+        task, samples = self._task, data.size(batch)
+        if self._cuts is None:
+            found = dry_run.run(task.model, {}, Recorder({}), batch, task.forward)
+            self._cuts = MicroBatches(Budget.of(task.model, task.options.memory))
+            self._cuts.plan(found.bytes, samples, cuttable=found.cuttable)
+        for place in self._cuts.places(samples, samples):
+            place.done = True
+            yield data.part(batch, place.start, place.stop)
 
     @contextlib.contextmanager
-    def _differentiated(self, u: Tensor, moved: parameters.Parameters) -> Iterator[None]:
+    def _differentiated(self, u: Tensor | None, moved: parameters.Parameters) -> Iterator[None]:
         """Have the parameters θ + T u in the model, as leaves of a graph, inside."""
         with contextlib.ExitStack() as stack:
-            if bool(u.any()):
+            if u is not None:
                 stack.enter_context(calling.dry_run())
             stack.enter_context(calling.differentiated())
             stack.enter_context(calling.differentiated_in_all_parameters())
@@ -199,27 +258,35 @@ class _Place:
         """Return λ_max(T H T) over all data, and what a reader of it should know."""
         products = ParameterProducts(self._task)
         budget = Budget.of(self._task.model, self._task.options.memory)
-        generator = torch.Generator().manual_seed(seed)
-        start = torch.randn(1, len(self.theta), generator=generator, dtype=torch.float64, device="cpu")
-        basis = max(1, budget.bases // (8 * len(self.theta)))
-        search = lanczos.largest(start.to(self.theta.device), tolerance=tolerance_of(products), size=basis)
+        start = RandomVectors(seed, self.size, self.device).draw().unsqueeze(0)
+        basis = max(1, budget.bases // (8 * self.size))
+        search = lanczos.largest(start, tolerance=tolerance_of(products), size=basis)
+        scale = torch.cat([self._scale(w).flatten().double() for w in self._theta.values()])
 
         def times(vectors: Tensor) -> Tensor:
-            return self._scale * products({products.names: vectors * self._scale})[products.names]
+            return scale * products({products.names: vectors * scale})[products.names]
 
         found = lanczos.solved(search, times)
         certificate = f"λ_max of the bound: an eigenvalue within {float(found.residuals):.1e}"
         ended = f"{certificate}, not converged after {found.products} products: the true bound may be larger"
         return float(found.values), (*products.notes(""), *(() if found.converged else (ended,)))
 
-    def _at(self, u: Tensor) -> parameters.Parameters:
+    def _at(self, u: Tensor | None) -> parameters.Parameters:
         """Return the parameters θ + T u, as leaves of a graph."""
-        flat = self.theta + self._scale * u
-        parts = flat.split([w.numel() for w in self._theta.values()])
-        return {
-            name: part.view(w.shape).to(w.dtype).requires_grad_()
-            for (name, w), part in zip(self._theta.items(), parts, strict=True)
-        }
+        if u is None:
+            return {name: w.detach().requires_grad_() for name, w in self._theta.items()}
+        parts = self._split(u)
+        moved = {name: torch.addcmul(w.to(u.dtype), self._scale(w), parts[name]) for name, w in self._theta.items()}
+        return {name: part.to(self._theta[name].dtype).requires_grad_() for name, part in moved.items()}
+
+    def _split(self, vector: Tensor) -> parameters.Parameters:
+        """Return a vector (N,) as tensors of the parameters' shapes, which it is the memory of."""
+        parts = vector.split([w.numel() for w in self._theta.values()])
+        return {name: part.view(w.shape) for (name, w), part in zip(self._theta.items(), parts, strict=True)}
+
+
+def _norm(vector: Tensor) -> float:
+    return float(torch.linalg.vector_norm(vector, dtype=torch.float64))
 
 
 def _groups(task: Task, m: int | None) -> Iterator[tuple[Any, int]]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import Unpack
 
 from ..errors import InputError
@@ -21,6 +21,7 @@ from ..messages import check_choice
 from ..model.layers import tie_notes
 from ..model.selectors import Selector
 from ..numerics.eigenpairs import BESIDE, BESIDE_STEPS, Pairs, Search, least_vectors, quadrature
+from ..numerics.signs import RandomVectors, Signs
 from ..options import CALL, How, Options, check_count, check_flag, check_number, check_probes
 from ..passes.memory import Budget
 from ..session import public, session
@@ -66,7 +67,7 @@ def spectrum(
             products and more reads of the data, and of a multiple eigenvalue a single copy may be found. For ``k=1``
             it is the same.
         density: also estimate the density by stochastic Lanczos quadrature.
-        probes: random vectors of the density.
+        probes: vectors of random signs, of the density.
         steps: products of each of them.
         tolerance: for residuals, relative to the matrix's norm; None: 1e-8 in float64, 1e-5 in float32.
         max_products: with vectors that the search for eigenpairs takes at most. Those of the density come on top, and
@@ -153,8 +154,7 @@ class _Block:
 
     def __init__(self, products: Products, names: Names, budget: Budget, seed: int) -> None:
         self._times, self._names, self._budget = products, names, budget
-        self._generator = torch.Generator().manual_seed(seed)
-        self._size, self._device = products.size(names), products.device
+        self._seed, self._size, self._device = seed, products.size(names), products.device
         self.products = 0
 
     def wanted(self, k: int, which: str) -> tuple[int, int]:
@@ -191,9 +191,7 @@ class _Block:
     def pairs(self, largest: int, smallest: int, tolerance: float, most: int, *, copies: bool) -> Pairs:
         """Return so many eigenpairs at each end, by so many products at most."""
         search = Search(
-            self._generator,
-            self._size,
-            self._device,
+            RandomVectors(self._seed, self._size, self._device),
             tolerance=tolerance,
             room=self._budget.bases // (_NUMBER * self._size) - BESIDE,
             limit=most,
@@ -204,17 +202,14 @@ class _Block:
     def density(self, probes: int, steps: int) -> Density:
         """Return the quadrature of random probes, as many at a time as memory has room for."""
         steps = min(steps, self._size)
+        first = torch.zeros(1, dtype=torch.int64, device=self._device)
         at_once = max(1, self._budget.bases // (_NUMBER * self._size * (steps + BESIDE_STEPS)))
         found = []
         for start in range(0, probes, at_once):
-            count = min(at_once, probes - start)
-            found.append(self._found(quadrature(self._random(count), steps)))
+            signs = Signs(self._seed, range(start, min(start + at_once, probes)))(1, first, self._size)
+            found.append(self._found(quadrature(signs.squeeze(1).double(), steps)))
         nodes, weights = (torch.cat(each).cpu() for each in zip(*found, strict=True))
         return Density(nodes, weights, self._size)
-
-    def _random(self, count: int) -> Tensor:
-        vectors = torch.randn(count, self._size, generator=self._generator, dtype=torch.float64, device="cpu")
-        return vectors.to(self._device)
 
     def _found(self, asking: Any) -> Any:
         """Return what a generator returns that asks for products."""

@@ -18,13 +18,11 @@ from typing_extensions import Unpack
 
 from ..errors import InputError
 from ..messages import check_choice
-from ..numerics import meeting
 from ..options import CALL, How, Options, check_count, check_flag, check_number
 from ..session import public, session
 from .ascent import Ascent, WorstCase
 
 NORMS = ("l2", "linf")
-_INSTEAD = "pass process_group=False on one rank, with all data, "
 
 
 @public(*CALL, "seed", "memory")
@@ -62,8 +60,8 @@ def worst_case_sharpness(
         bound: also return what the quadratic model allows (``norm="l2"``): some dozens of Hessian products.
         normalize_logits: divide each sample's outputs f by the root mean square of f - mean(f), so that their scale
             does not count (Andriushchenko et al. 2023, section 3.3).
-        memory: bytes to hold at a time, for ``bound``; the ascent runs batches whole.
-        process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.
+        memory: … Seven vectors of the parameters' size come on top, in their dtype or float32.
+        process_group: … A group of samples is one rank's.
 
     Returns:
         The rise; it has no standard error: more steps and starts improve it.
@@ -96,12 +94,11 @@ def worst_case_sharpness(
         seed=how.get("seed", 0),
     )
     m = None if m is None else check_count("m", m, 1, "a number of samples")
-    meeting.refuse(how.get("process_group"), "worst_case_sharpness", _INSTEAD)
-    with session(model, loss, data, Options.of(how), {**how, "process_group": False}, reads=3) as task:
+    with session(model, loss, data, Options.of(how), how, reads=3) as task:
         return ascent.of(task, m, normalized=check_flag("normalize_logits", normalize_logits), bounded=bound)
 
 
-@public(*CALL, "seed")
+@public(*CALL, "seed", "memory")
 def keskar_sharpness(
     model: nn.Module,
     loss: Any = "auto",
@@ -124,7 +121,7 @@ def keskar_sharpness(
         rho: ε.
         steps: of each ascent.
         starts: ascents.
-        process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.
+        memory: … See :func:`pyflatness.worst_case_sharpness`.
 
     Returns:
         The value in percent, a lower bound; ``loss`` is E(θ).
@@ -149,8 +146,7 @@ def keskar_sharpness(
         starts=check_count("starts", starts, 1, "a number of ascents"),
         seed=how.get("seed", 0),
     )
-    meeting.refuse(how.get("process_group"), "keskar_sharpness", _INSTEAD)
-    with session(model, loss, data, Options.of(how), {**how, "process_group": False}, reads=3) as task:
+    with session(model, loss, data, Options.of(how), how, reads=3) as task:
         found = ascent.of(task, None)
     percent = 100 / (1 + found.loss)
     return replace(found, value=found.value * percent, starts=found.starts * percent)

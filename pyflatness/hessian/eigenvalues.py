@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
-import torch
-
 from ..numerics import lanczos
 from ..numerics.lanczos import LargestEigenvalues
+from ..numerics.signs import RandomVectors
 from ..passes.memory import Budget
 from .products import Names, Products
 
@@ -25,12 +24,10 @@ def largest(products: Products, blocks: Sequence[Names], budget: Budget, seed: i
     """
     sizes = {names: products.size(names) for names in blocks}
     basis = max(1, budget.bases // (8 * sum(sizes.values())))
-    generator = torch.Generator().manual_seed(seed)
     tolerance = tolerance_of(products)
     searches = {}
     for names, size in sizes.items():
-        start = torch.randn(1, size, generator=generator, dtype=torch.float64, device="cpu").to(products.device)
-        start = products.allowed(names, start)
+        start = products.allowed(names, RandomVectors(seed, size, products.device).draw().unsqueeze(0))
         searches[names] = lanczos.largest(start, tolerance=tolerance, size=basis)
     return lanczos.solved_in_step(searches, products)
 

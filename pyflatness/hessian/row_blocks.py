@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..numerics import lanczos
 from ..numerics.lanczos import LargestEigenvalues
+from ..numerics.signs import RandomVectors
 from ..passes.memory import Budget
 
 TOLERANCE = 1e-6  # of the residuals, relative to each block's norm
@@ -113,9 +114,6 @@ def add_gradients(blocks: Tensor, gradients: Tensor, signs: Tensor | None) -> No
 
 def search(columns: Tensor, seed: int, budget: Budget, tolerance: float = TOLERANCE) -> lanczos.Search:
     """Return the search for the largest eigenvalue of every row's block at once."""
-    generator = torch.Generator().manual_seed(seed)
-    start = (
-        torch.randn(columns.shape, generator=generator, dtype=torch.float64, device="cpu").to(columns.device) * columns
-    )
+    start = RandomVectors(seed, columns.numel(), columns.device).draw().view(columns.shape) * columns
     size = max(1, budget.bases // (8 * columns.numel()))
     return lanczos.largest(start, tolerance=tolerance, size=size)

@@ -13,6 +13,8 @@ from ..errors import InputError, NotYetError
 from ..model import layers, spread
 from ..numerics.accumulate import omits
 from ..passes import linearity
+from ..passes.dry_run import Findings
+from ..passes.layer_form import LayerForm
 from ..passes.memory import Budget
 from ..passes.runner import Runner
 from ..passes.task import Task
@@ -52,8 +54,17 @@ class LayerValues:
             self._approve,
             second_order=not self._options.by_ggn,
             order_matters=self._options.by_sample or not task.loss.convex,
-            reserve=lambda found: layers.bytes_by_sample(task.selection.modules),
+            reserve=self._reserve,
         )
+        self._wanted: tuple[str, ...] = ()
+
+    def _reserve(self, found: Findings) -> int:
+        """Return the bytes a sample that values take beside the graph: weights of its own, and Gram matrices."""
+        quantities = [name for name in self._wanted if name in QUANTITIES]
+        of_weights = {name: self._selected[name] for name in found.places} if quantities else {}
+        forms = (LayerForm(name, module, quantities, self._options) for name, module in of_weights.items())
+        kept = sum(form.kept(found.places[form.name]) for form in forms)
+        return layers.bytes_by_sample(self._selected) + kept
 
     def _approve(self, nonlinear: Mapping[str, str]) -> None:
         """Raise if values of layers that are not linear cannot be had."""
@@ -80,7 +91,7 @@ class LayerValues:
         Raises:
             InputError: what concerns all measures.
         """
-        wanted = tuple(dict.fromkeys(measure.quantity for measure in measures if measure.quantity))
+        wanted = self._wanted = tuple(dict.fromkeys(measure.quantity for measure in measures if measure.quantity))
         kind = AdaptiveSweep if self._options.probes == "adaptive" else Sweep
         sweep = kind(self._runner, self._loss, self._options, wanted)
         stages = Stages(self._options, lambda: sweep.exact_passes)
@@ -212,7 +223,8 @@ class LayerValues:
 
     def block_traces(self) -> Tensor:
         """Return the (d, d) block traces of the one layer."""
-        sweep = Sweep(self._runner, self._loss, self._options, ("squares",))
+        self._wanted = ("squares",)
+        sweep = Sweep(self._runner, self._loss, self._options, self._wanted)
         totals = self._totals()
         blocks: list[Tensor] = []
 

@@ -21,10 +21,10 @@ from typing_extensions import Unpack
 
 from .. import interrupts
 from ..errors import InputError
-from ..model import calling, inputs, state
+from ..model import calling, inputs
 from ..model import data as batching
-from ..numerics import meeting
 from ..numerics.accumulate import Accumulator, non_finite
+from ..numerics.signs import Signs
 from ..options import READING, MeasureHow, Options, check_count, check_flag, check_number
 from ..passes import recorder
 from ..passes.batch_layout import check_outputs
@@ -34,7 +34,6 @@ from ..session import public, session
 from .base import Measure
 
 STEPS = 20
-_INSTEAD = "take mls, which has the value by Jacobians, "
 
 
 @public(*READING, "per_sample", "seed", "nan_policy")
@@ -60,7 +59,6 @@ def mls_adversarial(
         steps: of the ascent, a forward and a backward pass each.
         rho: |δ| / |x|, √ε of the dtype unless given.
         normalized: mean_i |x_i|² s_max², normalised MLS (Definition F.1), in the place of mean_i s_max.
-        process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.
 
     Returns:
         The value, an estimate from below; it has no standard error, since more steps, not more draws, improve it.
@@ -77,31 +75,31 @@ def mls_adversarial(
         >>> round(pf.measures.mls_adversarial(model, torch.nn.CrossEntropyLoss(), data).value, 4)
         3.0
     """
-    meeting.refuse(how.get("process_group"), "mls_adversarial", _INSTEAD)
     steps = check_count("steps", steps, 1, "a number of steps")
     rho = None if rho is None else check_number("rho", rho)
     normalized = check_flag("normalized", normalized)
     options = Options.of(how)
-    with session(model, loss, data, options, {**how, "process_group": False}) as task:
+    with session(model, loss, data, options, how) as task:
         return _estimate(task, steps, rho, normalized=normalized)
 
 
 def _estimate(task: Task, steps: int = STEPS, rho: float | None = None, *, normalized: bool = False) -> Estimate:
-    task.batches.shard.ranks.refuse("mls_adversarial", _INSTEAD)
-    generator = torch.Generator(state.device(task.model)).manual_seed(task.options.seed)
+    signs, shard, done = Signs(task.options.seed, [0]), task.batches.shard, 0
     found, over = [], Accumulator(task.options.nan_policy)
     with recorder.frozen(task.model):
         for number, batch in enumerate(task.batches):
             ascent = _Ascent(task, batch, number, rho)
-            values = ascent.values(steps, generator)
+            values = ascent.values(steps, signs, shard.numbers(done, len(ascent.sizes)))
+            done += len(values)
             if normalized:
                 values = ascent.sizes.square() * values.square()
             fine = values.isfinite()
             over.kept(fine, partial(non_finite, number, fine, "in their input, outputs or derivatives"))
             over.add(len(values))
             found.append(torch.where(fine, values, torch.nan))
+    over.together(shard, {})
     over.check()
-    each = torch.cat(found).cpu()
+    each = shard.rows("the values of samples", torch.cat(found).cpu())
     return Estimate(
         value=float((each[~each.isnan()] if over.omitted else each).mean()),
         stderr=None,
@@ -136,11 +134,12 @@ class _Ascent:
         with torch.no_grad():
             self._start = self._outputs(found)
 
-    def values(self, steps: int, generator: torch.Generator) -> Tensor:
-        """Return the largest quotient of each sample, (n,) float64."""
+    def values(self, steps: int, signs: Signs, numbers: Tensor) -> Tensor:
+        """Return the largest quotient of each sample, (n,) float64, for samples by their numbers in the data."""
         dtype = torch.promote_types(self._input.dtype, torch.float32)
         shape, device = self._input.shape, self._input.device
-        direction = torch.randn(shape, generator=generator, dtype=dtype, device=device)
+        start = signs.uniform(0, numbers.to(device), shape[1:].numel()).squeeze(0).mul_(2).sub_(1)
+        direction = start.to(dtype).view(shape)
         best = torch.zeros(len(self._input), dtype=torch.float64, device=device)
         for step in range(steps + 1):
             interrupts.check()

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from .krylov import KrylovSpace, Ritz
 from .lanczos import bordered, orthogonalised
+from .signs import RandomVectors
 
 _STARTS = 2  # where copies of eigenvalues count
 _LONGEST = 300  # vectors of a basis, where more are not wanted: T is diagonalised at every step
@@ -63,19 +64,15 @@ class Search:
     """Search for eigenpairs of one matrix at both ends of its spectrum.
 
     Args:
-        generator: of random starts, on the CPU.
-        size: N.
-        device: of the vectors.
+        random: where random starts come from.
         tolerance: for residuals, relative to the matrix's norm as seen so far.
         room: vectors that memory has room for, beside which there are :data:`BESIDE`; :func:`least_vectors` are taken
             in any case.
         limit: products at most.
     """
 
-    def __init__(
-        self, generator: torch.Generator, size: int, device: torch.device, *, tolerance: float, room: int, limit: int
-    ) -> None:
-        self._generator, self._size, self._device = generator, size, device
+    def __init__(self, random: RandomVectors, *, tolerance: float, room: int, limit: int) -> None:
+        self._random, self._size, self._device = random, random.size, random.device
         self._tolerance, self._room, self._limit = tolerance, room, limit
         self._products, self._norm, self._converged, self._limited = 0, 0.0, True, False
 
@@ -94,7 +91,7 @@ class Search:
         copies = copies and max(largest, smallest) > 1 and wanted < self._size
         self._starts = min(_STARTS, self._size, self._limit) if copies else 1
         most = min(self._size, max(least_vectors(wanted, self._size), min(self._room, _LONGEST)))
-        space = KrylovSpace(self._generator, most, self._size, self._device)
+        space = KrylovSpace(self._random, most)
         space.start(self._starts)
         ritz = yield from self._ends(space, largest, smallest, fewest=0)
         again = copies and ritz is not None and self._is_multiple(ritz, largest, smallest)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .basis import Basis
+from .signs import RandomVectors
 
 _NOTHING = 1e-12  # of the matrix's norm: a rest of so little is rounding
 _PARALLEL = 1e-3  # of a vector's norm: a rest of less is taken apart from the whole basis once more
@@ -47,14 +48,13 @@ class KrylovSpace:
     """Extend a basis by products with a matrix.
 
     Args:
-        generator: of random vectors, on the CPU.
+        random: where vectors come from that are random.
         most: vectors at most.
-        size: N.
-        device: of the vectors.
     """
 
-    def __init__(self, generator: torch.Generator, most: int, size: int, device: torch.device) -> None:
-        self._generator, self._size, self._device = generator, size, device
+    def __init__(self, random: RandomVectors, most: int) -> None:
+        self._random, size, device = random, random.size, random.device
+        self._size, self._device = size, device
         self._basis = Basis(most, size, device)
         self._newest = 0  # how many vectors were not multiplied yet
         self._rests = torch.zeros(0, size, dtype=torch.float64, device=device)  # P
@@ -170,8 +170,7 @@ class KrylovSpace:
         """Extend the basis by a vector (1, N), or by a random one if it is nothing beside the matrix's norm."""
         length = float(vector.norm())
         if length <= _NOTHING * norm:
-            vector = torch.randn(1, self._size, generator=self._generator, dtype=torch.float64, device="cpu")
-            vector = vector.to(self._device)
+            vector = self._random.draw().unsqueeze(0)
             self._basis.take_out(vector)
             length = float(vector.norm())
         self._basis.append(vector[0] / length)

@@ -58,10 +58,38 @@ class Signs:
         return _mixed(state + _STEP * numbers)
 
 
+class RandomVectors:
+    """Draw vectors (N,) float64 on a device, one after another, uniform in [-1, 1): of the same bits on every device.
+
+    Signs would do for a trace, and not for a search: half of them have no component at all along (1, -1, 0, …, 0).
+
+    Args:
+        seed: of the user.
+        size: N.
+        device: of the vectors.
+    """
+
+    def __init__(self, seed: int, size: int, device: torch.device) -> None:
+        self.size, self.device = size, device
+        self._signs, self._drawn = Signs(seed, [0]), 0
+
+    def draw(self) -> Tensor:
+        """Return the next vector."""
+        number = torch.tensor([self._drawn], dtype=torch.int64, device=self.device)
+        vector = torch.empty(self.size, dtype=torch.float64, device=self.device)
+        for start in range(0, self.size, _CHUNK):
+            stop = min(start + _CHUNK, self.size)
+            words = self._signs._words(0, number, torch.arange(start, stop, device=self.device)).flatten()
+            torch.mul(words >> 11, 2.0**-52, out=vector[start:stop])
+        self._drawn += 1
+        return vector
+
+
 def _signed(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 
+_CHUNK = 2**18  # numbers at a time, which stay in a processor's caches
 _STEP = _signed(0x9E3779B97F4A7C15)
 
 

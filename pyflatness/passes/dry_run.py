@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..numerics.directions import Directions
 from . import batch_layout, kept_rows, linearity
 from .batch_layout import Layout, check_outputs
 from .independence import agree, alone, rounding
-from .recorder import Recorder
+from .recorder import RecordedCall, Recorder
 
 _SHARE = 16  # one sample of so many of the first batch is looked at, at least two and at most _MOST
 _MOST = 16
@@ -35,6 +35,7 @@ class Findings:
         outputs: the model's, for samples from there on.
         bytes: that the graph and the layers' inputs and output gradients take per sample, about.
         inputs: bytes of the layers' inputs per sample.
+        places: positions of a sample in all calls of each layer.
         cuttable: whether the model runs on micro-batches.
         mixed: embeddings whose rows cannot be told apart by sample, and which can be left out.
     """
@@ -45,6 +46,7 @@ class Findings:
     outputs: Tensor
     bytes: int
     inputs: int
+    places: dict[str, int]
     cuttable: bool
     mixed: frozenset[str]
 
@@ -103,11 +105,18 @@ def run(
         for call in made
     )
     taken = sum(_bytes(call.inputs) for made in recorder.calls.values() for call in made)
+    places = {name: places_of(modules[name], made, count) for name, made in recorder.calls.items() if name in narrowed}
     if 1 < count == samples and cuttable:  # else the batch itself will show it
         second = alone(data.part(batch, 1, 2), lambda one: calling.run(model, one, forward)[0])
         start, outputs = (0, outputs) if second is None else (1, second)
     bytes_ = (stored + 2 * received) // count
-    return Findings(count, start, narrowed, outputs.detach(), bytes_, taken // count, cuttable, frozenset(mixed))
+    inputs = taken // count
+    return Findings(count, start, narrowed, outputs.detach(), bytes_, inputs, places, cuttable, frozenset(mixed))
+
+
+def places_of(module: nn.Module, calls: Sequence[RecordedCall], samples: int) -> int:
+    """Return the positions of a sample in all of a layer's calls."""
+    return sum(call.output.numel() for call in calls) // (samples * len(layers.without_entries(module)))
 
 
 def layouts_of(recorder: Recorder, samples: int) -> dict[str, tuple[Layout, ...]]:
@@ -273,8 +282,9 @@ def _run(
             break
     for calls in recorder.calls.values():
         storages.update({call.inputs.untyped_storage()._cdata: _bytes(call.inputs) for call in calls})
-    for use in recorder.stand_ins:  # whose weights the graph has as views of parameters
-        storages.pop(use.source.parameter.untyped_storage()._cdata, None)
+    stand_ins = (use.source.parameter for use in recorder.stand_ins)
+    for tensor in (*model.parameters(), *model.buffers(), *stand_ins):  # of which views are saved
+        storages.pop(tensor.untyped_storage()._cdata, None)
     return outputs, sum(storages.values())
 
 

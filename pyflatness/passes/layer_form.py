@@ -92,6 +92,14 @@ class LayerForm:
         """Return the contraction with a weight (G, d, m)."""
         return self._kind.contraction(Ingredients(weight, self.backend, self.quantities, self._memory, self.gradients))
 
+    def kept(self, places: int) -> int:
+        """Return the bytes a sample that the contraction keeps of its inputs at so many positions."""
+        if self._dense:
+            return 0
+        weight = layers.without_entries(self._module)
+        entries = weight.new_zeros((), dtype=promoted_dtype(weight.dtype)).expand(weight.shape)
+        return self._of(entries.unflatten(0, (self._kind.groups, -1))).kept(places)
+
     def weight(self, run: Run) -> Tensor:
         """Return the weight (G, d, m) for inputs as :meth:`patches` has them: those of its columns that these have."""
         if self._dense:

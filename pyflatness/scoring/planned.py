@@ -27,7 +27,7 @@ from ..messages import reason
 from ..model import calling, hugging_face, layers, selectors
 from ..numerics.ranks import Ranks
 from ..passes.batch_layout import check_outputs
-from ..passes.dry_run import saved_storages
+from ..passes.dry_run import places_of, saved_storages
 from ..passes.recorder import Recorder, frozen
 from . import pretrained
 
@@ -76,6 +76,7 @@ class Work:
         graph: bytes that autograd saves and of layers' inputs, without weights.
         inputs: bytes of layers' inputs.
         gradients: bytes of the gradients in layers' outputs of one cotangent.
+        grams: bytes of the Gram matrices of layers' inputs, which are kept for all cotangents.
         outputs: bytes of the outputs.
         passes: backward passes of exact values.
         forward: operations of a forward pass, two for a multiply-add.
@@ -93,6 +94,7 @@ class Work:
     graph: int
     inputs: int
     gradients: int
+    grams: int
     outputs: int
     passes: int
     forward: int
@@ -112,6 +114,7 @@ class Planned:
         gathered: bytes of weights that come and go: the largest block, what belongs to no block, and a layer's weight.
         graph: bytes of a micro-batch's graph with the layers' inputs.
         gradients: bytes of the gradients in layers' outputs.
+        grams: bytes of the Gram matrices of layers' inputs; none where a layer's weight comes and goes.
         micro_batches: of a rank.
         passes: backward passes of a micro-batch.
         reductions: at the ends of reads.
@@ -127,6 +130,7 @@ class Planned:
     gathered: int
     graph: int
     gradients: int
+    grams: int
     micro_batches: int
     passes: int
     reductions: int
@@ -138,7 +142,7 @@ class Planned:
     @property
     def memory(self) -> int:
         """Return the bytes of a rank in all."""
-        return self.weights + self.gathered + self.graph + self.gradients
+        return self.weights + self.gathered + self.graph + self.gradients + self.grams
 
 
 @contextmanager
@@ -233,6 +237,7 @@ def _of(model: nn.Module, selected: Mapping[str, nn.Module], recorder: Recorder,
         for name, weight in weights.items()
         if not layers.kind_of(selected[name]).tokens  # whose rows are looked up
     }
+    places = {name: places_of(selected[name], calls[name], batch.samples) for name in contractions}
     terms = outputs.numel() // (len(outputs) * outputs.shape[1])
     biases = [bias for name in calls if isinstance(bias := getattr(selected[name], "bias", None), Tensor)]
     return Work(
@@ -245,13 +250,14 @@ def _of(model: nn.Module, selected: Mapping[str, nn.Module], recorder: Recorder,
         graph=sum(storages.values()),
         inputs=sum(inputs.values()),
         gradients=sum(_bytes(call.output) for made in calls.values() for call in made),
+        grams=batch.samples * sum(each.kept(places[name]) for name, each in contractions.items()),
         outputs=_bytes(outputs),
         passes=terms * losses.resolve("cross_entropy").columns(outputs.shape[1]),
         forward=forward.get_total_flops(),
         backward=backward.get_total_flops(),
         contraction=sum(
-            2 * batch.samples * _multiply_adds(contraction, selected[name], calls[name], batch.samples)
-            for name, contraction in contractions.items()
+            2 * batch.samples * layers.groups(selected[name]) * round(min(each.multiply_adds(places[name], 1).values()))
+            for name, each in contractions.items()
         ),
         factors=2 * sum(multiply_adds(*weights[name].shape) for name in contractions),
     )
@@ -293,6 +299,7 @@ def planned(
         gathered=gathered,
         graph=work.graph,
         gradients=work.gradients,
+        grams=0 if sharded else work.grams,
         micro_batches=micro_batches,
         passes=passes,
         reductions=1,
@@ -327,13 +334,6 @@ def _contraction(module: nn.Module, weight: Tensor) -> LayerContraction:
     kind = layers.kind_of(module)
     matrix = weight.reshape(kind.groups, -1, weight.shape[1])
     return LayerContraction(matrix, kind.geometry, backends.reference, _QUANTITIES, memory=_BUFFERS)
-
-
-def _multiply_adds(contraction: LayerContraction, module: nn.Module, calls: Sequence[Any], samples: int) -> int:
-    """Return the multiply-adds of a sample and a cotangent by the cheaper route."""
-    rows = layers.as_matrix(module, _weight(module)).shape[0]
-    places = sum(call.output.numel() for call in calls) // (samples * rows)
-    return layers.groups(module) * round(min(contraction.multiply_adds(places, 1).values()))
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

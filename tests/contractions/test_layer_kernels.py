@@ -42,6 +42,13 @@ def check_grams(module, inputs, signal, geometry):
         expected = reference.gram(a.double(), truth)
         assert result.dtype == torch.float64
         assert float(((result - expected).abs() / expected).max()) < limit(inputs.dtype)
+    for r in (5, 16, 33):  # rows of R: fewer than a kernel takes, and not a multiple of those of a panel
+        for triangular in (False, True):
+            factor = torch.randn(geometry.groups, r, rows.shape[3], dtype=rows.dtype)
+            factor = factor.triu() if triangular else factor
+            result = module.gram_rooted(rows, factor, truth.to(inputs.dtype), triangular=triangular)
+            expected = reference.gram(rows.double() @ factor.double().mT, truth)
+            assert float(((result - expected).abs() / expected.clamp_min(1e-30)).max()) < limit(inputs.dtype)
 
 
 @every(engine=ENGINES, case=CASES, dtype=DTYPES, kind=LAYOUTS)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from pyflatness.numerics.eigenpairs import Search
+from pyflatness.numerics.signs import RandomVectors
 
 CPU = torch.device("cpu")
 
@@ -33,7 +34,7 @@ def _spectrum(outliers):
 
 
 def _search(size, tolerance=1e-9, room=300, limit=5000, seed=1):
-    return Search(torch.Generator().manual_seed(seed), size, CPU, tolerance=tolerance, room=room, limit=limit)
+    return Search(RandomVectors(seed, size, CPU), tolerance=tolerance, room=room, limit=limit)
 
 
 MULTIPLE = {

@@ -75,6 +75,35 @@ void check_layer(const pyflatness::Kernels& kernels, const Layer& l, pyflatness:
         }
       expect<T>(contracted[size_t(matrix)] + 2 * size, truth + 2 * size, "gram", kernels.name);
     }
+    const int64_t rooted = (d + pyflatness::kRootRows - 1) / pyflatness::kRootRows * pyflatness::kRootRows;
+    for (bool triangular : {false, true}) {  // the unit matrix times the row's number, and of the other one more column
+      std::vector<T> unit(size_t(l.groups * rooted * d), T(0));
+      for (int64_t i = 0; i < l.groups * d; ++i) {
+        T* row = unit.data() + (i / d * rooted + i % d) * d;
+        row[i % d] = T(i % d + 1);
+        if (!triangular) row[0] += 1;
+      }
+      auto scratch = normal<T>(g.gram_rooted_workspace(positions, d, threads));
+      g.gram_rooted(rows, l.n, l.groups, positions, d, unit.data(), rooted, triangular, patch_gram.data(),
+                    contracted.data(), scratch.data(), threads);
+      for (int64_t matrix = 0; matrix < matrices; ++matrix) {
+        const T* a = rows.data + matrix * d * positions;
+        double truth = 0, size = 0;
+        for (int64_t p = 0; p < positions; ++p)
+          for (int64_t q = 0; q < positions; ++q) {
+            double dot = 0;
+            for (int64_t s = 0; s < d; ++s) {
+              const auto turn = [&](int64_t place) {
+                return double(s + 1) * a[place * along + s * across] + (triangular ? 0 : a[place * along]);
+              };
+              dot += turn(p) * turn(q);
+            }
+            const double term = dot * patch_gram[size_t((matrix * positions + p) * positions + q)];
+            truth += term, size += std::abs(term);
+          }
+        expect<T>(contracted[size_t(matrix)] + 2 * size, truth + 2 * size, "gram_rooted", kernels.name);
+      }
+    }
   }
 
   for (int64_t matrix = 0; matrix < matrices; ++matrix) {

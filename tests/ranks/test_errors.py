@@ -139,9 +139,6 @@ def adaptive(rank, size):
 def refused(rank, size):
     calls = {
         "verify": lambda: pf.verify(model(), LOSS, part(rank, size)),
-        "mls_adversarial": lambda: pf.measures.mls_adversarial(model(), LOSS, part(rank, size)),
-        "worst_case_sharpness": lambda: pf.worst_case_sharpness(model(), LOSS, part(rank, size)),
-        "keskar_sharpness": lambda: pf.measures.keskar_sharpness(model(), LOSS, part(rank, size)),
         "generalization_bound": lambda: pf.theory.generalization_bound(model(), LOSS, part(rank, size)),
         "representativeness": lambda: pf.theory.representativeness(data()[0], torch.ones(3, 5), targets=data()[1]),
         "authors_representativeness": lambda: pf.theory.authors_representativeness(

@@ -14,7 +14,16 @@ CASES = (
     *("hidden_layer_normalized", "probes", "one_probe", "part_of_the_data", "wanted_error", "block_traces"),
     *("every_measure", "sampled_measures", "sum_of_losses", "representation", "bounds", "adaptive_sharpness_mc"),
     *("pac_bayes", "as_large_a_part_as_it_takes"),
-    *("tracked", "feature_robustness", "generalization_gap", "cost_of_change", "allocate", "spectrum", "tokens"),
+    *(
+        "tracked",
+        "feature_robustness",
+        "generalization_gap",
+        "cost_of_change",
+        "allocate",
+        "spectrum",
+        "tokens",
+        "worst_cases",
+    ),
     *("landscape", "linear_interpolation"),
     *("nan_propagated", "nan_omitted"),
     *("nan_omitted_at_the_head", "nan_omitted_of_every_measure", "nan_omitted_normalized", "wrapped", "subgroup"),
@@ -56,7 +65,8 @@ def assert_same(one, other, rtol, where=""):
         assert one.keys() == other.keys(), where
         for key in one:
             if key not in ("notes", "backend"):  # a certificate has a residual in it, which is rounding
-                assert_same(one[key], other[key], rtol, f"{where}.{key}")
+                of_differences = isinstance(key, str) and key.endswith("mls_adversarial")  # over √ε: of rounding / √ε
+                assert_same(one[key], other[key], max(rtol, 1e-7 * of_differences), f"{where}.{key}")
     elif isinstance(one, list) and one and isinstance(one[0], float):
         scale = rtol * max(map(abs, one))
         assert one == pytest.approx(other, rel=rtol, abs=scale, nan_ok=True), where

@@ -11,6 +11,7 @@ import pyflatness as pf
 from pyflatness.errors import PassesError
 from pyflatness.model import calling, selectors
 from pyflatness.passes.dry_run import saved_storages
+from pyflatness.passes.memory import MicroBatches
 from pyflatness.passes.recorder import Recorder, frozen
 from pyflatness.scoring import planned
 from pyflatness.sweep.contracted import Contracted
@@ -57,6 +58,26 @@ def test_weights_and_bytes_are_those_of_a_model_that_is_there(work, tokens):
     saved = sum(size for key, size in storages.items() if key not in held)
     assert saved <= work.graph <= saved + work.inputs  # of the embedding and others inputs come on top
     assert work.layer_weights == sum(modules[name].weight.numel() for name in work.layers)
+
+
+def test_bytes_are_those_by_which_batches_are_cut(tokens):
+    """Of convolutions, some with Gram matrices, and of a language model: backward passes hold gradients twice."""
+    torch.manual_seed(0)
+
+    def convolutions():
+        layers = nn.Conv2d(3, 40, 3, padding=1), nn.ReLU(), nn.Conv2d(40, 40, 3, padding=1), nn.ReLU()
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(40, 4))
+
+    images = planned.work(convolutions, planned.Batch(2, None, (3, 8, 8)))
+    assert images.grams == 2 * 4 * 64**2  # of the second layer: the first has fewer columns than positions
+    data = torch.randn(2, 3, 8, 8), torch.tensor([0, 1])
+    two = {name: values[:2] for name, values in tokens[0].items()}
+    of_two = planned.work(llama, planned.Batch(2, LENGTH))
+    for model, batches, expected in ((convolutions(), data, images), (llama(), [two], of_two)):
+        with mock.patch.object(MicroBatches, "plan", autospec=True, side_effect=MicroBatches.plan) as cut:
+            pf.measure(model.eval(), "cross_entropy", batches, measures="relative_flatness", curvature="ggn", probes=1)
+        ((_, needed, _), _), *_ = cut.call_args_list
+        assert needed == (expected.graph + 2 * expected.gradients + expected.grams) // 2
 
 
 def test_passes_are_those_that_are_made(work, tokens):

@@ -19,11 +19,7 @@ import pyflatness as pf
 
 SAMPLES = 23
 CUTS = {1: (0, SAMPLES), 2: (0, 9, SAMPLES), 3: (0, 4, 4, SAMPLES)}  # uneven shards, and of three ranks an empty one
-REFUSED = {
-    "relative_flatness_max",
-    "mls_adversarial",
-    "normalized_mls_adversarial",
-}  # measures that are not there over ranks
+REFUSED = {"relative_flatness_max"}  # measures that are not there over ranks
 LOSS = nn.CrossEntropyLoss()
 WEIGHTED = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.5]).double(), ignore_index=2)
 
@@ -164,6 +160,15 @@ def cost_of_change(rank, size):
 def allocate(rank, size):
     formats = ["int2", "int4", "int8"]
     return pf.allocate(model(), LOSS, part(rank, size), formats, bits=5, probes=None).to_dict()
+
+
+def worst_cases(rank, size):
+    found = pf.worst_case_sharpness(model(), LOSS, part(rank, size), adaptive=True, steps=6, starts=2, bound=True)
+    box = pf.measures.keskar_sharpness(model(), LOSS, part(rank, size), rho=0.01, steps=6, starts=2)
+    alone = [(x[None], y[None]) for x, y in zip(*part(rank, size), strict=True)]  # whatever the ranks: groups of one
+    groups = pf.worst_case_sharpness(model(), LOSS, alone, m=1, steps=4)
+    each = {"ball": found, "box": box, "groups": groups}
+    return {name: {**vars(one), "notes": ()} for name, one in each.items()}
 
 
 def spectrum(rank, size):
