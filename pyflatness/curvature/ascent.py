@@ -25,7 +25,6 @@ from ..losses import risk
 from ..messages import in_words, span
 from ..model import calling, data, parameters
 from ..numerics import lanczos
-from ..passes.memory import Budget
 from ..passes.task import Task
 
 _NEXT = 1e-3  # of the ball's radius: where the first ascent starts, since at a minimum there is no slope
@@ -166,7 +165,7 @@ class _Place:
         total, weight, gradient = 0.0, 0.0, torch.zeros_like(self.theta)
         for number, batch in enumerate(batches):
             with self._differentiated(u, moved):
-                outputs, targets = calling.run(task.model, batch, task.forward)
+                outputs, targets = task.run(batch)
                 weight += risk.weight(outputs.detach(), targets, task.loss, number)
                 value = task.loss.value(outputs, targets)
                 found = torch.autograd.grad(value, [*moved.values()], allow_unused=True, materialize_grads=True)
@@ -198,7 +197,7 @@ class _Place:
     def largest_eigenvalue(self, seed: int) -> tuple[float, tuple[str, ...]]:
         """Return λ_max(T H T) over all data, and what a reader of it should know."""
         products = ParameterProducts(self._task)
-        budget = Budget.of(self._task.model, self._task.options.memory)
+        budget = self._task.budget()
         generator = torch.Generator().manual_seed(seed)
         start = torch.randn(1, len(self.theta), generator=generator, dtype=torch.float64, device="cpu")
         basis = max(1, budget.bases // (8 * len(self.theta)))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import NotYetError
-from ..model import calling, parameters
+from ..model import calling
 from ..model.parameters import Parameters
 from ..passes.task import Task
 
@@ -48,7 +48,7 @@ def refreshed(task: Task, values: Parameters) -> Parameters:
     with _of_batches(own.values()), calling.dry_run():
         for batch in task.batches:
             fresh = {key: torch.zeros_like(buffers[key]) for calls, of in names for key in (calls, *of)}
-            parameters.run(task.model, {**values, **fresh}, batch, task.forward)
+            task.run(batch, {**values, **fresh})
             for calls, of in names:
                 sums[calls] = sums.get(calls, 0) + fresh[calls].double()
                 for key in of:

@@ -31,13 +31,12 @@ from typing_extensions import Unpack
 from ..contractions import promoted_dtype
 from ..errors import InputError
 from ..hessian.products import Products
-from ..losses import risk
 from ..measures.layer_values import LayerValues
 from ..measures.trace import TRACE
 from ..messages import shown
 from ..model import calling, layers, uses
 from ..options import CALL, MeasureHow, Options, check_flag
-from ..passes.task import Task
+from ..passes.task import Risk, Task
 from ..report import Estimate, Report
 from ..report.intervals import together
 from ..session import public, session
@@ -231,9 +230,8 @@ class Costs:
             )
         return found
 
-    def _risk(self, changes: Mapping[str, Tensor]) -> risk.Risk:
+    def _risk(self, changes: Mapping[str, Tensor]) -> Risk:
         """Return the loss at weights that are changed."""
-        task = self._task
         with contextlib.ExitStack() as stack:
             stack.enter_context(calling.dry_run())
             stack.enter_context(torch.no_grad())
@@ -242,7 +240,7 @@ class Costs:
                 module = self._modules[name]
                 forward = layers.with_weight(module, partial(_changed, name, module, change))
                 stack.enter_context(calling.replaced_forward(module, forward))
-            (found,) = risk.at(task.model, [{}], task.loss, task.batches, task.forward, task.options.nan_policy)
+            (found,) = self._task.risks([{}], self._task.options.nan_policy)
         return found
 
     def by_trace(self) -> dict[tuple[str, str], Estimate]:

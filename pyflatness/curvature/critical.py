@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ..errors import InputError, NonFiniteError
-from ..losses import risk
 from ..messages import shown
 from ..model import calling, parameters
 from ..options import CALL, How, check_number
@@ -117,11 +116,10 @@ class _AlongStep:
         return (low + high) / 2
 
     def _at(self, eta: float) -> float:
-        task = self._task
         moved = {name: (w.double() + eta * self._step[name]).to(w.dtype) for name, w in self._theta.items()}
         elsewhere = calling.dry_run() if eta else contextlib.nullcontext()
         with elsewhere, torch.no_grad():
-            (found,) = risk.at(task.model, [moved], task.loss, task.batches, task.forward, "propagate")
+            (found,) = self._task.risks([moved], "propagate")
         if math.isnan(found.value):
             raise NonFiniteError(f"the loss is NaN at {eta:.3g} times the step")
         self.samples = found.samples

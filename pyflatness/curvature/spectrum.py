@@ -109,7 +109,7 @@ def spectrum(
     with session(model, loss, data, options, how, reads=3) as task:
         products = ParameterProducts(task) if layers is None else Products(task.of(layers))
         names = products.names if isinstance(products, ParameterProducts) else tuple(products.modules)
-        block = _Block(products, names, Budget.of(task.model, options.memory), options.seed)
+        block = _Block(products, names, task.budget(), options.seed)
         largest, smallest = block.wanted(k, which)
         block.check(largest + smallest, steps if density else 0, max_products)
         precision = tolerance or tolerance_of(products)

@@ -7,6 +7,7 @@ names of all these parameters.
 
 import contextlib
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,12 +58,13 @@ class ParameterProducts(Products):
     def _made_runner(self) -> Runner:
         def forward(model: Any, batch: Any) -> Any:
             if self._leaves:
-                return calling.run(model, batch, self._task.forward)
+                return self._task.run(batch)
             # Outside of work on a run: a look at how much its graph takes.
-            return parameters.run(model, self._fresh(), batch, self._task.forward)
+            return self._task.run(batch, self._fresh())
 
         return Runner(
-            *self._data(Selection({}, frozenset(), optional=True), forward),
+            replace(self._task, selection=Selection({}, frozenset(), optional=True)),
+            forward=forward,
             by_sample=False,
             certify=False,
             reserve=for_second_derivatives,

@@ -27,7 +27,6 @@ from ..numerics.accumulate import Accumulator
 from ..numerics.lanczos import LargestEigenvalues
 from ..passes import cotangents, linearity, normalize
 from ..passes.layer_form import LayerForm
-from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from . import block_traces, row_blocks, row_products
@@ -86,11 +85,12 @@ class RowSweep:
         check_filters(task)
         task.batches.shard.ranks.refuse("relative_flatness_max", "leave it out of measures=, ")
         self._task, self._options = task, task.options
-        self._budget = budget = Budget.of(task.model, task.options.memory, halved=True)
-        approve = partial(linearity.refuse_custom_functions, task.options)
+        self._budget = task.budget(halved=True)
         self._runner = Runner(
-            *(task.model, task.selection, task.batches, task.forward, budget, approve),
+            task,
+            partial(linearity.refuse_custom_functions, task.options),
             second_order=not task.options.by_ggn,
+            halved=True,
         )
         self._scales: dict[str, Tensor] = {}
         if task.options.normalize:

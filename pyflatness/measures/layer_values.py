@@ -13,7 +13,6 @@ from ..errors import InputError, NotYetError
 from ..model import layers, spread
 from ..numerics.accumulate import omits
 from ..passes import linearity
-from ..passes.memory import Budget
 from ..passes.runner import Runner
 from ..passes.task import Task
 from ..report import Estimate
@@ -44,11 +43,7 @@ class LayerValues:
         self._loss, self._options = task.loss, task.options
         self._subset: Subset | None = None
         self._runner = Runner(
-            task.model,
-            task.selection,
-            task.batches,
-            task.forward,
-            Budget.of(task.model, self._options.memory),
+            task,
             self._approve,
             second_order=not self._options.by_ggn,
             order_matters=self._options.by_sample or not task.loss.convex,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from . import calling, state
+from . import state
 
 Parameters = dict[str, Tensor]
 
@@ -55,21 +55,6 @@ def noise(values: Mapping[str, Tensor], generator: torch.Generator) -> Parameter
 def displaced(values: Mapping[str, Tensor], noise: Mapping[str, Tensor], spread: Callable[[Tensor], Any]) -> Parameters:
     """Return θ + spread(θ) · noise, in the dtype of each tensor."""
     return {name: (w + spread(w) * noise[name]).to(w.dtype) for name, w in values.items()}
-
-
-def run(
-    model: nn.Module, values: Mapping[str, Tensor], batch: Any, forward: calling.Forward | None
-) -> tuple[Tensor, Any]:
-    """Run a batch like :func:`.calling.run`, with ``values`` in the place of the parameters of these names.
-
-    Args:
-        model: inside :func:`.state.observing`.
-        values: by name, of buffers too; tied names follow.
-        batch: see :func:`.calling.run`.
-        forward: see :func:`.calling.run`.
-    """
-    with inside(model, values):
-        return calling.run(model, batch, forward)
 
 
 @contextlib.contextmanager

@@ -13,14 +13,13 @@ from torch.utils.checkpoint import CheckpointError
 from ..errors import InputError, NotYetError
 from ..messages import is_out_of_memory
 from ..model import calling, data, uses
-from ..model.data import Batches
-from ..model.selectors import Selection
 from . import batch_layout, dry_run, independence, linearity
 from .batch_layout import Layout
 from .independence import Check, Spacing, check_unchanged
 from .known_layers import KnownLayers
-from .memory import Budget, MicroBatches
+from .memory import MicroBatches
 from .recorder import RecordedCall, Recorder, frozen
+from .task import Task
 
 Result = TypeVar("Result")
 
@@ -86,11 +85,7 @@ class Runner:
     """Run a model over its data, with chosen layers recorded.
 
     Args:
-        model: inside :func:`.state.observing`.
-        selection: the layers.
-        batches: the data.
-        forward: see :func:`.calling.run`.
-        budget: see :class:`.memory.MicroBatches`; that of no ``memory=`` if it is not given.
+        task: the model, its layers and data.
         approve: called before work is done on a micro-batch, with the layers that are not linear so far, and why.
         second_order: whether second derivatives will be taken behind those, which makes their graph larger.
         order_matters: whether values of single samples are asked for, so that rows in another order have to be noticed.
@@ -98,6 +93,8 @@ class Runner:
         certify: whether it matters which layers are linear.
         reserve: bytes a sample that the work takes besides, by what the dry run found.
         inside: entered around each forward pass and the work on it.
+        forward: in the place of the task's.
+        halved: see :class:`.memory.Budget`.
 
     Attributes:
         selected: the layers.
@@ -106,11 +103,7 @@ class Runner:
 
     def __init__(
         self,
-        model: nn.Module,
-        selection: Selection,
-        batches: Batches,
-        forward: calling.Forward | None = None,
-        budget: Budget = Budget(None),  # noqa: B008, it cannot change
+        task: Task,
         approve: Callable[[dict[str, str]], None] = lambda nonlinear: None,
         *,
         second_order: bool = False,
@@ -119,16 +112,19 @@ class Runner:
         certify: bool = True,
         reserve: Callable[[dry_run.Findings], int] = lambda found: 0,
         inside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        forward: calling.Forward | None = None,
+        halved: bool = False,
     ) -> None:
-        self.model, self.batches, self.selected, self._forward = model, batches, selection.modules, forward
+        selection, self._forward = task.selection, forward or task.forward
+        self.model, self.batches, self.selected = task.model, task.batches, selection.modules
         self._approve, self._reserve, self._inside = approve, reserve, inside
         self._second_order, self._by_sample, self._certify = second_order, by_sample, certify
         self.places = {name: place for place, name in enumerate(selection.modules)}
         self._recorder = Recorder(selection.modules)
-        self._known = KnownLayers(model, selection, self._recorder, forward, order_matters=order_matters)
+        self._known = KnownLayers(task.model, selection, self._recorder, self._forward, order_matters=order_matters)
         self._certificate = linearity.Certificate()
-        self._micro_batches = MicroBatches(budget)
-        self._spacing = Spacing(len(batches))
+        self._micro_batches = MicroBatches(task.budget(halved=halved))
+        self._spacing = Spacing(len(task.batches))
 
     @property
     def modules(self) -> dict[str, nn.Module]:

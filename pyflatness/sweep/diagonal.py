@@ -14,6 +14,7 @@ which every sample has parameters of its own (:mod:`.per_sample_parameters`).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -27,7 +28,6 @@ from ..numerics.accumulate import non_finite
 from ..numerics.signs import Signs
 from ..passes import cotangents, linearity
 from ..passes.cotangents import Cotangents
-from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from ..report import Estimate
@@ -59,16 +59,13 @@ class Diagonal:
         self.nonlinear: dict[str, str] = {}
         self.exact_passes = 0
         self._layers = LayerGradients(task, self.theta, adaptive=adaptive)
-        options, budget = task.options, Budget.of(task.model, task.options.memory, halved=True)
-        self._per_sample = PerSampleParameters(task.model, task.forward, budget.work)
+        options = task.options
+        self._per_sample = PerSampleParameters(task)
         self._runner = Runner(
-            task.model,
-            Selection(self._layers.modules, frozenset(), optional=True),
-            task.batches,
-            task.forward,
-            budget,
+            replace(task, selection=Selection(self._layers.modules, frozenset(), optional=True)),
             second_order=not options.by_ggn,
             order_matters=options.by_sample or not task.loss.convex or options.sampled,
+            halved=True,
         )
 
     @property

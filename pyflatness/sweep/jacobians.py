@@ -22,7 +22,6 @@ from ..numerics.accumulate import Accumulator, non_finite
 from ..numerics.shard import Shard
 from ..passes.dry_run import Findings
 from ..passes.layer_form import LayerForm
-from ..passes.memory import Budget
 from ..passes.recorder import RecordedCall
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
@@ -136,12 +135,12 @@ class _Sweep:
         self._of_weights = any(row.of_weight for row in self._wanted.values())
         self._inputs = inputs.Inputs(task.forward, task.forward.by_user)
         options = task.options
-        budget = Budget.of(task.model, options.memory)
         self._runner = Runner(
-            *(task.model, task.selection, task.batches, self._inputs, budget),
+            task,
             order_matters=options.by_sample,
             certify=False,
             reserve=self._reserve,
+            forward=self._inputs,
         )
         # Here, since it raises.
         self._backend = contractions.choose(options.backend, torch.device("cpu"), torch.float64)

@@ -213,7 +213,7 @@ def feature_robustness(
         raise InputError("nan_policy='omit': no sample can be left out of feature robustness; 'raise' or 'propagate'")
     with session(model, loss, data, options, how, reads=2) as task:
         name, source = head.find(task, layer)
-        perturbed = Perturbed(task.model, name, task.forward, head=source is not None)
+        perturbed = Perturbed(task, name, head=source is not None)
         turns = Turns(perturbed.layer, torch.Generator("cpu").manual_seed(options.seed))
         curve = _Curve(perturbed, task.loss, task.batches, steps, policy=options.nan_policy)
         for start in range(0, probes, curve.kept):
@@ -469,7 +469,7 @@ class _Loss:
     def __init__(self, task: Task, layer: Selector | None) -> None:
         self.name, source = head.find(task, layer)
         task.forward.compare_by_itself()
-        self._task, self._perturbed = task, Perturbed(task.model, self.name, task.forward, head=source is not None)
+        self._task, self._perturbed = task, Perturbed(task, self.name, head=source is not None)
         self._layer = self._perturbed.layer
         matrix = promoted(layers.matrix(self._layer)[0].detach())
         self.weight = matrix.unflatten(0, (layers.groups(self._layer), -1))
