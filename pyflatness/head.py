@@ -24,7 +24,7 @@ from .model.generators import Randomness
 from .model.row_order import order_in_memory
 from .numerics.ranks import ALONE, Ranks
 from .numerics.shard import Shard
-from .passes.independence import Spacing, check_unchanged, two_alone
+from .passes.guards import Spacing, check_unchanged, two_alone
 from .passes.task import Task
 
 _SECOND = torch.tensor([1], dtype=torch.int64, device="cpu")  # the place of a sample

@@ -21,7 +21,7 @@ from .model.data import Batches, first, leaves
 from .numerics.meeting import joined
 from .numerics.ranks import ALONE, Ranks
 from .options import EVERY, How, MeasureHow, Options, check_flag, check_function, check_progress
-from .passes.checked import Checked, explained
+from .passes.guards import Checked, explained
 from .passes.task import Task
 
 P = ParamSpec("P")
@@ -184,7 +184,7 @@ def session(
 
     Raises:
         InputError: a model, loss or data that cannot be measured, see :func:`.state.observing`,
-            :func:`.losses.resolve`, :func:`.shards.batches` and :class:`.checked.Checked`.
+            :func:`.losses.resolve`, :func:`.shards.batches` and :class:`.guards.Checked`.
         RankError: another rank fails or does not come; the ranks' models or options differ.
     """
     reduction, forward, process_group = (how.get(name) for name in ("reduction", "forward", "process_group"))

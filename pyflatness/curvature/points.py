@@ -20,7 +20,7 @@ from ..model import calling, data
 from ..model.fingerprint import Fingerprint
 from ..model.parameters import Parameters
 from ..numerics.accumulate import Accumulator
-from ..passes.independence import agree, rounding
+from ..passes.guards import agree, rounding
 from ..passes.task import Task
 
 _CACHE = 2 * 2**20  # bytes; beyond it points together take longer than one by one, on a processor

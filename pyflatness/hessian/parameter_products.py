@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..model import calling, parameters
 from ..model.selectors import Selection
-from ..passes import convolutions, linearity, weight_norms
+from ..passes import linearity, second_derivatives
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from .products import Names, Products, for_second_derivatives
@@ -49,7 +49,7 @@ class ParameterProducts(Products):
         self._weight_norms = False  # whether the model has such, in what was run so far
         self._convolutions: list[nn.Module] = []  # none where the graph is looked at: it is to be torch's
         super().__init__(task)
-        self._convolutions = convolutions.among(self._model)
+        self._convolutions = second_derivatives.convolutions(self._model)
 
     def notes(self, name: str) -> tuple[str, ...]:
         """Return what a reader of a value should know."""
@@ -81,7 +81,7 @@ class ParameterProducts(Products):
             raise calling.reentrant()
         if self._all and not run.outputs.requires_grad:
             raise calling.without_graph()
-        self._weight_norms = self._weight_norms or weight_norms.are_among(run.users)
+        self._weight_norms = self._weight_norms or second_derivatives.has_weight_norm(run.users)
         return super()._seen(run)
 
     @contextlib.contextmanager
@@ -93,9 +93,9 @@ class ParameterProducts(Products):
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
                 stack.enter_context(calling.differentiated_in_all_parameters())
                 stack.enter_context(parameters.inside(self._model, self._leaves))
-                stack.enter_context(convolutions.with_second_derivatives(self._convolutions))
+                stack.enter_context(second_derivatives.of_convolutions(self._convolutions))
                 if self._weight_norms:  # every operation takes a little longer there
-                    stack.enter_context(weight_norms.WrittenOut())
+                    stack.enter_context(second_derivatives.WrittenOut())
                 yield
         finally:
             self._leaves = {}

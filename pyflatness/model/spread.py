@@ -1,11 +1,12 @@
 """Know which parameters of the model that is measured are spread over ranks, and how they are had as a whole.
 
-:mod:`.fsdp` and :mod:`.tensor_parallel` say so; the rest of the package asks here.
+:mod:`.fsdp` and :func:`held_in_parallel` say so; the rest of the package asks here.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -156,3 +157,37 @@ def own_rows(module: nn.Module) -> tuple[Tensor, Tensor | None, int] | None:
     if isinstance(bias, Tensor):
         bias = full(bias.detach())[start : start + len(rows)]
     return rows, bias, start
+
+
+@contextlib.contextmanager
+def held_in_parallel(model: nn.Module, ranks: Ranks) -> Iterator[None]:
+    """Hold a model inside, if some of its parameters are spread over ranks.
+
+    Args:
+        model: not under FSDP2.
+        ranks: which make the call.
+
+    Raises:
+        InputError: other ranks than those that have its parameters.
+        NotYetError: a mesh of several dimensions.
+    """
+    parts = {}
+    for name, parameter in model.named_parameters():
+        held: Any = parameter
+        if not is_spread(parameter):
+            continue
+        if len(held.placements) != 1:
+            raise NotYetError(
+                f"model: its parameter {name!r} is spread over {held.device_mesh}, of several dimensions; {WHOLE}"
+            )
+        check_processes(name, held, ranks, "the same data")
+        parts[id(parameter)] = Part(parameter, partial(_whole, parameter))
+    if not parts:
+        yield
+        return
+    with held(model, parts, ranks):
+        yield
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    return full(parameter.detach())

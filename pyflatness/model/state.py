@@ -24,7 +24,7 @@ from .. import interrupts
 from ..errors import InputError
 from ..messages import check_module, received
 from ..numerics.ranks import Ranks
-from . import calling, fsdp, generators, layers, spread, tensor_parallel, uses
+from . import calling, fsdp, generators, layers, spread, uses
 from .calling import replaced_forward
 from .checks import check_modules
 from .generators import Randomness
@@ -86,7 +86,7 @@ def _prepared(model: nn.Module, ranks: Ranks | None) -> tuple[nn.Module, Randomn
     interrupts.later(Found(modules).put_back)
     interrupts.later(stack.close)
     if ranks is not None:
-        stack.enter_context((fsdp if fsdp.is_sharded(model) else tensor_parallel).held(model, ranks))
+        stack.enter_context((fsdp.held if fsdp.is_sharded(model) else spread.held_in_parallel)(model, ranks))
     random = generators.hold(modules)  # the user's model and data may draw; we do not
     interrupts.later(random.put_back)
     # Compiled code ignores hooks that are added later, and is no graph that can be read.

@@ -15,7 +15,7 @@ from ..model.uses import Use, besides
 from ..numerics.directions import Directions
 from . import batch_layout, kept_rows, linearity
 from .batch_layout import Layout, check_outputs
-from .independence import agree, alone, rounding
+from .guards import agree, alone, rounding
 from .recorder import Recorder
 
 _SHARE = 16  # one sample of so many of the first batch is looked at, at least two and at most _MOST

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import CheckpointError
 from ..errors import InputError, NotYetError
 from ..messages import is_out_of_memory
 from ..model import calling, data, uses
-from . import batch_layout, dry_run, independence, linearity
+from . import batch_layout, dry_run, guards, linearity
 from .batch_layout import Layout
-from .independence import Check, Spacing, check_unchanged
+from .guards import Check, Spacing, check_unchanged
 from .known_layers import KnownLayers
 from .memory import MicroBatches
 from .recorder import RecordedCall, Recorder, frozen
@@ -179,11 +179,11 @@ class Runner:
                 compare = seen is None and self.cuttable and self._spacing.due(number, done)
                 for place in self._micro_batches.places(samples, samples, first if done == 0 else None):
                     cut = partial(data.part, batch, place.start, place.stop)
-                    check: Check = independence.unchecked
+                    check: Check = guards.unchecked
                     if place.start == 0 and seen is not None:
                         check = partial(_check_as_seen, seen, place.stop)
                     elif place.start == 0 and compare:
-                        check = independence.two_alone(cut(), self._outputs_and_targets)
+                        check = guards.two_alone(cut(), self._outputs_and_targets)
                     with contextlib.nullcontext() if chosen is None else calling.dry_run():
                         result = self._run(cut, number, numbers[place.slice], work, check)
                     if result is not None:

@@ -17,7 +17,7 @@ from ..model.selectors import Selection, Selector
 from ..numerics.accumulate import Accumulator, check_together
 from ..options import Options
 from ..report import Estimate
-from .checked import Checked
+from .guards import Checked
 from .memory import Budget
 
 _WITHOUT_LOSS = ("weights", "jacobian", "ascent")  # methods

@@ -28,7 +28,7 @@ from ..hessian.entries import batch_of
 from ..model import layers, spread
 from ..model.kinds import Linear
 from ..numerics.signs import Signs
-from ..passes import carried
+from ..passes import neighbours
 from ..passes.limit import check_passes
 from ..passes.runner import Run
 
@@ -63,7 +63,7 @@ class Activations:
             return {}
         dtypes = {name: self._weight(name).dtype for name in names}
         whole = [name for name, dtype in dtypes.items() if promoted_dtype(dtype) == dtype]  # else it is rounded to that
-        found = {name: carried.edge(self._run, name, dtypes[name]) for name in whole}
+        found = {name: neighbours.carried_edge(self._run, name, dtypes[name]) for name in whole}
         return {name: edge for name, edge in found.items() if edge is not None}
 
     def of(

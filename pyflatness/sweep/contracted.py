@@ -10,8 +10,7 @@ from torch.autograd.graph import GradientEdge
 from .. import contractions
 from ..contractions.layer import Contraction, Sign
 from ..contractions.quantities import Contribution
-from ..passes.gathered import GatheredContraction
-from ..passes.layer_form import LayerForm
+from ..passes.layer_form import GatheredContraction, LayerForm
 from ..passes.runner import Run
 from ..passes.tail import Tail
 

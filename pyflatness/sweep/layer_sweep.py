@@ -28,8 +28,7 @@ from ..numerics.accumulate import counting, finite_samples, underflow
 from ..numerics.signs import Signs
 from ..options import Options
 from ..passes import cotangents, linearity, normalize
-from ..passes.gathered import Gathered
-from ..passes.layer_form import LayerForm
+from ..passes.layer_form import Gathered, LayerForm
 from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
 from . import directions, residuals

@@ -19,10 +19,10 @@ from .. import contractions
 from ..messages import is_out_of_memory
 from ..model import calling, data, parameters
 from ..passes import dry_run
-from ..passes.independence import check_unchanged
+from ..passes.guards import check_unchanged
 from ..passes.runner import Run
+from ..passes.second_derivatives import WrittenOut
 from ..passes.task import Task
-from ..passes.weight_norms import WrittenOut
 
 Result = TypeVar("Result")
 Leaves = dict[str, Tensor]

@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from .. import calling, kinds, spread
-from . import besides, candidates, coverage, experts, recurrent
+from . import besides, candidates, experts, recurrent
 from .candidates import runs_with_its_module
 from .use import Source, Use
 
@@ -200,13 +200,13 @@ def entries(layers: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], int]:
 
 
 def left_out(model: nn.Module, layers: Collection[nn.Module]) -> dict[str, float]:
-    """Return the weights that some layers, which were measured, do not have; see :func:`.coverage.uncovered`.
+    """Return the weights that some layers, which were measured, do not have; see :func:`.candidates.uncovered`.
 
     Without layers, nothing.
     """
     if not layers:
         return {}
-    return coverage.uncovered(model, entries(layers), {(layer, "weight") for layer in layers if besides.of(layer)})
+    return candidates.uncovered(model, entries(layers), {(layer, "weight") for layer in layers if besides.of(layer)})
 
 
 def reasons(model: nn.Module, names: Iterable[str]) -> dict[str, str]:

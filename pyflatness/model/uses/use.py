@@ -11,7 +11,7 @@ from .. import calling, kinds
 from ..kinds import Convolution, Linear, Together, TransposedLinear
 from . import watched
 from .experts import Route
-from .operation import LINEAR, Operation
+from .operations import LINEAR, Operation
 from .watched import Watched
 
 _TRANSPOSED = TransposedLinear()

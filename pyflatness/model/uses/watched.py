@@ -18,8 +18,7 @@ from torch.nn import functional as F
 
 from ...errors import InputError
 from . import operations
-from .operation import Operation
-from .operations import each_of
+from .operations import Operation, each_of
 
 _VIEWS = {"t", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "permute", "view", "reshape", "flatten"}
 _VIEWS |= {"unflatten", "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "select", "narrow", "unsqueeze"}
