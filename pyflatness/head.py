@@ -48,7 +48,6 @@ class HeadBatch:
         samples: entries of dimension 0 of the batch.
         per_sample: consecutive rows that belong to one sample; 0 where rows cannot be told apart by sample.
         number: place of the batch in the data.
-        make_terms: gives :attr:`terms`.
         labels: class indices of rows that all count the same, not yet checked: the terms are made of them only where
             they are asked for. None where that does not say all.
     """
@@ -74,7 +73,6 @@ class Head:
     """Observe one layer of a model, batch by batch, while it is established to be the head.
 
     Args:
-        task: the model, its loss and data.
         layer: its qualified name, or None for the last Linear that ran.
 
     Raises:

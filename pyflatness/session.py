@@ -173,13 +173,10 @@ def session(
     """Hold the user's model, loss and data ready to be measured; afterwards everything is as it was.
 
     Args:
-        model: any module.
         loss: see :func:`.losses.resolve`; or ``"auto"``, see :func:`.auto.of_model`.
         data: see :class:`.data.Batches`.
         options: of the user; None: all as they are by default.
         how: of the call's options those of :data:`.options.CALL` count here.
-        reads: how often the data will be read.
-        ordered: whether the samples have to come in the same order at each read.
         sharded: whether the model's parameters may be spread over these ranks, see :mod:`.spread`.
 
     Raises:

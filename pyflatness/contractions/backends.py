@@ -65,10 +65,6 @@ def choose_for_head(name: str, weight: Tensor) -> Backend:
 
 
 def choose_for_few(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Backend, torch.device]:
-    """Return the backend for small things, and where they go: the CPU has kernels where a device has none.
-
-    Raises:
-        BackendError: see :func:`choose`.
-    """
+    """Return the backend for small things, and where they go: the CPU has kernels where a device has none."""
     backend, cpu = choose(name, device, dtype), torch.device("cpu")
     return (choose(name, cpu, dtype), cpu) if backend is reference else (backend, device)

@@ -22,8 +22,6 @@ class TokenContraction(Contractor):
 
     Args:
         weight: (1, d, m).
-        backend: that computes.
-        quantities: names of :data:`.quantities.QUANTITIES`.
     """
 
     def __init__(self, weight: Tensor, backend: Backend, quantities: Sequence[str]) -> None:
@@ -76,8 +74,6 @@ class Tokens:
     Args:
         weight: (1, d, m).
         factor: R, (r, d), if |R M|² is wanted.
-        backend: that computes.
-        wanted: the quantities.
         tokens: (n, P).
     """
 

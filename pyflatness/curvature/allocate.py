@@ -213,11 +213,7 @@ def _planned(
     fixed: Mapping[str, Format],
     together: Sequence[Sequence[str]],
 ) -> _Plan:
-    """Return what one sweep over a task's data gives.
-
-    Raises:
-        InputError: see :func:`allocate`.
-    """
+    """Return what one sweep over a task's data gives."""
     made = {one.name: changes.of_format(task.model, one, layers=chosen) for one in formats}
     (first, *_) = made.values()
     for name in (*fixed, *(name for names in together for name in names)):

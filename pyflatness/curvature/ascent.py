@@ -81,11 +81,7 @@ class Ascent:
 
     Attributes:
         scale: T's diagonal, of a parameter.
-        rho: ρ.
         euclidean: whether the ball is, else a box.
-        steps: of each ascent.
-        starts: ascents.
-        seed: of random starts.
     """
 
     scale: Callable[[Tensor], Tensor]

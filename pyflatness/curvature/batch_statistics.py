@@ -32,7 +32,6 @@ def refreshed(task: Task, values: Parameters) -> Parameters:
     """Return the statistics by name of buffer: means over all calls of a layer on batches, by one read of the data.
 
     Args:
-        task: its model stays as it is.
         values: in the place of parameters.
 
     Raises:

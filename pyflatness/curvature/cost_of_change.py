@@ -148,7 +148,6 @@ class Costs:
     """Compute what changes cost.
 
     Args:
-        task: its layers are those that change.
         changes: by layer, as the weights are.
     """
 

@@ -156,7 +156,6 @@ def to(model: nn.Module, other: Any, names: frozenset[str] | None, option: str, 
     """Return the direction from a model to another checkpoint, θ' - θ, with its floating-point buffers.
 
     Args:
-        model: any.
         other: a module of the same structure, or a state dict.
         names: of the parameters that move, and no buffers then; None: all, and buffers.
         option: of the user's call, for messages.

@@ -123,7 +123,6 @@ def coefficients(count: int, points: Any, ends: tuple[float, float], span: Any) 
     """Return the coefficients of each direction.
 
     Args:
-        count: of the directions.
         points: of the user.
         ends: by default.
         span: of the user.

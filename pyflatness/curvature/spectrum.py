@@ -145,10 +145,7 @@ class _Block:
     """Multiply one block by vectors, and count.
 
     Args:
-        products: with the block.
-        names: of the block.
         budget: for vectors.
-        seed: of random starts.
     """
 
     def __init__(self, products: Products, names: Names, budget: Budget, seed: int) -> None:
@@ -166,7 +163,6 @@ class _Block:
         """Raise unless what is asked for fits the memory, and the products that it may take.
 
         Args:
-            pairs: eigenpairs.
             steps: of the density; 0 without one.
             most: products for the eigenpairs.
 

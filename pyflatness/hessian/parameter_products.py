@@ -32,9 +32,6 @@ class ParameterProducts(Products):
 
     Attributes:
         names: of the parameters, as the block is called.
-
-    Raises:
-        InputError: no trainable parameter; see :class:`.Products`.
     """
 
     _what = "parameter"

@@ -52,9 +52,6 @@ class Products:
             for either in the coordinates w_j σ_j.
 
     Attributes:
-        samples: of the data.
-        modules: the layers that ran.
-        device: where vectors are.
         eps: rounding of the products, relative.
         custom: layers behind which there is a custom autograd function.
 
@@ -294,9 +291,7 @@ def check_batch(options: Options, runner: Runner, number: int, fine: bool, what:
     """Raise unless a batch's contribution to an eigenvalue is fine, or may be NaN.
 
     Args:
-        options: of the user.
         runner: of the layers whose weights may be what is not finite.
-        number: of the batch.
         fine: whether the contribution is finite.
         what: what is not.
 

@@ -73,9 +73,6 @@ class _RowMicroBatch:
 class RowSweep:
     """Sweep for the rows of all layers of a runner.
 
-    Args:
-        task: the model, its layers, loss and data.
-
     Attributes:
         samples: of the data, once it was read.
 

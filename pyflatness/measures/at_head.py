@@ -49,8 +49,6 @@ def over_ranks(ranks: Ranks, own: Curvature | None, weight: Tensor, bias: Tensor
     Args:
         ranks: which have the rows of the weight, and all get the same features.
         own: of this rank's rows; None where it has none.
-        weight: these, (d, m).
-        bias: (d,) or None.
         memory: bytes for logits.
     """
     return Curvature(partial(_by_row, Shard(ranks), own, weight, bias, memory))

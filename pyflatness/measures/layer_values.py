@@ -32,11 +32,7 @@ _MARGIN, _CLOSE = 1.1, 1.05  # more samples than a standard error seems to take;
 
 
 class LayerValues:
-    """Measure the chosen layers of a model together.
-
-    Args:
-        task: the model, its layers, loss and data.
-    """
+    """Measure the chosen layers of a model together."""
 
     def __init__(self, task: Task) -> None:
         self._task, self._model, self._selected = task, task.model, task.selection.modules
@@ -71,9 +67,6 @@ class LayerValues:
         Args:
             measures: which pass :meth:`check_options`.
             attempt: around what concerns one measure alone, and may be an error of it.
-
-        Raises:
-            InputError: what concerns all measures.
         """
         wanted = tuple(dict.fromkeys(measure.quantity for measure in measures if measure.quantity))
         kind = AdaptiveSweep if self._options.probes == "adaptive" else Sweep

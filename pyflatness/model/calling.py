@@ -166,11 +166,7 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Tensor]) -> Itera
 
 
 def one_tensor(returned: Any) -> Tensor:
-    """Return the logits in what a model returned.
-
-    Raises:
-        InputError: see :func:`.outputs.single`.
-    """
+    """Return the logits in what a model returned."""
     tensor = single(returned)
     if tensor is None:
         raise refusal(returned)
@@ -185,9 +181,6 @@ def run(
     A mapping's ``labels`` are the targets, see :func:`.hugging_face.prepared`.
 
     Args:
-        model: the user's.
-        batch: as the data have it.
-        forward: the user's, or None.
         tensor: what the model returned -> outputs.
 
     Raises:

@@ -34,7 +34,6 @@ class Batches:
 
     Args:
         data: a tuple of tensors with the samples in dimension 0, or an iterable of batches.
-        device: where batches go.
         reads: how often the data will be read; a one-shot iterator is refused for more than one, and what a loader
             gives at a later read is held against what it gave at the first.
         ordered: whether the samples have to come in the same order at each read.

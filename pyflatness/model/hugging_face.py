@@ -34,8 +34,6 @@ class Prepared:
     """Hold a batch as a model takes it.
 
     Attributes:
-        inputs: the model's keyword arguments, without labels.
-        targets: the labels.
         shifted: whether outputs at a position are about the label of the next one.
         spans: whether targets are the first and last token of an answer, (n, 2), for which outputs have two logits a
             token.

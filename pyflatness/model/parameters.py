@@ -28,11 +28,7 @@ def every(model: nn.Module) -> Parameters:
 
 
 def trainable(model: nn.Module) -> Parameters:
-    """Return those parameters that require gradients.
-
-    Raises:
-        InputError: see :func:`every`; none of them does.
-    """
+    """Return those parameters that require gradients."""
     wanted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not wanted:
         raise InputError(

@@ -44,9 +44,7 @@ def held(model: nn.Module, parts: Mapping[int, Part], parallel: Ranks = ALONE) -
     """Say that parameters of a model are spread over ranks, inside.
 
     Args:
-        model: as FSDP2 or tensor parallelism has made it.
         parts: the parameters, by their identity.
-        parallel: see :func:`parallel`.
     """
     _held.update(parts)
     _layers.update(id(module) for module in model.modules() if id(module._parameters.get("weight")) in parts)
@@ -90,9 +88,6 @@ def refuse(what: str, instead: str = "") -> None:
     Args:
         what: cannot be had of it; the beginning of a sentence.
         instead: what to do, as a clause with "or" behind it.
-
-    Raises:
-        NotYetError: it is.
     """
     if _held:
         raise NotYetError(
@@ -104,9 +99,7 @@ def check_processes(name: str, spread: Any, ranks: Ranks, data: str) -> None:
     """Raise unless the ranks that make the call are those that a parameter is spread over.
 
     Args:
-        name: of the parameter.
         spread: the DTensor.
-        ranks: which make the call.
         data: what each of them has.
     """
     processes = spread.device_mesh.mesh.tolist()
@@ -162,10 +155,6 @@ def own_rows(module: nn.Module) -> tuple[Tensor, Tensor | None, int] | None:
 @contextlib.contextmanager
 def held_in_parallel(model: nn.Module, ranks: Ranks) -> Iterator[None]:
     """Hold a model inside, if some of its parameters are spread over ranks.
-
-    Args:
-        model: not under FSDP2.
-        ranks: which make the call.
 
     Raises:
         InputError: other ranks than those that have its parameters.

@@ -40,7 +40,6 @@ def observing(
     """Hold the user's own module ready to be run without gradients; afterwards everything is as it was.
 
     Args:
-        model: the user's.
         ranks: which make the call, if its parameters may be spread over them; see :mod:`.spread`.
         in_eval: whether it is put in eval mode, see :func:`in_eval_mode`.
 
@@ -108,11 +107,7 @@ def _prepared(model: nn.Module, ranks: Ranks | None) -> tuple[nn.Module, Randomn
 
 
 class Found:
-    """Hold what a call may change in modules and in torch, as it is when this is made.
-
-    Args:
-        modules: all of a model's.
-    """
+    """Hold what a call may change in modules and in torch, as it is when this is made."""
 
     def __init__(self, modules: Collection[nn.Module]) -> None:
         self._attributes = attributes(modules)

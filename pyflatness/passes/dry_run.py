@@ -161,11 +161,6 @@ def narrow(
     shows what would come of it.
 
     Args:
-        outputs: the model's.
-        users: their graph.
-        recorder: of the layers' calls.
-        layouts: that the layers may have.
-        samples: how many.
         may_mix: layers that are left out where none remains.
 
     Raises:
@@ -198,9 +193,7 @@ def check_uses(modules: Mapping[str, nn.Module], recorder: Recorder, users: line
     """Raise if the model uses the weight of a stand-in otherwise than by calls of it.
 
     Args:
-        modules: the layers.
         recorder: of the same, after a run.
-        users: of the nodes in the outputs' graph.
     """
     others = uses.otherwise(modules, recorder.calls.keys(), users.keys())
     if others:

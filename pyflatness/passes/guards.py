@@ -214,9 +214,6 @@ class Decisions(TorchFunctionMode):
 
     These are truth values, indices, whole numbers of Python. What is decided by them, ``if h.mean() > 0``, may be
     decided by the whole batch, and no derivative shows it.
-
-    Attributes:
-        seen: whether it did.
     """
 
     def __init__(self) -> None:
@@ -271,10 +268,8 @@ def two_alone(
     It passes anything where a batch has fewer than three samples, or cannot be cut.
 
     Args:
-        batch: the whole batch.
         run: gives the model's outputs and targets for a batch.
         read: finds in these what is compared, each sample's rows together in dimension 0.
-        what: names that in the error.
     """
     samples = data.size(batch)
     two = pair(samples)
@@ -338,14 +333,7 @@ _ROUNDING = 8  # units of the outputs' rounding that two forward passes of the s
 
 
 class Checked:
-    """Call the user's ``forward``, or the model itself, and check what comes of it.
-
-    Args:
-        model: inside :func:`.state.observing`.
-        loss: the user's.
-        forward: the user's; see :func:`.calling.run`.
-        random: what the model may draw from.
-    """
+    """Call the user's ``forward``, or the model itself, and check what comes of it."""
 
     def __init__(self, model: nn.Module, loss: Loss, forward: calling.Forward | None, random: Randomness) -> None:
         self._forward, self._loss, self._random = forward, loss, random

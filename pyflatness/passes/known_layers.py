@@ -17,10 +17,6 @@ class KnownLayers:
     """Hold what is known of the chosen layers from the runs so far.
 
     Args:
-        model: inside :func:`.state.observing`.
-        selection: the layers.
-        recorder: of the same.
-        forward: see :func:`.calling.run`.
         order_matters: whether values of single samples are asked for, so that rows in another order have to be noticed.
 
     Attributes:
@@ -88,7 +84,6 @@ class KnownLayers:
         """Take in what a dry run found.
 
         Args:
-            found: by the dry run.
             first: whether it came before a batch, so that layers that did not run in it are missed.
 
         Raises:
@@ -155,11 +150,7 @@ class KnownLayers:
         return isinstance(use, Use) and use.routed and not use.refusal
 
     def note_unseen(self) -> None:
-        """Compare the recorded calls with what is known, and leave detached layers out of them.
-
-        Raises:
-            InputError: see :meth:`_leave_out_transformed`.
-        """
+        """Compare the recorded calls with what is known, and leave detached layers out of them."""
         self._leave_out_transformed()
         for name in self._detached:
             self._recorder.calls.pop(name, None)
@@ -209,11 +200,7 @@ class KnownLayers:
             self._leave_out(name, why)
 
     def find_otherwise_used(self, users: linearity.Users) -> bool:
-        """Return whether stand-ins were left out just now, see :func:`.dry_run.check_uses`.
-
-        Raises:
-            InputError: see :meth:`leave_out`.
-        """
+        """Return whether stand-ins were left out just now, see :func:`.dry_run.check_uses`."""
         try:
             dry_run.check_uses(self._selected, self._recorder, users)
         except InputError as error:

@@ -33,15 +33,9 @@ class LayerForm:
     of all its inputs and outputs, of which the calls for a sample are the positions.
 
     Args:
-        name: for errors.
-        module: the layer.
-        quantities: what is wanted.
-        options: of the user.
         scale: of the layer's input channels, or None; see :mod:`.normalize`.
 
     Attributes:
-        backend: of the contractions.
-        quantities: these.
         by_weight: whether the weight has no positions, so that second derivatives are taken in itself.
     """
 
@@ -275,9 +269,7 @@ class DenseConvolution:
     See :class:`.contractions.dense.DenseLayer`.
 
     Args:
-        module: the convolution.
         scale: of its input channels, by which inputs are divided and columns multiplied, or None.
-        size: of a sample's unpadded input.
         output: of one of its calls.
     """
 
@@ -306,11 +298,7 @@ def _joined(calls: Parts) -> Tensor:
 
 
 class Gathered(Contractor):
-    """Contract with the weight asked for when it is needed.
-
-    Args:
-        make: the contraction, of the whole weight.
-    """
+    """Contract with the weight asked for when it is needed."""
 
     def __init__(self, make: Callable[[], Contractor]) -> None:
         self._make = make

@@ -44,7 +44,6 @@ def refuse_custom_functions(options: Options, nonlinear: Mapping[str, str], what
     """Raise if a value is to be the Hessian's, by ``curvature="auto"``, and cannot be told from another one.
 
     Args:
-        options: of the user.
         nonlinear: layers, or ``what`` they are, that are not certified to be linear, and why.
         what: they are.
 

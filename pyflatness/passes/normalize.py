@@ -108,9 +108,7 @@ def check_in_time(nan_policy: str, late: Tensor, number: int, what: str, check_w
     """Raise if samples that are to be left out turn out to have no value when the deviations have them in already.
 
     Args:
-        nan_policy: of the user.
         late: whether each sample, or row, is one of these, (n,).
-        number: of the batch.
         what: "samples" or "rows".
         check_weights: raises the error of weights with NaN, where these are the reason.
 

@@ -41,7 +41,6 @@ class RecordedCall:
         output: an empty tensor of the output's shape and dtype, on the meta device.
         coefficients: of tokens, see :meth:`.kinds.Linear.coefficients`.
         route: which rows are of which sample, of an expert that tokens are routed to.
-        kind: of the layer in this call.
     """
 
     inputs: Tensor
@@ -60,7 +59,6 @@ class Recorder:
     A call on an empty tensor, as of an expert that nothing is routed to, is none.
 
     Attributes:
-        calls: by layer.
         empty: layers that were called on an empty tensor.
         transformed: layers that were called inside of a transform of ``torch.func``, where no call can be kept.
     """

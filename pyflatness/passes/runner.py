@@ -29,10 +29,7 @@ class Run:
     """Hold a recorded forward pass of a micro-batch.
 
     Attributes:
-        batch: these samples.
         outputs: the model's, with their graph.
-        targets: as they came.
-        samples: how many.
         number: of the user's batch.
         numbers: (n,) int64, of the samples, counted over all data.
         recorder: the layers' calls; empty once the run is over.
@@ -85,7 +82,6 @@ class Runner:
     """Run a model over its data, with chosen layers recorded.
 
     Args:
-        task: the model, its layers and data.
         approve: called before work is done on a micro-batch, with the layers that are not linear so far, and why.
         second_order: whether second derivatives will be taken behind those, which makes their graph larger.
         order_matters: whether values of single samples are asked for, so that rows in another order have to be noticed.
@@ -97,7 +93,6 @@ class Runner:
         halved: see :class:`.memory.Budget`.
 
     Attributes:
-        selected: the layers.
         places: of the layers among these, by name.
     """
 
@@ -240,10 +235,8 @@ class Runner:
         Called from the ``take`` of :meth:`each`, which has that run's result; its graph is gone by then.
 
         Args:
-            run: what was.
             rows: (r,) places of samples in it; one may come more than once.
             work: of a run, and of which of ``rows`` it has.
-            take: takes in what the work gives.
         """
         samples = len(run.numbers)
         for place in self._micro_batches.places(len(rows), samples):

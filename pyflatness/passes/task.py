@@ -43,9 +43,7 @@ class Task:
         loss: from :func:`.losses.resolve`.
         batches: the data, to be read as often as the measure says.
         forward: the user's, or a call of the model itself, with its checks.
-        options: of the user.
         progress: whether reading data shows a bar.
-        selection: the chosen layers.
     """
 
     model: nn.Module

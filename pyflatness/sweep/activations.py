@@ -46,8 +46,6 @@ class Activations:
     """Contract cotangents, or Hessian products, with themselves in the outputs and inputs of layers of a run.
 
     Args:
-        run: recorded.
-        modules: the layers by name.
         wanted: of :data:`ACTIVATIONS`.
         scales: by layer, what its input channels are divided by under ``normalize``.
     """
@@ -104,11 +102,9 @@ class Activations:
         """Yield a layer's values by second derivatives: as draw 0 without signs, else of each draw.
 
         Args:
-            name: of the layer.
             gradients: of the loss in its calls' outputs, with their graph.
             signs: of the draws; None: exact.
             stream: of the signs, of this layer.
-            most: ``max_passes=`` of the user.
 
         Raises:
             InputError: exact values take more products than ``most``.
@@ -164,7 +160,6 @@ class Activations:
         """Return the diagonals of u vᵀ by channel, (n, channels) float64, of each wanted quantity.
 
         Args:
-            name: of the layer.
             left: u in the layer's outputs.
             right: v there.
             gamma: Wᵀ u, where u is v and that is known.

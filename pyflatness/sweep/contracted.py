@@ -25,8 +25,6 @@ class Contracted:
     """Collect what layers contribute for each cotangent that is sent.
 
     Args:
-        run: recorded.
-        forms: layers by name.
         names: of those that are contracted.
         count: about how many cotangents will come.
         hold: bytes of cotangents of all layers that may be held back, at most half of them of one layer, or on a GPU

@@ -43,7 +43,6 @@ class Diagonal:
     """Sum the diagonal for the samples of a task's data, by one read of them.
 
     Args:
-        task: what to measure.
         adaptive: a_j = θ_j, else 1.
         certify: whether it matters in which parameters the model is linear.
 
@@ -163,17 +162,7 @@ class Diagonal:
 
 
 def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Estimate:
-    """Return the sum over the task's data: exact, or sampled as its options say.
-
-    Args:
-        task: see :class:`Diagonal`.
-        adaptive: see :class:`Diagonal`.
-        certify: see :class:`Diagonal`.
-
-    Raises:
-        InputError: see :meth:`Diagonal.sums`; no trainable parameter; ``probes="adaptive"``.
-        NonFiniteError: NaN or infinity, by the policy.
-    """
+    """Return the sum over the task's data: exact, or sampled as its options say."""
     options = task.options
     if options.probes == "adaptive":
         raise InputError(

@@ -36,7 +36,6 @@ class Samples:
     """Hold quantities of every sample at every place.
 
     Attributes:
-        task: what was measured.
         layers: the places that are layers' inputs, in the model's order.
         width: outputs of a sample.
         kept: (n,), the samples that count; the others were left out.
@@ -116,7 +115,6 @@ def measured(
     """Return what the sweep finds.
 
     Args:
-        task: of the user.
         needs: names of :data:`.jacobian_rows.QUANTITIES` that are not there always.
         top: singular values that ``log_volume`` is over, the largest; None: all.
         scales: by layer, those of its features for ``rescaled``.

@@ -72,14 +72,10 @@ class Sweep:
     """Sweep with a runner, for some quantities.
 
     Args:
-        runner: the model, its layers and data.
-        loss: from :func:`.losses.resolve`.
-        options: of the user.
         quantities: of :data:`.contractions.quantities.QUANTITIES`, or of :data:`.activations.ACTIVATIONS`.
 
     Attributes:
         quantities: in the order of their values; last those of activations.
-        backend: of the contractions.
         by_hessian: layers for which second derivatives were taken.
         columns: of a sample's square-root factor, all its loss terms', at most.
         exact_passes: backward passes or Hessian products of a layer that exact values take, or would take.
@@ -229,8 +225,6 @@ class Sweep:
         """Add the values (draws, quantities, n) of layers by cotangents, and their summands.
 
         Args:
-            run: of a micro-batch.
-            sent: made of its outputs.
             signs: of the draws; None: exact.
             forms: of layers that are contracted, for quantities of their weights.
             active: layers of which quantities of activations are wanted.

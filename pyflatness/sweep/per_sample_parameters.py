@@ -38,7 +38,6 @@ class Group:
 
     Attributes:
         outputs: the model's, with their graph.
-        targets: as they came.
         leaves: (samples, *shape), the parameters of these names.
         place: which of the run's samples they are.
     """
@@ -70,7 +69,6 @@ class PerSampleParameters:
         """Do ``work`` on the samples of a run in groups that fit the memory, while the run's recorder is paused.
 
         Args:
-            run: of the same model.
             values: the parameters in question, by name.
             work: what is done with a group; backward passes have to be in it.
 

@@ -64,11 +64,8 @@ class Residuals:
         shape: layers, quantities.
         sizes: |r_i|, (n,) float64.
         pilot: probes that every sample has.
-        most: ``max_passes=`` of the user.
 
     Attributes:
-        sizes: these.
-        pilot: probes that every sample has.
         products: by number of a layer with probes, the Hessian products that an exact value takes.
     """
 
@@ -93,7 +90,6 @@ class Residuals:
         """Take in values of samples that want them.
 
         Args:
-            layer: its number.
             places: of the samples, (s,).
             values: (k, quantities, s) float64; k = 1: the same for all probes.
             numbers: of the k probes; None: exact values, as of one probe.

@@ -42,9 +42,6 @@ class Scale(Linear):
     """Say how the weight of a normalisation is a diagonal matrix; see :class:`.Linear`.
 
     φ is x̂, (…, m) where the layer normalises over the last dimensions, (n, m, …) where features are channels.
-
-    Args:
-        module: the layer.
     """
 
     has_input = False

@@ -72,7 +72,6 @@ def whole(name: str, holder: nn.Module, key: str, places: list[tuple[nn.Module, 
     Modules that share the weight count with all their calls, and so do functions that use it besides.
 
     Args:
-        name: of the parameter.
         holder: a module that has it.
         key: its name there.
         places: all such modules, each with its name there.
@@ -141,7 +140,6 @@ def uncovered(
     """Return the weights that no measured layer has, by name, each with its share of all the weights' entries.
 
     Args:
-        model: the whole.
         covered: how many entries layers have of parameters, by the module that holds one and its name there.
         besides: parameters that are used outside of their layers too, which is one more weight of each.
     """

@@ -96,9 +96,6 @@ class Forward(Replaced):
 
     Each expert that some token is routed to is a product of its own, see :class:`Route`, of which watched weights are
     told. As long as none of the weights is watched the module does its own.
-
-    Args:
-        module: the experts.
     """
 
     def __init__(self, module: nn.Module) -> None:

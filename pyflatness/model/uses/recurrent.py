@@ -30,11 +30,7 @@ def weights(module: nn.Module) -> tuple[str, ...]:
 
 
 class Forward(Replaced):
-    """Serve as the ``forward`` of a recurrent module, which computes the same.
-
-    Args:
-        module: one of torch's.
-    """
+    """Serve as the ``forward`` of a recurrent module, which computes the same."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, weights(module), f"the {type(module).__name__}")

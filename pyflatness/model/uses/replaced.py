@@ -15,7 +15,6 @@ class Replaced:
     """Serve as the base of what is put in the place of a module's ``forward``.
 
     Args:
-        module: whose forward it is.
         names: of its weights that may be watched.
         what: the module is, for errors.
     """

@@ -23,8 +23,6 @@ class Use(kinds.AnyUse):
     """Stand for the use of a parameter, or of some of its rows.
 
     Args:
-        name: of the layer.
-        source: the parameter.
         rows: which of its rows; None: all. A number is one of the matrices that it has, without the dimension.
         routed: whether that is an expert of a mixture, which runs where a token is routed to it.
         home: the kind whose matrix it is, where uses of several kinds are taken together; else None.
@@ -119,7 +117,6 @@ class Source:
     """Hold a parameter of the model's, and what stands for its uses.
 
     Attributes:
-        parameter: the user's.
         places: the modules that hold it, each with its name there.
         uses: by name; of parts of it behind that of the whole.
         of_module: whether the layer has the name of the module that holds the parameter.
@@ -128,7 +125,6 @@ class Source:
         behind: the parameters that the weight was computed of.
         nodes: where uses that are not followed end in autograd's graph, while it is watched: by way of the module, or
             of a reference that was kept elsewhere, in a list or a function.
-        route: see :class:`.watched.Source`.
         varies: whether the weight that was computed of it was not the same at every call.
     """
 

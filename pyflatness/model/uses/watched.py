@@ -58,7 +58,6 @@ class Watched(Tensor):
     """Represent a weight, or a view or copy of it.
 
     Attributes:
-        source: whose weight it is.
         part: the same view of the parameter itself, detached; None of what was computed of it otherwise.
         version: of the contents, as counted by torch, when it was made; a copy's that are modified are another weight.
     """
