@@ -32,9 +32,6 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
     """Return the backend for tensors of a device and dtype; ``"auto"`` takes the compiled one where it can run.
 
     ``"triton"`` is for heads alone, see :func:`choose_for_head`, and the same as ``"auto"`` here.
-
-    Raises:
-        BackendError: ``"compiled"`` asked for and unable to run.
     """
     if name == "reference":
         return reference
@@ -46,11 +43,7 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
 
 
 def choose_for_head(name: str, weight: Tensor) -> Backend:
-    """Return the backend for a head with this weight; ``"triton"`` is one for half precision on a GPU.
-
-    Raises:
-        BackendError: see :func:`choose`; or ``"triton"`` asked for without a GPU or without Triton.
-    """
+    """Return the backend for a head with this weight; ``"triton"`` is one for half precision on a GPU."""
     if name == "triton":
         if not weight.is_cuda:
             raise BackendError(f'backend="triton" runs on a GPU, the weight is on {weight.device}; pass backend="auto"')

@@ -172,11 +172,7 @@ class _Plan:
     parts: frozenset[str]
 
     def best(self, bits: float) -> "Allocation":
-        """Return the best choice that is found of so many bits a weight.
-
-        Raises:
-            InputError: they are fewer than those of the cheapest choice.
-        """
+        """Return the best choice that is found of so many bits a weight."""
         cheapest = self.choices.cheapest()
         least = float(self.choices.sizes[cheapest].sum())
         if bits * self.weights < least * (1 - 1e-12):

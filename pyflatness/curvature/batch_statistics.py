@@ -33,10 +33,6 @@ def refreshed(task: Task, values: Parameters) -> Parameters:
 
     Args:
         values: in the place of parameters.
-
-    Raises:
-        InputError: a batch with one value for a channel, which has no variance.
-        NotYetError: SyncBatchNorm, of several ranks.
     """
     own, buffers = norms(task.model), dict(task.model.named_buffers())
     synchronised = next((name for name, norm in own.items() if isinstance(norm, nn.SyncBatchNorm)), None)

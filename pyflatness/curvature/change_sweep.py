@@ -43,11 +43,7 @@ _PER_PRODUCT = 3  # backward passes that take as long as a Hessian product, abou
 
 
 def as_called(name: str, module: nn.Module, change: Tensor) -> Tensor:
-    """Return a change of a parameter's shape as the view of it that the operation has, once the layer ran.
-
-    Raises:
-        InputError: the operation has another tensor than a view of the parameter.
-    """
+    """Return a change of a parameter's shape as the view of it that the operation has, once the layer ran."""
     found = layers.as_called(module, change)
     if found is None:
         assert isinstance(module.weight, Tensor)

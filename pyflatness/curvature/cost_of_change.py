@@ -121,11 +121,7 @@ def cost_of_change(
 
 
 def _checked(modules: Mapping[str, nn.Module], changes: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the changes of layers, by their names.
-
-    Raises:
-        InputError: of no one layer, another shape, or not finite.
-    """
+    """Return the changes of layers, by their names."""
     found = {}
     for name, change in changes.items():
         if name not in modules:

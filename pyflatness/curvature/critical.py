@@ -88,11 +88,7 @@ class _AlongStep:
         self._own = self._at(0.0)
 
     def critical(self, eta: float) -> float:
-        """Return η_c, from a first length on.
-
-        Raises:
-            InputError: the loss rises at every length that is tried.
-        """
+        """Return η_c, from a first length on."""
         low, high = 0.0, math.inf
         for _ in range(_DOUBLINGS):
             rise = self._at(eta) - self._own

@@ -165,9 +165,6 @@ class _Block:
         Args:
             steps: of the density; 0 without one.
             most: products for the eigenpairs.
-
-        Raises:
-            InputError: it does not.
         """
         if pairs > most:
             raise InputError(f"max_products={most}: {pairs} eigenpairs take {pairs} products at least")

@@ -144,12 +144,7 @@ class Products:
         return (*tied, *((linearity.TAKEN_AS_THEY_ARE,) if custom else ()))
 
     def __call__(self, vectors: Mapping[Names, Tensor]) -> Vectors:
-        """Return each block times its vectors, all in one read of the data.
-
-        Raises:
-            NonFiniteError: a product is not finite; under ``nan_policy="propagate"`` it is handed on.
-            InputError: an operation of the model has no second derivative.
-        """
+        """Return each block times its vectors, all in one read of the data."""
         inverse = {names: self._inverse_spread(names) for names in vectors} if self._spreads else {}
         sent = {names: rows * inverse[names] if inverse else rows for names, rows in vectors.items()}
         sums = {names: torch.zeros_like(rows) for names, rows in vectors.items()}

@@ -332,11 +332,7 @@ class RowSweep:
 def _products_of_run(
     run: Run, loss: Loss, modules: Mapping[str, nn.Module], vectors: Mapping[str, Tensor], most: int
 ) -> dict[str, Tensor]:
-    """Return H_ss v_s of some samples, (b, m) float64, for the rows v_s of V (b, m) of each layer, undivided.
-
-    Raises:
-        InputError: more than ``most`` backward passes.
-    """
+    """Return H_ss v_s of some samples, (b, m) float64, for the rows v_s of V (b, m) of each layer, undivided."""
     with contractions.full_precision(run.outputs):
         passes = {name: _Pass(run, name, modules[name], vectors[name]) for name in vectors if run.calls(name)}
         send = partial(run.recorder.gradients, run.outputs, names=passes)

@@ -161,12 +161,7 @@ def scaled(times: Callable[[nn.Module], float], model: nn.Module, options: Optio
 
 
 def largest_scaled(measure: str, model: nn.Module, options: Options, values: Values) -> Values:
-    """Return the largest of the layers' scaled values, for the network, and which that is in the name of the measure.
-
-    Raises:
-        NotYetError: see :func:`scaled`.
-        InputError: the values are sampled.
-    """
+    """Return the largest of layers' scaled values, for the network, and which that is in the name of the measure."""
     found = _by_layer(squared_norm, model, options, values)
     if any(estimate.stderr is not None for estimate in found.values()):
         raise InputError(
@@ -271,10 +266,6 @@ def summed(norm: Callable[[nn.Module], float], model: nn.Module, options: Option
 
     The standard error is that of the roots to first order, and a bound, see
     :func:`pyflatness.report.intervals.together`.
-
-    Raises:
-        InputError: a negative trace.
-        NotYetError: options under which the traces are of other matrices than the layers' weights.
     """
     roots = []
     every = [name for name in values if name] or [""]  # a model that is a layer itself has no other name

@@ -75,10 +75,6 @@ def held(model: nn.Module, ranks: Ranks) -> Iterator[None]:
     """Let ranks ask each other for the parameters of a model inside; afterwards FSDP gathers them as it did before.
 
     At first no module has its parameters gathered. Afterwards those have that had before; after an error none.
-
-    Raises:
-        InputError: a part of what FSDP2 takes for a model; parameters that are spread over other ranks.
-        NotYetError: parameters that are spread otherwise than each over one dimension.
     """
     states = _states(model)
     for state in states:

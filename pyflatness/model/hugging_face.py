@@ -59,9 +59,6 @@ def prepared(model: nn.Module, batch: Mapping[str, Any]) -> Prepared:
         model: of transformers (see :func:`inner`), or any other that takes keyword arguments.
         batch: the keyword arguments, with ``labels``; a causal language model can do without these, see
             :func:`causal_labels`.
-
-    Raises:
-        InputError: there are no labels, and the model is none that can do without.
     """
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     own, targets = inner(model), batch.get("labels")
@@ -102,11 +99,7 @@ def _of_spans(model: nn.Module, batch: Mapping[str, Any]) -> Prepared:
 
 
 def span_logits(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits (n, T, 2) of the first and the last token of an answer, and the targets that are in the text.
-
-    Raises:
-        InputError: the model has no such logits.
-    """
+    """Return logits (n, T, 2) of the first and the last token of an answer, and the targets that are in the text."""
     logits = [one for name in _SPAN_LOGITS if isinstance(one := getattr(outputs, name, None), Tensor)]
     if len(logits) < len(_SPAN_LOGITS):
         raise InputError(
@@ -130,9 +123,6 @@ def causal_labels(batch: Mapping[str, Any]) -> Tensor:
 
     Of tokens a masked one (``attention_mask`` 0) is ignored, and so is one behind a masked one, from which it would
     have to be predicted. So it makes no difference whether padding is on the left or on the right.
-
-    Raises:
-        InputError: there are neither.
     """
     labels, tokens, mask = (batch.get(name) for name in ("labels", "input_ids", "attention_mask"))
     if isinstance(labels, Tensor):

@@ -14,11 +14,7 @@ Parameters = dict[str, Tensor]
 
 
 def every(model: nn.Module) -> Parameters:
-    """Return the model's parameters by name, detached; one that has several names once.
-
-    Raises:
-        InputError: weights without values, or that are not floating-point numbers.
-    """
+    """Return the model's parameters by name, detached; one that has several names once."""
     found = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for name, values in found.items():
         if values.is_meta or not values.is_floating_point():

@@ -122,9 +122,6 @@ def _lent(own: Batches, lender: int) -> Any:
     """Return the first batch of the rank that lends one, where it is needed; the others send it, or pass it on.
 
     It is sent as tensors, numbers and strings in tuples, lists and dicts.
-
-    Raises:
-        InputError: there is something else in it.
     """
     ranks, message = own.shard.ranks, io.BytesIO()
     if ranks.rank == lender:

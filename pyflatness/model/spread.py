@@ -112,11 +112,7 @@ def check_processes(name: str, spread: Any, ranks: Ranks, data: str) -> None:
 
 
 def whole(weight: Tensor) -> Tensor:
-    """Return a weight with all of its entries, those of other ranks too.
-
-    Raises:
-        NotYetError: a weight that is computed of parameters that are spread.
-    """
+    """Return a weight with all of its entries, those of other ranks too."""
     if not is_spread(weight):
         return weight
     if id(weight) not in _held:
@@ -154,12 +150,7 @@ def own_rows(module: nn.Module) -> tuple[Tensor, Tensor | None, int] | None:
 
 @contextlib.contextmanager
 def held_in_parallel(model: nn.Module, ranks: Ranks) -> Iterator[None]:
-    """Hold a model inside, if some of its parameters are spread over ranks.
-
-    Raises:
-        InputError: other ranks than those that have its parameters.
-        NotYetError: a mesh of several dimensions.
-    """
+    """Hold a model inside, if some of its parameters are spread over ranks."""
     parts = {}
     for name, parameter in model.named_parameters():
         held: Any = parameter

@@ -150,11 +150,7 @@ class Cotangents:
         return self._rows.numel() // len(self._order)
 
     def weights(self) -> Tensor:
-        """Return the weights of each sample's columns of all terms, (n, places) float64, none negative.
-
-        Raises:
-            InputError: a loss that is not convex in the outputs.
-        """
+        """Return the weights of each sample's columns of all terms, (n, places) float64, none negative."""
         weights = torch.where((self.terms.scale != 0).unsqueeze(1), self._mixtures().weights(), 0.0)
         negative = weights < -_ROUNDING * weights.nan_to_num(0.0).abs().amax()
         if bool(negative.any()):

@@ -58,11 +58,7 @@ def run(
     *,
     whole: bool = False,
 ) -> Findings:
-    """Run some samples of a batch, or the ``whole`` of it, and send cotangents back from some of them.
-
-    Raises:
-        InputError: a layer is not what its class says, or does not keep its samples apart.
-    """
+    """Run some samples of a batch, or the ``whole`` of it, and send cotangents back from some of them."""
     samples = data.size(batch)
     count = samples if whole else min(samples, max(2, min(_MOST, samples // _SHARE)))
     start, cuttable = int(count < samples), True
@@ -162,9 +158,6 @@ def narrow(
 
     Args:
         may_mix: layers that are left out where none remains.
-
-    Raises:
-        InputError: none remains for another layer.
     """
     if samples == 1 or not layouts:
         return dict(layouts)

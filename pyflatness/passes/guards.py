@@ -359,12 +359,7 @@ class Checked:
         self._fewest = math.inf
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-        """See :data:`.calling.Forward`.
-
-        Raises:
-            InputError: random numbers that change the outputs; outputs that change with the batch that a sample is in;
-                a loss that depends on the parameters by another way.
-        """
+        """See :data:`.calling.Forward`."""
         if calling.is_dry_run():
             outputs, targets = self._run(model, batch)
             self._fewest = min(self._fewest, data.size(batch))
@@ -406,11 +401,7 @@ class Checked:
         return ", ".join(sorted(kinds)).replace("torch.", "")
 
     def _run(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-        """Run a batch, or a copy of it for a model that may change its inputs in place; the first pass shows whether.
-
-        Raises:
-            InputError: a later pass is the first to change them.
-        """
+        """Run a batch, or a copy for a model that may change its inputs in place; the first pass shows whether."""
         given = batch if self._changes_inputs is False else data.copied(batch)
         before = _versions(given)
         if self._looks and calling.is_dry_run():
@@ -514,9 +505,6 @@ def explained() -> Iterator[None]:
     """Let an error that the user's forward pass raises inside, and that nothing catches, say what was called.
 
     Inner code sees what was raised: a batch that cannot be cut, say, goes through the model whole then.
-
-    Raises:
-        InputError: such an error; what was raised is the cause.
     """
     try:
         yield

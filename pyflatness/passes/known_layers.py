@@ -60,9 +60,6 @@ class KnownLayers:
         Args:
             ran: layers that ran on some.
             left_out: layers that some leave out.
-
-        Raises:
-            InputError: a layer has a value on some ranks, and is left out on others.
         """
         both = [name for name in self._selected if name in ran and name in left_out]
         if both:
@@ -85,9 +82,6 @@ class KnownLayers:
 
         Args:
             first: whether it came before a batch, so that layers that did not run in it are missed.
-
-        Raises:
-            InputError: a layer that was named did not run, cannot be measured, or does not run at every call.
         """
         self._leave_out_transformed()
         if self.unseen - found.layouts.keys():
@@ -127,11 +121,7 @@ class KnownLayers:
         self._layouts.pop(name, None)
 
     def _leave_out_transformed(self) -> None:
-        """Leave out the layers that were called inside of a transform of ``torch.func``.
-
-        Raises:
-            InputError: such a layer was named, or gave a value already; or all are such.
-        """
+        """Leave out the layers that were called inside of a transform of ``torch.func``."""
         for name in self._recorder.transformed - self._detached:
             why = "it is called inside of torch.func.vmap (or grad, jvp), where it cannot be observed"
             if name in self._named | self._relied_on or self._selected.keys() <= self._recorder.transformed:
@@ -165,9 +155,6 @@ class KnownLayers:
 
         Returns:
             Whether there are some. The outputs do not depend on them, or the layer is left out from now on.
-
-        Raises:
-            InputError: the outputs do depend on them, so that derivatives of zero would be wrong.
         """
         unreached = linearity.unreached(outputs, users, self._recorder.calls)
         new = {name: calls for name, calls in unreached.items() if not calls <= self._idle.get(name, frozenset())}
@@ -212,9 +199,6 @@ class KnownLayers:
         """Hold the layouts against a run, wherever it could differ from what was seen before.
 
         Flattened samples and gathered outputs may have other lengths in this batch, rows may be in another order.
-
-        Raises:
-            InputError: a layer keeps its samples otherwise than before, or nowhere.
         """
         made = self._recorder.calls
         gathered = len(outputs) != samples or self._order_matters

@@ -46,9 +46,6 @@ def refuse_custom_functions(options: Options, nonlinear: Mapping[str, str], what
     Args:
         nonlinear: layers, or ``what`` they are, that are not certified to be linear, and why.
         what: they are.
-
-    Raises:
-        InputError: behind some of them is a custom autograd function.
     """
     names = [name for name, why in nonlinear.items() if why == CUSTOM]
     if names and options.curvature == "auto":
@@ -211,11 +208,7 @@ def has_fused_attention(users: Users) -> bool:
 
 
 def check_complete(what: str, gradients: Sequence[Tensor]) -> None:
-    """Raise if the graph of gradients in one layer or parameter lacks a custom function behind it.
-
-    Raises:
-        InputError: it does not depend on anything, or on what a function gave that can be differentiated once only.
-    """
+    """Raise if the graph of gradients in one layer or parameter lacks a custom function behind it."""
     turning = [gradient for gradient in gradients if gradient.requires_grad]
     nodes = {node.name() for part in turning for node in (part.grad_fn, *users_of(part)) if node}
     if not turning or "torch::autograd::Error" in nodes:

@@ -337,9 +337,6 @@ class Runner:
         Args:
             batch: the user's batch, which comes next; or a micro-batch that a new layer ran in.
             first: whether it is the user's.
-
-        Raises:
-            InputError: a batch without samples; see :func:`.dry_run.run` and :meth:`.KnownLayers.add`.
         """
         samples = data.size(batch)
         if samples < 1:
@@ -366,11 +363,7 @@ class Runner:
 
 @contextlib.contextmanager
 def _checkpointing() -> Iterator[None]:
-    """Let an error of activation checkpointing say what to do, inside.
-
-    Raises:
-        NotYetError: such an error.
-    """
+    """Let an error of activation checkpointing say what to do, inside."""
     try:
         yield
     except CheckpointError as error:

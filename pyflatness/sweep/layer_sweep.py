@@ -401,11 +401,7 @@ class Sweep:
             return self._traces(run, name, self._loss.value, gradients[name], ()).matrix(kept)
 
     def _mark_underflow(self, run: Run, values: Tensor) -> None:
-        """Put NaN in the place of values (draws, layers, quantities, n) of weights that are lost to underflow.
-
-        Raises:
-            NonFiniteError: there are some, under "raise".
-        """
+        """Put NaN in the place of values (draws, layers, quantities, n) of weights that are lost to underflow."""
         if values.shape[2] == 0:
             return
         totals = values.abs().sum(dim=(0, 3)).amin(dim=1).tolist()

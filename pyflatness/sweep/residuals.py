@@ -134,11 +134,7 @@ class Residuals:
         return torch.cat([found, found.sum(dim=1, keepdim=True)], dim=1)
 
     def want(self, wanted: Tensor) -> None:
-        """Want so many probes in all, (layers, n), or exact values where these take fewer, or nothing is known: -1.
-
-        Raises:
-            InputError: it is more than the user allows, in the mean of the samples.
-        """
+        """Want so many probes in all, (layers, n), or exact values where these take fewer, or nothing is known: -1."""
         for layer, products in self.products.items():
             if products <= self._most:
                 self._exact[layer] = (wanted[layer] < 0) | (wanted[layer] - self.pilot > products)

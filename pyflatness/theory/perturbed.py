@@ -136,11 +136,7 @@ class Perturbed:
         self._call: calling.Call | None = None  # of a layer that was called once
 
     def outputs(self, batch: Any) -> tuple[Tensor, Any]:
-        """Return the unperturbed model's outputs and targets for a batch, which later calls perturb.
-
-        Raises:
-            InputError: the layer did not run.
-        """
+        """Return the unperturbed model's outputs and targets for a batch, which later calls perturb."""
         with calling.Calls({self._name: self.layer}) as calls, self._attached():
             outputs, targets = self._task.run(batch)
             if self._name not in calls.last:
@@ -153,11 +149,7 @@ class Perturbed:
         return outputs, targets
 
     def inputs(self) -> Tensor:
-        """Return φ of the batch, of a layer that is called once.
-
-        Raises:
-            InputError: it is not, or its input is modified in place.
-        """
+        """Return φ of the batch, of a layer that is called once."""
         if self._call is None:
             raise InputError(
                 f"layer {self._name!r} runs several times in one forward pass, or its input is modified in place: "

@@ -476,11 +476,7 @@ class _Loss:
         self.samples = 0
 
     def fitting(self, matrix: Tensor) -> Tensor:
-        """Return a feature matrix as (1 or groups, m, m), in the weight's dtype.
-
-        Raises:
-            InputError: another shape.
-        """
+        """Return a feature matrix as (1 or groups, m, m), in the weight's dtype."""
         groups, _, m = self.weight.shape
         if tuple(matrix.shape) not in ((m, m), (groups, m, m)):
             raise InputError(
