@@ -66,8 +66,8 @@ class _RowMicroBatch:
     blocks: dict[str, Tensor] = field(default_factory=dict)
 
     def is_finite(self, name: str) -> bool:
-        tensors = (*self.weighted.get(name, ()), *(self.blocks[key] for key in self.blocks if key == name))
-        return all(bool(tensor.isfinite().all()) for tensor in tensors)
+        blocks = [self.blocks[name]] if name in self.blocks else []
+        return all(bool(tensor.isfinite().all()) for tensor in (*self.weighted.get(name, ()), *blocks))
 
 
 class RowSweep:
@@ -116,7 +116,8 @@ class RowSweep:
 
         self._runner.each(self._found, take)
         self.samples, self._normaliser = over.samples, over.normaliser
-        self._by_entries |= self._by_sweeps & self._nonlinear(self._runner.modules)
+        if not self._options.by_ggn:
+            self._by_entries |= {name for name in self._by_sweeps if not self._runner.is_linear(name)}
         for name in self._by_entries:
             self._check_entries(name)
         swept = self._by_sweeps - self._by_entries
@@ -141,11 +142,6 @@ class RowSweep:
 
     def _normalised(self, ritz: LargestEigenvalues) -> LargestEigenvalues:
         return replace(ritz, values=ritz.values / self._normaliser, residuals=ritz.residuals / self._normaliser)
-
-    def _nonlinear(self, names: Iterable[str]) -> set[str]:
-        """Return layers for which second derivatives are asked for."""
-        ggn = self._options.by_ggn
-        return {name for name in names if not ggn and not self._runner.is_linear(name)}
 
     def _check_entries(self, name: str) -> None:
         weight = layers.matrix(self._runner.selected[name])[0]

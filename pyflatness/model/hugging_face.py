@@ -64,7 +64,7 @@ def prepared(model: nn.Module, batch: Mapping[str, Any]) -> Prepared:
     own, targets = inner(model), batch.get("labels")
     if own is None:
         return Prepared(inputs, batch["labels"])
-    if finds_spans(own):
+    if any(kind.__name__.endswith("ForQuestionAnswering") for kind in _kinds(own)):
         return _of_spans(own, batch)
     causal = is_causal(own)
     if targets is None:
@@ -78,11 +78,6 @@ def prepared(model: nn.Module, batch: Mapping[str, Any]) -> Prepared:
     if tokens and _generates(own) and not {"decoder_input_ids", "decoder_inputs_embeds"} & {*inputs}:
         inputs["decoder_input_ids"] = _decoder_inputs(own, targets)
     return Prepared(inputs, targets, causal and tokens)
-
-
-def finds_spans(model: nn.Module) -> bool:
-    """Return whether a model of transformers says where in a text an answer begins and ends."""
-    return any(kind.__name__.endswith("ForQuestionAnswering") for kind in _kinds(model))
 
 
 def _of_spans(model: nn.Module, batch: Mapping[str, Any]) -> Prepared:
@@ -143,17 +138,13 @@ def problem(model: nn.Module, labels: Tensor) -> str:
     that is not set; all others take cross-entropy.
     """
     config = getattr(model, "config", None)
-    if not any("ForSequenceClassification" in kind.__name__ or _is_of_media(kind) for kind in _kinds(model)):
+    if not any(name in kind.__name__ for kind in _kinds(model) for name in _CLASSIFIES):
         return "classes"
     given = getattr(config, "problem_type", None)
     if given is None:
         several = "binary" if labels.is_floating_point() else "classes"
         return "values" if getattr(config, "num_labels", 2) == 1 else several
     return {"regression": "values", "multi_label_classification": "binary"}.get(given, "classes")
-
-
-def _is_of_media(kind: type) -> bool:
-    return any(f"For{medium}Classification" in kind.__name__ for medium in ("Image", "Video", "Audio"))
 
 
 def _generates(model: nn.Module) -> bool:
@@ -189,4 +180,5 @@ def _is_of(model: nn.Module, package: str, name: str = "") -> bool:
 _PACKAGES = ("transformers", "transformers_modules")
 _POSITIONS = ("start_positions", "end_positions")
 _SPAN_LOGITS = ("start_logits", "end_logits")
+_CLASSIFIES = [f"For{what}Classification" for what in ("Sequence", "Image", "Video", "Audio")]
 _MASK = " (of files of texts, mask=0.15 makes them, with random tokens masked)"

@@ -204,11 +204,6 @@ class Spacing:
         return due
 
 
-def pair(samples: int) -> Tensor | None:
-    """Return the places of two samples that have lost what was in front of them, or behind; None for fewer than 3."""
-    return torch.tensor([1, samples - 1], dtype=torch.int64, device="cpu") if samples > 2 else None
-
-
 class Decisions(TorchFunctionMode):
     """Watch whether a forward pass inside makes something else than numbers of its floating-point values.
 
@@ -226,7 +221,9 @@ class Decisions(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if not self.seen:
             made = result if isinstance(result, (tuple, list)) else (result,)
-            left = any(isinstance(part, Tensor) and not _is_number(part) for part in made)
+            left = any(
+                isinstance(part, Tensor) and not (part.is_floating_point() or part.is_complex()) for part in made
+            )
             if left or getattr(func, "__name__", "") in _TO_PYTHON:
                 given = [*args, *(kwargs or {}).values()]
                 self.seen = any(isinstance(part, Tensor) and part.is_floating_point() for part in given) and _by_model()
@@ -242,10 +239,6 @@ def _by_model() -> bool:
 
 
 _TO_PYTHON = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "__array__", "__dlpack__"}
-
-
-def _is_number(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def alone(batch: Any, run: Callable[[Any], Result]) -> Result | None:
@@ -272,23 +265,13 @@ def two_alone(
         read: finds in these what is compared, each sample's rows together in dimension 0.
     """
     samples = data.size(batch)
-    two = pair(samples)
-    found = None if two is None else alone(data.take(batch, two), run)
-    if two is None or found is None:
+    # Two that have lost what was in front of them, or behind.
+    two = torch.tensor([1, samples - 1], dtype=torch.int64, device="cpu")
+    found = alone(data.take(batch, two), run) if samples > 2 else None
+    if found is None:
         return unchecked
     before = read(*found)
     return lambda given: check_unchanged(before, data.rows_of(given, samples, two), what)
-
-
-def check_each_alone(
-    batch: Any, run: Callable[[Any], tuple[Tensor, Any]], outputs: Tensor, places: Sequence[int]
-) -> None:
-    """Raise an InputError if the outputs of a batch are not those of some of its samples, each by itself."""
-    for place in places:
-        index = torch.tensor([place], dtype=torch.int64, device="cpu")
-        found = alone(data.take(batch, index), run)
-        if found is not None and found[0].ndim == outputs.ndim:  # a model may drop a dimension of length one
-            check_unchanged(found[0], data.rows_of(outputs, data.size(batch), index))
 
 
 def unchecked(given: Tensor) -> None:
@@ -348,11 +331,6 @@ class Checked:
         self.notes: tuple[str, ...] | None = None  # of an estimate; known once a batch went through
         self.doubts: tuple[str, ...] = ()  # why derivatives may not be those of what the model computes
         self._loss_is_open = not loss.known  # whether it may depend on more than the outputs
-
-    @property
-    def is_users(self) -> bool:
-        """Return whether a function of the user's calls the model."""
-        return self._forward is not None
 
     def compare_by_itself(self) -> None:
         """Have the next batch compared with two of its samples alone: no one compares it with what was run so far."""
@@ -474,7 +452,11 @@ class Checked:
         count = min(samples, _ALONE)
         places = [place * samples // count for place in range(count)] if is_power_of_two else [self._batches % samples]
         with calling.aside():
-            check_each_alone(batch, functools.partial(self._run, model), outputs, places)
+            for place in places:
+                index = torch.tensor([place], dtype=torch.int64, device="cpu")
+                found = alone(data.take(batch, index), functools.partial(self._run, model))
+                if found is not None and found[0].ndim == outputs.ndim:  # a model may drop a dimension of length one
+                    check_unchanged(found[0], data.rows_of(outputs, samples, index))
 
     def _check_loss(self, model: nn.Module, batch: Any) -> None:
         """Raise if the loss depends on the model's parameters otherwise than by the outputs; once."""

@@ -92,7 +92,11 @@ class KnownLayers:
                 raise batch_layout.mixed(name, self._recorder.calls[name][0].output.shape, found.samples)
             self._leave_out(name, "what it looks up is of all samples, and cannot be told apart by sample")
         if first:
-            routed = self._recorder.empty.union(name for name in self._selected if self._is_routed(name))
+            routed = self._recorder.empty.union(
+                name
+                for name, use in self._selected.items()
+                if isinstance(use, Use) and use.routed and not use.refusal  # it is up to the samples whether it runs
+            )
             self._check_ran(found.layouts.keys() | routed)
         for name in found.layouts:
             layers.check_measurable(name, self._selected[name])
@@ -133,11 +137,6 @@ class KnownLayers:
         missing = [name for name in self._selected if name in self._named and name not in names]
         if self._selected and not self._optional and (missing or not names):
             raise layers.did_not_run(missing or self._selected, self._selected)
-
-    def _is_routed(self, name: str) -> bool:
-        """Return whether it is up to the samples whether a layer runs."""
-        use = self._selected[name]
-        return isinstance(use, Use) and use.routed and not use.refusal
 
     def note_unseen(self) -> None:
         """Compare the recorded calls with what is known, and leave detached layers out of them."""

@@ -78,7 +78,7 @@ class Certificate:
         The result is None if attention has to run by another kernel first, see :meth:`attention`.
         """
         new = nonlinear_layers(outputs, users, recorder, [name for name in recorder.calls if name not in self.reasons])
-        if new and not self._twice_differentiable and has_fused_attention(users):
+        if new and not self._twice_differentiable and any("ScaledDotProduct" in n.name() for n in users):
             self._twice_differentiable = True
             return None
         self.reasons.update(new)
@@ -200,11 +200,6 @@ def unreached(outputs: Tensor, users: Users, calls: Calls) -> dict[str, frozense
         for name, made in calls.items()
     }
     return {name: numbers for name, numbers in found.items() if numbers}
-
-
-def has_fused_attention(users: Users) -> bool:
-    """Return whether a kernel of attention was run that has no second derivative."""
-    return any("ScaledDotProduct" in node.name() for node in users)
 
 
 def check_complete(what: str, gradients: Sequence[Tensor]) -> None:

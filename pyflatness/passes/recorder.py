@@ -195,7 +195,8 @@ class Recorder:
             if name in self._shared and torch.is_grad_enabled():
                 inputs, own, coefficients = (self._repeated(part, inputs.ndim) for part in (inputs, own, coefficients))
             if kind.tokens and torch.is_grad_enabled() and not own.requires_grad:
-                own = _with_history(own)
+                # No leaf, which may not change in place.
+                own = torch.ops.aten._unsafe_view(own.detach().requires_grad_(), own.shape)
             if self._active and output.numel() == 0:
                 self.empty.add(name)
             elif self._active:
@@ -285,10 +286,4 @@ def with_own_history(output: Tensor) -> Tensor:
     if output.layout != torch.strided:
         return output.clone()
     alias: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
-    return alias
-
-
-def _with_history(output: Tensor) -> Tensor:
-    """Return an alias of an output without a graph that has one; it is no leaf, which may not change in place."""
-    alias: Tensor = torch.ops.aten._unsafe_view(output.detach().requires_grad_(), output.shape)
     return alias

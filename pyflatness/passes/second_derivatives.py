@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 _CLASSES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -144,8 +143,3 @@ class WrittenOut(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         direction, size, dim = (*args, *(kwargs or {}).values(), 0)[:3]
         return direction * (size / torch.norm_except_dim(direction, 2, dim))
-
-
-def has_weight_norm(nodes: Iterable[Node]) -> bool:
-    """Return whether torch's kernel of weight_norm is among some nodes of autograd's graph."""
-    return any(node.name().startswith("WeightNorm") for node in nodes)

@@ -58,7 +58,8 @@ class Use(kinds.AnyUse):
         self.kind = _by_shape(self.weight) if home is None else Together(home)
         self._together = home is not None
         row = weight[0].numel()
-        start, stop, _ = _as_slice(rows).indices(len(weight))
+        chosen = slice(rows, rows + 1) if isinstance(rows, int) else rows or slice(None)
+        start, stop, _ = chosen.indices(len(weight))
         self.entries = range(start * row, stop * row)  # of the parameter
         self._run: Callable[[Tensor], Tensor] | None = None
 
@@ -246,7 +247,11 @@ class Source:
         exact = self._of_entries.get(entries)
         if exact is not None:
             return self._called(exact, kind, rows, operation, weight)
-        touched = [use for use in self._attached.values() if _overlap(use.entries, entries)]
+        touched = [
+            use
+            for use in self._attached.values()
+            if use.entries.start < entries.stop and entries.start < use.entries.stop
+        ]
         inside = [use for use in touched if use.entries.start in entries and use.entries.stop <= entries.stop]
         if not touched:  # a result without a graph would look as if the model's own code had detached it
             weight.requires_grad_(not operation.inputs.requires_grad)
@@ -333,11 +338,3 @@ def _is_broadcast(inputs: Tensor, rows: Tensor) -> bool:
     """Return whether a product has dimensions in front that its inputs have not, or not at that length."""
     sizes = inputs.shape[:-2]
     return rows.ndim > 2 and torch.broadcast_shapes(sizes, rows.shape[:-2]) != sizes
-
-
-def _as_slice(rows: slice | int | None) -> slice:
-    return slice(rows, rows + 1) if isinstance(rows, int) else rows or slice(None)
-
-
-def _overlap(one: range, other: range) -> bool:
-    return one.start < other.stop and other.start < one.stop

@@ -96,7 +96,7 @@ class Watched(Tensor):
 
 def view_of(weight: Watched) -> Tensor | None:
     """Return the view of the parameter that a tensor has the values of, detached; None for one of other values."""
-    if weight.part is None or _is_same_memory(weight, weight.part):
+    if weight.part is None or weight.untyped_storage()._cdata == weight.part.untyped_storage()._cdata:
         return weight.part
     return weight.part if weight._version == weight.version else None
 
@@ -150,10 +150,6 @@ def _as_watched(result: Tensor, source: WeightOwner, part: Tensor | None, versio
     made = result.as_subclass(Watched)
     made.source, made.part, made.version = source, part, version
     return made
-
-
-def _is_same_memory(one: Tensor, other: Tensor) -> bool:
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _has_numbers(result: Any) -> bool:
