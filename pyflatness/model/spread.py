@@ -153,14 +153,14 @@ def held_in_parallel(model: nn.Module, ranks: Ranks) -> Iterator[None]:
     """Hold a model inside, if some of its parameters are spread over ranks."""
     parts = {}
     for name, parameter in model.named_parameters():
-        held: Any = parameter
+        given: Any = parameter
         if not is_spread(parameter):
             continue
-        if len(held.placements) != 1:
+        if len(given.placements) != 1:
             raise NotYetError(
-                f"model: its parameter {name!r} is spread over {held.device_mesh}, of several dimensions; {WHOLE}"
+                f"model: its parameter {name!r} is spread over {given.device_mesh}, of several dimensions; {WHOLE}"
             )
-        check_processes(name, held, ranks, "the same data")
+        check_processes(name, given, ranks, "the same data")
         parts[id(parameter)] = Part(parameter, partial(_whole, parameter))
     if not parts:
         yield
