@@ -24,7 +24,7 @@ from .model.generators import Randomness
 from .model.row_order import order_in_memory
 from .numerics.ranks import ALONE, Ranks
 from .numerics.shard import Shard
-from .passes.independence import Spacing, check_unchanged, two_alone
+from .passes.guards import Spacing, check_unchanged, two_alone
 from .passes.task import Task
 
 _SECOND = torch.tensor([1], dtype=torch.int64, device="cpu")  # the place of a sample
@@ -48,7 +48,6 @@ class HeadBatch:
         samples: entries of dimension 0 of the batch.
         per_sample: consecutive rows that belong to one sample; 0 where rows cannot be told apart by sample.
         number: place of the batch in the data.
-        make_terms: gives :attr:`terms`.
         labels: class indices of rows that all count the same, not yet checked: the terms are made of them only where
             they are asked for. None where that does not say all.
     """
@@ -74,7 +73,6 @@ class Head:
     """Observe one layer of a model, batch by batch, while it is established to be the head.
 
     Args:
-        task: the model, its loss and data.
         layer: its qualified name, or None for the last Linear that ran.
 
     Raises:
@@ -83,7 +81,7 @@ class Head:
 
     def __init__(self, task: Task, layer: str | None) -> None:
         model = task.model
-        self._model, self._loss, self._data, self._forward = model, task.loss, task.batches, task.forward
+        self._task, self._loss, self._data = task, task.loss, task.batches
         self._alone: tuple[Any, Tensor] | None = None  # a sample that was run by itself, and its features
         self.name = ""  # known once a batch went through
         if layer is not None:
@@ -118,20 +116,20 @@ class Head:
 
     def notes(self) -> tuple[str, ...]:
         """Return a note that the weight is used elsewhere too, where it is."""
-        return layers.tie_notes(self._model, self._candidates[self.name])
+        return layers.tie_notes(self._task.model, self._candidates[self.name])
 
     def established(self, batch: Any) -> bool:
         """Return whether the layer is the head, judged by one sample of a batch; its name is known afterwards."""
         sample = take(batch, _SECOND) if size(batch) > 1 else batch  # it has lost what was in front of it and behind
         with calling.Calls(self._candidates) as calls, calling.dry_run():
             try:
-                outputs, targets = calling.run(self._model, sample, self._forward)
+                outputs, targets = self._task.run(sample)
             except FlatnessError:
                 raise
             except Exception:  # not a batch that one sample can be cut from; an error of the model's own comes again
                 calls.clear()
                 sample = batch
-                outputs, targets = calling.run(self._model, batch, self._forward)
+                outputs, targets = self._task.run(batch)
             if not calls.last and len(self._candidates) == 1:  # the sample is not one that the layer is called on
                 (self.name,) = self._candidates
                 return False
@@ -156,7 +154,7 @@ class Head:
                 yield self._measured(batch, number, calls, checked)  # nothing of it is kept while the next one is run
 
     def _measured(self, batch: Any, number: int, calls: calling.Calls, checked: bool) -> HeadBatch:
-        outputs, targets = calling.run(self._model, batch, self._forward)
+        outputs, targets = self._task.run(batch)
         rows = self._rows(self._head_call(calls, outputs), outputs, targets, size(batch), number)
         del outputs
         calls.clear()
@@ -172,13 +170,10 @@ class Head:
             check_unchanged(self._alone[1], rows_of(rows.features, rows.samples, _SECOND), "features")
             return
 
-        def run(few: Any) -> tuple[Tensor, Any]:
-            return calling.run(self._model, few, self._forward)
-
         def features(outputs: Tensor, targets: Any) -> Tensor:
             return self._features(self._head_call(calls, outputs), outputs, targets)
 
-        check = two_alone(batch, run, features, "features")
+        check = two_alone(batch, self._task.run, features, "features")
         calls.clear()
         check(rows.features)
 
@@ -191,13 +186,13 @@ class Head:
         """Let the model do without the product of a wide head; it was established on one sample."""
         module = self._candidates[self.name]
         width = layers.rows(module)
-        if width <= _WIDE_OUTPUTS or not self.classes.alone or self._forward.decides:
+        if width <= _WIDE_OUTPUTS or not self.classes.alone or self._task.forward.decides:
             return
-        random = Randomness([*self._model.modules()])
+        random = Randomness([*self._task.model.modules()])
         before = random.states()
         try:
             with state.without_product(module, width), calling.dry_run():
-                calling.run(self._model, first(batch, 1), self._forward)
+                self._task.run(first(batch, 1))
         except (RuntimeError, NotImplementedError):
             return  # the model looks at its logits: let it have them
         finally:

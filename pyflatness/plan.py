@@ -186,7 +186,7 @@ class Measurement:
 
         The sweep cuts batches that are too large, and asks in every micro-batch whether the layer is the head.
         """
-        again = self._task.batches.repeatable and not self._task.forward.is_users  # which may count its calls
+        again = self._task.batches.repeatable and not self._task.forward.by_user  # which may count its calls
         again = all(self._ranks.exchange("whether the data can be read again", again))
         try:
             with self._ranks.agreed("the pass for the head"):

@@ -21,7 +21,7 @@ from .model.data import Batches, first, leaves
 from .numerics.meeting import joined
 from .numerics.ranks import ALONE, Ranks
 from .options import EVERY, How, MeasureHow, Options, check_flag, check_function, check_progress
-from .passes.checked import Checked, explained
+from .passes.guards import Checked, explained
 from .passes.task import Task
 
 P = ParamSpec("P")
@@ -173,18 +173,15 @@ def session(
     """Hold the user's model, loss and data ready to be measured; afterwards everything is as it was.
 
     Args:
-        model: any module.
         loss: see :func:`.losses.resolve`; or ``"auto"``, see :func:`.auto.of_model`.
         data: see :class:`.data.Batches`.
         options: of the user; None: all as they are by default.
         how: of the call's options those of :data:`.options.CALL` count here.
-        reads: how often the data will be read.
-        ordered: whether the samples have to come in the same order at each read.
         sharded: whether the model's parameters may be spread over these ranks, see :mod:`.spread`.
 
     Raises:
         InputError: a model, loss or data that cannot be measured, see :func:`.state.observing`,
-            :func:`.losses.resolve`, :func:`.shards.batches` and :class:`.checked.Checked`.
+            :func:`.losses.resolve`, :func:`.shards.batches` and :class:`.guards.Checked`.
         RankError: another rank fails or does not come; the ranks' models or options differ.
     """
     reduction, forward, process_group = (how.get(name) for name in ("reduction", "forward", "process_group"))

@@ -100,13 +100,7 @@ def from_tensors(
 def _own_rows(
     features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor | None, loss: losses.Loss, ranks: Ranks
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return features, this rank's rows of weight and bias, and targets.
-
-    Raises:
-        InputError: a weight that is spread otherwise than by rows, or over other ranks.
-        NotYetError: another loss than cross-entropy.
-        RankError: the ranks have other features or targets.
-    """
+    """Return features, this rank's rows of weight and bias, and targets."""
     mesh, placements = weight.device_mesh, weight.placements  # type: ignore[attr-defined]
     if len(placements) != 1 or not placements[0].is_shard(0) or mesh.mesh.flatten().tolist() != ranks.processes:
         raise InputError(

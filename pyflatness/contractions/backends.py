@@ -32,9 +32,6 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
     """Return the backend for tensors of a device and dtype; ``"auto"`` takes the compiled one where it can run.
 
     ``"triton"`` is for heads alone, see :func:`choose_for_head`, and the same as ``"auto"`` here.
-
-    Raises:
-        BackendError: ``"compiled"`` asked for and unable to run.
     """
     if name == "reference":
         return reference
@@ -46,11 +43,7 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
 
 
 def choose_for_head(name: str, weight: Tensor) -> Backend:
-    """Return the backend for a head with this weight; ``"triton"`` is one for half precision on a GPU.
-
-    Raises:
-        BackendError: see :func:`choose`; or ``"triton"`` asked for without a GPU or without Triton.
-    """
+    """Return the backend for a head with this weight; ``"triton"`` is one for half precision on a GPU."""
     if name == "triton":
         if not weight.is_cuda:
             raise BackendError(f'backend="triton" runs on a GPU, the weight is on {weight.device}; pass backend="auto"')
@@ -65,10 +58,6 @@ def choose_for_head(name: str, weight: Tensor) -> Backend:
 
 
 def choose_for_few(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Backend, torch.device]:
-    """Return the backend for small things, and where they go: the CPU has kernels where a device has none.
-
-    Raises:
-        BackendError: see :func:`choose`.
-    """
+    """Return the backend for small things, and where they go: the CPU has kernels where a device has none."""
     backend, cpu = choose(name, device, dtype), torch.device("cpu")
     return (choose(name, cpu, dtype), cpu) if backend is reference else (backend, device)

@@ -80,11 +80,7 @@ class Cuda(Kernels):
             self._module, self.missing, self.device = before
 
     def check_kind(self, name: str, tensors: Sequence[Tensor], dtypes: Collection[torch.dtype]) -> torch.dtype:
-        """Return the one dtype of the tensors.
-
-        Raises:
-            BackendError: they are of several, or elsewhere, or the dtype is not among ``dtypes``; there is no module.
-        """
+        """Return the one dtype of the tensors."""
         self.module()
         kinds = sorted({f"{t.dtype} on {t.device}" for t in tensors})
         device, dtype = tensors[0].device, tensors[0].dtype

@@ -32,8 +32,6 @@ class DenseContraction(Contractor):
     """Contract a convolution as one dense matrix W.
 
     Args:
-        layer: the convolution.
-        backend: that computes.
         quantities: names of :data:`.quantities.QUANTITIES`, of those that there are of a dense matrix.
     """
 
@@ -61,9 +59,6 @@ class _DenseForms:
     W ∘ M by row Σ_q δ_q ∘ W x_q, by column Σ_q x_q ∘ γ_q; |W ∘ M|² = Σ_qq' ⟨δ_q ∘ δ_q', (W ∘ W)(x_q ∘ x_q')⟩.
 
     Args:
-        layer: the convolution.
-        backend: that computes.
-        made: what is to be made.
         inputs: of each call.
     """
 

@@ -154,7 +154,6 @@ class Ingredients:
 
     Attributes:
         weight: (G, d, m).
-        backend: that computes.
         quantities: names of :data:`.quantities.QUANTITIES`.
         memory: bytes for working buffers.
         gradients: inputs and cotangents of some samples -> M, (n, G, d, m), written out.
@@ -222,9 +221,6 @@ class LayerContraction(Contractor):
     Args:
         weight: (G, d, m).
         geometry: which inputs a position sees.
-        backend: that computes.
-        quantities: names of :data:`.quantities.QUANTITIES`.
-        memory: bytes for working buffers.
         route: of :data:`ROUTES`; None takes the cheaper.
         convolution: whether the layer is one, and has float32 products on CUDA in cuDNN's precision: the contraction
             takes the layer's own. That of half precision is TF32, which has all of its digits.

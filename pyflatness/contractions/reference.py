@@ -348,10 +348,6 @@ class Backend:
         Args:
             features: (n, m).
             weight: (width, m), the classes from ``first`` on.
-            bias: (d,) of all classes.
-            norms: ``|w_s|²`` of all classes, (d,).
-            first: the tile's first class.
-            sums: over the tiles before, (n,) each; takes the tile in, in place.
 
         Returns:
             The exponentials (n, width), 0 at the class that became a row's most probable one; and what :meth:`rejoin`
@@ -472,7 +468,6 @@ class Backend:
         Args:
             inputs: as for :meth:`direct`, like what follows.
             cotangents: (n, G d, p0, p1, p2) each, or with ``positions`` (n, G d, …).
-            geometry: of the layer.
             factor: R or None.
             positions: (n, G d, elements) int32: the position that each element of a row of a cotangent is at, -1 for
                 one that counts nowhere.

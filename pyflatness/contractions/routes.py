@@ -52,8 +52,6 @@ class PreparedWeight:
     Attributes:
         shape: (G, d, m).
         geometry: which inputs a position sees.
-        backend: that computes.
-        forms: what is to be made.
         factored: w, if R is needed.
         weight: w, if w ∘ M is needed.
         memory: bytes for working buffers of M.
@@ -114,8 +112,6 @@ class Direct:
     """Make M by the kernels, and what is wanted of it.
 
     Args:
-        layer: the weight.
-        phi: the inputs, joined.
         factor: R, if |R M|² is to be made here.
     """
 
@@ -133,8 +129,6 @@ class DirectGathered:
     """Contract several cotangents together, from the positions where any of them is not zero.
 
     Args:
-        layer: the weight.
-        phi: the inputs, joined.
         positions: (n, G d, elements) int32, those of the cotangents' elements, if these are not whole.
     """
 
@@ -153,8 +147,6 @@ class Gram:
     It is the route for layers of several positions.
 
     Args:
-        layer: the weight.
-        phi: the inputs, joined.
         squares: whether |M|² is to be made here.
     """
 
@@ -176,12 +168,7 @@ class Gram:
 
 
 class Carried:
-    """Compute |R M|² by Gram matrices from the cotangent carried to the layer's input, γ = wᵀ δ, of many positions.
-
-    Args:
-        layer: the weight.
-        phi: the inputs, joined.
-    """
+    """Compute |R M|² by Gram matrices from the cotangent carried to the layer's input, γ = wᵀ δ, of many positions."""
 
     def __init__(self, layer: PreparedWeight, phi: Tensor) -> None:
         self._layer, self._gram = layer, layer.backend.patch_gram(phi, layer.geometry)
@@ -223,10 +210,6 @@ class OnePosition:
 
     |M|² = |φ|² |δ|², |R M|² = |φ|² |R δ|², |w ∘ M|² = Σ_s δ_s² (Σ_j w_sj² φ_j²), and of w ∘ M the sums by row
     δ_s ⟨w_s, φ⟩ and by column φ_j Σ_s δ_s w_sj.
-
-    Args:
-        layer: the weight.
-        inputs: φ.
     """
 
     def __init__(self, layer: PreparedWeight, inputs: Tensor) -> None:
@@ -284,12 +267,7 @@ def _applied(vectors: Tensor, weight: Tensor) -> Tensor:
 
 
 class Summed:
-    """Write M out, of several calls that cannot be joined.
-
-    Args:
-        layer: the weight.
-        inputs: of each call.
-    """
+    """Write M out, of several calls that cannot be joined."""
 
     def __init__(self, layer: PreparedWeight, inputs: Calls) -> None:
         self._layer, self._inputs = layer, inputs
@@ -312,8 +290,6 @@ class Stacked:
     """Compute |M|² and |R M|² of several cotangents together.
 
     Args:
-        layer: the weight.
-        phi: the inputs, joined.
         by_gram: whether by their Gram matrices.
         size: how many cotangents at most.
         squares: whether |M|² is to be made here.
@@ -440,9 +416,6 @@ class Written(Direct):
 
 class LibraryRoutes:
     """Choose among the routes by products of a matrix library, which stacks what it makes of several cotangents.
-
-    Args:
-        layer: the weight.
 
     Attributes:
         fewest: cotangents that are worth being contracted together.

@@ -23,8 +23,6 @@ class TokenContraction(Contractor):
 
     Args:
         weight: (1, d, m).
-        backend: that computes.
-        quantities: names of :data:`.quantities.QUANTITIES`.
     """
 
     def __init__(self, weight: Tensor, backend: Backend, quantities: Sequence[str]) -> None:
@@ -80,8 +78,6 @@ class Tokens:
     Args:
         weight: (1, d, m).
         factor: R, (r, d), if |R M|² is wanted.
-        backend: that computes.
-        wanted: the quantities.
         tokens: (n, P).
     """
 

@@ -144,7 +144,6 @@ class WideHead:
         weight: (d, m).
         centre: (m,), about which moments are taken.
         bias: (d,); None: 0.
-        backend: that computes.
         memory: bytes for working buffers.
         rtol: error that may be made to save time, relative to the sum over a chunk of rows; 0: none. On CUDA it saves
             none, and none is made.

@@ -172,11 +172,7 @@ class _Plan:
     parts: frozenset[str]
 
     def best(self, bits: float) -> "Allocation":
-        """Return the best choice that is found of so many bits a weight.
-
-        Raises:
-            InputError: they are fewer than those of the cheapest choice.
-        """
+        """Return the best choice that is found of so many bits a weight."""
         cheapest = self.choices.cheapest()
         least = float(self.choices.sizes[cheapest].sum())
         if bits * self.weights < least * (1 - 1e-12):
@@ -213,11 +209,7 @@ def _planned(
     fixed: Mapping[str, Format],
     together: Sequence[Sequence[str]],
 ) -> _Plan:
-    """Return what one sweep over a task's data gives.
-
-    Raises:
-        InputError: see :func:`allocate`.
-    """
+    """Return what one sweep over a task's data gives."""
     made = {one.name: changes.of_format(task.model, one, layers=chosen) for one in formats}
     (first, *_) = made.values()
     for name in (*fixed, *(name for names in together for name in names)):

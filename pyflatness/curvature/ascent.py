@@ -28,7 +28,7 @@ from ..model import calling, data, parameters
 from ..numerics import lanczos
 from ..numerics.signs import RandomVectors
 from ..passes import dry_run
-from ..passes.memory import Budget, MicroBatches
+from ..passes.memory import MicroBatches
 from ..passes.recorder import Recorder
 from ..passes.task import Task
 
@@ -86,11 +86,7 @@ class Ascent:
 
     Attributes:
         scale: T's diagonal, of a parameter.
-        rho: ρ.
         euclidean: whether the ball is, else a box.
-        steps: of each ascent.
-        starts: ascents.
-        seed: of random starts.
     """
 
     scale: Callable[[Tensor], Tensor]
@@ -204,7 +200,7 @@ class _Place:
         with self._differentiated(u, moved):
             for number, batch in enumerate(batches):
                 for part in self._parts(batch):
-                    outputs, targets = calling.run(task.model, part, task.forward)
+                    outputs, targets = task.run(part)
                     weight += risk.weight(outputs.detach(), targets, task.loss, number)
                     value = task.loss.value(outputs, targets)
                     found = torch.autograd.grad(value, [*moved.values()], allow_unused=True, materialize_grads=True)
@@ -236,7 +232,7 @@ class _Place:
         task, samples = self._task, data.size(batch)
         if self._cuts is None:
             found = dry_run.run(task.model, {}, Recorder({}), batch, task.forward)
-            self._cuts = MicroBatches(Budget.of(task.model, task.options.memory))
+            self._cuts = MicroBatches(task.budget())
             self._cuts.plan(found.bytes, samples, cuttable=found.cuttable)
         for place in self._cuts.places(samples, samples):
             place.done = True
@@ -257,7 +253,7 @@ class _Place:
     def largest_eigenvalue(self, seed: int) -> tuple[float, tuple[str, ...]]:
         """Return λ_max(T H T) over all data, and what a reader of it should know."""
         products = ParameterProducts(self._task)
-        budget = Budget.of(self._task.model, self._task.options.memory)
+        budget = self._task.budget()
         start = RandomVectors(seed, self.size, self.device).draw().unsqueeze(0)
         basis = max(1, budget.bases // (8 * self.size))
         search = lanczos.largest(start, tolerance=tolerance_of(products), size=basis)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import NotYetError
-from ..model import calling, parameters
+from ..model import calling
 from ..model.parameters import Parameters
 from ..passes.task import Task
 
@@ -32,12 +32,7 @@ def refreshed(task: Task, values: Parameters) -> Parameters:
     """Return the statistics by name of buffer: means over all calls of a layer on batches, by one read of the data.
 
     Args:
-        task: its model stays as it is.
         values: in the place of parameters.
-
-    Raises:
-        InputError: a batch with one value for a channel, which has no variance.
-        NotYetError: SyncBatchNorm, of several ranks.
     """
     own, buffers = norms(task.model), dict(task.model.named_buffers())
     synchronised = next((name for name, norm in own.items() if isinstance(norm, nn.SyncBatchNorm)), None)
@@ -48,7 +43,7 @@ def refreshed(task: Task, values: Parameters) -> Parameters:
     with _of_batches(own.values()), calling.dry_run():
         for batch in task.batches:
             fresh = {key: torch.zeros_like(buffers[key]) for calls, of in names for key in (calls, *of)}
-            parameters.run(task.model, {**values, **fresh}, batch, task.forward)
+            task.run(batch, {**values, **fresh})
             for calls, of in names:
                 sums[calls] = sums.get(calls, 0) + fresh[calls].double()
                 for key in of:

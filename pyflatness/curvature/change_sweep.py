@@ -31,7 +31,6 @@ from ..numerics.variances import standard_error
 from ..passes import cotangents, linearity
 from ..passes.cotangents import Cotangents
 from ..passes.layer_form import LayerForm
-from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from ..sweep.layer_sweep import Values
@@ -44,11 +43,7 @@ _PER_PRODUCT = 3  # backward passes that take as long as a Hessian product, abou
 
 
 def as_called(name: str, module: nn.Module, change: Tensor) -> Tensor:
-    """Return a change of a parameter's shape as the view of it that the operation has, once the layer ran.
-
-    Raises:
-        InputError: the operation has another tensor than a view of the parameter.
-    """
+    """Return a change of a parameter's shape as the view of it that the operation has, once the layer ran."""
     found = layers.as_called(module, change)
     if found is None:
         assert isinstance(module.weight, Tensor)
@@ -132,11 +127,7 @@ class ChangeSweep:
         self._many = self._sampled = False
         several = max(len(each) for each in changes.values())
         self._runner = Runner(
-            task.model,
-            task.selection,
-            task.batches,
-            task.forward,
-            Budget.of(task.model, task.options.memory),
+            task,
             partial(linearity.refuse_custom_functions, task.options),
             order_matters=task.options.by_sample or not task.loss.convex,
             certify=products,

@@ -31,13 +31,12 @@ from typing_extensions import Unpack
 from ..contractions import promoted_dtype
 from ..errors import InputError
 from ..hessian.products import Products
-from ..losses import risk
 from ..measures.layer_values import LayerValues
 from ..measures.trace import TRACE
 from ..messages import shown
 from ..model import calling, layers, uses
 from ..options import CALL, MeasureHow, Options, check_flag
-from ..passes.task import Task
+from ..passes.task import Risk, Task
 from ..report import Estimate, Report
 from ..report.intervals import together
 from ..session import public, session
@@ -122,11 +121,7 @@ def cost_of_change(
 
 
 def _checked(modules: Mapping[str, nn.Module], changes: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the changes of layers, by their names.
-
-    Raises:
-        InputError: of no one layer, another shape, or not finite.
-    """
+    """Return the changes of layers, by their names."""
     found = {}
     for name, change in changes.items():
         if name not in modules:
@@ -149,7 +144,6 @@ class Costs:
     """Compute what changes cost.
 
     Args:
-        task: its layers are those that change.
         changes: by layer, as the weights are.
     """
 
@@ -231,9 +225,8 @@ class Costs:
             )
         return found
 
-    def _risk(self, changes: Mapping[str, Tensor]) -> risk.Risk:
+    def _risk(self, changes: Mapping[str, Tensor]) -> Risk:
         """Return the loss at weights that are changed."""
-        task = self._task
         with contextlib.ExitStack() as stack:
             stack.enter_context(calling.dry_run())
             stack.enter_context(torch.no_grad())
@@ -242,7 +235,7 @@ class Costs:
                 module = self._modules[name]
                 forward = layers.with_weight(module, partial(_changed, name, module, change))
                 stack.enter_context(calling.replaced_forward(module, forward))
-            (found,) = risk.at(task.model, [{}], task.loss, task.batches, task.forward, task.options.nan_policy)
+            (found,) = self._task.risks([{}], self._task.options.nan_policy)
         return found
 
     def by_trace(self) -> dict[tuple[str, str], Estimate]:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ..errors import InputError, NonFiniteError
-from ..losses import risk
 from ..messages import shown
 from ..model import calling, parameters
 from ..options import CALL, How, check_number
@@ -89,11 +88,7 @@ class _AlongStep:
         self._own = self._at(0.0)
 
     def critical(self, eta: float) -> float:
-        """Return η_c, from a first length on.
-
-        Raises:
-            InputError: the loss rises at every length that is tried.
-        """
+        """Return η_c, from a first length on."""
         low, high = 0.0, math.inf
         for _ in range(_DOUBLINGS):
             rise = self._at(eta) - self._own
@@ -117,11 +112,10 @@ class _AlongStep:
         return (low + high) / 2
 
     def _at(self, eta: float) -> float:
-        task = self._task
         moved = {name: (w.double() + eta * self._step[name]).to(w.dtype) for name, w in self._theta.items()}
         elsewhere = calling.dry_run() if eta else contextlib.nullcontext()
         with elsewhere, torch.no_grad():
-            (found,) = risk.at(task.model, [moved], task.loss, task.batches, task.forward, "propagate")
+            (found,) = self._task.risks([moved], "propagate")
         if math.isnan(found.value):
             raise NonFiniteError(f"the loss is NaN at {eta:.3g} times the step")
         self.samples = found.samples

@@ -73,11 +73,7 @@ def chosen(model: nn.Module, selected: Selector | Sequence[Selector] | None) -> 
 def random(
     model: nn.Module, names: frozenset[str], generator: torch.Generator, normalization: str | None, label: str
 ) -> Direction:
-    """Return a Gaussian direction in the weights among some parameters; see :func:`normalized`.
-
-    Raises:
-        InputError: none of the parameters is a weight, with two dimensions or more.
-    """
+    """Return a Gaussian direction in the weights among some parameters; see :func:`normalized`."""
     found = {}
     scales = {id(p) for module in model.modules() if is_scale(module) for p in module.parameters(recurse=False)}
     for name, parameter in model.named_parameters():
@@ -125,11 +121,7 @@ def _scaled(rows: Tensor, like: Tensor) -> Tensor:
 
 
 def given(model: nn.Module, changes: Mapping[str, Any], label: str) -> Direction:
-    """Return a direction of the user's own, by names of parameters, or of layers whose weight is meant.
-
-    Raises:
-        InputError: a name of neither, another shape, NaN or infinity, or zero all over.
-    """
+    """Return a direction of the user's own, by names of parameters, or of layers whose weight is meant."""
     theta, first = parameters.every(model), _first_names(model)
     found: Parameters = {}
     for key, change in changes.items():
@@ -156,7 +148,6 @@ def to(model: nn.Module, other: Any, names: frozenset[str] | None, option: str, 
     """Return the direction from a model to another checkpoint, θ' - θ, with its floating-point buffers.
 
     Args:
-        model: any.
         other: a module of the same structure, or a state dict.
         names: of the parameters that move, and no buffers then; None: all, and buffers.
         option: of the user's call, for messages.

@@ -158,7 +158,6 @@ class _Slice:
     """Evaluate the loss on a grid.
 
     Args:
-        task: the model, its loss and data.
         directions: one or two.
         grid: coefficients along each.
         accuracy: see :class:`.points.Points`.
@@ -185,7 +184,6 @@ class _Slice:
             begun: what a file has of it, which is not evaluated again.
             made: which eigenvectors a file is to have, see :func:`_made`; or an empty text.
             out: the file, or None.
-            progress: whether a bar is shown.
         """
         ranks = self._task.batches.shard.ranks
         if begun is not None:

@@ -195,8 +195,6 @@ class _BetweenNetworks:
     """Evaluate networks between two.
 
     Args:
-        task: of the training data.
-        test: of the test data.
         other: the end of the line.
         layers: whose parameters move.
         accuracy: see :class:`.points.Points`.

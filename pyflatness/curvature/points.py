@@ -16,12 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..losses import risk
-from ..model import calling, data, parameters
+from ..model import calling, data
 from ..model.fingerprint import Fingerprint
 from ..model.parameters import Parameters
 from ..numerics.accumulate import Accumulator
-from ..passes.independence import agree, rounding
-from ..passes.memory import Budget
+from ..passes.guards import agree, rounding
 from ..passes.task import Task
 
 _CACHE = 2 * 2**20  # bytes; beyond it points together take longer than one by one, on a processor
@@ -67,7 +66,7 @@ class Points:
         for number, batch in enumerate(task.batches):
             read.add(data.with_samples(batch, data.size(batch)), data.size(batch))
             with _Written() as written:
-                outputs, targets = calling.run(task.model, batch, task.forward)
+                outputs, targets = task.run(batch)
             self._bytes = max(self._bytes, written.bytes)
             over.add(data.size(batch), risk.weight(outputs, targets, task.loss, number))
             losses = losses + float(task.loss.value(outputs, targets))
@@ -90,7 +89,7 @@ class Points:
         Args:
             values: that such a point has.
         """
-        budget = Budget.of(self._task.model, self._task.options.memory)
+        budget = self._task.budget()
         most = max(1, min(_MOST, budget.graph // max(1, self._size(values))))
         return int(min(self._task.batches.shard.every("points of a read", most)))
 
@@ -112,7 +111,6 @@ class Points:
 
     def _outputs(self, points: Sequence[Parameters], batch: Any) -> Iterator[tuple[Tensor, Any]]:
         """Yield outputs and targets of a batch at each point."""
-        model, forward = self._task.model, self._task.forward
         together = self._room // max(1, self._size(points[0]))
         start = 0
         while start < len(points):
@@ -120,7 +118,7 @@ class Points:
             found = self._at_once(some, batch) if len(some) > 1 else None
             if found is None:
                 some = some[:1]
-                yield parameters.run(model, some[0], batch, forward)
+                yield self._task.run(batch, some[0])
             else:
                 outputs, targets = found
                 yield from ((each, targets) for each in outputs)
@@ -128,17 +126,16 @@ class Points:
 
     def _at_once(self, points: Sequence[Parameters], batch: Any) -> tuple[Tensor, Any] | None:
         """Return outputs (points, …) by vmap; None if the model does not take it: its errors come again with one."""
-        model, forward = self._task.model, self._task.forward
         stacked = {name: torch.stack([point[name] for point in points]) for name in points[0]}
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # of operations that vmap takes one by one
                 outputs, targets = torch.func.vmap(
-                    lambda values: parameters.run(model, values, batch, forward),
+                    lambda values: self._task.run(batch, values),
                     out_dims=(0, None),  # type: ignore[arg-type]  # torch's annotation forgets it
                 )(stacked)
             if not self._compared:
-                first, _ = parameters.run(model, points[0], batch, forward)
+                first, _ = self._task.run(batch, points[0])
                 self._together = agree(first, outputs[0], rounding(first.dtype))
                 self._compared = True
         except Exception:
@@ -152,7 +149,7 @@ class Points:
     @property
     def _room(self) -> int:
         """Return the bytes for points that run together."""
-        budget = Budget.of(self._task.model, self._task.options.memory)
+        budget = self._task.budget()
         return budget.buffers if budget.on_gpu else min(_CACHE, budget.graph)
 
     def _found(self, sums: dict[Any, Tensor]) -> PointLosses:

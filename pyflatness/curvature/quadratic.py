@@ -55,7 +55,6 @@ def quadratic(task: Task, directions: Sequence[Direction], value: float) -> Quad
     """Return the quadratic model in directions of parameters.
 
     Args:
-        task: the model, its loss and data, which are read four times.
         directions: all of whose names are parameters'.
         value: E(θ).
 

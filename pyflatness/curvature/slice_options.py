@@ -39,11 +39,7 @@ class SliceRequest:
 
     @classmethod
     def of(cls, directions: Any, through: Any, dimensions: Any, layers: Any, normalization: Any) -> "SliceRequest":
-        """Return what is asked for.
-
-        Raises:
-            InputError: options that do not exist, or do not apply.
-        """
+        """Return what is asked for."""
         check_choice("normalization", normalization, NORMALIZATIONS)
         if through is not None:
             if directions is not None:
@@ -123,7 +119,6 @@ def coefficients(count: int, points: Any, ends: tuple[float, float], span: Any) 
     """Return the coefficients of each direction.
 
     Args:
-        count: of the directions.
         points: of the user.
         ends: by default.
         span: of the user.
@@ -140,11 +135,7 @@ def coefficients(count: int, points: Any, ends: tuple[float, float], span: Any) 
 
 
 def _spans(span: Any, count: int) -> list[tuple[float, float]]:
-    """Return the smallest and largest coefficient of each direction.
-
-    Raises:
-        InputError: other than numbers, or not in their order.
-    """
+    """Return the smallest and largest coefficient of each direction."""
     message = (
         f"span={shown(span)}: a positive number, the smallest and largest coefficient, or such a pair for each of "
         f"{count} directions is wanted"

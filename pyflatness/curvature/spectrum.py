@@ -110,7 +110,7 @@ def spectrum(
     with session(model, loss, data, options, how, reads=3) as task:
         products = ParameterProducts(task) if layers is None else Products(task.of(layers))
         names = products.names if isinstance(products, ParameterProducts) else tuple(products.modules)
-        block = _Block(products, names, Budget.of(task.model, options.memory), options.seed)
+        block = _Block(products, names, task.budget(), options.seed)
         largest, smallest = block.wanted(k, which)
         block.check(largest + smallest, steps if density else 0, max_products)
         precision = tolerance or tolerance_of(products)
@@ -146,10 +146,7 @@ class _Block:
     """Multiply one block by vectors, and count.
 
     Args:
-        products: with the block.
-        names: of the block.
         budget: for vectors.
-        seed: of random starts.
     """
 
     def __init__(self, products: Products, names: Names, budget: Budget, seed: int) -> None:
@@ -166,12 +163,8 @@ class _Block:
         """Raise unless what is asked for fits the memory, and the products that it may take.
 
         Args:
-            pairs: eigenpairs.
             steps: of the density; 0 without one.
             most: products for the eigenpairs.
-
-        Raises:
-            InputError: it does not.
         """
         if pairs > most:
             raise InputError(f"max_products={most}: {pairs} eigenpairs take {pairs} products at least")

@@ -71,13 +71,9 @@ class BlockTraces:
     """Compute the block traces T of one layer for the samples of a run, and the quantities that follow from T.
 
     Args:
-        run: recorded.
-        form: the layer.
-        module: the same.
         value: of the outputs and targets, whose second derivatives are taken: the loss's.
         gradients: of it, from :func:`gradients`, of this layer's calls.
         quantities: names of :data:`.contractions.quantities.QUANTITIES`; none: for T itself.
-        most: ``max_passes=`` of the user.
 
     Attributes:
         in_weight: whether second derivatives are taken in the weight itself, in a run of the layer's own.
@@ -135,11 +131,7 @@ class BlockTraces:
         return self._on_all_columns(Contribution(self._in_order(total, found.values), found.parts))
 
     def matrix(self, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """Return Σ_i T_i over the samples that are kept (n,), (G, d, d); Tr T_i of every sample, (n,); float64.
-
-        Raises:
-            InputError: more products than the user allows.
-        """
+        """Return Σ_i T_i over the samples that are kept (n,), (G, d, d); Tr T_i of every sample, (n,); float64."""
         groups, d, _ = self._weight.shape
         total = self._weight.new_zeros(groups * d, d, dtype=torch.float64)
         traces = self._weight.new_zeros(len(kept), dtype=torch.float64)

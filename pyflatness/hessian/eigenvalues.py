@@ -17,10 +17,8 @@ def largest(products: Products, blocks: Sequence[Names], budget: Budget, seed: i
     """Return the algebraically largest eigenvalue of each block.
 
     Args:
-        products: with the blocks.
         blocks: layers that each is in.
         budget: of the bases.
-        seed: of the random starts.
     """
     sizes = {names: products.size(names) for names in blocks}
     basis = max(1, budget.bases // (8 * sum(sizes.values())))

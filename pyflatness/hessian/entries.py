@@ -88,7 +88,6 @@ class Entries:
     """Compute quantities of a layer's weight that are not block traces, or all where one tells everything about H.
 
     Args:
-        weight: (G, d, m).
         kernel_elements: columns of an input channel.
         quantities: names of :data:`.quantities.QUANTITIES`; those of block traces only beside ones of the diagonal.
         whole: the weight with columns that no input has too, of which w wᵀ is.
@@ -121,7 +120,6 @@ class Entries:
 
         Args:
             patches: φ_p of each sample, (n or 1, G, P, m).
-            signs: of the draws.
             stream: of the layer.
             samples: their numbers.
             columns: of the whole weight, which this one has; None: all.

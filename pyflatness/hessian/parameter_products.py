@@ -7,6 +7,7 @@ names of all these parameters.
 
 import contextlib
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..model import calling, parameters
 from ..model.selectors import Selection
-from ..passes import convolutions, linearity, weight_norms
+from ..passes import linearity, second_derivatives
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from .products import Names, Products, for_second_derivatives
@@ -31,9 +32,6 @@ class ParameterProducts(Products):
 
     Attributes:
         names: of the parameters, as the block is called.
-
-    Raises:
-        InputError: no trainable parameter; see :class:`.Products`.
     """
 
     _what = "parameter"
@@ -48,7 +46,7 @@ class ParameterProducts(Products):
         self._weight_norms = False  # whether the model has such, in what was run so far
         self._convolutions: list[nn.Module] = []  # none where the graph is looked at: it is to be torch's
         super().__init__(task)
-        self._convolutions = convolutions.among(self._model)
+        self._convolutions = second_derivatives.convolutions(self._model)
 
     def notes(self, name: str) -> tuple[str, ...]:
         """Return what a reader of a value should know."""
@@ -57,12 +55,13 @@ class ParameterProducts(Products):
     def _made_runner(self) -> Runner:
         def forward(model: Any, batch: Any) -> Any:
             if self._leaves:
-                return calling.run(model, batch, self._task.forward)
+                return self._task.run(batch)
             # Outside of work on a run: a look at how much its graph takes.
-            return parameters.run(model, self._fresh(), batch, self._task.forward)
+            return self._task.run(batch, self._fresh())
 
         return Runner(
-            *self._data(Selection({}, frozenset(), optional=True), forward),
+            replace(self._task, selection=Selection({}, frozenset(), optional=True)),
+            forward=forward,
             by_sample=False,
             certify=False,
             reserve=for_second_derivatives,
@@ -79,7 +78,7 @@ class ParameterProducts(Products):
             raise calling.reentrant()
         if self._all and not run.outputs.requires_grad:
             raise calling.without_graph()
-        self._weight_norms = self._weight_norms or weight_norms.are_among(run.users)
+        self._weight_norms = self._weight_norms or any(node.name().startswith("WeightNorm") for node in run.users)
         return super()._seen(run)
 
     @contextlib.contextmanager
@@ -91,9 +90,9 @@ class ParameterProducts(Products):
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
                 stack.enter_context(calling.differentiated_in_all_parameters())
                 stack.enter_context(parameters.inside(self._model, self._leaves))
-                stack.enter_context(convolutions.with_second_derivatives(self._convolutions))
+                stack.enter_context(second_derivatives.of_convolutions(self._convolutions))
                 if self._weight_norms:  # every operation takes a little longer there
-                    stack.enter_context(weight_norms.WrittenOut())
+                    stack.enter_context(second_derivatives.WrittenOut())
                 yield
         finally:
             self._leaves = {}

@@ -16,7 +16,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +24,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .. import contractions
 from ..errors import NonFiniteError, NotYetError
 from ..model import calling, layers
-from ..model.selectors import Selection
 from ..numerics.accumulate import Accumulator, check_together
 from ..options import Options
 from ..passes import cotangents, dry_run, linearity, normalize
-from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from . import block_traces
@@ -55,9 +52,6 @@ class Products:
             for either in the coordinates w_j σ_j.
 
     Attributes:
-        samples: of the data.
-        modules: the layers that ran.
-        device: where vectors are.
         eps: rounding of the products, relative.
         custom: layers behind which there is a custom autograd function.
 
@@ -92,16 +86,12 @@ class Products:
     def _made_runner(self) -> Runner:
         check_filters(self._task)
         return Runner(
-            *self._data(self._task.selection, self._task.forward),
+            self._task,
             by_sample=False,
             certify=False,
             reserve=for_second_derivatives,
             inside=self._weights_as_leaves,
         )
-
-    def _data(self, selection: Selection, forward: calling.Forward) -> tuple[Any, ...]:
-        task = self._task
-        return task.model, selection, task.batches, forward, Budget.of(task.model, task.options.memory)
 
     def _set_up(self) -> None:
         """Take in where the weights are, when it is known which layers run, and what they are multiplied by."""
@@ -109,8 +99,7 @@ class Products:
         weights = [layers.matrix(module)[0] for module in self.modules.values()]
         self.device, self.eps = weights[0].device, max(torch.finfo(weight.dtype).eps for weight in weights)
         if self._options.normalize:
-            runner = Runner(*self._data(self._task.selection, self._task.forward))
-            scales = normalize.feature_scales(runner, self._loss, self._options.nan_policy)
+            scales = normalize.feature_scales(Runner(self._task), self._loss, self._options.nan_policy)
             self._spreads = {name: spread(module, scales[name]) for name, module in self.modules.items()}
 
     def _seen(self, run: Run) -> tuple[int, float, frozenset[str]]:
@@ -155,12 +144,7 @@ class Products:
         return (*tied, *((linearity.TAKEN_AS_THEY_ARE,) if custom else ()))
 
     def __call__(self, vectors: Mapping[Names, Tensor]) -> Vectors:
-        """Return each block times its vectors, all in one read of the data.
-
-        Raises:
-            NonFiniteError: a product is not finite; under ``nan_policy="propagate"`` it is handed on.
-            InputError: an operation of the model has no second derivative.
-        """
+        """Return each block times its vectors, all in one read of the data."""
         inverse = {names: self._inverse_spread(names) for names in vectors} if self._spreads else {}
         sent = {names: rows * inverse[names] if inverse else rows for names, rows in vectors.items()}
         sums = {names: torch.zeros_like(rows) for names, rows in vectors.items()}
@@ -302,9 +286,7 @@ def check_batch(options: Options, runner: Runner, number: int, fine: bool, what:
     """Raise unless a batch's contribution to an eigenvalue is fine, or may be NaN.
 
     Args:
-        options: of the user.
         runner: of the layers whose weights may be what is not finite.
-        number: of the batch.
         fine: whether the contribution is finite.
         what: what is not.
 

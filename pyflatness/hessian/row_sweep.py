@@ -2,7 +2,8 @@
 
 Where the model is locally linear in the layer's weight, or the GGN is asked for, the blocks come from square-root
 factors sent backward: in one sweep, or where blocks are too large for memory in one for each product
-(:mod:`.row_products`). Elsewhere second derivatives are taken: in the layer's outputs if there is one position and one
+(:func:`_products_of_run`).
+Elsewhere second derivatives are taken: in the layer's outputs if there is one position and one
 call,
 
     h_is = ∂²ℓ_i/∂z_is²,   a backward pass for each row,
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from .. import contractions, interrupts
 from ..errors import NotYetError
+from ..losses import Loss
 from ..model import layers
 from ..model.selectors import Selection
 from ..numerics import lanczos
@@ -27,10 +29,9 @@ from ..numerics.accumulate import Accumulator
 from ..numerics.lanczos import LargestEigenvalues
 from ..passes import cotangents, linearity, normalize
 from ..passes.layer_form import LayerForm
-from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
-from . import block_traces, row_blocks, row_products
+from . import block_traces, row_blocks
 from .products import Products, check_batch, check_filters, spread
 from .row_blocks import RowBlocks
 
@@ -65,15 +66,12 @@ class _RowMicroBatch:
     blocks: dict[str, Tensor] = field(default_factory=dict)
 
     def is_finite(self, name: str) -> bool:
-        tensors = (*self.weighted.get(name, ()), *(self.blocks[key] for key in self.blocks if key == name))
-        return all(bool(tensor.isfinite().all()) for tensor in tensors)
+        blocks = [self.blocks[name]] if name in self.blocks else []
+        return all(bool(tensor.isfinite().all()) for tensor in (*self.weighted.get(name, ()), *blocks))
 
 
 class RowSweep:
     """Sweep for the rows of all layers of a runner.
-
-    Args:
-        task: the model, its layers, loss and data.
 
     Attributes:
         samples: of the data, once it was read.
@@ -86,11 +84,12 @@ class RowSweep:
         check_filters(task)
         task.batches.shard.ranks.refuse("relative_flatness_max", "leave it out of measures=, ")
         self._task, self._options = task, task.options
-        self._budget = budget = Budget.of(task.model, task.options.memory, halved=True)
-        approve = partial(linearity.refuse_custom_functions, task.options)
+        self._budget = task.budget(halved=True)
         self._runner = Runner(
-            *(task.model, task.selection, task.batches, task.forward, budget, approve),
+            task,
+            partial(linearity.refuse_custom_functions, task.options),
             second_order=not task.options.by_ggn,
+            halved=True,
         )
         self._scales: dict[str, Tensor] = {}
         if task.options.normalize:
@@ -117,7 +116,8 @@ class RowSweep:
 
         self._runner.each(self._found, take)
         self.samples, self._normaliser = over.samples, over.normaliser
-        self._by_entries |= self._by_sweeps & self._nonlinear(self._runner.modules)
+        if not self._options.by_ggn:
+            self._by_entries |= {name for name in self._by_sweeps if not self._runner.is_linear(name)}
         for name in self._by_entries:
             self._check_entries(name)
         swept = self._by_sweeps - self._by_entries
@@ -142,11 +142,6 @@ class RowSweep:
 
     def _normalised(self, ritz: LargestEigenvalues) -> LargestEigenvalues:
         return replace(ritz, values=ritz.values / self._normaliser, residuals=ritz.residuals / self._normaliser)
-
-    def _nonlinear(self, names: Iterable[str]) -> set[str]:
-        """Return layers for which second derivatives are asked for."""
-        ggn = self._options.by_ggn
-        return {name for name in names if not ggn and not self._runner.is_linear(name)}
 
     def _check_entries(self, name: str) -> None:
         weight = layers.matrix(self._runner.selected[name])[0]
@@ -313,7 +308,7 @@ class RowSweep:
                     self._check_batch(number, name, bool(product.isfinite().all()))
                     sums[name] += product
 
-            self._runner.each(lambda run: (run.number, row_products.of_run(run, loss, modules, sent, most)), take)
+            self._runner.each(lambda run: (run.number, _products_of_run(run, loss, modules, sent, most)), take)
             return {name: product * inverse[name] for name, product in sums.items()}
 
         dtypes = {name: layers.matrix(self._runner.selected[name])[0].dtype for name in names}
@@ -327,3 +322,52 @@ class RowSweep:
             for name in names
         }
         return {name: self._normalised(ritz) for name, ritz in lanczos.solved_in_step(searches, times).items()}
+
+
+@torch.enable_grad()
+def _products_of_run(
+    run: Run, loss: Loss, modules: Mapping[str, nn.Module], vectors: Mapping[str, Tensor], most: int
+) -> dict[str, Tensor]:
+    """Return H_ss v_s of some samples, (b, m) float64, for the rows v_s of V (b, m) of each layer, undivided."""
+    with contractions.full_precision(run.outputs):
+        passes = {name: _Pass(run, name, modules[name], vectors[name]) for name in vectors if run.calls(name)}
+        send = partial(run.recorder.gradients, run.outputs, names=passes)
+        for cotangent, signs in cotangents.of_run(run, loss).exact(most, send):
+            gradients = send(cotangent)
+            for name, layer in passes.items():
+                layer.add(gradients[name], signs)
+        return {name: layer.product() for name, layer in passes.items()}
+
+
+class _Pass:
+    """Hold a layer's calls with V for its weight, and the cotangent that will go back."""
+
+    def __init__(self, run: Run, name: str, module: nn.Module, vectors: Tensor) -> None:
+        self._run, self._name, self._module = run, name, module
+        kind, dtype = layers.kind_of(module), contractions.promoted_dtype(layers.matrix(module)[0].dtype)
+        self._weight = layers.as_weight(module, vectors.to(dtype)).detach().requires_grad_()
+        self._outputs = [
+            self._rows(kind.varied(call.inputs.detach(), self._weight, call.output, call.coefficients))
+            for call in run.calls(name)
+        ]
+        self._cotangents = [torch.zeros_like(rows) for rows in self._outputs]
+
+    def add(self, gradients: list[Tensor], signs: Tensor | None) -> None:
+        """Take in the gradients of one cotangent, one for each call."""
+        with torch.no_grad():
+            deltas = [self._rows(gradient) for gradient in gradients]
+            products = [(delta * rows).sum(dim=2) for delta, rows in zip(deltas, self._outputs, strict=True)]
+            along = torch.stack(products).sum(dim=0)  # u, n, b
+            along = along if signs is None else along * signs.to(along.dtype).unsqueeze(1)
+            for cotangent, delta in zip(self._cotangents, deltas, strict=True):
+                cotangent += along.unsqueeze(2) * delta
+
+    def product(self) -> Tensor:
+        """Return the product, (b, m) float64."""
+        (product,) = torch.autograd.grad(self._outputs, self._weight, self._cotangents)
+        return layers.as_matrix(self._module, product).double()
+
+    def _rows(self, outputs: Tensor) -> Tensor:
+        """Return an output of the layer, or a gradient in it, as (n, b, positions)."""
+        rows = self._run.samples_first(self._name, outputs)
+        return rows.movedim(2 if layers.is_convolution(self._module) else -1, 1).flatten(2)

@@ -1,19 +1,12 @@
-"""Compute the empirical risk E of a model over data, at its own parameters or others, and its loss terms."""
+"""Take from outputs what an empirical risk and an accuracy are summed of."""
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import losses
 from ..errors import InputError, NonFiniteError
-from ..model import calling, data, parameters
-from ..model.data import Batches
-from ..numerics.accumulate import Accumulator, check_together
 from . import BinaryCrossEntropy, CrossEntropy, CustomLoss, Loss, SquaredError
 from .base import wrong_shape
 
@@ -97,39 +90,3 @@ def has_classes(outputs: Tensor, targets: Tensor, loss: Loss) -> bool:
 
 def _takes_several(loss: Loss) -> bool:
     return isinstance(loss, CustomLoss) and loss.several is not None
-
-
-@dataclass(frozen=True)
-class Risk:
-    """Hold E, and over how many samples it is."""
-
-    value: float
-    samples: int
-
-
-def at(
-    model: nn.Module,
-    points: Sequence[Mapping[str, Tensor]],
-    loss: Loss,
-    batches: Batches,
-    forward: calling.Forward | None,
-    nan_policy: str,
-) -> list[Risk]:
-    """Return E of the model with other parameters, see :func:`.parameters.run`, at several points by one data read.
-
-    Raises:
-        InputError: targets that do not fit.
-        NonFiniteError: E is NaN or infinite at a point, but under ``"propagate"``.
-    """
-    sums, over = [0.0] * len(points), Accumulator(nan_policy, loss.reduction)
-    for number, batch in enumerate(batches):
-        for place, values in enumerate(points):
-            outputs, targets = parameters.run(model, values, batch, forward)
-            if place == 0:
-                over.add(data.size(batch), weight(outputs, targets, loss, number))
-            value, where = float(loss.value(outputs, targets)), " under noise" if values else ""
-            error = partial(not_finite, number, value, where)
-            check_together(nan_policy, math.isfinite(value), error)
-            sums[place] += value
-    totals = over.together(batches.shard, {"sums": torch.tensor(sums, dtype=torch.float64, device="cpu")})["sums"]
-    return [Risk(total / over.normaliser, over.samples) for total in totals.tolist()]

@@ -23,7 +23,6 @@ import torch
 from torch import nn
 from typing_extensions import Unpack
 
-from ..losses import risk
 from ..model import calling, parameters, state
 from ..numerics.variances import standard_error
 from ..options import CALL, How, Options, check_flag, check_number, check_probes
@@ -89,14 +88,14 @@ def _estimate(task: Task, rho: float = RHO, probes: int = PROBES, *, scaled: boo
     policy = task.options.nan_policy
     theta = parameters.trainable(task.model)
     generator = torch.Generator(state.device(task.model)).manual_seed(task.options.seed)
-    (own,) = risk.at(task.model, [{}], task.loss, task.batches, task.forward, policy)
+    (own,) = task.risks([{}], policy)
     rises = []
     for _ in range(probes):
         noise = parameters.noise(theta, generator)
         spreads = (lambda w: rho * w), (lambda w: -rho * w)
         points = [parameters.displaced(theta, noise, spread) for spread in spreads]
         with calling.dry_run():
-            up, down = risk.at(task.model, points, task.loss, task.batches, task.forward, policy)
+            up, down = task.risks(points, policy)
         rises.append((up.value + down.value) / 2 - own.value)
     rise, factor = torch.tensor(rises, dtype=torch.float64, device="cpu"), 2 / rho**2 if scaled else 1.0
     return Estimate(

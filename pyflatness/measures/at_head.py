@@ -43,19 +43,6 @@ from ..report import Estimate
 _SENT = 2**22  # numbers of all ranks that are sent at a time
 
 
-def over_ranks(ranks: Ranks, own: Curvature | None, weight: Tensor, bias: Tensor | None, memory: int) -> Curvature:
-    """Return the curvature of the whole head.
-
-    Args:
-        ranks: which have the rows of the weight, and all get the same features.
-        own: of this rank's rows; None where it has none.
-        weight: these, (d, m).
-        bias: (d,) or None.
-        memory: bytes for logits.
-    """
-    return Curvature(partial(_by_row, Shard(ranks), own, weight, bias, memory))
-
-
 def _by_row(
     shard: Shard,
     own: Curvature | None,
@@ -82,7 +69,7 @@ def _by_row(
 
 
 def _moments(features: Tensor, weight: Tensor, bias: Tensor | None, memory: int) -> tuple[Tensor, Tensor]:
-    """Return log Σ exp z (n,) over_ranks this rank's classes, and the mean of their rows (n, m), in float64."""
+    """Return log Σ exp z (n,) over this rank's classes, and the mean of their rows (n, m), in float64."""
     if not len(weight):
         return features.new_full((len(features),), -torch.inf, dtype=torch.float64), torch.zeros_like(features).double()
     matrix, shift = promoted(weight), None if bias is None else promoted(bias).double()
@@ -143,7 +130,8 @@ def total(source: HeadSource, loss: losses.Loss, options: Options) -> "Total":
                         curvature = make(options.tolerance)
                     else:
                         own = make(0.0) if len(weight) else None
-                        curvature = over_ranks(source.classes, own, weight, bias, memory)
+                        by_row = partial(_by_row, Shard(source.classes), own, weight, bias, memory)
+                        curvature = losses.Curvature(by_row)
                 total.add(batch, curvature)
             del batch  # or its memory stands in the way of the next one's
     return total
@@ -240,6 +228,8 @@ class Total:
             own = torch.tensor([self.value, self._bound], dtype=torch.float64, device="cpu")
             self.value, self._bound = self._over.together(shard, {"values": own})["values"].tolist()
         normaliser = self._over.normaliser
+        zero = 0 if self._scale is None else int((self._scale == 0).sum())
+        dropped = [f"{zero} features that are zero throughout dropped"] if zero else []
         return Estimate(
             value=self.value / normaliser,
             stderr=None,
@@ -250,13 +240,9 @@ class Total:
             per_sample=self._over.per_sample(self._contributions, shard) if self._options.per_sample else None,
             layer=self._source.name,
             omitted=self._over.omitted,
-            notes=(*self._source.notes(), *self._scale_note()),
+            notes=(*self._source.notes(), *dropped),
             max_error=self._bound / normaliser if self._bound else None,
         )
-
-    def _scale_note(self) -> tuple[str, ...]:
-        dropped = 0 if self._scale is None else int((self._scale == 0).sum())
-        return (f"{dropped} features that are zero throughout dropped",) if dropped else ()
 
 
 def _feature_scale(source: HeadSource, options: Options) -> Tensor:

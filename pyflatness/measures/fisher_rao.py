@@ -86,7 +86,7 @@ class _Tangent:
             # At first torch scripts some derivatives of its own, which it warns of, by its version in another category.
             warnings.filterwarnings("ignore", "`torch.jit")
             duals = {name: forward_ad.make_dual(values, values) for name, values in self._theta.items()}
-            outputs, targets = parameters.run(self._task.model, duals, batch, self._task.forward)
+            outputs, targets = self._task.run(batch, duals)
             primal, change = forward_ad.unpack_dual(outputs)
             if change is None:
                 raise calling.without_graph()
@@ -101,7 +101,7 @@ class _Tangent:
         with torch.enable_grad():
             leaves = [values.detach().requires_grad_() for values in theta]
             named = dict(zip(self._theta, leaves, strict=True))
-            outputs, targets = parameters.run(self._task.model, named, batch, self._task.forward)
+            outputs, targets = self._task.run(batch, named)
             v = Directions().like(outputs).requires_grad_()
             try:
                 back = torch.autograd.grad(outputs, leaves, v, create_graph=True, allow_unused=True)

@@ -15,7 +15,6 @@ from ..numerics.accumulate import omits
 from ..passes import linearity
 from ..passes.dry_run import Findings
 from ..passes.layer_form import LayerForm
-from ..passes.memory import Budget
 from ..passes.runner import Runner
 from ..passes.task import Task
 from ..report import Estimate
@@ -35,22 +34,14 @@ _MARGIN, _CLOSE = 1.1, 1.05  # more samples than a standard error seems to take;
 
 
 class LayerValues:
-    """Measure the chosen layers of a model together.
-
-    Args:
-        task: the model, its layers, loss and data.
-    """
+    """Measure the chosen layers of a model together."""
 
     def __init__(self, task: Task) -> None:
         self._task, self._model, self._selected = task, task.model, task.selection.modules
         self._loss, self._options = task.loss, task.options
         self._subset: Subset | None = None
         self._runner = Runner(
-            task.model,
-            task.selection,
-            task.batches,
-            task.forward,
-            Budget.of(task.model, self._options.memory),
+            task,
             self._approve,
             second_order=not self._options.by_ggn,
             order_matters=self._options.by_sample or not task.loss.convex,
@@ -87,9 +78,6 @@ class LayerValues:
         Args:
             measures: which pass :meth:`check_options`.
             attempt: around what concerns one measure alone, and may be an error of it.
-
-        Raises:
-            InputError: what concerns all measures.
         """
         wanted = self._wanted = tuple(dict.fromkeys(measure.quantity for measure in measures if measure.quantity))
         kind = AdaptiveSweep if self._options.probes == "adaptive" else Sweep

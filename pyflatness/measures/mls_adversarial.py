@@ -163,7 +163,7 @@ class _Ascent:
 
     def _outputs(self, tensor: Tensor) -> Tensor:
         batch = inputs.replaced(self._batch, self._input, tensor.clone())
-        outputs, _ = calling.run(self._task.model, batch, self._task.forward)
+        outputs, _ = self._task.run(batch)
         check_outputs(outputs, self._samples)
         return outputs
 

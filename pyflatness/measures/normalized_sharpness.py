@@ -75,11 +75,7 @@ def _shrunk(squares: Tensor, curvature: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def of_layer(name: str, weight: Tensor, diagonal: Tensor) -> tuple[float, str]:
-    """Return the value for a weight (G, d, m) and a Hessian diagonal (G, d, m), and a note if it is not a minimum.
-
-    Raises:
-        InputError: a negative entry of the diagonal.
-    """
+    """Return the value for a weight (G, d, m) and a Hessian diagonal (G, d, m), and a note if it is not a minimum."""
     if not bool(diagonal.isfinite().all()):
         return float("nan"), ""
     rounding = _ROUNDING * torch.finfo(weight.dtype).eps * float(diagonal.abs().max())

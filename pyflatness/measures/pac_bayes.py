@@ -282,7 +282,8 @@ class _Search:
     def _accuracy(self, values: Mapping[str, Tensor]) -> float:
         right = total = samples = 0
         for number, batch in enumerate(self._task.batches):
-            outputs, targets = parameters.run(self._model, values, batch, self._task.forward)
+            with parameters.inside(self._model, values):
+                outputs, targets = calling.run(self._model, batch, self._task.forward)
             hits = risk.hits(outputs, targets, self._task.loss, number)
             if not values and bool(outputs.isnan().any()):
                 raise NonFiniteError(f"batch {number}: {_NO_ACCURACY}")

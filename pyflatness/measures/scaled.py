@@ -37,17 +37,70 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ..contractions.factor import lower_gram
 from ..errors import InputError, NotYetError
-from ..model import layers, norms, uses
+from ..model import layers, uses
 from ..model.uses import Use
+from ..numerics import lanczos
+from ..numerics.directions import Directions
 from ..options import Options
 from ..report import Estimate
 from ..report.intervals import together
 from .base import LARGEST, Measure, Task, Values
 from .relative_flatness import RELATIVE_FLATNESS
 from .trace import LAMBDA_MAX, TRACE
+
+_ENTRIES = 2**18  # of a weight that are in float64 at a time
+_WRITTEN_OUT = 1024  # rows of a Gram matrix, at most
+_TOLERANCE, _PRODUCTS, _BASIS = 1e-11, 2000, 64
+
+
+def squared_norm(module: nn.Module) -> float:
+    """Return |w|² of the layer's effective weight."""
+    weight = layers.matrix(module)[0]
+    return sum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in _parts(weight))
+
+
+def spectral_norm(module: nn.Module) -> float:
+    """Return the largest singular value of the layer's weight matrix, or over a grouped convolution's groups.
+
+    It comes from the smaller Gram matrix, whose largest eigenvalue is as accurate; for many rows from Lanczos, without
+    that matrix. A weight with NaN or infinity in it gives NaN.
+    """
+    weight = layers.matrix(module)[0].unflatten(0, (layers.groups(module), -1))
+    size = min(weight.shape[1:])
+    if size > _WRITTEN_OUT:
+        found = [_by_products(matrix) for matrix in weight]
+        if None not in found:
+            return max(value for value in found if value is not None)
+    gram = lower_gram(weight if weight.shape[1] == size else weight.mT)
+    if not bool(gram.isfinite().all()):  # for which there are no eigenvalues
+        return math.nan
+    return math.sqrt(max(0.0, float(torch.linalg.eigvalsh(gram).max())))
+
+
+def _by_products(matrix: Tensor) -> float | None:
+    """Return the root of the largest eigenvalue of wᵀw; None if it is not found to rounding."""
+    start = Directions().like(matrix.new_empty(1, matrix.shape[1], dtype=torch.float64))
+
+    def times(vectors: Tensor) -> Tensor:
+        total = torch.zeros_like(vectors[0])
+        for part in _parts(matrix):
+            rows = part.double()
+            total += rows.t() @ (rows @ vectors[0])
+        return total.unsqueeze(0)
+
+    search = lanczos.largest(start, tolerance=_TOLERANCE, limit=_PRODUCTS, size=_BASIS)
+    ritz = lanczos.solved(search, times)
+    return math.sqrt(max(0.0, float(ritz.values))) if ritz.converged else None
+
+
+def _parts(weight: Tensor) -> tuple[Tensor, ...]:
+    """Return the rows of a matrix in pieces, each as large as may be copied."""
+    rows: tuple[Tensor, ...] = weight.split(max(1, _ENTRIES // max(1, weight.shape[1])))
+    return rows
 
 
 def _values(task: Task) -> Values:
@@ -62,7 +115,7 @@ def _values(task: Task) -> Values:
                     "one; ask for another measure beside it, such as trace"
                 )
         layers.check_measurable(name, module)
-        norm = norms.squared(module)
+        norm = squared_norm(module)
         shared = module._parameters.get("weight")
         squares[id(module if shared is None else shared)] = norm
         found[name] = _norm(norm, name)
@@ -108,13 +161,8 @@ def scaled(times: Callable[[nn.Module], float], model: nn.Module, options: Optio
 
 
 def largest_scaled(measure: str, model: nn.Module, options: Options, values: Values) -> Values:
-    """Return the largest of the layers' scaled values, for the network, and which that is in the name of the measure.
-
-    Raises:
-        NotYetError: see :func:`scaled`.
-        InputError: the values are sampled.
-    """
-    found = _by_layer(norms.squared, model, options, values)
+    """Return the largest of layers' scaled values, for the network, and which that is in the name of the measure."""
+    found = _by_layer(squared_norm, model, options, values)
     if any(estimate.stderr is not None for estimate in found.values()):
         raise InputError(
             f"{measure} has no sampled value: the largest of several is too large in the mean; pass probes=None and "
@@ -174,7 +222,7 @@ SCALED_LAMBDA_MAX = Measure(
     formula="κ^l = |w|² λ_max(∂²E/∂w²); network: their sum κ^Σ",
     source="Petzka et al. 2019, Definition 1, Table 1",
     base=LAMBDA_MAX.name,
-    derive=functools.partial(scaled, norms.squared),
+    derive=functools.partial(scaled, squared_norm),
     invariant="layer-wise",
     cost="that of lambda_max, shared",
     reads=LAMBDA_MAX.reads,
@@ -196,7 +244,7 @@ SCALED_TRACE = Measure(
     formula="κ_τ^l = |w|² Tr(∂²E/∂w²); network: their sum κ_τ^Σ",
     source="Petzka et al. 2019, Section 2, Table 1",
     base=TRACE.name,
-    derive=functools.partial(scaled, norms.squared),
+    derive=functools.partial(scaled, squared_norm),
     invariant="layer-wise",
     cost="that of trace, shared",
 )
@@ -218,10 +266,6 @@ def summed(norm: Callable[[nn.Module], float], model: nn.Module, options: Option
 
     The standard error is that of the roots to first order, and a bound, see
     :func:`pyflatness.report.intervals.together`.
-
-    Raises:
-        InputError: a negative trace.
-        NotYetError: options under which the traces are of other matrices than the layers' weights.
     """
     roots = []
     every = [name for name in values if name] or [""]  # a model that is a layer itself has no other name
@@ -250,7 +294,7 @@ MATRIX_NORMALIZED_SHARPNESS = Measure(
     formula="Σ_l ‖W_l‖₂ √Tr(∂²E/∂w_l²)",
     source=_MATRIX_NORMALIZED,
     base=TRACE.name,
-    derive=functools.partial(summed, norms.spectral),
+    derive=functools.partial(summed, spectral_norm),
     granularity="network",
     invariant="layer-wise",
     cost="that of trace, shared",
@@ -260,7 +304,7 @@ MATRIX_NORMALIZED_SHARPNESS_FROBENIUS = Measure(
     formula="Σ_l ‖W_l‖_F √Tr(∂²E/∂w_l²)",
     source=_MATRIX_NORMALIZED,
     base=TRACE.name,
-    derive=functools.partial(summed, lambda module: math.sqrt(norms.squared(module))),
+    derive=functools.partial(summed, lambda module: math.sqrt(squared_norm(module))),
     granularity="network",
     invariant="layer-wise",
     cost="that of trace, shared",

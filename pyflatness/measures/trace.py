@@ -37,7 +37,6 @@ as that a random start has a component along its eigenvector.
 from ..hessian.eigenvalues import largest
 from ..hessian.products import Products
 from ..numerics.lanczos import LargestEigenvalues
-from ..passes.memory import Budget
 from ..report import Estimate
 from ..sweep.activations import INPUTS, OUTPUTS
 from .base import Measure, Task, Values
@@ -73,7 +72,7 @@ def lambda_max(task: Task) -> Values:
     products = Products(task)
     every = tuple(products.modules)
     blocks = dict.fromkeys([*((name,) for name in every), every])  # a single layer is the network too
-    found = largest(products, list(blocks), Budget.of(task.model, task.options.memory), task.options.seed)
+    found = largest(products, list(blocks), task.budget(), task.options.seed)
     estimates = {name: _estimate(task, products, found[name,], name) for name in every}
     return {**estimates, "": _estimate(task, products, found[every], "")}
 

@@ -166,11 +166,7 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Tensor]) -> Itera
 
 
 def one_tensor(returned: Any) -> Tensor:
-    """Return the logits in what a model returned.
-
-    Raises:
-        InputError: see :func:`.outputs.single`.
-    """
+    """Return the logits in what a model returned."""
     tensor = single(returned)
     if tensor is None:
         raise refusal(returned)
@@ -185,9 +181,6 @@ def run(
     A mapping's ``labels`` are the targets, see :func:`.hugging_face.prepared`.
 
     Args:
-        model: the user's.
-        batch: as the data have it.
-        forward: the user's, or None.
         tensor: what the model returned -> outputs.
 
     Raises:
@@ -236,11 +229,7 @@ def _run(model: nn.Module, batch: Any, forward: Forward | None, tensor: Callable
 
 
 def _pair(model: nn.Module, batch: Any) -> tuple[Any, Any]:
-    """Return inputs and targets, which come first in a batch; what follows them, as numbers of samples, is ignored.
-
-    Raises:
-        InputError: another batch; or more than two items for a model that may take several of them as its inputs.
-    """
+    """Return inputs and targets, which come first in a batch; what follows them, as numbers of samples, is ignored."""
     advice = "pass forward=, a function (model, batch) -> (outputs, targets)"
     if not isinstance(batch, (tuple, list)) or len(batch) < 2:
         kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
@@ -270,13 +259,7 @@ def _may_take_several(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def differentiated() -> Iterator[None]:
-    """Turn what a model keeps torch from in backward passes inside into an error that says what to do.
-
-    Raises:
-        NoGraphError: reentrant activation checkpointing, which torch does not differentiate in chosen tensors; outputs
-            without a graph.
-        InputError: a tensor of the graph was modified in place.
-    """
+    """Turn what a model keeps torch from in backward passes inside into an error that says what to do."""
     try:
         yield
     except RuntimeError as error:
@@ -298,9 +281,6 @@ def differentiated_in_all_parameters() -> Iterator[None]:
     """Refuse reentrant activation checkpointing of a part whose inputs have no graph, inside.
 
     Torch only warns of it and records nothing, so that derivatives in the parameters of this part would be zero.
-
-    Raises:
-        NoGraphError: there is such a part.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("error", _WITHOUT_GRAPH, UserWarning)

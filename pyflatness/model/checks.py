@@ -15,12 +15,7 @@ from .spread import WHOLE, is_spread
 
 
 def check_modules(named: Sequence[tuple[str, nn.Module]], *, spread: bool = False) -> None:
-    """Raise an InputError that names the first of a model's modules that cannot be measured as it is.
-
-    Args:
-        named: the modules.
-        spread: whether parameters may be spread over ranks.
-    """
+    """Raise an InputError that names the first of a model's modules that cannot be measured as it is."""
     for check in (partial(_check_kind, spread=spread), _check_mode, _check_values):
         for name, module in named:
             check(name, module)

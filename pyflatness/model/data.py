@@ -34,7 +34,6 @@ class Batches:
 
     Args:
         data: a tuple of tensors with the samples in dimension 0, or an iterable of batches.
-        device: where batches go.
         reads: how often the data will be read; a one-shot iterator is refused for more than one, and what a loader
             gives at a later read is held against what it gave at the first.
         ordered: whether the samples have to come in the same order at each read.
@@ -140,11 +139,7 @@ class Batches:
             self._compare(read)
 
     def count(self) -> int:
-        """Return how many samples there are for sure, if need be by a read of the data.
-
-        Raises:
-            InputError: that would need a read, and the data can be read once.
-        """
+        """Return how many samples there are for sure, if need be by a read of the data."""
         if self._tensors or isinstance(self._data, (tuple, list)):
             return self.samples
         if _promised(self._data) and self._data.collate_fn is default_collate:
@@ -180,11 +175,7 @@ class Batches:
 
 
 def _read(data: Iterable[Any]) -> Iterator[Any]:
-    """Yield the user's batches.
-
-    Raises:
-        InputError: reading ended by an error that looks like the end of the data.
-    """
+    """Yield the user's batches."""
     why = (
         "something that reads the data (a generator, a dataset's __getitem__, a collate function) calls next() on an "
         "iterator that is exhausted"
@@ -258,11 +249,7 @@ def _parts(data: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 
 def _checked_size(batch: Any, number: int) -> int:
-    """Return the samples of a user's batch.
-
-    Raises:
-        InputError: it holds arrays, tensors without values or of several lengths, or no tensor at all.
-    """
+    """Return the samples of a user's batch."""
     for part in leaves(batch):
         if isinstance(part, np.ndarray) or (isinstance(part, Tensor) and (without_values(part) or part.is_nested)):
             check_tensor(f"data: batch {number}", part)
@@ -287,11 +274,7 @@ def with_samples(batch: Any, samples: int) -> Iterator[Tensor]:
 
 
 def leaves(batch: Any, holders: tuple[Any, ...] = ()) -> Iterator[Any]:
-    """Return what is in a batch, whatever holds it.
-
-    Raises:
-        InputError: what holds it is among its own parts.
-    """
+    """Return what is in a batch, whatever holds it."""
     if isinstance(batch, Tensor) or not isinstance(batch, (tuple, list, Mapping)):
         yield batch
         return

@@ -32,7 +32,6 @@ class Fingerprint:
 
         Args:
             tensors: those of the batch that have its samples in dimension 0.
-            samples: of the batch.
         """
         shapes, number = [], None
         for tensor in tensors:

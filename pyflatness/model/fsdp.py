@@ -39,10 +39,7 @@ class _Weight:
     """Hold a parameter that is spread over ranks.
 
     Attributes:
-        name: of the parameter.
-        spread: the DTensor.
         dtype: that it has in the forward pass.
-        ranks: which have its parts.
     """
 
     name: str
@@ -78,14 +75,6 @@ def held(model: nn.Module, ranks: Ranks) -> Iterator[None]:
     """Let ranks ask each other for the parameters of a model inside; afterwards FSDP gathers them as it did before.
 
     At first no module has its parameters gathered. Afterwards those have that had before; after an error none.
-
-    Args:
-        model: under FSDP2.
-        ranks: which make the call.
-
-    Raises:
-        InputError: a part of what FSDP2 takes for a model; parameters that are spread over other ranks.
-        NotYetError: parameters that are spread otherwise than each over one dimension.
     """
     states = _states(model)
     for state in states:

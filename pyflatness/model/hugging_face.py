@@ -34,8 +34,6 @@ class Prepared:
     """Hold a batch as a model takes it.
 
     Attributes:
-        inputs: the model's keyword arguments, without labels.
-        targets: the labels.
         shifted: whether outputs at a position are about the label of the next one.
         spans: whether targets are the first and last token of an answer, (n, 2), for which outputs have two logits a
             token.
@@ -61,15 +59,12 @@ def prepared(model: nn.Module, batch: Mapping[str, Any]) -> Prepared:
         model: of transformers (see :func:`inner`), or any other that takes keyword arguments.
         batch: the keyword arguments, with ``labels``; a causal language model can do without these, see
             :func:`causal_labels`.
-
-    Raises:
-        InputError: there are no labels, and the model is none that can do without.
     """
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     own, targets = inner(model), batch.get("labels")
     if own is None:
         return Prepared(inputs, batch["labels"])
-    if finds_spans(own):
+    if any(kind.__name__.endswith("ForQuestionAnswering") for kind in _kinds(own)):
         return _of_spans(own, batch)
     causal = is_causal(own)
     if targets is None:
@@ -83,11 +78,6 @@ def prepared(model: nn.Module, batch: Mapping[str, Any]) -> Prepared:
     if tokens and _generates(own) and not {"decoder_input_ids", "decoder_inputs_embeds"} & {*inputs}:
         inputs["decoder_input_ids"] = _decoder_inputs(own, targets)
     return Prepared(inputs, targets, causal and tokens)
-
-
-def finds_spans(model: nn.Module) -> bool:
-    """Return whether a model of transformers says where in a text an answer begins and ends."""
-    return any(kind.__name__.endswith("ForQuestionAnswering") for kind in _kinds(model))
 
 
 def _of_spans(model: nn.Module, batch: Mapping[str, Any]) -> Prepared:
@@ -104,11 +94,7 @@ def _of_spans(model: nn.Module, batch: Mapping[str, Any]) -> Prepared:
 
 
 def span_logits(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits (n, T, 2) of the first and the last token of an answer, and the targets that are in the text.
-
-    Raises:
-        InputError: the model has no such logits.
-    """
+    """Return logits (n, T, 2) of the first and the last token of an answer, and the targets that are in the text."""
     logits = [one for name in _SPAN_LOGITS if isinstance(one := getattr(outputs, name, None), Tensor)]
     if len(logits) < len(_SPAN_LOGITS):
         raise InputError(
@@ -132,9 +118,6 @@ def causal_labels(batch: Mapping[str, Any]) -> Tensor:
 
     Of tokens a masked one (``attention_mask`` 0) is ignored, and so is one behind a masked one, from which it would
     have to be predicted. So it makes no difference whether padding is on the left or on the right.
-
-    Raises:
-        InputError: there are neither.
     """
     labels, tokens, mask = (batch.get(name) for name in ("labels", "input_ids", "attention_mask"))
     if isinstance(labels, Tensor):
@@ -155,17 +138,13 @@ def problem(model: nn.Module, labels: Tensor) -> str:
     that is not set; all others take cross-entropy.
     """
     config = getattr(model, "config", None)
-    if not any("ForSequenceClassification" in kind.__name__ or _is_of_media(kind) for kind in _kinds(model)):
+    if not any(name in kind.__name__ for kind in _kinds(model) for name in _CLASSIFIES):
         return "classes"
     given = getattr(config, "problem_type", None)
     if given is None:
         several = "binary" if labels.is_floating_point() else "classes"
         return "values" if getattr(config, "num_labels", 2) == 1 else several
     return {"regression": "values", "multi_label_classification": "binary"}.get(given, "classes")
-
-
-def _is_of_media(kind: type) -> bool:
-    return any(f"For{medium}Classification" in kind.__name__ for medium in ("Image", "Video", "Audio"))
 
 
 def _generates(model: nn.Module) -> bool:
@@ -201,4 +180,5 @@ def _is_of(model: nn.Module, package: str, name: str = "") -> bool:
 _PACKAGES = ("transformers", "transformers_modules")
 _POSITIONS = ("start_positions", "end_positions")
 _SPAN_LOGITS = ("start_logits", "end_logits")
+_CLASSIFIES = [f"For{what}Classification" for what in ("Sequence", "Image", "Video", "Audio")]
 _MASK = " (of files of texts, mask=0.15 makes them, with random tokens masked)"

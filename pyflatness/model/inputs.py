@@ -17,7 +17,6 @@ class Inputs:
     tensor for all.
 
     Args:
-        forward: see :func:`.calling.run`.
         by_user: whether it is the user's own that says what of a batch are targets.
 
     Attributes:

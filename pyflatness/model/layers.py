@@ -240,7 +240,6 @@ def carried(module: nn.Module, delta: Tensor, size: tuple[int, ...]) -> Tensor:
     """Return Wᵀ δ: a gradient in the layer's output carried to its unpadded input through this layer alone.
 
     Args:
-        module: a supported layer.
         delta: of the shape of the layer's output.
         size: of an input, without its dimension 0.
     """

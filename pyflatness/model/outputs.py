@@ -58,11 +58,7 @@ class SideBySide:
 
     @classmethod
     def of(cls, outputs: Any) -> "tuple[SideBySide, Tensor]":
-        """Return where the outputs lie, and the tensor that they lie in.
-
-        Raises:
-            InputError: something else than floating-point tensors with a row for each sample is among them.
-        """
+        """Return where the outputs lie, and the tensor that they lie in."""
         leaves, structure = pytree.tree_flatten(outputs)
         floating = all(isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim for leaf in leaves)
         if not leaves or not floating or len({len(leaf) for leaf in leaves}) > 1:

@@ -8,17 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from . import calling, state
+from . import state
 
 Parameters = dict[str, Tensor]
 
 
 def every(model: nn.Module) -> Parameters:
-    """Return the model's parameters by name, detached; one that has several names once.
-
-    Raises:
-        InputError: weights without values, or that are not floating-point numbers.
-    """
+    """Return the model's parameters by name, detached; one that has several names once."""
     found = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for name, values in found.items():
         if values.is_meta or not values.is_floating_point():
@@ -28,11 +24,7 @@ def every(model: nn.Module) -> Parameters:
 
 
 def trainable(model: nn.Module) -> Parameters:
-    """Return those parameters that require gradients.
-
-    Raises:
-        InputError: see :func:`every`; none of them does.
-    """
+    """Return those parameters that require gradients."""
     wanted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not wanted:
         raise InputError(
@@ -55,21 +47,6 @@ def noise(values: Mapping[str, Tensor], generator: torch.Generator) -> Parameter
 def displaced(values: Mapping[str, Tensor], noise: Mapping[str, Tensor], spread: Callable[[Tensor], Any]) -> Parameters:
     """Return θ + spread(θ) · noise, in the dtype of each tensor."""
     return {name: (w + spread(w) * noise[name]).to(w.dtype) for name, w in values.items()}
-
-
-def run(
-    model: nn.Module, values: Mapping[str, Tensor], batch: Any, forward: calling.Forward | None
-) -> tuple[Tensor, Any]:
-    """Run a batch like :func:`.calling.run`, with ``values`` in the place of the parameters of these names.
-
-    Args:
-        model: inside :func:`.state.observing`.
-        values: by name, of buffers too; tied names follow.
-        batch: see :func:`.calling.run`.
-        forward: see :func:`.calling.run`.
-    """
-    with inside(model, values):
-        return calling.run(model, batch, forward)
 
 
 @contextlib.contextmanager

@@ -38,9 +38,6 @@ def select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) ->
 
     A pattern means normalisations where it matches no other layer. The name of a layer's weight, as a parameter, means
     the weight in all of its uses, and stands behind the layers.
-
-    Raises:
-        InputError: a selector that matches nothing, or nothing that can be measured; near names are listed.
     """
     every, usable, scales = _every(model)
     if selectors is None:

@@ -38,11 +38,6 @@ def batches(
     """Return the user's data as batches, see :class:`.data.Batches`, and as a part of those of all ranks.
 
     Args:
-        data: of this rank.
-        device: where batches go.
-        ranks: that have the parts.
-        reads: how often they are read.
-        ordered: whether the order matters.
         placed: whether the places of samples in all data have to be known.
         shown: whether a bar is shown; None: on a terminal, by the first rank.
 
@@ -88,7 +83,6 @@ def _place(sampler: DistributedSampler[Any], taken: int) -> dict[str, int]:
     """Return which places a sampler's samples have in the order of the whole data set, which ends with repeated ones.
 
     Args:
-        sampler: of a rank.
         taken: how many of its samples a loader takes.
     """
     whole: int = len(sampler.dataset)  # type: ignore[arg-type]

@@ -1,11 +1,12 @@
 """Know which parameters of the model that is measured are spread over ranks, and how they are had as a whole.
 
-:mod:`.fsdp` and :mod:`.tensor_parallel` say so; the rest of the package asks here.
+:mod:`.fsdp` and :func:`held_in_parallel` say so; the rest of the package asks here.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,9 +44,7 @@ def held(model: nn.Module, parts: Mapping[int, Part], parallel: Ranks = ALONE) -
     """Say that parameters of a model are spread over ranks, inside.
 
     Args:
-        model: as FSDP2 or tensor parallelism has made it.
         parts: the parameters, by their identity.
-        parallel: see :func:`parallel`.
     """
     _held.update(parts)
     _layers.update(id(module) for module in model.modules() if id(module._parameters.get("weight")) in parts)
@@ -89,9 +88,6 @@ def refuse(what: str, instead: str = "") -> None:
     Args:
         what: cannot be had of it; the beginning of a sentence.
         instead: what to do, as a clause with "or" behind it.
-
-    Raises:
-        NotYetError: it is.
     """
     if _held:
         raise NotYetError(
@@ -103,9 +99,7 @@ def check_processes(name: str, spread: Any, ranks: Ranks, data: str) -> None:
     """Raise unless the ranks that make the call are those that a parameter is spread over.
 
     Args:
-        name: of the parameter.
         spread: the DTensor.
-        ranks: which make the call.
         data: what each of them has.
     """
     processes = spread.device_mesh.mesh.tolist()
@@ -118,11 +112,7 @@ def check_processes(name: str, spread: Any, ranks: Ranks, data: str) -> None:
 
 
 def whole(weight: Tensor) -> Tensor:
-    """Return a weight with all of its entries, those of other ranks too.
-
-    Raises:
-        NotYetError: a weight that is computed of parameters that are spread.
-    """
+    """Return a weight with all of its entries, those of other ranks too."""
     if not is_spread(weight):
         return weight
     if id(weight) not in _held:
@@ -156,3 +146,28 @@ def own_rows(module: nn.Module) -> tuple[Tensor, Tensor | None, int] | None:
     if isinstance(bias, Tensor):
         bias = full(bias.detach())[start : start + len(rows)]
     return rows, bias, start
+
+
+@contextlib.contextmanager
+def held_in_parallel(model: nn.Module, ranks: Ranks) -> Iterator[None]:
+    """Hold a model inside, if some of its parameters are spread over ranks."""
+    parts = {}
+    for name, parameter in model.named_parameters():
+        given: Any = parameter
+        if not is_spread(parameter):
+            continue
+        if len(given.placements) != 1:
+            raise NotYetError(
+                f"model: its parameter {name!r} is spread over {given.device_mesh}, of several dimensions; {WHOLE}"
+            )
+        check_processes(name, given, ranks, "the same data")
+        parts[id(parameter)] = Part(parameter, partial(_whole, parameter))
+    if not parts:
+        yield
+        return
+    with held(model, parts, ranks):
+        yield
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    return full(parameter.detach())

@@ -24,7 +24,7 @@ from .. import interrupts
 from ..errors import InputError
 from ..messages import check_module, received
 from ..numerics.ranks import Ranks
-from . import calling, fsdp, generators, layers, spread, tensor_parallel, uses
+from . import calling, fsdp, generators, layers, spread, uses
 from .calling import replaced_forward
 from .checks import check_modules
 from .generators import Randomness
@@ -40,7 +40,6 @@ def observing(
     """Hold the user's own module ready to be run without gradients; afterwards everything is as it was.
 
     Args:
-        model: the user's.
         ranks: which make the call, if its parameters may be spread over them; see :mod:`.spread`.
         in_eval: whether it is put in eval mode, see :func:`in_eval_mode`.
 
@@ -86,7 +85,7 @@ def _prepared(model: nn.Module, ranks: Ranks | None) -> tuple[nn.Module, Randomn
     interrupts.later(Found(modules).put_back)
     interrupts.later(stack.close)
     if ranks is not None:
-        stack.enter_context((fsdp if fsdp.is_sharded(model) else tensor_parallel).held(model, ranks))
+        stack.enter_context((fsdp.held if fsdp.is_sharded(model) else spread.held_in_parallel)(model, ranks))
     random = generators.hold(modules)  # the user's model and data may draw; we do not
     interrupts.later(random.put_back)
     # Compiled code ignores hooks that are added later, and is no graph that can be read.
@@ -108,11 +107,7 @@ def _prepared(model: nn.Module, ranks: Ranks | None) -> tuple[nn.Module, Randomn
 
 
 class Found:
-    """Hold what a call may change in modules and in torch, as it is when this is made.
-
-    Args:
-        modules: all of a model's.
-    """
+    """Hold what a call may change in modules and in torch, as it is when this is made."""
 
     def __init__(self, modules: Collection[nn.Module]) -> None:
         self._attributes = attributes(modules)

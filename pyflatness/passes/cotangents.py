@@ -42,7 +42,6 @@ class Cotangents:
         sample_weights: (n,) float64, each sample's weight in a mean, the sum of its terms'.
         bad: (n,), samples without a loss: NaN or infinity in their targets or outputs.
         used: (n, L), whether the loss does not ignore each of a sample's L terms.
-        outputs: the model's, without their graph.
         terms: the loss terms, those of a sample one after another.
     """
 
@@ -63,11 +62,7 @@ class Cotangents:
         """Yield cotangents and their signs.
 
         Args:
-            most: ``max_passes=`` of the user.
             send: sends one cotangent backward, to see how long that takes where there are more.
-
-        Raises:
-            InputError: more backward passes than ``most``.
         """
         samples, terms = self._order.shape
         columns = self._loss.columns(self._rows.shape[1])
@@ -155,11 +150,7 @@ class Cotangents:
         return self._rows.numel() // len(self._order)
 
     def weights(self) -> Tensor:
-        """Return the weights of each sample's columns of all terms, (n, places) float64, none negative.
-
-        Raises:
-            InputError: a loss that is not convex in the outputs.
-        """
+        """Return the weights of each sample's columns of all terms, (n, places) float64, none negative."""
         weights = torch.where((self.terms.scale != 0).unsqueeze(1), self._mixtures().weights(), 0.0)
         negative = weights < -_ROUNDING * weights.nan_to_num(0.0).abs().amax()
         if bool(negative.any()):
@@ -208,11 +199,7 @@ class Cotangents:
 
 
 def of_run(run: Run, loss: Loss) -> Cotangents:
-    """Return the cotangents of a run's outputs; errors name its batch.
-
-    Raises:
-        InputError: targets that are no tensor, or see :func:`prepare`.
-    """
+    """Return the cotangents of a run's outputs; errors name its batch."""
     targets = losses.tensor_targets(run.targets, run.number)
     with losses.of_batch(run.number):
         return prepare(run.outputs, targets, loss, run.samples)

@@ -15,7 +15,7 @@ from ..model.uses import Use, besides
 from ..numerics.directions import Directions
 from . import batch_layout, kept_rows, linearity
 from .batch_layout import Layout, check_outputs
-from .independence import agree, alone, rounding
+from .guards import agree, alone, rounding
 from .recorder import RecordedCall, Recorder
 
 _SHARE = 16  # one sample of so many of the first batch is looked at, at least two and at most _MOST
@@ -60,11 +60,7 @@ def run(
     *,
     whole: bool = False,
 ) -> Findings:
-    """Run some samples of a batch, or the ``whole`` of it, and send cotangents back from some of them.
-
-    Raises:
-        InputError: a layer is not what its class says, or does not keep its samples apart.
-    """
+    """Run some samples of a batch, or the ``whole`` of it, and send cotangents back from some of them."""
     samples = data.size(batch)
     count = samples if whole else min(samples, max(2, min(_MOST, samples // _SHARE)))
     start, cuttable = int(count < samples), True
@@ -170,15 +166,7 @@ def narrow(
     shows what would come of it.
 
     Args:
-        outputs: the model's.
-        users: their graph.
-        recorder: of the layers' calls.
-        layouts: that the layers may have.
-        samples: how many.
         may_mix: layers that are left out where none remains.
-
-    Raises:
-        InputError: none remains for another layer.
     """
     if samples == 1 or not layouts:
         return dict(layouts)
@@ -207,9 +195,7 @@ def check_uses(modules: Mapping[str, nn.Module], recorder: Recorder, users: line
     """Raise if the model uses the weight of a stand-in otherwise than by calls of it.
 
     Args:
-        modules: the layers.
         recorder: of the same, after a run.
-        users: of the nodes in the outputs' graph.
     """
     others = uses.otherwise(modules, recorder.calls.keys(), users.keys())
     if others:

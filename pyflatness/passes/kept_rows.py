@@ -133,7 +133,6 @@ def _is_within_rows(node: Node, ndim: int, of_inputs: int) -> bool:
     """Return whether an operation neither mixes nor moves rows along dimension 0, by what is saved of it.
 
     Args:
-        node: the operation.
         ndim: dimensions of its result.
         of_inputs: dimensions of what it takes.
     """

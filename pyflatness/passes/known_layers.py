@@ -17,10 +17,6 @@ class KnownLayers:
     """Hold what is known of the chosen layers from the runs so far.
 
     Args:
-        model: inside :func:`.state.observing`.
-        selection: the layers.
-        recorder: of the same.
-        forward: see :func:`.calling.run`.
         order_matters: whether values of single samples are asked for, so that rows in another order have to be noticed.
 
     Attributes:
@@ -64,9 +60,6 @@ class KnownLayers:
         Args:
             ran: layers that ran on some.
             left_out: layers that some leave out.
-
-        Raises:
-            InputError: a layer has a value on some ranks, and is left out on others.
         """
         both = [name for name in self._selected if name in ran and name in left_out]
         if both:
@@ -88,11 +81,7 @@ class KnownLayers:
         """Take in what a dry run found.
 
         Args:
-            found: by the dry run.
             first: whether it came before a batch, so that layers that did not run in it are missed.
-
-        Raises:
-            InputError: a layer that was named did not run, cannot be measured, or does not run at every call.
         """
         self._leave_out_transformed()
         if self.unseen - found.layouts.keys():
@@ -103,7 +92,11 @@ class KnownLayers:
                 raise batch_layout.mixed(name, self._recorder.calls[name][0].output.shape, found.samples)
             self._leave_out(name, "what it looks up is of all samples, and cannot be told apart by sample")
         if first:
-            routed = self._recorder.empty.union(name for name in self._selected if self._is_routed(name))
+            routed = self._recorder.empty.union(
+                name
+                for name, use in self._selected.items()
+                if isinstance(use, Use) and use.routed and not use.refusal  # it is up to the samples whether it runs
+            )
             self._check_ran(found.layouts.keys() | routed)
         for name in found.layouts:
             layers.check_measurable(name, self._selected[name])
@@ -132,11 +125,7 @@ class KnownLayers:
         self._layouts.pop(name, None)
 
     def _leave_out_transformed(self) -> None:
-        """Leave out the layers that were called inside of a transform of ``torch.func``.
-
-        Raises:
-            InputError: such a layer was named, or gave a value already; or all are such.
-        """
+        """Leave out the layers that were called inside of a transform of ``torch.func``."""
         for name in self._recorder.transformed - self._detached:
             why = "it is called inside of torch.func.vmap (or grad, jvp), where it cannot be observed"
             if name in self._named | self._relied_on or self._selected.keys() <= self._recorder.transformed:
@@ -149,17 +138,8 @@ class KnownLayers:
         if self._selected and not self._optional and (missing or not names):
             raise layers.did_not_run(missing or self._selected, self._selected)
 
-    def _is_routed(self, name: str) -> bool:
-        """Return whether it is up to the samples whether a layer runs."""
-        use = self._selected[name]
-        return isinstance(use, Use) and use.routed and not use.refusal
-
     def note_unseen(self) -> None:
-        """Compare the recorded calls with what is known, and leave detached layers out of them.
-
-        Raises:
-            InputError: see :meth:`_leave_out_transformed`.
-        """
+        """Compare the recorded calls with what is known, and leave detached layers out of them."""
         self._leave_out_transformed()
         for name in self._detached:
             self._recorder.calls.pop(name, None)
@@ -174,9 +154,6 @@ class KnownLayers:
 
         Returns:
             Whether there are some. The outputs do not depend on them, or the layer is left out from now on.
-
-        Raises:
-            InputError: the outputs do depend on them, so that derivatives of zero would be wrong.
         """
         unreached = linearity.unreached(outputs, users, self._recorder.calls)
         new = {name: calls for name, calls in unreached.items() if not calls <= self._idle.get(name, frozenset())}
@@ -209,11 +186,7 @@ class KnownLayers:
             self._leave_out(name, why)
 
     def find_otherwise_used(self, users: linearity.Users) -> bool:
-        """Return whether stand-ins were left out just now, see :func:`.dry_run.check_uses`.
-
-        Raises:
-            InputError: see :meth:`leave_out`.
-        """
+        """Return whether stand-ins were left out just now, see :func:`.dry_run.check_uses`."""
         try:
             dry_run.check_uses(self._selected, self._recorder, users)
         except InputError as error:
@@ -225,9 +198,6 @@ class KnownLayers:
         """Hold the layouts against a run, wherever it could differ from what was seen before.
 
         Flattened samples and gathered outputs may have other lengths in this batch, rows may be in another order.
-
-        Raises:
-            InputError: a layer keeps its samples otherwise than before, or nowhere.
         """
         made = self._recorder.calls
         gathered = len(outputs) != samples or self._order_matters

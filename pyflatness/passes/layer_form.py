@@ -1,6 +1,6 @@
 """Bring a chosen layer into the one form that all contractions take, rescaled for normalised values."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -10,16 +10,17 @@ from torch.autograd.graph import GradientEdge
 from .. import contractions
 from ..contractions import Contractor, DenseContraction, Ingredients, multiplied, product, promoted, promoted_dtype
 from ..contractions.factor import gram_factor
-from ..contractions.layer import Contraction
+from ..contractions.layer import Contraction, Sign
+from ..contractions.quantities import Contribution
+from ..contractions.routes import Calls
 from ..errors import InputError
 from ..model import layers, spread
 from ..model.kinds import Linear
 from ..options import Options
-from . import carried, normalize, pooled
+from . import neighbours, normalize
 from .batch_layout import Layout
-from .gathered import Gathered
 from .memory import Budget
-from .pooled import Pooled
+from .neighbours import Pooled
 from .runner import Run
 
 Parts = list[Tensor]
@@ -32,15 +33,9 @@ class LayerForm:
     of all its inputs and outputs, of which the calls for a sample are the positions.
 
     Args:
-        name: for errors.
-        module: the layer.
-        quantities: what is wanted.
-        options: of the user.
         scale: of the layer's input channels, or None; see :mod:`.normalize`.
 
     Attributes:
-        backend: of the contractions.
-        quantities: these.
         by_weight: whether the weight has no positions, so that second derivatives are taken in itself.
     """
 
@@ -190,14 +185,14 @@ class LayerForm:
 
     def pooled(self, run: Run) -> Pooled | None:
         """Return the max-pooling behind the layer, if its cotangents may be taken as they come out of that."""
-        return pooled.behind(run, self.name) if self._kind.space == 2 and not self._dense else None
+        return neighbours.pooled_behind(run, self.name) if self._kind.space == 2 and not self._dense else None
 
     def of_carried(self, run: Run, inputs: Parts, count: int) -> tuple[GradientEdge, Contraction] | None:
         """Return where wᵀ δ arrives and what contracts it, if that is taken in place of δ of so many cotangents."""
         layer = self.contraction(run)
         if not (self.pointwise and self._scale is None and layer.carries(inputs, count)):
             return None
-        arrives = carried.edge(run, self.name, self.matrix.dtype)
+        arrives = neighbours.carried_edge(run, self.name, self.matrix.dtype)
         return None if arrives is None else (arrives, layer.at_carried(inputs))
 
     def rows(self, run: Run, gradients: Sequence[Tensor]) -> Tensor:
@@ -282,9 +277,7 @@ class DenseConvolution:
     See :class:`.contractions.dense.DenseLayer`.
 
     Args:
-        module: the convolution.
         scale: of its input channels, by which inputs are divided and columns multiplied, or None.
-        size: of a sample's unpadded input.
         output: of one of its calls.
     """
 
@@ -310,3 +303,31 @@ class DenseConvolution:
 def _joined(calls: Parts) -> Tensor:
     """Return the positions of all calls side by side."""
     return calls[0] if len(calls) == 1 else torch.cat(calls, dim=2)
+
+
+class Gathered(Contractor):
+    """Contract with the weight asked for when it is needed."""
+
+    def __init__(self, make: Callable[[], Contractor]) -> None:
+        self._make = make
+
+    def at(self, inputs: Calls, count: int, held: int = 0, positions: Tensor | None = None) -> "GatheredContraction":
+        """Return the contraction at the inputs of a micro-batch; no cotangents are held back."""
+        return GatheredContraction(lambda: self._make().at(inputs, 1))
+
+    def nothing(self, samples: int) -> Contribution:
+        """Return the contribution of no cotangent at all."""
+        return self._make().nothing(samples)
+
+
+class GatheredContraction(Contraction):
+    """Contract one cotangent after another; none is held back."""
+
+    stack_size, held = 1, 0
+
+    def __init__(self, make: Callable[[], Contraction]) -> None:
+        self._make = make
+
+    def of(self, cotangent: Calls, sign: Sign = None) -> Contribution:
+        """Return the contribution of a cotangent by itself."""
+        return self._make().of(cotangent, sign)

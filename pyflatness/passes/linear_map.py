@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..messages import is_out_of_memory
-from .independence import agree
+from .guards import agree
 
 
 class LinearMap:

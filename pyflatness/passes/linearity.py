@@ -44,12 +44,8 @@ def refuse_custom_functions(options: Options, nonlinear: Mapping[str, str], what
     """Raise if a value is to be the Hessian's, by ``curvature="auto"``, and cannot be told from another one.
 
     Args:
-        options: of the user.
         nonlinear: layers, or ``what`` they are, that are not certified to be linear, and why.
         what: they are.
-
-    Raises:
-        InputError: behind some of them is a custom autograd function.
     """
     names = [name for name, why in nonlinear.items() if why == CUSTOM]
     if names and options.curvature == "auto":
@@ -82,7 +78,7 @@ class Certificate:
         The result is None if attention has to run by another kernel first, see :meth:`attention`.
         """
         new = nonlinear_layers(outputs, users, recorder, [name for name in recorder.calls if name not in self.reasons])
-        if new and not self._twice_differentiable and has_fused_attention(users):
+        if new and not self._twice_differentiable and any("ScaledDotProduct" in n.name() for n in users):
             self._twice_differentiable = True
             return None
         self.reasons.update(new)
@@ -206,17 +202,8 @@ def unreached(outputs: Tensor, users: Users, calls: Calls) -> dict[str, frozense
     return {name: numbers for name, numbers in found.items() if numbers}
 
 
-def has_fused_attention(users: Users) -> bool:
-    """Return whether a kernel of attention was run that has no second derivative."""
-    return any("ScaledDotProduct" in node.name() for node in users)
-
-
 def check_complete(what: str, gradients: Sequence[Tensor]) -> None:
-    """Raise if the graph of gradients in one layer or parameter lacks a custom function behind it.
-
-    Raises:
-        InputError: it does not depend on anything, or on what a function gave that can be differentiated once only.
-    """
+    """Raise if the graph of gradients in one layer or parameter lacks a custom function behind it."""
     turning = [gradient for gradient in gradients if gradient.requires_grad]
     nodes = {node.name() for part in turning for node in (part.grad_fn, *users_of(part)) if node}
     if not turning or "torch::autograd::Error" in nodes:

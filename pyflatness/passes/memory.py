@@ -39,7 +39,6 @@ class Budget:
         asked: the user's ``memory``, in bytes; None takes :data:`DEFAULT_MEMORY`, on a GPU a quarter of all that it has
             (and not of what is free, so that the same call cuts the same micro-batches every time).
         halved: whether a measure holds something besides.
-        device: of the model.
     """
 
     asked: int | None
@@ -117,9 +116,6 @@ class Place:
 
 class MicroBatches:
     """Know how many samples may go through the model together.
-
-    Args:
-        budget: of whose bytes they take the graph's.
 
     Attributes:
         largest: how many samples go together at most; 1 until :meth:`plan` was told what they take.

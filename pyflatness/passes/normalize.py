@@ -63,10 +63,6 @@ def feature_scales(runner: Runner, loss: Loss, nan_policy: str) -> dict[str, Ten
     Rows are positions, or the unpadded pixels of a convolution. Positions of ignored targets are left out where the
     layer's positions are the loss's, and with them the padding of an ``attention_mask``; elsewhere samples without any
     target are left out. Samples that have no value of the layer are left out too, but under ``nan_policy="raise"``.
-
-    Raises:
-        NonFiniteError: NaN or infinity in a layer's input, under ``nan_policy="raise"``.
-        InputError: a weight in all of its uses.
     """
     for name, module in runner.selected.items():
         if layers.kind_of(module).by_weight:
@@ -108,14 +104,9 @@ def check_in_time(nan_policy: str, late: Tensor, number: int, what: str, check_w
     """Raise if samples that are to be left out turn out to have no value when the deviations have them in already.
 
     Args:
-        nan_policy: of the user.
         late: whether each sample, or row, is one of these, (n,).
-        number: of the batch.
         what: "samples" or "rows".
         check_weights: raises the error of weights with NaN, where these are the reason.
-
-    Raises:
-        NonFiniteError: there are some, under "omit".
     """
     if omits(nan_policy) and bool(late.any()):
         check_weights()

@@ -41,7 +41,6 @@ class RecordedCall:
         output: an empty tensor of the output's shape and dtype, on the meta device.
         coefficients: of tokens, see :meth:`.kinds.Linear.coefficients`.
         route: which rows are of which sample, of an expert that tokens are routed to.
-        kind: of the layer in this call.
     """
 
     inputs: Tensor
@@ -60,7 +59,6 @@ class Recorder:
     A call on an empty tensor, as of an expert that nothing is routed to, is none.
 
     Attributes:
-        calls: by layer.
         empty: layers that were called on an empty tensor.
         transformed: layers that were called inside of a transform of ``torch.func``, where no call can be kept.
     """
@@ -197,7 +195,8 @@ class Recorder:
             if name in self._shared and torch.is_grad_enabled():
                 inputs, own, coefficients = (self._repeated(part, inputs.ndim) for part in (inputs, own, coefficients))
             if kind.tokens and torch.is_grad_enabled() and not own.requires_grad:
-                own = _with_history(own)
+                # No leaf, which may not change in place.
+                own = torch.ops.aten._unsafe_view(own.detach().requires_grad_(), own.shape)
             if self._active and output.numel() == 0:
                 self.empty.add(name)
             elif self._active:
@@ -287,10 +286,4 @@ def with_own_history(output: Tensor) -> Tensor:
     if output.layout != torch.strided:
         return output.clone()
     alias: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
-    return alias
-
-
-def _with_history(output: Tensor) -> Tensor:
-    """Return an alias of an output without a graph that has one; it is no leaf, which may not change in place."""
-    alias: Tensor = torch.ops.aten._unsafe_view(output.detach().requires_grad_(), output.shape)
     return alias

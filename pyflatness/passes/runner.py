@@ -13,14 +13,13 @@ from torch.utils.checkpoint import CheckpointError
 from ..errors import InputError, NotYetError
 from ..messages import is_out_of_memory
 from ..model import calling, data, uses
-from ..model.data import Batches
-from ..model.selectors import Selection
-from . import batch_layout, dry_run, independence, linearity
+from . import batch_layout, dry_run, guards, linearity
 from .batch_layout import Layout
-from .independence import Check, Spacing, check_unchanged
+from .guards import Check, Spacing, check_unchanged
 from .known_layers import KnownLayers
-from .memory import Budget, MicroBatches
+from .memory import MicroBatches
 from .recorder import RecordedCall, Recorder, frozen
+from .task import Task
 
 Result = TypeVar("Result")
 
@@ -30,10 +29,7 @@ class Run:
     """Hold a recorded forward pass of a micro-batch.
 
     Attributes:
-        batch: these samples.
         outputs: the model's, with their graph.
-        targets: as they came.
-        samples: how many.
         number: of the user's batch.
         numbers: (n,) int64, of the samples, counted over all data.
         recorder: the layers' calls; empty once the run is over.
@@ -86,11 +82,6 @@ class Runner:
     """Run a model over its data, with chosen layers recorded.
 
     Args:
-        model: inside :func:`.state.observing`.
-        selection: the layers.
-        batches: the data.
-        forward: see :func:`.calling.run`.
-        budget: see :class:`.memory.MicroBatches`; that of no ``memory=`` if it is not given.
         approve: called before work is done on a micro-batch, with the layers that are not linear so far, and why.
         second_order: whether second derivatives will be taken behind those, which makes their graph larger.
         order_matters: whether values of single samples are asked for, so that rows in another order have to be noticed.
@@ -98,19 +89,16 @@ class Runner:
         certify: whether it matters which layers are linear.
         reserve: bytes a sample that the work takes besides, by what the dry run found.
         inside: entered around each forward pass and the work on it.
+        forward: in the place of the task's.
+        halved: see :class:`.memory.Budget`.
 
     Attributes:
-        selected: the layers.
         places: of the layers among these, by name.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        selection: Selection,
-        batches: Batches,
-        forward: calling.Forward | None = None,
-        budget: Budget = Budget(None),  # noqa: B008, it cannot change
+        task: Task,
         approve: Callable[[dict[str, str]], None] = lambda nonlinear: None,
         *,
         second_order: bool = False,
@@ -119,16 +107,19 @@ class Runner:
         certify: bool = True,
         reserve: Callable[[dry_run.Findings], int] = lambda found: 0,
         inside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        forward: calling.Forward | None = None,
+        halved: bool = False,
     ) -> None:
-        self.model, self.batches, self.selected, self._forward = model, batches, selection.modules, forward
+        selection, self._forward = task.selection, forward or task.forward
+        self.model, self.batches, self.selected = task.model, task.batches, selection.modules
         self._approve, self._reserve, self._inside = approve, reserve, inside
         self._second_order, self._by_sample, self._certify = second_order, by_sample, certify
         self.places = {name: place for place, name in enumerate(selection.modules)}
         self._recorder = Recorder(selection.modules)
-        self._known = KnownLayers(model, selection, self._recorder, forward, order_matters=order_matters)
+        self._known = KnownLayers(task.model, selection, self._recorder, self._forward, order_matters=order_matters)
         self._certificate = linearity.Certificate()
-        self._micro_batches = MicroBatches(budget)
-        self._spacing = Spacing(len(batches))
+        self._micro_batches = MicroBatches(task.budget(halved=halved))
+        self._spacing = Spacing(len(task.batches))
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -183,11 +174,11 @@ class Runner:
                 compare = seen is None and self.cuttable and self._spacing.due(number, done)
                 for place in self._micro_batches.places(samples, samples, first if done == 0 else None):
                     cut = partial(data.part, batch, place.start, place.stop)
-                    check: Check = independence.unchecked
+                    check: Check = guards.unchecked
                     if place.start == 0 and seen is not None:
                         check = partial(_check_as_seen, seen, place.stop)
                     elif place.start == 0 and compare:
-                        check = independence.two_alone(cut(), self._outputs_and_targets)
+                        check = guards.two_alone(cut(), self._outputs_and_targets)
                     with contextlib.nullcontext() if chosen is None else calling.dry_run():
                         result = self._run(cut, number, numbers[place.slice], work, check)
                     if result is not None:
@@ -244,10 +235,8 @@ class Runner:
         Called from the ``take`` of :meth:`each`, which has that run's result; its graph is gone by then.
 
         Args:
-            run: what was.
             rows: (r,) places of samples in it; one may come more than once.
             work: of a run, and of which of ``rows`` it has.
-            take: takes in what the work gives.
         """
         samples = len(run.numbers)
         for place in self._micro_batches.places(len(rows), samples):
@@ -348,9 +337,6 @@ class Runner:
         Args:
             batch: the user's batch, which comes next; or a micro-batch that a new layer ran in.
             first: whether it is the user's.
-
-        Raises:
-            InputError: a batch without samples; see :func:`.dry_run.run` and :meth:`.KnownLayers.add`.
         """
         samples = data.size(batch)
         if samples < 1:
@@ -377,11 +363,7 @@ class Runner:
 
 @contextlib.contextmanager
 def _checkpointing() -> Iterator[None]:
-    """Let an error of activation checkpointing say what to do, inside.
-
-    Raises:
-        NotYetError: such an error.
-    """
+    """Let an error of activation checkpointing say what to do, inside."""
     try:
         yield
     except CheckpointError as error:

@@ -36,8 +36,6 @@ class Tail:
     """Hold the operations that several cotangents go through at once, and what is in front of them.
 
     Args:
-        outputs: of the model, with their graph.
-        users: of the graph's nodes.
         edges: by name, where gradients are wanted; all of them on a path to the outputs.
 
     Attributes:

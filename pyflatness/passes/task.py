@@ -1,25 +1,37 @@
 """Hold what a public call is asked to measure: the user's model, loss and data, taken in hand, and the options."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from ..losses import Loss
+from ..losses import Loss, risk
 from ..losses.remarks import OF_GGN_ALONE
-from ..model import selectors, shards, state, uses
+from ..model import calling, data, parameters, selectors, shards, state, uses
 from ..model.data import Batches
 from ..model.selectors import Selection, Selector
+from ..numerics.accumulate import Accumulator, check_together
 from ..options import Options
 from ..report import Estimate
-from .checked import Checked
+from .guards import Checked
+from .memory import Budget
 
 _WITHOUT_LOSS = ("weights", "jacobian", "ascent")  # methods
 _WITHOUT_DERIVATIVES = ("weights", "head", "monte-carlo")
 
 
 _NO_LAYERS = Selection({}, frozenset())
+
+
+class Risk(NamedTuple):
+    """Hold E, and over how many samples it is."""
+
+    value: float
+    samples: int
 
 
 @dataclass(frozen=True)
@@ -31,9 +43,7 @@ class Task:
         loss: from :func:`.losses.resolve`.
         batches: the data, to be read as often as the measure says.
         forward: the user's, or a call of the model itself, with its checks.
-        options: of the user.
         progress: whether reading data shows a bar.
-        selection: the chosen layers.
     """
 
     model: nn.Module
@@ -43,6 +53,41 @@ class Task:
     options: Options
     progress: bool | None = None
     selection: Selection = _NO_LAYERS
+
+    def run(self, batch: Any, values: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Any]:
+        """Return outputs and targets of a batch, at other parameters (or buffers) of these names where they are given.
+
+        Backward passes at these belong in :func:`.parameters.inside`: activation checkpointing runs the model in them.
+        """
+        if values is None:
+            return calling.run(self.model, batch, self.forward)
+        with parameters.inside(self.model, values):
+            return calling.run(self.model, batch, self.forward)
+
+    def risks(self, points: Sequence[Mapping[str, Tensor]], nan_policy: str) -> list[Risk]:
+        """Return E at several points by one data read, each of parameters in the place of the model's.
+
+        Raises:
+            InputError: targets that do not fit.
+            NonFiniteError: E is NaN or infinite at a point, but under ``"propagate"``.
+        """
+        sums, over = [0.0] * len(points), Accumulator(nan_policy, self.loss.reduction)
+        for number, batch in enumerate(self.batches):
+            for place, values in enumerate(points):
+                outputs, targets = self.run(batch, values)
+                if place == 0:
+                    over.add(data.size(batch), risk.weight(outputs, targets, self.loss, number))
+                value, where = float(self.loss.value(outputs, targets)), " under noise" if values else ""
+                error = partial(risk.not_finite, number, value, where)
+                check_together(nan_policy, math.isfinite(value), error)
+                sums[place] += value
+        of_rank = {"sums": torch.tensor(sums, dtype=torch.float64, device="cpu")}
+        totals = over.together(self.batches.shard, of_rank)["sums"]
+        return [Risk(total / over.normaliser, over.samples) for total in totals.tolist()]
+
+    def budget(self, *, halved: bool = False) -> Budget:
+        """Return how the user's ``memory=`` is shared out."""
+        return Budget.of(self.model, self.options.memory, halved=halved)
 
     def of(self, layers: Selector | Sequence[Selector] | None) -> "Task":
         """Return the task with the layers that selectors mean, see :func:`.selectors.select`."""
@@ -59,10 +104,10 @@ class Task:
             ranks.check_alike("the choice of layers", {"layers": ", ".join(selection.modules)})
         return replace(self, selection=selection)
 
-    def on(self, data: Any, reads: int = 1) -> "Task":
+    def on(self, other: Any, reads: int = 1) -> "Task":
         """Return the task with other data, to be read so many times."""
         found = shards.batches(
-            data, state.device(self.model), self.batches.shard.ranks, reads=reads, shown=self.progress
+            other, state.device(self.model), self.batches.shard.ranks, reads=reads, shown=self.progress
         )
         return replace(self, batches=found)
 

@@ -28,7 +28,7 @@ from ..hessian.entries import batch_of
 from ..model import layers, spread
 from ..model.kinds import Linear
 from ..numerics.signs import Signs
-from ..passes import carried
+from ..passes import neighbours
 from ..passes.limit import check_passes
 from ..passes.runner import Run
 
@@ -46,8 +46,6 @@ class Activations:
     """Contract cotangents, or Hessian products, with themselves in the outputs and inputs of layers of a run.
 
     Args:
-        run: recorded.
-        modules: the layers by name.
         wanted: of :data:`ACTIVATIONS`.
         scales: by layer, what its input channels are divided by under ``normalize``.
     """
@@ -63,7 +61,7 @@ class Activations:
             return {}
         dtypes = {name: self._weight(name).dtype for name in names}
         whole = [name for name, dtype in dtypes.items() if promoted_dtype(dtype) == dtype]  # else it is rounded to that
-        found = {name: carried.edge(self._run, name, dtypes[name]) for name in whole}
+        found = {name: neighbours.carried_edge(self._run, name, dtypes[name]) for name in whole}
         return {name: edge for name, edge in found.items() if edge is not None}
 
     def of(
@@ -104,11 +102,9 @@ class Activations:
         """Yield a layer's values by second derivatives: as draw 0 without signs, else of each draw.
 
         Args:
-            name: of the layer.
             gradients: of the loss in its calls' outputs, with their graph.
             signs: of the draws; None: exact.
             stream: of the signs, of this layer.
-            most: ``max_passes=`` of the user.
 
         Raises:
             InputError: exact values take more products than ``most``.
@@ -164,7 +160,6 @@ class Activations:
         """Return the diagonals of u vᵀ by channel, (n, channels) float64, of each wanted quantity.
 
         Args:
-            name: of the layer.
             left: u in the layer's outputs.
             right: v there.
             gamma: Wᵀ u, where u is v and that is known.

@@ -18,7 +18,7 @@ from ..hessian import block_traces, probes
 from ..hessian.block_traces import BlockTraces
 from ..numerics.signs import Signs
 from ..passes import cotangents
-from ..passes.independence import agree, rounding
+from ..passes.guards import agree, rounding
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run
 from . import adaptive, groups, residuals

@@ -10,8 +10,7 @@ from torch.autograd.graph import GradientEdge
 from .. import contractions
 from ..contractions.layer import Contraction, Sign
 from ..contractions.quantities import Contribution
-from ..passes.gathered import GatheredContraction
-from ..passes.layer_form import LayerForm
+from ..passes.layer_form import GatheredContraction, LayerForm
 from ..passes.runner import Run
 from ..passes.tail import Tail
 
@@ -26,8 +25,6 @@ class Contracted:
     """Collect what layers contribute for each cotangent that is sent.
 
     Args:
-        run: recorded.
-        forms: layers by name.
         names: of those that are contracted.
         count: about how many cotangents will come.
         hold: bytes of cotangents of all layers that may be held back, at most half of them of one layer, or on a GPU

@@ -14,6 +14,7 @@ which every sample has parameters of its own (:mod:`.per_sample_parameters`).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -27,7 +28,6 @@ from ..numerics.accumulate import non_finite
 from ..numerics.signs import Signs
 from ..passes import cotangents, linearity
 from ..passes.cotangents import Cotangents
-from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from ..report import Estimate
@@ -43,7 +43,6 @@ class Diagonal:
     """Sum the diagonal for the samples of a task's data, by one read of them.
 
     Args:
-        task: what to measure.
         adaptive: a_j = θ_j, else 1.
         certify: whether it matters in which parameters the model is linear.
 
@@ -59,16 +58,13 @@ class Diagonal:
         self.nonlinear: dict[str, str] = {}
         self.exact_passes = 0
         self._layers = LayerGradients(task, self.theta, adaptive=adaptive)
-        options, budget = task.options, Budget.of(task.model, task.options.memory, halved=True)
-        self._per_sample = PerSampleParameters(task.model, task.forward, budget.work)
+        options = task.options
+        self._per_sample = PerSampleParameters(task)
         self._runner = Runner(
-            task.model,
-            Selection(self._layers.modules, frozenset(), optional=True),
-            task.batches,
-            task.forward,
-            budget,
+            replace(task, selection=Selection(self._layers.modules, frozenset(), optional=True)),
             second_order=not options.by_ggn,
             order_matters=options.by_sample or not task.loss.convex or options.sampled,
+            halved=True,
         )
 
     @property
@@ -166,17 +162,7 @@ class Diagonal:
 
 
 def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Estimate:
-    """Return the sum over the task's data: exact, or sampled as its options say.
-
-    Args:
-        task: see :class:`Diagonal`.
-        adaptive: see :class:`Diagonal`.
-        certify: see :class:`Diagonal`.
-
-    Raises:
-        InputError: see :meth:`Diagonal.sums`; no trainable parameter; ``probes="adaptive"``.
-        NonFiniteError: NaN or infinity, by the policy.
-    """
+    """Return the sum over the task's data: exact, or sampled as its options say."""
     options = task.options
     if options.probes == "adaptive":
         raise InputError(

@@ -57,8 +57,6 @@ def values(run: Run, sent: Cotangents, forms: Mapping[str, LayerForm]) -> dict[s
     """Return the quantities of each layer, (quantities, n) float64; None: an operation has no second derivative.
 
     Args:
-        run: of a micro-batch.
-        sent: made of its outputs.
         forms: of layers for which :func:`are_fewer` holds, and behind which torch wrote every operation.
     """
     cotangent = torch.zeros_like(run.outputs, requires_grad=True)

@@ -36,10 +36,7 @@ class Heads:
     """Hold the formula of each layer that is a head, and which layers have been nothing else so far.
 
     Args:
-        runner: of the layers and data.
-        loss: of the model's outputs.
         memory: the user's, in bytes, or None; of these the formula takes the buffers, or less on a GPU.
-        quantities: the wanted ones.
 
     Attributes:
         quantities: the same in the order of their values: those that have a formula come last.
@@ -63,8 +60,6 @@ class Heads:
         """Return by layer what has a formula, and the forms of what takes cotangents: of a head the other quantities.
 
         Args:
-            run: of a micro-batch.
-            sent: made of its outputs.
             forms: of layers that ran, for all quantities.
 
         Returns:

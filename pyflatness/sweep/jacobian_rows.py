@@ -113,8 +113,6 @@ class WeightGradient:
 
     Args:
         run: with the layer recorded.
-        name: of the layer.
-        module: the layer.
         form: for the contraction ``"squares"``.
         width: how many cotangents will come.
 
@@ -147,7 +145,6 @@ class PlaceRows:
     """Collect the rows of J at one place, of all samples of a run.
 
     Args:
-        name: of the place.
         edges: where the gradients are taken: at one tensor, or one for each call of a layer.
         tensors: the tensors, x.
         samples_first: lays one of them out as (n, …).
@@ -199,8 +196,6 @@ class PlaceRows:
 
         Args:
             wanted: rows of the table, by name.
-            eigenvalues: of symmetric matrices, see :class:`Jacobian`.
-            top: see :func:`.spectra.log_volumes`.
         """
         weights = None if self.weight is None else self.weight.total
         at = Jacobian(self._x, self._rows, eigenvalues, top, weights, self._past, self._scales)

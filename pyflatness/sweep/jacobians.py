@@ -22,7 +22,6 @@ from ..numerics.accumulate import Accumulator, non_finite
 from ..numerics.shard import Shard
 from ..passes.dry_run import Findings
 from ..passes.layer_form import LayerForm
-from ..passes.memory import Budget
 from ..passes.recorder import RecordedCall
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
@@ -37,7 +36,6 @@ class Samples:
     """Hold quantities of every sample at every place.
 
     Attributes:
-        task: what was measured.
         layers: the places that are layers' inputs, in the model's order.
         width: outputs of a sample.
         kept: (n,), the samples that count; the others were left out.
@@ -117,7 +115,6 @@ def measured(
     """Return what the sweep finds.
 
     Args:
-        task: of the user.
         needs: names of :data:`.jacobian_rows.QUANTITIES` that are not there always.
         top: singular values that ``log_volume`` is over, the largest; None: all.
         scales: by layer, those of its features for ``rescaled``.
@@ -136,12 +133,12 @@ class _Sweep:
         self._of_weights = any(row.of_weight for row in self._wanted.values())
         self._inputs = inputs.Inputs(task.forward, task.forward.by_user)
         options = task.options
-        budget = Budget.of(task.model, options.memory)
         self._runner = Runner(
-            *(task.model, task.selection, task.batches, self._inputs, budget),
+            task,
             order_matters=options.by_sample,
             certify=False,
             reserve=self._reserve,
+            forward=self._inputs,
         )
         # Here, since it raises.
         self._backend = contractions.choose(options.backend, torch.device("cpu"), torch.float64)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .. import contractions
 from ..model import layers
 from ..numerics.directions import Directions
-from ..passes.independence import agree, rounding
+from ..passes.guards import agree, rounding
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run
 from ..passes.task import Task
@@ -29,13 +29,11 @@ class LayerGradients:
     """Know the layers whose weight and bias are parameters of the model.
 
     Args:
-        task: the model and options.
         theta: the parameters in question, by name.
         adaptive: whether squares are of a ∘ gradient with a the parameter itself.
 
     Attributes:
         modules: by name; those that may turn out to be usable.
-        backend: of the contractions.
     """
 
     def __init__(self, task: Task, theta: Mapping[str, Tensor], *, adaptive: bool) -> None:

@@ -28,8 +28,7 @@ from ..numerics.accumulate import counting, finite_samples, underflow
 from ..numerics.signs import Signs
 from ..options import Options
 from ..passes import cotangents, linearity, normalize
-from ..passes.gathered import Gathered
-from ..passes.layer_form import LayerForm
+from ..passes.layer_form import Gathered, LayerForm
 from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
 from . import directions, residuals
@@ -73,14 +72,10 @@ class Sweep:
     """Sweep with a runner, for some quantities.
 
     Args:
-        runner: the model, its layers and data.
-        loss: from :func:`.losses.resolve`.
-        options: of the user.
         quantities: of :data:`.contractions.quantities.QUANTITIES`, or of :data:`.activations.ACTIVATIONS`.
 
     Attributes:
         quantities: in the order of their values; last those of activations.
-        backend: of the contractions.
         by_hessian: layers for which second derivatives were taken.
         columns: of a sample's square-root factor, all its loss terms', at most.
         exact_passes: backward passes or Hessian products of a layer that exact values take, or would take.
@@ -230,8 +225,6 @@ class Sweep:
         """Add the values (draws, quantities, n) of layers by cotangents, and their summands.
 
         Args:
-            run: of a micro-batch.
-            sent: made of its outputs.
             signs: of the draws; None: exact.
             forms: of layers that are contracted, for quantities of their weights.
             active: layers of which quantities of activations are wanted.
@@ -408,11 +401,7 @@ class Sweep:
             return self._traces(run, name, self._loss.value, gradients[name], ()).matrix(kept)
 
     def _mark_underflow(self, run: Run, values: Tensor) -> None:
-        """Put NaN in the place of values (draws, layers, quantities, n) of weights that are lost to underflow.
-
-        Raises:
-            NonFiniteError: there are some, under "raise".
-        """
+        """Put NaN in the place of values (draws, layers, quantities, n) of weights that are lost to underflow."""
         if values.shape[2] == 0:
             return
         totals = values.abs().sum(dim=(0, 3)).amin(dim=1).tolist()

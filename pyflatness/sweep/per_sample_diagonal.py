@@ -26,11 +26,8 @@ class PerSampleDiagonal:
     """Sum for one group of samples.
 
     Args:
-        group: the samples.
         numbers: (n,), theirs in the data.
-        loss: the user's.
         scales: a of some parameters by name; 1 for others.
-        most: ``max_passes=`` of the user.
     """
 
     def __init__(self, group: Group, numbers: Tensor, loss: Loss, scales: Mapping[str, Tensor], most: int) -> None:

@@ -12,16 +12,17 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import contractions
 from ..messages import is_out_of_memory
 from ..model import calling, data, parameters
 from ..passes import dry_run
-from ..passes.independence import check_unchanged
+from ..passes.guards import check_unchanged
 from ..passes.runner import Run
-from ..passes.weight_norms import WrittenOut
+from ..passes.second_derivatives import WrittenOut
+from ..passes.task import Task
 
 Result = TypeVar("Result")
 Leaves = dict[str, Tensor]
@@ -37,7 +38,6 @@ class Group:
 
     Attributes:
         outputs: the model's, with their graph.
-        targets: as they came.
         leaves: (samples, *shape), the parameters of these names.
         place: which of the run's samples they are.
     """
@@ -57,13 +57,11 @@ class PerSampleParameters:
     """Run a model with per-sample parameters.
 
     Args:
-        model: inside :func:`.state.observing`.
-        forward: see :func:`.calling.run`.
-        memory: bytes that the samples of a group, their parameters and graph, may take.
+        task: whose model it is; a half of its memory is for a group's samples, their parameters and graph.
     """
 
-    def __init__(self, model: nn.Module, forward: calling.Forward | None, memory: int) -> None:
-        self._model, self._forward, self._memory = model, forward, memory
+    def __init__(self, task: Task) -> None:
+        self._task, self._memory = task, task.budget(halved=True).work
         self._together, self._tried = True, False
         self._graph = -1  # bytes that a sample's takes, once known
 
@@ -71,7 +69,6 @@ class PerSampleParameters:
         """Do ``work`` on the samples of a run in groups that fit the memory, while the run's recorder is paused.
 
         Args:
-            run: of the same model.
             values: the parameters in question, by name.
             work: what is done with a group; backward passes have to be in it.
 
@@ -102,9 +99,9 @@ class PerSampleParameters:
         leaves = {name: w.clone().requires_grad_() for name, w in values.items()}
         batch = data.map_tensors(_outside_inference, run.batch)
 
-        with _undisturbed(run), parameters.inside(self._model, leaves):
+        with _undisturbed(run), parameters.inside(self._task.model, leaves):
             with torch.enable_grad():
-                outputs, _ = calling.run(self._model, batch, self._forward)
+                outputs, _ = self._task.run(batch)
             return work(outputs, leaves)
 
     def _most(self, run: Run, values: Mapping[str, Tensor]) -> int:
@@ -126,7 +123,7 @@ class PerSampleParameters:
         def one(own: dict[str, Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, Any]:
             parts = iter(inputs)
             batch = _changed_samples(run, lambda tensor: next(parts).unsqueeze(0))
-            return parameters.run(self._model, own, batch, self._forward)
+            return self._task.run(batch, own)
 
         try:
             with warnings.catch_warnings(), torch.enable_grad():
@@ -150,9 +147,9 @@ class PerSampleParameters:
 
         with torch.enable_grad():
             own = {name: leaf[0] for name, leaf in leaves.items()}
-        with parameters.inside(self._model, own):
+        with parameters.inside(self._task.model, own):
             with torch.enable_grad():
-                outputs, targets = calling.run(self._model, batch, self._forward)
+                outputs, targets = self._task.run(batch)
             check_unchanged(_rows(run, place), outputs)
             work(Group(outputs, targets, leaves, place))
 

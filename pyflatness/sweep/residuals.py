@@ -64,11 +64,8 @@ class Residuals:
         shape: layers, quantities.
         sizes: |r_i|, (n,) float64.
         pilot: probes that every sample has.
-        most: ``max_passes=`` of the user.
 
     Attributes:
-        sizes: these.
-        pilot: probes that every sample has.
         products: by number of a layer with probes, the Hessian products that an exact value takes.
     """
 
@@ -93,7 +90,6 @@ class Residuals:
         """Take in values of samples that want them.
 
         Args:
-            layer: its number.
             places: of the samples, (s,).
             values: (k, quantities, s) float64; k = 1: the same for all probes.
             numbers: of the k probes; None: exact values, as of one probe.
@@ -138,11 +134,7 @@ class Residuals:
         return torch.cat([found, found.sum(dim=1, keepdim=True)], dim=1)
 
     def want(self, wanted: Tensor) -> None:
-        """Want so many probes in all, (layers, n), or exact values where these take fewer, or nothing is known: -1.
-
-        Raises:
-            InputError: it is more than the user allows, in the mean of the samples.
-        """
+        """Want so many probes in all, (layers, n), or exact values where these take fewer, or nothing is known: -1."""
         for layer, products in self.products.items():
             if products <= self._most:
                 self._exact[layer] = (wanted[layer] < 0) | (wanted[layer] - self.pilot > products)

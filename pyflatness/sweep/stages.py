@@ -39,11 +39,7 @@ class Stages:
         self._options, self._exact_passes = options, exact_passes
 
     def __iter__(self) -> Iterator[range | None]:
-        """Yield the numbers of the probes of a read, None: exact.
-
-        Raises:
-            InputError: it would take more probes than ``max_passes``.
-        """
+        """Yield the numbers of the probes of a read, None: exact."""
         target, most = self._options.target_stderr, self._options.max_passes
         if target is None:
             yield self._options.draws

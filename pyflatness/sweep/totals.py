@@ -83,7 +83,6 @@ class Totals:
         options: of the user; whether each sample's values are kept, and the policy for NaN.
         error: makes that of values and which samples (n,) are fine; see :data:`.accumulate.Error`.
         sampled: whether values are means over probes; for those sampled in groups their variances say so.
-        shard: of the data that the samples are of.
         subset: where the samples are a part of the data that stands for all; None: they are all.
 
     Attributes:
@@ -174,8 +173,6 @@ def layer_error(modules: Mapping[str, nn.Module], micro_batch: Values, fine: Ten
     """Return the error of values of layers.
 
     Args:
-        modules: all selected layers.
-        micro_batch: the values.
         fine: (n,), the samples whose values are all finite.
 
     Raises:

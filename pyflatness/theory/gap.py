@@ -25,7 +25,6 @@ from typing_extensions import Unpack
 from ..errors import InputError, NonFiniteError
 from ..losses import Loss, risk
 from ..messages import in_words, with_error
-from ..model import calling
 from ..model.data import size
 from ..numerics.accumulate import Accumulator, normaliser
 from ..numerics.shard import Shard
@@ -173,7 +172,7 @@ def performance(task: Task, nan_policy: str = "raise") -> Performance:
     groups = max(2, math.ceil(_GROUPS / (len(task.batches) or _BATCHES)))
     over, classes = Accumulator(nan_policy), True
     for number, batch in enumerate(task.batches):
-        outputs, targets = calling.run(task.model, batch, task.forward)
+        outputs, targets = task.run(batch)
         terms, count = _terms(loss, outputs, targets, number, groups), size(batch)
         over.add(count)
         kept = _kept(over, loss, terms[0].sum(), (outputs, targets), count, number)

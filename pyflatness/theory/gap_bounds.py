@@ -217,7 +217,7 @@ def generalization_bound(
     rho = None if rho is None else check_number("rho", rho)
     with session(model, loss, train, how={**how, "process_group": False}, reads=3) as task:
         name, source = head.find(task, layer)
-        perturbed = Perturbed(task.model, name, task.forward, head=source is not None)
+        perturbed = Perturbed(task, name, head=source is not None)
         m = _features(perturbed, name)
         samples = sum(data.size(batch) for batch in task.batches)
         rho = default_rho(samples, m) if rho is None else rho

@@ -420,7 +420,7 @@ def _residual(task: Task) -> float:
     largest = 0.0
     for number, batch in enumerate(task.batches):
         with torch.no_grad():
-            outputs, targets = calling.run(task.model, batch, task.forward)
+            outputs, targets = task.run(batch)
         if not isinstance(targets, Tensor) or targets.shape != outputs.shape:
             shape = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
             raise InputError(
@@ -442,7 +442,7 @@ def _second(task: Task, *, adaptive: bool) -> tuple[float, float]:
     total, largest, samples = 0.0, 0.0, 0
     for batch in task.batches:
         with torch.no_grad():
-            outputs, targets = calling.run(task.model, batch, task.forward)
+            outputs, targets = task.run(batch)
         residuals, samples = (outputs - targets).double().flatten(1), samples + len(outputs)
         for name, weight in theta.items():
             for entry in range(weight.numel()):
@@ -460,7 +460,7 @@ def _along(task: Task, batch: Any, theta: parameters.Parameters, name: str, entr
     direction.view(-1)[entry] = 1
     step = torch.zeros((), dtype=direction.dtype, device=direction.device, requires_grad=True)
     with torch.enable_grad(), calling.dry_run(), calling.differentiated():
-        outputs, _ = parameters.run(task.model, {name: theta[name] + step * direction}, batch, task.forward)
+        outputs, _ = task.run(batch, {name: theta[name] + step * direction})
         along = torch.ones_like(outputs, requires_grad=True)
         derivative: Tensor | None = (outputs * along).sum()
         for variable, again in ((step, True), (step, True), (along, False)):

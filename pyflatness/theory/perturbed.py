@@ -18,6 +18,7 @@ from ..errors import InputError
 from ..messages import check_tensor
 from ..model import calling, layers, uses
 from ..options import check_number, check_probes, check_seed
+from ..passes.task import Task
 
 _TOGETHER = 2**18  # numbers
 
@@ -117,15 +118,14 @@ class Perturbed:
     At a head, where the outputs are a view of z, the model runs once a batch, and its outputs are displaced.
 
     Args:
-        model: inside :func:`.state.observing`.
+        task: whose model it is.
         name: the layer.
-        forward: see :func:`.calling.run`.
         head: whether the layer was found to be the head.
     """
 
-    def __init__(self, model: nn.Module, name: str, forward: calling.Forward | None, *, head: bool) -> None:
-        self._model, self._name, self._forward, self._head = model, name, forward, head
-        self.layer = uses.layer(model, name)
+    def __init__(self, task: Task, name: str, *, head: bool) -> None:
+        self._task, self._name, self._head = task, name, head
+        self.layer = uses.layer(task.model, name)
         layers.check_measurable(name, self.layer)
         if not layers.kind_of(self.layer).has_input:
             raise InputError(
@@ -136,13 +136,9 @@ class Perturbed:
         self._call: calling.Call | None = None  # of a layer that was called once
 
     def outputs(self, batch: Any) -> tuple[Tensor, Any]:
-        """Return the unperturbed model's outputs and targets for a batch, which later calls perturb.
-
-        Raises:
-            InputError: the layer did not run.
-        """
+        """Return the unperturbed model's outputs and targets for a batch, which later calls perturb."""
         with calling.Calls({self._name: self.layer}) as calls, self._attached():
-            outputs, targets = calling.run(self._model, batch, self._forward)
+            outputs, targets = self._task.run(batch)
             if self._name not in calls.last:
                 raise layers.did_not_run([self._name], {self._name: self.layer})
             call = calls.last[self._name]
@@ -153,11 +149,7 @@ class Perturbed:
         return outputs, targets
 
     def inputs(self) -> Tensor:
-        """Return φ of the batch, of a layer that is called once.
-
-        Raises:
-            InputError: it is not, or its input is modified in place.
-        """
+        """Return φ of the batch, of a layer that is called once."""
         if self._call is None:
             raise InputError(
                 f"layer {self._name!r} runs several times in one forward pass, or its input is modified in place: "
@@ -176,7 +168,7 @@ class Perturbed:
                 yield self._outputs.double() + scale * shift
                 continue
             with calling.dry_run(), self._attached(), _adding(self.layer, _scaled(change, delta, scale)):
-                outputs, _ = calling.run(self._model, self._batch, self._forward)
+                outputs, _ = self._task.run(self._batch)
             yield outputs
 
     def _attached(self) -> contextlib.AbstractContextManager[None]:

@@ -213,7 +213,7 @@ def feature_robustness(
         raise InputError("nan_policy='omit': no sample can be left out of feature robustness; 'raise' or 'propagate'")
     with session(model, loss, data, options, how, reads=2) as task:
         name, source = head.find(task, layer)
-        perturbed = Perturbed(task.model, name, task.forward, head=source is not None)
+        perturbed = Perturbed(task, name, head=source is not None)
         turns = Turns(perturbed.layer, torch.Generator("cpu").manual_seed(options.seed))
         curve = _Curve(perturbed, task.loss, task.batches, steps, policy=options.nan_policy)
         for start in range(0, probes, curve.kept):
@@ -469,18 +469,14 @@ class _Loss:
     def __init__(self, task: Task, layer: Selector | None) -> None:
         self.name, source = head.find(task, layer)
         task.forward.compare_by_itself()
-        self._task, self._perturbed = task, Perturbed(task.model, self.name, task.forward, head=source is not None)
+        self._task, self._perturbed = task, Perturbed(task, self.name, head=source is not None)
         self._layer = self._perturbed.layer
         matrix = promoted(layers.matrix(self._layer)[0].detach())
         self.weight = matrix.unflatten(0, (layers.groups(self._layer), -1))
         self.samples = 0
 
     def fitting(self, matrix: Tensor) -> Tensor:
-        """Return a feature matrix as (1 or groups, m, m), in the weight's dtype.
-
-        Raises:
-            InputError: another shape.
-        """
+        """Return a feature matrix as (1 or groups, m, m), in the weight's dtype."""
         groups, _, m = self.weight.shape
         if tuple(matrix.shape) not in ((m, m), (groups, m, m)):
             raise InputError(

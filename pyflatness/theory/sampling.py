@@ -207,11 +207,7 @@ def default_rho(samples: int, features: int) -> float:
 
 
 def refit(fit: Fit, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the weight and bias that the user's function finds.
-
-    Raises:
-        InputError: it returns something else.
-    """
+    """Return the weight and bias that the user's function finds."""
     check_function("fit", fit, "(features, targets) -> (weight, bias)")
     with torch.enable_grad(), interrupts.at_once():
         result = fit(features, targets)
@@ -224,11 +220,7 @@ def refit(fit: Fit, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor |
 
 
 def assigned(samples: int, folds: int, seed: int) -> Tensor:
-    """Return a fold for each sample at random, (samples,); folds are of one size, or of two sizes one apart.
-
-    Raises:
-        InputError: fewer samples than folds.
-    """
+    """Return a fold for each sample at random, (samples,); folds are of one size, or of two sizes one apart."""
     if samples < folds:
         raise InputError(f"folds={folds}: there are {samples} samples")
     order = torch.randperm(samples, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")

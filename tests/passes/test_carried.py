@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pyflatness as pf
-from pyflatness.passes import carried
+from pyflatness.passes import neighbours
 from support import truth
 
 transformers = pytest.importorskip("transformers", reason="its Conv1D is one of the layers")
@@ -104,7 +104,7 @@ def made(kind: type[Net], layer: Callable[[], nn.Module] = lambda: nn.Linear(M, 
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the layers of which the gradient in the input was taken, as it goes."""
     names: list[str] = []
-    edge = carried.edge
+    edge = neighbours.carried_edge
 
     def noted(run, name, dtype):
         found = edge(run, name, dtype)
@@ -112,7 +112,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             names.append(name)
         return found
 
-    monkeypatch.setattr(carried, "edge", noted)
+    monkeypatch.setattr(neighbours, "carried_edge", noted)
     return names
 
 
@@ -167,7 +167,7 @@ def test_draws_are_the_same_as_by_the_cotangent(taken: list[str], monkeypatch: p
     model = made(Net)
     by_input = value(model, probes=3)
     assert "layer" in taken
-    monkeypatch.setattr(carried, "edge", lambda run, name, dtype: None)
+    monkeypatch.setattr(neighbours, "carried_edge", lambda run, name, dtype: None)
     assert by_input == pytest.approx(value(model, probes=3), rel=1e-12)
 
 

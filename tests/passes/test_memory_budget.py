@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
-from pyflatness.model import norms
+from pyflatness.measures import scaled
 
 PEAK = """
 import sys, torch
@@ -47,32 +47,32 @@ def test_the_measures_of_a_sweep_stay_within_the_budget(measures):
 
 @pytest.mark.parametrize("size", [(60, 50), (50, 60), (12, 9)])
 def test_the_spectral_norm(monkeypatch, size):
-    monkeypatch.setattr(norms, "_WRITTEN_OUT", 20)
+    monkeypatch.setattr(scaled, "_WRITTEN_OUT", 20)
     layer = nn.Linear(size[1], size[0]).double()
     expected = float(torch.linalg.matrix_norm(layer.weight.detach(), 2))
-    assert norms.spectral(layer) == pytest.approx(expected, rel=1e-12)
-    assert norms.squared(layer) == pytest.approx(float(layer.weight.detach().square().sum()), rel=1e-12)
+    assert scaled.spectral_norm(layer) == pytest.approx(expected, rel=1e-12)
+    assert scaled.squared_norm(layer) == pytest.approx(float(layer.weight.detach().square().sum()), rel=1e-12)
 
 
 def test_the_spectral_norm_of_equal_singular_values_and_of_zero(monkeypatch):
-    monkeypatch.setattr(norms, "_WRITTEN_OUT", 20)
+    monkeypatch.setattr(scaled, "_WRITTEN_OUT", 20)
     layer = nn.Linear(60, 60, bias=False).double()
     layer.weight.data.copy_(3 * torch.linalg.qr(layer.weight.detach()).Q)
-    assert norms.spectral(layer) == pytest.approx(3, rel=1e-12)
+    assert scaled.spectral_norm(layer) == pytest.approx(3, rel=1e-12)
     layer.weight.data.zero_()
-    assert norms.spectral(layer) == 0
-    monkeypatch.setattr(norms, "_PRODUCTS", 3)  # not found in so few: by the Gram matrix
+    assert scaled.spectral_norm(layer) == 0
+    monkeypatch.setattr(scaled, "_PRODUCTS", 3)  # not found in so few: by the Gram matrix
     layer.weight.data.normal_()
     expected = float(torch.linalg.matrix_norm(layer.weight.detach(), 2))
-    assert norms.spectral(layer) == pytest.approx(expected, rel=1e-12)
+    assert scaled.spectral_norm(layer) == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_spectral_norm_of_groups(monkeypatch):
-    monkeypatch.setattr(norms, "_WRITTEN_OUT", 2)
+    monkeypatch.setattr(scaled, "_WRITTEN_OUT", 2)
     convolution = nn.Conv2d(6, 8, 3, groups=2).double()
     matrices = convolution.weight.detach().flatten(1).unflatten(0, (2, 4))
     expected = float(torch.linalg.matrix_norm(matrices, 2).max())
-    assert norms.spectral(convolution) == pytest.approx(expected, rel=1e-12)
+    assert scaled.spectral_norm(convolution) == pytest.approx(expected, rel=1e-12)
 
 
 def test_values_are_those_of_a_large_budget():

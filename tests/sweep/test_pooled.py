@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pyflatness as pf
-from pyflatness.passes import pooled
+from pyflatness.passes import neighbours
 from support.grid import checked
 
 
@@ -14,14 +14,14 @@ from support.grid import checked
 def taken(monkeypatch):
     """The number of elements of each layer's cotangents, every time that these are taken from behind pooling."""
     found = []
-    positions = pooled._positions
+    positions = neighbours._positions
 
     def seen(nodes):
         made = positions(nodes)
         found.append(made.shape[2])
         return made
 
-    monkeypatch.setattr(pooled, "_positions", seen)
+    monkeypatch.setattr(neighbours, "_positions", seen)
     return found
 
 

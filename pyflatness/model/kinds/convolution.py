@@ -17,10 +17,7 @@ class Convolution(Linear):
 
     Args:
         kernel: pixels of a filter along each dimension of space.
-        stride: along each.
         padding: along each, or ``"same"`` or ``"valid"``.
-        dilation: along each.
-        groups: of its channels.
         padding_mode: of torch's layers.
     """
 

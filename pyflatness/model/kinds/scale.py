@@ -42,9 +42,6 @@ class Scale(Linear):
     """Say how the weight of a normalisation is a diagonal matrix; see :class:`.Linear`.
 
     φ is x̂, (…, m) where the layer normalises over the last dimensions, (n, m, …) where features are channels.
-
-    Args:
-        module: the layer.
     """
 
     has_input = False
@@ -71,11 +68,7 @@ class Scale(Linear):
         return matrix.reshape(self._shape)
 
     def inputs_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-        """Return x̂ for the arguments of a call.
-
-        Raises:
-            InputError: it has not the weight's features where the layer's class has them.
-        """
+        """Return x̂ for the arguments of a call."""
         plain, weight = copy.copy(self._module), self._module.weight.detach()
         powers = torch.full_like(weight, 2.0).view(-1)
         powers[1::2] = 0.5

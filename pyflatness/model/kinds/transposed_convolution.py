@@ -22,11 +22,7 @@ class TransposedConvolution(Convolution):
 
     Args:
         kernel: pixels of a filter along each dimension of space.
-        stride: along each.
-        padding: along each.
         output_padding: along each, of a call that does not say what size its output has.
-        dilation: along each.
-        groups: of its channels.
     """
 
     def __init__(

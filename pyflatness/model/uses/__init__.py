@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from .. import calling, kinds, spread
-from . import besides, candidates, coverage, experts, recurrent
+from . import besides, candidates, experts, recurrent
 from .candidates import runs_with_its_module
 from .use import Source, Use
 
@@ -41,7 +41,6 @@ class _Known:
     """Hold what is known of a model while it is measured.
 
     Attributes:
-        places: see :func:`.candidates.places`.
         uses: the stand-ins for its weights; None as long as they were not asked for.
         whole: those for weights in all of their uses, by the identity of the parameter's places.
         left_out: modules that are layers and have no value, and why.
@@ -165,12 +164,7 @@ def otherwise(modules: Mapping[str, nn.Module], called: Collection[str], nodes: 
 
 
 def with_siblings(modules: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> dict[str, str]:
-    """Return why some layers are to be left out, and with an expert of a mixture all others, whose rows are as its own.
-
-    Args:
-        modules: the layers.
-        reasons: of some, by name.
-    """
+    """Return why some layers are left out, and with an expert of a mixture all others, whose rows are as its own."""
     found = dict(reasons)
     routed = {name: use.source.places for name, use in modules.items() if isinstance(use, Use) and use.routed}
     mixtures = {place[0]: why for name, why in reasons.items() for place in routed.get(name, ())}
@@ -200,13 +194,13 @@ def entries(layers: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], int]:
 
 
 def left_out(model: nn.Module, layers: Collection[nn.Module]) -> dict[str, float]:
-    """Return the weights that some layers, which were measured, do not have; see :func:`.coverage.uncovered`.
+    """Return the weights that some layers, which were measured, do not have; see :func:`.candidates.uncovered`.
 
     Without layers, nothing.
     """
     if not layers:
         return {}
-    return coverage.uncovered(model, entries(layers), {(layer, "weight") for layer in layers if besides.of(layer)})
+    return candidates.uncovered(model, entries(layers), {(layer, "weight") for layer in layers if besides.of(layer)})
 
 
 def reasons(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
@@ -214,7 +208,6 @@ def reasons(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
     Args:
         model: inside of :func:`held`, after it was measured.
-        names: of the parameters.
     """
     modules, left_out = dict(model.named_modules()), _known(model).left_out
     by_place = {place: use.source for use in of(model).values() for place in use.source.places}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from . import watched
-from .operation import Operation
+from .operations import Operation
 from .use import Use
 
 _known: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()

@@ -1,6 +1,7 @@
 """Find the parameters of a model that may turn out to be weights of linear operations, without running it."""
 
 from collections import Counter
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,6 @@ from torch.nn.utils import parametrize
 from .. import kinds
 from ..spread import is_spread
 from . import experts, recurrent
-from .coverage import is_weight
 from .use import Source, Use
 
 _MOST_DIMENSIONS = 5  # of a weight: those of filters in three dimensions
@@ -72,7 +72,6 @@ def whole(name: str, holder: nn.Module, key: str, places: list[tuple[nn.Module, 
     Modules that share the weight count with all their calls, and so do functions that use it besides.
 
     Args:
-        name: of the parameter.
         holder: a module that has it.
         key: its name there.
         places: all such modules, each with its name there.
@@ -130,3 +129,39 @@ def _parts(module: nn.Module, key: str, parameter: Tensor) -> dict[str, slice | 
         return {"": None, **({f"[{place}]": place for place in range(len(parameter))} if several else {})}
     size = module.embed_dim
     return {"": None, **{f"[{label}]": slice(place * size, (place + 1) * size) for place, label in enumerate("qkv")}}
+
+
+_NORMS = (nn.LayerNorm, nn.RMSNorm)
+
+
+def uncovered(
+    model: nn.Module, covered: Mapping[tuple[nn.Module, str], int], besides: Collection[tuple[nn.Module, str]] = ()
+) -> dict[str, float]:
+    """Return the weights that no measured layer has, by name, each with its share of all the weights' entries.
+
+    Args:
+        covered: how many entries layers have of parameters, by the module that holds one and its name there.
+        besides: parameters that are used outside of their layers too, which is one more weight of each.
+    """
+    sizes, left = 0, {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not is_weight(module, name, parameter):
+                continue
+            count = (1 + ((module, name) in besides)) * parameter.numel()
+            sizes += count
+            missing = count - covered.get((module, name), 0)
+            if missing > 0:
+                left[f"{prefix}.{name}" if prefix else name] = missing
+    return {name: size / sizes for name, size in left.items()}
+
+
+def is_weight(module: nn.Module, name: str, parameter: Tensor) -> bool:
+    """Return whether a parameter, of this name in its module, is a weight."""
+    return (
+        parameter.is_floating_point()
+        and parameter.ndim >= 2
+        and not name.startswith("bias")
+        and not name.endswith("_bias")
+        and not isinstance(module, _NORMS)
+    )

@@ -96,9 +96,6 @@ class Forward(Replaced):
 
     Each expert that some token is routed to is a product of its own, see :class:`Route`, of which watched weights are
     told. As long as none of the weights is watched the module does its own.
-
-    Args:
-        module: the experts.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -106,12 +103,7 @@ class Forward(Replaced):
         super().__init__(module, (self._first, self._second), "the mixture")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return what the module returns for tokens (T, m), their experts (T, k) and weights of these (T, k).
-
-        Raises:
-            InputError: about the stand-ins that the module's weights have: the tokens are not those of the samples that
-                go through the model, or the module computes something else.
-        """
+        """Return what the module returns for tokens (T, m), their experts (T, k) and weights of these (T, k)."""
         own = type(self._module).forward
         if not [*self.watched()]:
             result: Tensor = own(self._module, *args, **kwargs)

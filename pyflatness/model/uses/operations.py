@@ -1,16 +1,302 @@
-"""Read torch's linear operations: which tensor is the weight, what it multiplies, and which kind of layer that is."""
+"""Read torch's linear operations: which tensor is the weight, what it multiplies, and which kind of layer that is.
+
+A product is written with an index for each dimension, as in einsum's ``"nqm,mhk->nqhk"``: those of the weight that are
+summed over are its columns, those that the result has its rows. An index that all three have numbers separate matrices,
+the groups of a convolution of one pixel.
+"""
 
 import functools
+import math
+import string
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..kinds import Convolution, Embedding, TransposedConvolution
-from . import products
-from .operation import LINEAR, Found, Operation
+from ..kinds import Convolution, Embedding, Linear, PermutedLinear, TransposedConvolution
+
+Transform = Callable[[Tensor], Tensor]
+LINEAR = Linear()
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Hold a linear operation, taken apart.
+
+    Attributes:
+        weight: as the operation has it.
+        inputs: in the form that layers of the kind take.
+        bias: what is added to each row of the output, or None.
+        kind: of a layer that does the same.
+        run: (inputs, weight, bias) -> the operation's result, in the form of such a layer's output.
+        rows: the weight -> a view of it, as layers of the kind keep theirs; of a linear layer with a row of the output
+            to a row.
+        back: the result in this form -> as the operation gives it.
+    """
+
+    weight: Tensor
+    inputs: Tensor
+    bias: Tensor | None
+    kind: Linear
+    run: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    rows: Transform = lambda weight: weight
+    back: Transform = lambda result: result
+
+
+Found = Operation | str
+"""An operation, or why one is not linear in its weight, or not in a way that a layer has."""
+
+
+_ONES, _NONE = (1,), (0,)
+_kind_of_groups = functools.lru_cache(maxsize=1024)(lambda g: Convolution(_ONES, _ONES, _NONE, _ONES, g, "zeros"))
+_kind_of_transposed_groups = functools.lru_cache(maxsize=1024)(
+    lambda groups: TransposedConvolution(_ONES, _ONES, _NONE, _NONE, _ONES, groups)
+)
+_kind_of_permuted = functools.lru_cache(maxsize=1024)(PermutedLinear)
+
+
+@dataclass(frozen=True)
+class _IndexForm:
+    """Bring a tensor of an operation into a layer's form, and back.
+
+    Attributes:
+        shape: as the operation has it.
+        sizes: by index; what the shape has besides is of size 1.
+        order: of the indices in the layer's form.
+        form: the layer's shape.
+    """
+
+    shape: Sequence[int]
+    sizes: Sequence[int]
+    order: Sequence[int]
+    form: Sequence[int]
+
+    def there(self, tensor: Tensor) -> Tensor:
+        return tensor.reshape(self.sizes).permute(*self.order).reshape(self.form)
+
+    def back(self, tensor: Tensor) -> Tensor:
+        inverse = [self.order.index(place) for place in range(len(self.order))]
+        return tensor.reshape([self.sizes[place] for place in self.order]).permute(*inverse).reshape(self.shape)
+
+
+def matmul(kind: type[Tensor], left: Tensor, right: Tensor) -> Found | None:
+    """Read ``left @ right``."""
+    if min(left.ndim, right.ndim) < 2:
+        return None
+    if _is_several(left if isinstance(left, kind) else right):
+        return _batched(kind, left, right, None, lambda left, right, bias: torch.matmul(left, right))
+    if isinstance(left, kind):  # W X is (Xᵀ Wᵀ)ᵀ
+        return Operation(
+            left,
+            right.transpose(-2, -1),
+            None,
+            LINEAR,
+            lambda inputs, weight, _: torch.matmul(weight, inputs.transpose(-2, -1)).transpose(-2, -1),
+            back=_transposed,
+        )
+    return Operation(right, left, None, LINEAR, lambda inputs, weight, _: torch.matmul(inputs, weight), _transposed)
+
+
+def rmatmul(kind: type[Tensor], right: Tensor, left: Tensor) -> Found | None:
+    """Read ``left @ right``, of which torch asks the right one."""
+    return matmul(kind, left, right)
+
+
+def addmm(
+    kind: type[Tensor],
+    input: Tensor,  # noqa: A002
+    mat1: Tensor,
+    mat2: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> Found | None:
+    """Read ``input + mat1 @ mat2``, ``input`` a bias."""
+    if isinstance(mat1, kind) or input.ndim != 1 or beta != 1 or alpha != 1:
+        return "of other than inputs, a weight and its bias"
+    return Operation(
+        mat2,
+        mat1,
+        input,
+        LINEAR,
+        lambda inputs, weight, bias: inputs @ weight if bias is None else torch.addmm(bias, inputs, weight),
+        _transposed,
+    )
+
+
+def baddbmm(
+    kind: type[Tensor],
+    input: Tensor,  # noqa: A002
+    batch1: Tensor,
+    batch2: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> Found | None:
+    """Read ``input + batch1 @ batch2``, ``input`` a bias, or one of each matrix."""
+    groups, outputs = (len(batch2), batch2.shape[-1]) if _is_several(batch2) else (1, batch2.shape[-1])
+    of_groups = input.shape == (groups, 1, outputs) if groups > 1 else input.numel() == outputs == input.shape[-1]
+    if isinstance(batch1, kind) or not of_groups or beta != 1 or alpha != 1:
+        return "of other than inputs, a weight and its bias"
+
+    def run(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.bmm(left, right) if bias is None else torch.baddbmm(bias.view(input.shape), left, right)
+
+    if groups > 1:
+        return _batched(kind, batch1, batch2, input.reshape(-1), run)
+    return Operation(
+        batch2, batch1, input.reshape(-1), LINEAR, lambda inputs, weight, bias: run(inputs, weight, bias), _transposed
+    )
+
+
+def einsum(kind: type[Tensor], equation: Any, *operands: Any) -> Found | None:
+    """Read a product of two tensors."""
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        (operands,) = operands
+    if not isinstance(equation, str) or len(operands) != 2:
+        return f"of {len(operands)} tensors" if isinstance(equation, str) else None
+    left, arrow, result = equation.replace(" ", "").partition("->")
+    terms, place = left.split(","), int(isinstance(operands[1], kind))
+    weight, inputs = operands[place], operands[1 - place]
+    of_weight, of_inputs, of_result = terms[place], terms[1 - place], result if arrow else _implicit(left)
+    if "." in of_weight:
+        return "with an ellipsis for the weight"
+    unused = [index for index in string.ascii_letters if index not in equation]
+    of_rest = "".join(unused[: inputs.ndim - len(of_inputs.replace("...", ""))])
+    of_inputs, of_result = (term.replace("...", of_rest) for term in (of_inputs, of_result))
+    sizes = dict(zip(of_inputs, inputs.shape, strict=True)) | dict(zip(of_weight, weight.shape, strict=True))
+
+    def run(first: Tensor, second: Tensor, _: Tensor | None) -> Tensor:
+        outputs: Tensor = torch.einsum(equation, first, second)
+        return outputs
+
+    return _product(place, weight, inputs, (of_weight, of_inputs, of_result), sizes, run)
+
+
+def tensordot(kind: type[Tensor], a: Tensor, b: Tensor, dims: Any = 2, out: Tensor | None = None) -> Found | None:
+    """Read a product over the last dimensions of one tensor and the first of the other, or over given ones."""
+    if out is not None:
+        return None
+    over_a, over_b = ([*range(a.ndim - dims, a.ndim)], [*range(dims)]) if isinstance(dims, int) else dims
+    of_a, of_b = [*string.ascii_lowercase[: a.ndim]], [*string.ascii_uppercase[: b.ndim]]
+    for first, second in zip(over_a, over_b, strict=True):
+        of_b[second] = of_a[first]
+    of_result = "".join(index for index in of_a + of_b if (index in of_a) != (index in of_b))
+    place = int(isinstance(b, kind))
+    weight, inputs, of_weight, of_inputs = (b, a, of_b, of_a) if place else (a, b, of_a, of_b)
+    sizes = dict(zip(of_inputs, inputs.shape, strict=True)) | dict(zip(of_weight, weight.shape, strict=True))
+    terms = "".join(of_weight), "".join(of_inputs), of_result
+    return _product(place, weight, inputs, terms, sizes, lambda a, b, _: torch.tensordot(a, b, dims))
+
+
+def _batched(kind: type[Tensor], left: Tensor, right: Tensor, bias: Tensor | None, run: Callable[..., Tensor]) -> Found:
+    """Read a product of batches of matrices, of which the weight has several."""
+    place, count = int(isinstance(right, kind)), max(left.ndim, right.ndim) - 2
+    weight, inputs = (right, left) if place else (left, right)
+    of_weight, of_inputs = ("bc", "ab") if place else ("ab", "bc")
+    sizes = {"a": left.shape[-2], "b": left.shape[-1], "c": right.shape[-1]}
+    for back in range(count):  # from the last dimension of the batch on
+        index = string.ascii_uppercase[back]
+        several, of_samples = (part.shape[-3 - back] if back < part.ndim - 2 else 0 for part in (weight, inputs))
+        sizes[index] = max(several, of_samples)
+        of_weight = index + of_weight if several > 1 else of_weight
+        of_inputs = index + of_inputs if of_samples > 1 or (of_samples and several <= 1) else of_inputs
+    batch = [index for index in reversed(string.ascii_uppercase[:count]) if index in of_weight + of_inputs]
+    shape = (*torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]), left.shape[-2], right.shape[-1])
+    return _product(place, weight, inputs, (of_weight, of_inputs, "".join(batch) + "ac"), sizes, run, bias, shape)
+
+
+def _product(
+    place: int,
+    weight: Tensor,
+    inputs: Tensor,
+    terms: tuple[str, str, str],
+    sizes: Mapping[str, int],
+    run: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    bias: Tensor | None = None,
+    shape: Sequence[int] | None = None,
+) -> Found:
+    """Read a product by its indices.
+
+    Args:
+        place: of the weight among the two operands.
+        weight: one of them.
+        inputs: the other.
+        terms: the indices of the weight, the inputs and the result.
+        sizes: of the indices; a dimension of size 1 may have none.
+        run: (first operand, second operand, bias) -> the result.
+        bias: (rows,), or None.
+        shape: of the result; None: it has a dimension for each index.
+    """
+    of_weight, of_inputs, of_result = terms
+    groups = [index for index in of_weight if index in of_inputs and index in of_result]
+    rows = [index for index in of_weight if index in of_result and index not in of_inputs]
+    columns = [index for index in of_weight if index in of_inputs and index not in of_result]
+    kept = [index for index in of_result if index not in of_weight]
+    parts = (
+        (of_weight, groups + rows + columns),
+        (of_inputs, groups + columns + kept),
+        (of_result, groups + rows + kept),
+    )
+    if not rows or not columns or any(sorted(term) != sorted(found) for term, found in parts):
+        return "over other indices than those of a layer"
+    found = _kept(of_weight, sizes, groups, rows, columns)
+    if found is None:
+        return "of several matrices that are not one behind the other"
+    kind, view = found
+
+    def form(shape: Sequence[int], term: str, last: Sequence[str]) -> _IndexForm:
+        features = math.prod(sizes[index] for index in [*groups, *last])
+        front = [sizes[index] for index in kept]
+        of_layer = (math.prod(front), features, 1) if groups else (*front, features)
+        return _IndexForm(shape, [sizes[i] for i in term], [term.index(i) for i in (*kept, *groups, *last)], of_layer)
+
+    of_outputs = form([sizes[index] for index in of_result] if shape is None else shape, of_result, rows)
+    given = form(inputs.shape, of_inputs, columns)
+
+    def layer(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        pair = (given.back(inputs), weight) if place else (weight, given.back(inputs))
+        return of_outputs.there(run(*pair, bias))
+
+    return Operation(weight, given.there(inputs), bias, kind, layer, view, of_outputs.back)
+
+
+def _kept(
+    of_weight: str, sizes: Mapping[str, int], groups: list[str], rows: list[str], columns: list[str]
+) -> tuple[Linear, Transform] | None:
+    """Return the kind of a layer with such a weight, and how its rows are seen in it; None if there is none."""
+    order, shape = [*of_weight], tuple(sizes[index] for index in of_weight)
+    count, d, m = (math.prod(sizes[index] for index in some) for some in (groups, rows, columns))
+    if groups and order == groups + rows + columns:
+        return _kind_of_groups(count), lambda weight: weight.reshape(count * d, m, 1)
+    if groups and order == groups + columns + rows:
+        return _kind_of_transposed_groups(count), lambda weight: weight.reshape(count * m, d, 1)
+    if groups:
+        return None
+    if order == rows + columns:
+        return LINEAR, lambda weight: weight if weight.shape == (d, m) else weight.reshape(d, m)
+    if order == columns + rows:
+        return LINEAR, lambda weight: weight.reshape(m, d).t()
+    return _kind_of_permuted(shape, tuple(map(order.index, rows))), lambda weight: weight.reshape(shape)
+
+
+def _implicit(terms: str) -> str:
+    """Return the indices of a result that an equation leaves open: the ellipsis, and those that it has once."""
+    single = sorted(index for index in {*terms} if index.isalpha() and terms.count(index) == 1)
+    return ("..." if "..." in terms else "") + "".join(single)
+
+
+def _is_several(weight: Tensor) -> bool:
+    """Return whether a weight is several matrices, other than one that is repeated."""
+    return any(size > 1 and stride for size, stride in zip(weight.shape[:-2], weight.stride()[:-2], strict=True))
+
+
+def _transposed(weight: Tensor) -> Tensor:
+    return weight.transpose(-2, -1)
+
 
 _kind_of_convolution = functools.lru_cache(maxsize=1024)(Convolution)
 _kind_of_embedding = functools.lru_cache(maxsize=1024)(Embedding)
@@ -113,20 +399,20 @@ def _each(size: Any, space: int) -> tuple[int, ...]:
 
 _READERS: dict[Any, Callable[..., Found | None]] = {
     F.linear: _linear,
-    torch.matmul: products.matmul,
-    Tensor.matmul: products.matmul,
-    Tensor.__matmul__: products.matmul,
-    Tensor.__rmatmul__: products.rmatmul,
-    torch.mm: products.matmul,
-    Tensor.mm: products.matmul,
-    torch.bmm: products.matmul,
-    Tensor.bmm: products.matmul,
-    torch.addmm: products.addmm,
-    Tensor.addmm: products.addmm,
-    torch.baddbmm: products.baddbmm,
-    Tensor.baddbmm: products.baddbmm,
-    torch.einsum: products.einsum,
-    torch.tensordot: products.tensordot,
+    torch.matmul: matmul,
+    Tensor.matmul: matmul,
+    Tensor.__matmul__: matmul,
+    Tensor.__rmatmul__: rmatmul,
+    torch.mm: matmul,
+    Tensor.mm: matmul,
+    torch.bmm: matmul,
+    Tensor.bmm: matmul,
+    torch.addmm: addmm,
+    Tensor.addmm: addmm,
+    torch.baddbmm: baddbmm,
+    Tensor.baddbmm: baddbmm,
+    torch.einsum: einsum,
+    torch.tensordot: tensordot,
     F.embedding: _embedding,
     F.conv1d: _convolution(F.conv1d, 1),
     F.conv2d: _convolution(F.conv2d, 2),

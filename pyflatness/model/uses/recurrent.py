@@ -30,22 +30,13 @@ def weights(module: nn.Module) -> tuple[str, ...]:
 
 
 class Forward(Replaced):
-    """Serve as the ``forward`` of a recurrent module, which computes the same.
-
-    Args:
-        module: one of torch's.
-    """
+    """Serve as the ``forward`` of a recurrent module, which computes the same."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, weights(module), f"the {type(module).__name__}")
 
     def __call__(self, input: Any, hx: Any = None) -> Any:  # noqa: A002
-        """Return what the module returns.
-
-        Raises:
-            InputError: about the stand-ins that the module's weights have: packed sequences, dropout between its layers
-                in training mode, or the module computes something else.
-        """
+        """Return what the module returns."""
         own = functools.partial(type(self._module).forward, self._module)
         if not [*self.watched()]:
             return own(input, hx)

@@ -15,7 +15,6 @@ class Replaced:
     """Serve as the base of what is put in the place of a module's ``forward``.
 
     Args:
-        module: whose forward it is.
         names: of its weights that may be watched.
         what: the module is, for errors.
     """
@@ -35,11 +34,7 @@ class Replaced:
         return InputError(f"layer {listed}: {why}").about(dict.fromkeys(names, why))
 
     def check(self, mine: Callable[..., Any], own: Callable[..., Any], *given: Any) -> None:
-        """Raise unless both compute the same of the same arguments; that is looked at once.
-
-        Raises:
-            InputError: they do not.
-        """
+        """Raise unless both compute the same of the same arguments; that is looked at once."""
         leaves = pytree.tree_leaves(given)
         if self._is_checked or any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
             return

@@ -11,7 +11,7 @@ from .. import calling, kinds
 from ..kinds import Convolution, Linear, Together, TransposedLinear
 from . import watched
 from .experts import Route
-from .operation import LINEAR, Operation
+from .operations import LINEAR, Operation
 from .watched import Watched
 
 _TRANSPOSED = TransposedLinear()
@@ -23,8 +23,6 @@ class Use(kinds.AnyUse):
     """Stand for the use of a parameter, or of some of its rows.
 
     Args:
-        name: of the layer.
-        source: the parameter.
         rows: which of its rows; None: all. A number is one of the matrices that it has, without the dimension.
         routed: whether that is an expert of a mixture, which runs where a token is routed to it.
         home: the kind whose matrix it is, where uses of several kinds are taken together; else None.
@@ -60,7 +58,8 @@ class Use(kinds.AnyUse):
         self.kind = _by_shape(self.weight) if home is None else Together(home)
         self._together = home is not None
         row = weight[0].numel()
-        start, stop, _ = _as_slice(rows).indices(len(weight))
+        chosen = slice(rows, rows + 1) if isinstance(rows, int) else rows or slice(None)
+        start, stop, _ = chosen.indices(len(weight))
         self.entries = range(start * row, stop * row)  # of the parameter
         self._run: Callable[[Tensor], Tensor] | None = None
 
@@ -119,7 +118,6 @@ class Source:
     """Hold a parameter of the model's, and what stands for its uses.
 
     Attributes:
-        parameter: the user's.
         places: the modules that hold it, each with its name there.
         uses: by name; of parts of it behind that of the whole.
         of_module: whether the layer has the name of the module that holds the parameter.
@@ -128,7 +126,6 @@ class Source:
         behind: the parameters that the weight was computed of.
         nodes: where uses that are not followed end in autograd's graph, while it is watched: by way of the module, or
             of a reference that was kept elsewhere, in a list or a function.
-        route: see :class:`.watched.Source`.
         varies: whether the weight that was computed of it was not the same at every call.
     """
 
@@ -250,7 +247,11 @@ class Source:
         exact = self._of_entries.get(entries)
         if exact is not None:
             return self._called(exact, kind, rows, operation, weight)
-        touched = [use for use in self._attached.values() if _overlap(use.entries, entries)]
+        touched = [
+            use
+            for use in self._attached.values()
+            if use.entries.start < entries.stop and entries.start < use.entries.stop
+        ]
         inside = [use for use in touched if use.entries.start in entries and use.entries.stop <= entries.stop]
         if not touched:  # a result without a graph would look as if the model's own code had detached it
             weight.requires_grad_(not operation.inputs.requires_grad)
@@ -337,11 +338,3 @@ def _is_broadcast(inputs: Tensor, rows: Tensor) -> bool:
     """Return whether a product has dimensions in front that its inputs have not, or not at that length."""
     sizes = inputs.shape[:-2]
     return rows.ndim > 2 and torch.broadcast_shapes(sizes, rows.shape[:-2]) != sizes
-
-
-def _as_slice(rows: slice | int | None) -> slice:
-    return slice(rows, rows + 1) if isinstance(rows, int) else rows or slice(None)
-
-
-def _overlap(one: range, other: range) -> bool:
-    return one.start < other.stop and other.start < one.stop

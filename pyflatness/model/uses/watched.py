@@ -18,8 +18,7 @@ from torch.nn import functional as F
 
 from ...errors import InputError
 from . import operations
-from .operation import Operation
-from .operations import each_of
+from .operations import Operation, each_of
 
 _VIEWS = {"t", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "permute", "view", "reshape", "flatten"}
 _VIEWS |= {"unflatten", "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "select", "narrow", "unsqueeze"}
@@ -59,7 +58,6 @@ class Watched(Tensor):
     """Represent a weight, or a view or copy of it.
 
     Attributes:
-        source: whose weight it is.
         part: the same view of the parameter itself, detached; None of what was computed of it otherwise.
         version: of the contents, as counted by torch, when it was made; a copy's that are modified are another weight.
     """
@@ -98,7 +96,7 @@ class Watched(Tensor):
 
 def view_of(weight: Watched) -> Tensor | None:
     """Return the view of the parameter that a tensor has the values of, detached; None for one of other values."""
-    if weight.part is None or _is_same_memory(weight, weight.part):
+    if weight.part is None or weight.untyped_storage()._cdata == weight.part.untyped_storage()._cdata:
         return weight.part
     return weight.part if weight._version == weight.version else None
 
@@ -152,10 +150,6 @@ def _as_watched(result: Tensor, source: WeightOwner, part: Tensor | None, versio
     made = result.as_subclass(Watched)
     made.source, made.part, made.version = source, part, version
     return made
-
-
-def _is_same_memory(one: Tensor, other: Tensor) -> bool:
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _has_numbers(result: Any) -> bool:

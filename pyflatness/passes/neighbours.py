@@ -1,20 +1,54 @@
-"""Find layers whose output goes through ReLU and max-pooling alone, and where in it the pooled elements come from.
+"""Find what the graph around a layer spares: wᵀ δ that a backward pass makes on its way, and pooling behind it.
 
-A cotangent is zero there at all positions but those that pooling chose, a quarter of them for windows of 2 × 2. Taken
-as it comes out of the pooling, with these positions, it is as much smaller, and the backward pass through pooling and
-ReLU, which spreads it over all positions, is left out where no other layer is in front.
+The gradient in a layer's input is wᵀ δ, carried through the layer, and what comes by other ways. Where there are none,
+|R M|² = |wᵀ M|² is had from it without another product: it is the same for any R with RᵀR = w wᵀ.
+
+Behind ReLU and max-pooling alone a cotangent is zero at all positions but those that pooling chose, a quarter of them
+for windows of 2 × 2. Taken as it comes out of the pooling, with these positions, it is as much smaller, and the
+backward pass through pooling and ReLU, which spreads it over all positions, is left out where no other layer is in
+front.
 """
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from .batch_layout import Layout
 from .linearity import Users
 from .runner import Run
+
+_OF_A_LAYER = re.compile(
+    r"(Addmm|Mm|Linear|MkldnnLinear|\w*Convolution|View|UnsafeView|ReshapeAlias|Squeeze|Unsqueeze)Backward\d+"
+)
+"""Names of autograd's nodes from the output of a layer to its input."""
+
+
+def carried_edge(run: Run, name: str, dtype: torch.dtype) -> GradientEdge | None:
+    """Return where wᵀ δ of a pointwise layer with weights of a dtype arrives, alone; None if it does so nowhere.
+
+    The layer has to run once, in that dtype, and no hook may change what arrives.
+    """
+    calls = run.calls(name)
+    if len(calls) != 1 or calls[0].input_edge is None or calls[0].inputs._backward_hooks:
+        return None
+    (call,), found = calls, calls[0].input_edge
+    if not call.inputs.dtype == call.output.dtype == dtype:
+        return None
+    node, number = call.edge.node, call.edge.output_nr
+    while node != found.node:
+        sources = [(source, place) for source, place in node.next_functions if source is not None]
+        if len(sources) != 1 or not _OF_A_LAYER.fullmatch(node.name()):
+            return None
+        ((node, number),) = sources
+        if len(run.users.get(node, ())) != 1:
+            return None
+    return found if number == found.output_nr else None
+
 
 _RELU, _POOLING = "ReluBackward0", "MaxPool2DWithIndicesBackward0"
 
@@ -35,7 +69,7 @@ class Pooled:
     positions: Callable[[], Tensor]
 
 
-def behind(run: Run, name: str) -> Pooled | None:
+def pooled_behind(run: Run, name: str) -> Pooled | None:
     """Return what is behind a two-dimensional convolution; None if it is more than that, or the layer runs twice."""
     calls = run.calls(name)
     if len(calls) != 1 or run.layouts[name] != Layout() or calls[0].output.shape[:1] != (run.samples,):

@@ -1,4 +1,4 @@
-"""Have the second derivatives of convolutions made of the kernels of first ones.
+"""Have second derivatives of what torch gets wrong, or makes slowly, by other ways: weight_norm and convolutions.
 
 Torch's second derivative of a convolution (2.13) takes the gradient in the weight, of a gradient in the input, as a
 convolution with a kernel of the size of an image, which its fast kernels do not do: on a processor a Hessian product
@@ -9,13 +9,14 @@ takes 1.1 to 1.4 times as long. It is the same bilinear map as the first gradien
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
 
 _CLASSES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -88,7 +89,7 @@ class _Gradient(Function):
         return (*found, None, None, None)
 
 
-def among(model: nn.Module) -> list[nn.Module]:
+def convolutions(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model that compute plain convolutions, without padding of another kind than zeros.
 
     Those whose padding is "same", or whose stride was set to a number afterwards, are left to torch.
@@ -105,8 +106,8 @@ def among(model: nn.Module) -> list[nn.Module]:
 
 
 @contextlib.contextmanager
-def with_second_derivatives(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let modules of :func:`among` have these second derivatives, inside; also where checkpointing runs them again."""
+def of_convolutions(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let modules of :func:`convolutions` have them, inside; also where checkpointing runs them again."""
     modules = [*modules]
     for module in modules:
         own: Any = module._conv_forward
@@ -126,3 +127,19 @@ def _convolved(module: Any, own: Callable[..., Tensor], x: Tensor, weight: Tenso
     form = _Form(module.stride, module.padding, module.dilation, module.groups)
     found: Tensor = _Convolution.apply(x, weight, bias, form)
     return found
+
+
+class WrittenOut(TorchFunctionMode):
+    """Write weight_norm out, inside: the second derivative of torch's kernel in its direction is wrong (2.13).
+
+    Torch leaves a mode out while it runs a backward pass, so that weight_norm is another function when activation
+    checkpointing calls it again there, which torch notices.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not torch._weight_norm:
+            return func(*args, **(kwargs or {}))
+        direction, size, dim = (*args, *(kwargs or {}).values(), 0)[:3]
+        return direction * (size / torch.norm_except_dim(direction, 2, dim))

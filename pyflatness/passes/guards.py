@@ -1,0 +1,502 @@
+"""Check what every value relies on: the forward pass is one function of a sample, and autograd sees all of it.
+
+A value is of one function of a sample, and of a loss of that function's outputs. So a forward pass must not draw random
+numbers that matter, outputs must not change with the batch that a sample is in, and the loss must not depend on the
+parameters by another way. All are looked at where batches are run anyway: the first costs the comparison of two states
+of generators a batch (and a second pass where they differ), the second a pass of two samples a call, where no few
+samples were looked at before, and the third, for a loss that is a callable, such a pass and one evaluation of it.
+
+Autograd takes what ``detach``, ``.data``, ``torch.no_grad`` or a Python number gives as constant, and no graph shows
+that it was not. So a pass whose graph will be differentiated is watched: a tensor that is computed from tensors with a
+graph, and has none itself, is followed through all operations of torch to the outputs. It is followed by its memory, so
+that views of it, tensors that it is written to and parameters that are made of it are followed too. Comparisons and
+indices have no derivative to miss. What becomes a number or an array of NumPy's cannot be followed, nor can what
+TorchScript does be seen, and both count.
+"""
+
+import contextlib
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._C import _functorch, _len_torch_function_stack
+from torch.overrides import TorchFunctionMode
+
+from ..errors import FlatnessError, InputError
+from ..losses import Loss, remarks
+from ..losses.closure import REFUSAL, depends_on
+from ..messages import IN_TRAINING, is_out_of_memory
+from ..model import calling, data, state
+from ..model.generators import Randomness, equal, outside
+from ..model.outputs import single
+
+TAKEN_AS_CONSTANT = (
+    "the model's outputs may depend on tensors that its forward pass takes out of autograd's graph (detach, .data, "
+    "torch.no_grad, item, numpy, or anything in TorchScript, which cannot be watched): derivatives take these as "
+    "constant, and are not those of the function it computes"
+)
+
+TWICE_WRONG = (
+    "the model calls torch.logcumsumexp, whose second derivative torch gets wrong where a gradient that reaches it is "
+    "0 (2.13): where all of them are nonzero this value is right"
+)
+
+_WITHOUT_VALUES = {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"}
+_WITHOUT_VALUES |= {"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided"}
+_AS_ANOTHER = {"to", "type_as", "view_as", "reshape_as", "expand_as"}  # whose values are not read
+_OUT_OF_TORCH = {"item", "__float__", "tolist", "numpy", "__array__", "__dlpack__"}
+
+
+class Detached(TorchFunctionMode):
+    """Watch one forward pass inside; see :meth:`doubts`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._below = _len_torch_function_stack()
+        self._held: dict[int, Tensor] = {}  # by id; the tensors are kept so that ids and memory stay theirs
+        # Memory of these; false where tensors with a graph share it, so that it is held for those without one alone.
+        self._memory: dict[int, bool] = {}
+        self._recording = True  # what the model's own code has set the grad mode to
+        self._is_lost = False  # whether such a tensor, or one with a graph, became a number or an array
+        self._script = _last_script()
+        self._is_twice_wrong = False
+
+    def __exit__(self, *exception: Any) -> None:
+        if _len_torch_function_stack() > self._below:  # torch takes a mode off while it is asked; Ctrl-C can come then
+            super().__exit__(*exception)
+
+    def doubts(self, outputs: Tensor) -> list[str]:
+        """Return why derivatives of the outputs may not be those of what was computed."""
+        scripted = torch._C._last_executed_optimized_graph() is not self._script
+        found = {
+            TAKEN_AS_CONSTANT: self._is_lost or self._is_held(outputs) or scripted,
+            TWICE_WRONG: self._is_twice_wrong,
+        }
+        return [doubt for doubt, holds in found.items() if holds]
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        had_graph = name == "detach_" and any(tensor.requires_grad for tensor in _tensors(args))
+        result = func(*args, **kwargs)
+        self._is_twice_wrong |= name == "logcumsumexp"
+        if name == "_set_grad_enabled":
+            self._recording = args[0]
+        elif name in _OUT_OF_TORCH and args[0].is_floating_point():
+            self._is_lost |= args[0].requires_grad or self._is_held(args[0])
+        elif name in ("__setitem__", "__set__"):  # of entries, of ``.data``
+            self._follow(name, [*_tensors(args)], [*_tensors(args[:1])])
+        elif isinstance(result, (Tensor, tuple, list)):
+            read = args[:1] if name in _AS_ANOTHER else (args, kwargs)
+            self._follow(name, [*_tensors(read)], [*_tensors(result)], had_graph=had_graph)
+        return result
+
+    def _follow(self, name: str, inputs: list[Tensor], results: list[Tensor], *, had_graph: bool = False) -> None:
+        depends = bool(self._held) and any(map(self._is_held, inputs))
+        if not (depends or had_graph or any(tensor.requires_grad for tensor in inputs)):
+            return
+        if name in _WITHOUT_VALUES:
+            return
+        for tensor in results:
+            if tensor.is_floating_point() and (depends or self._is_cut(tensor)):
+                self._hold(tensor, inputs)
+
+    def _hold(self, tensor: Tensor, inputs: Sequence[Tensor]) -> None:
+        """Follow a tensor from here on, and what shares its memory.
+
+        An alias of a tensor with a graph shares it with that: it is another's values without their graph. An alias of a
+        leaf, a parameter of the model's as a rule, is followed by itself: the leaf has no graph either.
+        """
+        self._held[id(tensor)] = tensor
+        memory = _memory(tensor)
+        of = [given for given in inputs if given is not tensor and given.requires_grad and _memory(given) == memory]
+        if not of:
+            self._memory[memory] = True
+        elif not all(given.is_leaf for given in of):
+            self._memory.setdefault(memory, False)
+
+    def _is_cut(self, tensor: Tensor) -> bool:
+        """Return whether the result of an operation on a tensor with a graph has none.
+
+        What is written in place under ``no_grad`` keeps an older one. Inside the ``forward`` of a
+        ``torch.autograd.Function`` none has: there it is not the model's code that switched the graph off, and the
+        function's own derivative counts.
+        """
+        if torch.is_grad_enabled() or tensor.is_inference():
+            return not tensor.requires_grad
+        return not self._recording
+
+    def _is_held(self, tensor: Tensor) -> bool:
+        if self._held.get(id(tensor)) is tensor:
+            return True
+        whole = self._memory.get(_memory(tensor))
+        return whole is not None and (whole or tensor.is_leaf)
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return what tensors that share memory have in common."""
+    try:
+        memory: int = tensor.untyped_storage()._cdata
+        return memory
+    except NotImplementedError:  # it is sparse, say
+        return id(tensor)
+
+
+def _last_script() -> Any:
+    """Return what torch has noted as the last run of TorchScript in this thread; a run makes it another one."""
+    if torch._C._last_executed_optimized_graph() is not None:
+        _nothing()(0)  # the next run may be of the same code
+    return torch._C._last_executed_optimized_graph()
+
+
+@functools.cache
+def _nothing() -> Any:
+    """Return a script that returns the number that it is given."""
+    return torch._C._create_function_from_graph("nothing", torch._C.parse_ir("graph(%x : int):\n  return (%x)"))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested arguments or results, as they are below ``torch.func``'s transformations."""
+    if isinstance(value, Tensor):
+        while _functorch.is_functorch_wrapped_tensor(value):
+            value = _functorch.get_unwrapped(value)
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors(part)
+
+
+Result = TypeVar("Result")
+Check = Callable[[Tensor], None]
+"""Raise if what a model gave for a batch is not what it gave for some of its samples before."""
+
+
+class Spacing:
+    """Choose the batches of which some samples are run alone, beside the first one.
+
+    These are the second batch and the last one, so that mixing is found wherever it begins, if it stays. Where the
+    number of batches is not known, those that follow the second at doubling distances stand in for the last one.
+
+    Args:
+        batches: how many there are; 0 if that is not known.
+    """
+
+    def __init__(self, batches: int) -> None:
+        self._last = batches - 1
+        self._done = 0  # samples in front of the last batch that was looked at
+
+    def due(self, number: int, done: int) -> bool:
+        """Return whether batch ``number``, after so many samples, is to be checked; each batch is asked for once."""
+        if done <= self._done:
+            return False
+        follows = self._done == 0 or (self._last < 0 and done >= 2 * self._done)
+        due = follows or number == self._last
+        self._done = done if due else self._done
+        return due
+
+
+class Decisions(TorchFunctionMode):
+    """Watch whether a forward pass inside makes something else than numbers of its floating-point values.
+
+    These are truth values, indices, whole numbers of Python. What is decided by them, ``if h.mean() > 0``, may be
+    decided by the whole batch, and no derivative shows it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self.seen:
+            made = result if isinstance(result, (tuple, list)) else (result,)
+            left = any(
+                isinstance(part, Tensor) and not (part.is_floating_point() or part.is_complex()) for part in made
+            )
+            if left or getattr(func, "__name__", "") in _TO_PYTHON:
+                given = [*args, *(kwargs or {}).values()]
+                self.seen = any(isinstance(part, Tensor) and part.is_floating_point() for part in given) and _by_model()
+        return result
+
+
+def _by_model() -> bool:
+    """Return whether the operation under way is the model's, and none of a hook that looks at the model here."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch."):
+        frame = frame.f_back
+    return not frame.f_globals.get("__name__", "").startswith("pyflatness.")
+
+
+_TO_PYTHON = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "__array__", "__dlpack__"}
+
+
+def alone(batch: Any, run: Callable[[Any], Result]) -> Result | None:
+    """Return what ``run`` gives for some samples without the others of their batch; None if it fails on these few."""
+    try:
+        with calling.dry_run(), torch.no_grad():
+            return run(batch)
+    except Exception:  # not a batch that can be cut; an error of the model's own comes again with the whole batch
+        return None
+
+
+def two_alone(
+    batch: Any,
+    run: Callable[[Any], tuple[Tensor, Any]],
+    read: Callable[[Tensor, Any], Tensor] = lambda outputs, targets: outputs,
+    what: str = "outputs",
+) -> Check:
+    """Run two samples of a batch alone, and return a check of what the whole batch gives against them.
+
+    It passes anything where a batch has fewer than three samples, or cannot be cut.
+
+    Args:
+        run: gives the model's outputs and targets for a batch.
+        read: finds in these what is compared, each sample's rows together in dimension 0.
+    """
+    samples = data.size(batch)
+    # Two that have lost what was in front of them, or behind.
+    two = torch.tensor([1, samples - 1], dtype=torch.int64, device="cpu")
+    found = alone(data.take(batch, two), run) if samples > 2 else None
+    if found is None:
+        return unchecked
+    before = read(*found)
+    return lambda given: check_unchanged(before, data.rows_of(given, samples, two), what)
+
+
+def unchecked(given: Tensor) -> None:
+    """Accept anything: nothing is known of these samples."""
+
+
+def check_unchanged(before: Tensor, now: Tensor, what: str = "outputs") -> None:
+    """Raise an InputError if what a model gave for the same samples, by two runs, is not the same up to rounding."""
+    count = min(len(before), len(now))
+    before, now = before[:count], now.detach()[:count]
+    if not agree(before, now, rounding(before.dtype, now.dtype)):
+        raise InputError(
+            f"the model's {what} for the same samples change with the batch they are in, or from call to call: it "
+            "mixes samples, decides by all of them (if h.mean() > 0), draws random numbers, or its batches cannot be "
+            "cut into samples (tensors of other things whose first dimension is as long as the batch)"
+        )
+
+
+def rounding(*dtypes: torch.dtype) -> float:
+    """Return how far, relatively, two runs in some dtypes may lie apart; 0 if none of them is floating point."""
+    floating = [8 * torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point]
+    return max(1e-3, *floating) if floating else 0.0
+
+
+def agree(before: Tensor, now: Tensor, tolerance: float) -> bool:
+    """Return whether tensors are the same to within ``tolerance`` of each entry and of the largest; NaN is NaN."""
+    if before.shape != now.shape:
+        return False
+    if before.dtype != now.dtype:  # autocast does not reach both
+        before, now = before.double(), now.double()
+    size = float(before.abs().nan_to_num(0, 0, 0).amax()) if before.numel() else 0.0
+    if size and before.is_floating_point() and bool((now - before).abs_().amax() <= tolerance * size):
+        return True  # which takes fewer passes over large outputs, and is false with NaN
+    return torch.allclose(before, now, tolerance, tolerance * size, equal_nan=True)
+
+
+_CALL = "_pyflatness_call"  # an attribute of what a forward pass raised: what was called, and of which parameters
+GIVEN_COPIES = "the model changes its inputs in place, so that it was given copies of them"
+_LOOKS = 3  # passes of few samples that are watched for decisions by values
+_ALONE = 32  # samples of a batch that run each by itself where there are some
+_ROUNDING = 8  # units of the outputs' rounding that two forward passes of the same batch may differ by
+
+
+class Checked:
+    """Call the user's ``forward``, or the model itself, and check what comes of it."""
+
+    def __init__(self, model: nn.Module, loss: Loss, forward: calling.Forward | None, random: Randomness) -> None:
+        self._forward, self._loss, self._random = forward, loss, random
+        self.by_user = forward is not None  # whether the user's own forward says what of a batch are targets
+        self._parameters = [p for module in model.modules() for p in module._parameters.values() if p is not None]
+        self._changes_inputs: bool | None = None  # whether the model does so in place; not known before it ran
+        self._looks = _LOOKS  # that are left
+        self._batches = 0  # that went through the model to be measured
+        self.decides = False  # whether something is decided by values, see :class:`.Decisions`
+        self._is_first = True  # whether no batch was run yet, but to find something out
+        self._fewest = math.inf  # samples that were run to find something out
+        self.notes: tuple[str, ...] | None = None  # of an estimate; known once a batch went through
+        self.doubts: tuple[str, ...] = ()  # why derivatives may not be those of what the model computes
+        self._loss_is_open = not loss.known  # whether it may depend on more than the outputs
+
+    def compare_by_itself(self) -> None:
+        """Have the next batch compared with two of its samples alone: no one compares it with what was run so far."""
+        self._fewest = math.inf
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        """See :data:`.calling.Forward`."""
+        if calling.is_dry_run():
+            outputs, targets = self._run(model, batch)
+            self._fewest = min(self._fewest, data.size(batch))
+        else:
+            before, others = self._random.states(), outside() if self._is_first else None
+            outputs, targets = self._watched(model, batch) if torch.is_grad_enabled() else self._run(model, batch)
+            if self._random.moved(before) or (others is not None and not equal(others, outside())):
+                self._check_repeated(model, batch, outputs)
+            if self._is_first and self._fewest >= data.size(batch):
+                self._check_independent(model, batch, outputs)
+            self._is_first = False
+            if self.decides:
+                self._check_decisions(model, batch, outputs)
+            if self.notes is None and not outputs.is_meta and isinstance(targets, Tensor):
+                self.notes = (GIVEN_COPIES,) if self._changes_inputs else ()
+                with contextlib.suppress(Exception):  # what does not go together is an error of the measure
+                    self.notes += remarks.of(self._loss, outputs, targets, self._parameters)
+        if self._loss_is_open and not outputs.is_meta and isinstance(targets, Tensor):
+            self._check_loss(model, batch)
+        return outputs, targets
+
+    def _tensor(self, returned: Any) -> Tensor:
+        """Return the outputs in what the model returned: side by side if there are several and the loss takes all."""
+        found = single(returned)
+        return self._loss.side_by_side(returned) if found is None else found
+
+    def _call(self, batch: Any) -> str:
+        """Return in words what was called, and on what."""
+        if self._forward is not None:
+            return f"forward(model, batch) on the batch {data.described(batch)}"
+        if isinstance(batch, Mapping):
+            keywords = {key: part for key, part in batch.items() if key != "labels"}
+            return f"model(**inputs) on the inputs {data.described(keywords)} (`labels` are the targets)"
+        return f"model(inputs) on the inputs {data.described(batch[0])}"
+
+    def _kinds(self) -> str:
+        """Return in words what the parameters are."""
+        kinds = {f"{parameter.dtype} on {parameter.device}" for parameter in self._parameters}
+        return ", ".join(sorted(kinds)).replace("torch.", "")
+
+    def _run(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        """Run a batch, or a copy for a model that may change its inputs in place; the first pass shows whether."""
+        given = batch if self._changes_inputs is False else data.copied(batch)
+        before = _versions(given)
+        if self._looks and calling.is_dry_run():
+            self._looks -= 1
+            with Decisions() as decisions:
+                result = self._run_on(model, given)
+            self.decides |= decisions.seen
+        else:
+            result = self._run_on(model, given)
+        if self._changes_inputs is None:
+            self._changes_inputs = _versions(given) != before or not data.same(batch, given)
+        elif given is batch and _versions(batch) != before:
+            raise InputError(
+                "model: it changes its inputs in place on the batch "
+                f"{data.described(batch)}, which is changed now, and did not on those before; have it work on a copy, "
+                "x = x.clone()"
+            )
+        return result
+
+    def _run_on(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        try:
+            return calling.run(model, batch, self._forward, self._tensor)
+        except FlatnessError:
+            raise
+        except StopIteration as error:  # by itself it would be an error of a generator's, or the end of a loop
+            stopped = RuntimeError("the forward pass raised StopIteration")
+            setattr(stopped, _CALL, (self._call(batch), self._kinds()))
+            raise stopped from error
+        except Exception as error:
+            if not is_out_of_memory(error):
+                setattr(error, _CALL, (self._call(batch), self._kinds()))
+            raise
+
+    def _watched(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        with Detached() as detached:
+            outputs, targets = self._run(model, batch)
+        self.doubts = tuple(dict.fromkeys([*self.doubts, *detached.doubts(outputs)]))
+        return outputs, targets
+
+    def _check_repeated(self, model: nn.Module, batch: Any, outputs: Tensor) -> None:
+        """Raise if a second forward pass of a batch, in which random numbers were drawn, has other outputs."""
+        outputs = outputs.detach()
+        if not outputs.is_meta:
+            with calling.aside(), torch.no_grad(), self._random.watched():
+                again, _ = self._run(model, batch)
+            if agree(
+                outputs, again, _ROUNDING * torch.finfo(outputs.dtype).eps if outputs.is_floating_point() else 0.0
+            ):
+                return
+        mode = f"it {IN_TRAINING}, and " if model.training else ""
+        raise InputError(
+            f"model: it draws random numbers in its forward pass: on the same batch, {data.described(batch)}, a second "
+            f"pass has other outputs, so that a value would be one of many; {mode}switch off what draws them (dropout "
+            "that does not ask for self.training, added noise, sampling), or have it draw the same at every call"
+        )
+
+    def _check_independent(self, model: nn.Module, batch: Any, outputs: Tensor) -> None:
+        """Raise if two samples of a batch have other outputs without the others."""
+        if not (outputs.is_meta or outputs.ndim == 0 or len(outputs) % data.size(batch)):
+            with calling.aside():
+                check = two_alone(batch, functools.partial(self._run, model))
+            check(outputs)
+
+    def _check_decisions(self, model: nn.Module, batch: Any, outputs: Tensor) -> None:
+        """Raise if samples of a batch have other outputs by themselves: many of some batches, one of each other."""
+        samples, self._batches = data.size(batch), self._batches + 1
+        if outputs.is_meta or outputs.ndim == 0 or samples < 2 or len(outputs) % samples:
+            return
+        is_power_of_two = self._batches & (self._batches - 1) == 0
+        count = min(samples, _ALONE)
+        places = [place * samples // count for place in range(count)] if is_power_of_two else [self._batches % samples]
+        with calling.aside():
+            for place in places:
+                index = torch.tensor([place], dtype=torch.int64, device="cpu")
+                found = alone(data.take(batch, index), functools.partial(self._run, model))
+                if found is not None and found[0].ndim == outputs.ndim:  # a model may drop a dimension of length one
+                    check_unchanged(found[0], data.rows_of(outputs, samples, index))
+
+    def _check_loss(self, model: nn.Module, batch: Any) -> None:
+        """Raise if the loss depends on the model's parameters otherwise than by the outputs; once."""
+        held = {*self._parameters, *model.parameters()}  # others where the model is run functionally
+        # Of hooks the innermost are called, so that what this graph keeps is not counted as the sweep's by a dry run. A
+        # node that keeps its own output as it is would be held by it, in a cycle that nothing frees.
+        uncounted = functools.partial(
+            torch.autograd.graph.saved_tensors_hooks, lambda kept: kept.detach(), lambda kept: kept
+        )
+        for part in (data.first(batch, min(2, data.size(batch))), batch):
+            with contextlib.suppress(Exception), state.made_anew(model), calling.aside(), uncounted():
+                found = depends_on(self._loss, functools.partial(self._run, model, part), held)
+                break
+        else:  # a loss that does not take these; the measure says better what is wrong
+            return
+        self._loss_is_open = False
+        if found:
+            raise InputError(REFUSAL)
+
+
+def _versions(batch: Any) -> list[int]:
+    """Return how often each tensor of a batch was changed in place."""
+    return [calling.version(part) for part in data.leaves(batch) if isinstance(part, Tensor)]
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Let an error that the user's forward pass raises inside, and that nothing catches, say what was called.
+
+    Inner code sees what was raised: a batch that cannot be cut, say, goes through the model whole then.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not hasattr(error, _CALL):
+            raise
+        raised = error.__cause__ if isinstance(error.__cause__, StopIteration) else error
+        call, parameters_are = getattr(error, _CALL)
+        raise InputError(
+            f"model: {call} raised {type(raised).__name__}: {raised}; pass data that fit the model (its parameters are "
+            f"{parameters_are}), or forward=, a function (model, batch) -> (outputs, targets) that calls it as it "
+            "wants to be called"
+        ) from raised
