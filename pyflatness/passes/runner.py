@@ -250,7 +250,7 @@ class Runner:
             take: takes in what the work gives.
         """
         samples = len(run.numbers)
-        for place in self._micro_batches.places(len(rows), samples):
+        for place in self._micro_batches.places(len(rows), len(rows)):
             index = rows[place.slice]
             check = partial(_check_rows, run.outputs, samples, index)
             doing = partial(_work_on, work, place.slice)

@@ -4,6 +4,7 @@ Columns of square-root factors go backward in groups, see :mod:`.groups`. What t
 in whose weight the model is not linear is sampled by Hessian probes, see :mod:`.residuals`.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,10 @@ from . import adaptive, groups, residuals
 from .contracted import Contracted
 from .layer_sweep import Sweep, Values
 from .residuals import Residuals, Rounds
+
+_SMALL = 128 * 2**10
+"""Bytes of the largest output of a layer up to which a round for all samples costs more by itself than by what it has
+to compute: a forward pass of many rounds' samples takes less."""
 
 Found = tuple[Tensor, Mapping[int, Tensor]]
 """Places of samples, and by number of a layer values (k, quantities, s)."""
@@ -108,7 +113,7 @@ class AdaptiveSweep(Sweep):
         part = adaptive.begin(run, sent, shape, tolerance, self._options, share)
         rounds = 0
         if sent.passes and forms:
-            rounds = part.probes.common_rounds(run.samples / 2 if self._runner.cuttable else 1)
+            rounds = part.probes.common_rounds(self._having(run))
         contracted = Contracted(run, forms, forms, rounds)
         for number in range(rounds):
             chosen, cotangent = part.of_round(number)
@@ -125,6 +130,13 @@ class AdaptiveSweep(Sweep):
         rest = self._pilot(run, nonlinear, tolerance.expected(run.samples)) if nonlinear else None
         prints = {name: form.fingerprints(run) for name, form in forms.items()}
         return _Begun(part, forms, rest, prints, self._left_out(run, sent), nonlinear)
+
+    def _having(self, run: Run) -> float:
+        """Return how many samples have to have a round for all samples but the first: others are packed."""
+        if not self._runner.cuttable:
+            return 1
+        largest = max(call.output.nbytes for name in self._runner.modules for call in run.calls(name))
+        return run.samples / 2 if largest > _SMALL else math.inf
 
     def _finish(self, begun: "_Begun") -> None:
         """Send the remaining probes, packed into full batches of repeated samples."""
