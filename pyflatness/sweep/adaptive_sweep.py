@@ -111,10 +111,11 @@ class AdaptiveSweep(Sweep):
 
         first = partial(_but_if, lambda: self._exact, tolerance.first)
 
-        def work(run: Run) -> _Begun | Values | None:
-            return self._begun(run, tolerance)
+        def work(run: Run) -> Callable[[], None] | None:
+            begun = self._begun(run, tolerance)
+            return None if begun is None else partial(finish, begun)
 
-        self._runner.each(work, finish, first=first)
+        self._runner.each(work, lambda finish_it: finish_it(), first=first)
 
     def _begun(self, run: Run, tolerance: groups.Tolerance) -> "_Begun | Values | None":
         """Plan a micro-batch's probes, and send the rounds for all samples backward.
