@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.progress import track as rich_track
 
 Item = TypeVar("Item")
 _EVERY = 30.0  # seconds between lines where standard error is no terminal
@@ -23,17 +22,17 @@ class Lines:
     """
 
     def __init__(self, title: str, total: int) -> None:
-        self._title, self._total, self._done = title, total, 0.0
+        self._title, self._total, self._done, self._text = title, total, 0.0, ""
         self._begun = self._last = time.monotonic()
 
     def advance(self, count: float = 1, text: str = "") -> None:
         """Count what is done."""
-        self._done += count
+        self._done, self._text = self._done + count, text or self._text
         now = time.monotonic()
         if now - self._last >= _EVERY:
             self._last = now
             of = f" of {self._total}" if self._total else ""
-            what = f"{self._title}: {text}" if text else self._title
+            what = f"{self._title}: {self._text}" if self._text else self._title
             print(f"{what}: {self._done:.6g}{of} after {now - self._begun:.0f} s", file=sys.stderr, flush=True)
 
 
@@ -46,20 +45,14 @@ def track(items: Iterable[Item], total: int, title: str, shown: bool | None) -> 
         title: text before the bar.
         shown: True or False, or None for a bar if standard error is a terminal, and else for lines.
     """
-    if shown is False:
-        yield from items
-        return
-    if not (shown or sys.stderr.isatty()):
-        lines = Lines(title, total)
+    with bar(title, total, shown) as advance:
         for item in items:
             yield item
-            lines.advance()
-        return
-    yield from rich_track(items, description=title, total=total or None, transient=True, console=Console(stderr=True))
+            advance(1, "")
 
 
 Advance = Callable[[int, str], None]
-"""Says that so many more are done, and what is being worked on."""
+"""Says that so many more are done, and what is being worked on, or what else there is to say; empty: as before."""
 
 
 @contextlib.contextmanager
@@ -71,15 +64,18 @@ def bar(title: str, total: int, shown: bool | None) -> Iterator[Advance]:
         total: how many there are to do.
         shown: as for :func:`track`.
     """
+    if shown is False:
+        yield lambda count, text: None
+        return
     visible = sys.stderr.isatty() if shown is None else shown
-    lines = None if visible or shown is False else Lines(title, total)
+    if not visible:
+        yield Lines(title, total).advance
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not visible) as shown_bar:
-        task = shown_bar.add_task(title, total=total)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown_bar:
+        task = shown_bar.add_task(title, total=total or None)
 
         def advance(count: int, text: str) -> None:
-            if lines is not None:
-                lines.advance(count, text)
             shown_bar.update(task, advance=count, description=f"{title}: {text}" if text else None)
 
         yield advance

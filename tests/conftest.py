@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import math
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ import torch
 from hypothesis import settings
 
 from pyflatness.contractions.backends import compiled, cuda, reference
+from pyflatness.sweep import adaptive_sweep
 from support import ROOT, emulated, interpreted
 from support.combinations import AT_RANDOM, CUDA_DEVICES, ENGINES, in_soak
 from support.summation import ORDERS
@@ -68,6 +70,12 @@ def _seeded(request: pytest.FixtureRequest) -> Iterator[None]:
         order = None
     with ORDERS[order]() if order else contextlib.nullcontext():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have ``rtol=`` sample networks as tiny as those of tests, of which exact values are cheaper."""
+    monkeypatch.setattr(adaptive_sweep, "PLAN", -math.inf)
 
 
 @pytest.fixture

@@ -28,7 +28,6 @@ from . import Measure
 
 Attempt = Callable[[Measure], contextlib.AbstractContextManager[None]]
 _LARGEST_MATRIX = 2**30  # bytes of block traces
-_MANY = 100  # backward passes of a batch
 _FIRST_PART, _PARTS = 128, 4  # samples from which it is found how many there have to be; how many parts there may be
 _MARGIN, _CLOSE = 1.1, 1.05  # more samples than a standard error seems to take; it is reached within so much
 
@@ -240,8 +239,8 @@ class LayerValues:
     def _notes(self, name: str, sweep: Sweep) -> tuple[str, ...]:
         alone = not name or len(self._selected) == 1
         of_all = self._subset.notes if self._subset is not None and alone else ()
-        if alone and sweep.sent > _MANY and self._loss.convex:
-            of_all = (*of_all, f"{sweep.sent} backward passes a batch; rtol=0.01 takes about ten, for an error of 1 %")
+        if alone and sweep.fewer:
+            of_all = (*of_all, sweep.fewer)
         if not name:
             return of_all
         notes = [*of_all, *layers.tie_notes(self._model, self._selected[name])]

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -41,6 +42,7 @@ class Batches:
 
     Attributes:
         shard: which part of all data it is, where they are spread over ranks.
+        say: puts a text beside the progress bar of a read.
 
     Raises:
         InputError: no data, tensors of different lengths, or something that cannot be iterated (as often as needed).
@@ -50,6 +52,7 @@ class Batches:
         self, data: Any, device: torch.device, *, reads: int = 1, ordered: bool = False, shown: bool | None = None
     ) -> None:
         self._device, self._shown, self._ordered, self.shard = device, shown, ordered, WHOLE
+        self.say: Callable[[str], None] = lambda text: None
         self._tensors: tuple[Tensor, ...] = ()
         if isinstance(data, tuple) and data and isinstance(data[0], (Tensor, np.ndarray)):
             self._tensors = _parts(data)
@@ -126,13 +129,16 @@ class Batches:
         empty, read = True, Fingerprint()
         begun, self._begun = self._begun, None
         source = self._fetched() if begun is None else itertools.chain(*begun)
-        for number, batch in enumerate(progress.track(source, len(self), "batches", self._shown)):
-            samples = _checked_size(batch, number)
-            if samples > 0:
-                empty = False
-                if self._compared:
-                    read.add(with_samples(batch, samples), samples)
-                yield to_device(batch, self._device)
+        with progress.bar("batches", len(self), self._shown) as advance:
+            self.say = functools.partial(advance, 0)
+            for number, batch in enumerate(source):
+                samples = _checked_size(batch, number)
+                if samples > 0:
+                    empty = False
+                    if self._compared:
+                        read.add(with_samples(batch, samples), samples)
+                    yield to_device(batch, self._device)
+                advance(1, "")
         if empty:
             raise no_samples(self._data)
         if self._compared:

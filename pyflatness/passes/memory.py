@@ -1,6 +1,6 @@
 """Divide the bytes of ``memory=``, and cut batches into micro-batches whose graph fits its part of them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -145,8 +145,8 @@ class MicroBatches:
         """Take in that the memory did not suffice for so many samples."""
         self.largest = samples // 2
 
-    def places(self, samples: int, limit: int, first: int | None = None) -> Iterator[Place]:
-        """Cut samples into places of about equal size, at most ``limit``, and ``first`` in the first one if given.
+    def places(self, samples: int, limit: int, first: Callable[[], int | None] = lambda: None) -> Iterator[Place]:
+        """Cut samples into places of about equal size, at most ``limit``, and ``first`` in the first one if it says so.
 
         One that is not done when the next is asked for comes again, cut by what is known then.
         """
@@ -155,8 +155,8 @@ class MicroBatches:
             left = samples - start
             count = -(-left // min(self.largest, limit))
             size = -(-left // count)
-            if first is not None and start == 0 and self.cuttable:
-                size = min(size, first)
+            if start == 0 and self.cuttable:
+                size = min(size, first() or size)
             place = Place(start, start + size)
             yield place
             start = place.stop if place.done else start

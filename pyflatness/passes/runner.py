@@ -146,10 +146,10 @@ class Runner:
 
     def each(
         self,
-        work: Callable[[Run], Result],
+        work: Callable[[Run], Result | None],
         take: Callable[[Result], None],
         *,
-        first: int | None = None,
+        first: Callable[[], int | None] = lambda: None,
         chosen: Tensor | None = None,
     ) -> None:
         """Do ``work`` on a run of every micro-batch of the data, and hand each result to ``take``.
@@ -158,9 +158,9 @@ class Runner:
         in ``take`` alone, which is called when the run is over. Hooks are gone afterwards, also after an error.
 
         Args:
-            work: gives anything but None.
+            work: gives anything but None, for which it is done again.
             take: takes that in.
-            first: samples of the first micro-batch at most, where batches can be cut.
+            first: gives the samples of the first micro-batch at most, where batches can be cut; None: as of others.
             chosen: (N,) bool, which of this rank's samples are run, in a later read; None: all.
 
         Raises:
@@ -172,7 +172,7 @@ class Runner:
             for number, (batch, numbers) in enumerate(self._numbered() if chosen is None else self._packed(chosen)):
                 seen, samples = self._dry_run(batch, first=True), data.size(batch)
                 compare = seen is None and self.cuttable and self._spacing.due(number, done)
-                for place in self._micro_batches.places(samples, samples, first if done == 0 else None):
+                for place in self._micro_batches.places(samples, samples, first if done == 0 else lambda: None):
                     cut = partial(data.part, batch, place.start, place.stop)
                     check: Check = guards.unchecked
                     if place.start == 0 and seen is not None:
@@ -239,7 +239,7 @@ class Runner:
             work: of a run, and of which of ``rows`` it has.
         """
         samples = len(run.numbers)
-        for place in self._micro_batches.places(len(rows), samples):
+        for place in self._micro_batches.places(len(rows), len(rows)):
             index = rows[place.slice]
             check = partial(_check_rows, run.outputs, samples, index)
             doing = partial(_work_on, work, place.slice)
@@ -251,7 +251,7 @@ class Runner:
                 take(result)
 
     def _run(
-        self, cut: Callable[[], Any], number: int, numbers: Tensor, work: Callable[[Run], Result], check: Check
+        self, cut: Callable[[], Any], number: int, numbers: Tensor, work: Callable[[Run], Result | None], check: Check
     ) -> Result | None:
         """Do ``work`` on a run of a micro-batch; return None if it is to be tried again, as with fewer samples.
 

@@ -4,6 +4,7 @@ Columns of square-root factors go backward in groups, see :mod:`.groups`. What t
 in whose weight the model is not linear is sampled by Hessian probes, see :mod:`.residuals`.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,15 @@ from . import adaptive, groups, residuals
 from .contracted import Contracted
 from .layer_sweep import Sweep, Values
 from .residuals import Residuals, Rounds
+
+_SMALL = 128 * 2**10
+"""Bytes of the largest output of a layer up to which a round for all samples costs more by itself than by what it has
+to compute: a forward pass of many rounds' samples takes less."""
+
+_PROBES = 5  # columns of an exact value that go backward in the time of a sample's probes
+PLAN, _PLANS = 1.2e6, 5e8
+"""Multiply-adds of a backward pass in the time that the plan for a sample takes, and that of all data besides. Measured
+on one thread of a CPU: perceptrons of 10 to 100 classes and LeNet5, 64 to 2,000 samples."""
 
 Found = tuple[Tensor, Mapping[int, Tensor]]
 """Places of samples, and by number of a layer values (k, quantities, s)."""
@@ -54,10 +64,13 @@ class _Begun:
 class AdaptiveSweep(Sweep):
     """Sweep as its base class does; and sample by ``rtol``."""
 
+    _exact: bool | None = None  # whether exact values are cheaper, once that is known
+
     def by_groups(self, take: Callable[[Values], None]) -> None:
         """Hand every sample's quantities to ``take``, sampled as far as the user's ``rtol`` allows.
 
-        Columns of square-root factors are sent in groups, and residuals, see :mod:`.residuals`, are sampled.
+        Columns of square-root factors are sent in groups, and residuals, see :mod:`.residuals`, are sampled. Where
+        exact values cost less, see :meth:`_is_cheap`, these are handed over.
 
         Raises:
             InputError: as :meth:`work`; losses for which there are no such columns, or negative weights.
@@ -67,7 +80,10 @@ class AdaptiveSweep(Sweep):
         tolerance = groups.Tolerance(rtol, self._runner.batches.samples)
         predictor = residuals.Predictor(rtol, tolerance)
 
-        def finish(begun: _Begun) -> None:
+        def finish(begun: _Begun | Values) -> None:
+            if isinstance(begun, Values):
+                take(begun)
+                return
             part, rest = begun.part, begun.rest
             if begun.forms:
                 self._finish(begun)
@@ -93,12 +109,27 @@ class AdaptiveSweep(Sweep):
                 )
             )
 
-        self._runner.each(partial(self._begun, tolerance=tolerance), finish, first=tolerance.first)
+        first = partial(_but_if, lambda: self._exact, tolerance.first)
 
-    def _begun(self, run: Run, tolerance: groups.Tolerance) -> "_Begun":
-        """Plan a micro-batch's probes, and send the rounds for all samples backward."""
+        def work(run: Run) -> Callable[[], None] | None:
+            begun = self._begun(run, tolerance)
+            return None if begun is None else partial(finish, begun)
+
+        self._runner.each(work, lambda finish_it: finish_it(), first=first)
+
+    def _begun(self, run: Run, tolerance: groups.Tolerance) -> "_Begun | Values | None":
+        """Plan a micro-batch's probes, and send the rounds for all samples backward.
+
+        Return exact values instead where these are cheaper; None where that was found out by this run.
+        """
+        if self._exact:
+            return self._values(run)
         linear, nonlinear = self._ran(run)
         sent = cotangents.of_run(run, self._loss)
+        if self._exact is None:
+            self._exact = not nonlinear and self._is_cheap(run, sent, linear)
+            if self._exact:
+                return None
         self._heads.compare(run, sent, linear)
         heads, forms = self._heads.apart(run, sent, linear)
         forms |= {name: self._forms[name] for name in nonlinear}
@@ -108,7 +139,7 @@ class AdaptiveSweep(Sweep):
         part = adaptive.begin(run, sent, shape, tolerance, self._options, share)
         rounds = 0
         if sent.passes and forms:
-            rounds = part.probes.common_rounds(run.samples / 2 if self._runner.cuttable else 1)
+            rounds = part.probes.common_rounds(self._having(run))
         contracted = Contracted(run, forms, forms, rounds)
         for number in range(rounds):
             chosen, cotangent = part.of_round(number)
@@ -125,6 +156,19 @@ class AdaptiveSweep(Sweep):
         rest = self._pilot(run, nonlinear, tolerance.expected(run.samples)) if nonlinear else None
         prints = {name: form.fingerprints(run) for name, form in forms.items()}
         return _Begun(part, forms, rest, prints, self._left_out(run, sent), nonlinear)
+
+    def _is_cheap(self, run: Run, sent: cotangents.Cotangents, forms: Mapping[str, LayerForm]) -> bool:
+        """Return whether exact values of all data take less time than a plan for them and the probes that it sends."""
+        work = sum(forms[name].matrix[0, 0].numel() * call.output.numel() for name in forms for call in run.calls(name))
+        of_plan = PLAN * run.samples + _PLANS * run.samples / (self._runner.batches.samples or math.inf)
+        return sent.passes <= self._options.max_passes and (sent.passes - _PROBES) * work <= of_plan
+
+    def _having(self, run: Run) -> float:
+        """Return how many samples have to have a round for all samples but the first: others are packed."""
+        if not self._runner.cuttable:
+            return 1
+        largest = max(call.output.nbytes for name in self._runner.modules for call in run.calls(name))
+        return run.samples / 2 if largest > _SMALL else math.inf
 
     def _finish(self, begun: "_Begun") -> None:
         """Send the remaining probes, packed into full batches of repeated samples."""
@@ -196,6 +240,10 @@ class AdaptiveSweep(Sweep):
         for name, contribution in contributions:
             stacked[self._runner.places[name], : len(contribution.values)] = contribution.values
         return stacked
+
+
+def _but_if(exact: Callable[[], bool | None], first: int) -> int | None:
+    return None if exact() else first
 
 
 def _disordered(name: str) -> InputError:

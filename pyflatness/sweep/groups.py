@@ -1,7 +1,7 @@
 """Choose which columns of a sample's square-root factor go backward together, from the outputs alone.
 
-A sample's columns s_c of all its loss terms, sorted by weight w_c ≈ |s_c|² (cross-entropy: scale · p_c), are cut into
-groups of about equal weight τ, and the probe of a group g is one cotangent Σ_{c∈g} r_c s_c with random signs r: fewer
+A sample's columns s_c of all its loss terms, of weights w_c ≈ |s_c|² (cross-entropy: scale · p_c), are cut into groups
+of about equal weight τ, and the probe of a group g is one cotangent Σ_{c∈g} r_c s_c with random signs r: fewer
 cotangents than columns. Different groups have no cross terms; a column heavier than τ is alone in its group and so
 exact; one group is plain sampling, τ → 0 the exact sweep.
 
@@ -26,12 +26,13 @@ REPLICATED = 0.15  # groups that have a replicate, per sample
 _AT_LEAST = 64  # of them over all data, as far as there are, in the first micro-batch
 _FIRST = 16, 64  # samples in it, at least and at most
 _RATIO, _PRIOR = 0.25, 2  # variance to Σ v_g before anything is known, and for how many replicates that counts
-_STEPS = 20  # of bisection, by which weights of six decades give τ to 1e-5
+_STEPS = 12  # of bisection, by which six decades give τ to 0.4 %
+_TINY = torch.finfo(torch.float64).tiny
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Hold the probe groups of samples, numbered from 0 in each, heaviest first.
+    """Hold the probe groups of samples, numbered from 0 in each, heavy columns first.
 
     Attributes:
         of: (n, columns) int64, each column's group; -1 for one of weight 0, which is not sent.
@@ -145,51 +146,52 @@ class Tolerance:
 
 def group(weights: Tensor, allowed: float) -> Groups:
     """Group columns by weights (n, columns), as largely as Σ v_g stays at most about ``allowed``."""
-    ordered, order = weights.sort(dim=1, descending=True)
-    numbers = cut(ordered, threshold(ordered, allowed))
-    of = torch.empty_like(numbers).scatter_(1, order, numbers)
+    numbers = cut(weights, threshold(weights, allowed))
     counts = numbers.amax(dim=1) + 1
     size, index = int(counts.max()), numbers.clamp_min(0)
     none = weights.new_zeros(len(weights), max(1, size))
     weight, squares, columns = (
-        none.scatter_add(1, index, part) for part in (ordered, ordered.square(), (numbers >= 0).to(ordered.dtype))
+        none.scatter_add(1, index, part) for part in (weights, weights.square(), (numbers >= 0).to(weights.dtype))
     )
     variances = torch.where(columns > 1, 2 * (weight.square() - squares).clamp_min(0), 0.0)
-    return Groups(of, counts, variances)
+    return Groups(numbers, counts, variances)
 
 
-def threshold(ordered: Tensor, allowed: float) -> float:
-    """Return the largest weight τ of groups with 2 Σ_i [m_i min(m_i, τ) - Σ_{c: w_c < τ} w_c²] ≤ ``allowed``.
+def threshold(weights: Tensor, allowed: float) -> float:
+    """Return about the largest weight τ of groups with 2 Σ_i [m_i min(m_i, τ) - Σ_{c: w_c < τ} w_c²] ≤ ``allowed``.
 
-    m_i is the weight of sample i's columns below τ, which fall into about m_i / τ groups.
+    m_i is the weight of sample i's columns below τ, which fall into about m_i / τ groups. Since the sum is at most
+    2 τ Σ m_i, τ is ``allowed`` / (2 Σ m_i) at least.
 
     Args:
-        ordered: (n, columns) float64, descending.
+        weights: (n, columns) float64.
         allowed: see :meth:`Tolerance.allowed`.
     """
-    rising = ordered.flip(1).contiguous()
-    weight, squares = (torch.nn.functional.pad(part.cumsum(1), (1, 0)) for part in (rising, rising.square()))
+    sums = weights.sum(dim=1)
+    low, high = allowed / (2 * max(float(sums.sum()), _TINY)), 1.0001 * float(sums.max())
 
     def predicted(tau: float) -> float:
-        below = torch.searchsorted(rising, rising.new_full((len(rising), 1), tau))
-        light = weight.gather(1, below)
-        return 2 * float((light * light.clamp(max=tau) - squares.gather(1, below)).clamp_min(0).sum())
+        below = weights.where(weights < tau, 0.0)
+        light = below.sum(dim=1)
+        return 2 * float((light * light.clamp(max=tau) - below.square_().sum(dim=1)).clamp_min(0).sum())
 
-    low, high = float(torch.where(ordered > 0, ordered, torch.inf).min()), 1.0001 * float(weight[:, -1].max())
-    if high == 0 or predicted(high) <= allowed:
+    if high <= max(low, _TINY) or predicted(high) <= allowed:
         return high or 1.0
-    for _ in range(_STEPS):
+    for _ in range(_STEPS if low else 0):
         middle = math.sqrt(low) * math.sqrt(high)
         low, high = (middle, high) if predicted(middle) <= allowed else (low, middle)
-    return low
+    return max(low, _TINY)
 
 
-def cut(ordered: Tensor, tau: float) -> Tensor:
-    """Return the group of each column, (n, columns) int64, for weights in descending order; -1 for weights 0."""
-    filled = (ordered / tau).clamp(max=1)
-    places = (filled.cumsum(1) - filled / 2).floor()
-    numbers = torch.nn.functional.pad((places[:, 1:] != places[:, :-1]).long().cumsum(1), (1, 0))
-    return numbers.masked_fill(ordered == 0, -1)
+def cut(weights: Tensor, tau: float) -> Tensor:
+    """Return the group of each column, (n, columns) int64, -1 for weights 0.
+
+    Columns of at least τ come first, each alone; the others in their order.
+    """
+    heavy = weights >= tau
+    filled = (weights / tau).masked_fill_(heavy, 0.0)
+    light = (filled.cumsum(1) - filled / 2).floor_().long() + heavy.sum(dim=1, keepdim=True)
+    return torch.where(heavy, heavy.cumsum(1) - 1, light).masked_fill_(weights == 0, -1)
 
 
 def chances(variances: Tensor, replicates: int) -> Tensor:

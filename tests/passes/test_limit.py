@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
+from pyflatness import progress
 
 LOSS = nn.CrossEntropyLoss()
 TIME = r"and about \d+ min \d\d s for each 3 samples by the \S+ s that one took"
@@ -84,12 +85,15 @@ def test_limits_that_are_none(given):
 
 
 @pytest.mark.parametrize("classes", [101, 102])
-def test_many_passes_say_what_fewer_would_give(classes):
-    """Once in a report, and in the value of one layer; not of sampled values, nor of a head alone."""
+def test_many_passes_say_what_fewer_would_give(monkeypatch, capsys, classes):
+    """Once in a report, in the value of one layer, beside the progress; not of sampled values, nor a head alone."""
+    monkeypatch.setattr(progress, "_EVERY", 0.0)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(250, 250), nn.ReLU(), nn.Linear(250, classes)).eval()
     data, note = (torch.randn(6, 250), torch.arange(6)), "101 backward passes a batch; rtol=0.01"
     found = [pf.relative_flatness(model, nn.CrossEntropyLoss(), data, "0", **how) for how in ({}, {"probes": 2})]
     found.append(pf.relative_flatness(model, nn.CrossEntropyLoss(), data))
     assert [note in repr(each) for each in found] == [classes == 102, False, False]
+    capsys.readouterr()
     assert str(pf.measure(model, nn.CrossEntropyLoss(), data)).count(note) == (classes == 102)
+    assert (f"batches: {note}" in capsys.readouterr().err) == (classes == 102)

@@ -12,6 +12,7 @@ import pyflatness as pf
 from pyflatness.model.data import Batches
 from pyflatness.passes.recorder import Recorder
 from pyflatness.passes.tail import Tail
+from pyflatness.sweep import adaptive_sweep
 from support import grid, truth
 from support.combinations import in_soak
 from support.covering import share
@@ -297,3 +298,18 @@ def test_the_user_s_model_is_left_as_it_was():
     assert all(p.grad is None for p in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(("classes", "exact"), [(5, True), (400, False)])
+def test_what_is_cheaper_exactly_is_exact(monkeypatch, classes, exact):
+    """Values are those of an exact call where probes and their plan would take longer, whatever the batches."""
+    monkeypatch.setattr(adaptive_sweep, "PLAN", 1.2e6)
+    model = nn.Sequential(nn.Linear(8, 200), nn.ReLU(), nn.Linear(200, classes)).eval()
+    data = torch.randn(2000, 8), torch.randint(classes, (2000,))
+    for cut in ([*zip(*(part.split(1000) for part in data), strict=True)], data):
+        found = pf.measure(model, nn.CrossEntropyLoss(), cut, rtol=0.1, measures="relative_flatness")
+        assert (found["relative_flatness"].stderr is None) == exact
+        assert found["0", "relative_flatness"].exact == exact
+    if exact:
+        truth = pf.measure(model, nn.CrossEntropyLoss(), data, measures="relative_flatness")
+        assert found["relative_flatness"].value == pytest.approx(truth["relative_flatness"].value, rel=1e-6)
