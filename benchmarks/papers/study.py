@@ -189,7 +189,8 @@ def _step(
     decay: float,
 ) -> None:
     """Take a step, of sharpness-aware minimisation where its radius is above 0, and shrink the weights."""
-    parameters, radius = [*network.parameters()], settings["sam"]
+    parameters: list[Tensor] = [*network.parameters()]
+    radius = settings["sam"]
 
     def gradients() -> tuple[Tensor, ...]:
         loss = F.cross_entropy(network(images), labels, label_smoothing=settings["smoothing"])

@@ -2,13 +2,17 @@
 
 import csv
 import itertools
+import math
 from dataclasses import replace
 
+import numpy as np
+import pandas
 import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks.papers import study
+from benchmarks.papers import study, study_report
+from pyflatness.statistics import correlations
 from support.grid import normal
 
 NAMES = [*study.SETTINGS]
@@ -36,11 +40,10 @@ def synthetic(name):
     return study.prepared((images[:60], labels[:60]), (images[60:], labels[60:]))
 
 
-@pytest.mark.parametrize("architecture", ["normalised", "transformer"])
-def test_from_images_to_rows(tmp_path, monkeypatch, architecture):
+def test_from_images_to_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "LOSSES", (1.0, 0.5))
     settings = dict.fromkeys(NAMES, 0.0) | {"rate": 1.0, "batch_size": 20, "weight_decay": 1.0, "optimizer": "adam"}
-    first = study.Planned("mnist", architecture, settings | {"sam": 0.02, "augmentation": "shift"}, 3)
+    first = study.Planned("mnist", "normalised", settings | {"sam": 0.02, "augmentation": "shift"}, 3)
     trainings = [first, replace(first, settings=settings | {"label_noise": 0.1}, seed=4)]
     path = study.run(trainings[:1], synthetic, tmp_path, 2)
     text = path.read_text()
@@ -58,3 +61,56 @@ def test_from_images_to_rows(tmp_path, monkeypatch, architecture):
     with torch.no_grad():
         assert float(F.cross_entropy(weights(images), noisy)) == pytest.approx(1.0, rel=1e-4)
     assert (noisy != labels).sum() > 0
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    """The file of two blocks and a training, in which trace is the test error's order, and λ_max is not finite once."""
+    generator, rows = np.random.default_rng(0), []
+    for planned in study.plan()[: 2 * study.BLOCK + 1]:
+        error = 0.2 + 0.3 * (planned.settings["label_noise"] > 0) + 0.05 * generator.random()
+        for loss in study.LOSSES:
+            facts = {"data": planned.data, "architecture": planned.architecture, **planned.settings, "loss": loss}
+            facts |= {"name": f"{planned.name}_loss{loss}", "training": planned.name, "seed": planned.seed}
+            told = dict.fromkeys((*study.TARGETS, "trace"), error + 0.01 * generator.random())
+            values = dict(zip(study.MEASURED, generator.random(len(study.MEASURED)), strict=True))
+            rows.append(values | facts | told | {"train_loss": loss, "steps": generator.integers(9, 99)})
+    rows[7]["test error"], rows[5]["lambda_max"] = math.nan, math.inf
+    path = tmp_path_factory.mktemp("study") / "networks.csv"
+    pandas.DataFrame(rows).reindex(columns=study.COLUMNS).to_csv(path, index=False)
+    return path
+
+
+def test_what_is_compared(table):
+    frame = study_report.references(study_report.table(table), "test error")
+    assert len(frame) == 3 * 2 * study.BLOCK - 1
+    measures = study_report.compared(frame)
+    assert {"lambda_max", "trace"} & {*measures} == {"trace"}
+    tau = study_report.taus(frame, ["trace", "relative_flatness", "random numbers"], "test error")
+    assert tau["trace"].value == pytest.approx(1)
+    assert tau["relative_flatness"].low < 0 < tau["relative_flatness"].high
+    twins = frame[frame["stratum"] == frame["stratum"][0]]
+    assert [*twins["the twin's target"][:2]] == [*twins["test error"][:2][::-1]]
+
+
+def test_partial_correlations_are_the_librarys(table):
+    frame = study_report.table(table)
+    frame["stratum"] = frame["loss"].astype(str)  # no setting is constant then
+    settings = ["stratum", *study.SETTINGS]
+    texts = frame.assign(**{name: "=" + frame[name].astype(str) for name in settings})
+    expected = correlations(
+        texts, ["nmls", "margin"], "test error", given=settings, interval="fisher", settings="recipe"
+    )
+    for name, found in study_report.partials(frame, ["nmls", "margin"]).items():
+        of = expected[name, "Spearman"]
+        assert (found.value, found.low, found.high) == pytest.approx((of.value, of.low, of.high), abs=1e-8)
+
+
+def test_pairs_of_networks(table):
+    frame = study_report.table(table)
+    settings = study_report.settings_with_pairs(frame)
+    assert set(settings.values()) == {2}  # a step of twelve shapes changes six settings, each in two of them
+    found = study_report.pairwise(frame, "trace")
+    assert [found[name].value for name in ("Ψ", "sign error", "CMI")] == pytest.approx([1, 0, 1])
+    assert all(found[name].value == 1 and found[name].low is None for name in settings)
+    assert study_report.pairwise(frame, "nmls")["sign error"].value == pytest.approx(0.5, abs=0.2)
