@@ -163,8 +163,11 @@ def pairwise(frame: pandas.DataFrame, column: str) -> dict[str, Finding]:
 
     found = _jackknifed(frame, [*settings, "Ψ", "CMI", "sign error", "worst"], numbers)
     rows = {name: _each(row, lambda end: min(max(end, -1.0), 1.0)) for name, row in found.items()}
-    few = {name for name, count in settings.items() if count < resampling.FEWEST}
-    return {name: replace(row, low=None, high=None) if name in few else row for name, row in rows.items()}
+    pairs = dict.fromkeys(rows, sum(settings.values())) | settings
+    return {
+        name: replace(row, low=None, high=None) if pairs[name] < resampling.FEWEST or row.low == row.high else row
+        for name, row in rows.items()
+    }
 
 
 def _jackknifed(
@@ -335,7 +338,7 @@ def draw(figure: "Figure", tau: Mapping[str, Finding], order: Sequence[str]) -> 
     axes.axvline(claims.number(tau[CEILINGS[0]]), color="C7", linewidth=0.8, linestyle=":")
     axes.set_yticks(range(len(order)), [*reversed(order)], fontsize=8)
     axes.set_ylim(-0.5, len(order) - 0.5)
-    axes.set_xlabel("Kendall's τ with the test error, networks of one shape and training loss compared")
+    axes.set_xlabel("Kendall's τ with the test error, inside of shape and loss")
     axes.set_title("Red: relative flatness. Grey: ceilings and baselines. Dotted: another seed.",
                    fontsize=9)  # fmt: skip
 
