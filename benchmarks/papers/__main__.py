@@ -1,6 +1,7 @@
 """Redo a figure of the papers: ``python -m benchmarks.papers NAME``, from a clone."""
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,21 @@ from rich.table import Table
 from pyflatness.cli.group import checked
 from pyflatness.cli.options import json_option
 from pyflatness.cli.output import prepare_folder, show, show_json, write_whole
-from pyflatness.errors import FlatnessError
+from pyflatness.errors import FlatnessError, InputError
 from pyflatness.messages import printable
 
 from . import EXPERIMENTS, named, reproducing
+from . import study as studied
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit, with an error's message in the place of a traceback."""
     try:
         with checked():
-            reproduce.main(arguments, prog_name="python -m benchmarks.papers")
+            given = sys.argv[1:] if arguments is None else [*arguments]
+            if given[:1] == ["study"]:
+                study.main(given[1:], prog_name="python -m benchmarks.papers study")
+            reproduce.main(given, prog_name="python -m benchmarks.papers")
     except FlatnessError as error:
         raise SystemExit(f"Error: {printable(str(error))}") from None
 
@@ -77,6 +82,32 @@ def reproduce(
     failures = (f"{point}: {why}" for point, why in found.failures.items())
     for line in (*failures, found.verdict, f"{', '.join(files)} are in {out}"):
         click.echo(printable(line))
+
+
+@click.command()
+@click.option("--networks", type=click.IntRange(1), default=36 * studied.BLOCK * len(studied.LOSSES), show_default=True,
+              help="How many there are to be; those that are there are not trained again.")  # fmt: skip
+@click.option("--data-dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
+              help="Folder of MNIST, FashionMNIST and CIFAR-10, as for the papers.")  # fmt: skip
+@click.option("--out", type=click.Path(path_type=Path), default=Path("reproduced"), show_default=True,
+              help="Folder whose subfolder work/study has the table, the weights and the store.")  # fmt: skip
+@click.option("--report", is_flag=True, help="Train nothing; write docs/study.md anew from the table beside it.")
+def study(networks: int, data_dir: Path | None, out: Path, *, report: bool) -> None:
+    """Train and measure the networks of docs/study.md, one after the other, from where an earlier run stopped."""
+    if report:
+        from . import study_report
+
+        click.echo(study_report.restate())
+        return
+    held = {}
+    for name in studied.DATA:
+        try:
+            held[name] = studied.data(data_dir, name)
+        except InputError as error:
+            click.echo(f"left out, {error}", err=True)
+    trainings = [planned for planned in studied.plan() if planned.data in held]
+    path = studied.run(trainings, held.__getitem__, out / "work" / "study", networks)
+    click.echo(f"{path} has {len(path.read_text(encoding='utf-8').splitlines()) - 1} rows")
 
 
 def _list(as_json: bool) -> None:

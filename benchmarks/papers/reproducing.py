@@ -139,7 +139,7 @@ def files(experiment: Experiment, scale: str, found: Found, told: Mapping[str, A
     }
     stem = f"{experiment.name}-{scale}"
     text = page(experiment, scale, found).encode()
-    return {f"{stem}.png": _image(found), f"{stem}.json": _json(facts), f"{stem}.md": text}
+    return {f"{stem}.png": image(found), f"{stem}.json": _json(facts), f"{stem}.md": text}
 
 
 def page(experiment: Experiment, scale: str, found: Found) -> str:
@@ -171,7 +171,8 @@ def _require_extras() -> None:
         raise MissingExtraError(f"experiments need {error.name}: pip install 'pyflatness[demo]'") from None
 
 
-def _image(found: Found) -> bytes:
+def image(found: Found) -> bytes:
+    """Return a finding's figure as PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=found.size, layout="constrained")

@@ -147,7 +147,7 @@ def train(
                 group = _Group(network, of_group, _saved_group(folder, asked), missing, data[0].device)
                 for name, state, facts in group.trained(data, until, advance):
                     paths[name] = folder / f"{name}.safetensors"
-                    _save(state, asked[name] | facts, paths[name])
+                    save(state, asked[name] | facts, paths[name])
                     advance(1, "")
     return {name: paths[name] for name in recipes if name in paths}
 
@@ -220,7 +220,7 @@ class _Group:
         self._title = f"{first.optimizer}, batches of {first.batch_size}"
         self._batch_size = first.batch_size
         self._path = path
-        made = [_initialized(network, recipe.seed, recipe.initialization).to(device) for recipe in recipes.values()]
+        made = [initialized(network, recipe.seed, recipe.initialization).to(device) for recipe in recipes.values()]
         self._parameters, _ = stack_module_state(made)
         self._optimizer = OPTIMIZERS[first.optimizer]([*self._parameters.values()], lr=1.0)
         self._loss = _of_weights(made[0], F.cross_entropy)
@@ -248,7 +248,10 @@ class _Group:
             for place in done.nonzero()[:, 0].tolist():
                 state, loss, taken = _of(self._parameters, place), float(losses[place]), steps
                 if until.exact and reached[place]:
-                    state, loss, taken = self._at(until.loss, [_of(weights, place) for weights in path], data)
+                    path_of = [_of(weights, place) for weights in path]
+                    state, loss, taken = crossing(
+                        until.loss, path_of, lambda weights: float(self._loss(weights, *data))
+                    )
                 facts = {"epochs": self._epoch, "steps": (self._epoch - 1) * steps + taken, "loss": loss}
                 yield self._names[place], state, facts | {"converged": bool(reached[place]), "trained_on": where}
             self._keep([not ended for ended in done.tolist()])
@@ -264,7 +267,7 @@ class _Group:
             The mean loss on the way, (networks,), and the parameters after each number of steps if they are to be kept.
         """
         recipes = [self._recipes[name] for name in self._names]
-        orders = torch.stack([_order(recipe.seed, self._epoch, len(labels)) for recipe in recipes])
+        orders = torch.stack([order(recipe.seed, self._epoch, len(labels)) for recipe in recipes])
         rates = torch.tensor([recipe.learning_rate for recipe in recipes], dtype=torch.float64)
         decays = rates * torch.tensor([recipe.weight_decay for recipe in recipes], dtype=torch.float64)
         parts = {name: (_of_each(rates, p), _of_each(decays, p)) for name, p in self._parameters.items()}
@@ -284,28 +287,6 @@ class _Group:
                     parameter.copy_(start + rate * (parameter - start) - decay * start)
         return totals.cpu() / len(labels), [*path, self._parameters]
 
-    def _at(self, target: float, path: Sequence[Weights], data: Data) -> tuple[Weights, float, int]:
-        """Return the weights at which a network's loss is the target on a path below it, the loss, the steps."""
-
-        @torch.no_grad()
-        def loss_of(weights: Weights) -> float:
-            return float(self._loss(weights, *data))
-
-        above, below = 0, len(path) - 1
-        while below - above > 1:
-            middle = (above + below) // 2
-            above, below = (above, middle) if loss_of(path[middle]) <= target else (middle, below)
-        low, high, weights = 0.0, 1.0, path[below]
-        loss = loss_of(weights)
-        for _ in range(40):
-            if abs(loss - target) <= _TOLERANCE * target:
-                break
-            share = (low + high) / 2
-            weights = {name: torch.lerp(path[above][name], end, share) for name, end in path[below].items()}
-            loss = loss_of(weights)
-            low, high = (low, share) if loss <= target else (share, high)
-        return weights, loss, below
-
     def _keep(self, kept: Sequence[bool]) -> None:
         """Let go of the other networks."""
         places = torch.tensor([place for place, stays in enumerate(kept) if stays], dtype=torch.long)
@@ -323,7 +304,7 @@ class _Group:
         tensors = {f"parameter {name}": value.detach() for name, value in self._parameters.items()}
         for name, parameter in self._parameters.items():
             tensors |= {f"state {name} {key}": value for key, value in states[parameter].items()}
-        _save(tensors, {"epoch": self._epoch, "names": self._names}, self._path)
+        save(tensors, {"epoch": self._epoch, "names": self._names}, self._path)
 
     def _load(self) -> None:
         from safetensors.torch import load_file
@@ -338,6 +319,31 @@ class _Group:
             held = value.to(parameter.device) if value.shape == parameter.shape else value  # not the number of steps
             self._optimizer.state[parameter][entry] = held
         self._names, self._epoch = facts["names"], facts["epoch"]
+
+
+@torch.no_grad()
+def crossing(target: float, path: Sequence[Weights], loss_of: Callable[[Weights], float]) -> tuple[Weights, float, int]:
+    """Return the weights at which the loss is the target on a path that ends at or below it, the loss, the steps.
+
+    Args:
+        target: of the loss.
+        path: weights after each step, of which the first ones have a larger loss.
+        loss_of: of weights.
+    """
+    above, below = 0, len(path) - 1
+    while below - above > 1:
+        middle = (above + below) // 2
+        above, below = (above, middle) if loss_of(path[middle]) <= target else (middle, below)
+    low, high, weights = 0.0, 1.0, path[below]
+    loss = loss_of(weights)
+    for _ in range(40):
+        if abs(loss - target) <= _TOLERANCE * target:
+            break
+        share = (low + high) / 2
+        weights = {name: torch.lerp(path[above][name], end, share) for name, end in path[below].items()}
+        loss = loss_of(weights)
+        low, high = (low, share) if loss <= target else (share, high)
+    return weights, loss, below
 
 
 def half_squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -377,7 +383,7 @@ def followed(
         path = folder / f"bs{batch_size}.safetensors"
         if not path.exists():
             states = _descended(network, group, train, kept, shown)
-            _save({f"{step} {name}": w for step, state in states.items() for name, w in state.items()}, {}, path)
+            save({f"{step} {name}": w for step, state in states.items() for name, w in state.items()}, {}, path)
         held = load_file(path)
         names = [name for name, _ in network().named_parameters()]
         for place, descent in enumerate(group):
@@ -390,7 +396,7 @@ def _descended(
 ) -> dict[int, Weights]:
     """Return the stacked weights of a group after each number of steps, of samples that are drawn with replacement."""
     x, y = train
-    made = [_initialized(network, descent.seed) for descent in group]
+    made = [initialized(network, descent.seed) for descent in group]
     stacked, _ = stack_module_state(made)
     weights = {name: weight.detach().to(x.device) for name, weight in stacked.items()}
     rates = torch.tensor([descent.learning_rate for descent in group])
@@ -414,7 +420,7 @@ def _of_weights(network: nn.Module, loss: Loss) -> Callable[[Weights, Tensor, Te
     return lambda weights, inputs, labels: loss(functional_call(network, weights, (inputs,)), labels)
 
 
-def _initialized(network: Callable[[], nn.Module], seed: int, how: str = "") -> nn.Module:
+def initialized(network: Callable[[], nn.Module], seed: int, how: str = "") -> nn.Module:
     """Return a network with weights drawn from a seed; the global random state stays as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # of the CPU alone, which is all that is forked
@@ -436,11 +442,12 @@ def _of_each(numbers: Tensor, parameter: Tensor) -> Tensor:
     return numbers.to(parameter).view(-1, *(1,) * (parameter.dim() - 1))
 
 
-def _order(seed: int, epoch: int, count: int) -> Tensor:
+def order(seed: int, epoch: int, count: int) -> Tensor:
+    """Return the order of the samples in an epoch, (count,)."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(1_000_003 * seed + epoch))
 
 
-def _save(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], path: Path) -> None:
+def save(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], path: Path) -> None:
     """Write a file whole or not at all."""
     from safetensors.torch import save_file
 

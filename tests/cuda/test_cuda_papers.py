@@ -55,7 +55,7 @@ def test_training(gpu, tmp_path, optimizer, full_precision):
         expected, told = found["cpu"][name]
         assert facts["trained_on"] == f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
         assert float(facts["loss"]) == pytest.approx(float(told["loss"]), rel=1e-4)
-        start = training._initialized(networks.lenet5, recipes[name]).state_dict()
+        start = training.initialized(networks.lenet5, recipes[name]).state_dict()
         for key, value in state.items():
             moved = (expected[key] - start[key]).norm()
             assert (value - expected[key]).norm() <= 0.02 * moved, key

@@ -70,7 +70,7 @@ def test_networks_say_what_they_were_trained_on(tmp_path):
     here = f"cpu, torch {torch.__version__}"
     first, second = paths.values()
     assert training.metadata(first)["trained_on"] == here
-    training._save(load_file(second), training.metadata(second) | {"trained_on": "another"}, second)
+    training.save(load_file(second), training.metadata(second) | {"trained_on": "another"}, second)
     written = second.read_bytes()
     found = zoo.networks(bench, of, [Asked(["trace"], None, of.train)])
     assert found.columns["trained_on"] == [here, "another"]

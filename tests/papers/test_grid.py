@@ -35,7 +35,7 @@ def losses(recipe, epochs):
     optimizer, shrink = of_torch(recipe, net)
     loss, found = nn.CrossEntropyLoss(), []
     for epoch in range(epochs):
-        for index in training._order(recipe.seed, epoch, len(X)).split(SIZE):
+        for index in training.order(recipe.seed, epoch, len(X)).split(SIZE):
             optimizer.zero_grad()
             loss(net(X[index]), Y[index]).backward()
             with torch.no_grad():

@@ -23,11 +23,11 @@ def data():
 
 def alone(recipe, epochs):
     """The same by torch's own optimiser, with the recipe's learning rate, one network at a time."""
-    net, (inputs, labels) = training._initialized(network, recipe.seed, recipe.initialization), data()
+    net, (inputs, labels) = training.initialized(network, recipe.seed, recipe.initialization), data()
     optimizer = training.OPTIMIZERS[recipe.optimizer](net.parameters(), lr=recipe.learning_rate)
     for epoch in range(epochs):
         losses = []
-        for places in training._order(recipe.seed, epoch, 50).split(recipe.batch_size):
+        for places in training.order(recipe.seed, epoch, 50).split(recipe.batch_size):
             optimizer.zero_grad()
             loss = F.cross_entropy(net(inputs[places]), labels[places])
             loss.backward()
@@ -107,7 +107,7 @@ def test_random_state_is_left_alone(tmp_path):
 
 @pytest.mark.parametrize("name", sorted(training.INITIALIZATIONS))
 def test_initial_weights(name):
-    made = training._initialized(functools.partial(networks.fully_connected, 400, 300, 2), 0, name)
+    made = training.initialized(functools.partial(networks.fully_connected, 400, 300, 2), 0, name)
     spread = {"xavier_normal": (2 / 700) ** 0.5, "kaiming_uniform": (2 / 400) ** 0.5, "uniform": 0.1 / 3**0.5}
     assert made.fc1.weight.std().item() == pytest.approx(spread.get(name, 0.1**0.5), rel=0.01)
     assert not made.fc1.bias.any()

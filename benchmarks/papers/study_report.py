@@ -1,0 +1,353 @@
+"""Say what the networks of :mod:`.study` tell, in docs/study.md: of its longest prefix of whole blocks.
+
+Inside of a *stratum*, one data set, architecture and training loss, measures are held against targets. Statistics that
+are no correlations have the jackknife over recipes too, each made by the library's function of the networks that are
+left.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas
+import scipy.stats
+from numpy.typing import NDArray
+
+from pyflatness.errors import InputError
+from pyflatness.statistics import intervals as resampling
+from pyflatness.statistics.coefficients import Resamples, coefficients
+from pyflatness.statistics.correlation import Correlations, correlations
+from pyflatness.statistics.grid import conditional_mutual_information, granulated_kendall, sign_error
+from pyflatness.statistics.tables import Vector
+
+from . import claims, correlating, reproducing, study
+from .claims import Claim
+from .experiment import Finding, Found
+from .grid import FEWEST
+from .restate import filled
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PAGE = Path(__file__).parents[2] / "docs" / "study.md"
+FOLDER = PAGE.with_suffix("")
+HEAD, SUM, PER_FEATURE = "relative_flatness head", "relative_flatness", "relative_flatness_per_feature"
+CEILINGS = ("the twin's target", "settings fitted")
+BASELINES = ("random numbers", "learning rate", "steps")
+SHARP = ("adaptive_sharpness", "adaptive_sharpness_mc", "adaptive_sharpness_mc, normalised logits")
+TARGET = study.TARGETS[0]
+_OPTIONS: Any = {"interval": "fisher", "settings": "recipe"}
+
+
+def table(path: Path = FOLDER / "networks.csv") -> pandas.DataFrame:
+    """Return the networks that reached their losses, of the longest prefix of whole blocks.
+
+    Beside the columns of the file there are ``recipe``, ``stratum`` and ``learning rate``, the factor.
+    """
+    frame = prefix(path)
+    frame = frame[frame[TARGET].notna()].reset_index(drop=True)
+    told = frame.astype(str)
+    shape = told["data"] + " " + told["architecture"]
+    recipe = told[[*study.SETTINGS]].agg(" ".join, axis=1)
+    return frame.assign(
+        **{"recipe": shape + " " + recipe, "stratum": shape + " " + told["loss"], "learning rate": frame["rate"]}
+    )
+
+
+def prefix(path: Path) -> pandas.DataFrame:
+    """Return all rows of the longest prefix of whole blocks."""
+    frame = pandas.read_csv(path)
+    whole = frame["training"].nunique() // study.BLOCK * study.BLOCK
+    return frame[frame["training"].isin([planned.name for planned in study.plan()[:whole]])]
+
+
+def references(frame: pandas.DataFrame, target: str) -> pandas.DataFrame:
+    """Return the table with what a measure is to be held against: ceilings, which know the target, and random numbers.
+
+    The twin is the network of the same recipe and loss with the next seed; one that is alone has its stratum's mean.
+    """
+    twins = frame.groupby(["recipe", "loss"], sort=False)[target].transform(
+        lambda cells: np.roll(cells, -1) if len(cells) > 1 else np.nan
+    )
+    means = frame.groupby("stratum")[target].transform("mean")
+    codes = _indicators(frame)
+    fitted = codes @ np.linalg.lstsq(codes, frame[target].to_numpy(), rcond=None)[0]
+    drawn = np.random.default_rng(0).normal(size=len(frame))
+    return frame.assign(**dict(zip((*CEILINGS, BASELINES[0]), (twins.fillna(means), fitted, drawn), strict=True)))
+
+
+def compared(frame: pandas.DataFrame) -> list[str]:
+    """Return the measures that have a finite value for every network, κ first."""
+    first = [HEAD, SUM, PER_FEATURE]
+    every = [*first, *(name for name in study.MEASURED if name not in (*first, f"{PER_FEATURE} head"))]
+    return [name for name in every if np.isfinite(frame[name]).all()]
+
+
+def inside(frame: pandas.DataFrame, columns: Sequence[str], target: str = TARGET) -> Correlations:
+    """Return correlations inside of the strata."""
+    return correlations(frame, columns, target, strata="stratum", **_OPTIONS)
+
+
+def compare(values: Mapping[str, float], target: str = TARGET) -> Correlations:
+    """Hold a measure of your own against the study's networks: how it orders them inside of the strata.
+
+    Args:
+        values: of the measure, by the networks' names; those without one are left out for all columns.
+        target: one of :data:`.study.TARGETS`.
+
+    Returns:
+        Correlations of the column ``yours``, and of κ, ceilings and baselines over the same networks.
+
+    Raises:
+        InputError: no value is of a network of the study.
+    """
+    frame = table()
+    frame = frame[frame["name"].isin(list(values))].reset_index(drop=True)
+    if frame.empty:
+        raise InputError("values: none is of a network of the study; study_report.table()['name'] has the names")
+    frame = references(frame.assign(yours=[values[name] for name in frame["name"]]), target)
+    return inside(frame, ["yours", HEAD, SUM, *CEILINGS, *BASELINES], target)
+
+
+def taus(frame: pandas.DataFrame, columns: Sequence[str], target: str) -> dict[str, Finding]:
+    """Return Kendall's τ inside of the strata, by column."""
+    found = inside(frame, columns, target)
+    what = f"τ with the {target}"
+    return {name: Finding(f"{name}, {what}", *correlating.ends(found, name, "Kendall")) for name in columns}
+
+
+def partials(frame: pandas.DataFrame, columns: Sequence[str]) -> dict[str, Finding]:
+    """Return Spearman's correlations with the test error, stratum and all settings held fixed.
+
+    It is the correlation of what least squares on indicators leave of ranks, which is defined too where a setting is
+    the same throughout a stratum.
+    """
+    values, codes = frame[[*columns, TARGET]].to_numpy(dtype=float), _indicators(frame)
+
+    def numbers(kept: NDArray[np.bool_]) -> Vector:
+        ranks = scipy.stats.rankdata(values[kept], axis=0)
+        left = ranks - codes[kept] @ np.linalg.lstsq(codes[kept], ranks)[0]
+        length = np.linalg.norm(left, axis=0)
+        length[length < 1e-6 * np.linalg.norm(ranks, axis=0)] = np.nan  # of what is held fixed
+        r = left[:, :-1].T @ left[:, -1] / (length[:-1] * length[-1])
+        z: Vector = np.arctanh(np.clip(r, -1 + 1e-12, 1 - 1e-12))
+        return z
+
+    found = _jackknifed(frame, columns, numbers)
+    return {name: replace(_each(row, math.tanh), what=f"{name}, partial") for name, row in found.items()}
+
+
+def less(frame: pandas.DataFrame, one: str, other: str) -> Finding:
+    """Return by how much τ with the test error is larger for one column than for another."""
+    first, second, target = (frame[name].to_numpy(dtype=float) for name in (one, other, TARGET))
+    strata = _codes(frame, "stratum")
+
+    def of(drawn: Resamples) -> Vector:
+        return coefficients("Kendall", [first, target], drawn, strata) - coefficients(
+            "Kendall", [second, target], drawn, strata
+        )
+
+    return correlating.jackknifed(f"{one} less {other}, τ", of, _codes(frame, "recipe"))
+
+
+def pairwise(frame: pandas.DataFrame, column: str) -> dict[str, Finding]:
+    """Return ψ of each setting, Ψ, conditional mutual information given the stratum, mean and worst sign errors."""
+    settings = settings_with_pairs(frame)
+    kept = frame.assign(stratum=_together(frame, [name for name in study.SETTINGS if name not in settings]))
+
+    def numbers(chosen: NDArray[np.bool_]) -> list[float]:
+        return pair_statistics(kept[chosen].reset_index(drop=True), column, [*settings])
+
+    found = _jackknifed(frame, [*settings, "Ψ", "CMI", "sign error", "worst"], numbers)
+    rows = {name: _each(row, lambda end: min(max(end, -1.0), 1.0)) for name, row in found.items()}
+    pairs = dict.fromkeys(rows, sum(settings.values())) | settings
+    return {
+        name: replace(row, low=None, high=None) if pairs[name] < resampling.FEWEST or row.low == row.high else row
+        for name, row in rows.items()
+    }
+
+
+def _jackknifed(
+    frame: pandas.DataFrame, names: Sequence[str], numbers: Callable[[NDArray[np.bool_]], Sequence[float] | Vector]
+) -> dict[str, Finding]:
+    """Return several statistics that are made together, with intervals by the jackknife over recipes.
+
+    Args:
+        frame: of n networks.
+        names: of the statistics.
+        numbers: makes them, of the networks that are kept, (n,).
+    """
+    held: dict[int, Vector] = {}
+
+    def every(drawn: Resamples) -> Vector:
+        count = len(drawn.counts)  # of the one sample with all networks, or of those without one recipe each
+        if count not in held:
+            held[count] = np.array([numbers(counts > 0) for counts in drawn.counts])
+        return held[count]
+
+    recipes = _codes(frame, "recipe")
+    return {
+        name: correlating.jackknifed(name, lambda drawn, place=place: every(drawn)[:, place], recipes)  # type: ignore[misc]
+        for place, name in enumerate(names)
+    }
+
+
+def _each(row: Finding, change: Callable[[float], float]) -> Finding:
+    """Return a finding with its value and the ends of its interval changed."""
+    value, low, high = (end if end is None else change(end) for end in (row.value, row.low, row.high))
+    return replace(row, value=value, low=low, high=high)
+
+
+def pair_statistics(frame: pandas.DataFrame, column: str, settings: Sequence[str]) -> list[float]:
+    """Return the numbers of :func:`pairwise`, NaN where a setting has no pair of networks."""
+    grid = frame[["name", "stratum", *settings, column, TARGET]]
+    every = ["stratum", *settings]
+    try:
+        psi = granulated_kendall(grid, column, TARGET, every).by_setting
+    except InputError:
+        return [np.nan] * (len(settings) + 4)
+    information = conditional_mutual_information(grid, column, TARGET, "stratum").by_condition["stratum",]
+    errors, merged = (
+        [one.error for one in sign_error(grid, column, TARGET, every, fewest=fewest).environments
+         if one.setting != "stratum" and one.pairs >= fewest]
+        for fewest in (1, FEWEST)
+    )  # fmt: skip
+    of = [psi[name] for name in settings]
+    return [*of, float(np.mean(of)), information, float(np.mean(errors)), max(merged, default=np.nan)]
+
+
+def settings_with_pairs(frame: pandas.DataFrame) -> dict[str, int]:
+    """Return by setting how many pairs of recipes differ in it alone, if at least two do."""
+    recipes = frame.drop_duplicates("recipe")
+    codes = np.stack([_codes(recipes, name) for name in ("data", "architecture", *study.SETTINGS)])
+    differ = codes[:, :, None] != codes[:, None]
+    alone = np.triu(differ.sum(axis=0) == 1)
+    counts = {name: int((differ[place] & alone).sum()) for place, name in enumerate(study.SETTINGS, 2)}
+    return {name: count for name, count in counts.items() if count > 1}
+
+
+def _together(frame: pandas.DataFrame, names: Sequence[str]) -> "pandas.Series[str]":
+    return frame[["stratum", *names]].astype(str).agg(" ".join, axis=1)
+
+
+def _indicators(frame: pandas.DataFrame) -> Vector:
+    made: Vector = pandas.get_dummies(frame[["stratum", *study.SETTINGS]].astype(str), dtype=float).to_numpy()
+    return made
+
+
+def _codes(frame: pandas.DataFrame, name: str) -> NDArray[np.intp]:
+    found: NDArray[np.intp] = np.unique(frame[name].astype(str), return_inverse=True)[1]
+    return found
+
+
+def hypotheses(frame: pandas.DataFrame, tau: Mapping[str, Finding], partial: Mapping[str, Finding]) -> list[Claim]:
+    """Return the protocol's hypotheses, each that a number is above 0."""
+    others = [name for name in (*SHARP, *BASELINES[1:]) if name in tau]
+    rows = [tau[HEAD], tau[SUM], partial[HEAD], partial[SUM], *(less(frame, HEAD, other) for other in others)]
+    return [Claim(row) for row in rows]
+
+
+def markdown(heads: Sequence[str], rows: Mapping[str, Sequence[Finding | None]]) -> str:
+    """Return a table in Markdown."""
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    for name, cells in rows.items():
+        called = f"`{name}`" if name in study.MEASURED else name
+        lines.append(f"| {called} | {' | '.join('–' if cell is None else claims.shown(cell) for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def found(path: Path = FOLDER / "networks.csv") -> Found:
+    """Return findings, verdict, figure and tables."""
+    frame = references(table(path), TARGET)
+    measures = compared(frame)
+    columns = [*CEILINGS, *BASELINES, *measures]
+    tau, partial = taus(frame, columns, TARGET), partials(frame, columns)
+    pairs = {name: pairwise(frame, name) for name in columns}
+    losses = {loss: taus(part.reset_index(drop=True), columns, TARGET) for loss, part in frame.groupby("loss")}
+    targets = {name: taus(references(frame, name), columns, name) for name in study.TARGETS[1:]}
+    asked = hypotheses(frame, tau, partial)
+    first = sorted(measures, key=lambda name: -claims.number(tau[name]))
+    order = [*CEILINGS, *BASELINES, *first]
+    ways = ("Ψ", "CMI", "sign error", "worst")
+    heads = ("", "τ within shape", *(f"τ, loss {loss:g}" for loss in losses), "partial", *ways)
+    one = {
+        name: [tau[name], *(of[name] for of in losses.values()), partial.get(name), *(pairs[name][way] for way in ways)]
+        for name in order
+    }
+    settings = settings_with_pairs(frame)
+    two = {name: [pairs[name][setting] for setting in settings] for name in order}
+    three = {name: [targets[target][name] for target in targets] for name in order}
+    tables = (
+        markdown(heads, one),
+        "\n\n".join(
+            (
+                markdown(("ψ (pairs of recipes)", *(f"{name} ({count})" for name, count in settings.items())), two),
+                markdown(("τ", *targets), three),
+            )
+        ),
+    )
+    parts = ((heads[1:], one), ([*settings], two), ([f"τ, {target}" for target in targets], three))
+    cells = [
+        replace(cell, what=f"{name}: {head}")
+        for names, part in parts
+        for name, row in part.items()
+        for head, cell in zip(names, row, strict=True)
+        if cell is not None
+    ]
+    missing = sorted({*study.MEASURED} - {*measures, f"{PER_FEATURE} head"})
+    text = f"{counted(path, frame)} {claims.grouped(asked)}"
+    text += f" Not compared, for want of a finite value for every network: {', '.join(missing)}." if missing else ""
+    return Found(
+        {}, (*(claim.finding for claim in asked), *cells), text, lambda figure: draw(figure, tau, order),
+        size=(8.0, 0.26 * len(order) + 1.2), tables=tables,
+    )  # fmt: skip
+
+
+def counted(path: Path, frame: pandas.DataFrame) -> str:
+    """Say how many networks there are, how many did not reach their loss, by setting, and what they took."""
+    every = prefix(path)
+    trainings, lost = every["training"].nunique(), every[every[TARGET].isna()]
+    of = "; ".join(
+        f"{name} {', '.join(f'{value} {count}' for value, count in lost[name].value_counts().sort_index().items())}"
+        for name in ("loss", "data", "architecture", *study.SETTINGS)
+    )
+    seconds = [every[name].median() for name in ("training_seconds", "measuring_seconds")]
+    return (
+        f"{len(frame)} networks of {trainings} trainings and {frame['recipe'].nunique()} recipes in "
+        f"{frame['stratum'].nunique()} strata, {trainings // study.BLOCK} of 72 blocks; {len(lost)} of "
+        f"{len(every)} did not reach their loss ({of}). Training losses are within a relative "
+        f"{(frame['train_loss'] / frame['loss'] - 1).abs().max():.1g} of their targets. The median network took "
+        f"{seconds[0]:.1f} s of a core to train and {seconds[1]:.1f} s to measure."
+    )
+
+
+def draw(figure: "Figure", tau: Mapping[str, Finding], order: Sequence[str]) -> None:
+    """Draw τ of every measure with its interval, κ in colour, against ceilings and baselines."""
+    axes = figure.subplots()
+    for place, name in enumerate(reversed(order)):
+        row = tau[name]
+        color = "C7" if name in (*CEILINGS, *BASELINES) else "C3" if name.startswith("relative_flatness") else "C0"
+        if row.value is not None and row.low is not None and row.high is not None:
+            axes.errorbar(row.value, place, xerr=[[row.value - row.low], [row.high - row.value]], fmt="o", color=color,
+                          markersize=4, capsize=2)  # fmt: skip
+    axes.axhspan(len(order) - len(CEILINGS + BASELINES) - 0.5, len(order) - 0.5, color="0.93", zorder=0)
+    axes.axvline(0, color="grey", linewidth=0.8)
+    axes.axvline(claims.number(tau[CEILINGS[0]]), color="C7", linewidth=0.8, linestyle=":")
+    axes.set_yticks(range(len(order)), [*reversed(order)], fontsize=8)
+    axes.set_ylim(-0.5, len(order) - 0.5)
+    axes.set_xlabel("Kendall's τ with the test error, inside of shape and loss")
+    axes.set_title("Red: relative flatness. Grey: ceilings and baselines. Dotted: another seed.",
+                   fontsize=9)  # fmt: skip
+
+
+def restate() -> str:
+    """Write figure, findings and the page's sentences and tables anew from the table beside it; return the verdict."""
+    said = found()
+    (FOLDER / "taus.png").write_bytes(reproducing.image(said))
+    rows = [*map(vars, said.findings)]
+    pandas.DataFrame(rows).drop(columns="paper").to_csv(FOLDER / "findings.csv", index=False, float_format="%.6g")
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), "study", said), encoding="utf-8")
+    return said.verdict
