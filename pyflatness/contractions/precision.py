@@ -20,6 +20,7 @@ Of terms of about one size, 1.1 to 1.101, 4,096 were off by a relative 2e-6 ther
 by 1.1e-6.
 """
 
+_MIXED, _NAMED = "2.8", "2.9"  # torch from which products of half precision write float32; settings of TF32 have names
 _SETTING = threading.RLock()  # of torch for the process: two threads that put it back in turn would leave it changed
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_SETTING._at_fork_reinit)  # type: ignore[attr-defined]
@@ -82,7 +83,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None, *, out: Tensor | N
 
 def _library_product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
     batched = a.ndim == b.ndim == 3
-    if promoted_dtype(a.dtype) != a.dtype and a.is_cuda and batched:
+    if promoted_dtype(a.dtype) != a.dtype and a.is_cuda and batched and torch.__version__ >= _MIXED:
         found: Tensor = torch.bmm(a, b, out_dtype=torch.float32)
         return found
     a, b = promoted(a), promoted(b)
@@ -93,8 +94,10 @@ def _library_product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | No
 
 def convolutions_in_tf32() -> bool:
     """Return whether convolutions of float32 on CUDA round their factors to TF32, which is torch's default."""
-    convolutions: Any = torch.backends.cudnn
-    return bool(convolutions.conv.fp32_precision == "tf32")
+    cudnn: Any = torch.backends.cudnn
+    if torch.__version__ < _NAMED:
+        return bool(cudnn.allow_tf32)
+    return bool(cudnn.conv.fp32_precision == "tf32")
 
 
 @contextlib.contextmanager
@@ -104,8 +107,16 @@ def float32_products(*, tf32: bool) -> Iterator[None]:
     It is the process's setting, which other threads see for that time; blocks of several threads come one by one.
     Afterwards it is as it was: a setting that is inherited is inherited again, as is one that is the inherited one.
     """
-    matmul = torch.backends.cuda.matmul
+    matmul: Any = torch.backends.cuda.matmul
     with _SETTING:
+        if torch.__version__ < _NAMED:
+            before = matmul.allow_tf32
+            matmul.allow_tf32 = tf32
+            try:
+                yield
+            finally:
+                matmul.allow_tf32 = before
+            return
         before = matmul.fp32_precision
         if tf32 == (before == "tf32"):
             yield

@@ -338,6 +338,7 @@ HOLDERS = ("state_dict", "model_state_dict", "model_state", "model", "module", "
 _SETTINGS = ("hyper_parameters", "hparams", "args", "config", "cfg")
 _MORE = 2**26  # what a file may claim beside its own size: bytes of its parts, objects of its pickles
 _DEPTH = 200  # of containers in each other
+_OLDEST = "2.10"  # torch in which CVE-2026-24747 is mended
 _PICKLES = 5  # at the beginning of a file of torch before 1.6; the fourth has the tensors
 _FILLING = ("bytearray", "_rebuild_device_tensor_from_cpu_tensor", "_rebuild_device_tensor_from_numpy")
 
@@ -405,7 +406,16 @@ def unpickled(path: Path) -> tuple[dict[str, Tensor], dict[str, str], tuple[str,
 
 
 def _loaded(path: Path, *, mmap: bool) -> Any:
-    """Return what is in a checkpoint; torch maps no file whose name is not UTF-8."""
+    """Return what is in a checkpoint; torch maps no file whose name is not UTF-8.
+
+    Raises:
+        InputError: torch is too old to read a pickle without running what is in it.
+    """
+    if torch.__version__ < _OLDEST:
+        raise InputError(
+            f"torch {torch.__version__}: a pickled checkpoint can make releases before 2.10 run code of its own, even "
+            "read as weights alone (CVE-2026-24747); save it as .safetensors, or pip install --upgrade torch"
+        )
     with path.open("rb") as file:
         mmap = mmap and max(str(path), default="") < "\udc80"
         return torch.load(str(path) if mmap else file, weights_only=True, map_location="cpu", mmap=mmap)

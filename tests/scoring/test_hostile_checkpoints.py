@@ -84,6 +84,16 @@ def limited() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+def test_a_torch_whose_reader_has_holes_reads_no_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"a": torch.ones(2)}
+    (tmp_path / "x.safetensors").write_bytes(corrupted.safe(state))
+    torch.save(state, tmp_path / "x.pt")
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.9.1+cpu"))
+    assert checkpoints.read(tmp_path / "x.safetensors").state["a"].equal(state["a"])
+    with pytest.raises(pf.errors.InputError, match=r"torch 2.9.1\+cpu: .*CVE-2026-24747\); save it as .safetensors"):
+        checkpoints.read(tmp_path / "x.pt")
+
+
 def test_bombs_are_errors_before_they_take_memory(tmp_path: Path) -> None:
     for name, content in hostile.bombs().items():
         (tmp_path / "x.pt").write_bytes(content)

@@ -164,12 +164,15 @@ def _of_module(module):
     }
 
 
+_SAVED_TENSORS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", bool)  # since torch 2.7
+
+
 def of_thread():
     """Return the switches that belong to a thread."""
     return {
         "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")),
         "stacks": (torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()),
-        "saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(True),
+        "saved tensors": _SAVED_TENSORS(True),
         "vmap": torch._C._functorch.maybe_current_level(),
     }
 
