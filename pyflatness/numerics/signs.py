@@ -80,7 +80,7 @@ class RandomVectors:
         for start in range(0, self.size, _CHUNK):
             stop = min(start + _CHUNK, self.size)
             words = self._signs._words(0, number, torch.arange(start, stop, device=self.device)).flatten()
-            torch.mul(words >> 11, 2.0**-52, out=vector[start:stop])
+            torch.mul((words >> 11).double(), 2.0**-52, out=vector[start:stop])
         self._drawn += 1
         return vector
 

@@ -46,7 +46,7 @@ def test_a_model_and_texts(folder: Path, data: str, tmp_path: Path) -> None:
     arguments = (*chosen, "--measures", ",".join(measures), "--probes", "3")
     assert status("score", "--model", f"hf:{folder}", "--data", data, "--out", str(out), *arguments) == 0
     net = word_models.llama()
-    (batch,) = texts.batches(TEXTS, None, str(folder))
+    (batch,) = texts.batches(TEXTS, None, tokenizer=str(folder))
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     with torch.no_grad():
         returned = net(**batch, labels=labels)
@@ -82,7 +82,7 @@ def test_checkpoints_of_a_model_in_a_store(
     assert "1 checkpoints, 1 units to do" in run(tmp_path / "elsewhere")
     assert "1 checkpoints, 0 units to do" in run(tmp_path / "elsewhere")
     assert status("store", "export", str(tmp_path / "runs.sqlite"), "--out", str(tmp_path / "runs.csv")) == 0
-    batches = texts.batches(TEXTS, None, str(tmp_path / "elsewhere"), length=7)
+    batches = texts.batches(TEXTS, None, tokenizer=str(tmp_path / "elsewhere"), length=7)
     found = {Path(row["checkpoint"]).name: float(row["value"]) for row in rows(tmp_path / "runs.csv")}
     for seed, name in ((1, "model.safetensors"), (2, "model.safetensors.index.json"), (0, "elsewhere")):
         assert found[name] == pytest.approx(pf.relative_flatness(word_models.llama(seed), data=batches).value, rel=1e-6)
