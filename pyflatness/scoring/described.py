@@ -1,25 +1,33 @@
 """Describe code and objects as JSON for a store's keys: whatever changes a value changes what is said here.
 
 Code counts as it is in memory: functions by their code objects, defaults and closures and, recursively, by the globals
-that they name; classes by what they hold, set in their bodies or later; objects by their class and what pickle takes of
-them, and modules by all that they hold, hooks too. Of installed packages the names count, with whatever of the user's
-is put into them. Beside this the source files of the user's own modules count as a whole (:func:`files`), which is
-generous: the price is a value that is computed once more. What cannot be described is named, so that its value is not
-taken for another's.
+that they name; classes by what they hold, set in their bodies or later; objects by their class and what they hold, and
+modules by their hooks too. Of installed packages the names count, with whatever of the user's is put into them. Beside
+this the source files of the user's own modules count as a whole (:func:`files`), which is generous: the price is a
+value that is computed once more. What cannot be described is named, so that its value is not taken for another's.
 """
 
+import ast
 import copy
-import dis
 import functools
 import hashlib
 import json
 import sys
 import sysconfig
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from types import (
+    CellType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,19 +39,6 @@ Facts = dict[str, Any]
 _PLAIN = (type(None), bool, int, float, str)
 _OF_MODULES = {*vars(ModuleType("")), "__file__", "__path__", "__cached__", "__builtins__"}  # which Python sets
 _PACKAGE = Path(__file__).parents[1]
-_MAIN = ("__main__", "__mp_main__")
-
-_PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {  # of things that are no more than these
-    tuple: iter,
-    list: iter,
-    dict: lambda held: held.items(),
-    MappingProxyType: lambda held: held.items(),
-    MethodType: lambda held: (held.__self__, held.__func__),
-    property: lambda held: (held.fget, held.fset, held.fdel),
-    staticmethod: lambda held: (held.__func__,),
-    classmethod: lambda held: (held.__func__,),
-    weakref.ref: lambda held: (held(),),
-}
 
 
 def of_json(facts: Any) -> str:
@@ -99,8 +94,9 @@ class Description:
             return {"again": self._met[id(value)][0]}
         self._way.append(name or getattr(value, "__qualname__", ""))
         try:
-            if type(value) is not tuple:  # whether two equal ones are one is the compiler's choice
-                self.meet(value)
+            if type(value) is tuple:  # whether two equal ones are one is the compiler's choice
+                return ["tuple", *map(self.of, value)]
+            self.meet(value)
             return self._of(value)
         except Exception as error:  # of the user's objects: they nest too deep, say, or pickle refuses them
             way = " of ".join(filter(None, reversed(self._way)))
@@ -110,32 +106,59 @@ class Description:
             self._way.pop()
 
     def _of(self, value: Any) -> Any:
-        if type(value) in _PARTS:
-            return [type(value).__name__, *map(self.of, _PARTS[type(value)](value))]
-        if type(value) in (set, frozenset):
-            return ["set", *sorted(map(self._apart, value))]
         if isinstance(value, Tensor):
             return [*kind(value), hashlib.sha256(content(value).numpy().data).hexdigest()]
+        if hasattr(value, "dtype") and hasattr(value, "tobytes"):  # of numpy, where objects' bytes are addresses
+            held = self.of(value.tolist()) if value.dtype.hasobject else hashlib.sha256(value.tobytes()).hexdigest()
+            return [str(value.dtype), [*value.shape], held]
         if isinstance(value, ModuleType):
             return self._of_module(value, frozenset())
         if isinstance(value, type):
             return self._of_class(value)
         if isinstance(value, FunctionType):
             return self._of_function(value)
-        if isinstance(value, nn.Module):  # the keys of hooks are numbers that no other process has
-            held = {name: [*one.values()] if "hooks" in name else one for name, one in vars(value).items()}
-            return [self.of(type(value)), {name: self.of(one, name) for name, one in held.items() if one != []}]
-        reduced = value.__reduce_ex__(4)
-        if isinstance(reduced, str):  # the name of a global
-            return [self.of(type(value)), reduced, self.of(getattr(value, "__wrapped__", None))]
-        parts = ([*part] if hasattr(part, "__next__") else part for part in reduced)
-        return [self.of(type(value)), *map(self.of, parts)]
+        if isinstance(value, MethodType):
+            return [self.of(value.__self__), self.of(value.__func__)]
+        if isinstance(value, property):
+            return ["property", *map(self.of, (value.fget, value.fset, value.fdel))]
+        if isinstance(value, (staticmethod, classmethod)):
+            return [type(value).__name__, self.of(value.__func__)]
+        if isinstance(value, weakref.ref):
+            return ["reference", self.of(value())]
+        if type(value) in (list, dict, MappingProxyType):
+            items = [*map(self.of, value)] if isinstance(value, list) else [[*map(self.of, kv)] for kv in value.items()]
+            return [type(value).__name__, *items]
+        if type(value) in (set, frozenset):
+            return ["set", *sorted(json.dumps(self._apart(held), sort_keys=True) for held in value)]
+        return self._of_object(value)
 
-    def _apart(self, held: Any) -> str:
+    def _apart(self, held: Any) -> Any:
         """Return what is known of one of several things that have no order."""
+        if type(held) in _PLAIN:
+            return held
         other = copy.copy(self)
         other._met = {**self._met}
-        return json.dumps(other.of(held), sort_keys=True)
+        return other.of(held)
+
+    def _of_object(self, value: Any) -> Any:
+        """Return what an object holds: the attributes of the user's objects and of modules, else what pickle takes."""
+        facts = [self.of(type(value))]
+        if isinstance(value, nn.Module):
+            return [*facts, self._held(value)]
+        if _is_own_module(type(value).__module__):
+            facts.append(self._held(value))
+        reduced = value.__reduce_ex__(4)
+        if isinstance(reduced, str):  # the name of a global
+            return [*facts, reduced, self.of(getattr(value, "__wrapped__", None))]
+        return [*facts, *(self.of([*part] if hasattr(part, "__next__") else part) for part in reduced)]
+
+    def _held(self, value: Any) -> Facts:
+        slots = [name for base in type(value).__mro__ for name in _names(getattr(base, "__slots__", ()))]
+        found = {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
+        if isinstance(value, nn.Module):  # the keys of hooks are numbers that no other process has
+            hooks = {name: [*held.values()] for name, held in found.items() if "hooks" in name and held}
+            found = {name: held for name, held in found.items() if "hooks" not in name} | hooks
+        return {name: self.of(held, name) for name, held in found.items()}
 
     def _of_function(self, function: FunctionType) -> Any:
         code = function.__code__
@@ -147,23 +170,22 @@ class Description:
             return [function.__qualname__, *held]
         self.folders |= folder(function)
         names = frozenset(_named(code)) - _OF_MODULES
-        return [function.__qualname__, _of_code(code), self._variables(function.__globals__, names), *held]
+        variables = {name: function.__globals__[name] for name in sorted(names & function.__globals__.keys())}
+        used = {name: self._variable(held, names, name) for name, held in variables.items()}
+        return [function.__qualname__, _of_code(code), used, *held]
 
-    def _variables(self, space: dict[str, Any], names: frozenset[str], *, own: bool = True) -> Any:
-        """Return what is known of the names in a space; of a library's what is a module or was put into it."""
-        held = {name: space[name] for name in sorted(names & space.keys())}
-        return {
-            name: self._of_module(each, names) if isinstance(each, ModuleType) else self.of(each, name)
-            for name, each in held.items()
-            if own or isinstance(each, ModuleType) or _is_put_in(each)
-        }
+    def _variable(self, value: Any, names: frozenset[str], name: str) -> Any:
+        return self._of_module(value, names) if isinstance(value, ModuleType) else self.of(value, name)
 
     def _of_module(self, module: ModuleType, names: frozenset[str]) -> Any:
         """Return what is known of a module of which a function has these names, among others."""
+        own = _is_own_module(module.__name__)
         if (id(module), names) in self._met or self._version is not None:
             return module.__name__
         self._met[id(module), names] = len(self._met), module
-        return [module.__name__, self._variables(vars(module), names, own=_is_own_module(module.__name__))]
+        held = {name: vars(module)[name] for name in sorted(names & vars(module).keys())}
+        used = {name: each for name, each in held.items() if own or isinstance(each, ModuleType) or _is_put_in(each)}
+        return [module.__name__, {name: self._variable(each, names, name) for name, each in used.items()}]
 
     def _of_class(self, cls: type) -> Any:
         own = _is_own_module(cls.__module__)
@@ -171,16 +193,25 @@ class Description:
         facts += [self.of([*cls.__bases__])]
         if self._version is not None:
             return facts
-        held = {name: each for name, each in vars(cls).items() if (own or _is_put_in(each)) and _is_set(name, each)}
-        return [*facts, {name: self.of(each, name) for name, each in held.items()}]
+        found = {
+            name: self.of(held, name)
+            for name, held in vars(cls).items()
+            if (own or _is_put_in(held)) and not _is_of_python(name, held)
+        }
+        return [*facts, found]
 
 
-def _is_set(name: str, held: Any) -> bool:
-    """Return whether an attribute of a class is the user's: Python puts names, annotations and slots into each."""
-    return not name.startswith(("__", "_abc_")) or isinstance(held, (FunctionType, classmethod, staticmethod))
+def _is_of_python(name: str, held: Any) -> bool:
+    """Return whether Python puts an attribute into every class: names, annotations, slots."""
+    special = name.startswith("__") and not isinstance(held, (FunctionType, classmethod, staticmethod))
+    return special or name == "_abc_impl" or isinstance(held, (MemberDescriptorType, GetSetDescriptorType))
 
 
-def _in_cell(cell: Any) -> Any:
+def _names(slots: Any) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots
+
+
+def _in_cell(cell: CellType) -> Any:
     """Return what a cell of a closure holds; it is empty while the function around it runs."""
     try:
         return cell.cell_contents
@@ -228,12 +259,14 @@ def _is_installed(path: str) -> bool:
 
 def _is_own_module(name: Any) -> bool:
     """Return whether a module is the user's own: a file that is not installed, a notebook, or what has no file."""
+    if name in ("__main__", "__mp_main__"):
+        return True
     top = str(name).partition(".")[0]
-    for each in () if name in _MAIN else (name, top):
+    for each in (name, top):
         path = getattr(sys.modules.get(each), "__file__", None)
         if isinstance(path, str) and Path(path).is_absolute():
             return not _is_installed(path)
-    return name in _MAIN or top not in sys.stdlib_module_names
+    return top not in sys.stdlib_module_names
 
 
 def _is_put_in(held: Any) -> bool:
@@ -253,6 +286,9 @@ def _hash(path: str) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
+_noted: dict[str, tuple[Any, str]] = {}  # by a module's name: with what it was imported, and the hash of its code
+
+
 def folder(made: Any) -> set[Path]:
     """Return the folder of the source file of a function or class, if it has one of the user's own."""
     path = _file(sys.modules.get(getattr(made, "__module__", None) or ""))
@@ -270,44 +306,21 @@ def files(folders: Iterable[Path]) -> dict[str, str]:
             or by any of its functions; what a module does besides defining functions and classes is not kept by Python.
     """
     places = [Path.cwd(), *(folder.resolve() for folder in folders)]
-    loaded = {path: (name, module) for name, module in [*sys.modules.items()] if (path := _file(module))}
-    waiting = [path for path in loaded if any(map(path.is_relative_to, places))]
     found: dict[str, str] = {}
+    waiting: list[Path] = []
+    for name, module in [*sys.modules.items()]:
+        path = _file(module)
+        if path is None or not any(map(path.is_relative_to, places)):
+            continue
+        if name not in ("__main__", "__mp_main__"):
+            found[str(path)] = _as_imported(name, module, path)
+        waiting.append(path)
     while waiting:
-        path = waiting.pop()
-        if str(path) not in found:
-            source = _compiled(path.read_bytes())
-            name, module = loaded.get(path, ("", None))
-            if module is not None and name not in _MAIN:
-                _check_imported(name, module, path, source)
-            found[str(path)] = "" if name in _MAIN else source.code
-            waiting += _imported_by(path, source.imports)
-    return {path: code for path, code in found.items() if code}
-
-
-class _Source(NamedTuple):
-    """Hold the hash of a file's code, whatever its comments, those of all that is defined in it, and its imports."""
-
-    code: str
-    inside: frozenset[str] = frozenset()
-    imports: frozenset[str] = frozenset()
-
-
-@functools.lru_cache(maxsize=1024)
-def _compiled(source: bytes) -> _Source:
-    try:
-        code = compile(source, "", "exec", dont_inherit=True)
-    except (SyntaxError, ValueError):  # a compiled library
-        return _Source(hashlib.sha256(source).hexdigest())
-    imports, module = set(), ""
-    for each in (each for part in _inside(code) for each in dis.get_instructions(part)):
-        if each.opname == "IMPORT_NAME":
-            module = each.argval
-            imports.add(module)
-        elif each.opname == "IMPORT_FROM":
-            imports |= {each.argval, f"{module}.{each.argval}".strip(".")}
-    inside = frozenset(of_json(_of_code(each)) for each in _inside(code))
-    return _Source(of_json(_of_code(code)), inside, frozenset(filter(None, imports)))
+        for path in _imported_by(waiting.pop()):
+            if str(path) not in found and not _is_installed(str(path)):
+                found[str(path)] = _compiled(path.read_bytes())[0]
+                waiting.append(path)
+    return found
 
 
 def _file(module: Any) -> Path | None:
@@ -319,36 +332,68 @@ def _file(module: Any) -> Path | None:
     return None if _is_installed(str(found)) else found
 
 
-@functools.lru_cache(maxsize=1024)
-def _resolved(place: Path) -> Path:
-    return place.resolve()
-
-
-_noted: dict[str, tuple[Any, str]] = {}  # by a module's name: with what it was imported, and the hash of its code
-
-
-def _check_imported(name: str, module: ModuleType, path: Path, source: _Source) -> None:
-    """Raise if a module is not what its file has now."""
+def _as_imported(name: str, module: ModuleType, path: Path) -> str:
+    """Return the hash of a module's code as it was imported."""
+    found, inside = _compiled(path.read_bytes())
     spec, noted = _noted.get(name, (None, ""))
     if spec is not module.__spec__ or spec is None:  # a new one, or one that was reloaded
         classes = (each for each in vars(module).values() if isinstance(each, type) and each.__module__ == name)
         held = [each for space in (module, *classes) for each in vars(space).values()]
         held += [_in_cell(cell) for each in held for cell in getattr(each, "__closure__", None) or ()]  # decorated ones
         codes = [each.__code__ for each in held if isinstance(each, FunctionType)]
-        own = {of_json(_of_code(code)) for code in codes if code.co_filename == module.__file__}
+        own = [_of_code(code) for code in codes if code.co_filename == module.__file__]
         rewritten = type(getattr(module.__spec__, "loader", None)).__name__ != "SourceFileLoader"  # as pytest's are
-        noted = source.code if rewritten or source.inside >= own else ""
-    if noted != source.code:
+        noted = found if rewritten or inside >= {*map(of_json, own)} else ""
+    if noted != found:
         raise InputError(
             f"{path} was edited after it was imported, and what would be measured is what was imported; restart Python "
             "(the notebook's kernel) so that both are the same"
         )
     _noted[name] = module.__spec__, noted
+    return found
 
 
-def _imported_by(path: Path, names: Iterable[str]) -> Iterator[Path]:
-    """Yield the files of the user's own that names in a source file's imports may mean."""
-    for place in (*path.parents[:3], *map(_resolved, map(Path, sys.path))):
-        for name in () if _is_installed(str(place)) else names:
-            stem = place / name.replace(".", "/")
+@functools.lru_cache(maxsize=1024)
+def _compiled(source: bytes) -> tuple[str, frozenset[str]]:
+    """Return the hash of a file's code, whatever its comments, and those of all that is defined in it."""
+    try:
+        code = compile(source, "", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError):  # a compiled library
+        return hashlib.sha256(source).hexdigest(), frozenset()
+    return of_json(_of_code(code)), frozenset(of_json(_of_code(each)) for each in _inside(code))
+
+
+def _imported_by(path: Path) -> Iterator[Path]:
+    """Yield the files that a source file imports anywhere in it, and that are not loaded as installed ones are."""
+    for level, name in _imports(path.read_bytes()):
+        if not level and (name in sys.modules or not _is_own_module(name)):
+            continue
+        above, _, last = name.rpartition(".")
+        loaded = None if level else sys.modules.get(above)
+        if loaded is None:
+            places, last = [path.parents[level - 1]] if level else [*map(Path, sys.path)], name.replace(".", "/")
+        else:  # what a module without files of its own has by this name is no module
+            places = [*map(Path, getattr(loaded, "__path__", ()))]
+        for place in places:
+            stem = _resolved(place) / last
             yield from filter(Path.is_file, (stem.with_suffix(".py"), stem / "__init__.py"))
+
+
+@functools.lru_cache(maxsize=1024)
+def _resolved(place: Path) -> Path:
+    return place.resolve()
+
+
+@functools.lru_cache(maxsize=1024)
+def _imports(source: bytes) -> list[tuple[int, str]]:
+    """Return the modules that a source file may import, with the dots in front of a relative one counted."""
+    try:
+        nodes = [*ast.walk(ast.parse(source))]
+    except (SyntaxError, ValueError):
+        return []
+    found = [(0, alias.name) for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            found += [(node.level, f"{module}.{name}".strip(".")) for name in ("", *(a.name for a in node.names))]
+    return [(level, name) for level, name in found if name]
