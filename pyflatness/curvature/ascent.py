@@ -98,8 +98,9 @@ class Ascent:
 
     def of(self, task: Task, m: int | None, *, normalized: bool = False, bounded: bool = False) -> WorstCase:
         """Return what is found on a task's data, in groups of ``m`` samples or all together."""
+        compare = task.forward.compare_by_itself
         task = replace(task, forward=_with_normalized_outputs(task.forward)) if normalized else task
-        place, shard = _Place(task, self.scale), task.batches.shard
+        place, shard = _Place(task, self.scale, compare), task.batches.shard
         total = torch.zeros(self.starts, dtype=torch.float64, device="cpu")
         best, loss, groups, samples, norm = 0.0, 0.0, 0, 0, 0.0
         for batches, count in _groups(task, m):
@@ -175,8 +176,8 @@ class _Place:
         device: of the same.
     """
 
-    def __init__(self, task: Task, scale: Callable[[Tensor], Tensor]) -> None:
-        self._task, self._scale = task, scale
+    def __init__(self, task: Task, scale: Callable[[Tensor], Tensor], compare: Callable[[], None]) -> None:
+        self._task, self._scale, self._compare = task, scale, compare
         self._theta = parameters.trainable(task.model)
         self.size = sum(w.numel() for w in self._theta.values())
         some = next(iter(self._theta.values()))
@@ -232,6 +233,7 @@ class _Place:
         task, samples = self._task, data.size(batch)
         if self._cuts is None:
             found = dry_run.run(task.model, {}, Recorder({}), batch, task.forward)
+            self._compare()  # the batch with samples of it: nobody holds it against those of the dry run
             self._cuts = MicroBatches(task.budget())
             self._cuts.plan(found.bytes, samples, cuttable=found.cuttable)
         for place in self._cuts.places(samples, samples):

@@ -75,13 +75,13 @@ class RandomVectors:
 
     def draw(self) -> Tensor:
         """Return the next vector."""
+        self._drawn += 1  # from 1 on: the word of zeros throughout is 0, and so would be a vector of one entry
         number = torch.tensor([self._drawn], dtype=torch.int64, device=self.device)
         vector = torch.empty(self.size, dtype=torch.float64, device=self.device)
         for start in range(0, self.size, _CHUNK):
             stop = min(start + _CHUNK, self.size)
             words = self._signs._words(0, number, torch.arange(start, stop, device=self.device)).flatten()
             torch.mul((words >> 11).double(), 2.0**-52, out=vector[start:stop])
-        self._drawn += 1
         return vector
 
 

@@ -137,3 +137,7 @@ def test_a_search_takes_no_more_products_than_it_may(limit):
     assert not found.converged
     own = (found.vectors @ _matrix(values) - found.values.unsqueeze(1) * found.vectors).norm(dim=1)
     assert bool((own <= found.residuals * (1 + 1e-9) + 1e-12).all())
+
+
+def test_a_vector_of_one_entry_is_not_zero():
+    assert all(float(RandomVectors(seed, 1, CPU).draw()) for seed in range(20))
