@@ -199,7 +199,7 @@ def test_sampled_values(name):
 
 @every(together=1, case=OTHERS, probes=[60, "adaptive"])
 def test_sampled_values_of_other_layers(case, probes):
-    enough = 20 if probes == "adaptive" else 1  # samples to know its error by
+    enough = 60 if probes == "adaptive" else 1  # samples to know its error by
     measures = OF_TRACES[:1] if probes == "adaptive" else (*OF_TRACES, "adaptive_sharpness")
     check_sampled(case, measures, [*batches(case)] * enough, probes)
 
