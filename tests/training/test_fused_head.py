@@ -22,13 +22,15 @@ def problem(n, d, m, dtype=torch.float64):
 @pytest.mark.parametrize(("n", "d", "m"), [(1, 1, 1), (5, 3, 2), (16, 10, 84), (33, 7, 19), (70, 64, 40)])
 def test_the_kernel_is_its_twin(n, d, m, dtype, isa):
     features, weight, bias, shares = problem(n, d, m, dtype)
-    tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-3}
+    close = 1e-12 if dtype == torch.float64 else 1e-5  # of the largest entry: others are what is left of larger terms
     with compiled.forced(isa):
         for given in (bias, None):
             found = compiled.softmax_variance_gradient(features, weight, given, shares)
-            expected = reference.softmax_variance_gradient(features, weight, given, shares)
-            assert found.total == pytest.approx(float(expected.total), rel=1e-12 if dtype == torch.float64 else 1e-5)
-            torch.testing.assert_close(found[1:], expected[1:], **tolerance)
+            in_double = [None if tensor is None else tensor.double() for tensor in (features, weight, given)]
+            expected = reference.softmax_variance_gradient(*in_double, shares)
+            assert found.total == pytest.approx(float(expected.total), rel=close)
+            for part, truth in zip(found[1:], expected[1:], strict=True):
+                torch.testing.assert_close(part.double(), truth, rtol=0, atol=close * float(truth.abs().max()) + 1e-15)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
