@@ -61,11 +61,7 @@ class HeadBatch:
 
     @functools.cached_property
     def terms(self) -> losses.Terms:
-        """Return what the loss says of the rows.
-
-        Raises:
-            InputError: class indices that do not fit; all else was checked before.
-        """
+        """Return what the loss says of the rows."""
         return self.make_terms()
 
 
@@ -284,11 +280,7 @@ def terms_of(
 
 
 def find(task: Task, layer: str | nn.Module | None) -> tuple[str, Head | None]:
-    """Return the name of the layer that is meant (None: the last Linear that ran), and it as the head if it is that.
-
-    Raises:
-        InputError: no such layer, or a bad first batch.
-    """
+    """Return the name of the layer that is meant (None: the last Linear that ran), and it as the head if it is that."""
     name = None if layer is None else selectors.one(task.model, layer)
     if name is not None:
         module = uses.layer(task.model, name)

@@ -99,9 +99,6 @@ def of_layer(row: Measure, task: Task, layer: Selector | None) -> tuple["Measure
     """Return the measurement of one layer (None: the last Linear that ran), and its name.
 
     For a measure of the network alone it is that of all layers, and the name is empty.
-
-    Raises:
-        InputError: no such layer, or a bad first batch.
     """
     if row.of_network_alone:
         task = replace(task, options=task.options.of_layers)
@@ -145,11 +142,7 @@ class Measurement:
         return {row.name: self._reasons[row.name] for row in self._steps.wanted if row.name in self._reasons}
 
     def estimates(self) -> dict[tuple[str, str], Estimate]:
-        """Take all steps; return (layer, measure) -> value, ``""`` the network.
-
-        Raises:
-            FlatnessError: of a measure that was named, or of all of them.
-        """
+        """Take all steps; return (layer, measure) -> value, ``""`` the network."""
         self._ranks.check_alike("the choice of measures", {"measures": [row.name for row in self._steps.wanted]})
         for how, rows in self._steps.sweeps.items():
             options = self._task.options.normalized(how)

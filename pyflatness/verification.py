@@ -226,11 +226,7 @@ class _Passes:
         self._weights = layers.matrix(layer)[0].numel()
 
     def over(self, items: Iterable[Item], total: int) -> Iterator[Item]:
-        """Yield the items, a pass each.
-
-        Raises:
-            InputError: going by the first passes, all of them would take longer than they may.
-        """
+        """Yield the items, a pass each."""
         start = time.monotonic()
         for done, item in enumerate(progress_bar.track(items, total, "backward passes", self._shown)):
             interrupts.check()

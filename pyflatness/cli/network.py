@@ -92,11 +92,7 @@ def taken(
     device: str | None,
     dtype: str | None,
 ) -> tuple[nn.Module, Any, Any]:
-    """Return the network with its weights, the loss and the data that a command was given.
-
-    Raises:
-        InputError: they cannot be had, or do not fit.
-    """
+    """Return the network with its weights, the loss and the data that a command was given."""
     spec, of_data = given.spec_of("model"), given.spec_of("data")
     criterion, to = given.loss_of(loss, loss_args), given.moved(device, dtype)
     given.bind(model, model_args, "model")

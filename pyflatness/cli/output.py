@@ -134,11 +134,7 @@ def bar(what: str, shown: bool | None) -> Progress:
 
 
 def prepare_folder(path: Path, option: str = "--out") -> None:
-    """Make the folder that an option gave and try that files can be written there.
-
-    Raises:
-        InputError: it cannot be made, or not be written to.
-    """
+    """Make the folder that an option gave and try that files can be written there."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -173,11 +169,7 @@ def append_whole(file: FileIO, content: bytes) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file of results, in place of an older one only when all of it is written.
-
-    Raises:
-        InputError: it cannot be written; what was there is as it was.
-    """
+    """Write a file of results, in place of an older one only when all of it is written."""
     part = path.with_name(f".{path.name}.part")
     try:
         part.write_bytes(content)
@@ -188,11 +180,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def prepare_file(path: Path) -> None:
-    """Make the file's folder and try that the file can be written; what it holds stays as it is.
-
-    Raises:
-        InputError: the folder cannot be made, or the file not be written.
-    """
+    """Make the file's folder and try that the file can be written; what it holds stays as it is."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         existed = path.exists()

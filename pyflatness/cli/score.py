@@ -290,11 +290,7 @@ def _launched() -> Iterator[Ranks]:
 
 
 def _networks(paths: tuple[Path, ...]) -> list[str]:
-    """Return the CHECKPOINTs that stand without --model, each once: names of networks of libraries.
-
-    Raises:
-        UsageError: there is none, or one that is no such name.
-    """
+    """Return the CHECKPOINTs that stand without --model, each once: names of networks of libraries."""
     names = [*dict.fromkeys(map(str, paths))]
     odd = next((name for name in names if not pretrained.is_named(name)), None)
     if odd is not None or not names:
@@ -307,9 +303,6 @@ def _check_there(found: list[Path]) -> None:
     """Raise if an argument names no checkpoints, so that a slip of the keyboard costs no results.
 
     A file that is missing beside others which are there is an error in its rows, if its name is that of a checkpoint.
-
-    Raises:
-        BadParameter: there is no such file, or a folder or pattern without checkpoints.
     """
     missing = [path for path in found if path.is_dir() or not path.exists()]
     named = [path for path in missing if checkpoints.is_checkpoint(path) and not glob.has_magic(str(path))]
@@ -330,11 +323,7 @@ def _by_option(message: str) -> str:
 
 
 def _check_passes(run: ScoringRun) -> None:
-    """Raise if exact values of a language model take too many passes, by one sample, before anything is measured.
-
-    Raises:
-        UsageError: they do, and no probes are asked for.
-    """
+    """Raise if exact values of a language model take too many passes, by one sample, before anything is measured."""
     request, one = run.request, replace(run.request.options, max_passes=1)
     if one.probes is not None or one.target_stderr is not None:
         return

@@ -152,9 +152,6 @@ def to(model: nn.Module, other: Any, names: frozenset[str] | None, option: str, 
         names: of the parameters that move, and no buffers then; None: all, and buffers.
         option: of the user's call, for messages.
         label: of the direction.
-
-    Raises:
-        InputError: no checkpoint of this model, or the model itself.
     """
     if isinstance(other, nn.Module):
         module = layers.unwrap(other)

@@ -52,9 +52,6 @@ class Points:
         own: the loss and accuracy of the model as it is.
         samples: of the data.
         fingerprint: of the data; of all ranks.
-
-    Raises:
-        InputError: targets or outputs that do not fit.
     """
 
     def __init__(self, task: Task, accuracy: bool | None = None) -> None:

@@ -72,11 +72,7 @@ class SliceRequest:
         return cls(given, _count(dimensions, len(given), "directions of your own"), False, None, by)
 
     def made(self, model: nn.Module, seed: int) -> list[Direction]:
-        """Return the directions for a model.
-
-        Raises:
-            InputError: they are not of this model.
-        """
+        """Return the directions for a model."""
         if self.through:
             names = None if self.layers is None else making.chosen(model, self.layers)
             return [

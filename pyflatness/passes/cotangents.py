@@ -209,9 +209,6 @@ def prepare(outputs: Tensor, targets: Tensor, loss: Loss, samples: int) -> Cotan
     """Return the cotangents of a batch's outputs.
 
     Samples are in dimension 0, or flattened into it with each sample's rows together.
-
-    Raises:
-        InputError: outputs that do not hold the samples.
     """
     outputs = outputs.detach()
     check_outputs(outputs, samples)

@@ -26,9 +26,6 @@ class Cut:
         most: samples of a batch; None: as they come.
         limit: the first so many, or, below 1, this part of them; None: all.
         skip: but so many of these.
-
-    Raises:
-        InputError: a part of data that do not say how many samples they have.
     """
 
     def __init__(
@@ -79,9 +76,6 @@ def dealt(data: Any, ranks: Ranks, limit: float | None = None) -> tuple[Any, int
             part alone; of other batches it reads all, and leaves out what is of other ranks.
         ranks: that have a part each.
         limit: see :class:`.Cut`.
-
-    Raises:
-        InputError: ranks have other data than the first, or parts of them already.
     """
     if distributed(data) is not None:
         raise InputError(

@@ -41,9 +41,6 @@ class Transform:
         channels: 3 for colours, 1 for grey.
         mean: what is subtracted from each channel, after whole numbers up to 255 became numbers from 0 to 1.
         std: what each channel is divided by after that.
-
-    Raises:
-        InputError: numbers that make no sense, or not one for each channel.
     """
 
     def __init__(
@@ -91,10 +88,6 @@ def read_images(path: Path, *, batch_size: int = 256, **form: Any) -> "DataLoade
         path: of the folder.
         batch_size: of the batches.
         **form: of the images, see :class:`Transform`.
-
-    Raises:
-        InputError: no images, or options that make no sense. When a batch is read: a damaged image, or one of another
-            size.
     """
     check_count("batch_size", batch_size, 1, "a number of samples")
     classes = sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
@@ -158,10 +151,6 @@ def resolve(spec: str) -> specs.Function:
     Args:
         spec: an ``.npz``, ``.parquet``, ``.txt`` or ``.jsonl`` file, a folder of images or one of a Hugging Face data
             set, or what :func:`.specs.resolve` takes.
-
-    Raises:
-        InputError: there is no such file, module or attribute, or an exception in the import.
-        MissingExtraError: what reads files of that kind is not installed.
     """
     path = Path(spec)
     if path.suffix in (".npz", ".parquet", ".txt", ".jsonl") and not path.is_file():
@@ -207,9 +196,6 @@ def read_npz(
         count: take so many samples, from the first on.
         dtype: what floating-point numbers become.
         batch_size: of batches of tokens.
-
-    Raises:
-        InputError: a damaged file, one with objects in it, or no array of that name.
     """
     texts.check_sizes(count, batch_size)
 
@@ -256,9 +242,6 @@ def read_parquet(
         text: name of the column of texts; by default ``text``, if it is there and no inputs are named.
         batch_size: of batches of texts.
         **tokens: of texts, see :func:`.texts.batches`.
-
-    Raises:
-        InputError: a damaged file, no column of that name, or one that has no numbers or lists of several lengths.
     """
     import pyarrow
     from pyarrow import parquet
@@ -312,9 +295,6 @@ def read_hugging_face(
         text: as in :func:`read_parquet`.
         batch_size: of the batches.
         **more: of images, see :class:`Transform`, or of texts, see :func:`.texts.batches`.
-
-    Raises:
-        InputError: a damaged data set, no split or column of that name, or options that do not fit each other.
     """
     import datasets
 
@@ -371,11 +351,7 @@ def _with(module: str, function: specs.Function) -> specs.Function:
 
 
 def _chosen(there: Collection[str], given: str | None, usual: Collection[str], option: str) -> str:
-    """Return the name that was given, or else the usual one which is there.
-
-    Raises:
-        InputError: it is not there, or none or several of the usual ones are.
-    """
+    """Return the name that was given, or else the usual one which is there."""
     names = ", ".join(map(repr, there)) or "none"
     if given is not None:
         if given not in there:
@@ -396,11 +372,7 @@ def _column(values: Sequence[Any], name: str) -> np.ndarray[Any, Any]:
 
 
 def _tensor(array: np.ndarray[Any, Any], dtype: str, name: str) -> Tensor:
-    """Return an array as a tensor, floating-point numbers in the given precision.
-
-    Raises:
-        InputError: it holds no numbers, or the precision is none.
-    """
+    """Return an array as a tensor, floating-point numbers in the given precision."""
     kind = check_dtype("dtype", dtype)
     if array.dtype.kind not in "fiub" or array.ndim == 0:
         raise InputError(f"{name}: an array of numbers is wanted, got {array.dtype} of shape {array.shape}")

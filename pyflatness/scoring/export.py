@@ -97,12 +97,7 @@ def _renamed(columns: Mapping[str, Any]) -> Record:
 
 
 def check_format(path: Path) -> None:
-    """Raise if the file's ending is that of no format, or what writes it is not installed.
-
-    Raises:
-        InputError: another ending.
-        MissingExtraError: pyarrow.
-    """
+    """Raise if the file's ending is that of no format, or what writes it is not installed."""
     if path.suffix not in _FORMATS:
         raise InputError(f"{path.suffix or 'no'!r} is no known ending; choose {', '.join(_FORMATS)}")
     if path.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:

@@ -115,11 +115,7 @@ class Code:
         version: str | None,
         folders: Iterable[Path] = (),
     ) -> "Code":
-        """Return the code of a run.
-
-        Raises:
-            InputError: a source file was edited after it was imported.
-        """
+        """Return the code of a run."""
         of_model, of_loss_ = Description(version), Description(version)
         model = None if network is None else of_network(of_model, network, made)
         found = of_loss(of_loss_, loss)
@@ -145,9 +141,6 @@ def of_data(data: Any, *, ordered: bool, ends: bool = False) -> Facts:
         data: see :class:`.data.Batches`.
         ordered: whether values depend on the order of the samples, as random draws do.
         ends: whether to take the first and last batch only, where the data can give them without the rest.
-
-    Raises:
-        InputError: no such data.
     """
     if ends:
         data = _ends(data)

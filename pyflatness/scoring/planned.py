@@ -147,11 +147,7 @@ class Planned:
 
 @contextmanager
 def imagined() -> Iterator[None]:
-    """Let tensors have no memory inside.
-
-    Raises:
-        InputError: what is done with them needs values.
-    """
+    """Let tensors have no memory inside."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
     try:
@@ -182,9 +178,6 @@ def work(
         batch: what goes through it.
         chosen: selectors of layers; None: all that are measured by default.
         dtype: of the weights; None: as the model is made.
-
-    Raises:
-        InputError: a model or selectors that do not fit; a model that needs values.
     """
     with torch.device("meta"):
         model = layers.unwrap(build()).to(dtype=dtype).eval()

@@ -47,10 +47,6 @@ def resolve(spec: str) -> Callable[..., nn.Module]:
 
     Args:
         spec: ``hf:folder``, ``hf:org/name@revision``, ``timm:name`` or ``torchvision:name``.
-
-    Raises:
-        InputError: no such folder or name, or a release of transformers with a known hole.
-        MissingExtraError: the library is not installed.
     """
     kind, _, name = spec.partition(":")
     if kind == "hf":
@@ -85,10 +81,6 @@ def hugging_face(
         device: where the model goes.
         download: whether what is not in the cache may be fetched.
         trust_remote_code: refused.
-
-    Raises:
-        InputError: what is not there, or not whole; weights of the architecture that the files lack, which would be
-            random; a model that is code.
     """
     if trust_remote_code:
         raise InputError("trust_remote_code: code that comes with a model is never run; write the model as a callable")
@@ -136,10 +128,6 @@ def tokenizer(name: str, *, download: bool = False) -> Any:
     Args:
         name: ``hf:folder`` or ``hf:org/name@revision``, also without ``hf:``, or a file ``tokenizer.json``.
         download: whether what is not in the cache may be fetched.
-
-    Raises:
-        InputError: there is none, or it is code.
-        MissingExtraError: transformers is not installed.
     """
     _check_transformers()
     import transformers

@@ -85,10 +85,6 @@ class ScoringRun:
         limit: of samples.
         version: what stands for the user's code in a store's keys; None: the code itself.
         ranks: that measure each model together. All of them have the data, and the first one decides what is done.
-
-    Raises:
-        InputError: the model or the data cannot be made, or no layer is as selected.
-        RankError: ranks have other models.
     """
 
     def __init__(
@@ -143,11 +139,7 @@ class ScoringRun:
         return sum(count * plan.plan(named(unit.measures), options).reads for unit, count in units.items())
 
     def go(self, jobs: Iterable[Job], executor: Executor, take: Callable[[Job, Outcome], None]) -> None:
-        """Measure units, see :func:`drive`; over ranks, those that the first one has.
-
-        Raises:
-            InputError: networks or data in memory, and workers elsewhere; several ranks, and an executor.
-        """
+        """Measure units, see :func:`drive`; over ranks, those that the first one has."""
         if not self.ranks.alone and not isinstance(executor, Serial):
             raise InputError(
                 f"executor: the {self.ranks.size} ranks of a process group measure each model together, one after the "

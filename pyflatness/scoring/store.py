@@ -101,10 +101,6 @@ class Store:
         new: whether to make one that is to be written and is not there.
         command: what writes it: a command line, or the name of a Python call; the store keeps it if anything is added.
         checked: whether to raise if the file is damaged, but for what is in the units.
-
-    Raises:
-        StoreError: no store, a damaged one, one of another version, one that another process is writing, one on a
-            network file system, or a file that cannot be read or written.
     """
 
     def __init__(
@@ -135,11 +131,7 @@ class Store:
     @classmethod
     @contextlib.contextmanager
     def copied(cls, path: Path) -> Iterator["Store"]:
-        """Hold a copy of a store to be written, or a new one, which is gone afterwards.
-
-        Raises:
-            StoreError: it cannot be read.
-        """
+        """Hold a copy of a store to be written, or a new one, which is gone afterwards."""
         with temporary_folder() as folder:
             copy = folder / "copy.sqlite"
             if path.exists():
@@ -194,11 +186,7 @@ class Store:
         return found
 
     def check(self, tables: Iterable[str] = SEALED) -> None:
-        """Raise if anything is wrong with the file, as :meth:`problems` says.
-
-        Raises:
-            StoreError: it is damaged.
-        """
+        """Raise if anything is wrong with the file, as :meth:`problems` says."""
         for problem in self.problems(tables):
             raise self._damaged(problem)
 
@@ -266,11 +254,7 @@ class Store:
 
     @contextlib.contextmanager
     def changes(self) -> Iterator[sqlite3.Connection]:
-        """Commit what is changed inside as a whole, or nothing of it.
-
-        Raises:
-            StoreError: a full disk, say.
-        """
+        """Commit what is changed inside as a whole, or nothing of it."""
         with self._explained():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -283,11 +267,7 @@ class Store:
                 raise
 
     def select(self, query: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
-        """Return the rows of a query.
-
-        Raises:
-            StoreError: a file that cannot be read, or is damaged.
-        """
+        """Return the rows of a query."""
         with self._explained():
             return self._connection.execute(query, values).fetchall()
 
@@ -369,11 +349,7 @@ class Store:
             )
 
     def values(self, setting: int, content: str) -> dict[Pair, Held]:
-        """Return what came of a checkpoint so far, in the order in which it was asked for.
-
-        Raises:
-            StoreError: it is not what was written.
-        """
+        """Return what came of a checkpoint so far, in the order in which it was asked for."""
         with self._explained(), self._reading():
             query = "SELECT * FROM units WHERE setting = ? AND content = ?"
             units = {row["id"]: row for row in self._connection.execute(query, (setting, content)).fetchall()}
@@ -479,9 +455,6 @@ def merge(store: Store, other: Store) -> int:
     Of a value that both have the store's own stays, unless it failed or is to do and the other's is not; of a spectrum,
     landscape or history that both have the later one, but for one that failed in the place of one that is there. A
     checkpoint that both know by one name keeps the content that the store has for it.
-
-    Raises:
-        StoreError: the other one is damaged.
     """
     other.check()
     taken = 0
@@ -606,11 +579,7 @@ _NEW = 60.0  # seconds for which a folder without a lock may be one that is bein
 
 
 def resolved(path: Path) -> Path:
-    """Return a store's own path, whatever links lead to it.
-
-    Raises:
-        StoreError: no file can have that name.
-    """
+    """Return a store's own path, whatever links lead to it."""
     try:
         return path.resolve()
     except (OSError, ValueError, RuntimeError) as error:  # with NUL, or a surrogate; links in a circle
@@ -621,9 +590,6 @@ def check_local(path: Path, mounts: Path = _MOUNTS) -> None:
     """Raise if a file is, or would be, on a network file system: its locks and its order of writes cannot be relied on.
 
     On systems that do not list their mounts as Linux does nothing is known, and nothing raised.
-
-    Raises:
-        StoreError: with what to do.
     """
     kind = _file_system(path, mounts)
     if kind.startswith(_OF_NETWORKS):
@@ -650,11 +616,7 @@ def _file_system(path: Path, mounts: Path) -> str:
 
 
 def _lock(handle: int) -> None:
-    """Lock a file until its handle is closed.
-
-    Raises:
-        OSError: another process has locked it.
-    """
+    """Lock a file until its handle is closed."""
     if sys.platform == "win32":
         import msvcrt
 
@@ -671,9 +633,6 @@ def only_writer(path: Path) -> Iterator[None]:
 
     It is a lock on a file beside the store's: SQLite's own locks on the store are the process's, and would be lost
     when any other handle on it is closed.
-
-    Raises:
-        StoreError: another process has it, the folder cannot be written to, or the file has other names.
     """
     try:
         handle = os.open(path.with_name(f"{path.name}-lock"), os.O_RDWR | os.O_CREAT, 0o666)
@@ -714,11 +673,7 @@ def temporary_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock on a file or folder.
-
-    Raises:
-        OSError: another process has it, or it cannot be opened.
-    """
+    """Hold the lock on a file or folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         _lock(handle)

@@ -75,10 +75,6 @@ def batches(
         mask: the probability with which a token is drawn, in (0, 1); None: none is.
         seed: of what is drawn.
         batch_size: of the batches.
-
-    Raises:
-        InputError: no tokenizer, no texts, or what is none; labels that are neither numbers nor texts, or of texts that
-            are packed or masked; a tokenizer without a token for masks; lengths of no token.
     """
     if tokenizer is None:
         raise InputError(
@@ -144,10 +140,6 @@ def read_file(
         count: take so many texts, from the first on.
         batch_size: of the batches.
         **tokens: see :func:`batches`.
-
-    Raises:
-        InputError: a file that cannot be read, a line that is no JSON or has no text, no texts at all, or options that
-            do not fit each other.
     """
     check_sizes(count, batch_size)
     try:

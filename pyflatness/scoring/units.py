@@ -57,9 +57,6 @@ class Request:
 
         With several layers a measure has a value of the network too. Measures of the network alone have only that one,
         over all layers whatever was chosen.
-
-        Raises:
-            InputError: a selector that matches nothing.
         """
         chosen = tuple(selectors.select(layers.unwrap(model), self.selectors).modules)
         rows = named(self.measures)

@@ -120,11 +120,7 @@ class FitRecorder:
 
 
 def spectrum_of(model: nn.Module, data: Any, request: Request, k: int, ranks: Ranks = ALONE) -> Outcome:
-    """Compute the spectrum of a network's Hessian, in all of its parameters: k eigenvalues, and the density of all.
-
-    Raises:
-        RankError: as :func:`measured`.
-    """
+    """Compute the spectrum of a network's Hessian, in all of its parameters: k eigenvalues, and the density of all."""
     options = request.options
     start = time.perf_counter()
     try:
@@ -271,11 +267,7 @@ class Maker:
     to: Mapping[str, Any] = field(default_factory=dict)
 
     def made(self) -> Any:
-        """Return what the callable returns.
-
-        Raises:
-            InputError: it cannot be imported, or fails.
-        """
+        """Return what the callable returns."""
         maker = self.function()
         return specs.bind(maker, dict(self.arguments), self.name)() if callable(maker) else maker
 
@@ -350,9 +342,6 @@ class Bench:
 
     Attributes:
         data: all of them.
-
-    Raises:
-        InputError: the model or the data cannot be made.
     """
 
     def __init__(self, setup: Setup, ranks: Ranks = ALONE) -> None:
@@ -407,11 +396,7 @@ class Bench:
             )
 
     def outcome(self, job: Job, step: Step = lambda part: None) -> Outcome:
-        """Measure a unit; what goes wrong with its checkpoint or its measures is in its values.
-
-        Raises:
-            RankError: see :func:`.measured`.
-        """
+        """Measure a unit; what goes wrong with its checkpoint or its measures is in its values."""
         try:
             with self.ranks.agreed("a checkpoint"):
                 model, notes = self._with_weights(job)
@@ -461,11 +446,7 @@ def adopt(bench: Bench | None) -> None:
 
 
 def measure(setup: Setup, job: Job) -> Outcome:
-    """Measure a unit in the thread or process that this is called in: the function that executors are given.
-
-    Raises:
-        InputError: the model or the data cannot be made, or are others than they were.
-    """
+    """Measure a unit in the thread or process that this is called in: the function that executors are given."""
     bench: Bench | None = getattr(_here, "bench", None)
     if bench is None or bench.setup.token != setup.token:
         bench = Bench(setup)

@@ -49,11 +49,7 @@ class Grid:
         return np.sign(self.measure[:, None] - self.measure) * np.sign(self.target[:, None] - self.target)
 
     def differing(self, setting: str) -> NDArray[np.bool_]:
-        """Return which pairs differ in one setting alone, (n, n).
-
-        Raises:
-            InputError: there are none.
-        """
+        """Return which pairs differ in one setting alone, (n, n)."""
         differ = {name: codes[:, None] != codes for name, codes in self.settings.items()}
         alone: NDArray[np.bool_] = differ.pop(setting)
         for other in differ.values():
@@ -74,11 +70,7 @@ class Grid:
 def read_grid(
     table: Any, measure: str, target: str, settings: str | Sequence[str], exclude: Collection[str], test: Any
 ) -> Grid:
-    """Return the networks of a table with their settings.
-
-    Raises:
-        InputError: no such columns or rows, or a cell that is empty or, in measure or target, not finite.
-    """
+    """Return the networks of a table with their settings."""
     measure, target = one_name("measure", measure), one_name("target", target)
     names = listed("settings", settings)
     if not names or len({*names, measure, target}) < len(names) + 2:

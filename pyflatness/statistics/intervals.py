@@ -72,9 +72,6 @@ def finder(
         seed: of the bootstrap.
         seeds: what was drawn with which each network was trained, (n,), for Fisher's z over clusters.
         strata: inside of which networks are compared, (n,); None: all are.
-
-    Raises:
-        InputError: another interval, or seeds without clusters or with the bootstrap.
     """
     check_choice("interval", interval, _NAMES)
     if seeds is not None and (clusters is None or interval != "fisher"):
