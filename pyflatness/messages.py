@@ -185,12 +185,7 @@ def lacks_a_second_derivative(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def second_derivatives(what: str, advice: str) -> Iterator[None]:
-    """Raise a clear error where an operation inside the context can be differentiated once only.
-
-    Args:
-        what: the beginning of the message, which says of what there is no second derivative.
-        advice: its end, what to do.
-    """
+    """Raise a clear error where an operation inside the context can be differentiated once only."""
     try:
         yield
     except RuntimeError as error:

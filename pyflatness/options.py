@@ -319,13 +319,7 @@ def check_dtype(option: str, given: Any) -> torch.dtype:
 
 
 def check_names(option: str, given: Any, hint: str = "") -> list[str]:
-    """Return one name or several as a list, each once.
-
-    Args:
-        option: its name.
-        given: by the user.
-        hint: what the message says behind "a name or several".
-    """
+    """Return one name or several as a list, each once."""
     wanted = f"a name or several{hint}"
     found = [given] if isinstance(given, str) else check_several(option, given, wanted)
     for name in found:

@@ -114,8 +114,6 @@ class Measurement:
     """Take the steps of a plan on a task.
 
     Args:
-        steps: what to do.
-        task: on what.
         named: the measures were asked for by name, so that what cannot be had is an error. Else such a measure is left
             out and the reason kept, but for what stands in the way of relative flatness too: errors of its sweep
             concern the model, loss and data, and NaN under ``nan_policy="raise"`` concerns them as well.

@@ -101,15 +101,7 @@ def _given(parameter: click.Parameter, value: Any) -> Any:
 def spec_option(
     name: str, what: str, resolve: Callable[[str], Function] = specs.resolve, more: str = "", *, required: bool = True
 ) -> Callable[[Function], Function]:
-    """Return two click options: ``--name SPEC``, which arrives as a callable, and ``--name-args JSON``, as a dict.
-
-    Args:
-        name: of the option.
-        what: what the callable returns.
-        resolve: SPEC -> callable.
-        more: of the help.
-        required: whether it has to be given; else it may be None.
-    """
+    """Return two click options: ``--name SPEC``, which arrives as a callable, and ``--name-args JSON``, as a dict."""
 
     def resolved(context: click.Context, parameter: click.Parameter, text: str | None) -> Function | None:
         context.meta[name] = text

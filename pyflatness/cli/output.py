@@ -123,7 +123,6 @@ def bar(what: str, shown: bool | None) -> Progress:
     """Return a bar for so many of something.
 
     Args:
-        what: is counted.
         shown: whether it is; None: on a terminal. A log then gets nothing, not even an empty line.
     """
     console = Console(stderr=True, force_terminal=True if shown else None)

@@ -148,10 +148,7 @@ def to(model: nn.Module, other: Any, names: frozenset[str] | None, option: str, 
     """Return the direction from a model to another checkpoint, θ' - θ, with its floating-point buffers.
 
     Args:
-        other: a module of the same structure, or a state dict.
         names: of the parameters that move, and no buffers then; None: all, and buffers.
-        option: of the user's call, for messages.
-        label: of the direction.
     """
     if isinstance(other, nn.Module):
         module = layers.unwrap(other)

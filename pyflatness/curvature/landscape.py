@@ -155,14 +155,7 @@ def _made(wanted: SliceRequest, layers: Any, seed: int) -> str:
 
 
 class _Slice:
-    """Evaluate the loss on a grid.
-
-    Args:
-        directions: one or two.
-        grid: coefficients along each.
-        accuracy: see :class:`.points.Points`.
-        quadratic: whether the quadratic model is wanted.
-    """
+    """Evaluate the loss on a grid."""
 
     def __init__(
         self,
@@ -183,7 +176,6 @@ class _Slice:
         Args:
             begun: what a file has of it, which is not evaluated again.
             made: which eigenvectors a file is to have, see :func:`_made`; or an empty text.
-            out: the file, or None.
         """
         ranks = self._task.batches.shard.ranks
         if begun is not None:

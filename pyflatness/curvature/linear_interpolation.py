@@ -192,14 +192,7 @@ def linear_interpolation(
 
 
 class _BetweenNetworks:
-    """Evaluate networks between two.
-
-    Args:
-        other: the end of the line.
-        layers: whose parameters move.
-        accuracy: see :class:`.points.Points`.
-        update_bn: whether statistics are computed anew.
-    """
+    """Evaluate networks between two."""
 
     def __init__(
         self, task: Task, test: Task | None, other: Any, layers: Any, accuracy: bool | None, *, update_bn: bool

@@ -81,11 +81,7 @@ class Points:
         self.fingerprint = "; ".join(shard.every("the samples", str(read)))
 
     def at_once(self, values: Parameters) -> int:
-        """Return for how many points a read of the data may serve, the same on all ranks.
-
-        Args:
-            values: that such a point has.
-        """
+        """Return for how many points a read of the data may serve, the same on all ranks."""
         budget = self._task.budget()
         most = max(1, min(_MOST, budget.graph // max(1, self._size(values))))
         return int(min(self._task.batches.shard.every("points of a read", most)))

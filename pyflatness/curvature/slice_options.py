@@ -112,13 +112,7 @@ def _count(dimensions: Any, count: int, what: str) -> int:
 
 
 def coefficients(count: int, points: Any, ends: tuple[float, float], span: Any) -> tuple[Tensor, ...]:
-    """Return the coefficients of each direction.
-
-    Args:
-        points: of the user.
-        ends: by default.
-        span: of the user.
-    """
+    """Return the coefficients of each direction."""
     numbers = [*points] if isinstance(points, Sequence) and not isinstance(points, str) else [points] * count
     if len(numbers) != count:
         raise InputError(f"points={shown(points)}: a number of them, or one for each of {count} directions, is wanted")

@@ -143,11 +143,7 @@ def _notes(model: nn.Module, products: Products) -> list[str]:
 
 
 class _Block:
-    """Multiply one block by vectors, and count.
-
-    Args:
-        budget: for vectors.
-    """
+    """Multiply one block by vectors, and count."""
 
     def __init__(self, products: Products, names: Names, budget: Budget, seed: int) -> None:
         self._times, self._names, self._budget = products, names, budget

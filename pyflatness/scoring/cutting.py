@@ -21,8 +21,6 @@ class Cut:
     """Give batches of at most so many samples, and of all samples some that follow each other.
 
     Args:
-        data: see :class:`.data.Batches`; what can be read again.
-        device: where batches go.
         most: samples of a batch; None: as they come.
         limit: the first so many, or, below 1, this part of them; None: all.
         skip: but so many of these.
@@ -74,8 +72,6 @@ def dealt(data: Any, ranks: Ranks, limit: float | None = None) -> tuple[Any, int
     Args:
         data: see :class:`.data.Batches`, the same on all ranks. Of tensors and of a loader of torch's a rank reads its
             part alone; of other batches it reads all, and leaves out what is of other ranks.
-        ranks: that have a part each.
-        limit: see :class:`.Cut`.
     """
     if distributed(data) is not None:
         raise InputError(

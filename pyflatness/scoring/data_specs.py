@@ -83,11 +83,6 @@ def read_images(path: Path, *, batch_size: int = 256, **form: Any) -> "DataLoade
 
     Classes are numbered in the order of their folders' names, sorted as text, and images come class by class, sorted by
     their paths.
-
-    Args:
-        path: of the folder.
-        batch_size: of the batches.
-        **form: of the images, see :class:`Transform`.
     """
     check_count("batch_size", batch_size, 1, "a number of samples")
     classes = sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
@@ -189,13 +184,9 @@ def read_npz(
     """Return the arrays of inputs and targets in an ``.npz`` file, or batches of tokens, if it has ``input_ids``.
 
     Args:
-        path: of the file.
         inputs: name of an array; by default that of :data:`INPUTS` which is there. Without it, those of :data:`TOKENS`
             are taken together if ``input_ids`` is there.
         targets: the same for :data:`TARGETS`.
-        count: take so many samples, from the first on.
-        dtype: what floating-point numbers become.
-        batch_size: of batches of tokens.
     """
     texts.check_sizes(count, batch_size)
 
@@ -234,13 +225,9 @@ def read_parquet(
     """Return columns of a Parquet file as inputs (n, columns), and one as targets (n,); or batches of its texts.
 
     Args:
-        path: of the file.
         inputs: names of columns of numbers, or of one column of lists of one length; by default all but the targets.
         targets: name of a column; by default that of :data:`TARGETS` which is there, of texts none.
-        count: take so many rows, from the first on.
-        dtype: what floating-point numbers become.
         text: name of the column of texts; by default ``text``, if it is there and no inputs are named.
-        batch_size: of batches of texts.
         **tokens: of texts, see :func:`.texts.batches`.
     """
     import pyarrow
@@ -286,14 +273,11 @@ def read_hugging_face(
     batch is a pair of inputs and targets; images are treated as those of :func:`read_images`.
 
     Args:
-        path: of the folder.
         split: for data sets that have several.
         inputs: name of a column; by default that of :data:`INPUTS` which is there.
         targets: the same for :data:`TARGETS`.
-        count: take so many rows, from the first on.
         dtype: what floating-point numbers become; images are float32.
         text: as in :func:`read_parquet`.
-        batch_size: of the batches.
         **more: of images, see :class:`Transform`, or of texts, see :func:`.texts.batches`.
     """
     import datasets

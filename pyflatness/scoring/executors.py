@@ -37,7 +37,6 @@ def named(name: str, workers: int, options: Mapping[str, Any] | None = None) -> 
 
     Args:
         name: ``"serial"`` (in this process, one unit after the other), ``"processes"``, ``"ray"`` or ``"slurm"``.
-        workers: how many units are measured at a time.
         options: further arguments of :class:`.ray_executor.Ray` or :class:`.slurm_executor.Slurm`; others have none.
     """
     made = _class(name)

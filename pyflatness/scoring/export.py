@@ -29,12 +29,7 @@ _DIGITS = 12  # of the hash of a setting
 
 
 def records(store: Store, more: Mapping[str, Mapping[str, Any]] | None = None) -> Iterator[Record]:
-    """Yield a store's values, and what failed, in the order in which they were asked for; not what is to do.
-
-    Args:
-        store: to be read.
-        more: columns of checkpoints, by their names, beside those that the store has.
-    """
+    """Yield a store's values, and what failed, in the order in which they were asked for; not what is to do."""
     checkpoints = store.select("SELECT name, content, columns FROM checkpoints ORDER BY id")
     metadata = {
         row["name"]: _renamed({**json.loads(row["columns"]), **(more or {}).get(row["name"], {})})

@@ -174,8 +174,6 @@ def work(
     """Return what a micro-batch takes of a model.
 
     Args:
-        build: makes the model; its weights are not made.
-        batch: what goes through it.
         chosen: selectors of layers; None: all that are measured by default.
         dtype: of the weights; None: as the model is made.
     """

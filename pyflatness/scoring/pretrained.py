@@ -43,11 +43,7 @@ def is_trained(spec: str, arguments: Mapping[str, Any]) -> bool:
 
 
 def resolve(spec: str) -> Callable[..., nn.Module]:
-    """Return what makes the network that a SPEC names; its keyword arguments are those of ``--model-args``.
-
-    Args:
-        spec: ``hf:folder``, ``hf:org/name@revision``, ``timm:name`` or ``torchvision:name``.
-    """
+    """Return what makes the network that a SPEC names; its keyword arguments are those of ``--model-args``."""
     kind, _, name = spec.partition(":")
     if kind == "hf":
         where, revision = _located(name)
@@ -73,12 +69,9 @@ def hugging_face(
     """Return a model of transformers from a folder, or from the local cache of Hugging Face's hub.
 
     Args:
-        where: the folder, or the name of a repository.
         revision: a branch, tag or commit.
         architecture: the class in transformers; by default the one that the model was saved from.
         weights: False: random weights, for checkpoints to be put in; then only ``config.json`` has to be there.
-        dtype: ``"float32"``, …; by default that of the weights.
-        device: where the model goes.
         download: whether what is not in the cache may be fetched.
         trust_remote_code: refused.
     """

@@ -77,12 +77,7 @@ class ScoringRun:
     """Hold some models and what is asked of them.
 
     Args:
-        models: what to score.
         model: of the network that paths are checkpoints of.
-        data: the batches.
-        request: what is asked of each model.
-        batch_size: see :class:`.worker.Setup`, as for the next.
-        limit: of samples.
         version: what stands for the user's code in a store's keys; None: the code itself.
         ranks: that measure each model together. All of them have the data, and the first one decides what is done.
     """
@@ -207,8 +202,6 @@ def keep(run: ScoringRun, store: Store, *, retry: bool = False, ends: bool = Fal
 
     Args:
         run: which afterwards has its workers' data held against the fingerprint.
-        store: to be written.
-        retry: whether values that failed are computed again.
         ends: whether the first and last batch of the data are enough to know them by.
         spectrum: so many eigenvalues of each model are wanted, too, with the density of all; 0: no spectrum.
     """

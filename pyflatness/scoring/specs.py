@@ -49,11 +49,7 @@ def resolve(spec: str) -> Function:
 
 
 def bind(function: Function, arguments: dict[str, Any], name: str) -> Callable[[], Any]:
-    """Return the callable with its arguments, which are held against its signature now.
-
-    Returns:
-        What calls it, and raises an InputError for any exception in it.
-    """
+    """Return the callable with its arguments, which are held against its signature now."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # built-in callables need not have one

@@ -97,7 +97,6 @@ class Store:
 
     Args:
         path: of the file. It need not be there to be written.
-        write: whether to write it; there is one writer at a time.
         new: whether to make one that is to be written and is not there.
         command: what writes it: a command line, or the name of a Python call; the store keeps it if anything is added.
         checked: whether to raise if the file is damaged, but for what is in the units.

@@ -67,14 +67,11 @@ def batches(
     draws the same, text by text, whatever the batches are.
 
     Args:
-        texts: at least one.
         labels: a number, or several, for each text, or a text that is to be made of it; None: none.
         tokenizer: see :func:`.pretrained.tokenizer`.
         length: tokens of a packed sample.
         truncate: tokens that a text is cut to.
         mask: the probability with which a token is drawn, in (0, 1); None: none is.
-        seed: of what is drawn.
-        batch_size: of the batches.
     """
     if tokenizer is None:
         raise InputError(
@@ -138,7 +135,6 @@ def read_file(
             given.
         sample_by: what a text of ``.txt`` is: a ``line``, a ``paragraph`` between empty lines, or the ``file``.
         count: take so many texts, from the first on.
-        batch_size: of the batches.
         **tokens: see :func:`batches`.
     """
     check_sizes(count, batch_size)

@@ -59,7 +59,6 @@ def coefficients(
     """Return a correlation in every resample.
 
     Args:
-        statistic: one of ``STATISTICS``.
         columns: x, y, and those that are held fixed, if any; (n,) finite values each.
         drawn: the resamples.
         strata: of each network, (n,): the correlation is the mean of those inside of the strata in which it is defined,

@@ -65,11 +65,8 @@ def finder(
     """Return a function for the interval of a correlation over n networks; NaN of too few networks or clusters.
 
     Args:
-        interval: ``"bootstrap"`` or ``"fisher"``.
-        n: networks.
         held: columns held fixed.
         clusters: the cluster of each network, (n,); None: they are independent.
-        seed: of the bootstrap.
         seeds: what was drawn with which each network was trained, (n,), for Fisher's z over clusters.
         strata: inside of which networks are compared, (n,); None: all are.
     """
@@ -169,10 +166,7 @@ def fisher(
 
     Args:
         value: the correlation; ±1 has no interval.
-        statistic: one of ``STATISTICS``.
-        columns: as for :func:`.coefficients`.
         jackknife: samples that each lack a cluster; None: networks are independent.
-        strata: as for :func:`.coefficients`.
     """
     if not abs(value) < 1:
         return _NONE

@@ -195,7 +195,6 @@ def _adaptive(net: NetworkTerms, weighted: Mapping[str, float], everything: floa
     """Return Eq. 44 of each layer: by its own weight, by the trainable parameters that there are.
 
     Args:
-        net: the layers.
         weighted: by layer, (1/n) Σ_i |W ∘ ∂f_i/∂W|_F².
         everything: (1/n) Σ_i Σ_j θ_j² |∂f_i/∂θ_j|².
     """

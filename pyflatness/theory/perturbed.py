@@ -116,11 +116,6 @@ class Perturbed:
     """Run a model with one of its layers perturbed.
 
     At a head, where the outputs are a view of z, the model runs once a batch, and its outputs are displaced.
-
-    Args:
-        task: whose model it is.
-        name: the layer.
-        head: whether the layer was found to be the head.
     """
 
     def __init__(self, task: Task, name: str, *, head: bool) -> None:
