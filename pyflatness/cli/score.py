@@ -36,7 +36,7 @@ from ..options import Options
 from ..scoring import checkpoints, data_specs, executors, metadata, pretrained, specs
 from ..scoring.run import Kept, ScoringRun, keep
 from ..scoring.store import Store
-from ..scoring.units import NO_FIT, Request, Row, csv_line, rows
+from ..scoring.units import Held, Pair, Request, Row, csv_line, rows
 from ..scoring.worker import Job, Maker, Outcome
 from . import options as given
 from .group import command_line
@@ -390,12 +390,11 @@ def _append(run: ScoringRun, out: Path, found: list[Row], notes: Notes, shown: b
         task = progress.add_task("scoring", total=sum(map(len, each.values())))
         append_whole(file, csv_line(field.name for field in fields(Row)))
         for name, pairs in each.items():
-            outcomes: list[Outcome] = []
+            held: dict[Pair, Held] = {}
             for job in run.jobs(name, pairs):
-                known = any(outcome.fit != NO_FIT for outcome in outcomes)
-                outcomes.append(run.bench.outcome(replace(job, fit=not known), step))
-                notes.add(name, outcomes[-1].notes)
-            held = {pair: one for outcome in outcomes for pair, one in outcome.held.items()}
+                outcome = run.bench.outcome(job, step)
+                held |= outcome.held
+                notes.add(name, outcome.notes)
             for row in rows(name, pairs, held):
                 append_whole(file, csv_line(asdict(row).values()))
                 found.append(row)

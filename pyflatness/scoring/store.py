@@ -17,12 +17,12 @@ import json
 import math
 import os
 import platform
-import shutil
 import sqlite3
 import sys
 import tempfile
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -131,8 +131,8 @@ class Store:
     @contextlib.contextmanager
     def copied(cls, path: Path) -> Iterator["Store"]:
         """Hold a copy of a store to be written, or a new one, which is gone afterwards."""
-        with temporary_folder() as folder:
-            copy = folder / "copy.sqlite"
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder, "copy.sqlite")
             if path.exists():
                 with cls(path) as store, contextlib.closing(sqlite3.connect(copy)) as connection:
                     store._connection.backup(connection)
@@ -326,14 +326,11 @@ class Store:
 
     def commit(self, setting: int, content: str, outcome: Outcome) -> None:
         """Write what came of a unit: all of it or nothing; values that are done stay as they are."""
-        unit = (setting, content, outcome.fit.loss, outcome.fit.accuracy, outcome.seconds, outcome.batch_size)
+        unit = {"setting": setting, "content": content, **asdict(outcome.fit), "seconds": outcome.seconds}
+        unit |= {"batch_size": outcome.batch_size, "versions": versions(), "finished": time.time()}
         places = ", ".join(f"{name} = ?" for name in _NUMBERS)
         with self.changes() as connection:
-            number = connection.execute(
-                "INSERT INTO units (setting, content, loss, accuracy, seconds, batch_size, versions, finished) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (*unit, versions(), time.time()),
-            ).lastrowid
+            number = _insert(connection, "units", unit)
             self.note_run(connection)
             connection.executemany(
                 f"UPDATE results SET state = ?, unit = ?, {places} "
@@ -435,16 +432,12 @@ def versions() -> str:
 _BETTER = {"to do": 0, "failed": 1, "none": 2, "done": 2}
 
 _ORPHANS = {
-    "units without a value": (
-        "SELECT count(*) FROM units WHERE id NOT IN (SELECT unit FROM results WHERE unit NOT NULL)"
-    ),
-    "values of weights that no checkpoint has": (
-        "SELECT count(*) FROM results WHERE content NOT IN (SELECT content FROM checkpoints)"
-    ),
+    "units without a value": "units WHERE id NOT IN (SELECT unit FROM results WHERE unit NOT NULL)",
+    "values of weights that no checkpoint has": "results WHERE content NOT IN (SELECT content FROM checkpoints)",
     "spectra and landscapes of weights that no checkpoint has": (
-        "SELECT count(*) FROM attached WHERE content != '' AND content NOT IN (SELECT content FROM checkpoints)"
+        "attached WHERE content != '' AND content NOT IN (SELECT content FROM checkpoints)"
     ),
-    "settings without a value": "SELECT count(*) FROM settings WHERE id NOT IN (SELECT setting FROM results)",
+    "settings without a value": "settings WHERE id NOT IN (SELECT setting FROM results)",
 }
 
 
@@ -530,7 +523,7 @@ def _insert(connection: sqlite3.Connection, table: str, cells: dict[str, object]
 
 def problems(store: Store) -> list[str]:
     """Return what is wrong with a store's file, in words; empty if nothing is."""
-    unfinished = "SELECT count(*) FROM results WHERE state = 'failed' AND coalesce(error, '') = ''"
+    unfinished = "results WHERE state = 'failed' AND coalesce(error, '') = ''"
     return store.problems() or _counted(store, {"values that failed without an error": unfinished})
 
 
@@ -539,8 +532,8 @@ def orphans(store: Store) -> list[str]:
     return _counted(store, _ORPHANS)
 
 
-def _counted(store: Store, queries: dict[str, str]) -> list[str]:
-    counts = {what: int(store.select(query)[0][0]) for what, query in queries.items()}
+def _counted(store: Store, rows: dict[str, str]) -> list[str]:
+    counts = {what: int(store.select(f"SELECT count(*) FROM {which}")[0][0]) for what, which in rows.items()}
     return [f"{count} {what}" for what, count in counts.items() if count]
 
 
@@ -548,33 +541,14 @@ def collect(store: Store) -> list[str]:
     """Take out of a store what no checkpoint has any more, and return what that was, in words."""
     found = orphans(store)
     with store.changes() as connection:
-        connection.execute("DELETE FROM results WHERE content NOT IN (SELECT content FROM checkpoints)")
-        connection.execute(
-            "DELETE FROM attached WHERE content != '' AND content NOT IN (SELECT content FROM checkpoints)"
-        )
-        connection.execute("DELETE FROM units WHERE id NOT IN (SELECT unit FROM results WHERE unit NOT NULL)")
-        connection.execute("DELETE FROM settings WHERE id NOT IN (SELECT setting FROM results)")
+        for which in sorted(_ORPHANS.values(), key=lambda which: not which.startswith("results")):
+            connection.execute(f"DELETE FROM {which}")  # values first: their units and settings may go with them
     store.select("VACUUM")
     return found
 
 
 _MOUNTS = Path("/proc/self/mountinfo")
-_OF_NETWORKS = (
-    "nfs",
-    "cifs",
-    "smb",
-    "afs",
-    "ceph",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "glusterfs",
-    "9p",
-    "ncpfs",
-    "fuse.sshfs",
-)
-_FOLDERS = "pyflatness-tmp-"
-_NEW = 60.0  # seconds for which a folder without a lock may be one that is being made
+_REMOTE = ("nfs", "cifs", "smb", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "9p", "ncpfs", "fuse.sshfs")
 
 
 def resolved(path: Path) -> Path:
@@ -591,7 +565,7 @@ def check_local(path: Path, mounts: Path = _MOUNTS) -> None:
     On systems that do not list their mounts as Linux does nothing is known, and nothing raised.
     """
     kind = _file_system(path, mounts)
-    if kind.startswith(_OF_NETWORKS):
+    if kind.startswith(_REMOTE):
         raise StoreError(
             f"store: {path} is on a network file system ({kind}), whose locks a store cannot rely on; put it on a "
             "local disk. For several machines give each a store of its own with --shard i/N, and unite these with "
@@ -650,32 +624,6 @@ def only_writer(path: Path) -> Iterator[None]:
                 f"store: {path} has {path.stat().st_nlink} names (hard links), by which others may write it; copy it "
                 "(cp), and write the copy"
             )
-        yield
-    finally:
-        os.close(handle)
-
-
-@contextlib.contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """Hold a folder that is gone afterwards; those of processes that were killed are removed first.
-
-    A folder is locked while its process lives.
-    """
-    for left in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*"):
-        with contextlib.suppress(OSError):  # another's, in use, or gone meanwhile
-            if time.time() - left.stat().st_mtime > _NEW:
-                with _locked(left):
-                    shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(prefix=_FOLDERS) as folder, _locked(Path(folder)):
-        yield Path(folder)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock on a file or folder."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        _lock(handle)
         yield
     finally:
         os.close(handle)

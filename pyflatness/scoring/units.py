@@ -30,6 +30,11 @@ class Pair(NamedTuple):
     place: Place
     measure: str
 
+    @property
+    def layer(self) -> str:
+        """Return the layer's name; empty for the network's value."""
+        return self.place if isinstance(self.place, str) else ""
+
     @classmethod
     def of(cls, place: str | Sequence[str], measure: str) -> "Pair":
         """Return the pair that JSON has, which knows no tuples."""
