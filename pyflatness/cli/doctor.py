@@ -24,14 +24,7 @@ from rich.text import Text
 from torch import Tensor
 
 from .. import __version__
-from ..contractions import (
-    DEFAULT_MEMORY,
-    Backend,
-    Geometry,
-    LayerContraction,
-    SoftmaxVariance,
-    layer,
-)
+from ..contractions import DEFAULT_MEMORY, Backend, Geometry, LayerContraction, SoftmaxVariance, layer
 from ..contractions.backends import compiled, cuda, reference
 from .options import json_option
 from .output import show, show_json

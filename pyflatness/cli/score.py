@@ -52,9 +52,7 @@ _OF_A_LAUNCHER = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 @given.asked
 @click.option("--out", type=PATH, help="CSV file that the rows are written to, beside standard output.")
 @click.option(
-    "--store",
-    type=PATH,
-    help="SQLite file that keeps the values: run again, the command goes on where it was.",
+    "--store", type=PATH, help="SQLite file that keeps the values: run again, the command goes on where it was."
 )
 @click.option("--retry", is_flag=True, help="Compute again what failed. (with --store)")
 @click.option(

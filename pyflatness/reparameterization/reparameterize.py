@@ -42,12 +42,7 @@ _HINTS = {
 
 @public("forward", "eval")
 def reparameterize(
-    model: nn.Module,
-    factors: Mapping[Selector, Any],
-    data: Any,
-    *,
-    inplace: bool = False,
-    **how: Unpack[How],
+    model: nn.Module, factors: Mapping[Selector, Any], data: Any, *, inplace: bool = False, **how: Unpack[How]
 ) -> nn.Module:
     """Return the model with other weights for the same function: rows of layers by λ, columns behind by 1/λ.
 

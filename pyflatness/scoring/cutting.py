@@ -27,13 +27,7 @@ class Cut:
     """
 
     def __init__(
-        self,
-        data: Any,
-        device: torch.device,
-        *,
-        most: int | None = None,
-        limit: float | None = None,
-        skip: int = 0,
+        self, data: Any, device: torch.device, *, most: int | None = None, limit: float | None = None, skip: int = 0
     ) -> None:
         self._batches, self.most, self._skip = Batches(data, device, shown=False), most, skip
         if limit is not None and 0 < limit < 1:

@@ -236,11 +236,11 @@ def read_parquet(
     texts.check_sizes(count, batch_size)
     try:
         file = parquet.ParquetFile(path)
-        words = text or ("text" if inputs is None and "text" in file.schema_arrow.names else None)
-        if words is not None:
-            table = file.read(columns=_of_text(file.schema_arrow.names, words, targets)).slice(0, count)
-            labels = None if targets is None else table[targets].to_pylist()
-            return texts.batches(table[words].to_pylist(), labels, **tokens, batch_size=batch_size)
+        wanted = _of_text(file.schema_arrow.names, text, inputs, targets)
+        if wanted:
+            table = file.read(columns=wanted).slice(0, count)
+            words, *labels = (table[name].to_pylist() for name in wanted)
+            return texts.batches(words, *(labels or [None]), **tokens, batch_size=batch_size)
         target = _chosen(file.schema_arrow.names, targets, TARGETS, "targets")
         rest = [name for name in file.schema_arrow.names if name != target]
         names = rest if inputs is None else [inputs] if isinstance(inputs, str) else [*inputs]
@@ -295,11 +295,10 @@ def read_hugging_face(
         kinds = {name: getattr(feature, "dtype", None) for name, feature in found.features.items()}
         numbers = [name for name, kind in kinds.items() if kind not in ("string", "large_string")]
         return DataLoader(found.select_columns(numbers).with_format("torch"), batch_size=batch_size)
-    words = text or ("text" if inputs is None and "text" in found.column_names else None)
-    if words is not None:
-        _of_text(found.column_names, words, targets)
-        labels = None if targets is None else found[targets][:]
-        return texts.batches(found[words][:], labels, **_of(texts.batches, more), batch_size=batch_size)
+    wanted = _of_text(found.column_names, text, inputs, targets)
+    if wanted:
+        words, *labels = (found[name][:] for name in wanted)
+        return texts.batches(words, *(labels or [None]), **_of(texts.batches, more), batch_size=batch_size)
     first = _chosen(found.column_names, inputs, INPUTS, "inputs")
     second = _chosen(found.column_names, targets, TARGETS, "targets")
     if isinstance(found.features[first], datasets.Image):
@@ -320,10 +319,11 @@ def _of(function: specs.Function, options: dict[str, Any]) -> dict[str, Any]:
     return {name: held for name, held in options.items() if name in inspect.signature(function).parameters}
 
 
-def _of_text(there: Collection[str], text: str, targets: str | None) -> list[str]:
-    """Return the names of columns of texts and of their labels, if they are to be taken."""
-    wanted = {"text": text, **({} if targets is None else {"targets": targets})}
-    return [_chosen(there, name, (), option) for option, name in wanted.items()]
+def _of_text(there: Collection[str], text: str | None, inputs: Any, targets: str | None) -> list[str]:
+    """Return the columns of texts and of their labels, if they are to be taken; empty if no texts are."""
+    text = text or ("text" if inputs is None and "text" in there else None)
+    wanted = {"text": text, "targets": targets} if text else {}
+    return [_chosen(there, name, (), option) for option, name in wanted.items() if name is not None]
 
 
 def _with(module: str, function: specs.Function) -> specs.Function:

@@ -21,11 +21,7 @@ from ..options import check_dtype
 
 KINDS = ("hf", "timm", "torchvision")
 _OLDEST = (5, 5)  # CVE-2026-4372 is mended in transformers 5.3.0, CVE-2026-5241 in 5.5.0
-_INSTALL = {
-    "transformers": "'pyflatness[hf]'",
-    "timm": "timm",
-    "torchvision": "torchvision",
-}
+_INSTALL = {"transformers": "'pyflatness[hf]'", "timm": "timm", "torchvision": "torchvision"}
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 
 

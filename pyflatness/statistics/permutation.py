@@ -69,11 +69,7 @@ def orders(n: int, clusters: NDArray[np.intp] | None, within: bool, count: int, 
 
 
 def p_values(
-    statistic: str,
-    measures: Sequence[Vector],
-    target: Vector,
-    given: Sequence[Vector],
-    permuted: NDArray[np.intp],
+    statistic: str, measures: Sequence[Vector], target: Vector, given: Sequence[Vector], permuted: NDArray[np.intp]
 ) -> Vector:
     """Return the p-value of each measure's correlation with a target.
 

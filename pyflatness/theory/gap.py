@@ -126,11 +126,7 @@ class GeneralizationGap:
 
 @public(*CALL, "nan_policy")
 def generalization_gap(
-    model: nn.Module,
-    loss: Any = "auto",
-    train: Any = ...,
-    test: Any = ...,
-    **how: Unpack[How],
+    model: nn.Module, loss: Any = "auto", train: Any = ..., test: Any = ..., **how: Unpack[How]
 ) -> GeneralizationGap:
     """Return loss and accuracy of a model on training and test data, by one read of each.
 

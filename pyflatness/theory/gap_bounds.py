@@ -266,13 +266,7 @@ def _features(perturbed: Perturbed, name: str) -> int:
 
 
 def _sums(
-    perturbed: Perturbed,
-    loss: Loss,
-    batches: Batches,
-    places: Tensor,
-    counts: tuple[int, int],
-    rho: float,
-    seed: int,
+    perturbed: Perturbed, loss: Loss, batches: Batches, places: Tensor, counts: tuple[int, int], rho: float, seed: int
 ) -> NoiseSums:
     """Return the sums of the loss over each fold, without and with noise on the layer's features."""
     (folds, probes), start = counts, 0

@@ -127,10 +127,7 @@ def _of_layer(net: NetworkTerms, layer: LayerTerms, behind: LayerTerms | None, l
     rows = [
         row("5", "mean s_max, by |∂f/∂W|/|x|: B of Eq. 48", A, layer.sensitivity),
         row(
-            "6, W",
-            "mean s_max², by the smallest |x| and W",
-            mean(layer.s.square()),
-            product(factor, layer.weights**2),
+            "6, W", "mean s_max², by the smallest |x| and W", mean(layer.s.square()), product(factor, layer.weights**2)
         ),
         row("6", "mean s_max², by the smallest |x| and S", square, product(factor, net.sharpness)),
         row("9, middle", "log of the mean volume, by |J|_F", volume, net.log_norms([layer]), log=True),
@@ -358,12 +355,7 @@ class InterpolationError:
 
 @public(*READING, "memory", "max_passes")
 def interpolation_error(
-    model: nn.Module,
-    data: Any,
-    *,
-    adaptive: bool = False,
-    second_derivatives: bool = False,
-    **how: Unpack[How],
+    model: nn.Module, data: Any, *, adaptive: bool = False, second_derivatives: bool = False, **how: Unpack[How]
 ) -> InterpolationError:
     """Return how far sharpness is from its value at an interpolation, with both sides of Lemma B.1 or E.2 of C24.
 

@@ -55,16 +55,7 @@ from ..model.selectors import Selector
 from ..numerics import meeting
 from ..numerics.accumulate import Accumulator, check_together, omits
 from ..numerics.variances import standard_error
-from ..options import (
-    CALL,
-    How,
-    Options,
-    check_count,
-    check_function,
-    check_number,
-    check_numbers,
-    check_probes,
-)
+from ..options import CALL, How, Options, check_count, check_function, check_number, check_numbers, check_probes
 from ..passes.task import Task
 from ..plan import of_layer
 from ..report import Estimate, intervals, views
