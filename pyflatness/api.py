@@ -135,9 +135,6 @@ def block_traces(
     convolution, which see different channels, it is zero.
 
     Args:
-        model: …
-        loss: …
-        data: …
         layer: a name, glob, ``re:…``, ``type:…`` or module; None takes the last Linear that ran.
         conv: with ``"affine"`` d is the number of all outputs of the convolution.
         normalize: ``"std"``: of the layer with rescaled features and columns.
@@ -187,9 +184,6 @@ def measure(
     their own (``pyflatness measures``).
 
     Args:
-        model: …
-        loss: …
-        data: …
         layers: a selector or several, each a name, glob, ``re:…``, ``type:…`` or module; None: every layer that can be
             measured and ran.
         measures: a name or several, as ``pyflatness measures`` lists them. None: relative flatness and the trace.

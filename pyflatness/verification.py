@@ -117,8 +117,6 @@ def verify(
     float32 whatever its dtype, as many normalisations do, is held to what that rounds.
 
     Args:
-        model: …
-        loss: …
         data: … Only the first batch is used.
         layer: None takes the last Linear that ran.
         samples: how many samples to take from the first batch.

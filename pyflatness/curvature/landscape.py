@@ -61,7 +61,6 @@ def landscape(
 
     Args:
         model: … A parameter that several modules share is moved once.
-        loss: …
         data: … They are read again and again: once for up to 64 points.
         directions: ``"random"`` (the default): Gaussian in weights, filter-normalised, and zero in biases, scales of
             normalisations and other vectors; ``"eigenvectors"``: those of the Hessian's largest eigenvalues, which

@@ -132,8 +132,6 @@ def linear_interpolation(
     """Return the loss on the line between two networks, E((1 - α) θ + α θ'), and the barrier between them.
 
     Args:
-        model: …
-        loss: …
         data: … They are the training data, and are read again and again.
         other: another module of the same structure, or a state dict.
         test: batches of other data, for the loss on these too.

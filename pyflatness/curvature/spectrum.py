@@ -55,8 +55,6 @@ def spectrum(
     H y = λ y   for H = ∂²E/∂w², or its GGN. Every product with H is one read of the data.
 
     Args:
-        model: …
-        loss: …
         data: … They are read again and again.
         layers: selectors: the joint block of these layers' weights, without biases; of one layer, its own block. None:
             all trainable parameters of the network.

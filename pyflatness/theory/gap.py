@@ -133,7 +133,6 @@ def generalization_gap(
     E(f) - E_emp(f, S)   (Petzka et al. 2021, section 1), the risk estimated on ``test``.
 
     Args:
-        model: …
         loss: … The values are means over its terms.
         train: a tuple of tensors, or batches, as for :func:`pyflatness.relative_flatness`.
         test: the same.

@@ -178,7 +178,6 @@ def generalization_bound(
     have been trained on, so a network that has fitted its training data can have a larger gap; ``test=`` shows it.
 
     Args:
-        model: …
         loss: … All values are means over its terms.
         train: the training data, as for :func:`pyflatness.relative_flatness`; read several times.
         layer: a Linear layer that gets one feature vector a sample; None takes the last Linear that ran.

@@ -224,9 +224,7 @@ def bounds(
     of Eq. 17 is, of a layer at the start of a residual block, at the input of what follows the block's sum.
 
     Args:
-        model: …
         loss: … It has no part in the values.
-        data: …
         layers: whose weights θ is made of; None: all layers that can be measured and ran.
         sharpness: S of more parameters: ``"all"`` trainable ones as in the paper, by a sweep more, or a number known
             from elsewhere, (1/n) Σ_i |∂f_i/∂θ|_F². None: of the chosen layers' weights.
@@ -363,7 +361,6 @@ def interpolation_error(
     Representations", Eq. 19 and 42).
 
     Args:
-        model: …
         data: … With targets of the outputs' shape.
         adaptive: Lemma E.2, of adaptive sharpness.
         second_derivatives: also compute M and the sum between the two sides, by a run and three backward passes for

@@ -104,7 +104,6 @@ def invariances(
 
     Args:
         model: as for :func:`pyflatness.reparameterize`.
-        loss: …
         data: … They are read several times.
         measures: names, None, ``"sweep"`` or ``"all"``, as for :func:`pyflatness.measure`.
         layers: that are measured, as for :func:`pyflatness.measure`; all that can be get new weights.

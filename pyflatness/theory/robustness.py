@@ -170,8 +170,6 @@ def feature_robustness(
     E_A[E(w + αwA) - E(w)], A Haar on O(m), in pairs ±A; α² κ/(2m)   (Petzka et al. 2021, Eq. 4 and Theorem 5).
 
     Args:
-        model: …
-        loss: …
         data: … They are read twice or more.
         layer: a Linear layer or a convolution, whose rows are its filters; None takes the last Linear that ran.
         rho: α of the curve.
@@ -350,8 +348,6 @@ def matrix_robustness(
     its mean over orthogonal A.
 
     Args:
-        model: …
-        loss: …
         data: … They are read for every α.
         layer: a Linear layer or a convolution, whose rows are its filters; None takes the last Linear that ran.
         matrix: A, (m, m) for m columns of the weight; of a convolution with groups also (groups, m, m).
@@ -403,8 +399,6 @@ def largest_robustness(
     matrices: a lower bound of the maximum.
 
     Args:
-        model: …
-        loss: …
         data: … They are read up to ``starts * (steps + 1)`` times.
         layer: a Linear layer or a convolution, whose rows are its filters; None takes the last Linear that ran.
         rho: δ, positive.
