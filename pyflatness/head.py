@@ -44,18 +44,14 @@ class HeadBatch:
     """Hold the rows of one batch at a head.
 
     Attributes:
-        features: (rows, m), the layer's inputs, one row per loss term; (rows, …, m) for a term of several positions.
-        samples: entries of dimension 0 of the batch.
-        per_sample: consecutive rows that belong to one sample; 0 where rows cannot be told apart by sample.
-        number: place of the batch in the data.
         labels: class indices of rows that all count the same, not yet checked: the terms are made of them only where
             they are asked for. None where that does not say all.
     """
 
-    features: Tensor
-    samples: int
-    per_sample: int
-    number: int
+    features: Tensor  # (rows, m), a row per loss term; (rows, …, m) for a term of several positions
+    samples: int  # entries of dimension 0 of the batch
+    per_sample: int  # consecutive rows that belong to one sample; 0 where rows cannot be told apart by sample
+    number: int  # place of the batch in the data
     make_terms: Made
     labels: losses.Labels | None
 

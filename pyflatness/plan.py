@@ -30,25 +30,15 @@ from .sweep import jacobians
 
 @dataclass(frozen=True)
 class Plan:
-    """Hold the steps that some measures take.
+    """Hold the steps that some measures take."""
 
-    Attributes:
-        wanted: the measures that were asked for.
-        sweeps: by how they are normalised, those that are made of one sweep's quantities.
-        networks: those of a sweep whose network value takes another one.
-        computed: those that are computed by themselves.
-        jacobians: those of the Jacobians' sweep.
-        derived: those that follow from the values of others.
-        reads: how often all of them read the data.
-    """
-
-    wanted: tuple[Measure, ...]
-    sweeps: Mapping[str | None, tuple[Measure, ...]]
-    networks: tuple[Measure, ...]
-    computed: tuple[Measure, ...]
-    jacobians: tuple[Measure, ...]
-    derived: tuple[Measure, ...]
-    reads: int
+    wanted: tuple[Measure, ...]  # the measures that were asked for
+    sweeps: Mapping[str | None, tuple[Measure, ...]]  # by normalisation, those made of one sweep's quantities
+    networks: tuple[Measure, ...]  # those of a sweep whose network value takes another one
+    computed: tuple[Measure, ...]  # those that are computed by themselves
+    jacobians: tuple[Measure, ...]  # those of the Jacobians' sweep
+    derived: tuple[Measure, ...]  # those that follow from the values of others
+    reads: int  # how often all of them read the data
 
 
 def plan(wanted: Sequence[Measure], options: Options, *, networks: bool = False) -> Plan:

@@ -30,15 +30,10 @@ NORMALIZATIONS = ("auto", "filter", "layer", None)
 
 @dataclass(frozen=True)
 class Direction:
-    """Hold a direction.
+    """Hold a direction."""
 
-    Attributes:
-        label: of an axis of a figure.
-        values: by name of a parameter, or of a buffer that goes along.
-    """
-
-    label: str
-    values: Parameters
+    label: str  # of an axis of a figure
+    values: Parameters  # by name of a parameter, or of a buffer that goes along
 
 
 def moved(theta: Mapping[str, Tensor], directions: Sequence[Direction], coefficients: Sequence[float]) -> Parameters:

@@ -30,15 +30,10 @@ _COPIES = 3  # of moved parameters that a point takes: its own, in the stack, an
 
 @dataclass(frozen=True)
 class PointLosses:
-    """Hold what was found at some points.
+    """Hold what was found at some points."""
 
-    Attributes:
-        losses: (points,) float64 on the CPU; NaN and infinity are kept.
-        accuracies: (points,), or None.
-    """
-
-    losses: Tensor
-    accuracies: Tensor | None
+    losses: Tensor  # (points,) float64 on the CPU; NaN and infinity are kept
+    accuracies: Tensor | None  # (points,), or None
 
 
 class Points:

@@ -21,20 +21,12 @@ _BY_NAME = ("random", "eigenvectors")
 
 @dataclass(frozen=True)
 class SliceRequest:
-    """Hold what directions a user wants, with options that apply to them.
+    """Hold what directions a user wants, with options that apply to them."""
 
-    Attributes:
-        given: the user's, or ``"random"``; checkpoints.
-        count: of the directions.
-        through: whether they are to checkpoints.
-        layers: whose parameters move.
-        normalization: or None.
-    """
-
-    given: Any
-    count: int
-    through: bool
-    layers: Any
+    given: Any  # the user's, or ``"random"``; checkpoints
+    count: int  # of the directions
+    through: bool  # whether they are to checkpoints
+    layers: Any  # whose parameters move
     normalization: str | None
 
     @classmethod

@@ -34,26 +34,15 @@ class Attached(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """Hold what a store has of a result.
+    """Hold what a store has of a result."""
 
-    Attributes:
-        content: of the model's weights; empty for a history.
-        training: the name of a history.
-        kind: of the result.
-        label: tells it from others of its kind.
-        setting: hashes of what it was computed of besides the weights, such as the data, and of its options; empty
-            where that is not known.
-        file: its content; empty where there is an error.
-        error: why there is no result.
-    """
-
-    content: str
-    training: str
-    kind: str
-    label: str
-    setting: str
-    file: bytes
-    error: str = ""
+    content: str  # of the model's weights; empty for a history
+    training: str  # the name of a history
+    kind: str  # of the result
+    label: str  # tells it from others of its kind
+    setting: str  # hashes of what else it was computed of, and of its options; empty where that is not known
+    file: bytes  # its content; empty where there is an error
+    error: str = ""  # why there is no result
 
 
 def read(file: bytes, what: str) -> Result:

@@ -91,19 +91,12 @@ def of_loss(about: Description, loss: Any) -> Facts:
 
 @dataclass(frozen=True)
 class Code:
-    """Hold what the user's code is for values.
+    """Hold what the user's code is for values."""
 
-    Attributes:
-        model: of the network that checkpoints are of.
-        loss: the loss.
-        files: hashes of source files, by their paths.
-        unknown: what cannot be described, in words; values that depend on it cannot be found again.
-    """
-
-    model: Facts | None
+    model: Facts | None  # of the network that checkpoints are of
     loss: Facts
-    files: Mapping[str, str]
-    unknown: tuple[str, ...]
+    files: Mapping[str, str]  # hashes of source files, by their paths
+    unknown: tuple[str, ...]  # what cannot be described, in words; values that depend on it cannot be found again
 
     @classmethod
     def of(

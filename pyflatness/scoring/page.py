@@ -49,22 +49,13 @@ OF_TRAININGS = (
 
 @dataclass(frozen=True)
 class Choices:
-    """Hold how a page of models is made.
+    """Hold how a page of models is made."""
 
-    Attributes:
-        against: the column that measures are held against; None: the first of ``gap``, ``generalization_gap`` and
-            ``loss`` that there is.
-        test: a table of the same networks on test data; ``gap`` is its loss less that of the models.
-        exclude: names of models that do not count in the correlations.
-        interval: how the intervals of correlations are made, ``"bootstrap"`` or ``"fisher"``.
-        histories: of trainings, by the names that they are shown under.
-    """
-
-    against: str | None = None
-    test: Any = None
-    exclude: Collection[str] = ()
-    interval: str = "bootstrap"
-    histories: Mapping[str, History] = field(default_factory=dict)
+    against: str | None = None  # what measures are held against; None: the first of :data:`_GAPS` that there is
+    test: Any = None  # a table of the same networks on test data; ``gap`` is its loss less that of the models
+    exclude: Collection[str] = ()  # names of models that do not count in the correlations
+    interval: str = "bootstrap"  # how the intervals of correlations are made, ``"bootstrap"`` or ``"fisher"``
+    histories: Mapping[str, History] = field(default_factory=dict)  # of trainings, by the names to show
 
 
 @dataclass(frozen=True)

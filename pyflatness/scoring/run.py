@@ -166,21 +166,13 @@ class ScoringRun:
 
 @dataclass(frozen=True)
 class Kept:
-    """Hold what a store has of a run.
+    """Hold what a store has of a run."""
 
-    Attributes:
-        setting: the store's number of what is the same for all values.
-        contents: of the checkpoints, by name.
-        jobs: what is to be computed.
-        notes: why values will not be found again.
-        spectra: what spectra are written as, but for the weights and the result; None: none are wanted.
-    """
-
-    setting: int
-    contents: dict[str, str]
-    jobs: list[Job]
-    notes: tuple[str, ...]
-    spectra: attached.Entry | None = None
+    setting: int  # the store's number of what is the same for all values
+    contents: dict[str, str]  # of the checkpoints, by name
+    jobs: list[Job]  # what is to be computed
+    notes: tuple[str, ...]  # why values will not be found again
+    spectra: attached.Entry | None = None  # what they are written as, but for weights and result; None: none are wanted
 
     def commit(self, store: Store, job: Job, outcome: Outcome) -> None:
         """Write what came of a job into the store."""

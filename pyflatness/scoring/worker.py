@@ -242,19 +242,12 @@ def _values(
 
 @dataclass(frozen=True)
 class Maker:
-    """Name what makes the model or the data, so that each worker can make it.
+    """Name what makes the model or the data, so that each worker can make it."""
 
-    Attributes:
-        maker: a SPEC (see :func:`.data_specs.resolve`), a callable, or, for data, what it would return.
-        arguments: of the callable, by name.
-        name: what messages call it.
-        to: of a model: ``device`` and ``dtype``, as ``nn.Module.to`` takes them.
-    """
-
-    maker: Any
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    name: str = ""
-    to: Mapping[str, Any] = field(default_factory=dict)
+    maker: Any  # a SPEC (see :func:`.data_specs.resolve`), a callable, or, for data, what it would return
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the callable, by name
+    name: str = ""  # what messages call it
+    to: Mapping[str, Any] = field(default_factory=dict)  # of a model: what ``nn.Module.to`` takes
 
     def made(self) -> Any:
         """Return what the callable returns."""
@@ -286,30 +279,17 @@ class Maker:
 
 @dataclass(frozen=True)
 class Setup:
-    """Hold what is the same for all units of a run.
+    """Hold what is the same for all units of a run."""
 
-    Attributes:
-        token: a name that no other run has.
-        model: of the network that the checkpoints are of; None where each brings its own.
-        data: the batches.
-        batch_size: the most samples that go through the network together; None: as the batches are; ``"auto"``: as
-            they are, and half as many whenever the memory does not suffice.
-        limit: the first so many samples of the data, or this part of them; None: all.
-        fingerprint: of the data, which every worker's are held against; None where values are not kept.
-        code: likewise, of model and loss.
-        version: what stands for the user's code; None: it is looked at.
-        request: what is asked of each checkpoint.
-    """
-
-    token: str
-    model: Maker | None
+    token: str  # a name that no other run has
+    model: Maker | None  # of the network that the checkpoints are of; None where each brings its own
     data: Maker
-    request: Request
-    batch_size: int | str | None = None
-    limit: float | None = None
-    fingerprint: described.Facts | None = None
-    code: keys.Code | None = None
-    version: str | None = None
+    request: Request  # what is asked of each checkpoint
+    batch_size: int | str | None = None  # most samples of a batch; "auto": half as many where memory does not suffice
+    limit: float | None = None  # the first so many samples of the data, or this part of them; None: all
+    fingerprint: described.Facts | None = None  # of the data, which every worker's are held against; None: not kept
+    code: keys.Code | None = None  # of model and loss, likewise
+    version: str | None = None  # what stands for the user's code; None: it is looked at
 
 
 @dataclass(frozen=True)

@@ -27,22 +27,14 @@ _MOST = 2  # settings that are conditioned on at once
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Hold the networks of a study with their settings.
+    """Hold the networks of a study with their settings."""
 
-    Attributes:
-        measure: (n,).
-        target: (n,).
-        settings: by name, which of its values a network has, (n,).
-        values: of each setting, as text.
-        labels: of the combinations of settings that there are, and which of them a network has, ``combination`` (n,).
-    """
-
-    measure: Vector
-    target: Vector
-    settings: dict[str, Codes]
-    values: dict[str, tuple[str, ...]]
-    labels: tuple[str, ...]
-    combination: Codes
+    measure: Vector  # (n,)
+    target: Vector  # (n,)
+    settings: dict[str, Codes]  # by name, which of its values a network has, (n,)
+    values: dict[str, tuple[str, ...]]  # of each setting, as text
+    labels: tuple[str, ...]  # of the combinations of settings that there are
+    combination: Codes  # which of these a network has, (n,)
 
     def agreement(self) -> Vector:
         """Return the agreement of every pair, (n, n)."""

@@ -99,17 +99,11 @@ def bootstrap_resamples(n: int, clusters: NDArray[np.intp] | None, seed: int) ->
 
 @dataclass(frozen=True, eq=False)
 class Jackknife:
-    """Hold the samples that each lack one recipe, one seed, or one recipe's networks of one seed.
+    """Hold the samples that each lack one recipe, one seed, or one recipe's networks of one seed."""
 
-    Attributes:
-        recipes: without one recipe each.
-        seeds: without one seed each; None: seeds share nothing.
-        both: without the networks of one recipe and seed each.
-    """
-
-    recipes: Resamples
-    seeds: Resamples | None = None
-    both: Resamples | None = None
+    recipes: Resamples  # without one recipe each
+    seeds: Resamples | None = None  # without one seed each; None: seeds share nothing
+    both: Resamples | None = None  # without the networks of one recipe and seed each
 
     @classmethod
     def over(cls, recipes: NDArray[np.intp], seeds: NDArray[np.intp] | None = None) -> "Jackknife":

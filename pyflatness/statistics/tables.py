@@ -32,19 +32,12 @@ _OF_VALUES = _SCORED | {
 
 @dataclass(frozen=True, eq=False)
 class Networks:
-    """Hold a row for each network.
+    """Hold a row for each network."""
 
-    Attributes:
-        names: of the rows.
-        columns: numbers by name; NaN where a cell is empty.
-        measures: columns that are measures, as far as that is known; else all.
-        texts: columns that are not numbers, such as the name of an optimiser; "" where a cell is empty.
-    """
-
-    names: tuple[str, ...]
-    columns: dict[str, Vector]
-    measures: tuple[str, ...]
-    texts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    names: tuple[str, ...]  # of the rows
+    columns: dict[str, Vector]  # numbers by name; NaN where a cell is empty
+    measures: tuple[str, ...]  # columns that are measures, as far as that is known; else all
+    texts: dict[str, tuple[str, ...]] = field(default_factory=dict)  # others; "" where a cell is empty
 
     def column(self, name: str) -> Vector:
         """Return one column."""
