@@ -12,22 +12,14 @@ from .base import wrong_shape
 
 
 def rows(outputs: Tensor, targets: Any, loss: Loss, number: int) -> losses.Rows:
-    """Return the loss terms of the outputs of batch ``number``.
-
-    Raises:
-        InputError: targets that do not fit.
-    """
+    """Return the loss terms of the outputs of batch ``number``."""
     targets = losses.tensor_targets(targets, number)
     with losses.of_batch(number):
         return losses.rows(outputs, targets, loss)
 
 
 def weight(outputs: Tensor, targets: Any, loss: Loss, number: int) -> float:
-    """Return the sum of the weights of a batch's loss terms, its contribution to the normaliser.
-
-    Raises:
-        InputError: targets that do not fit.
-    """
+    """Return the sum of the weights of a batch's loss terms, its contribution to the normaliser."""
     return float(rows(outputs, targets, loss, number).terms.weights.sum())
 
 
@@ -49,9 +41,6 @@ def judged(outputs: Tensor, targets: Any, loss: Loss, number: int) -> tuple[Tens
     """Return for each target of a batch whether it is predicted rightly, and whether it counts; bool, of one shape.
 
     The prediction is the largest output of a term, or the sign of a binary one.
-
-    Raises:
-        InputError: targets that are no classes.
     """
     labels = losses.tensor_targets(targets, number)
     if isinstance(loss, BinaryCrossEntropy):

@@ -36,22 +36,14 @@ class Risk(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """Hold a model, its layers, loss and data, and how they are measured, inside of :func:`.session.session`.
+    """Hold a model, its layers, loss and data, and how they are measured, inside of :func:`.session.session`."""
 
-    Attributes:
-        model: inside :func:`.state.observing`.
-        loss: from :func:`.losses.resolve`.
-        batches: the data, to be read as often as the measure says.
-        forward: the user's, or a call of the model itself, with its checks.
-        progress: whether reading data shows a bar.
-    """
-
-    model: nn.Module
-    loss: Loss
-    batches: Batches
-    forward: Checked
+    model: nn.Module  # inside :func:`.state.observing`
+    loss: Loss  # from :func:`.losses.resolve`
+    batches: Batches  # the data, to be read as often as the measure says
+    forward: Checked  # the user's, or a call of the model itself, with its checks
     options: Options
-    progress: bool | None = None
+    progress: bool | None = None  # whether reading data shows a bar
     selection: Selection = _NO_LAYERS
 
     def run(self, batch: Any, values: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Any]:
