@@ -73,10 +73,10 @@ def near(name: object, known: Iterable[object], most: int = 5) -> str:
     return ", ".join((likely or names)[:most])
 
 
-def instead(name: object, known: Collection[object], most: int = 5) -> str:
+def instead(name: object, known: Collection[object]) -> str:
     """Return the end of a message on a name that does not exist: all known ones if they are few, else near ones."""
-    few = len(known) <= most
-    return f"there are {', '.join(map(str, known))}" if few else f"did you mean {near(name, known, most)}?"
+    few = len(known) <= 5
+    return f"there are {', '.join(map(str, known))}" if few else f"did you mean {near(name, known)}?"
 
 
 def in_words(result: object, *facts: str) -> str:

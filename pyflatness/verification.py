@@ -266,8 +266,6 @@ def _risk(model: nn.Module, loss: Any, batch: Any, forward: calling.Forward | No
 
 
 def _of_resolved(loss: losses.Loss) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a loss as a callable (outputs, targets) -> scalar."""
-
     def called(outputs: Tensor, targets: Tensor) -> Tensor:
         weight = risk.weight(outputs, targets, loss, 0) if loss.reduction == "mean" else 1.0
         return loss.value(outputs, targets) / weight

@@ -132,14 +132,14 @@ def bar(what: str, shown: bool | None) -> Progress:
     return Progress(*columns, console=console, transient=True, disable=console.quiet)
 
 
-def prepare_folder(path: Path, option: str = "--out") -> None:
-    """Make the folder that an option gave and try that files can be written there."""
+def prepare_folder(path: Path) -> None:
+    """Make the folder of ``--out`` and try that files can be written there."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        raise InputError(f"{option} {path}: no folder to write to ({error.strerror})") from None
+        raise InputError(f"--out {path}: no folder to write to ({error.strerror})") from None
 
 
 def is_same_file(a: Path, b: Path) -> bool:

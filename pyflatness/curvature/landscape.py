@@ -205,7 +205,6 @@ class _Slice:
         return replace(found, directions=())
 
     def _empty(self, made: str) -> Landscape:
-        """Return the slice without points."""
         own, shape = self._points.own, [len(each) for each in self._grid]
         empty = torch.full(shape, torch.nan, dtype=torch.float64, device="cpu")
         return Landscape(
@@ -255,7 +254,6 @@ def _check_same(begun: Landscape, key: Mapping[str, str], out: Path | None) -> N
 
 
 def _with(found: Landscape, more: PointLosses) -> Landscape:
-    """Return a slice with its next points."""
     done = found.done + len(more.losses)
 
     def filled(before: Tensor, values: Tensor) -> Tensor:

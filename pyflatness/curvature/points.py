@@ -131,12 +131,10 @@ class Points:
         return (outputs, targets) if self._together else None
 
     def _size(self, values: Parameters) -> int:
-        """Return about how many bytes a point takes."""
         return self._bytes + _COPIES * sum(w.numel() * w.element_size() for w in values.values())
 
     @property
     def _room(self) -> int:
-        """Return the bytes for points that run together."""
         budget = self._task.budget()
         return budget.buffers if budget.on_gpu else min(_CACHE, budget.graph)
 

@@ -85,7 +85,6 @@ class SliceRequest:
 
 
 def _several(option: str, given: Any) -> list[Any]:
-    """Return one or two directions or checkpoints."""
     if not isinstance(given, Sequence) or isinstance(given, str) or not 1 <= len(given) <= 2:
         raise InputError(f"{option}={shown(given)}: one or two are wanted")
     kinds = (nn.Module, Mapping) if option == "through" else (Mapping,)
@@ -117,7 +116,6 @@ def coefficients(count: int, points: Any, ends: tuple[float, float], span: Any) 
 
 
 def _spans(span: Any, count: int) -> list[tuple[float, float]]:
-    """Return the smallest and largest coefficient of each direction."""
     message = (
         f"span={shown(span)}: a positive number, the smallest and largest coefficient, or such a pair for each of "
         f"{count} directions is wanted"

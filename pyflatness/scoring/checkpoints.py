@@ -191,7 +191,6 @@ def _read_safetensors(path: Path) -> Checkpoint:
 
 
 def _read_index(path: Path) -> Checkpoint:
-    """Return the weights of all shards."""
     _check_file(path)
     shard_of, metadata = index(path)
     named = list(dict.fromkeys(shard_of.values()))
@@ -482,7 +481,6 @@ def _is_state(content: Any) -> bool:
 
 
 def _dense(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights."""
     for name, tensor in state.items():
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
             raise InputError(f"{name} is no dense tensor of numbers")

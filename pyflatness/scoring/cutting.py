@@ -114,7 +114,6 @@ def _places(loader: Any, ranks: Ranks) -> Sequence[int]:
 
 
 def _reading(loader: Any, places: Sequence[int]) -> Any:
-    """Return a loader like this of some samples."""
     names = "collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn"
     options = {name: getattr(loader, name) for name in (*names, "multiprocessing_context", "prefetch_factor")}
     return DataLoader(Subset(loader.dataset, places), loader.batch_sampler.batch_size, **options)

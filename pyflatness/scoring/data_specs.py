@@ -315,7 +315,6 @@ def read_hugging_face(
 
 
 def _of(function: specs.Function, options: dict[str, Any]) -> dict[str, Any]:
-    """Return those of some options that a function has."""
     return {name: held for name, held in options.items() if name in inspect.signature(function).parameters}
 
 

@@ -82,7 +82,6 @@ def _setting_text(facts: Mapping[str, Any]) -> str:
 
 
 def _given_options(key: Mapping[str, Any]) -> Record:
-    """Return the options of a setting that are not those by default."""
     return {name: value for name, value in key["options"].items() if value != _DEFAULTS[name]}
 
 

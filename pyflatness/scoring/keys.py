@@ -164,7 +164,6 @@ def _ends(data: Any) -> Any:
 
 
 def _digests(tensors: list[Tensor], count: int) -> Iterator[bytes]:
-    """Yield the hash of each sample."""
     rows = [
         (f"{described.kind(tensor[:1])}".encode(), described.content(tensor).reshape(count, -1).numpy())
         for tensor in tensors
@@ -178,5 +177,4 @@ def _digests(tensors: list[Tensor], count: int) -> Iterator[bytes]:
 
 
 def _attributes(held: Any) -> Facts:
-    """Return the options of a loss."""
     return {name: plain(value) for name, value in vars(held).items() if not name.startswith("_")}

@@ -111,12 +111,11 @@ def of_torchvision(name: str, *, dtype: str | None = None, device: str = "cpu", 
     return _placed(models.get_model(name, **options), dtype, device)
 
 
-def tokenizer(name: str, *, download: bool = False) -> Any:
+def tokenizer(name: str) -> Any:
     """Return a tokenizer.
 
     Args:
         name: ``hf:folder`` or ``hf:org/name@revision``, also without ``hf:``, or a file ``tokenizer.json``.
-        download: whether what is not in the cache may be fetched.
     """
     _check_transformers()
     import transformers
@@ -126,9 +125,9 @@ def tokenizer(name: str, *, download: bool = False) -> Any:
         with _explained(str(path), download=False):
             return transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
     where, revision = _located(str(path))
-    places = {"revision": revision or "main", "local_files_only": not download, "trust_remote_code": False}
+    places = {"revision": revision or "main", "local_files_only": True, "trust_remote_code": False}
     advice = "; if it has no tokenizer, pass tokenizer=: another folder or name, or a file tokenizer.json"
-    with _explained(where, download=download, advice=advice):
+    with _explained(where, download=False, advice=advice):
         return transformers.AutoTokenizer.from_pretrained(where, **places)
 
 

@@ -215,7 +215,6 @@ class Store:
         return hashlib.sha256(repr(cells).encode()).hexdigest()
 
     def _seal(self) -> None:
-        """Write the digests of rows that are new or have changed."""
         for table in SEALED:
             for row in self._connection.execute(f"SELECT * FROM {table} WHERE digest = ''").fetchall():
                 digest = self._digest(table, row)

@@ -155,7 +155,6 @@ def read_file(
 def _masked(
     encoded: Sequence[Sequence[int]], encoder: Any, mask: float, seed: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the tokens of texts, some of them masked, and the labels."""
     import transformers
 
     if not isinstance(mask, (int, float)) or not 0 < mask < 1:

@@ -215,7 +215,6 @@ def _values(
     forward: FitRecorder,
     ranks: Ranks,
 ) -> tuple[Mapping[str, Values], Mapping[str, str]]:
-    """Return values by measure, and why there is none of the network."""
     if unit.selectors is not None and len(unit.selectors) == 1 and len(names) == 1:  # by the head if it is that
         (row,), options = named(names), request.options
         reads = plan.plan([row], options).reads

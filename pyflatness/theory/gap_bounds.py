@@ -255,7 +255,6 @@ def generalization_bound(
 
 
 def _features(perturbed: Perturbed, name: str) -> int:
-    """Return the number of features of the layer, which must be linear."""
     if layers.is_convolution(perturbed.layer):
         raise InputError(
             f"layer {name!r} is a {type(perturbed.layer).__name__}: its patches overlap, so that there is no one "

@@ -404,7 +404,6 @@ def _half_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _residual(task: Task) -> float:
-    """Return the largest |f_i - y_i|."""
     largest = 0.0
     for number, batch in enumerate(task.batches):
         with torch.no_grad():

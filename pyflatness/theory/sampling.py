@@ -361,7 +361,6 @@ def _sums(psi: _Head, groups: Tensor, count: int, rho: float, probes: int, seed:
 
 
 def _risk(psi: _Head) -> float:
-    """Return the mean loss."""
     sums, outputs = NoiseSums(psi.loss, 1, 0), psi.outputs()
     sums.add(outputs, psi.targets, torch.zeros(len(outputs), dtype=torch.int64, device="cpu"), iter(()))
     return sums.mean()
