@@ -1,5 +1,7 @@
 """Take from outputs what an empirical risk and an accuracy are summed of."""
 
+import functools
+import math
 from typing import Any
 
 import torch
@@ -7,6 +9,7 @@ from torch import Tensor
 
 from .. import losses
 from ..errors import InputError, NonFiniteError
+from ..numerics.accumulate import check_together
 from . import BinaryCrossEntropy, CrossEntropy, CustomLoss, Loss, SquaredError
 from .base import wrong_shape
 
@@ -29,6 +32,13 @@ def not_finite(number: int, value: float, where: str = "") -> NonFiniteError:
         f"batch {number}: the loss of the model{where} is {value}; no sample can be left out of this value "
         "(nan_policy='omit' has no part in it), so leave samples with NaN or infinity out of the data"
     )
+
+
+def finite(value: Tensor, policy: str, number: int, where: str = "") -> float:
+    """Return a loss of all samples of batch ``number``; one that is not finite is an error, by the policy."""
+    found = float(value)
+    check_together(policy, math.isfinite(found), functools.partial(not_finite, number, found, where))
+    return found
 
 
 def hits(outputs: Tensor, targets: Any, loss: Loss, number: int) -> Tensor:
