@@ -32,6 +32,7 @@ orthogonal matrices for ε = δ² κ/(2m) + C δ³ up to O(δ³), where Theorem 
 of Δ, half of them on the sphere and half uniform in the ball, so D is found from below.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ from ..passes.task import Risk, Task
 from ..plan import of_layer
 from ..report import Estimate, intervals, views
 from ..session import public, session
-from .perturbed import Perturbed, Turns, by_weight, orthonormal
+from .perturbed import Perturbed, by_weight, orthonormal, turns
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -202,12 +203,11 @@ def feature_robustness(
     with session(model, loss, data, options, how, reads=2) as task:
         name, source = head.find(task, layer)
         perturbed = Perturbed(task, name, head=source is not None)
-        turns = Turns(perturbed.layer, torch.Generator("cpu").manual_seed(options.seed))
-        kept = max(1, _MEMORY // (4 * layers.matrix(perturbed.layer)[0].numel()))  # probes in one read of the data
-        parts = []
-        for start in range(0, probes, kept):
-            turned = [turns.draw() for _ in range(min(kept, probes - start))]
-            found, at_weights = _rises(perturbed, task, steps, turned)
+        matrix, parts = layers.matrix(perturbed.layer)[0], []
+        draws = itertools.islice(turns(perturbed.layer, torch.Generator("cpu").manual_seed(options.seed)), probes)
+        kept = max(1, _MEMORY // (4 * matrix.numel()))  # probes in one read of the data
+        while weights := [*itertools.islice(draws, kept)]:
+            found, at_weights = _rises(perturbed, task, steps, weights)
             parts.append(found)
         if kappa is None:
             measurement, _ = of_layer(RELATIVE_FLATNESS, task, name)
@@ -218,9 +218,9 @@ def feature_robustness(
         rho=grid,
         rises=rises.mean(dim=0),
         stderr=standard_error(rises),
-        parabola=grid.square() * float(kappa) / (2 * turns.features),
+        parabola=grid.square() * float(kappa) / (2 * matrix.shape[1]),
         kappa=float(kappa),
-        features=turns.features,
+        features=matrix.shape[1],
         loss=at_weights.value,
         probes=probes,
         samples=at_weights.samples,
@@ -228,22 +228,22 @@ def feature_robustness(
     )
 
 
-def _rises(perturbed: Perturbed, task: Task, rho: Sequence[float], turned: Sequence[Tensor]) -> tuple[Tensor, Risk]:
+def _rises(perturbed: Perturbed, task: Task, rho: Sequence[float], weights: Sequence[Tensor]) -> tuple[Tensor, Risk]:
     """Return the rises of the loss with each turned weight, (draws, rho), and the loss, by one read of the data."""
     scales, policy = [sign * alpha for alpha in rho for sign in (1.0, -1.0)], task.options.nan_policy
-    values = torch.zeros(len(turned), len(scales), dtype=torch.float64, device="cpu")
+    values = torch.zeros(len(weights), len(scales), dtype=torch.float64, device="cpu")
     own, over = 0.0, Accumulator(policy, task.loss.reduction)
     for number, batch in enumerate(task.batches):
         outputs, targets = perturbed.outputs(batch)
         over.add(size(batch), risk.weight(outputs, targets, task.loss, number))
         own += risk.finite(task.loss.value(outputs, targets), policy, number)
-        for row, weight in zip(values, turned, strict=True):
+        for row, weight in zip(values, weights, strict=True):
             for place, outputs in enumerate(perturbed.displaced(by_weight(perturbed.layer, weight), scales)):
                 row[place] += risk.finite(task.loss.value(outputs, targets), policy, number, " with turned features")
     sums = {"rises": values, "own": torch.tensor(own, dtype=torch.float64, device="cpu")}
     sums = over.together(task.batches.shard, sums)
     loss = Risk(float(sums["own"]) / over.normaliser, over.samples)
-    return sums["rises"].view(len(turned), -1, 2).mean(dim=2) / over.normaliser - loss.value, loss
+    return sums["rises"].view(len(weights), -1, 2).mean(dim=2) / over.normaliser - loss.value, loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -481,9 +481,7 @@ class _Loss:
                         )
                     (found,) = torch.autograd.grad(value, change)
                     gradient = found if gradient is None else gradient + found
-            if not math.isfinite(value):
-                raise risk.not_finite(number, float(value), " with changed features")
-            total += float(value)
+            total += risk.finite(value, "raise", number, " with changed features")
         summed = {"loss": torch.tensor(total, dtype=torch.float64, device="cpu")}
         total = float(over.together(task.batches.shard, summed)["loss"])
         self.samples = over.samples
