@@ -76,11 +76,7 @@ def head_flatness(
 
 @public(*EVERY)
 def relative_flatness(
-    model: nn.Module,
-    loss: Any = "auto",
-    data: Any = ...,
-    layer: Selector | None = None,
-    **how: Unpack[MeasureHow],
+    model: nn.Module, loss: Any = "auto", data: Any = ..., layer: Selector | None = None, **how: Unpack[MeasureHow]
 ) -> Estimate:
     """Return the relative flatness κ of one layer of a model, with the loss over all of ``data`` as one batch.
 
@@ -124,23 +120,14 @@ def relative_flatness(
     """
     options = Options.of(how)
     reads = plan.plan([RELATIVE_FLATNESS], options).reads
-    with session(
-        *(model, loss, data, options, how),
-        reads=reads,
-        ordered=options.by_sample,
-        sharded=True,
-    ) as task:
+    with session(*(model, loss, data, options, how), reads=reads, ordered=options.by_sample, sharded=True) as task:
         measurement, name = plan.of_layer(RELATIVE_FLATNESS, task, layer)
         return measurement.estimates()[name, RELATIVE_FLATNESS.name]
 
 
 @public(*CALL, "curvature", "conv", "normalize", "backend", "nan_policy", "memory", "max_passes")
 def block_traces(
-    model: nn.Module,
-    loss: Any = "auto",
-    data: Any = ...,
-    layer: Selector | None = None,
-    **how: Unpack[MeasureHow],
+    model: nn.Module, loss: Any = "auto", data: Any = ..., layer: Selector | None = None, **how: Unpack[MeasureHow]
 ) -> Tensor:
     """Return the matrix T of block Hessian traces of one layer, of which relative flatness is ⟨w wᵀ, T⟩.
 
@@ -148,9 +135,6 @@ def block_traces(
     convolution, which see different channels, it is zero.
 
     Args:
-        model: …
-        loss: …
-        data: …
         layer: a name, glob, ``re:…``, ``type:…`` or module; None takes the last Linear that ran.
         conv: with ``"affine"`` d is the number of all outputs of the convolution.
         normalize: ``"std"``: of the layer with rescaled features and columns.
@@ -200,9 +184,6 @@ def measure(
     their own (``pyflatness measures``).
 
     Args:
-        model: …
-        loss: …
-        data: …
         layers: a selector or several, each a name, glob, ``re:…``, ``type:…`` or module; None: every layer that can be
             measured and ran.
         measures: a name or several, as ``pyflatness measures`` lists them. None: relative flatness and the trace.
@@ -240,10 +221,7 @@ def measure(
     wanted, by_name = named(measures), are_named(measures)
     steps = plan.plan(wanted, options, networks=measures is not None and measures != "sweep")
     with session(
-        *(model, loss, data, options, how),
-        reads=steps.reads,
-        ordered=options.by_sample,
-        sharded=True,
+        *(model, loss, data, options, how), reads=steps.reads, ordered=options.by_sample, sharded=True
     ) as task:
         task = task.of(layers)
         measurement = plan.Measurement(steps, task, named=by_name)

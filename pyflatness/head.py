@@ -44,28 +44,20 @@ class HeadBatch:
     """Hold the rows of one batch at a head.
 
     Attributes:
-        features: (rows, m), the layer's inputs, one row per loss term; (rows, …, m) for a term of several positions.
-        samples: entries of dimension 0 of the batch.
-        per_sample: consecutive rows that belong to one sample; 0 where rows cannot be told apart by sample.
-        number: place of the batch in the data.
         labels: class indices of rows that all count the same, not yet checked: the terms are made of them only where
             they are asked for. None where that does not say all.
     """
 
-    features: Tensor
-    samples: int
-    per_sample: int
-    number: int
+    features: Tensor  # (rows, m), a row per loss term; (rows, …, m) for a term of several positions
+    samples: int  # entries of dimension 0 of the batch
+    per_sample: int  # consecutive rows that belong to one sample; 0 where rows cannot be told apart by sample
+    number: int  # place of the batch in the data
     make_terms: Made
     labels: losses.Labels | None
 
     @functools.cached_property
     def terms(self) -> losses.Terms:
-        """Return what the loss says of the rows.
-
-        Raises:
-            InputError: class indices that do not fit; all else was checked before.
-        """
+        """Return what the loss says of the rows."""
         return self.make_terms()
 
 
@@ -284,11 +276,7 @@ def terms_of(
 
 
 def find(task: Task, layer: str | nn.Module | None) -> tuple[str, Head | None]:
-    """Return the name of the layer that is meant (None: the last Linear that ran), and it as the head if it is that.
-
-    Raises:
-        InputError: no such layer, or a bad first batch.
-    """
+    """Return the name of the layer that is meant (None: the last Linear that ran), and it as the head if it is that."""
     name = None if layer is None else selectors.one(task.model, layer)
     if name is not None:
         module = uses.layer(task.model, name)

@@ -73,10 +73,10 @@ def near(name: object, known: Iterable[object], most: int = 5) -> str:
     return ", ".join((likely or names)[:most])
 
 
-def instead(name: object, known: Collection[object], most: int = 5) -> str:
+def instead(name: object, known: Collection[object]) -> str:
     """Return the end of a message on a name that does not exist: all known ones if they are few, else near ones."""
-    few = len(known) <= most
-    return f"there are {', '.join(map(str, known))}" if few else f"did you mean {near(name, known, most)}?"
+    few = len(known) <= 5
+    return f"there are {', '.join(map(str, known))}" if few else f"did you mean {near(name, known)}?"
 
 
 def in_words(result: object, *facts: str) -> str:
@@ -125,11 +125,7 @@ def duration(seconds: float) -> str:
 
 
 def check_tensor(what: str, tensor: object, *, may_be_fake: bool = False) -> Tensor:
-    """Return a dense tensor with values in it.
-
-    Raises:
-        InputError: no tensor, or one that is sparse, nested, quantised or on the meta device.
-    """
+    """Return a dense tensor with values in it."""
     if not isinstance(tensor, Tensor):
         hint = "; pass torch.from_numpy(array)" if type(tensor).__module__ == "numpy" else ""
         raise InputError(f"{what}: a tensor is wanted, got {type(tensor).__name__}{hint}")
@@ -151,11 +147,7 @@ def without_values(tensor: Tensor) -> bool:
 
 
 def check_module(what: str, model: object) -> nn.Module:
-    """Return a module.
-
-    Raises:
-        InputError: something else, such as its class.
-    """
+    """Return a module."""
     if not isinstance(model, nn.Module):
         raise InputError(f"{what}: a torch.nn.Module is wanted, {received(what, model)}")
     return model
@@ -174,11 +166,7 @@ def check_choice(
 
 
 def check_path(option: str, given: object) -> Path:
-    """Return where a file is, or is to be.
-
-    Raises:
-        InputError: no path, or that of a folder.
-    """
+    """Return where a file is, or is to be."""
     text = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text or os.path.isdir(text):  # noqa: PTH112 (for names that no file can have)
         raise InputError(f"{option}={shown(given)}: the path of a file is wanted")
@@ -197,15 +185,7 @@ def lacks_a_second_derivative(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def second_derivatives(what: str, advice: str) -> Iterator[None]:
-    """Raise a clear error where an operation inside the context can be differentiated once only.
-
-    Args:
-        what: the beginning of the message, which says of what there is no second derivative.
-        advice: its end, what to do.
-
-    Raises:
-        InputError: with what torch said of the operation.
-    """
+    """Raise a clear error where an operation inside the context can be differentiated once only."""
     try:
         yield
     except RuntimeError as error:

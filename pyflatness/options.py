@@ -113,11 +113,7 @@ EVERY = (*(name for name in MeasureHow.__annotations__ if name not in How.__anno
 
 @dataclass(frozen=True)
 class Options:
-    """Hold the checked options of a measurement, which :class:`How` and :class:`MeasureHow` describe.
-
-    Raises:
-        InputError: a choice that does not exist, or a number that does not fit.
-    """
+    """Hold the checked options of a measurement, which :class:`How` and :class:`MeasureHow` describe."""
 
     curvature: str = "auto"
     probes: int | str | None = None
@@ -240,11 +236,7 @@ def check_progress(how: Mapping[str, Any]) -> bool | None:
 
 
 def check_count(name: str, value: Any, least: int, wanted: str = "a whole number", most: float = math.inf) -> int:
-    """Return an option that counts something as an int.
-
-    Raises:
-        InputError: no whole number, or one below ``least`` or above ``most``.
-    """
+    """Return an option that counts something as an int."""
     given = _plain(value)
     if type(given) is not int or not least <= given <= most:
         limits = f"at least {least}" + (f" and at most {most}" if most < math.inf else "")
@@ -258,11 +250,7 @@ def check_probes(name: str, value: Any, least: int, wanted: str = "a whole numbe
 
 
 def check_seed(name: str, value: Any) -> int:
-    """Return a seed as an int.
-
-    Raises:
-        InputError: no integer, or one that generators do not take.
-    """
+    """Return a seed as an int."""
     given = _plain(value)
     if type(given) is not int or not -(2**63) <= given < 2**63:
         raise InputError(f"{name}={shown(value)}: an integer of 64 bits is wanted")
@@ -292,11 +280,7 @@ def check_numbers(
     wanted: str = "positive numbers",
     fits: Callable[[float], bool] = lambda value: 0 < value < math.inf,
 ) -> list[float]:
-    """Return an option that is several numbers, one at least, as a list.
-
-    Raises:
-        InputError: something else, or a number that does not fit.
-    """
+    """Return an option that is several numbers, one at least, as a list."""
     found = check_several(option, given, wanted)
     if not found:
         raise InputError(f"{option}={shown(given)}: {wanted} are wanted, one at least")
@@ -307,11 +291,7 @@ def check_numbers(
 
 
 def check_function(option: str, given: Any, called: str) -> Callable[..., Any]:
-    """Return an option that is a function.
-
-    Raises:
-        InputError: something else; the message says how the function would be called.
-    """
+    """Return an option that is a function."""
     if not callable(given):
         raise InputError(f"{option}={shown(given)}: a function {called} is wanted")
     return given  # type: ignore[no-any-return]
@@ -323,11 +303,7 @@ def check_relative_error(name: str, value: Any) -> float:
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """Return a switch as a bool.
-
-    Raises:
-        InputError: neither True nor False.
-    """
+    """Return a switch as a bool."""
     given = _plain(value)
     if type(given) is not bool:
         raise InputError(f"{name}={shown(value)}: True or False is wanted")
@@ -335,11 +311,7 @@ def check_flag(name: str, value: Any) -> bool:
 
 
 def check_dtype(option: str, given: Any) -> torch.dtype:
-    """Return the dtype of floating-point numbers that has a name.
-
-    Raises:
-        InputError: something else.
-    """
+    """Return the dtype of floating-point numbers that has a name."""
     kind = getattr(torch, given, None) if isinstance(given, str) else None
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise InputError(f"{option}: float32 or another type of floating-point numbers is wanted, got {shown(given)}")
@@ -347,16 +319,7 @@ def check_dtype(option: str, given: Any) -> torch.dtype:
 
 
 def check_names(option: str, given: Any, hint: str = "") -> list[str]:
-    """Return one name or several as a list, each once.
-
-    Args:
-        option: its name.
-        given: by the user.
-        hint: what the message says behind "a name or several".
-
-    Raises:
-        InputError: something else.
-    """
+    """Return one name or several as a list, each once."""
     wanted = f"a name or several{hint}"
     found = [given] if isinstance(given, str) else check_several(option, given, wanted)
     for name in found:
@@ -366,11 +329,7 @@ def check_names(option: str, given: Any, hint: str = "") -> list[str]:
 
 
 def check_several(option: str, given: Any, wanted: str) -> list[Any]:
-    """Return an option that is a list, an array or the like as a list.
-
-    Raises:
-        InputError: something else.
-    """
+    """Return an option that is a list, an array or the like as a list."""
     if isinstance(given, (str, bytes)) or not isinstance(given, Iterable) or getattr(given, "ndim", 1) != 1:
         raise InputError(f"{option}={shown(given)}: {wanted} are wanted")
     return [*given]

@@ -30,25 +30,15 @@ from .sweep import jacobians
 
 @dataclass(frozen=True)
 class Plan:
-    """Hold the steps that some measures take.
+    """Hold the steps that some measures take."""
 
-    Attributes:
-        wanted: the measures that were asked for.
-        sweeps: by how they are normalised, those that are made of one sweep's quantities.
-        networks: those of a sweep whose network value takes another one.
-        computed: those that are computed by themselves.
-        jacobians: those of the Jacobians' sweep.
-        derived: those that follow from the values of others.
-        reads: how often all of them read the data.
-    """
-
-    wanted: tuple[Measure, ...]
-    sweeps: Mapping[str | None, tuple[Measure, ...]]
-    networks: tuple[Measure, ...]
-    computed: tuple[Measure, ...]
-    jacobians: tuple[Measure, ...]
-    derived: tuple[Measure, ...]
-    reads: int
+    wanted: tuple[Measure, ...]  # the measures that were asked for
+    sweeps: Mapping[str | None, tuple[Measure, ...]]  # by normalisation, those made of one sweep's quantities
+    networks: tuple[Measure, ...]  # those of a sweep whose network value takes another one
+    computed: tuple[Measure, ...]  # those that are computed by themselves
+    jacobians: tuple[Measure, ...]  # those of the Jacobians' sweep
+    derived: tuple[Measure, ...]  # those that follow from the values of others
+    reads: int  # how often all of them read the data
 
 
 def plan(wanted: Sequence[Measure], options: Options, *, networks: bool = False) -> Plan:
@@ -99,9 +89,6 @@ def of_layer(row: Measure, task: Task, layer: Selector | None) -> tuple["Measure
     """Return the measurement of one layer (None: the last Linear that ran), and its name.
 
     For a measure of the network alone it is that of all layers, and the name is empty.
-
-    Raises:
-        InputError: no such layer, or a bad first batch.
     """
     if row.of_network_alone:
         task = replace(task, options=task.options.of_layers)
@@ -117,8 +104,6 @@ class Measurement:
     """Take the steps of a plan on a task.
 
     Args:
-        steps: what to do.
-        task: on what.
         named: the measures were asked for by name, so that what cannot be had is an error. Else such a measure is left
             out and the reason kept, but for what stands in the way of relative flatness too: errors of its sweep
             concern the model, loss and data, and NaN under ``nan_policy="raise"`` concerns them as well.
@@ -145,11 +130,7 @@ class Measurement:
         return {row.name: self._reasons[row.name] for row in self._steps.wanted if row.name in self._reasons}
 
     def estimates(self) -> dict[tuple[str, str], Estimate]:
-        """Take all steps; return (layer, measure) -> value, ``""`` the network.
-
-        Raises:
-            FlatnessError: of a measure that was named, or of all of them.
-        """
+        """Take all steps; return (layer, measure) -> value, ``""`` the network."""
         self._ranks.check_alike("the choice of measures", {"measures": [row.name for row in self._steps.wanted]})
         for how, rows in self._steps.sweeps.items():
             options = self._task.options.normalized(how)

@@ -46,7 +46,7 @@ def public(*taken: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
     It keeps ``torch.compile`` from tracing the function, and says how it is called where it is called otherwise. Types
     stay visible. An argument whose default is ``...`` has to be given: those in front of it need not be.
-    What is said of model, loss and data stands once, and goes before an entry that begins with an ellipsis.
+    What is said of model, loss and data stands once; an entry of them that begins with an ellipsis goes on from there.
 
     Args:
         taken: the options that the function takes as ``**how``, of :class:`.options.MeasureHow`.

@@ -117,8 +117,6 @@ def verify(
     float32 whatever its dtype, as many normalisations do, is held to what that rounds.
 
     Args:
-        model: …
-        loss: …
         data: … Only the first batch is used.
         layer: None takes the last Linear that ran.
         samples: how many samples to take from the first batch.
@@ -226,11 +224,7 @@ class _Passes:
         self._weights = layers.matrix(layer)[0].numel()
 
     def over(self, items: Iterable[Item], total: int) -> Iterator[Item]:
-        """Yield the items, a pass each.
-
-        Raises:
-            InputError: going by the first passes, all of them would take longer than they may.
-        """
+        """Yield the items, a pass each."""
         start = time.monotonic()
         for done, item in enumerate(progress_bar.track(items, total, "backward passes", self._shown)):
             interrupts.check()
@@ -272,8 +266,6 @@ def _risk(model: nn.Module, loss: Any, batch: Any, forward: calling.Forward | No
 
 
 def _of_resolved(loss: losses.Loss) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a loss as a callable (outputs, targets) -> scalar."""
-
     def called(outputs: Tensor, targets: Tensor) -> Tensor:
         weight = risk.weight(outputs, targets, loss, 0) if loss.reduction == "mean" else 1.0
         return loss.value(outputs, targets) / weight

@@ -24,14 +24,7 @@ from rich.text import Text
 from torch import Tensor
 
 from .. import __version__
-from ..contractions import (
-    DEFAULT_MEMORY,
-    Backend,
-    Geometry,
-    LayerContraction,
-    SoftmaxVariance,
-    layer,
-)
+from ..contractions import DEFAULT_MEMORY, Backend, Geometry, LayerContraction, SoftmaxVariance, layer
 from ..contractions.backends import compiled, cuda, reference
 from .options import json_option
 from .output import show, show_json
@@ -43,21 +36,13 @@ _SHAPES = ((5, 2, 3), (37, 10, 19), (21, 61, 50))  # rows, outputs, features: no
 
 @dataclass(frozen=True)
 class EngineCheck:
-    """Hold the largest relative error of one engine in one precision, over all heads and routes.
+    """Hold the largest relative error of one engine in one precision, over all heads and routes."""
 
-    Attributes:
-        engine: an instruction set of the compiled kernels, or ``"reference"``.
-        dtype: of features and weights.
-        error: the largest relative error of a row; infinite if a value is not a number.
-        route: where it occurred.
-        budget: what it may be.
-    """
-
-    engine: str
-    dtype: torch.dtype
-    error: float
-    route: str
-    budget: float
+    engine: str  # an instruction set of the compiled kernels, or ``"reference"``
+    dtype: torch.dtype  # of features and weights
+    error: float  # the largest relative error of a row; infinite if a value is not a number
+    route: str  # where it occurred
+    budget: float  # what it may be
 
     @property
     def ok(self) -> bool:

@@ -109,11 +109,7 @@ def command_line() -> str:
 
 @contextlib.contextmanager
 def checked() -> Iterator[None]:
-    """Run what prints: characters that the output's encoding does not have are escaped, and a full disk is an error.
-
-    Raises:
-        InputError: standard output cannot be written.
-    """
+    """Run what prints: characters that the output's encoding does not have are escaped, and a full disk is an error."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

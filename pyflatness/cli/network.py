@@ -46,13 +46,6 @@ def measure(
     progress: bool | None,
     as_json: bool,
     checkpoint: Path | None,
-    curvature: str,
-    seed: int,
-    probes: int | str | None,
-    target_stderr: float | None,
-    rtol: float | None,
-    fraction: float | str | None,
-    max_passes: int,
     **asked: Any,
 ) -> None:
     """Measure one network, with the weights of CHECKPOINT if it is given, and print the table of its layers."""
@@ -60,16 +53,8 @@ def measure(
         raise click.BadParameter(f"{out}: its ending is to be {', '.join(_FORMATS)}", param_hint="--out")
     if out is not None:
         prepare_file(out)
-    how: dict[str, Any] = {
-        "curvature": curvature,
-        "seed": seed,
-        "probes": probes,
-        "target_stderr": target_stderr,
-        "rtol": rtol,
-    }
-    network, loss, data = taken(checkpoint, **asked)
-    options: dict[str, Any] = {**how, "layers": selectors or None, "measures": measures, "max_passes": max_passes}
-    report = api.measure(network, loss, data, **options, fraction=fraction, progress=progress)
+    network, loss, data, how = taken(checkpoint, **asked)
+    report = api.measure(network, loss, data, layers=selectors or None, measures=measures, progress=progress, **how)
     if out is not None:
         _FORMATS[out.suffix](report, out)
     if as_json:
@@ -91,12 +76,9 @@ def taken(
     batch_size: int | str | None,
     device: str | None,
     dtype: str | None,
-) -> tuple[nn.Module, Any, Any]:
-    """Return the network with its weights, the loss and the data that a command was given.
-
-    Raises:
-        InputError: they cannot be had, or do not fit.
-    """
+    **how: Any,
+) -> tuple[nn.Module, Any, Any, dict[str, Any]]:
+    """Return the network with its weights, the loss and the data that a command was given, and its other options."""
     spec, of_data = given.spec_of("model"), given.spec_of("data")
     criterion, to = given.loss_of(loss, loss_args), given.moved(device, dtype)
     given.bind(model, model_args, "model")
@@ -114,7 +96,7 @@ def taken(
             raise InputError(f"{checkpoint}: {error}") from None
         for note in notes:
             click.echo(printable(f"{checkpoint}: {note}"), err=True)
-    return bench.network, criterion, bench.data
+    return bench.network, criterion, bench.data, how
 
 
 @click.command()
@@ -128,15 +110,7 @@ def taken(
 @json_option
 @click.argument("checkpoint", required=False, type=PATH)
 def spectrum(
-    selectors: tuple[str, ...],
-    curvature: str,
-    seed: int,
-    k: int,
-    density: bool,
-    out: Path | None,
-    as_json: bool,
-    checkpoint: Path | None,
-    **asked: Any,
+    selectors: tuple[str, ...], out: Path | None, as_json: bool, checkpoint: Path | None, **asked: Any
 ) -> None:
     """Show the largest eigenvalues of a network's loss Hessian, with the weights of CHECKPOINT if it is given.
 
@@ -144,11 +118,8 @@ def spectrum(
     """
     if out is not None:
         prepare_file(out)
-    network, loss, data = taken(checkpoint, **asked)
-    chosen = selectors or None
-    found = eigenvalues.spectrum(
-        network, loss, data, layers=chosen, k=k, density=density, curvature=curvature, seed=seed
-    )
+    network, loss, data, how = taken(checkpoint, **asked)
+    found = eigenvalues.spectrum(network, loss, data, layers=selectors or None, **how)
     if out is not None:
         found.to_json(out)
     if as_json:
@@ -180,21 +151,14 @@ def spectrum(
 )
 @click.option("--frontier", is_flag=True, help="Show what other budgets are predicted to cost too.")
 @click.option(
-    "--export",
-    nargs=2,
-    metavar="TOOL FILE",
-    help="Write the choice for llm-compressor, gptqmodel or torchao.",
+    "--export", nargs=2, metavar="TOOL FILE", help="Write the choice for llm-compressor, gptqmodel or torchao."
 )
 @json_option
 @click.argument("checkpoint", required=False, type=PATH)
 def allocate(
     selectors: tuple[str, ...],
     formats: tuple[str, ...],
-    bits: float | None,
-    size: int | None,
     together: tuple[str, ...],
-    probes: int,
-    seed: int,
     frontier: bool,
     export: tuple[str, str] | None,
     as_json: bool,
@@ -207,10 +171,9 @@ def allocate(
     """
     if export is not None:
         prepare_file(Path(export[1]))
-    network, loss, data = taken(checkpoint, **asked)
+    network, loss, data, how = taken(checkpoint, **asked)
     groups = [[name.strip() for name in names.split(",")] for names in together]
-    options: dict[str, Any] = {"bits": bits, "size": size, "probes": probes, "seed": seed}
-    plan = allocation.allocate(network, loss, data, formats, layers=selectors or None, together=groups, **options)
+    plan = allocation.allocate(network, loss, data, formats, layers=selectors or None, together=groups, **how)
     if export is not None:
         plan.export(*export)
     if as_json:

@@ -38,11 +38,7 @@ dtype_option = click.option("--dtype", help="Dtype of the weights, such as bfloa
 
 
 def moved(device: str | None, dtype: str | None) -> dict[str, Any]:
-    """Return the arguments of ``nn.Module.to`` for these options.
-
-    Raises:
-        InputError: no device, or no dtype of floating-point numbers.
-    """
+    """Return the arguments of ``nn.Module.to`` for these options."""
     to: dict[str, Any] = {}
     if device is not None:
         try:
@@ -105,15 +101,7 @@ def _given(parameter: click.Parameter, value: Any) -> Any:
 def spec_option(
     name: str, what: str, resolve: Callable[[str], Function] = specs.resolve, more: str = "", *, required: bool = True
 ) -> Callable[[Function], Function]:
-    """Return two click options: ``--name SPEC``, which arrives as a callable, and ``--name-args JSON``, as a dict.
-
-    Args:
-        name: of the option.
-        what: what the callable returns.
-        resolve: SPEC -> callable.
-        more: of the help.
-        required: whether it has to be given; else it may be None.
-    """
+    """Return two click options: ``--name SPEC``, which arrives as a callable, and ``--name-args JSON``, as a dict."""
 
     def resolved(context: click.Context, parameter: click.Parameter, text: str | None) -> Function | None:
         context.meta[name] = text
@@ -153,11 +141,7 @@ models_option = spec_option(
 
 
 def bind(function: Function, arguments: dict[str, Any], name: str) -> Callable[[], Any]:
-    """Return the callable of ``--name`` with its arguments; see :func:`pyflatness.scoring.specs.bind`.
-
-    Raises:
-        click.BadParameter: the arguments do not fit.
-    """
+    """Return the callable of ``--name`` with its arguments; see :func:`pyflatness.scoring.specs.bind`."""
     try:
         return specs.bind(function, arguments, f"--{name}")
     except InputError as error:
@@ -180,11 +164,7 @@ _PAIR = re.compile(r"(\w+)=(.*?)(?=,\w+=|$)", re.DOTALL)
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Return a JSON object of keyword arguments, or ``k=v,k=v``, whose values are JSON, True, False, None or texts.
-
-    Raises:
-        InputError: something else.
-    """
+    """Return a JSON object of keyword arguments, or ``k=v,k=v``, whose values are JSON, True, False, None or texts."""
     if re.match(r"\w+=", text):
         return {name: _plain(value) for name, value in _PAIR.findall(text)}
     try:

@@ -123,7 +123,6 @@ def bar(what: str, shown: bool | None) -> Progress:
     """Return a bar for so many of something.
 
     Args:
-        what: is counted.
         shown: whether it is; None: on a terminal. A log then gets nothing, not even an empty line.
     """
     console = Console(stderr=True, force_terminal=True if shown else None)
@@ -133,18 +132,14 @@ def bar(what: str, shown: bool | None) -> Progress:
     return Progress(*columns, console=console, transient=True, disable=console.quiet)
 
 
-def prepare_folder(path: Path, option: str = "--out") -> None:
-    """Make the folder that an option gave and try that files can be written there.
-
-    Raises:
-        InputError: it cannot be made, or not be written to.
-    """
+def prepare_folder(path: Path) -> None:
+    """Make the folder of ``--out`` and try that files can be written there."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        raise InputError(f"{option} {path}: no folder to write to ({error.strerror})") from None
+        raise InputError(f"--out {path}: no folder to write to ({error.strerror})") from None
 
 
 def is_same_file(a: Path, b: Path) -> bool:
@@ -173,11 +168,7 @@ def append_whole(file: FileIO, content: bytes) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file of results, in place of an older one only when all of it is written.
-
-    Raises:
-        InputError: it cannot be written; what was there is as it was.
-    """
+    """Write a file of results, in place of an older one only when all of it is written."""
     part = path.with_name(f".{path.name}.part")
     try:
         part.write_bytes(content)
@@ -188,11 +179,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def prepare_file(path: Path) -> None:
-    """Make the file's folder and try that the file can be written; what it holds stays as it is.
-
-    Raises:
-        InputError: the folder cannot be made, or the file not be written.
-    """
+    """Make the file's folder and try that the file can be written; what it holds stays as it is."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         existed = path.exists()

@@ -82,13 +82,7 @@ def plan(
     work = planned.work(lambda: specs.build_model(build), shaped, layers or None, precision)
     plans = [
         planned.planned(
-            work,
-            size,
-            samples=samples,
-            batch=batch,
-            probes=number,
-            sharded=sharded,
-            flops_per_second=flops_per_second,
+            work, size, samples=samples, batch=batch, probes=number, sharded=sharded, flops_per_second=flops_per_second
         )
         for size in ranks
         for sharded in (False, True)

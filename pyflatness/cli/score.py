@@ -36,7 +36,7 @@ from ..options import Options
 from ..scoring import checkpoints, data_specs, executors, metadata, pretrained, specs
 from ..scoring.run import Kept, ScoringRun, keep
 from ..scoring.store import Store
-from ..scoring.units import NO_FIT, Request, Row, csv_line, rows
+from ..scoring.units import Held, Pair, Request, Row, csv_line, rows
 from ..scoring.worker import Job, Maker, Outcome
 from . import options as given
 from .group import command_line
@@ -52,9 +52,7 @@ _OF_A_LAUNCHER = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 @given.asked
 @click.option("--out", type=PATH, help="CSV file that the rows are written to, beside standard output.")
 @click.option(
-    "--store",
-    type=PATH,
-    help="SQLite file that keeps the values: run again, the command goes on where it was.",
+    "--store", type=PATH, help="SQLite file that keeps the values: run again, the command goes on where it was."
 )
 @click.option("--retry", is_flag=True, help="Compute again what failed. (with --store)")
 @click.option(
@@ -290,11 +288,7 @@ def _launched() -> Iterator[Ranks]:
 
 
 def _networks(paths: tuple[Path, ...]) -> list[str]:
-    """Return the CHECKPOINTs that stand without --model, each once: names of networks of libraries.
-
-    Raises:
-        UsageError: there is none, or one that is no such name.
-    """
+    """Return the CHECKPOINTs that stand without --model, each once: names of networks of libraries."""
     names = [*dict.fromkeys(map(str, paths))]
     odd = next((name for name in names if not pretrained.is_named(name)), None)
     if odd is not None or not names:
@@ -307,9 +301,6 @@ def _check_there(found: list[Path]) -> None:
     """Raise if an argument names no checkpoints, so that a slip of the keyboard costs no results.
 
     A file that is missing beside others which are there is an error in its rows, if its name is that of a checkpoint.
-
-    Raises:
-        BadParameter: there is no such file, or a folder or pattern without checkpoints.
     """
     missing = [path for path in found if path.is_dir() or not path.exists()]
     named = [path for path in missing if checkpoints.is_checkpoint(path) and not glob.has_magic(str(path))]
@@ -330,11 +321,7 @@ def _by_option(message: str) -> str:
 
 
 def _check_passes(run: ScoringRun) -> None:
-    """Raise if exact values of a language model take too many passes, by one sample, before anything is measured.
-
-    Raises:
-        UsageError: they do, and no probes are asked for.
-    """
+    """Raise if exact values of a language model take too many passes, by one sample, before anything is measured."""
     request, one = run.request, replace(run.request.options, max_passes=1)
     if one.probes is not None or one.target_stderr is not None:
         return
@@ -401,12 +388,11 @@ def _append(run: ScoringRun, out: Path, found: list[Row], notes: Notes, shown: b
         task = progress.add_task("scoring", total=sum(map(len, each.values())))
         append_whole(file, csv_line(field.name for field in fields(Row)))
         for name, pairs in each.items():
-            outcomes: list[Outcome] = []
+            held: dict[Pair, Held] = {}
             for job in run.jobs(name, pairs):
-                known = any(outcome.fit != NO_FIT for outcome in outcomes)
-                outcomes.append(run.bench.outcome(replace(job, fit=not known), step))
-                notes.add(name, outcomes[-1].notes)
-            held = {pair: one for outcome in outcomes for pair, one in outcome.held.items()}
+                outcome = run.bench.outcome(job, step)
+                held |= outcome.held
+                notes.add(name, outcome.notes)
             for row in rows(name, pairs, held):
                 append_whole(file, csv_line(asdict(row).values()))
                 found.append(row)

@@ -108,10 +108,7 @@ def show(store: Path, checkpoint: str, as_json: bool) -> None:
 
 @_command("Write a table for other programs: CSV, JSON, Parquet.")
 @click.option(
-    "--out",
-    type=PATH,
-    required=True,
-    help="File to write; its ending is the format: .csv, .json, .jsonl, .parquet.",
+    "--out", type=PATH, required=True, help="File to write; its ending is the format: .csv, .json, .jsonl, .parquet."
 )
 @metadata_option()
 def export_(store: Path, out: Path, table: Path | None) -> None:

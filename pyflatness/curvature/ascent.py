@@ -82,16 +82,11 @@ class WorstCase:
 
 @dataclass(frozen=True)
 class Ascent:
-    """Climb on the loss within a ball.
+    """Climb on the loss within a ball."""
 
-    Attributes:
-        scale: T's diagonal, of a parameter.
-        euclidean: whether the ball is, else a box.
-    """
-
-    scale: Callable[[Tensor], Tensor]
+    scale: Callable[[Tensor], Tensor]  # T's diagonal, of a parameter
     rho: float
-    euclidean: bool
+    euclidean: bool  # whether the ball is, else a box
     steps: int
     starts: int
     seed: int

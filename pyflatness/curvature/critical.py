@@ -43,8 +43,6 @@ def critical_sharpness(
     it, and by bisection of the last interval, to a relative width of 2^-20.
 
     Args:
-        model: …
-        loss: …
         data: … They are read once for each η, some dozens of times.
         step: Δ by the names of parameters, as the model has them or without its wrappers (``torch.compile``, DDP), of
             their shapes: what an optimiser adds to them for a learning rate of 1. Others stay.

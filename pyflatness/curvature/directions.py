@@ -30,15 +30,10 @@ NORMALIZATIONS = ("auto", "filter", "layer", None)
 
 @dataclass(frozen=True)
 class Direction:
-    """Hold a direction.
+    """Hold a direction."""
 
-    Attributes:
-        label: of an axis of a figure.
-        values: by name of a parameter, or of a buffer that goes along.
-    """
-
-    label: str
-    values: Parameters
+    label: str  # of an axis of a figure
+    values: Parameters  # by name of a parameter, or of a buffer that goes along
 
 
 def moved(theta: Mapping[str, Tensor], directions: Sequence[Direction], coefficients: Sequence[float]) -> Parameters:
@@ -148,13 +143,7 @@ def to(model: nn.Module, other: Any, names: frozenset[str] | None, option: str, 
     """Return the direction from a model to another checkpoint, θ' - θ, with its floating-point buffers.
 
     Args:
-        other: a module of the same structure, or a state dict.
         names: of the parameters that move, and no buffers then; None: all, and buffers.
-        option: of the user's call, for messages.
-        label: of the direction.
-
-    Raises:
-        InputError: no checkpoint of this model, or the model itself.
     """
     if isinstance(other, nn.Module):
         module = layers.unwrap(other)

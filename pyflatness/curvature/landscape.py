@@ -61,7 +61,6 @@ def landscape(
 
     Args:
         model: … A parameter that several modules share is moved once.
-        loss: …
         data: … They are read again and again: once for up to 64 points.
         directions: ``"random"`` (the default): Gaussian in weights, filter-normalised, and zero in biases, scales of
             normalisations and other vectors; ``"eigenvectors"``: those of the Hessian's largest eigenvalues, which
@@ -155,14 +154,7 @@ def _made(wanted: SliceRequest, layers: Any, seed: int) -> str:
 
 
 class _Slice:
-    """Evaluate the loss on a grid.
-
-    Args:
-        directions: one or two.
-        grid: coefficients along each.
-        accuracy: see :class:`.points.Points`.
-        quadratic: whether the quadratic model is wanted.
-    """
+    """Evaluate the loss on a grid."""
 
     def __init__(
         self,
@@ -183,7 +175,6 @@ class _Slice:
         Args:
             begun: what a file has of it, which is not evaluated again.
             made: which eigenvectors a file is to have, see :func:`_made`; or an empty text.
-            out: the file, or None.
         """
         ranks = self._task.batches.shard.ranks
         if begun is not None:
@@ -214,7 +205,6 @@ class _Slice:
         return replace(found, directions=())
 
     def _empty(self, made: str) -> Landscape:
-        """Return the slice without points."""
         own, shape = self._points.own, [len(each) for each in self._grid]
         empty = torch.full(shape, torch.nan, dtype=torch.float64, device="cpu")
         return Landscape(
@@ -264,7 +254,6 @@ def _check_same(begun: Landscape, key: Mapping[str, str], out: Path | None) -> N
 
 
 def _with(found: Landscape, more: PointLosses) -> Landscape:
-    """Return a slice with its next points."""
     done = found.done + len(more.losses)
 
     def filled(before: Tensor, values: Tensor) -> Tensor:

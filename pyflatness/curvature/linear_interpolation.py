@@ -19,10 +19,8 @@ from typing_extensions import Unpack
 from .. import progress as bars
 from ..errors import InputError
 from ..messages import shown
-from ..model.parameters import Parameters
 from ..model.selectors import Selector
 from ..options import CALL, How, Options, check_count, check_flag, check_progress
-from ..passes.task import Task
 from ..report import Result, views
 from ..session import public, session
 from . import batch_statistics
@@ -132,8 +130,6 @@ def linear_interpolation(
     """Return the loss on the line between two networks, E((1 - α) θ + α θ'), and the barrier between them.
 
     Args:
-        model: …
-        loss: …
         data: … They are the training data, and are read again and again.
         other: another module of the same structure, or a state dict.
         test: batches of other data, for the loss on these too.
@@ -172,62 +168,37 @@ def linear_interpolation(
         raise InputError(f"other={shown(other)}: a module or a state dict is wanted")
     options = Options.of(how, nan_policy="propagate")
     with session(model, loss, data, options, {**how, "progress": False}, reads=3) as task:
-        anew = bool(batch_statistics.norms(task.model)) if update_bn is None else update_bn
-        if anew and not batch_statistics.norms(task.model):
+        there = bool(batch_statistics.norms(task.model))
+        anew = there if update_bn is None else update_bn
+        if anew and not there:
             raise InputError("update_bn=True: the model has no BatchNorm with running statistics")
-        line = _BetweenNetworks(
-            task, None if test is None else task.on(test, reads=3), other, layers, accuracy, update_bn=anew
-        )
+        tasks = [task] if test is None else [task, task.on(test, reads=3)]
+        names = None if layers is None else making.chosen(task.model, layers)
+        direction = making.to(task.model, other, names, "other", "")
+        theta = making.origin(task.model, [direction])
+        evaluated = [Points(each, accuracy) for each in tasks]
+        found: list[list[PointLosses]] = [[] for _ in tasks]
         coefficients = torch.linspace(0, 1, points, dtype=torch.float64, device="cpu")
-        train, on_test = line.at(coefficients, progress)
+        shown_here = False if task.batches.shard.ranks.rank else progress
+        with bars.bar("points", points, shown_here) as advance:
+            for some in coefficients.split(min(each.at_once(theta) for each in evaluated)):
+                networks = [making.moved(theta, [direction], [alpha]) for alpha in some.tolist()]
+                if anew:
+                    networks = [values | batch_statistics.refreshed(task, values) for values in networks]
+                for own, held in zip(evaluated, found, strict=True):
+                    held.append(own(networks))
+                advance(len(some), "")
+        train, *others = map(_joined, found)
+        on_test = others[0] if others else None
         return LinearInterpolation(
             coefficients=coefficients,
             losses=train.losses,
             accuracy=train.accuracies,
             test_losses=None if on_test is None else on_test.losses,
             test_accuracy=None if on_test is None else on_test.accuracies,
-            samples=line.samples,
+            samples=evaluated[0].samples,
             refreshed=anew,
         )
-
-
-class _BetweenNetworks:
-    """Evaluate networks between two.
-
-    Args:
-        other: the end of the line.
-        layers: whose parameters move.
-        accuracy: see :class:`.points.Points`.
-        update_bn: whether statistics are computed anew.
-    """
-
-    def __init__(
-        self, task: Task, test: Task | None, other: Any, layers: Any, accuracy: bool | None, *, update_bn: bool
-    ) -> None:
-        self._task, self._update_bn = task, update_bn
-        names = None if layers is None else making.chosen(task.model, layers)
-        self._direction = making.to(task.model, other, names, "other", "")
-        self._theta = making.origin(task.model, [self._direction])
-        self._on = [Points(each, accuracy) for each in (task, test) if each is not None]
-        self.samples = self._on[0].samples
-
-    def at(self, coefficients: Tensor, progress: bool | None) -> tuple[PointLosses, PointLosses | None]:
-        """Return what there is at some α, on the training and the test data."""
-        at_once = min(points.at_once(self._theta) for points in self._on)
-        found: list[list[PointLosses]] = [[] for _ in self._on]
-        rank = self._task.batches.shard.ranks.rank
-        with bars.bar("points", len(coefficients), False if rank else progress) as advance:
-            for some in coefficients.split(at_once):
-                networks = [self._network(alpha) for alpha in some.tolist()]
-                for points, held in zip(self._on, found, strict=True):
-                    held.append(points(networks))
-                advance(len(some), "")
-        train, *test = (_joined(each) for each in found)
-        return train, test[0] if test else None
-
-    def _network(self, alpha: float) -> Parameters:
-        values = making.moved(self._theta, [self._direction], [alpha])
-        return values | batch_statistics.refreshed(self._task, values) if self._update_bn else values
 
 
 def _joined(parts: Sequence[PointLosses]) -> PointLosses:

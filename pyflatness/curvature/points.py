@@ -30,15 +30,10 @@ _COPIES = 3  # of moved parameters that a point takes: its own, in the stack, an
 
 @dataclass(frozen=True)
 class PointLosses:
-    """Hold what was found at some points.
+    """Hold what was found at some points."""
 
-    Attributes:
-        losses: (points,) float64 on the CPU; NaN and infinity are kept.
-        accuracies: (points,), or None.
-    """
-
-    losses: Tensor
-    accuracies: Tensor | None
+    losses: Tensor  # (points,) float64 on the CPU; NaN and infinity are kept
+    accuracies: Tensor | None  # (points,), or None
 
 
 class Points:
@@ -52,9 +47,6 @@ class Points:
         own: the loss and accuracy of the model as it is.
         samples: of the data.
         fingerprint: of the data; of all ranks.
-
-    Raises:
-        InputError: targets or outputs that do not fit.
     """
 
     def __init__(self, task: Task, accuracy: bool | None = None) -> None:
@@ -84,11 +76,7 @@ class Points:
         self.fingerprint = "; ".join(shard.every("the samples", str(read)))
 
     def at_once(self, values: Parameters) -> int:
-        """Return for how many points a read of the data may serve, the same on all ranks.
-
-        Args:
-            values: that such a point has.
-        """
+        """Return for how many points a read of the data may serve, the same on all ranks."""
         budget = self._task.budget()
         most = max(1, min(_MOST, budget.graph // max(1, self._size(values))))
         return int(min(self._task.batches.shard.every("points of a read", most)))
@@ -143,12 +131,10 @@ class Points:
         return (outputs, targets) if self._together else None
 
     def _size(self, values: Parameters) -> int:
-        """Return about how many bytes a point takes."""
         return self._bytes + _COPIES * sum(w.numel() * w.element_size() for w in values.values())
 
     @property
     def _room(self) -> int:
-        """Return the bytes for points that run together."""
         budget = self._task.budget()
         return budget.buffers if budget.on_gpu else min(_CACHE, budget.graph)
 

@@ -57,9 +57,6 @@ def quadratic(task: Task, directions: Sequence[Direction], value: float) -> Quad
     Args:
         directions: all of whose names are parameters'.
         value: E(θ).
-
-    Raises:
-        InputError: an operation without a second derivative.
     """
     try:
         products = ParameterProducts(task, {name for direction in directions for name in direction.values})

@@ -21,20 +21,12 @@ _BY_NAME = ("random", "eigenvectors")
 
 @dataclass(frozen=True)
 class SliceRequest:
-    """Hold what directions a user wants, with options that apply to them.
+    """Hold what directions a user wants, with options that apply to them."""
 
-    Attributes:
-        given: the user's, or ``"random"``; checkpoints.
-        count: of the directions.
-        through: whether they are to checkpoints.
-        layers: whose parameters move.
-        normalization: or None.
-    """
-
-    given: Any
-    count: int
-    through: bool
-    layers: Any
+    given: Any  # the user's, or ``"random"``; checkpoints
+    count: int  # of the directions
+    through: bool  # whether they are to checkpoints
+    layers: Any  # whose parameters move
     normalization: str | None
 
     @classmethod
@@ -72,11 +64,7 @@ class SliceRequest:
         return cls(given, _count(dimensions, len(given), "directions of your own"), False, None, by)
 
     def made(self, model: nn.Module, seed: int) -> list[Direction]:
-        """Return the directions for a model.
-
-        Raises:
-            InputError: they are not of this model.
-        """
+        """Return the directions for a model."""
         if self.through:
             names = None if self.layers is None else making.chosen(model, self.layers)
             return [
@@ -97,7 +85,6 @@ class SliceRequest:
 
 
 def _several(option: str, given: Any) -> list[Any]:
-    """Return one or two directions or checkpoints."""
     if not isinstance(given, Sequence) or isinstance(given, str) or not 1 <= len(given) <= 2:
         raise InputError(f"{option}={shown(given)}: one or two are wanted")
     kinds = (nn.Module, Mapping) if option == "through" else (Mapping,)
@@ -116,13 +103,7 @@ def _count(dimensions: Any, count: int, what: str) -> int:
 
 
 def coefficients(count: int, points: Any, ends: tuple[float, float], span: Any) -> tuple[Tensor, ...]:
-    """Return the coefficients of each direction.
-
-    Args:
-        points: of the user.
-        ends: by default.
-        span: of the user.
-    """
+    """Return the coefficients of each direction."""
     numbers = [*points] if isinstance(points, Sequence) and not isinstance(points, str) else [points] * count
     if len(numbers) != count:
         raise InputError(f"points={shown(points)}: a number of them, or one for each of {count} directions, is wanted")
@@ -135,7 +116,6 @@ def coefficients(count: int, points: Any, ends: tuple[float, float], span: Any) 
 
 
 def _spans(span: Any, count: int) -> list[tuple[float, float]]:
-    """Return the smallest and largest coefficient of each direction."""
     message = (
         f"span={shown(span)}: a positive number, the smallest and largest coefficient, or such a pair for each of "
         f"{count} directions is wanted"

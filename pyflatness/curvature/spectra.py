@@ -203,5 +203,4 @@ def _numbers(held: Any) -> Tensor:
 
 
 def _standard_error(each: Tensor) -> Tensor:
-    """Return the standard error of the mean over the last dimension."""
     return each.std(dim=1) / math.sqrt(each.shape[1]) if each.shape[1] > 1 else torch.full_like(each[:, 0], torch.nan)

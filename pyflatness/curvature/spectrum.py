@@ -55,8 +55,6 @@ def spectrum(
     H y = λ y   for H = ∂²E/∂w², or its GGN. Every product with H is one read of the data.
 
     Args:
-        model: …
-        loss: …
         data: … They are read again and again.
         layers: selectors: the joint block of these layers' weights, without biases; of one layer, its own block. None:
             all trainable parameters of the network.
@@ -143,11 +141,7 @@ def _notes(model: nn.Module, products: Products) -> list[str]:
 
 
 class _Block:
-    """Multiply one block by vectors, and count.
-
-    Args:
-        budget: for vectors.
-    """
+    """Multiply one block by vectors, and count."""
 
     def __init__(self, products: Products, names: Names, budget: Budget, seed: int) -> None:
         self._times, self._names, self._budget = products, names, budget

@@ -47,8 +47,6 @@ def worst_case_sharpness(
     Kwon et al. 2021, Definition 2; Andriushchenko et al. 2023, Eq. 1).
 
     Args:
-        model: …
-        loss: …
         data: … Every step reads them once; of groups they are read twice.
         rho: ρ, the radius of the ball.
         norm: ``"l2"`` or ``"linf"``.
@@ -115,9 +113,6 @@ def keskar_sharpness(
     Metric 2.1, in the whole space).
 
     Args:
-        model: …
-        loss: …
-        data: …
         rho: ε.
         steps: of each ascent.
         starts: ascents.

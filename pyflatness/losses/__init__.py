@@ -58,9 +58,6 @@ def resolve(loss: Any, reduction: Reduction | None = None) -> Loss:
     """Return the loss behind an ``nn`` module, an ``F`` function (or a ``partial`` of one), a name or a callable.
 
     A callable is a mean over samples unless ``reduction="sum"``.
-
-    Raises:
-        InputError: not a loss, or a reduction that is neither mean nor sum.
     """
     if isinstance(loss, str):
         if loss not in _NAMES:

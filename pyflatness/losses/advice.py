@@ -52,11 +52,7 @@ def for_callable(loss: Any) -> str:
 
 @contextlib.contextmanager
 def on_call(loss: Any, outputs: Tensor, targets: Tensor) -> Iterator[None]:
-    """Let an error that a loss raises inside say how the loss was called.
-
-    Raises:
-        InputError: the loss does not take these outputs and targets; what it raised is the cause.
-    """
+    """Let an error that a loss raises inside say how the loss was called."""
     try:
         yield
     except FlatnessError:

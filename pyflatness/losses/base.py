@@ -22,14 +22,12 @@ class Terms:
     Attributes:
         scale: (rows,) float64; 0 for a row that adds nothing, NaN for one without a loss: its targets, or what is known
             of its outputs, have NaN or infinity in them. Its curvature may be a number all the same.
-        weights: (rows,) float64, the row's weight in a mean; their sum over the data is the normaliser.
-        extra: what the curvature needs besides the features: coefficients or targets, rows first.
         used: (rows,), False for a row that the loss ignores (one of class weight 0 is used); None where all are.
     """
 
     scale: Tensor
-    weights: Tensor
-    extra: tuple[Tensor, ...] = ()
+    weights: Tensor  # (rows,) float64, the row's weight in a mean; their sum over the data is the normaliser
+    extra: tuple[Tensor, ...] = ()  # what the curvature needs besides the features: coefficients or targets, rows first
     used: Tensor | None = None
 
     def take(self, index: Tensor) -> "Terms":
@@ -50,14 +48,12 @@ class Mixtures:
             column whose r is 0 is left out.
         weights: () -> (rows, C) float64: how much each column that :attr:`mixed` adds up counts, about σ |s_·c|²; 0
             for a place in r that has none.
-        take: the same of some of the rows, by their places.
-        orthogonal: whether the columns of a row are.
     """
 
     mixed: Callable[[Tensor], list[tuple[Tensor, float]]]
     weights: Callable[[], Tensor]
-    take: Callable[[Tensor], "Mixtures"]
-    orthogonal: bool = False
+    take: Callable[[Tensor], "Mixtures"]  # the same of some of the rows, by their places
+    orthogonal: bool = False  # whether the columns of a row are
 
 
 @dataclass
@@ -67,18 +63,15 @@ class Factors:
     For each row i, scale_i ∂²ℓ_i/∂f_i² = Σ_c σ_ic s_ic s_icᵀ.
 
     Attributes:
-        count: columns.
         column: c -> s_·c, (rows, C) in at least float32, and its signs σ_·c, (rows,) float64; None if all are +1.
-        mixtures: other factors of the same, for random signs.
-        sizes: () -> Σ_c |s_·c|², (rows,): the trace of scale_i ∂²ℓ_i/∂f_i² where all signs are +1.
         form: changes v (rows, C) of the outputs -> Σ_c σ_c ⟨s_c, v⟩², (rows,) float64; None where only columns are
             known.
     """
 
-    count: int
+    count: int  # columns
     column: Callable[[int], tuple[Tensor, Tensor | None]]
-    mixtures: Callable[[], Mixtures]
-    sizes: Callable[[], Tensor]
+    mixtures: Callable[[], Mixtures]  # other factors of the same, for random signs
+    sizes: Callable[[], Tensor]  # () -> Σ_c |s_·c|², (rows,): the trace of scale_i ∂²ℓ_i/∂f_i² where all signs are +1
     form: Callable[[Tensor], Tensor] | None = None
 
 
@@ -122,11 +115,7 @@ class Loss(Protocol):
         """Return the rows of ``outputs`` (classes in ``class_dim``) and their targets, checked, in row-major order."""
 
     def side_by_side(self, returned: Any) -> Tensor:
-        """Return several outputs of a model as one tensor (n, C), if the loss takes them all.
-
-        Raises:
-            InputError: it takes one, or they have other shapes than before.
-        """
+        """Return several outputs of a model as one tensor (n, C), if the loss takes them all."""
 
     def labels(self, shape: Sequence[int], targets: Tensor | None, class_dim: int) -> Labels | None:
         """Return the class indices of outputs of a shape if they say all of :meth:`terms`; None if that is not so."""

@@ -29,9 +29,6 @@ def of(loss: Known, features: Tensor, outputs: int, targets: Tensor | None) -> S
         features: (n, …, m).
         outputs: d.
         targets: of the rows, or None; no gradient flows to them.
-
-    Raises:
-        InputError: targets or options of the loss that do not fit.
     """
     found: Shares = _operator(
         features.detach(),

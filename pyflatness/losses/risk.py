@@ -1,5 +1,7 @@
 """Take from outputs what an empirical risk and an accuracy are summed of."""
 
+import functools
+import math
 from typing import Any
 
 import torch
@@ -7,27 +9,20 @@ from torch import Tensor
 
 from .. import losses
 from ..errors import InputError, NonFiniteError
+from ..numerics.accumulate import check_together
 from . import BinaryCrossEntropy, CrossEntropy, CustomLoss, Loss, SquaredError
 from .base import wrong_shape
 
 
 def rows(outputs: Tensor, targets: Any, loss: Loss, number: int) -> losses.Rows:
-    """Return the loss terms of the outputs of batch ``number``.
-
-    Raises:
-        InputError: targets that do not fit.
-    """
+    """Return the loss terms of the outputs of batch ``number``."""
     targets = losses.tensor_targets(targets, number)
     with losses.of_batch(number):
         return losses.rows(outputs, targets, loss)
 
 
 def weight(outputs: Tensor, targets: Any, loss: Loss, number: int) -> float:
-    """Return the sum of the weights of a batch's loss terms, its contribution to the normaliser.
-
-    Raises:
-        InputError: targets that do not fit.
-    """
+    """Return the sum of the weights of a batch's loss terms, its contribution to the normaliser."""
     return float(rows(outputs, targets, loss, number).terms.weights.sum())
 
 
@@ -37,6 +32,13 @@ def not_finite(number: int, value: float, where: str = "") -> NonFiniteError:
         f"batch {number}: the loss of the model{where} is {value}; no sample can be left out of this value "
         "(nan_policy='omit' has no part in it), so leave samples with NaN or infinity out of the data"
     )
+
+
+def finite(value: Tensor, policy: str, number: int, where: str = "") -> float:
+    """Return a loss of all samples of batch ``number``; one that is not finite is an error, by the policy."""
+    found = float(value)
+    check_together(policy, math.isfinite(found), functools.partial(not_finite, number, found, where))
+    return found
 
 
 def hits(outputs: Tensor, targets: Any, loss: Loss, number: int) -> Tensor:
@@ -49,9 +51,6 @@ def judged(outputs: Tensor, targets: Any, loss: Loss, number: int) -> tuple[Tens
     """Return for each target of a batch whether it is predicted rightly, and whether it counts; bool, of one shape.
 
     The prediction is the largest output of a term, or the sign of a binary one.
-
-    Raises:
-        InputError: targets that are no classes.
     """
     labels = losses.tensor_targets(targets, number)
     if isinstance(loss, BinaryCrossEntropy):

@@ -14,17 +14,11 @@ from .base import Loss, Terms
 
 @dataclass(frozen=True)
 class Rows:
-    """Hold the loss terms of a model's outputs.
+    """Hold the loss terms of a model's outputs."""
 
-    Attributes:
-        terms: scales and weights of the rows, and what else the loss needs.
-        positions: whether each position is a term; else a sample is.
-        dim: the dimension that a term's outputs are in, if so.
-    """
-
-    terms: Terms
-    positions: bool
-    dim: int
+    terms: Terms  # scales and weights of the rows, and what else the loss needs
+    positions: bool  # whether each position is a term; else a sample is
+    dim: int  # the dimension that a term's outputs are in, if so
 
     def of(self, entries: Tensor) -> Tensor:
         """Return entries of the outputs' shape as (rows, C)."""
@@ -35,11 +29,7 @@ class Rows:
 
 
 def rows(outputs: Tensor, targets: Tensor, loss: Loss) -> Rows:
-    """Return the rows of outputs, without their graph: (n, C, …), (n,) for one output per sample, or as the loss says.
-
-    Raises:
-        InputError: targets or outputs that do not fit.
-    """
+    """Return the rows of outputs, without their graph: (n, C, …), (n,) for one output a sample, or as the loss says."""
     outputs, targets = outputs.detach(), targets.detach()
     if loss.positions and outputs.ndim == 1:
         outputs, targets = outputs.unsqueeze(-1), targets.unsqueeze(-1) if targets.ndim == 1 else targets
@@ -54,11 +44,7 @@ def rows(outputs: Tensor, targets: Tensor, loss: Loss) -> Rows:
 
 
 def tensor_targets(targets: Any, number: int) -> Tensor:
-    """Return the targets of batch ``number``.
-
-    Raises:
-        InputError: they are no tensor.
-    """
+    """Return the targets of batch ``number``."""
     return check_tensor(f"batch {number}: targets", targets).detach()
 
 

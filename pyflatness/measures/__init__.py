@@ -96,11 +96,7 @@ def are_named(names: str | Sequence[str] | None) -> bool:
 
 
 def named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:
-    """Return measures by their names; None: the two of a report by default; ``"sweep"``: those of one sweep; ``"all"``.
-
-    Raises:
-        InputError: no name, or one that is not in the table.
-    """
+    """Return measures by name; None: the two of a report by default; ``"sweep"``: those of one sweep; ``"all"``."""
     if names is None:
         return BY_DEFAULT
     if isinstance(names, str) and names in _SETS:

@@ -53,8 +53,6 @@ def adaptive_sharpness_mc(
     that only if ρ is small against the distance of every sample to a kink: near ones add a rise of their own.
 
     Args:
-        model: …
-        loss: …
         data: … They are read once per draw, and once more.
         rho: ρ, the relative size of the noise.
         probes: pairs ±δ.

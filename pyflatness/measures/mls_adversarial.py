@@ -53,7 +53,6 @@ def mls_adversarial(
     models with too many outputs for a Jacobian. ``pf.measure(…, measures="mls_adversarial")`` is this by default.
 
     Args:
-        model: …
         loss: … It has no part in the value.
         data: … Each batch goes through the model whole.
         steps: of the ascent, a forward and a backward pass each.

@@ -29,17 +29,11 @@ _ROUNDING = 100.0  # a negative H within so many units of the largest's last pla
 
 @dataclass(frozen=True)
 class Minimum:
-    """Hold where the iteration stopped.
+    """Hold where the iteration stopped."""
 
-    Attributes:
-        value: the least value found.
-        gradient: Σ |gradient entries| in log a and log b, over the value.
-        columns: (m,), b; 0 for a column that was left out.
-    """
-
-    value: float
-    gradient: float
-    columns: Tensor
+    value: float  # the least value found
+    gradient: float  # Σ |gradient entries| in log a and log b, over the value
+    columns: Tensor  # (m,), b; 0 for a column that was left out
 
 
 def minimised(curvature: Tensor, weight: Tensor) -> Minimum:

@@ -201,9 +201,7 @@ def representation(
     backward pass per output. ``pf.measure(…, measures=[…])`` knows them by the same names, without ``top``.
 
     Args:
-        model: …
         loss: … It has no part in the values.
-        data: …
         layers: whose inputs; None: of all layers that can be measured and ran.
         measures: names; None: all of this page.
         top: singular values that volumes are over, the largest (3 in the code of the paper); None: all.

@@ -182,9 +182,6 @@ def run(
 
     Args:
         tensor: what the model returned -> outputs.
-
-    Raises:
-        InputError: a batch that is no pair, or outputs that are not one tensor.
     """
     with interrupts.at_second(), _of_samples(data.size(batch)):
         return _run(model, batch, forward, tensor)

@@ -36,15 +36,11 @@ def is_sharded(model: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _Weight:
-    """Hold a parameter that is spread over ranks.
-
-    Attributes:
-        dtype: that it has in the forward pass.
-    """
+    """Hold a parameter that is spread over ranks."""
 
     name: str
     spread: Any
-    dtype: torch.dtype
+    dtype: torch.dtype  # that it has in the forward pass
     ranks: Ranks
 
     def whole(self) -> Tensor:

@@ -34,14 +34,13 @@ class Prepared:
     """Hold a batch as a model takes it.
 
     Attributes:
-        shifted: whether outputs at a position are about the label of the next one.
         spans: whether targets are the first and last token of an answer, (n, 2), for which outputs have two logits a
             token.
     """
 
     inputs: dict[str, Any]
     targets: Any
-    shifted: bool = False
+    shifted: bool = False  # whether outputs at a position are about the label of the next one
     spans: bool = False
 
 

@@ -46,15 +46,10 @@ def refusal(outputs: Any, way_out: str = _WAY_OUT) -> InputError:
 
 @dataclass(frozen=True)
 class SideBySide:
-    """Represent several outputs of a model as one tensor (n, C), for a loss that takes them all.
+    """Represent several outputs of a model as one tensor (n, C), for a loss that takes them all."""
 
-    Attributes:
-        structure: of what the model returned, as :mod:`torch.utils._pytree` has it.
-        shapes: of each output, without the samples.
-    """
-
-    structure: Any
-    shapes: tuple[torch.Size, ...]
+    structure: Any  # of what the model returned, as :mod:`torch.utils._pytree` has it
+    shapes: tuple[torch.Size, ...]  # of each output, without the samples
 
     @classmethod
     def of(cls, outputs: Any) -> "tuple[SideBySide, Tensor]":

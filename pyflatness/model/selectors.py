@@ -20,17 +20,11 @@ Selector = str | nn.Module
 
 @dataclass(frozen=True)
 class Selection:
-    """Hold the layers that were asked for.
+    """Hold the layers that were asked for."""
 
-    Attributes:
-        modules: name -> module, in the model's order.
-        named: those asked for by their own name (or module): each has to run.
-        optional: whether none at all has to run; else one has to.
-    """
-
-    modules: dict[str, nn.Module]
-    named: frozenset[str]
-    optional: bool = False
+    modules: dict[str, nn.Module]  # name -> module, in the model's order
+    named: frozenset[str]  # those asked for by their own name (or module): each has to run
+    optional: bool = False  # whether none at all has to run; else one has to
 
 
 def select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) -> Selection:
@@ -112,11 +106,7 @@ def _every(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module]
 
 
 def one(model: nn.Module, selector: Selector) -> str:
-    """Return the one layer that a selector means.
-
-    Raises:
-        InputError: nothing or several layers match, or it cannot be measured.
-    """
+    """Return the one layer that a selector means."""
     matches = [*select(model, selector).modules]
     if len(matches) > 1:
         raise InputError(f"layer: {selector!r} matches {len(matches)} layers, one is wanted: {', '.join(matches[:8])}")

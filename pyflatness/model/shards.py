@@ -118,11 +118,7 @@ def _notes(places: Sequence[Mapping[str, int]]) -> tuple[str, ...]:
 
 
 def _lent(own: Batches, lender: int) -> Any:
-    """Return the first batch of the rank that lends one, where it is needed; the others send it, or pass it on.
-
-    Raises:
-        InputError: there is something in it that cannot be pickled.
-    """
+    """Return the first batch of the rank that lends one, where it is needed; the others send it, or pass it on."""
     ranks = own.shard.ranks
     try:
         lent = ranks.exchange("a batch", _plain(own.peek()) if ranks.rank == lender else None)[lender]

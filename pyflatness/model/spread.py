@@ -22,15 +22,10 @@ WHOLE = (
 
 @dataclass(frozen=True)
 class Part:
-    """Hold a parameter that is spread over ranks.
+    """Hold a parameter that is spread over ranks."""
 
-    Attributes:
-        spread: the DTensor.
-        whole: returns all of its entries.
-    """
-
-    spread: Tensor
-    whole: Callable[[], Tensor]
+    spread: Tensor  # the DTensor
+    whole: Callable[[], Tensor]  # returns all of its entries
 
 
 # Of the model inside of held(); calls of several threads take turns.

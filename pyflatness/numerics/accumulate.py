@@ -72,9 +72,6 @@ def underflow(
         inputs: of the layer, (rows, …) each, not yet normalised; they are asked for where the sum is all but 0.
         layer: its name, or empty.
         rows: what the rows are.
-
-    Raises:
-        NonFiniteError: there are some, under "raise".
     """
     if not total < _SMALL:
         return None
@@ -104,9 +101,6 @@ def kept(policy: str, fine: Tensor, error: Error, samples: BySample | None = Non
         fine: (rows,) bool, which of the batch's values are finite.
         error: of those that are not.
         samples: asked where samples are left out; None: rows are samples.
-
-    Raises:
-        NonFiniteError: not all is fine, under "raise".
     """
     if policy == "propagate" or bool(fine.all()):
         return None
@@ -149,11 +143,7 @@ def check_followed(policy: str, error: Exception) -> None:
 
 
 def normaliser(total_weight: float, reduction: str = "mean") -> float:
-    """Return the normaliser: Σ_i ω_i for the reduction "mean", 1 for "sum"; NaN where the sum of weights is NaN.
-
-    Raises:
-        InputError: no target counts.
-    """
+    """Return the normaliser: Σ_i ω_i for the reduction "mean", 1 for "sum"; NaN where the sum of weights is NaN."""
     if total_weight == 0:
         raise InputError("targets: every one is ignored (or has class weight 0), so the loss has no terms")
     return normaliser_or_nan(total_weight, reduction)
@@ -209,11 +199,7 @@ class Accumulator:
         return sums
 
     def check(self) -> None:
-        """Raise if no sample counts.
-
-        Raises:
-            NonFiniteError: all were left out.
-        """
+        """Raise if no sample counts."""
         if self.samples == 0:
             raise NonFiniteError(f"nan_policy='omit': all {self.omitted} samples have NaN or infinity")
 
@@ -224,12 +210,7 @@ class Accumulator:
 
     @property
     def normaliser(self) -> float:
-        """Return what sums are divided by.
-
-        Raises:
-            NonFiniteError: all samples were left out.
-            InputError: no target counts.
-        """
+        """Return what sums are divided by."""
         self.check()
         return normaliser(self.weight, self._reduction)
 

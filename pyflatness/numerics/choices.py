@@ -28,19 +28,12 @@ _ROUNDING = 1e-12  # relative: by less than so much nothing is better, and nothi
 
 @dataclass(frozen=True)
 class ChoiceProblem:
-    """Represent the problem.
+    """Represent the problem."""
 
-    Attributes:
-        group: (options,), the number of each option's group.
-        costs: (options,), c.
-        products: (options, options), Q.
-        sizes: (options,), none negative.
-    """
-
-    group: Indices
-    costs: Numbers
-    products: Numbers
-    sizes: Numbers
+    group: Indices  # (options,), the number of each option's group
+    costs: Numbers  # (options,), c
+    products: Numbers  # (options, options), Q
+    sizes: Numbers  # (options,), none negative
 
     def value(self, z: Numbers) -> float:
         """Return E(z)."""

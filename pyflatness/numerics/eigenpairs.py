@@ -36,23 +36,14 @@ _SLACK = 10  # of the tolerance: what residuals may be above it for the products
 
 @dataclass(frozen=True)
 class Pairs:
-    """Hold eigenpairs.
+    """Hold eigenpairs."""
 
-    Attributes:
-        values: (k,) float64, descending.
-        vectors: (k, N), orthonormal.
-        residuals: (k,) |H y - θ y| of the products that were taken: an eigenvalue lies so near to each value.
-        products: how many were taken.
-        converged: whether all residuals were brought to the tolerance, and no copies of eigenvalues are left out.
-        limited: whether it ended by the limit of products instead.
-    """
-
-    values: Tensor
-    vectors: Tensor
-    residuals: Tensor
-    products: int
-    converged: bool
-    limited: bool = False
+    values: Tensor  # (k,) float64, descending
+    vectors: Tensor  # (k, N), orthonormal
+    residuals: Tensor  # (k,) |H y - θ y| of the products that were taken: an eigenvalue lies so near to each value
+    products: int  # how many were taken
+    converged: bool  # whether all residuals were brought to the tolerance, and no copies of eigenvalues are left out
+    limited: bool = False  # whether it ended by the limit of products instead
 
 
 def least_vectors(pairs: int, size: int) -> int:

@@ -21,17 +21,11 @@ _PARALLEL = 1e-3  # of a vector's norm: a rest of less is taken apart from the w
 
 @dataclass(frozen=True)
 class Ritz:
-    """Hold the Ritz pairs of a basis, ascending.
+    """Hold the Ritz pairs of a basis, ascending."""
 
-    Attributes:
-        values: (m,) float64, on the CPU like all here.
-        vectors: (m, m), their columns are the coefficients s in the basis.
-        left: (m,), |Pᵀ A s|: the residuals of an H that is symmetric.
-    """
-
-    values: Tensor
-    vectors: Tensor
-    left: Tensor
+    values: Tensor  # (m,) float64, on the CPU like all here
+    vectors: Tensor  # (m, m), their columns are the coefficients s in the basis
+    left: Tensor  # (m,), |Pᵀ A s|: the residuals of an H that is symmetric
 
     @property
     def norm(self) -> float:

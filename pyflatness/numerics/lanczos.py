@@ -26,19 +26,12 @@ _FEWEST = 4  # vectors of a basis that is restarted, at least
 
 @dataclass(frozen=True)
 class LargestEigenvalues:
-    """Hold the largest eigenvalues of some matrices.
+    """Hold the largest eigenvalues of some matrices."""
 
-    Attributes:
-        values: (b,) float64.
-        residuals: (b,), an eigenvalue lies so near.
-        products: how many were taken.
-        converged: whether every residual was brought down to the tolerance.
-    """
-
-    values: Tensor
-    residuals: Tensor
-    products: int
-    converged: bool
+    values: Tensor  # (b,) float64
+    residuals: Tensor  # (b,), an eigenvalue lies so near
+    products: int  # how many were taken
+    converged: bool  # whether every residual was brought down to the tolerance
 
 
 Key = TypeVar("Key", bound=Hashable)

@@ -149,11 +149,7 @@ class _Meeting:
         return bool(self._store.compare_set(f"{self._name}/note", "", note.decode()) == note)
 
     def wait(self) -> None:
-        """Wait until all are here.
-
-        Raises:
-            RankError: some do not come.
-        """
+        """Wait until all are here."""
         while not self._are_here():
             self._attempt += 1
         with contextlib.suppress(RuntimeError):  # a store that cannot

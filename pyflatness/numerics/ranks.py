@@ -67,9 +67,6 @@ class Ranks:
         Args:
             what: cannot be had of data that are spread over ranks; the beginning of a sentence.
             instead: what to do, as a clause with a comma and a space behind it.
-
-        Raises:
-            NotYetError: there are.
         """
         if not self.alone:
             raise refusal(what, self.size, instead)
@@ -206,11 +203,7 @@ class Ranks:
         return [torch.empty_like(tensor) for _ in range(self.size)]
 
     def _collective(self, call: Callable[..., Any], *held: Any) -> None:
-        """Make a call of ``torch.distributed`` in which all ranks take part.
-
-        Raises:
-            RankError: another does not.
-        """
+        """Make a call of ``torch.distributed`` in which all ranks take part."""
         try:
             call(*held, group=self._group)
         except RuntimeError as error:

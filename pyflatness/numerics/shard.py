@@ -27,19 +27,15 @@ class Shard:
     """Represent this rank's part of a data set.
 
     Attributes:
-        ranks: that have the parts.
         counts: whether this rank has samples of its own. One that has none runs on a batch that it was lent, and adds
             nothing.
-        start: the place in all data of its first sample.
-        step: between the places of two of its samples.
-        notes: what a reader of a value should know of how the data are spread.
     """
 
-    ranks: Ranks = ALONE
+    ranks: Ranks = ALONE  # that have the parts
     counts: bool = True
-    start: int = 0
-    step: int = 1
-    notes: tuple[str, ...] = ()
+    start: int = 0  # the place in all data of its first sample
+    step: int = 1  # between the places of two of its samples
+    notes: tuple[str, ...] = ()  # what a reader of a value should know of how the data are spread
 
     def numbers(self, done: int, samples: int) -> Tensor:
         """Return the places (samples,) int64 in all data of the next samples, after so many."""
@@ -68,9 +64,6 @@ class Shard:
         Args:
             step: of the call.
             parts: tensors by name, of the same shape on all ranks that have them.
-
-        Raises:
-            RankError: other shapes on other ranks.
         """
         if self.ranks.alone:
             return dict(parts)
@@ -149,11 +142,7 @@ class _Told(NamedTuple):
 
 
 def _united(step: str, told: Iterable[_Told]) -> dict[Key, tuple[int, ...]]:
-    """Return the shapes of all ranks' parts.
-
-    Raises:
-        RankError: they have others.
-    """
+    """Return the shapes of all ranks' parts."""
     shapes: dict[Key, tuple[int, ...]] = {}
     for each in told:
         for key, shape in each.shapes.items():

@@ -14,15 +14,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Signs:
-    """Represent the signs of some draws.
+    """Represent the signs of some draws."""
 
-    Attributes:
-        seed: of the user.
-        draws: the numbers of the draws.
-    """
-
-    seed: int
-    draws: Sequence[int]
+    seed: int  # of the user
+    draws: Sequence[int]  # the numbers of the draws
 
     def __call__(self, stream: int, samples: Tensor, *shape: int) -> Tensor:
         """Return ±1 as (draws, n, *shape) int8, for samples by their numbers (n,) in the data.

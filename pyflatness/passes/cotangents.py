@@ -36,21 +36,14 @@ class Cotangents:
     """Hold the square-root factor of a batch's loss Hessian, whose columns are the cotangents to send.
 
     A cotangent has the outputs' shape and dtype; its signs are (n,) float64, or None for all +1.
-
-    Attributes:
-        passes: how many cotangents there are.
-        sample_weights: (n,) float64, each sample's weight in a mean, the sum of its terms'.
-        bad: (n,), samples without a loss: NaN or infinity in their targets or outputs.
-        used: (n, L), whether the loss does not ignore each of a sample's L terms.
-        terms: the loss terms, those of a sample one after another.
     """
 
-    passes: int
-    sample_weights: Tensor
-    bad: Tensor
-    used: Tensor
+    passes: int  # how many cotangents there are
+    sample_weights: Tensor  # (n,) float64, each sample's weight in a mean, the sum of its terms'
+    bad: Tensor  # (n,), samples without a loss: NaN or infinity in their targets or outputs
+    used: Tensor  # (n, L), whether the loss does not ignore each of a sample's L terms
     outputs: Tensor
-    terms: Terms
+    terms: Terms  # the loss terms, those of a sample one after another
     _rows: Tensor
     _dim: int
     _loss: Loss
@@ -209,9 +202,6 @@ def prepare(outputs: Tensor, targets: Tensor, loss: Loss, samples: int) -> Cotan
     """Return the cotangents of a batch's outputs.
 
     Samples are in dimension 0, or flattened into it with each sample's rows together.
-
-    Raises:
-        InputError: outputs that do not hold the samples.
     """
     outputs = outputs.detach()
     check_outputs(outputs, samples)

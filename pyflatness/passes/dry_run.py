@@ -28,27 +28,20 @@ class Findings:
     """Hold what a dry run found, and what holds for the batches to come.
 
     Attributes:
-        samples: how many were looked at.
         start: the place in the batch of the first of them whose outputs are kept: not the first of all, if it can be
             helped, so that what a sample has by its place in the batch is seen.
         layouts: where each layer that ran may keep the samples, by what was seen, likely ones first.
-        outputs: the model's, for samples from there on.
-        bytes: that the graph and the layers' inputs and output gradients take per sample, about.
-        inputs: bytes of the layers' inputs per sample.
-        places: positions of a sample in all calls of each layer.
-        cuttable: whether the model runs on micro-batches.
-        mixed: embeddings whose rows cannot be told apart by sample, and which can be left out.
     """
 
-    samples: int
+    samples: int  # how many were looked at
     start: int
     layouts: dict[str, tuple[Layout, ...]]
-    outputs: Tensor
-    bytes: int
-    inputs: int
-    places: dict[str, int]
-    cuttable: bool
-    mixed: frozenset[str]
+    outputs: Tensor  # the model's, for samples from there on
+    bytes: int  # that the graph and the layers' inputs and output gradients take per sample, about
+    inputs: int  # bytes of the layers' inputs per sample
+    places: dict[str, int]  # positions of a sample in all calls of each layer
+    cuttable: bool  # whether the model runs on micro-batches
+    mixed: frozenset[str]  # embeddings whose rows cannot be told apart by sample, and which can be left out
 
 
 def run(

@@ -25,9 +25,6 @@ def check_passes(
             raised.
         samples: of the micro-batch.
         by_hessian: whether they are Hessian products, which the GGN value does without.
-
-    Raises:
-        PassesError: they are more.
     """
     if needed <= most:
         return

@@ -156,15 +156,10 @@ _OF_TORCH = re.compile(r"\w+Backward\d+|(torch::autograd::)?CopyBackwards|torch:
 
 @dataclass(frozen=True)
 class Reading:
-    """Hold what autograd's graph says of layers, or of parameters.
+    """Hold what autograd's graph says of layers, or of parameters."""
 
-    Attributes:
-        proven: f is linear in pieces in their outputs, or in the parameters.
-        custom: there is a custom autograd function behind them, whose second derivative may be missing.
-    """
-
-    proven: frozenset[str]
-    custom: frozenset[str]
+    proven: frozenset[str]  # f is linear in pieces in their outputs, or in the parameters
+    custom: frozenset[str]  # there is a custom autograd function behind them, whose second derivative may be missing
 
 
 def edges_of(calls: Calls) -> Edges:

@@ -58,14 +58,12 @@ class Pooled:
     """Hold what is behind a layer.
 
     Attributes:
-        edge: of what comes out of pooling, and of a ReLU that follows.
-        elements: of a row, that come out of pooling.
         positions: returns (n, d, elements) int32: the position in the layer's output that each element comes from, -1
             for one that ReLU cuts off.
     """
 
-    edge: GradientEdge
-    elements: int
+    edge: GradientEdge  # of what comes out of pooling, and of a ReLU that follows
+    elements: int  # of a row, that come out of pooling
     positions: Callable[[], Tensor]
 
 

@@ -33,24 +33,18 @@ class RecordedCall:
     """Hold one call of a layer.
 
     Attributes:
-        inputs: the tensor that went in; it still has its graph.
-        version: of its contents, as counted by torch, when it went in.
-        edge: of the output.
         input_edge: of the input, as it was when it went in; None for a view that is modified in place afterwards, whose
             gradient in that is no longer to be had.
-        output: an empty tensor of the output's shape and dtype, on the meta device.
-        coefficients: of tokens, see :meth:`.kinds.Linear.coefficients`.
-        route: which rows are of which sample, of an expert that tokens are routed to.
     """
 
-    inputs: Tensor
-    version: int
-    edge: GradientEdge
+    inputs: Tensor  # the tensor that went in; it still has its graph
+    version: int  # of its contents, as counted by torch, when it went in
+    edge: GradientEdge  # of the output
     input_edge: GradientEdge | None
-    output: Tensor
+    output: Tensor  # an empty tensor of the output's shape and dtype, on the meta device
     kind: Linear
-    coefficients: Tensor | None = None
-    route: Route | None = None
+    coefficients: Tensor | None = None  # of tokens, see :meth:`.kinds.Linear.coefficients`
+    route: Route | None = None  # which rows are of which sample, of an expert that tokens are routed to
 
 
 class Recorder:

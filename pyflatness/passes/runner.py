@@ -29,26 +29,19 @@ class Run:
     """Hold a recorded forward pass of a micro-batch.
 
     Attributes:
-        outputs: the model's, with their graph.
-        number: of the user's batch.
-        numbers: (n,) int64, of the samples, counted over all data.
-        recorder: the layers' calls; empty once the run is over.
-        layouts: where each layer keeps the samples.
-        users: of the nodes in the outputs' graph.
-        nonlinear: layers in whose weight the model is not certified to be locally linear.
         again: the model on these samples once more, unrecorded, with a graph of what requires gradients.
     """
 
     batch: Any
-    outputs: Tensor
+    outputs: Tensor  # the model's, with their graph
     targets: Any
     samples: int
-    number: int
-    numbers: Tensor
-    recorder: Recorder
-    layouts: dict[str, Layout]
-    users: linearity.Users
-    nonlinear: frozenset[str]
+    number: int  # of the user's batch
+    numbers: Tensor  # (n,) int64, of the samples, counted over all data
+    recorder: Recorder  # the layers' calls; empty once the run is over
+    layouts: dict[str, Layout]  # where each layer keeps the samples
+    users: linearity.Users  # of the nodes in the outputs' graph
+    nonlinear: frozenset[str]  # layers in whose weight the model is not certified to be locally linear
     again: Callable[[], tuple[Tensor, Any]]
 
     def calls(self, name: str) -> list[RecordedCall]:

@@ -1,9 +1,7 @@
 """Hold what a public call is asked to measure: the user's model, loss and data, taken in hand, and the options."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +12,7 @@ from ..losses.remarks import OF_GGN_ALONE
 from ..model import calling, data, parameters, selectors, shards, state, uses
 from ..model.data import Batches
 from ..model.selectors import Selection, Selector
-from ..numerics.accumulate import Accumulator, check_together
+from ..numerics.accumulate import Accumulator
 from ..options import Options
 from ..report import Estimate
 from .guards import Checked
@@ -36,22 +34,14 @@ class Risk(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """Hold a model, its layers, loss and data, and how they are measured, inside of :func:`.session.session`.
+    """Hold a model, its layers, loss and data, and how they are measured, inside of :func:`.session.session`."""
 
-    Attributes:
-        model: inside :func:`.state.observing`.
-        loss: from :func:`.losses.resolve`.
-        batches: the data, to be read as often as the measure says.
-        forward: the user's, or a call of the model itself, with its checks.
-        progress: whether reading data shows a bar.
-    """
-
-    model: nn.Module
-    loss: Loss
-    batches: Batches
-    forward: Checked
+    model: nn.Module  # inside :func:`.state.observing`
+    loss: Loss  # from :func:`.losses.resolve`
+    batches: Batches  # the data, to be read as often as the measure says
+    forward: Checked  # the user's, or a call of the model itself, with its checks
     options: Options
-    progress: bool | None = None
+    progress: bool | None = None  # whether reading data shows a bar
     selection: Selection = _NO_LAYERS
 
     def run(self, batch: Any, values: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Any]:
@@ -77,10 +67,8 @@ class Task:
                 outputs, targets = self.run(batch, values)
                 if place == 0:
                     over.add(data.size(batch), risk.weight(outputs, targets, self.loss, number))
-                value, where = float(self.loss.value(outputs, targets)), " under noise" if values else ""
-                error = partial(risk.not_finite, number, value, where)
-                check_together(nan_policy, math.isfinite(value), error)
-                sums[place] += value
+                value, where = self.loss.value(outputs, targets), " under noise" if values else ""
+                sums[place] += risk.finite(value, nan_policy, number, where)
         of_rank = {"sums": torch.tensor(sums, dtype=torch.float64, device="cpu")}
         totals = over.together(self.batches.shard, of_rank)["sums"]
         return [Risk(total / over.normaliser, over.samples) for total in totals.tolist()]

@@ -63,7 +63,6 @@ class Flow(TorchDispatchMode):
     """Follow one run of a model inside, on a few samples; what is known is filled in afterwards.
 
     Args:
-        model: the model that will run.
         sources: layer -> how many labels its rows have: their number, or 1 for all rows as one.
         elsewhere: called where a label ends that no layer takes up.
         through: whether labels go on behind operations (else they only reach what takes the output as it is).

@@ -17,11 +17,6 @@ from .reparameterize import check_same, duplicate, scale_rows
 class Folding:
     """Hold what of a model's BatchNorm can be folded where, found out on a batch.
 
-    Args:
-        model: inside :func:`.state.observing`.
-        batch: some samples.
-        forward: see :func:`.calling.run`.
-
     Attributes:
         into: BatchNorm -> the linear layer or convolution that it follows, whose output goes nowhere else.
         alone: the other ones: each becomes its own scale and shift, with mean 0 and variance 1.

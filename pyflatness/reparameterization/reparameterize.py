@@ -42,12 +42,7 @@ _HINTS = {
 
 @public("forward", "eval")
 def reparameterize(
-    model: nn.Module,
-    factors: Mapping[Selector, Any],
-    data: Any,
-    *,
-    inplace: bool = False,
-    **how: Unpack[How],
+    model: nn.Module, factors: Mapping[Selector, Any], data: Any, *, inplace: bool = False, **how: Unpack[How]
 ) -> nn.Module:
     """Return the model with other weights for the same function: rows of layers by λ, columns behind by 1/λ.
 
@@ -104,11 +99,7 @@ def reparameterize(
 
 
 def duplicate(model: nn.Module) -> nn.Module:
-    """Return a copy of the user's model, which is inside :func:`.state.observing`.
-
-    Raises:
-        InputError: it holds something that cannot be copied.
-    """
+    """Return a copy of the user's model, which is inside :func:`.state.observing`."""
     held = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
     made = [tensor for tensor in held if tensor.grad_fn is not None]  # by hooks of the older weight_norm, for one
     try:

@@ -30,9 +30,6 @@ def interval(value: float, stderr: float, dof: float | None, level: float = 0.95
         stderr: its standard error.
         dof: degrees of freedom of the standard error; None if it has none.
         level: the probability that the interval holds the truth, in (0, 1).
-
-    Raises:
-        InputError: a level that is no such probability.
     """
     quantile = student_t(level, math.inf if dof is None else dof)
     if dof is None or not math.isfinite(stderr) or not math.isfinite(value):
@@ -81,9 +78,6 @@ def student_t(level: float, dof: float) -> float:
     Args:
         level: in (0, 1).
         dof: degrees of freedom, a positive number; infinite for the normal distribution.
-
-    Raises:
-        InputError: a level that is no such probability.
     """
     if isinstance(level, bool) or not isinstance(level, (int, float)) or not 0 < level < 1:
         raise InputError(f"level={level!r}: a probability between 0 and 1 is wanted, 0.95 for a 95 % interval")

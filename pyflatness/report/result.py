@@ -99,9 +99,6 @@ def read_json(what: str, source: str | Path) -> Any:
     Args:
         what: is read, the beginning of an error's message.
         source: the text, or the path.
-
-    Raises:
-        InputError: no such file, or not such a text.
     """
     try:
         is_text = isinstance(source, str) and source.lstrip().startswith("{")

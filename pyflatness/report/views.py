@@ -43,11 +43,7 @@ def write_csv(rows: list[dict[str, Any]], path: str | Path) -> None:
 
 
 def frame(rows: list[dict[str, Any]]) -> "pandas.DataFrame":
-    """Return rows as a data frame, without columns of values by sample or neuron that nothing has.
-
-    Raises:
-        MissingExtraError: without pandas.
-    """
+    """Return rows as a data frame, without columns of values by sample or neuron that nothing has."""
     try:
         import pandas
     except ImportError:
@@ -65,21 +61,13 @@ def text(table: "Table", width: int) -> list[str]:
 
 
 def figure() -> "tuple[Figure, Axes]":
-    """Return an empty figure, outside of pyplot: no window, no global state.
-
-    Raises:
-        MissingExtraError: without matplotlib.
-    """
+    """Return an empty figure, outside of pyplot: no window, no global state."""
     empty = _figure(6.0, 4.5)
     return empty, empty.subplots()
 
 
 def panels(count: int) -> "tuple[Figure, list[Axes]]":
-    """Return an empty figure with so many axes, up to three in a row, outside of pyplot.
-
-    Raises:
-        MissingExtraError: without matplotlib.
-    """
+    """Return an empty figure with so many axes, up to three in a row, outside of pyplot."""
     columns = min(3, count)
     rows = -(-count // columns)
     empty = _figure(5.0 * columns, 3.6 * rows)
@@ -105,11 +93,7 @@ def onto_each(axes: "Axes | Iterable[Axes]", names: Collection[str]) -> "tuple[F
 
 
 def save(figure: "Figure", path: Any) -> None:
-    """Write a figure to a path, or to a file that is open; to None not at all.
-
-    Raises:
-        InputError: something else.
-    """
+    """Write a figure to a path, or to a file that is open; to None not at all."""
     if path is not None:
         figure.savefig(path if hasattr(path, "write") else check_path("path", path))
 

@@ -34,34 +34,19 @@ class Attached(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """Hold what a store has of a result.
+    """Hold what a store has of a result."""
 
-    Attributes:
-        content: of the model's weights; empty for a history.
-        training: the name of a history.
-        kind: of the result.
-        label: tells it from others of its kind.
-        setting: hashes of what it was computed of besides the weights, such as the data, and of its options; empty
-            where that is not known.
-        file: its content; empty where there is an error.
-        error: why there is no result.
-    """
-
-    content: str
-    training: str
-    kind: str
-    label: str
-    setting: str
-    file: bytes
-    error: str = ""
+    content: str  # of the model's weights; empty for a history
+    training: str  # the name of a history
+    kind: str  # of the result
+    label: str  # tells it from others of its kind
+    setting: str  # hashes of what else it was computed of, and of its options; empty where that is not known
+    file: bytes  # its content; empty where there is an error
+    error: str = ""  # why there is no result
 
 
 def read(file: bytes, what: str) -> Result:
-    """Return the result that a file holds.
-
-    Raises:
-        InputError: it is the file of no result.
-    """
+    """Return the result that a file holds."""
     if file.startswith(b"PK"):  # an archive, as .npz files are
         return Landscape.read(file, what)
     try:
@@ -157,11 +142,7 @@ def failures(store: Store, setting: str, contents: Iterable[str]) -> list[tuple[
 
 
 def found(store: Store) -> list[Attached]:
-    """Return what a store holds besides numbers, in the order of its models, and then histories.
-
-    Raises:
-        InputError: a file in it that is damaged.
-    """
+    """Return what a store holds besides numbers, in the order of its models, and then histories."""
     rows = store.select(
         "SELECT coalesce(name, training) AS name, kind, label, file, error "
         "FROM attached LEFT JOIN checkpoints USING (content) WHERE name NOT NULL OR attached.content = '' "
@@ -176,11 +157,7 @@ def found(store: Store) -> list[Attached]:
 
 
 def kind_of(result: object) -> tuple[str, Callable[[Result], bytes]]:
-    """Return the name of a result's kind, and what makes a file's content of it.
-
-    Raises:
-        InputError: it is of none of them.
-    """
+    """Return the name of a result's kind, and what makes a file's content of it."""
     for kind, (name, content) in _KINDS.items():
         if isinstance(result, kind):
             return name, content
@@ -191,11 +168,7 @@ def kind_of(result: object) -> tuple[str, Callable[[Result], bytes]]:
 
 
 def meant(given: str, names: Sequence[str]) -> str:
-    """Return the checkpoint that is meant by its name, or by that of its file with or without the ending.
-
-    Raises:
-        InputError: there is none, or several.
-    """
+    """Return the checkpoint that is meant by its name, or by that of its file with or without the ending."""
     among = [name for name in names if given in (name, Path(name).name, Path(name).stem)]
     among = [given] if given in among else among
     if len(among) > 1:

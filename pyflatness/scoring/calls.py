@@ -13,19 +13,12 @@ import torch
 
 @dataclass(frozen=True)
 class RemoteCall:
-    """Hold a call, pickled, and what to find where it is made.
+    """Hold a call, pickled, and what to find where it is made."""
 
-    Attributes:
-        content: the function, its arguments by position and those by name, which are unpickled last.
-        threads: of torch.
-        path: folders of modules.
-        folder: that relative paths begin at.
-    """
-
-    content: bytes
-    threads: int
-    path: tuple[str, ...]
-    folder: str
+    content: bytes  # the function, its arguments by position and those by name, which are unpickled last
+    threads: int  # of torch
+    path: tuple[str, ...]  # folders of modules
+    folder: str  # that relative paths begin at
 
     @classmethod
     def of(cls, dumps: Callable[[Any], bytes], threads: int, *call: Any) -> "RemoteCall":

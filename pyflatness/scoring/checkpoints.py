@@ -95,11 +95,7 @@ def _checkpoints(files: Iterable[Path]) -> set[Path]:
 
 
 def index(path: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the shard of each weight, as an index names them, and the settings beside these.
-
-    Raises:
-        InputError: no index, or a damaged one.
-    """
+    """Return the shard of each weight, as an index names them, and the settings beside these."""
     try:
         if not path.is_file() or path.stat().st_size > _LONGEST_INDEX:
             raise ValueError("no regular file, or too long")
@@ -138,11 +134,7 @@ class Checkpoint:
 
 
 def check_readers(paths: Iterable[Path]) -> None:
-    """Raise if a file is of a kind whose reader is not installed.
-
-    Raises:
-        MissingExtraError: safetensors.
-    """
+    """Raise if a file is of a kind whose reader is not installed."""
     safe = any(path.name.endswith((_SAFE, _SAFE + INDEX)) for path in paths)
     if safe and importlib.util.find_spec("safetensors") is None:
         raise MissingExtraError("safetensors files need safetensors: pip install 'pyflatness[cli]'")
@@ -155,9 +147,6 @@ def read(path: Path) -> Checkpoint:
         path: a ``.safetensors`` file; a ``.pt``, ``.pth``, ``.pth.tar``, ``.ckpt`` or ``.bin`` file with a state dict
             alone or under the key of a training script, which is unpickled as data only; or an index of shards of
             either kind, such as ``model.safetensors.index.json``.
-
-    Raises:
-        InputError: missing, damaged, of another kind, or with more than data in it.
     """
     check_readers([path])
     return _read_index(path) if path.name.endswith(INDEX) else _read_file(path)
@@ -202,7 +191,6 @@ def _read_safetensors(path: Path) -> Checkpoint:
 
 
 def _read_index(path: Path) -> Checkpoint:
-    """Return the weights of all shards."""
     _check_file(path)
     shard_of, metadata = index(path)
     named = list(dict.fromkeys(shard_of.values()))
@@ -378,11 +366,7 @@ _KNOWN: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
 
 
 def unpickled(path: Path) -> tuple[dict[str, Tensor], dict[str, str], tuple[str, ...]]:
-    """Return a pickled checkpoint's tensors by name, the settings beside them, and notes.
-
-    Raises:
-        InputError: damaged, with more than data in it, without weights, or beyond the limits.
-    """
+    """Return a pickled checkpoint's tensors by name, the settings beside them, and notes."""
     try:
         is_archive = _check(path)
         with torch.serialization.safe_globals(_KNOWN), warnings.catch_warnings():
@@ -406,11 +390,7 @@ def unpickled(path: Path) -> tuple[dict[str, Tensor], dict[str, str], tuple[str,
 
 
 def _loaded(path: Path, *, mmap: bool) -> Any:
-    """Return what is in a checkpoint; torch maps no file whose name is not UTF-8.
-
-    Raises:
-        InputError: torch is too old to read a pickle without running what is in it.
-    """
+    """Return what is in a checkpoint; torch maps no file whose name is not UTF-8."""
     if torch.__version__ < _OLDEST:
         raise InputError(
             f"torch {torch.__version__}: a pickled checkpoint can make releases before 2.10 run code of its own, even "
@@ -501,11 +481,6 @@ def _is_state(content: Any) -> bool:
 
 
 def _dense(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights.
-
-    Raises:
-        InputError: one has no numbers, or more than are in the file.
-    """
     for name, tensor in state.items():
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
             raise InputError(f"{name} is no dense tensor of numbers")

@@ -21,24 +21,13 @@ class Cut:
     """Give batches of at most so many samples, and of all samples some that follow each other.
 
     Args:
-        data: see :class:`.data.Batches`; what can be read again.
-        device: where batches go.
         most: samples of a batch; None: as they come.
         limit: the first so many, or, below 1, this part of them; None: all.
         skip: but so many of these.
-
-    Raises:
-        InputError: a part of data that do not say how many samples they have.
     """
 
     def __init__(
-        self,
-        data: Any,
-        device: torch.device,
-        *,
-        most: int | None = None,
-        limit: float | None = None,
-        skip: int = 0,
+        self, data: Any, device: torch.device, *, most: int | None = None, limit: float | None = None, skip: int = 0
     ) -> None:
         self._batches, self.most, self._skip = Batches(data, device, shown=False), most, skip
         if limit is not None and 0 < limit < 1:
@@ -77,11 +66,6 @@ def dealt(data: Any, ranks: Ranks, limit: float | None = None) -> tuple[Any, int
     Args:
         data: see :class:`.data.Batches`, the same on all ranks. Of tensors and of a loader of torch's a rank reads its
             part alone; of other batches it reads all, and leaves out what is of other ranks.
-        ranks: that have a part each.
-        limit: see :class:`.Cut`.
-
-    Raises:
-        InputError: ranks have other data than the first, or parts of them already.
     """
     if distributed(data) is not None:
         raise InputError(
@@ -130,7 +114,6 @@ def _places(loader: Any, ranks: Ranks) -> Sequence[int]:
 
 
 def _reading(loader: Any, places: Sequence[int]) -> Any:
-    """Return a loader like this of some samples."""
     names = "collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn"
     options = {name: getattr(loader, name) for name in (*names, "multiprocessing_context", "prefetch_factor")}
     return DataLoader(Subset(loader.dataset, places), loader.batch_sampler.batch_size, **options)

@@ -41,9 +41,6 @@ class Transform:
         channels: 3 for colours, 1 for grey.
         mean: what is subtracted from each channel, after whole numbers up to 255 became numbers from 0 to 1.
         std: what each channel is divided by after that.
-
-    Raises:
-        InputError: numbers that make no sense, or not one for each channel.
     """
 
     def __init__(
@@ -86,15 +83,6 @@ def read_images(path: Path, *, batch_size: int = 256, **form: Any) -> "DataLoade
 
     Classes are numbered in the order of their folders' names, sorted as text, and images come class by class, sorted by
     their paths.
-
-    Args:
-        path: of the folder.
-        batch_size: of the batches.
-        **form: of the images, see :class:`Transform`.
-
-    Raises:
-        InputError: no images, or options that make no sense. When a batch is read: a damaged image, or one of another
-            size.
     """
     check_count("batch_size", batch_size, 1, "a number of samples")
     classes = sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
@@ -158,10 +146,6 @@ def resolve(spec: str) -> specs.Function:
     Args:
         spec: an ``.npz``, ``.parquet``, ``.txt`` or ``.jsonl`` file, a folder of images or one of a Hugging Face data
             set, or what :func:`.specs.resolve` takes.
-
-    Raises:
-        InputError: there is no such file, module or attribute, or an exception in the import.
-        MissingExtraError: what reads files of that kind is not installed.
     """
     path = Path(spec)
     if path.suffix in (".npz", ".parquet", ".txt", ".jsonl") and not path.is_file():
@@ -200,16 +184,9 @@ def read_npz(
     """Return the arrays of inputs and targets in an ``.npz`` file, or batches of tokens, if it has ``input_ids``.
 
     Args:
-        path: of the file.
         inputs: name of an array; by default that of :data:`INPUTS` which is there. Without it, those of :data:`TOKENS`
             are taken together if ``input_ids`` is there.
         targets: the same for :data:`TARGETS`.
-        count: take so many samples, from the first on.
-        dtype: what floating-point numbers become.
-        batch_size: of batches of tokens.
-
-    Raises:
-        InputError: a damaged file, one with objects in it, or no array of that name.
     """
     texts.check_sizes(count, batch_size)
 
@@ -248,17 +225,10 @@ def read_parquet(
     """Return columns of a Parquet file as inputs (n, columns), and one as targets (n,); or batches of its texts.
 
     Args:
-        path: of the file.
         inputs: names of columns of numbers, or of one column of lists of one length; by default all but the targets.
         targets: name of a column; by default that of :data:`TARGETS` which is there, of texts none.
-        count: take so many rows, from the first on.
-        dtype: what floating-point numbers become.
         text: name of the column of texts; by default ``text``, if it is there and no inputs are named.
-        batch_size: of batches of texts.
         **tokens: of texts, see :func:`.texts.batches`.
-
-    Raises:
-        InputError: a damaged file, no column of that name, or one that has no numbers or lists of several lengths.
     """
     import pyarrow
     from pyarrow import parquet
@@ -266,11 +236,11 @@ def read_parquet(
     texts.check_sizes(count, batch_size)
     try:
         file = parquet.ParquetFile(path)
-        words = text or ("text" if inputs is None and "text" in file.schema_arrow.names else None)
-        if words is not None:
-            table = file.read(columns=_of_text(file.schema_arrow.names, words, targets)).slice(0, count)
-            labels = None if targets is None else table[targets].to_pylist()
-            return texts.batches(table[words].to_pylist(), labels, **tokens, batch_size=batch_size)
+        wanted = _of_text(file.schema_arrow.names, text, inputs, targets)
+        if wanted:
+            table = file.read(columns=wanted).slice(0, count)
+            words, *labels = (table[name].to_pylist() for name in wanted)
+            return texts.batches(words, *(labels or [None]), **tokens, batch_size=batch_size)
         target = _chosen(file.schema_arrow.names, targets, TARGETS, "targets")
         rest = [name for name in file.schema_arrow.names if name != target]
         names = rest if inputs is None else [inputs] if isinstance(inputs, str) else [*inputs]
@@ -303,18 +273,12 @@ def read_hugging_face(
     batch is a pair of inputs and targets; images are treated as those of :func:`read_images`.
 
     Args:
-        path: of the folder.
         split: for data sets that have several.
         inputs: name of a column; by default that of :data:`INPUTS` which is there.
         targets: the same for :data:`TARGETS`.
-        count: take so many rows, from the first on.
         dtype: what floating-point numbers become; images are float32.
         text: as in :func:`read_parquet`.
-        batch_size: of the batches.
         **more: of images, see :class:`Transform`, or of texts, see :func:`.texts.batches`.
-
-    Raises:
-        InputError: a damaged data set, no split or column of that name, or options that do not fit each other.
     """
     import datasets
 
@@ -331,11 +295,10 @@ def read_hugging_face(
         kinds = {name: getattr(feature, "dtype", None) for name, feature in found.features.items()}
         numbers = [name for name, kind in kinds.items() if kind not in ("string", "large_string")]
         return DataLoader(found.select_columns(numbers).with_format("torch"), batch_size=batch_size)
-    words = text or ("text" if inputs is None and "text" in found.column_names else None)
-    if words is not None:
-        _of_text(found.column_names, words, targets)
-        labels = None if targets is None else found[targets][:]
-        return texts.batches(found[words][:], labels, **_of(texts.batches, more), batch_size=batch_size)
+    wanted = _of_text(found.column_names, text, inputs, targets)
+    if wanted:
+        words, *labels = (found[name][:] for name in wanted)
+        return texts.batches(words, *(labels or [None]), **_of(texts.batches, more), batch_size=batch_size)
     first = _chosen(found.column_names, inputs, INPUTS, "inputs")
     second = _chosen(found.column_names, targets, TARGETS, "targets")
     if isinstance(found.features[first], datasets.Image):
@@ -352,14 +315,14 @@ def read_hugging_face(
 
 
 def _of(function: specs.Function, options: dict[str, Any]) -> dict[str, Any]:
-    """Return those of some options that a function has."""
     return {name: held for name, held in options.items() if name in inspect.signature(function).parameters}
 
 
-def _of_text(there: Collection[str], text: str, targets: str | None) -> list[str]:
-    """Return the names of columns of texts and of their labels, if they are to be taken."""
-    wanted = {"text": text, **({} if targets is None else {"targets": targets})}
-    return [_chosen(there, name, (), option) for option, name in wanted.items()]
+def _of_text(there: Collection[str], text: str | None, inputs: Any, targets: str | None) -> list[str]:
+    """Return the columns of texts and of their labels, if they are to be taken; empty if no texts are."""
+    text = text or ("text" if inputs is None and "text" in there else None)
+    wanted = {"text": text, "targets": targets} if text else {}
+    return [_chosen(there, name, (), option) for option, name in wanted.items() if name is not None]
 
 
 def _with(module: str, function: specs.Function) -> specs.Function:
@@ -371,11 +334,7 @@ def _with(module: str, function: specs.Function) -> specs.Function:
 
 
 def _chosen(there: Collection[str], given: str | None, usual: Collection[str], option: str) -> str:
-    """Return the name that was given, or else the usual one which is there.
-
-    Raises:
-        InputError: it is not there, or none or several of the usual ones are.
-    """
+    """Return the name that was given, or else the usual one which is there."""
     names = ", ".join(map(repr, there)) or "none"
     if given is not None:
         if given not in there:
@@ -396,11 +355,7 @@ def _column(values: Sequence[Any], name: str) -> np.ndarray[Any, Any]:
 
 
 def _tensor(array: np.ndarray[Any, Any], dtype: str, name: str) -> Tensor:
-    """Return an array as a tensor, floating-point numbers in the given precision.
-
-    Raises:
-        InputError: it holds no numbers, or the precision is none.
-    """
+    """Return an array as a tensor, floating-point numbers in the given precision."""
     kind = check_dtype("dtype", dtype)
     if array.dtype.kind not in "fiub" or array.ndim == 0:
         raise InputError(f"{name}: an array of numbers is wanted, got {array.dtype} of shape {array.shape}")

@@ -37,12 +37,7 @@ def named(name: str, workers: int, options: Mapping[str, Any] | None = None) -> 
 
     Args:
         name: ``"serial"`` (in this process, one unit after the other), ``"processes"``, ``"ray"`` or ``"slurm"``.
-        workers: how many units are measured at a time.
         options: further arguments of :class:`.ray_executor.Ray` or :class:`.slurm_executor.Slurm`; others have none.
-
-    Raises:
-        InputError: no such name or option, or no cluster.
-        MissingExtraError: what it is made of is not installed.
     """
     made = _class(name)
     arguments = {**({} if name == "serial" else {"workers": workers}), **(options or {})}

@@ -29,12 +29,7 @@ _DIGITS = 12  # of the hash of a setting
 
 
 def records(store: Store, more: Mapping[str, Mapping[str, Any]] | None = None) -> Iterator[Record]:
-    """Yield a store's values, and what failed, in the order in which they were asked for; not what is to do.
-
-    Args:
-        store: to be read.
-        more: columns of checkpoints, by their names, beside those that the store has.
-    """
+    """Yield a store's values, and what failed, in the order in which they were asked for; not what is to do."""
     checkpoints = store.select("SELECT name, content, columns FROM checkpoints ORDER BY id")
     metadata = {
         row["name"]: _renamed({**json.loads(row["columns"]), **(more or {}).get(row["name"], {})})
@@ -87,7 +82,6 @@ def _setting_text(facts: Mapping[str, Any]) -> str:
 
 
 def _given_options(key: Mapping[str, Any]) -> Record:
-    """Return the options of a setting that are not those by default."""
     return {name: value for name, value in key["options"].items() if value != _DEFAULTS[name]}
 
 
@@ -97,12 +91,7 @@ def _renamed(columns: Mapping[str, Any]) -> Record:
 
 
 def check_format(path: Path) -> None:
-    """Raise if the file's ending is that of no format, or what writes it is not installed.
-
-    Raises:
-        InputError: another ending.
-        MissingExtraError: pyarrow.
-    """
+    """Raise if the file's ending is that of no format, or what writes it is not installed."""
     if path.suffix not in _FORMATS:
         raise InputError(f"{path.suffix or 'no'!r} is no known ending; choose {', '.join(_FORMATS)}")
     if path.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:

@@ -91,19 +91,12 @@ def of_loss(about: Description, loss: Any) -> Facts:
 
 @dataclass(frozen=True)
 class Code:
-    """Hold what the user's code is for values.
+    """Hold what the user's code is for values."""
 
-    Attributes:
-        model: of the network that checkpoints are of.
-        loss: the loss.
-        files: hashes of source files, by their paths.
-        unknown: what cannot be described, in words; values that depend on it cannot be found again.
-    """
-
-    model: Facts | None
+    model: Facts | None  # of the network that checkpoints are of
     loss: Facts
-    files: Mapping[str, str]
-    unknown: tuple[str, ...]
+    files: Mapping[str, str]  # hashes of source files, by their paths
+    unknown: tuple[str, ...]  # what cannot be described, in words; values that depend on it cannot be found again
 
     @classmethod
     def of(
@@ -115,11 +108,7 @@ class Code:
         version: str | None,
         folders: Iterable[Path] = (),
     ) -> "Code":
-        """Return the code of a run.
-
-        Raises:
-            InputError: a source file was edited after it was imported.
-        """
+        """Return the code of a run."""
         of_model, of_loss_ = Description(version), Description(version)
         model = None if network is None else of_network(of_model, network, made)
         found = of_loss(of_loss_, loss)
@@ -145,9 +134,6 @@ def of_data(data: Any, *, ordered: bool, ends: bool = False) -> Facts:
         data: see :class:`.data.Batches`.
         ordered: whether values depend on the order of the samples, as random draws do.
         ends: whether to take the first and last batch only, where the data can give them without the rest.
-
-    Raises:
-        InputError: no such data.
     """
     if ends:
         data = _ends(data)
@@ -178,7 +164,6 @@ def _ends(data: Any) -> Any:
 
 
 def _digests(tensors: list[Tensor], count: int) -> Iterator[bytes]:
-    """Yield the hash of each sample."""
     rows = [
         (f"{described.kind(tensor[:1])}".encode(), described.content(tensor).reshape(count, -1).numpy())
         for tensor in tensors
@@ -192,5 +177,4 @@ def _digests(tensors: list[Tensor], count: int) -> Iterator[bytes]:
 
 
 def _attributes(held: Any) -> Facts:
-    """Return the options of a loss."""
     return {name: plain(value) for name, value in vars(held).items() if not name.startswith("_")}

@@ -23,9 +23,6 @@ def read(path: Path, names: Iterable[str]) -> dict[str, Cells]:
         path: a CSV file with a column ``checkpoint`` or ``name``; or a JSON file of such rows, or of columns by the
             checkpoint's name.
         names: of the checkpoints. The file may have these, the names of their files, or these without their ending.
-
-    Raises:
-        InputError: no such file, or one with no row of a checkpoint.
     """
     try:
         content = path.read_text(encoding="utf-8")

@@ -49,22 +49,13 @@ OF_TRAININGS = (
 
 @dataclass(frozen=True)
 class Choices:
-    """Hold how a page of models is made.
+    """Hold how a page of models is made."""
 
-    Attributes:
-        against: the column that measures are held against; None: the first of ``gap``, ``generalization_gap`` and
-            ``loss`` that there is.
-        test: a table of the same networks on test data; ``gap`` is its loss less that of the models.
-        exclude: names of models that do not count in the correlations.
-        interval: how the intervals of correlations are made, ``"bootstrap"`` or ``"fisher"``.
-        histories: of trainings, by the names that they are shown under.
-    """
-
-    against: str | None = None
-    test: Any = None
-    exclude: Collection[str] = ()
-    interval: str = "bootstrap"
-    histories: Mapping[str, History] = field(default_factory=dict)
+    against: str | None = None  # what measures are held against; None: the first of :data:`_GAPS` that there is
+    test: Any = None  # a table of the same networks on test data; ``gap`` is its loss less that of the models
+    exclude: Collection[str] = ()  # names of models that do not count in the correlations
+    interval: str = "bootstrap"  # how the intervals of correlations are made, ``"bootstrap"`` or ``"fisher"``
+    histories: Mapping[str, History] = field(default_factory=dict)  # of trainings, by the names to show
 
 
 @dataclass(frozen=True)
@@ -77,12 +68,7 @@ class SettingValues:
 
 
 def page(title: str, parts: Sequence[SettingValues], choices: Choices, more: Sequence[Section] = ()) -> Page:
-    """Return a page.
-
-    Raises:
-        InputError: no such column, no such model to exclude, or a table of test data without some of the models.
-        MissingExtraError: without Altair.
-    """
+    """Return a page."""
     every = [record for part in parts for record in part.records]
     if not every and not choices.histories:
         raise InputError("page: there are no values to show")
@@ -234,11 +220,7 @@ _COUNT = re.compile(
 
 
 def section(histories: Mapping[str, History]) -> Section:
-    """Return charts of everything that was recorded over the steps, and a table of it.
-
-    Raises:
-        MissingExtraError: without Altair.
-    """
+    """Return charts of everything that was recorded over the steps, and a table of it."""
     values: list[dict[str, Any]] = []
     points: list[dict[str, Any]] = []
     steps: dict[str, None] = {}
@@ -339,12 +321,7 @@ _VERSIONS = "SELECT versions, count(*) AS units FROM units WHERE setting = ? GRO
 
 
 def of_store(store: Store, title: str, choices: Choices, more: Mapping[str, Mapping[str, Any]] | None = None) -> Page:
-    """Return a page of all that a store has.
-
-    Raises:
-        InputError: a store without values, and as :func:`page`.
-        MissingExtraError: without Altair.
-    """
+    """Return a page of all that a store has."""
     found = [*records(store, more)]
     settings = [*dict.fromkeys(record["setting"] for record in found)]
     own = {key: [record for record in found if record["setting"] == key] for key in settings}
@@ -362,11 +339,7 @@ def of_store(store: Store, title: str, choices: Choices, more: Mapping[str, Mapp
 
 
 def table(store: Store) -> dict[str, list[Any]]:
-    """Return the values of a store as columns by name.
-
-    Raises:
-        InputError: it has no values, or a checkpoint has values of several settings.
-    """
+    """Return the values of a store as columns by name."""
     found = [*records(store)]
     settings: dict[str, set[str]] = {}
     for record in found:
@@ -433,11 +406,7 @@ _BEYOND = 0.2  # of the losses' range: so far beyond them a quadratic model is d
 
 
 def sections(held: Sequence[Attached]) -> Iterator[Section]:
-    """Yield a section of the spectra and one of the landscapes, where there are any.
-
-    Raises:
-        MissingExtraError: without Altair.
-    """
+    """Yield a section of the spectra and one of the landscapes, where there are any."""
     spectra = {_name(one): one.result for one in held if isinstance(one.result, Spectrum)}
     landscapes = {_name(one): one.result for one in held if isinstance(one.result, Landscape)}
     failed = [f"{_name(one)} has no spectrum: {one.error}" for one in held if one.error]

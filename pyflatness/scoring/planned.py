@@ -39,17 +39,11 @@ _LOOKS = 3  # passes of the dry run on the first batch: one forward, two backwar
 
 @dataclass(frozen=True)
 class Batch:
-    """Say what goes through the model.
+    """Say what goes through the model."""
 
-    Attributes:
-        samples: of a micro-batch.
-        length: tokens of a sample; None: its inputs are ``shape``.
-        shape: of a sample's input of floating-point numbers.
-    """
-
-    samples: int = 1
-    length: int | None = None
-    shape: tuple[int, ...] = ()
+    samples: int = 1  # of a micro-batch
+    length: int | None = None  # tokens of a sample; None: its inputs are ``shape``
+    shape: tuple[int, ...] = ()  # of a sample's input of floating-point numbers
 
     def of(self, model: nn.Module) -> Any:
         """Return the micro-batch as the model's data have it, of fake tensors inside of :func:`imagined`."""
@@ -64,80 +58,44 @@ class Batch:
 
 @dataclass(frozen=True)
 class Work:
-    """Hold what one micro-batch takes, on whatever machine.
+    """Hold what one micro-batch takes, on whatever machine."""
 
-    Attributes:
-        parameters: of the model, how many.
-        weights: bytes of parameters and buffers.
-        layers: that are measured, and ran.
-        layer_weights: their weights, how many.
-        layer_bytes: of each layer's weight and, behind them, of each bias.
-        blocks: bytes of each block that FSDP2 would gather by itself: the elements of the outermost ``nn.ModuleList``.
-        graph: bytes that autograd saves and of layers' inputs, without weights.
-        inputs: bytes of layers' inputs.
-        gradients: bytes of the gradients in layers' outputs of one cotangent.
-        grams: bytes of the Gram matrices of layers' inputs, which are kept for all cotangents.
-        outputs: bytes of the outputs.
-        passes: backward passes of exact values.
-        forward: operations of a forward pass, two for a multiply-add.
-        backward: of a backward pass to the layers' outputs.
-        contraction: of contracting all layers with one cotangent.
-        factors: of the factors of all layers' w wᵀ, which are made once, or under FSDP2 for each cotangent.
-    """
-
-    parameters: int
-    weights: int
-    layers: tuple[str, ...]
-    layer_weights: int
-    layer_bytes: tuple[int, ...]
-    blocks: tuple[int, ...]
-    graph: int
-    inputs: int
-    gradients: int
-    grams: int
-    outputs: int
-    passes: int
-    forward: int
-    backward: int
-    contraction: int
-    factors: int
+    parameters: int  # of the model, how many
+    weights: int  # bytes of parameters and buffers
+    layers: tuple[str, ...]  # that are measured, and ran
+    layer_weights: int  # their weights, how many
+    layer_bytes: tuple[int, ...]  # of each layer's weight and, behind them, of each bias
+    blocks: tuple[int, ...]  # bytes of each block that FSDP2 would gather by itself, see :func:`_blocks`
+    graph: int  # bytes that autograd saves and of layers' inputs, without weights
+    inputs: int  # bytes of layers' inputs
+    gradients: int  # bytes of the gradients in layers' outputs of one cotangent
+    grams: int  # bytes of the Gram matrices of layers' inputs, which are kept for all cotangents
+    outputs: int  # bytes of the outputs
+    passes: int  # backward passes of exact values
+    forward: int  # operations of a forward pass, two for a multiply-add
+    backward: int  # of a backward pass to the layers' outputs
+    contraction: int  # of contracting all layers with one cotangent
+    factors: int  # of the factors of all layers' w wᵀ, which are made once, or under FSDP2 for each cotangent
 
 
 @dataclass(frozen=True)
 class Planned:
-    """Hold what a rank takes for one read of the data by relative flatness of the layers, in bytes and numbers.
+    """Hold what a rank takes for one read of the data by relative flatness of the layers, in bytes and numbers."""
 
-    Attributes:
-        ranks: how many.
-        sharded: whether weights are spread by FSDP2; else each rank has all.
-        weights: bytes of the weights that a rank keeps.
-        gathered: bytes of weights that come and go: the largest block, what belongs to no block, and a layer's weight.
-        graph: bytes of a micro-batch's graph with the layers' inputs.
-        gradients: bytes of the gradients in layers' outputs.
-        grams: bytes of the Gram matrices of layers' inputs; none where a layer's weight comes and goes.
-        micro_batches: of a rank.
-        passes: backward passes of a micro-batch.
-        reductions: at the ends of reads.
-        messages: exchanges that a rank takes part in.
-        received: bytes that a rank receives in them.
-        flops: operations of a rank.
-        seconds: that these take at the stated rate; None: none is stated.
-    """
-
-    ranks: int
-    sharded: bool
-    weights: int
-    gathered: int
-    graph: int
-    gradients: int
-    grams: int
-    micro_batches: int
-    passes: int
-    reductions: int
-    messages: int
-    received: int
-    flops: int
-    seconds: float | None
+    ranks: int  # how many
+    sharded: bool  # whether weights are spread by FSDP2; else each rank has all
+    weights: int  # bytes of the weights that a rank keeps
+    gathered: int  # that come and go: the largest block, what belongs to no block, and a layer's weight
+    graph: int  # bytes of a micro-batch's graph with the layers' inputs
+    gradients: int  # bytes of the gradients in layers' outputs
+    grams: int  # bytes of the Gram matrices of layers' inputs; none where a layer's weight comes and goes
+    micro_batches: int  # of a rank
+    passes: int  # backward passes of a micro-batch
+    reductions: int  # at the ends of reads
+    messages: int  # exchanges that a rank takes part in
+    received: int  # bytes that a rank receives in them
+    flops: int  # operations of a rank
+    seconds: float | None  # that these take at the stated rate; None: none is stated
 
     @property
     def memory(self) -> int:
@@ -147,11 +105,7 @@ class Planned:
 
 @contextmanager
 def imagined() -> Iterator[None]:
-    """Let tensors have no memory inside.
-
-    Raises:
-        InputError: what is done with them needs values.
-    """
+    """Let tensors have no memory inside."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
     try:
@@ -178,13 +132,8 @@ def work(
     """Return what a micro-batch takes of a model.
 
     Args:
-        build: makes the model; its weights are not made.
-        batch: what goes through it.
         chosen: selectors of layers; None: all that are measured by default.
         dtype: of the weights; None: as the model is made.
-
-    Raises:
-        InputError: a model or selectors that do not fit; a model that needs values.
     """
     with torch.device("meta"):
         model = layers.unwrap(build()).to(dtype=dtype).eval()

@@ -21,11 +21,7 @@ from ..options import check_dtype
 
 KINDS = ("hf", "timm", "torchvision")
 _OLDEST = (5, 5)  # CVE-2026-4372 is mended in transformers 5.3.0, CVE-2026-5241 in 5.5.0
-_INSTALL = {
-    "transformers": "'pyflatness[hf]'",
-    "timm": "timm",
-    "torchvision": "torchvision",
-}
+_INSTALL = {"transformers": "'pyflatness[hf]'", "timm": "timm", "torchvision": "torchvision"}
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 
 
@@ -43,15 +39,7 @@ def is_trained(spec: str, arguments: Mapping[str, Any]) -> bool:
 
 
 def resolve(spec: str) -> Callable[..., nn.Module]:
-    """Return what makes the network that a SPEC names; its keyword arguments are those of ``--model-args``.
-
-    Args:
-        spec: ``hf:folder``, ``hf:org/name@revision``, ``timm:name`` or ``torchvision:name``.
-
-    Raises:
-        InputError: no such folder or name, or a release of transformers with a known hole.
-        MissingExtraError: the library is not installed.
-    """
+    """Return what makes the network that a SPEC names; its keyword arguments are those of ``--model-args``."""
     kind, _, name = spec.partition(":")
     if kind == "hf":
         where, revision = _located(name)
@@ -77,18 +65,11 @@ def hugging_face(
     """Return a model of transformers from a folder, or from the local cache of Hugging Face's hub.
 
     Args:
-        where: the folder, or the name of a repository.
         revision: a branch, tag or commit.
         architecture: the class in transformers; by default the one that the model was saved from.
         weights: False: random weights, for checkpoints to be put in; then only ``config.json`` has to be there.
-        dtype: ``"float32"``, …; by default that of the weights.
-        device: where the model goes.
         download: whether what is not in the cache may be fetched.
         trust_remote_code: refused.
-
-    Raises:
-        InputError: what is not there, or not whole; weights of the architecture that the files lack, which would be
-            random; a model that is code.
     """
     if trust_remote_code:
         raise InputError("trust_remote_code: code that comes with a model is never run; write the model as a callable")
@@ -130,16 +111,11 @@ def of_torchvision(name: str, *, dtype: str | None = None, device: str = "cpu", 
     return _placed(models.get_model(name, **options), dtype, device)
 
 
-def tokenizer(name: str, *, download: bool = False) -> Any:
+def tokenizer(name: str) -> Any:
     """Return a tokenizer.
 
     Args:
         name: ``hf:folder`` or ``hf:org/name@revision``, also without ``hf:``, or a file ``tokenizer.json``.
-        download: whether what is not in the cache may be fetched.
-
-    Raises:
-        InputError: there is none, or it is code.
-        MissingExtraError: transformers is not installed.
     """
     _check_transformers()
     import transformers
@@ -149,9 +125,9 @@ def tokenizer(name: str, *, download: bool = False) -> Any:
         with _explained(str(path), download=False):
             return transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
     where, revision = _located(str(path))
-    places = {"revision": revision or "main", "local_files_only": not download, "trust_remote_code": False}
+    places = {"revision": revision or "main", "local_files_only": True, "trust_remote_code": False}
     advice = "; if it has no tokenizer, pass tokenizer=: another folder or name, or a file tokenizer.json"
-    with _explained(where, download=download, advice=advice):
+    with _explained(where, download=False, advice=advice):
         return transformers.AutoTokenizer.from_pretrained(where, **places)
 
 

@@ -77,18 +77,9 @@ class ScoringRun:
     """Hold some models and what is asked of them.
 
     Args:
-        models: what to score.
         model: of the network that paths are checkpoints of.
-        data: the batches.
-        request: what is asked of each model.
-        batch_size: see :class:`.worker.Setup`, as for the next.
-        limit: of samples.
         version: what stands for the user's code in a store's keys; None: the code itself.
         ranks: that measure each model together. All of them have the data, and the first one decides what is done.
-
-    Raises:
-        InputError: the model or the data cannot be made, or no layer is as selected.
-        RankError: ranks have other models.
     """
 
     def __init__(
@@ -143,11 +134,7 @@ class ScoringRun:
         return sum(count * plan.plan(named(unit.measures), options).reads for unit, count in units.items())
 
     def go(self, jobs: Iterable[Job], executor: Executor, take: Callable[[Job, Outcome], None]) -> None:
-        """Measure units, see :func:`drive`; over ranks, those that the first one has.
-
-        Raises:
-            InputError: networks or data in memory, and workers elsewhere; several ranks, and an executor.
-        """
+        """Measure units, see :func:`drive`; over ranks, those that the first one has."""
         if not self.ranks.alone and not isinstance(executor, Serial):
             raise InputError(
                 f"executor: the {self.ranks.size} ranks of a process group measure each model together, one after the "
@@ -179,21 +166,13 @@ class ScoringRun:
 
 @dataclass(frozen=True)
 class Kept:
-    """Hold what a store has of a run.
+    """Hold what a store has of a run."""
 
-    Attributes:
-        setting: the store's number of what is the same for all values.
-        contents: of the checkpoints, by name.
-        jobs: what is to be computed.
-        notes: why values will not be found again.
-        spectra: what spectra are written as, but for the weights and the result; None: none are wanted.
-    """
-
-    setting: int
-    contents: dict[str, str]
-    jobs: list[Job]
-    notes: tuple[str, ...]
-    spectra: attached.Entry | None = None
+    setting: int  # the store's number of what is the same for all values
+    contents: dict[str, str]  # of the checkpoints, by name
+    jobs: list[Job]  # what is to be computed
+    notes: tuple[str, ...]  # why values will not be found again
+    spectra: attached.Entry | None = None  # what they are written as, but for weights and result; None: none are wanted
 
     def commit(self, store: Store, job: Job, outcome: Outcome) -> None:
         """Write what came of a job into the store."""
@@ -215,8 +194,6 @@ def keep(run: ScoringRun, store: Store, *, retry: bool = False, ends: bool = Fal
 
     Args:
         run: which afterwards has its workers' data held against the fingerprint.
-        store: to be written.
-        retry: whether values that failed are computed again.
         ends: whether the first and last batch of the data are enough to know them by.
         spectrum: so many eigenvalues of each model are wanted, too, with the density of all; 0: no spectrum.
     """

@@ -180,7 +180,6 @@ def _executor(given: str | Executor | None, workers: int, stack: contextlib.Exit
 
 
 def _scored(run: ScoringRun, executor: Executor) -> Scores:
-    """Measure everything, and keep nothing."""
     pairs = {name: run.pairs(name) for name in run.models}
     jobs = {id(job): (name, job) for name, own in pairs.items() for job in run.jobs(name, own)}
     found: dict[str, dict[int, Outcome]] = {name: {} for name in pairs}
@@ -197,7 +196,6 @@ def _scored(run: ScoringRun, executor: Executor) -> Scores:
 
 
 def _kept(run: ScoringRun, executor: Executor, store: Store, *, retry: bool, spectrum: int) -> Scores:
-    """Measure what a store does not have yet, and return what it has then."""
     kept = keep(run, store, retry=retry, spectrum=spectrum)
     run.go(kept.jobs, executor, lambda job, outcome: kept.commit(store, job, outcome))
     every = (

@@ -166,7 +166,6 @@ class Slurm(Executor):
 
 
 def _settle(future: "Future[Any]", job: "submitit.Job[Any]") -> None:
-    """Give a future the result of a task that has one."""
     try:
         value, error = job.result()
     except submitit.core.utils.UncompletedJobError as failure:  # outside of the function, as in unpickling it

@@ -23,10 +23,6 @@ def resolve(spec: str) -> Function:
 
     A file is imported as Python would run it: its own folder is where it finds its neighbours. Names of networks that
     libraries have are those of :func:`.pretrained.resolve`.
-
-    Raises:
-        InputError: no such file, module or attribute, not a callable, or an exception in the import.
-        MissingExtraError: the library of a network that it has is not installed.
     """
     if pretrained.is_named(spec):
         return pretrained.resolve(spec)
@@ -53,14 +49,7 @@ def resolve(spec: str) -> Function:
 
 
 def bind(function: Function, arguments: dict[str, Any], name: str) -> Callable[[], Any]:
-    """Return the callable with its arguments, which are held against its signature now.
-
-    Returns:
-        What calls it, and raises an InputError for any exception in it.
-
-    Raises:
-        InputError: the arguments do not fit.
-    """
+    """Return the callable with its arguments, which are held against its signature now."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # built-in callables need not have one
@@ -83,11 +72,7 @@ def bind(function: Function, arguments: dict[str, Any], name: str) -> Callable[[
 
 
 def build_model(call: Callable[[], Any], to: Mapping[str, Any] | None = None) -> nn.Module:
-    """Return the user's model, in eval mode, on the device and of the dtype that ``to`` has, if any.
-
-    Raises:
-        InputError: the callable fails or returns something else, or the device is not there.
-    """
+    """Return the user's model, in eval mode, on the device and of the dtype that ``to`` has, if any."""
     model = call()
     if not isinstance(model, nn.Module):
         raise InputError(f"--model: a torch.nn.Module is wanted, the callable returned a {type(model).__name__}")

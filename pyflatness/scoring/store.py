@@ -17,12 +17,12 @@ import json
 import math
 import os
 import platform
-import shutil
 import sqlite3
 import sys
 import tempfile
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -97,14 +97,9 @@ class Store:
 
     Args:
         path: of the file. It need not be there to be written.
-        write: whether to write it; there is one writer at a time.
         new: whether to make one that is to be written and is not there.
         command: what writes it: a command line, or the name of a Python call; the store keeps it if anything is added.
         checked: whether to raise if the file is damaged, but for what is in the units.
-
-    Raises:
-        StoreError: no store, a damaged one, one of another version, one that another process is writing, one on a
-            network file system, or a file that cannot be read or written.
     """
 
     def __init__(
@@ -135,13 +130,9 @@ class Store:
     @classmethod
     @contextlib.contextmanager
     def copied(cls, path: Path) -> Iterator["Store"]:
-        """Hold a copy of a store to be written, or a new one, which is gone afterwards.
-
-        Raises:
-            StoreError: it cannot be read.
-        """
-        with temporary_folder() as folder:
-            copy = folder / "copy.sqlite"
+        """Hold a copy of a store to be written, or a new one, which is gone afterwards."""
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder, "copy.sqlite")
             if path.exists():
                 with cls(path) as store, contextlib.closing(sqlite3.connect(copy)) as connection:
                     store._connection.backup(connection)
@@ -194,11 +185,7 @@ class Store:
         return found
 
     def check(self, tables: Iterable[str] = SEALED) -> None:
-        """Raise if anything is wrong with the file, as :meth:`problems` says.
-
-        Raises:
-            StoreError: it is damaged.
-        """
+        """Raise if anything is wrong with the file, as :meth:`problems` says."""
         for problem in self.problems(tables):
             raise self._damaged(problem)
 
@@ -228,7 +215,6 @@ class Store:
         return hashlib.sha256(repr(cells).encode()).hexdigest()
 
     def _seal(self) -> None:
-        """Write the digests of rows that are new or have changed."""
         for table in SEALED:
             for row in self._connection.execute(f"SELECT * FROM {table} WHERE digest = ''").fetchall():
                 digest = self._digest(table, row)
@@ -266,11 +252,7 @@ class Store:
 
     @contextlib.contextmanager
     def changes(self) -> Iterator[sqlite3.Connection]:
-        """Commit what is changed inside as a whole, or nothing of it.
-
-        Raises:
-            StoreError: a full disk, say.
-        """
+        """Commit what is changed inside as a whole, or nothing of it."""
         with self._explained():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -283,11 +265,7 @@ class Store:
                 raise
 
     def select(self, query: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
-        """Return the rows of a query.
-
-        Raises:
-            StoreError: a file that cannot be read, or is damaged.
-        """
+        """Return the rows of a query."""
         with self._explained():
             return self._connection.execute(query, values).fetchall()
 
@@ -347,14 +325,11 @@ class Store:
 
     def commit(self, setting: int, content: str, outcome: Outcome) -> None:
         """Write what came of a unit: all of it or nothing; values that are done stay as they are."""
-        unit = (setting, content, outcome.fit.loss, outcome.fit.accuracy, outcome.seconds, outcome.batch_size)
+        unit = {"setting": setting, "content": content, **asdict(outcome.fit), "seconds": outcome.seconds}
+        unit |= {"batch_size": outcome.batch_size, "versions": versions(), "finished": time.time()}
         places = ", ".join(f"{name} = ?" for name in _NUMBERS)
         with self.changes() as connection:
-            number = connection.execute(
-                "INSERT INTO units (setting, content, loss, accuracy, seconds, batch_size, versions, finished) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (*unit, versions(), time.time()),
-            ).lastrowid
+            number = _insert(connection, "units", unit)
             self.note_run(connection)
             connection.executemany(
                 f"UPDATE results SET state = ?, unit = ?, {places} "
@@ -369,11 +344,7 @@ class Store:
             )
 
     def values(self, setting: int, content: str) -> dict[Pair, Held]:
-        """Return what came of a checkpoint so far, in the order in which it was asked for.
-
-        Raises:
-            StoreError: it is not what was written.
-        """
+        """Return what came of a checkpoint so far, in the order in which it was asked for."""
         with self._explained(), self._reading():
             query = "SELECT * FROM units WHERE setting = ? AND content = ?"
             units = {row["id"]: row for row in self._connection.execute(query, (setting, content)).fetchall()}
@@ -460,16 +431,12 @@ def versions() -> str:
 _BETTER = {"to do": 0, "failed": 1, "none": 2, "done": 2}
 
 _ORPHANS = {
-    "units without a value": (
-        "SELECT count(*) FROM units WHERE id NOT IN (SELECT unit FROM results WHERE unit NOT NULL)"
-    ),
-    "values of weights that no checkpoint has": (
-        "SELECT count(*) FROM results WHERE content NOT IN (SELECT content FROM checkpoints)"
-    ),
+    "units without a value": "units WHERE id NOT IN (SELECT unit FROM results WHERE unit NOT NULL)",
+    "values of weights that no checkpoint has": "results WHERE content NOT IN (SELECT content FROM checkpoints)",
     "spectra and landscapes of weights that no checkpoint has": (
-        "SELECT count(*) FROM attached WHERE content != '' AND content NOT IN (SELECT content FROM checkpoints)"
+        "attached WHERE content != '' AND content NOT IN (SELECT content FROM checkpoints)"
     ),
-    "settings without a value": "SELECT count(*) FROM settings WHERE id NOT IN (SELECT setting FROM results)",
+    "settings without a value": "settings WHERE id NOT IN (SELECT setting FROM results)",
 }
 
 
@@ -479,9 +446,6 @@ def merge(store: Store, other: Store) -> int:
     Of a value that both have the store's own stays, unless it failed or is to do and the other's is not; of a spectrum,
     landscape or history that both have the later one, but for one that failed in the place of one that is there. A
     checkpoint that both know by one name keeps the content that the store has for it.
-
-    Raises:
-        StoreError: the other one is damaged.
     """
     other.check()
     taken = 0
@@ -558,7 +522,7 @@ def _insert(connection: sqlite3.Connection, table: str, cells: dict[str, object]
 
 def problems(store: Store) -> list[str]:
     """Return what is wrong with a store's file, in words; empty if nothing is."""
-    unfinished = "SELECT count(*) FROM results WHERE state = 'failed' AND coalesce(error, '') = ''"
+    unfinished = "results WHERE state = 'failed' AND coalesce(error, '') = ''"
     return store.problems() or _counted(store, {"values that failed without an error": unfinished})
 
 
@@ -567,8 +531,8 @@ def orphans(store: Store) -> list[str]:
     return _counted(store, _ORPHANS)
 
 
-def _counted(store: Store, queries: dict[str, str]) -> list[str]:
-    counts = {what: int(store.select(query)[0][0]) for what, query in queries.items()}
+def _counted(store: Store, rows: dict[str, str]) -> list[str]:
+    counts = {what: int(store.select(f"SELECT count(*) FROM {which}")[0][0]) for what, which in rows.items()}
     return [f"{count} {what}" for what, count in counts.items() if count]
 
 
@@ -576,41 +540,18 @@ def collect(store: Store) -> list[str]:
     """Take out of a store what no checkpoint has any more, and return what that was, in words."""
     found = orphans(store)
     with store.changes() as connection:
-        connection.execute("DELETE FROM results WHERE content NOT IN (SELECT content FROM checkpoints)")
-        connection.execute(
-            "DELETE FROM attached WHERE content != '' AND content NOT IN (SELECT content FROM checkpoints)"
-        )
-        connection.execute("DELETE FROM units WHERE id NOT IN (SELECT unit FROM results WHERE unit NOT NULL)")
-        connection.execute("DELETE FROM settings WHERE id NOT IN (SELECT setting FROM results)")
+        for which in sorted(_ORPHANS.values(), key=lambda which: not which.startswith("results")):
+            connection.execute(f"DELETE FROM {which}")  # values first: their units and settings may go with them
     store.select("VACUUM")
     return found
 
 
 _MOUNTS = Path("/proc/self/mountinfo")
-_OF_NETWORKS = (
-    "nfs",
-    "cifs",
-    "smb",
-    "afs",
-    "ceph",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "glusterfs",
-    "9p",
-    "ncpfs",
-    "fuse.sshfs",
-)
-_FOLDERS = "pyflatness-tmp-"
-_NEW = 60.0  # seconds for which a folder without a lock may be one that is being made
+_REMOTE = ("nfs", "cifs", "smb", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "9p", "ncpfs", "fuse.sshfs")
 
 
 def resolved(path: Path) -> Path:
-    """Return a store's own path, whatever links lead to it.
-
-    Raises:
-        StoreError: no file can have that name.
-    """
+    """Return a store's own path, whatever links lead to it."""
     try:
         return path.resolve()
     except (OSError, ValueError, RuntimeError) as error:  # with NUL, or a surrogate; links in a circle
@@ -621,12 +562,9 @@ def check_local(path: Path, mounts: Path = _MOUNTS) -> None:
     """Raise if a file is, or would be, on a network file system: its locks and its order of writes cannot be relied on.
 
     On systems that do not list their mounts as Linux does nothing is known, and nothing raised.
-
-    Raises:
-        StoreError: with what to do.
     """
     kind = _file_system(path, mounts)
-    if kind.startswith(_OF_NETWORKS):
+    if kind.startswith(_REMOTE):
         raise StoreError(
             f"store: {path} is on a network file system ({kind}), whose locks a store cannot rely on; put it on a "
             "local disk. For several machines give each a store of its own with --shard i/N, and unite these with "
@@ -650,11 +588,7 @@ def _file_system(path: Path, mounts: Path) -> str:
 
 
 def _lock(handle: int) -> None:
-    """Lock a file until its handle is closed.
-
-    Raises:
-        OSError: another process has locked it.
-    """
+    """Lock a file until its handle is closed."""
     if sys.platform == "win32":
         import msvcrt
 
@@ -671,9 +605,6 @@ def only_writer(path: Path) -> Iterator[None]:
 
     It is a lock on a file beside the store's: SQLite's own locks on the store are the process's, and would be lost
     when any other handle on it is closed.
-
-    Raises:
-        StoreError: another process has it, the folder cannot be written to, or the file has other names.
     """
     try:
         handle = os.open(path.with_name(f"{path.name}-lock"), os.O_RDWR | os.O_CREAT, 0o666)
@@ -692,36 +623,6 @@ def only_writer(path: Path) -> Iterator[None]:
                 f"store: {path} has {path.stat().st_nlink} names (hard links), by which others may write it; copy it "
                 "(cp), and write the copy"
             )
-        yield
-    finally:
-        os.close(handle)
-
-
-@contextlib.contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """Hold a folder that is gone afterwards; those of processes that were killed are removed first.
-
-    A folder is locked while its process lives.
-    """
-    for left in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*"):
-        with contextlib.suppress(OSError):  # another's, in use, or gone meanwhile
-            if time.time() - left.stat().st_mtime > _NEW:
-                with _locked(left):
-                    shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(prefix=_FOLDERS) as folder, _locked(Path(folder)):
-        yield Path(folder)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock on a file or folder.
-
-    Raises:
-        OSError: another process has it, or it cannot be opened.
-    """
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        _lock(handle)
         yield
     finally:
         os.close(handle)

@@ -67,18 +67,11 @@ def batches(
     draws the same, text by text, whatever the batches are.
 
     Args:
-        texts: at least one.
         labels: a number, or several, for each text, or a text that is to be made of it; None: none.
         tokenizer: see :func:`.pretrained.tokenizer`.
         length: tokens of a packed sample.
         truncate: tokens that a text is cut to.
         mask: the probability with which a token is drawn, in (0, 1); None: none is.
-        seed: of what is drawn.
-        batch_size: of the batches.
-
-    Raises:
-        InputError: no tokenizer, no texts, or what is none; labels that are neither numbers nor texts, or of texts that
-            are packed or masked; a tokenizer without a token for masks; lengths of no token.
     """
     if tokenizer is None:
         raise InputError(
@@ -142,12 +135,7 @@ def read_file(
             given.
         sample_by: what a text of ``.txt`` is: a ``line``, a ``paragraph`` between empty lines, or the ``file``.
         count: take so many texts, from the first on.
-        batch_size: of the batches.
         **tokens: see :func:`batches`.
-
-    Raises:
-        InputError: a file that cannot be read, a line that is no JSON or has no text, no texts at all, or options that
-            do not fit each other.
     """
     check_sizes(count, batch_size)
     try:
@@ -167,7 +155,6 @@ def read_file(
 def _masked(
     encoded: Sequence[Sequence[int]], encoder: Any, mask: float, seed: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the tokens of texts, some of them masked, and the labels."""
     import transformers
 
     if not isinstance(mask, (int, float)) or not 0 < mask < 1:

@@ -30,6 +30,11 @@ class Pair(NamedTuple):
     place: Place
     measure: str
 
+    @property
+    def layer(self) -> str:
+        """Return the layer's name; empty for the network's value."""
+        return self.place if isinstance(self.place, str) else ""
+
     @classmethod
     def of(cls, place: str | Sequence[str], measure: str) -> "Pair":
         """Return the pair that JSON has, which knows no tuples."""
@@ -38,28 +43,18 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """Hold what is asked of every checkpoint.
+    """Hold what is asked of every checkpoint."""
 
-    Attributes:
-        loss: see :func:`.losses.resolve`.
-        selectors: of layers; None: all that can be measured.
-        measures: their names.
-        options: of the user.
-    """
-
-    loss: Any
-    selectors: tuple[str, ...] | None
+    loss: Any  # see :func:`.losses.resolve`
+    selectors: tuple[str, ...] | None  # of layers; None: all that can be measured
     measures: tuple[str, ...]
-    options: Options
+    options: Options  # of the user
 
     def pairs(self, model: nn.Module) -> list[Pair]:
         """Return the values that are asked of a model, in the order of their rows.
 
         With several layers a measure has a value of the network too. Measures of the network alone have only that one,
         over all layers whatever was chosen.
-
-        Raises:
-            InputError: a selector that matches nothing.
         """
         chosen = tuple(selectors.select(layers.unwrap(model), self.selectors).modules)
         rows = named(self.measures)
@@ -102,15 +97,10 @@ class Request:
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """Hold the values of one checkpoint that share their reads of the data.
+    """Hold the values of one checkpoint that share their reads of the data."""
 
-    Attributes:
-        pairs: what is asked.
-        selectors: of the layers that these need; None for all layers.
-    """
-
-    pairs: tuple[Pair, ...]
-    selectors: tuple[str, ...] | None
+    pairs: tuple[Pair, ...]  # what is asked
+    selectors: tuple[str, ...] | None  # of the layers that these need; None for all layers
 
     @property
     def measures(self) -> list[str]:

@@ -3,6 +3,7 @@
 What is sent to a worker is where the model, data and weights are, and what comes back are numbers.
 """
 
+import functools
 import importlib
 import json
 import threading
@@ -26,7 +27,6 @@ from ..messages import is_out_of_memory, reason
 from ..model import calling, state
 from ..model.data import Batches, size, used_up
 from ..numerics.ranks import ALONE, Ranks, is_the_end
-from ..report import Estimate
 from ..session import session
 from . import checkpoints, cutting, data_specs, described, keys, pretrained, specs
 from .cutting import Cut
@@ -55,7 +55,7 @@ class Outcome:
     @classmethod
     def failed(cls, unit: WorkUnit, error: str) -> "Outcome":
         """Return the outcome of a unit of which nothing could be measured."""
-        return cls({pair: _value(pair, error) for pair in unit.pairs}, error=error)
+        return cls({pair: _failed(pair, error) for pair in unit.pairs}, error=error)
 
     @property
     def held(self) -> dict[Pair, Held]:
@@ -120,11 +120,7 @@ class FitRecorder:
 
 
 def spectrum_of(model: nn.Module, data: Any, request: Request, k: int, ranks: Ranks = ALONE) -> Outcome:
-    """Compute the spectrum of a network's Hessian, in all of its parameters: k eigenvalues, and the density of all.
-
-    Raises:
-        RankError: as :func:`measured`.
-    """
+    """Compute the spectrum of a network's Hessian, in all of its parameters: k eigenvalues, and the density of all."""
     options = request.options
     start = time.perf_counter()
     try:
@@ -153,7 +149,6 @@ def measured(
     unit: WorkUnit,
     step: Step,
     *,
-    fit: bool,
     counts: bool = True,
     ranks: Ranks = ALONE,
 ) -> Outcome:
@@ -164,21 +159,25 @@ def measured(
     """
     importlib.import_module("torch._dynamo")  # torch loads it at first use: seconds, which are no measure's
     start = time.perf_counter()
-    found: dict[str, _MeasureValues | str] = {}
+    found: dict[Pair, Row] = {}
     known: Fit | None = None
+
+    def note(names: Sequence[str], row: Callable[[Pair], Row]) -> None:
+        found.update((pair, row(pair)) for pair in unit.pairs if pair.measure in names)
+
     waiting = deque([unit.measures])
     while waiting:
         names = waiting.popleft()
         of_names = named(names)
         part = len(names) / len(unit.measures) / max(1, *(row.reads for row in of_names))
-        active = fit and known is None and counts
+        active = known is None and counts
         recorder = FitRecorder(request.loss, lambda part=part: step(part), active=active)  # type: ignore[misc]
         begin = time.perf_counter()
         try:
             with ranks.agreed("a unit"):
                 by_measure, missing = _values(model, data, request, unit, names, recorder, ranks)
                 seconds = time.perf_counter() - begin
-                if fit and known is None and any(row.reads for row in of_names):
+                if known is None and any(row.reads for row in of_names):
                     known = recorder.fit(ranks)
         except Exception as error:  # the user's model and data run here: whatever it is, the next unit goes on
             if is_the_end(error):
@@ -186,38 +185,25 @@ def measured(
             if len(names) > 1:
                 waiting.extendleft([name] for name in reversed(names))
             else:
-                found[names[0]] = reason(error)
+                note(names, functools.partial(_failed, error=reason(error)))
             continue
-        found.update((name, _MeasureValues(by_measure.get(name, {}), missing.get(name, ""), seconds)) for name in names)
-    return Outcome(
-        {pair: _value(pair, found[pair.measure]) for pair in unit.pairs}, known or NO_FIT, time.perf_counter() - start
-    )
+        note(names, functools.partial(_row, by_measure, missing, seconds))
+    return Outcome({pair: found[pair] for pair in unit.pairs}, known or NO_FIT, time.perf_counter() - start)
 
 
-@dataclass(frozen=True)
-class _MeasureValues:
-    """Hold a measure's values by layer (``""`` the network), why the network's is missing, and the time taken."""
-
-    values: Values
-    missing: str
-    seconds: float
-
-    def of(self, pair: Pair) -> Estimate | None:
-        return self.values.get("" if isinstance(pair.place, tuple) else pair.place)
+def _failed(pair: Pair, error: str) -> Row:
+    return Row(layer=pair.layer, measure=pair.measure, error=error)
 
 
-def _value(pair: Pair, held: _MeasureValues | str) -> Row:
+def _row(by_measure: Mapping[str, Values], missing: Mapping[str, str], seconds: float, pair: Pair) -> Row:
     """Return the row of a pair: the numbers; or the error; or neither, of a pattern's layer that did not run."""
-    empty = Row(layer=pair.place if isinstance(pair.place, str) else "", measure=pair.measure)
-    if isinstance(held, str):
-        return replace(empty, error=held)
-    estimate = held.of(pair)
+    estimate = by_measure.get(pair.measure, {}).get(pair.layer)
     if estimate is None:
-        missing = held.missing or "the network has no value of it"
-        return replace(empty, error=missing if isinstance(pair.place, tuple) else "")
+        why = missing.get(pair.measure) or "the network has no value of it"
+        return _failed(pair, why if isinstance(pair.place, tuple) else "")
     low, high = estimate.interval() or (None, None)
     numbers = {name: getattr(estimate, name) for name in ("layer", "value", "stderr", "method", "exact", "samples")}
-    return replace(empty, **numbers, low=low, high=high, seconds=held.seconds)
+    return Row(measure=pair.measure, **numbers, low=low, high=high, seconds=seconds)
 
 
 def _values(
@@ -229,7 +215,6 @@ def _values(
     forward: FitRecorder,
     ranks: Ranks,
 ) -> tuple[Mapping[str, Values], Mapping[str, str]]:
-    """Return values by measure, and why there is none of the network."""
     if unit.selectors is not None and len(unit.selectors) == 1 and len(names) == 1:  # by the head if it is that
         (row,), options = named(names), request.options
         reads = plan.plan([row], options).reads
@@ -256,26 +241,15 @@ def _values(
 
 @dataclass(frozen=True)
 class Maker:
-    """Name what makes the model or the data, so that each worker can make it.
+    """Name what makes the model or the data, so that each worker can make it."""
 
-    Attributes:
-        maker: a SPEC (see :func:`.data_specs.resolve`), a callable, or, for data, what it would return.
-        arguments: of the callable, by name.
-        name: what messages call it.
-        to: of a model: ``device`` and ``dtype``, as ``nn.Module.to`` takes them.
-    """
-
-    maker: Any
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    name: str = ""
-    to: Mapping[str, Any] = field(default_factory=dict)
+    maker: Any  # a SPEC (see :func:`.data_specs.resolve`), a callable, or, for data, what it would return
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the callable, by name
+    name: str = ""  # what messages call it
+    to: Mapping[str, Any] = field(default_factory=dict)  # of a model: what ``nn.Module.to`` takes
 
     def made(self) -> Any:
-        """Return what the callable returns.
-
-        Raises:
-            InputError: it cannot be imported, or fails.
-        """
+        """Return what the callable returns."""
         maker = self.function()
         return specs.bind(maker, dict(self.arguments), self.name)() if callable(maker) else maker
 
@@ -304,44 +278,29 @@ class Maker:
 
 @dataclass(frozen=True)
 class Setup:
-    """Hold what is the same for all units of a run.
+    """Hold what is the same for all units of a run."""
 
-    Attributes:
-        token: a name that no other run has.
-        model: of the network that the checkpoints are of; None where each brings its own.
-        data: the batches.
-        batch_size: the most samples that go through the network together; None: as the batches are; ``"auto"``: as
-            they are, and half as many whenever the memory does not suffice.
-        limit: the first so many samples of the data, or this part of them; None: all.
-        fingerprint: of the data, which every worker's are held against; None where values are not kept.
-        code: likewise, of model and loss.
-        version: what stands for the user's code; None: it is looked at.
-        request: what is asked of each checkpoint.
-    """
-
-    token: str
-    model: Maker | None
+    token: str  # a name that no other run has
+    model: Maker | None  # of the network that the checkpoints are of; None where each brings its own
     data: Maker
-    request: Request
-    batch_size: int | str | None = None
-    limit: float | None = None
-    fingerprint: described.Facts | None = None
-    code: keys.Code | None = None
-    version: str | None = None
+    request: Request  # what is asked of each checkpoint
+    batch_size: int | str | None = None  # most samples of a batch; "auto": half as many where memory does not suffice
+    limit: float | None = None  # the first so many samples of the data, or this part of them; None: all
+    fingerprint: described.Facts | None = None  # of the data, which every worker's are held against; None: not kept
+    code: keys.Code | None = None  # of model and loss, likewise
+    version: str | None = None  # what stands for the user's code; None: it is looked at
 
 
 @dataclass(frozen=True)
 class Job:
     """Hold a unit and where its weights are: a file, or a network itself; ``content`` is the key of the file's bytes.
 
-    ``fit`` says whether loss and accuracy are wanted too. With ``spectrum``, so many eigenvalues are wanted, and the
-    unit has no values.
+    With ``spectrum``, so many eigenvalues are wanted, and the unit has no values.
     """
 
     unit: WorkUnit
     weights: Path | nn.Module
     content: str = ""
-    fit: bool = True
     spectrum: int = 0
 
 
@@ -350,9 +309,6 @@ class Bench:
 
     Attributes:
         data: all of them.
-
-    Raises:
-        InputError: the model or the data cannot be made.
     """
 
     def __init__(self, setup: Setup, ranks: Ranks = ALONE) -> None:
@@ -407,11 +363,7 @@ class Bench:
             )
 
     def outcome(self, job: Job, step: Step = lambda part: None) -> Outcome:
-        """Measure a unit; what goes wrong with its checkpoint or its measures is in its values.
-
-        Raises:
-            RankError: see :func:`.measured`.
-        """
+        """Measure a unit; what goes wrong with its checkpoint or its measures is in its values."""
         try:
             with self.ranks.agreed("a checkpoint"):
                 model, notes = self._with_weights(job)
@@ -424,7 +376,7 @@ class Bench:
             if job.spectrum:
                 found = spectrum_of(model, data, request, job.spectrum, ranks)
             else:
-                found = measured(*(model, data, request, job.unit, step), fit=job.fit, counts=self._counts, ranks=ranks)
+                found = measured(*(model, data, request, job.unit, step), counts=self._counts, ranks=ranks)
             if self.setup.batch_size != "auto" or not self._halved(found):
                 return replace(found, batch_size=data.most if isinstance(data, Cut) else None, notes=notes)
 
@@ -461,11 +413,7 @@ def adopt(bench: Bench | None) -> None:
 
 
 def measure(setup: Setup, job: Job) -> Outcome:
-    """Measure a unit in the thread or process that this is called in: the function that executors are given.
-
-    Raises:
-        InputError: the model or the data cannot be made, or are others than they were.
-    """
+    """Measure a unit in the thread or process that this is called in: the function that executors are given."""
     bench: Bench | None = getattr(_here, "bench", None)
     if bench is None or bench.setup.token != setup.token:
         bench = Bench(setup)

@@ -25,15 +25,10 @@ _ROUNDING = 1e-12  # 1 - r² below this is that of r = ±1
 
 @dataclass(frozen=True, eq=False)
 class Resamples:
-    """Hold which networks every resample is made of.
+    """Hold which networks every resample is made of."""
 
-    Attributes:
-        draws: networks by number, (resamples, drawn); -1 in a place without one, since resamples differ in size.
-        counts: how often each network is in a resample, (resamples, n).
-    """
-
-    draws: NDArray[np.intp]
-    counts: Vector
+    draws: NDArray[np.intp]  # by number, (resamples, drawn); -1 behind a resample that is smaller than others
+    counts: Vector  # how often each network is in a resample, (resamples, n)
 
     def inside(self, chosen: NDArray[np.bool_]) -> "Resamples":
         """Return what some of the networks, (n,), are of the resamples, numbered anew."""
@@ -59,7 +54,6 @@ def coefficients(
     """Return a correlation in every resample.
 
     Args:
-        statistic: one of ``STATISTICS``.
         columns: x, y, and those that are held fixed, if any; (n,) finite values each.
         drawn: the resamples.
         strata: of each network, (n,): the correlation is the mean of those inside of the strata in which it is defined,

@@ -236,8 +236,6 @@ def correlation(x: Vector, y: Vector, statistic: str, seed: int) -> tuple[float,
     Args:
         x: (n,) values.
         y: (n,) values.
-        statistic: ``"Pearson"``, ``"Spearman"`` or ``"Kendall"`` (τ_b).
-        seed: of the resampling.
 
     Returns:
         The value and the ends of its interval, which are NaN for n < 5; all NaN if x or y is constant or has an entry

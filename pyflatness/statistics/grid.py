@@ -27,33 +27,21 @@ _MOST = 2  # settings that are conditioned on at once
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Hold the networks of a study with their settings.
+    """Hold the networks of a study with their settings."""
 
-    Attributes:
-        measure: (n,).
-        target: (n,).
-        settings: by name, which of its values a network has, (n,).
-        values: of each setting, as text.
-        labels: of the combinations of settings that there are, and which of them a network has, ``combination`` (n,).
-    """
-
-    measure: Vector
-    target: Vector
-    settings: dict[str, Codes]
-    values: dict[str, tuple[str, ...]]
-    labels: tuple[str, ...]
-    combination: Codes
+    measure: Vector  # (n,)
+    target: Vector  # (n,)
+    settings: dict[str, Codes]  # by name, which of its values a network has, (n,)
+    values: dict[str, tuple[str, ...]]  # of each setting, as text
+    labels: tuple[str, ...]  # of the combinations of settings that there are
+    combination: Codes  # which of these a network has, (n,)
 
     def agreement(self) -> Vector:
         """Return the agreement of every pair, (n, n)."""
         return np.sign(self.measure[:, None] - self.measure) * np.sign(self.target[:, None] - self.target)
 
     def differing(self, setting: str) -> NDArray[np.bool_]:
-        """Return which pairs differ in one setting alone, (n, n).
-
-        Raises:
-            InputError: there are none.
-        """
+        """Return which pairs differ in one setting alone, (n, n)."""
         differ = {name: codes[:, None] != codes for name, codes in self.settings.items()}
         alone: NDArray[np.bool_] = differ.pop(setting)
         for other in differ.values():
@@ -74,11 +62,7 @@ class Grid:
 def read_grid(
     table: Any, measure: str, target: str, settings: str | Sequence[str], exclude: Collection[str], test: Any
 ) -> Grid:
-    """Return the networks of a table with their settings.
-
-    Raises:
-        InputError: no such columns or rows, or a cell that is empty or, in measure or target, not finite.
-    """
+    """Return the networks of a table with their settings."""
     measure, target = one_name("measure", measure), one_name("target", target)
     names = listed("settings", settings)
     if not names or len({*names, measure, target}) < len(names) + 2:
@@ -262,12 +246,8 @@ def sign_error(
     in g is; here all pairs count alike, and ``fewest=`` takes environments together in place of leaving them out.
 
     Args:
-        table: as for :func:`pyflatness.statistics.granulated_kendall`, like all that follow.
-        measure: a column.
-        target: a column, such as ``"gap"``.
+        table: as for :func:`pyflatness.statistics.granulated_kendall`, like all that have no entry here.
         settings: columns of hyperparameters, without the seed.
-        exclude: names of rows to leave out.
-        test: a table of the same networks on test data, for the gap.
         fewest: pairs of an environment. Those that have fewer and differ in the same two values of the same setting
             are one environment, whatever the other settings, which are equal on both sides; it has all their pairs.
 
@@ -367,12 +347,7 @@ def conditional_mutual_information(
     Few networks in a group of equal settings make Î too large: two networks alone always have Î = 1.
 
     Args:
-        table: as for :func:`pyflatness.statistics.granulated_kendall`, like all that follow.
-        measure: a column.
-        target: a column, such as ``"gap"``.
-        settings: columns of hyperparameters.
-        exclude: names of rows to leave out.
-        test: a table of the same networks on test data, for the gap.
+        table: as for :func:`pyflatness.statistics.granulated_kendall`, like all the others.
 
     Returns:
         The smallest Î, in [0, 1], and that of every S.

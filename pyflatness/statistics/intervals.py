@@ -65,16 +65,10 @@ def finder(
     """Return a function for the interval of a correlation over n networks; NaN of too few networks or clusters.
 
     Args:
-        interval: ``"bootstrap"`` or ``"fisher"``.
-        n: networks.
         held: columns held fixed.
         clusters: the cluster of each network, (n,); None: they are independent.
-        seed: of the bootstrap.
         seeds: what was drawn with which each network was trained, (n,), for Fisher's z over clusters.
         strata: inside of which networks are compared, (n,); None: all are.
-
-    Raises:
-        InputError: another interval, or seeds without clusters or with the bootstrap.
     """
     check_choice("interval", interval, _NAMES)
     if seeds is not None and (clusters is None or interval != "fisher"):
@@ -105,17 +99,11 @@ def bootstrap_resamples(n: int, clusters: NDArray[np.intp] | None, seed: int) ->
 
 @dataclass(frozen=True, eq=False)
 class Jackknife:
-    """Hold the samples that each lack one recipe, one seed, or one recipe's networks of one seed.
+    """Hold the samples that each lack one recipe, one seed, or one recipe's networks of one seed."""
 
-    Attributes:
-        recipes: without one recipe each.
-        seeds: without one seed each; None: seeds share nothing.
-        both: without the networks of one recipe and seed each.
-    """
-
-    recipes: Resamples
-    seeds: Resamples | None = None
-    both: Resamples | None = None
+    recipes: Resamples  # without one recipe each
+    seeds: Resamples | None = None  # without one seed each; None: seeds share nothing
+    both: Resamples | None = None  # without the networks of one recipe and seed each
 
     @classmethod
     def over(cls, recipes: NDArray[np.intp], seeds: NDArray[np.intp] | None = None) -> "Jackknife":
@@ -172,10 +160,7 @@ def fisher(
 
     Args:
         value: the correlation; ±1 has no interval.
-        statistic: one of ``STATISTICS``.
-        columns: as for :func:`.coefficients`.
         jackknife: samples that each lack a cluster; None: networks are independent.
-        strata: as for :func:`.coefficients`.
     """
     if not abs(value) < 1:
         return _NONE

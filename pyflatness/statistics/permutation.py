@@ -46,11 +46,8 @@ def orders(n: int, clusters: NDArray[np.intp] | None, within: bool, count: int, 
     some. Such an order is no permutation, but one value for a cluster is dealt out exactly.
 
     Args:
-        n: networks.
         clusters: the cluster of each, (n,); None: networks are independent.
         within: whether values stay inside of their clusters.
-        count: of the random orders.
-        seed: of them.
     """
     generator = np.random.default_rng(seed)
     shuffled = generator.permuted(np.tile(np.arange(n), (count, 1)), axis=1)
@@ -72,16 +69,11 @@ def orders(n: int, clusters: NDArray[np.intp] | None, within: bool, count: int, 
 
 
 def p_values(
-    statistic: str,
-    measures: Sequence[Vector],
-    target: Vector,
-    given: Sequence[Vector],
-    permuted: NDArray[np.intp],
+    statistic: str, measures: Sequence[Vector], target: Vector, given: Sequence[Vector], permuted: NDArray[np.intp]
 ) -> Vector:
     """Return the p-value of each measure's correlation with a target.
 
     Args:
-        statistic: one of ``STATISTICS``.
         measures: (n,) each.
         target: (n,).
         given: columns that are held fixed, (n,) each.

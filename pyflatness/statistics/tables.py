@@ -32,47 +32,28 @@ _OF_VALUES = _SCORED | {
 
 @dataclass(frozen=True, eq=False)
 class Networks:
-    """Hold a row for each network.
+    """Hold a row for each network."""
 
-    Attributes:
-        names: of the rows.
-        columns: numbers by name; NaN where a cell is empty.
-        measures: columns that are measures, as far as that is known; else all.
-        texts: columns that are not numbers, such as the name of an optimiser; "" where a cell is empty.
-    """
-
-    names: tuple[str, ...]
-    columns: dict[str, Vector]
-    measures: tuple[str, ...]
-    texts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    names: tuple[str, ...]  # of the rows
+    columns: dict[str, Vector]  # numbers by name; NaN where a cell is empty
+    measures: tuple[str, ...]  # columns that are measures, as far as that is known; else all
+    texts: dict[str, tuple[str, ...]] = field(default_factory=dict)  # others; "" where a cell is empty
 
     def column(self, name: str) -> Vector:
-        """Return one column.
-
-        Raises:
-            InputError: there is none of that name.
-        """
+        """Return one column."""
         if name not in self.columns:
             hint = "; pass test=, the same networks scored on test data" if name == "gap" else ""
             raise InputError(f"table: no column of numbers {name!r}; there are {_known(name, self.columns)}{hint}")
         return self.columns[name]
 
     def finite(self, name: str, kept: NDArray[np.bool_]) -> Vector:
-        """Return the numbers of a column in the rows that count, all finite.
-
-        Raises:
-            InputError: there is no such column, no row counts, or a number is missing or not finite.
-        """
+        """Return the numbers of a column in the rows that count, all finite."""
         values = self.column(name)
         self._whole(name, np.isfinite(values), kept, "empty, NaN or infinite")
         return values[kept]
 
     def groups(self, names: Sequence[str], kept: NDArray[np.bool_]) -> tuple[NDArray[np.intp], tuple[str, ...]]:
-        """Return the group of each row that counts, (rows,), and labels: rows of a group are equal in some columns.
-
-        Raises:
-            InputError: there is no such column, or it has an empty cell.
-        """
+        """Return the group of each row that counts, (rows,), and labels: rows of a group are equal in some columns."""
         columns = []
         for name in names:
             if name in self.columns:
@@ -102,11 +83,7 @@ class Networks:
         return tuple(name for name, wanted in zip(self.names, chosen, strict=True) if wanted)
 
     def kept(self, exclude: Collection[str]) -> NDArray[np.bool_]:
-        """Return which rows are not excluded, (rows,), by name or by the file name in it.
-
-        Raises:
-            InputError: a name that is not there.
-        """
+        """Return which rows are not excluded, (rows,), by name or by the file name in it."""
         if isinstance(exclude, str):
             raise InputError(f"exclude={shown(exclude)}: a list of names is wanted")
         exclude = check_names("exclude", exclude, " of networks")
@@ -118,22 +95,14 @@ class Networks:
 
 
 def one_name(option: str, given: Any) -> str:
-    """Return the name of a column.
-
-    Raises:
-        InputError: something else.
-    """
+    """Return the name of a column."""
     if not isinstance(given, str):
         raise InputError(f"{option}={shown(given)}: the name of a column is wanted")
     return given
 
 
 def listed(option: str, names: str | Sequence[str]) -> tuple[str, ...]:
-    """Return one name or several as a tuple.
-
-    Raises:
-        InputError: something else.
-    """
+    """Return one name or several as a tuple."""
     given = (names,) if isinstance(names, str) else tuple(check_several(option, names, "a name or several of columns"))
     check_names(option, given, " of columns")
     return given
@@ -145,9 +114,6 @@ def read(table: Any, test: Any = None) -> Networks:
     Args:
         table: pandas data frame, mapping of sequences, or path of a CSV file.
         test: the same networks scored on test data; the gap is its ``loss`` less that of ``table``.
-
-    Raises:
-        InputError: not such a table, or networks that are missing in ``test``.
     """
     networks = _networks(table, "table")
     if test is None:

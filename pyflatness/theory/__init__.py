@@ -10,12 +10,7 @@ f = ψ(φ), a sample S and local distributions λ_i around the φ_i,
 with labels taken as constant around each sample.
 """
 
-from .gap_bounds import (
-    density_constants,
-    generalization_bound,
-    spectral_robustness_bound,
-    uniform_robustness_bound,
-)
+from .gap_bounds import density_constants, generalization_bound, spectral_robustness_bound, uniform_robustness_bound
 from .inequalities import bounds, interpolation_error
 from .perturbed import truncated_normal_noise
 from .robustness import feature_robustness, label_constancy, largest_robustness, matrix_robustness

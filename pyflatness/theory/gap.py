@@ -126,18 +126,13 @@ class GeneralizationGap:
 
 @public(*CALL, "nan_policy")
 def generalization_gap(
-    model: nn.Module,
-    loss: Any = "auto",
-    train: Any = ...,
-    test: Any = ...,
-    **how: Unpack[How],
+    model: nn.Module, loss: Any = "auto", train: Any = ..., test: Any = ..., **how: Unpack[How]
 ) -> GeneralizationGap:
     """Return loss and accuracy of a model on training and test data, by one read of each.
 
     E(f) - E_emp(f, S)   (Petzka et al. 2021, section 1), the risk estimated on ``test``.
 
     Args:
-        model: …
         loss: … The values are means over its terms.
         train: a tuple of tensors, or batches, as for :func:`pyflatness.relative_flatness`.
         test: the same.

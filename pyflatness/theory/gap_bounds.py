@@ -178,7 +178,6 @@ def generalization_bound(
     have been trained on, so a network that has fitted its training data can have a larger gap; ``test=`` shows it.
 
     Args:
-        model: …
         loss: … All values are means over its terms.
         train: the training data, as for :func:`pyflatness.relative_flatness`; read several times.
         layer: a Linear layer that gets one feature vector a sample; None takes the last Linear that ran.
@@ -256,7 +255,6 @@ def generalization_bound(
 
 
 def _features(perturbed: Perturbed, name: str) -> int:
-    """Return the number of features of the layer, which must be linear."""
     if layers.is_convolution(perturbed.layer):
         raise InputError(
             f"layer {name!r} is a {type(perturbed.layer).__name__}: its patches overlap, so that there is no one "
@@ -266,13 +264,7 @@ def _features(perturbed: Perturbed, name: str) -> int:
 
 
 def _sums(
-    perturbed: Perturbed,
-    loss: Loss,
-    batches: Batches,
-    places: Tensor,
-    counts: tuple[int, int],
-    rho: float,
-    seed: int,
+    perturbed: Perturbed, loss: Loss, batches: Batches, places: Tensor, counts: tuple[int, int], rho: float, seed: int
 ) -> NoiseSums:
     """Return the sums of the loss over each fold, without and with noise on the layer's features."""
     (folds, probes), start = counts, 0

@@ -127,10 +127,7 @@ def _of_layer(net: NetworkTerms, layer: LayerTerms, behind: LayerTerms | None, l
     rows = [
         row("5", "mean s_max, by |∂f/∂W|/|x|: B of Eq. 48", A, layer.sensitivity),
         row(
-            "6, W",
-            "mean s_max², by the smallest |x| and W",
-            mean(layer.s.square()),
-            product(factor, layer.weights**2),
+            "6, W", "mean s_max², by the smallest |x| and W", mean(layer.s.square()), product(factor, layer.weights**2)
         ),
         row("6", "mean s_max², by the smallest |x| and S", square, product(factor, net.sharpness)),
         row("9, middle", "log of the mean volume, by |J|_F", volume, net.log_norms([layer]), log=True),
@@ -195,7 +192,6 @@ def _adaptive(net: NetworkTerms, weighted: Mapping[str, float], everything: floa
     """Return Eq. 44 of each layer: by its own weight, by the trainable parameters that there are.
 
     Args:
-        net: the layers.
         weighted: by layer, (1/n) Σ_i |W ∘ ∂f_i/∂W|_F².
         everything: (1/n) Σ_i Σ_j θ_j² |∂f_i/∂θ_j|².
     """
@@ -228,9 +224,7 @@ def bounds(
     of Eq. 17 is, of a layer at the start of a residual block, at the input of what follows the block's sum.
 
     Args:
-        model: …
         loss: … It has no part in the values.
-        data: …
         layers: whose weights θ is made of; None: all layers that can be measured and ran.
         sharpness: S of more parameters: ``"all"`` trainable ones as in the paper, by a sweep more, or a number known
             from elsewhere, (1/n) Σ_i |∂f_i/∂θ|_F². None: of the chosen layers' weights.
@@ -359,12 +353,7 @@ class InterpolationError:
 
 @public(*READING, "memory", "max_passes")
 def interpolation_error(
-    model: nn.Module,
-    data: Any,
-    *,
-    adaptive: bool = False,
-    second_derivatives: bool = False,
-    **how: Unpack[How],
+    model: nn.Module, data: Any, *, adaptive: bool = False, second_derivatives: bool = False, **how: Unpack[How]
 ) -> InterpolationError:
     """Return how far sharpness is from its value at an interpolation, with both sides of Lemma B.1 or E.2 of C24.
 
@@ -372,7 +361,6 @@ def interpolation_error(
     Representations", Eq. 19 and 42).
 
     Args:
-        model: …
         data: … With targets of the outputs' shape.
         adaptive: Lemma E.2, of adaptive sharpness.
         second_derivatives: also compute M and the sum between the two sides, by a run and three backward passes for
@@ -416,7 +404,6 @@ def _half_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _residual(task: Task) -> float:
-    """Return the largest |f_i - y_i|."""
     largest = 0.0
     for number, batch in enumerate(task.batches):
         with torch.no_grad():

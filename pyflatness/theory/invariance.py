@@ -8,7 +8,7 @@ of its own, and the columns behind divided by it (Petzka et al. 2019, Theorems 2
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,9 +27,6 @@ from ..options import EVERY, How, MeasureHow, Options, check_numbers
 from ..reparameterization.reparameterize import reparameterize
 from ..report import Estimate, Result, views
 from ..session import public
-
-if TYPE_CHECKING:
-    pass
 
 WAYS = ("layer-wise", "neuron-wise")
 _EXACT, _ROUNDED = 1e-6, 1e-3  # of exact values in double precision, and of all others
@@ -107,7 +104,6 @@ def invariances(
 
     Args:
         model: as for :func:`pyflatness.reparameterize`.
-        loss: …
         data: … They are read several times.
         measures: names, None, ``"sweep"`` or ``"all"``, as for :func:`pyflatness.measure`.
         layers: that are measured, as for :func:`pyflatness.measure`; all that can be get new weights.

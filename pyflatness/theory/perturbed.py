@@ -116,11 +116,6 @@ class Perturbed:
     """Run a model with one of its layers perturbed.
 
     At a head, where the outputs are a view of z, the model runs once a batch, and its outputs are displaced.
-
-    Args:
-        task: whose model it is.
-        name: the layer.
-        head: whether the layer was found to be the head.
     """
 
     def __init__(self, task: Task, name: str, *, head: bool) -> None:
@@ -213,22 +208,14 @@ def by_weight(layer: nn.Module, weight: Tensor) -> Change:
     return lambda inputs, output: layers.affine(layer, inputs.to(weight.dtype), weight, None, output)
 
 
-class Turns:
-    """Draw wA for random A, Haar on O(m), independent for each group of a convolution.
+def turns(layer: nn.Module, generator: torch.Generator) -> Iterator[Tensor]:
+    """Yield wA for random A, Haar on O(m), independent for each group of a convolution, in the shape of the weight.
 
     With w = Rᵀ Q, Q of orthonormal rows, wA = Rᵀ (QA), and QA is a set of the first rows of such a matrix again: min(d,
     m) rows are drawn, not m.
     """
-
-    def __init__(self, layer: nn.Module, generator: torch.Generator) -> None:
-        matrix, _ = layers.matrix(layer)
-        groups = layers.groups(layer)
-        parts = promoted(matrix).unflatten(0, (groups, -1))
-        self._left = torch.linalg.qr(parts.transpose(1, 2)).R.transpose(1, 2)  # (groups, d / groups, rows)
-        self._layer, self._generator, self.features = layer, generator, matrix.shape[1]
-
-    def draw(self) -> Tensor:
-        """Return a draw of wA, as a tensor of the shape of the layer's weight."""
-        groups, _, rows = self._left.shape
-        turned = self._left @ orthonormal(groups, rows, self.features, self._generator, self._left)
-        return layers.as_weight(self._layer, turned.flatten(0, 1))
+    matrix = promoted(layers.matrix(layer)[0]).unflatten(0, (layers.groups(layer), -1))
+    left = torch.linalg.qr(matrix.transpose(1, 2)).R.transpose(1, 2)  # (groups, d / groups, rows)
+    while True:
+        rows = orthonormal(len(left), left.shape[2], matrix.shape[2], generator, left)
+        yield layers.as_weight(layer, (left @ rows).flatten(0, 1))

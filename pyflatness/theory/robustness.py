@@ -32,10 +32,10 @@ orthogonal matrices for ε = δ² κ/(2m) + C δ³ up to O(δ³), where Theorem 
 of Δ, half of them on the sphere and half uniform in the ball, so D is found from below.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,30 +46,21 @@ from typing_extensions import Unpack
 from .. import head, interrupts, losses, tensor_head
 from ..contractions import product, promoted
 from ..errors import InputError
-from ..losses import Loss, risk
+from ..losses import risk
 from ..measures import RELATIVE_FLATNESS
 from ..messages import check_tensor, in_words, span
 from ..model import layers
-from ..model.data import Batches, size
+from ..model.data import size
 from ..model.selectors import Selector
 from ..numerics import meeting
-from ..numerics.accumulate import Accumulator, check_together, omits
+from ..numerics.accumulate import Accumulator, omits
 from ..numerics.variances import standard_error
-from ..options import (
-    CALL,
-    How,
-    Options,
-    check_count,
-    check_function,
-    check_number,
-    check_numbers,
-    check_probes,
-)
-from ..passes.task import Task
+from ..options import CALL, How, Options, check_count, check_function, check_number, check_numbers, check_probes
+from ..passes.task import Risk, Task
 from ..plan import of_layer
 from ..report import Estimate, intervals, views
 from ..session import public, session
-from .perturbed import Perturbed, Turns, by_weight, orthonormal
+from .perturbed import Perturbed, by_weight, orthonormal, turns
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -179,8 +170,6 @@ def feature_robustness(
     E_A[E(w + αwA) - E(w)], A Haar on O(m), in pairs ±A; α² κ/(2m)   (Petzka et al. 2021, Eq. 4 and Theorem 5).
 
     Args:
-        model: …
-        loss: …
         data: … They are read twice or more.
         layer: a Linear layer or a convolution, whose rows are its filters; None takes the last Linear that ran.
         rho: α of the curve.
@@ -214,63 +203,47 @@ def feature_robustness(
     with session(model, loss, data, options, how, reads=2) as task:
         name, source = head.find(task, layer)
         perturbed = Perturbed(task, name, head=source is not None)
-        turns = Turns(perturbed.layer, torch.Generator("cpu").manual_seed(options.seed))
-        curve = _Curve(perturbed, task.loss, task.batches, steps, policy=options.nan_policy)
-        for start in range(0, probes, curve.kept):
-            curve.add([turns.draw() for _ in range(min(curve.kept, probes - start))])
+        matrix, parts = layers.matrix(perturbed.layer)[0], []
+        draws = itertools.islice(turns(perturbed.layer, torch.Generator("cpu").manual_seed(options.seed)), probes)
+        kept = max(1, _MEMORY // (4 * matrix.numel()))  # probes in one read of the data
+        while weights := [*itertools.islice(draws, kept)]:
+            found, at_weights = _rises(perturbed, task, steps, weights)
+            parts.append(found)
         if kappa is None:
             measurement, _ = of_layer(RELATIVE_FLATNESS, task, name)
             kappa = measurement.estimates()[name, RELATIVE_FLATNESS.name]
-    rises = torch.stack(curve.rises)
+    rises = torch.cat(parts)
     grid = torch.tensor(steps, dtype=torch.float64, device="cpu")
     return FeatureRobustness(
         rho=grid,
         rises=rises.mean(dim=0),
         stderr=standard_error(rises),
-        parabola=grid.square() * float(kappa) / (2 * turns.features),
+        parabola=grid.square() * float(kappa) / (2 * matrix.shape[1]),
         kappa=float(kappa),
-        features=turns.features,
-        loss=curve.loss,
+        features=matrix.shape[1],
+        loss=at_weights.value,
         probes=probes,
-        samples=curve.samples,
+        samples=at_weights.samples,
         layer=name,
     )
 
 
-class _Curve:
-    """Hold the rises of the loss of each draw, (rho,)."""
-
-    def __init__(self, perturbed: Perturbed, loss: Loss, batches: Batches, rho: Sequence[float], policy: str) -> None:
-        self._perturbed, self._loss, self._batches, self._policy = perturbed, loss, batches, policy
-        self._scales = [sign * alpha for alpha in rho for sign in (1.0, -1.0)]
-        weight = perturbed.layer.weight
-        assert isinstance(weight, Tensor)
-        self.kept = max(1, _MEMORY // (4 * weight.numel()))  # probes in one read of the data
-        self.rises: list[Tensor] = []
-
-    def add(self, turned: Sequence[Tensor]) -> None:
-        """Take in one read of the data."""
-        values = torch.zeros(len(turned), len(self._scales), dtype=torch.float64, device="cpu")
-        own, over = 0.0, Accumulator(self._policy, self._loss.reduction)
-        for number, batch in enumerate(self._batches):
-            outputs, targets = self._perturbed.outputs(batch)
-            over.add(size(batch), risk.weight(outputs, targets, self._loss, number))
-            own += self._checked(self._loss.value(outputs, targets), number, "")
-            for row, weight in zip(values, turned, strict=True):
-                displaced = self._perturbed.displaced(by_weight(self._perturbed.layer, weight), self._scales)
-                for place, outputs in enumerate(displaced):
-                    row[place] += self._checked(self._loss.value(outputs, targets), number, " with turned features")
-        sums = {"rises": values, "own": torch.tensor(own, dtype=torch.float64, device="cpu")}
-        sums = over.together(self._batches.shard, sums)
-        values, own = sums["rises"], float(sums["own"])
-        self.samples, self.loss = over.samples, own / over.normaliser
-        self.rises.extend(values.view(len(turned), -1, 2).mean(dim=2) / over.normaliser - self.loss)
-
-    def _checked(self, value: Tensor, number: int, where: str) -> float:
-        found = float(value)
-        error = partial(risk.not_finite, number, found, where)
-        check_together(self._policy, math.isfinite(found), error)
-        return found
+def _rises(perturbed: Perturbed, task: Task, rho: Sequence[float], weights: Sequence[Tensor]) -> tuple[Tensor, Risk]:
+    """Return the rises of the loss with each turned weight, (draws, rho), and the loss, by one read of the data."""
+    scales, policy = [sign * alpha for alpha in rho for sign in (1.0, -1.0)], task.options.nan_policy
+    values = torch.zeros(len(weights), len(scales), dtype=torch.float64, device="cpu")
+    own, over = 0.0, Accumulator(policy, task.loss.reduction)
+    for number, batch in enumerate(task.batches):
+        outputs, targets = perturbed.outputs(batch)
+        over.add(size(batch), risk.weight(outputs, targets, task.loss, number))
+        own += risk.finite(task.loss.value(outputs, targets), policy, number)
+        for row, weight in zip(values, weights, strict=True):
+            for place, outputs in enumerate(perturbed.displaced(by_weight(perturbed.layer, weight), scales)):
+                row[place] += risk.finite(task.loss.value(outputs, targets), policy, number, " with turned features")
+    sums = {"rises": values, "own": torch.tensor(own, dtype=torch.float64, device="cpu")}
+    sums = over.together(task.batches.shard, sums)
+    loss = Risk(float(sums["own"]) / over.normaliser, over.samples)
+    return sums["rises"].view(len(weights), -1, 2).mean(dim=2) / over.normaliser - loss.value, loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -359,8 +332,6 @@ def matrix_robustness(
     its mean over orthogonal A.
 
     Args:
-        model: …
-        loss: …
         data: … They are read for every α.
         layer: a Linear layer or a convolution, whose rows are its filters; None takes the last Linear that ran.
         matrix: A, (m, m) for m columns of the weight; of a convolution with groups also (groups, m, m).
@@ -412,8 +383,6 @@ def largest_robustness(
     matrices: a lower bound of the maximum.
 
     Args:
-        model: …
-        loss: …
         data: … They are read up to ``starts * (steps + 1)`` times.
         layer: a Linear layer or a convolution, whose rows are its filters; None takes the last Linear that ran.
         rho: δ, positive.
@@ -512,9 +481,7 @@ class _Loss:
                         )
                     (found,) = torch.autograd.grad(value, change)
                     gradient = found if gradient is None else gradient + found
-            if not math.isfinite(value):
-                raise risk.not_finite(number, float(value), " with changed features")
-            total += float(value)
+            total += risk.finite(value, "raise", number, " with changed features")
         summed = {"loss": torch.tensor(total, dtype=torch.float64, device="cpu")}
         total = float(over.together(task.batches.shard, summed)["loss"])
         self.samples = over.samples

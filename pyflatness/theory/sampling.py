@@ -254,13 +254,7 @@ def summary(
 
 
 class NoiseSums:
-    """Sum the loss over groups of samples: as they are, and with noise, draw by draw.
-
-    Args:
-        loss: the user's.
-        groups: how many.
-        probes: of the noise.
-    """
+    """Sum the loss over groups of samples: as they are, and with noise, draw by draw."""
 
     def __init__(self, loss: Loss, groups: int, probes: int) -> None:
         self._loss = loss
@@ -275,7 +269,6 @@ class NoiseSums:
             targets: one per sample.
             groups: (samples,), of each sample.
             noisy: outputs with noise, two of opposite signs for each draw.
-            number: of the batch.
         """
         weights = risk.rows(outputs, targets, self._loss, number).terms.weights.double().cpu()
         if len(outputs) != len(groups) or len(targets) != len(groups) or len(weights) % len(groups):
@@ -368,7 +361,6 @@ def _sums(psi: _Head, groups: Tensor, count: int, rho: float, probes: int, seed:
 
 
 def _risk(psi: _Head) -> float:
-    """Return the mean loss."""
     sums, outputs = NoiseSums(psi.loss, 1, 0), psi.outputs()
     sums.add(outputs, psi.targets, torch.zeros(len(outputs), dtype=torch.int64, device="cpu"), iter(()))
     return sums.mean()

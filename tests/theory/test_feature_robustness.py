@@ -1,7 +1,7 @@
 """Feature robustness: moves of features, of weights and of the model are one; the mean over A is the parabola of κ."""
 
 import copy
-
+import itertools
 import pytest
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations
 
 import pyflatness as pf
 from pyflatness.theory import perturbed
-from pyflatness.theory.perturbed import Turns
+from pyflatness.theory.perturbed import turns
 from support.cases import LOSSES, TOKEN_TARGETS, TOKENS, C, Tokens, to
 from support.grid import classes, normal
 from support.unchanged import LOSS, X, Y, assert_unchanged, snapshot
@@ -27,8 +27,7 @@ DATA = normal(1, 40, 5), classes(2, 40)
 
 def turns_of(layer, draws, seed=0):
     """The wA of a run with this seed."""
-    turns = Turns(layer, torch.Generator().manual_seed(seed))
-    return [turns.draw() for _ in range(draws)]
+    return [*itertools.islice(turns(layer, torch.Generator().manual_seed(seed)), draws)]
 
 
 def moved(model, name, weight):

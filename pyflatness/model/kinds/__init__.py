@@ -46,15 +46,10 @@ SUPPORTED = (
 
 
 class AnyUse(nn.Module):
-    """Represent the use of a weight, ``self.weight``, that is no module's of a class below.
+    """Represent the use of a weight, ``self.weight``, that is no module's of a class below."""
 
-    Attributes:
-        kind: how it is a weight matrix; None as long as that is not known.
-        called_as: the kind of its last call, where its calls may be of several kinds.
-    """
-
-    kind: Linear | None = None
-    called_as: Linear | None = None
+    kind: Linear | None = None  # how it is a weight matrix; None as long as that is not known
+    called_as: Linear | None = None  # the kind of its last call, where its calls may be of several kinds
 
 
 _convolution = functools.lru_cache(maxsize=1024)(Convolution)
