@@ -272,6 +272,7 @@ def between(model: nn.Module, other: nn.Module | Mapping[str, Tensor], *, layers
     """
     own, found = _layers(model, layers), {}
     state = other if isinstance(other, Mapping) else _state(other, None if layers is None else [*own])
+    state = {kinds.without_compile(name): value for name, value in state.items()}
     for name, module in own.items():
         key = _key(name, module)
         weight, value = module.weight, state.get(key)

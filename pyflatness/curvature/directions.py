@@ -120,7 +120,8 @@ def given(model: nn.Module, changes: Mapping[str, Any], label: str) -> Direction
     theta, first = parameters.every(model), _first_names(model)
     found: Parameters = {}
     for key, change in changes.items():
-        name = first.get(key) or first.get(f"{key}.weight" if key else "weight")
+        own = layers.without_compile(str(key))
+        name = first.get(own) or first.get(f"{own}.weight" if own else "weight")
         if name is None:
             raise InputError(
                 f"directions: the model has no parameter {key!r}, and no layer with a weight of this name; it has "
@@ -152,6 +153,7 @@ def to(model: nn.Module, other: Any, names: frozenset[str] | None, option: str, 
         state = dict(other)
     else:
         raise InputError(f"{option}={shown(other)}: a module or a state dict is wanted")
+    state = {layers.without_compile(str(name)): value for name, value in state.items()}
     theta, buffers = parameters.every(model), _statistics(model)
     missing = [name for name in theta if name not in state]
     unknown = (

@@ -1,15 +1,19 @@
-"""Measure flatness in the training of the Trainer of Hugging Face's transformers."""
+"""Measure flatness in the training of the Trainer of Hugging Face's transformers, or add it to the loss."""
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import InputError, MissingExtraError
 from ..losses import auto
 from ..model.selectors import Selector
+from ..options import check_number
 from ..training.history import History
+from ..training.layer_penalty import FlatnessPenalty
 from .watch import Watch, check_model
 
 try:
@@ -134,6 +138,72 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]
         if isinstance(data, str):
             data = self._trainer.get_eval_dataloader() if data == "val" else train
         return _plain(data)
+
+
+class PenaltyCallback(TrainerCallback):  # type: ignore[misc]
+    """Add the relative flatness of some layers, times a strength, to the loss that a Trainer minimises.
+
+    In training the ``loss`` of the model's outputs is then its own loss plus ``strength`` times
+    :class:`pyflatness.FlatnessPenalty` of the batch, and so is the loss that the trainer logs. The model in eval mode
+    has its own loss, as ``eval_loss``. Accumulated gradients are those of the whole batch.
+
+    Args:
+        layers: name, pattern or module of layers, or a sequence of these, see :class:`pyflatness.FlatnessPenalty`.
+        strength: what the relative flatness is multiplied by, λ; above 0.
+        probes: random cotangents of a batch, each with a backward pass of its own.
+        normalize: ``"std"`` or None, see :class:`pyflatness.FlatnessPenalty`.
+
+    Raises:
+        InputError: a strength that is no number above 0; when the training begins: layers or a model that do not fit,
+            or a loss of the trainer's (``label_smoothing_factor``, ``compute_loss_func``) that is not the model's own.
+        MissingExtraError: without transformers.
+
+    Example:
+        >>> from pyflatness.integrations.transformers import PenaltyCallback
+        >>> # Trainer(model, arguments, train_dataset=train, callbacks=[PenaltyCallback("classifier", 0.01)]).train()
+    """
+
+    def __init__(
+        self,
+        layers: Selector | Sequence[Selector],
+        strength: float,
+        *,
+        probes: int = 1,
+        normalize: str | None = None,
+    ) -> None:
+        self._made = partial(FlatnessPenalty, layers=layers, loss=auto.AUTO, probes=probes, normalize=normalize)
+        self._strength = check_number("strength", strength)
+        self._penalty: FlatnessPenalty | None = None
+        self._hook: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Hook the model and its layers."""
+        self._remove()  # of a training that an error ended
+        model = kwargs["model"]
+        self._penalty = self._made(model)
+        self._hook = model.register_forward_hook(self._add, with_kwargs=True)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take the hooks off."""
+        self._remove()
+
+    def _add(self, model: nn.Module, args: Any, given: dict[str, Any], outputs: Any) -> None:
+        if not model.training or not torch.is_grad_enabled():
+            return
+        if getattr(outputs, "loss", None) is None:
+            raise InputError(
+                "PenaltyCallback adds to the loss that the model computes of its labels, and it was called without "
+                "(by label_smoothing_factor= or compute_loss_func= the trainer has another loss); leave these out, or "
+                "add pf.FlatnessPenalty to the loss in a compute_loss of yours"
+            )
+        assert self._penalty is not None
+        outputs["loss"] = outputs.loss + self._strength * self._penalty(outputs, given)
+
+    def _remove(self) -> None:
+        if self._penalty is not None:
+            self._penalty.remove()
+            self._hook.remove()
+        self._penalty = None
 
 
 def _plain(loader: Any) -> Any:

@@ -71,6 +71,7 @@ class Watch:
         if hasattr(data, "__next__"):
             raise used_up(data, "and every epoch is to read it")
         self.history = History()
+        self._said: set[str] = set()
         self.begin()
 
     def begin(self) -> None:
@@ -103,12 +104,15 @@ class Watch:
                 except Exception as error:  # of whatever kind: hours of training are not to end by it
                     if self.strict:
                         raise
-                    self._warn(f"epoch {epoch} is not measured: {type(error).__name__}: {error}")
+                    self._once(f"epoch {epoch} is not measured: ", f"{type(error).__name__}: {error}")
                     return {}
         finally:
             interrupts.undo(depth)
             spent = time.perf_counter() - started
             self._spent += spent
+        if self.layers is None and report.uncovered:
+            names, share = ", ".join(report.uncovered), sum(report.uncovered.values())
+            self._once("", f"weights with {share:.2g} of all entries are not measured, nor in any later epoch: {names}")
         self.history.add(report, step=step, epoch=epoch, seconds=spent)
         values = {
             self._logged_as(name, layer): found.value
@@ -170,6 +174,12 @@ class Watch:
 
     def _of(self, model: nn.Module, loss: Any, data: Any, measures: str | list[str] | None) -> Report:
         return measure(model, loss, data, layers=self.layers, measures=measures, **self.options)
+
+    def _once(self, beginning: str, text: str) -> None:
+        """Warn of what is so in every epoch, in the first one alone."""
+        if text not in self._said:
+            self._said.add(text)
+            self._warn(beginning + text)
 
     def _warn(self, text: str) -> None:
         if not _is_distributed() or dist.get_rank() == 0:

@@ -1,7 +1,7 @@
 """Take the loss that a model of Hugging Face's transformers computes itself where it is given labels: loss "auto"."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from ..errors import InputError
 from ..messages import is_out_of_memory
 from ..model import calling, data, hugging_face
 from . import BinaryCrossEntropy, CrossEntropy, Loss, SquaredError, resolve, risk
-from .base import Reduction, Terms
+from .base import Known, Reduction, Terms
 
 AUTO = "auto"
 _SAMPLES = 2  # of the first batch, for which the model is asked for its own loss
@@ -47,7 +47,7 @@ def of_model(model: nn.Module, batch: Any, reduction: Reduction | None = None) -
     own, inputs, labels = _with_labels(model, few)
     loss = _found(own, labels, reduction)
     with calling.aside(), torch.no_grad():
-        _check(model, few, _own_loss(model, own, inputs), loss)
+        _check(model, _own_loss(model, own, inputs), loss, lambda: calling.run(model, few, None))
     return loss
 
 
@@ -55,6 +55,45 @@ def unchecked(model: nn.Module, batch: Any) -> Loss:
     """Return what :func:`of_model` does, of a model and data for which it was called already."""
     own, _, labels = _with_labels(model, batch)
     return _found(own, labels, None)
+
+
+@dataclass(frozen=True)
+class Returned:
+    """Hold what the loss of a model takes of a batch that the model was called on.
+
+    Attributes:
+        items: what the sum of the loss terms is divided by, where the model was told so; None: a mean.
+    """
+
+    outputs: Tensor
+    targets: Any
+    loss: Known
+    items: Any
+
+    @classmethod
+    def of(cls, model: nn.Module, returned: Any, given: Any) -> "Returned":
+        """Return what the loss takes of what the model returned.
+
+        Args:
+            given: the labels, or the mapping that the model was called with. ``num_items_in_batch`` in it counts as in
+                the model's own loss.
+
+        Raises:
+            InputError: as :func:`of_model`, without a comparison of losses.
+        """
+        batch = given if isinstance(given, Mapping) else {"labels": given}
+        own = of_transformers(model)
+        prepared = hugging_face.prepared(own, batch)
+        outputs, targets = calling.arranged(returned, prepared)
+        items = batch.get("num_items_in_batch")
+        return cls(outputs, targets, _found(own, targets, None if items is None else "sum"), items)
+
+    def check(self, model: nn.Module, returned: Any) -> None:
+        """Raise if the model returned a loss of its own that is another than this one."""
+        wanted = getattr(returned, "loss", None)
+        if isinstance(wanted, Tensor) and wanted.numel() == 1:
+            with torch.no_grad():
+                _check(model, float(wanted), self.loss, lambda: (self.outputs, self.targets), self.items)
 
 
 def _few(model: nn.Module, batch: Any) -> Any:
@@ -65,14 +104,24 @@ def _few(model: nn.Module, batch: Any) -> Any:
     return few if most * vocabulary <= _MOST_LOGITS else data.first(batch, 1)
 
 
-def _with_labels(model: nn.Module, batch: Any) -> tuple[nn.Module, dict[str, Any], Any]:
-    """Return the model of transformers, what to call it with for its own loss, and its labels."""
+def of_transformers(model: nn.Module) -> nn.Module:
+    """Return the model of transformers that a module is, or that PEFT wraps.
+
+    Raises:
+        InputError: it is another module, which has no loss of its own.
+    """
     own = hugging_face.inner(model)
     if own is None:
         raise InputError(
             f"loss: 'auto' is the loss that a model of Hugging Face's transformers has by itself, and a "
             f"{type(model).__name__} is none; pass the loss that it was trained with, as loss='cross_entropy'"
         )
+    return own
+
+
+def _with_labels(model: nn.Module, batch: Any) -> tuple[nn.Module, dict[str, Any], Any]:
+    """Return the model of transformers, what to call it with for its own loss, and its labels."""
+    own = of_transformers(model)
     if isinstance(batch, Mapping):
         prepared = hugging_face.prepared(own, batch)
         labels = {} if prepared.spans else {"labels": prepared.targets}
@@ -82,7 +131,7 @@ def _with_labels(model: nn.Module, batch: Any) -> tuple[nn.Module, dict[str, Any
     raise InputError(f"data: batches are mappings with the model's inputs and `labels`, got a {type(batch).__name__}")
 
 
-def _found(own: nn.Module, labels: Any, reduction: Reduction | None) -> Loss:
+def _found(own: nn.Module, labels: Any, reduction: Reduction | None) -> Known:
     if not isinstance(labels, Tensor):
         raise InputError(
             f"loss: 'auto' takes labels that are one tensor, and this {type(own).__name__} has a "
@@ -140,12 +189,19 @@ def _own_loss(model: nn.Module, own: nn.Module, inputs: Mapping[str, Any]) -> fl
     return float(loss)
 
 
-def _check(model: nn.Module, batch: Any, wanted: float, loss: Loss) -> None:
-    """Raise if a loss of the model's outputs is another than the model's own."""
+def _check(
+    model: nn.Module, wanted: float, loss: Loss, arranged: Callable[[], tuple[Tensor, Any]], items: Any = None
+) -> None:
+    """Raise if a loss of the model's outputs is another than the model's own.
+
+    Args:
+        arranged: returns outputs and targets.
+        items: what the sum of the loss terms is divided by; None: their weight.
+    """
     name = type(hugging_face.inner(model)).__name__
     try:
-        outputs, targets = calling.run(model, batch, None)
-        weight = risk.weight(outputs, targets, loss, 0)  # with the checks of the targets
+        outputs, targets = arranged()
+        weight = risk.weight(outputs, targets, loss, 0) if items is None else float(items)
         terms = float(loss.value(outputs, targets))
     except InputError as error:
         raise InputError(

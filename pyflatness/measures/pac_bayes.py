@@ -301,7 +301,7 @@ class _Search:
         state = layers.unwrap(initial).state_dict() if isinstance(initial, nn.Module) else initial
         other = duplicate(self._task.model)
         try:
-            other.load_state_dict(state)
+            other.load_state_dict({layers.without_compile(name): value for name, value in state.items()})
         except (RuntimeError, TypeError, AttributeError) as error:
             raise InputError(f"initial: it does not fit the model ({' '.join(str(error).split())})") from None
         return parameters.every(self._folding.of(other))

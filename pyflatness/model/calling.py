@@ -316,9 +316,16 @@ def by_keywords(
     Outputs (n, T, C) for labels (n, T), as models of tokens give them, come as (n, C, T), as cross-entropy wants them.
     Where an answer begins and ends is for cross-entropy a choice among the T tokens, (n, T, 2).
     """
+    return arranged(model(**batch.inputs), batch, tensor)
+
+
+def arranged(
+    returned: Any, batch: hugging_face.Prepared, tensor: Callable[[Any], Tensor] = one_tensor
+) -> tuple[Tensor, Any]:
+    """Return outputs and targets as :func:`by_keywords` does, of what a model returned."""
     if batch.spans:
-        return hugging_face.span_logits(model(**batch.inputs), batch.targets)
-    logits, targets = tensor(model(**batch.inputs)), batch.targets
+        return hugging_face.span_logits(returned, batch.targets)
+    logits, targets = tensor(returned), batch.targets
     if isinstance(targets, Tensor) and not targets.is_floating_point() and 2 <= targets.ndim == logits.ndim - 1:
         logits = logits.movedim(-1, 1)
         return (logits[:, :, :-1], targets[:, 1:]) if batch.shifted else (logits, targets)

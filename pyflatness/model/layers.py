@@ -1,6 +1,7 @@
 """Treat layers as weight matrices: their (d, m) matrix, inputs and cotangents in one form, whatever their kind is."""
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +25,32 @@ def unwrap(model: nn.Module) -> nn.Module:
             model = model._orig_mod  # type: ignore[assignment]
         else:
             return model
+
+
+@contextlib.contextmanager
+def parts_not_compiled(model: nn.Module) -> Iterator[None]:
+    """Let a model have its own modules in the place of what ``torch.compile`` made of them, inside.
+
+    So names of layers and parameters are those that the user gave, without ``_orig_mod``.
+    """
+    compiled = [
+        (module, name, part)
+        for module in model.modules()
+        for name, part in module._modules.items()
+        if part is not None and "_orig_mod" in part._modules
+    ]
+    for module, name, part in compiled:
+        module._modules[name] = unwrap(part)
+    try:
+        yield
+    finally:
+        for module, name, part in compiled:
+            module._modules[name] = part
+
+
+def without_compile(name: str) -> str:
+    """Return a name without what ``torch.compile`` puts into those of its modules and their parameters."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def kind_of(module: nn.Module) -> Linear:

@@ -12,7 +12,7 @@ from ..errors import InputError
 from ..messages import near, shown
 from . import spread, uses
 from .kinds import CLASSES, SUPPORTED, is_scale
-from .layers import is_supported, why_not_supported
+from .layers import is_supported, parts_not_compiled, unwrap, why_not_supported, without_compile
 from .uses import Use
 
 Selector = str | nn.Module
@@ -33,6 +33,11 @@ def select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) ->
     A pattern means normalisations where it matches no other layer. The name of a layer's weight, as a parameter, means
     the weight in all of its uses, and stands behind the layers.
     """
+    with parts_not_compiled(model):
+        return _select(model, selectors)
+
+
+def _select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) -> Selection:
     every, usable, scales = _every(model)
     if selectors is None:
         found = {name: layer for name, layer in usable.items() if not (isinstance(layer, Use) and layer.refusal)}
@@ -50,12 +55,14 @@ def select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) ->
     named = set()
     whole: dict[str, nn.Module] = {}
     first_name = {module: name for name, module in reversed(every.items())}
-    for selector in selectors:
+    for given in selectors:
+        selector = without_compile(given) if isinstance(given, str) else given
         use = uses.whole(model, selector) if isinstance(selector, str) and selector not in every else None
         if use is not None:
             whole[use.name] = use
             continue
         if isinstance(selector, nn.Module):
+            selector = unwrap(selector)
             if selector not in first_name:
                 raise InputError(f"layer: this {type(selector).__name__} is not a part of the model")
             selector = first_name[selector]
@@ -78,7 +85,8 @@ def select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) ->
 
 def layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the layers of a model that are measured by default, or may turn out to be, by name and in its order."""
-    return _every(model)[1]
+    with parts_not_compiled(model):
+        return _every(model)[1]
 
 
 def _every(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module], dict[str, nn.Module]]:

@@ -78,11 +78,14 @@ def _end_turn() -> None:
 def _prepared(model: nn.Module, ranks: Ranks | None) -> tuple[nn.Module, Randomness]:
     """Make a model ready for :func:`observing`, and note how to undo it."""
     model = layers.unwrap(model)
+    stack = contextlib.ExitStack()
+    interrupts.later(stack.close)
+    stack.enter_context(layers.parts_not_compiled(model))
     named = [*model.named_modules()]  # a walk takes long for what it is
     modules = [module for _, module in named]
     check_modules(named, spread=ranks is not None)
-    stack = contextlib.ExitStack()
     interrupts.later(Found(modules).put_back)
+    stack = contextlib.ExitStack()
     interrupts.later(stack.close)
     if ranks is not None:
         stack.enter_context((fsdp.held if fsdp.is_sharded(model) else spread.held_in_parallel)(model, ranks))

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..messages import check_choice, shown
 from . import html, intervals, page, views
+from .constant import Constant
 from .result import Readable
 
 if TYPE_CHECKING:
@@ -35,11 +36,12 @@ _BLOCKS = r"(?:[^.]+\.)*\d+(?=\.)", r"(?:[^.]+\.)*?\d+(?=\.)"  # a name up to it
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Estimate(Readable, float):
+class Estimate(Readable, Constant):
     """Hold a measured value and how it came about; an estimate is that value wherever a number is wanted.
 
     It is a ``float``: it can be formatted (``f"{estimate:.3g}"``), ordered, compared with numbers, taken into arrays
-    and tensors and calculated with, which gives plain floats. Two estimates are equal only if all their facts are, NaN
+    and tensors and calculated with, which gives floats. It has no gradient: a warning says so where it is added to a
+    tensor with a graph, such as a loss. Two estimates are equal only if all their facts are, NaN
     being equal to NaN; ``estimate.value == other.value`` compares the values alone. So it has no hash.
 
     Attributes:

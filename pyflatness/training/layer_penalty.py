@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from .. import interrupts, losses
 from ..contractions import full_precision, promoted, promoted_dtype
 from ..errors import InputError, NotYetError
+from ..losses import auto
 from ..messages import check_module, check_tensor, second_derivatives, shown
 from ..model import checks, kinds, selectors
 from ..model.layers import unwrap
@@ -59,7 +60,9 @@ class FlatnessPenalty:
         layers: name, pattern or module of layers, or a sequence of these. The forward pass calls each of them once:
             linear, (transposed) convolutions, bilinear, transformers' ``Conv1D``.
         loss: ``nn.CrossEntropyLoss``, ``nn.MSELoss`` or ``nn.BCEWithLogitsLoss`` with their options, the ``F`` function
-            or its name. Another scale of the loss is one of the penalty.
+            or its name. ``"auto"`` is the loss that a model of Hugging Face's transformers computes of its labels; in
+            the first call it is held against the ``.loss`` of the outputs, where these have one. Another scale of the
+            loss is one of the penalty.
         probes: random cotangents of a call, each with a backward pass of its own; the variance falls as 1/probes.
         normalize: ``"std"`` for the measure of Theorem 4, of φ_j / σ_j and w_j σ_j with the deviations σ_j of the
             layer's input channels over the batch, which are differentiated too.
@@ -104,8 +107,10 @@ class FlatnessPenalty:
         if generator is not None and not isinstance(generator, torch.Generator):
             raise InputError(f"generator: a torch.Generator is wanted, got {shown(generator)}")
         self._generator = generator
-        self._loss = losses.known(loss, "sampled factors that can be differentiated")
         self._model = unwrap(model)
+        self._loss = None if auto.is_auto(loss) else losses.known(loss, "sampled factors that can be differentiated")
+        if self._loss is None:
+            auto.of_transformers(self._model)
         checks.check_kinds([*self._model.named_modules()])
         if layers is None:
             raise InputError("layers=None: name the layers to penalise, such as those of pf.layers(model)")
@@ -125,12 +130,15 @@ class FlatnessPenalty:
             raise
 
     @not_compiled
-    def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
+    def __call__(self, outputs: Any, targets: Any) -> Tensor:
         """Return an estimate of κ for the batch that the model was called on last, with its graph.
 
         Args:
-            outputs: what the model returned, or what the loss takes of it (logits that were cut or transposed).
-            targets: what the loss takes.
+            outputs: what the model returned, or what the loss takes of it (logits that were cut or transposed). For
+                the loss ``"auto"`` what the model returned.
+            targets: what the loss takes. For the loss ``"auto"`` the labels, or the mapping that the model was called
+                with: ``num_items_in_batch`` in it, by which ``Trainer`` accumulates gradients, then divides the sum
+                over the loss terms as in the model's own loss.
 
         Returns:
             A tensor without dimensions, in the outputs' dtype, of half precision in float32. Where all targets are
@@ -140,8 +148,8 @@ class FlatnessPenalty:
             InputError: the layer did not run, ran more than once, is frozen or has no part in the outputs; outputs or
                 targets do not fit; an operation behind the layer has no second derivative.
         """
-        outputs = check_tensor("outputs", _one_tensor(outputs))
-        terms = LossTerms.of(outputs, check_tensor("targets", targets), self._loss)
+        outputs, targets, loss, items = self._taken(outputs, targets)
+        terms = LossTerms.of(outputs, check_tensor("targets", targets), loss)
         calls = [watched.last(outputs) for watched in self._watched]
         with torch.enable_grad(), full_precision(outputs), graph_as_recorded(), self._twice_differentiable():
             used = terms.used if self._normalize else None
@@ -161,11 +169,21 @@ class FlatnessPenalty:
                     size**2 * squared_norms(*of_layer, at_layer.deltas(gradient)).sum()
                     for of_layer, at_layer, gradient in zip(factors, at_layers, gradients, strict=True)
                 ]
-            value = terms.reduced(torch.stack(values).sum() / self._probes).to(promoted_dtype(outputs.dtype))
+            total = torch.stack(values).sum() / self._probes / items
+            value = terms.reduced(total).to(promoted_dtype(outputs.dtype))
         if self._is_new:
             self._check_twice_differentiable(value, [weight for _, weight in calls])
             self._is_new = False
         return value
+
+    def _taken(self, outputs: Any, targets: Any) -> tuple[Tensor, Any, losses.Known, Any]:
+        """Return outputs and targets as the loss takes them, the loss, and what else its sum is divided by."""
+        if self._loss is not None:
+            return check_tensor("outputs", _one_tensor(outputs)), targets, self._loss, 1
+        found = auto.Returned.of(self._model, outputs, targets)
+        if self._is_new:
+            found.check(self._model, outputs)
+        return found.outputs, found.targets, found.loss, 1 if found.items is None else found.items
 
     def remove(self) -> None:
         """Take the hooks off the model; the penalty cannot be called any more.

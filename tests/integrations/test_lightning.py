@@ -51,6 +51,30 @@ def test_a_training_is_what_it_is_without_the_callback(package, options):
     assert len({row["epoch"] for row in rows(callback)}) == 3 // options.get("every_n_epochs", 1)
 
 
+def test_a_penalty_in_a_training_step():
+    """It is made when the fit begins, and added to the loss that the module computes."""
+
+    class Penalised(type(lightning_module(pl))):
+        def on_fit_start(self):
+            self.penalty = pf.FlatnessPenalty(self, "net.head", probes=4)
+
+        def training_step(self, batch, index):
+            outputs = self(batch[0])
+            loss = self.criterion(outputs, batch[1]) + self.strength * self.penalty(outputs, batch[1])
+            self.losses.append(loss.detach())
+            return loss
+
+    values = []
+    for strength in (0.0, 0.3):
+        module = Penalised()
+        module.strength = strength
+        train, val = loaders(noise=0)
+        fit(pl, batches=(train, val), module=module)
+        module.penalty.remove()
+        values.append(pf.relative_flatness(module.net.eval(), "cross_entropy", [*train], "head").value)
+    assert values[1] < 0.95 * values[0]
+
+
 def test_it_does_not_use_the_workers_of_a_loader():
     kept = {"num_workers": 1, "persistent_workers": True}
     *_, expected = fit(pl, batches=loaders(**kept))

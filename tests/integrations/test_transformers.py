@@ -163,6 +163,27 @@ def test_what_is_not_possible_is_skipped_or_an_error(tmp_path):
             trained(tmp_path, {"data": data, "strict": True}, max_steps=1, **options)
 
 
+def test_what_is_so_in_every_epoch_is_said_once(tmp_path):
+    """The reason why nothing is measured, and which weights are not, where no layers were chosen."""
+    with pytest.warns(RuntimeWarning, match="is not measured") as said:
+        trained(tmp_path, {}, eval_dataset=None, num_train_epochs=3)
+    assert sum("is not measured" in str(one.message) for one in said) == 1
+
+    class Scaled(transformers.BertForSequenceClassification):
+        def __init__(self, config):
+            super().__init__(config)
+            self.mixing = nn.Parameter(torch.eye(LABELS))
+
+        def forward(self, input_ids, labels=None, **kwargs):
+            returned = super().forward(input_ids, labels=labels, **kwargs)
+            return type(returned)(loss=returned.loss, logits=returned.logits + 0 * self.mixing.cumsum(0).sum())
+
+    with pytest.warns(RuntimeWarning, match=r"not measured, nor in any later epoch: mixing") as said:
+        *_, (callback,) = trained(tmp_path, {}, model=Scaled(classifier().config), num_train_epochs=3)
+    assert len(callback.history) == 3
+    assert sum("nor in any later epoch" in str(one.message) for one in said) == 1
+
+
 def test_deepspeed_is_refused(tmp_path):
     class Deep(transformers.Trainer):
         def log(self, logs, *rest):

@@ -6,6 +6,7 @@ import json
 import math
 import numbers
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -32,7 +33,8 @@ def test_order():
 
 def test_arithmetic_gives_numbers():
     for found in (HALF + TWO, HALF - 1, 2 * TWO, 1 / HALF, TWO**2, -HALF, abs(HALF), round(TWO, 1), sum([HALF, TWO])):
-        assert type(found) is float
+        assert not isinstance(found, pf.results.Estimate)
+        assert repr(found) == repr(float(found))
     assert HALF + TWO == 2.5
     assert math.sqrt(TWO) == 2**0.5
     assert math.isclose(TWO, 2.0)
@@ -48,6 +50,43 @@ def test_arrays_and_tensors():
     assert torch.tensor([HALF, TWO]).tolist() == [0.5, 2.0]
     assert torch.equal(torch.ones(2) * TWO, torch.full((2,), 2.0))
     assert json.loads(json.dumps([HALF])) == [0.5]
+
+
+def test_a_sum_with_a_loss_warns_that_it_has_no_gradient():
+    loss = torch.tensor(3.0, requires_grad=True)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            total = loss + 0.1 * TWO
+    assert total.item() == pytest.approx(3.2)
+    assert [(one.category, one.filename) for one in said] == [(UserWarning, __file__)]
+    assert "pf.FlatnessPenalty" in str(said[0].message)
+    sums = {
+        "plain": lambda: loss + TWO,
+        "right": lambda: TWO / 10 + loss,
+        "less": lambda: loss - TWO,
+        "from": lambda: TWO - loss,
+        "function": lambda: torch.add(loss, TWO),
+        "in place": lambda: loss.clone().add_(TWO),
+    }
+    for add in sums.values():
+        with pytest.warns(UserWarning, match="it has no gradient"):
+            add()
+
+
+def test_other_calculations_with_tensors_do_not_warn():
+    loss = torch.tensor(3.0, requires_grad=True)
+    assert (loss * TWO).item() == 6
+    assert (loss / TWO).item() == 1.5
+    assert (loss > TWO).item()
+    assert (loss + float(TWO)).item() == (loss + TWO.value).item() == 5
+    assert (loss.detach() + 0.5 * TWO).item() == 4
+    assert (torch.clamp(loss, max=TWO)).item() == 2
+
+
+def test_compiled_code_takes_estimates():
+    compiled = torch.compile(lambda x, factor: x * TWO + factor, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(2), HALF).tolist() == [2.5, 2.5]
 
 
 def test_equality():
