@@ -32,7 +32,7 @@ import peak
 import torch
 from rich.console import Console
 from rich.table import Table
-from timing import in_turn
+from timing import Timing, in_turn
 from torch import Tensor, nn
 
 import pyflatness as pf
@@ -246,7 +246,13 @@ def row(options: argparse.Namespace, dtype: str, sequences: int, length: int, vo
     work = Work(options.folder, *given)
     work.step(work.warm)
     work.measure(work.warm)
-    found = in_turn({"ours": work.measure, "step": work.step}, options.rounds, 1, time.process_time)
+    seconds: dict[str, list[float]] = {"ours": [], "step": []}
+    for _ in range(options.rounds):
+        for name, function in {"ours": work.measure, "step": work.step}.items():
+            start = time.process_time()
+            function()
+            seconds[name].append(time.process_time() - start)
+    found = {name: Timing(tuple(values)) for name, values in seconds.items()}
     named = [f"{sequences} × {length}", f"{vocabulary or work.model.config.vocab_size:,}", dtype]
     del work
     ours, step = (_peak(options.folder, what, *given) / 2**20 for what in ("measure", "step"))
