@@ -243,6 +243,7 @@ class Work:
 def row(options: argparse.Namespace, dtype: str, sequences: int, length: int, vocabulary: int | None) -> list[str]:
     """Return a row of the table: seconds and memory of both, and their ratios."""
     given = (dtype, sequences, length, vocabulary)
+    ours, step = (_peak(options.folder, what, *given) / 2**20 for what in ("measure", "step"))
     work = Work(options.folder, *given)
     work.step(work.warm)
     work.measure(work.warm)
@@ -254,14 +255,9 @@ def row(options: argparse.Namespace, dtype: str, sequences: int, length: int, vo
             seconds[name].append(time.process_time() - start)
     found = {name: Timing(tuple(values)) for name, values in seconds.items()}
     named = [f"{sequences} × {length}", f"{vocabulary or work.model.config.vocab_size:,}", dtype]
-    del work
-    ours, step = (_peak(options.folder, what, *given) / 2**20 for what in ("measure", "step"))
-    seconds = [
-        f"{found['ours'].median:.1f}",
-        f"{found['step'].median:.1f}",
-        f"{found['ours'].ratio(found['step']):.2f}",
-    ]
-    return [*named, *seconds, f"{ours:.0f}", f"{step:.0f}", f"{ours / step:.2f}"]
+    times = [f"{timing.median:.1f}" for timing in found.values()]
+    ratio = found["ours"].ratio(found["step"])
+    return [*named, *times, f"{ratio:.2f}", f"{ours:.0f}", f"{step:.0f}", f"{ours / step:.2f}"]
 
 
 def _peak(folder: Path, what: str, *given: object) -> int:
@@ -286,23 +282,19 @@ def of_cost(options: argparse.Namespace) -> Iterator[str | Table]:
     """Hold time and memory of one probe of all layers against a training step."""
     table = Table(*COLUMNS, title="one probe of all layers, and a training step; seconds of CPU")
     for dtype in ("float32", "bfloat16"):
-        table.add_row(*row(options, dtype, options.sequences, options.length, None))
+        found = row(options, dtype, options.sequences, options.length, None)
+        table.add_row(*found)
+        yield ", ".join(found)  # the next one takes minutes
     yield table
 
 
 def of_growth(options: argparse.Namespace) -> Iterator[str | Table]:
     """Say how time and memory grow with the length of a sequence, the batch and the vocabulary."""
     table = Table(*COLUMNS, title="the same for other batches and vocabularies")
-    for sequences, length, vocabulary in (
-        (2, 128, None),
-        (2, 256, None),
-        (2, 512, None),
-        (4, 128, None),
-        (8, 128, None),
-    ):
-        table.add_row(*row(options, "float32", sequences, length, vocabulary))
-    for vocabulary in (12288, 24576):
-        table.add_row(*row(options, "float32", 4, 128, vocabulary))
+    for sequences, length, vocabulary in ((2, 128, None), (2, 512, None), (8, 128, None), (2, 128, 12288)):
+        found = row(options, "float32", sequences, length, vocabulary)
+        table.add_row(*found)
+        yield ", ".join(found)
     yield table
 
 
