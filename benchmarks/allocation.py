@@ -1,17 +1,18 @@
 """Bits for each layer under a budget: ``pf.allocate`` against single costs, measured or predicted, and other estimates.
 
-Run from the project's root: ``python benchmarks/allocation.py [resnet20 | stories | FOLDER] [--seeds K] [--quick]``.
-FOLDER is a language model in Hugging Face's layout, with a file of text for it beside: ``--text FILE``. Formats are
-symmetric integers with a scale for each row (a group of 64, of a FOLDER's), the budget is 3 to 6 bits a weight. Choices
-are made on some data, and judged by the loss, and the accuracy of ResNet-20, on other data that all of them share:
+Run from the project's root: ``python benchmarks/allocation.py [resnet20 | stories | FOLDER] [--seeds K]``. FOLDER is a
+language model in Hugging Face's layout, such as ``benchmarks/smollm2.py fetch`` writes; its text is that of a file
+(``--text``), or Python's language reference. Formats are symmetric integers with a scale for each row (of a FOLDER for
+each 64 entries of a row), the budget is 3 to 6 bits a weight. Choices are made on some data, and judged by the loss,
+and the accuracy of ResNet-20, on other data that all of them share:
 
 - same: the same bits for all layers;
 - single: an integer linear program (scipy.optimize.milp) over what ``pf.cost_of_change`` predicts of each layer alone;
 - ours: ``pf.allocate``;
 - measured: that program over the measured change of the loss when one layer alone is rounded;
-- HAWQ-V2, Fisher: over Tr(H_l) |Δ|² / (2 d m), and ½ Σ_j F_j Δ_j² with squared gradients of single samples (--quick
-  leaves them out).
+- HAWQ-V2, Fisher: over Tr(H_l) |Δ|² / (2 d m), and ½ Σ_j F_j Δ_j² with squared gradients of single samples.
 
+A weight that layers share is one layer for all of them. ``--methods`` leaves out what is not named of the last four.
 Means over seeds, which draw other data to plan with, and the standard deviation over them. ``seconds`` are those of
 processors: of pf.allocate alone, and of measuring each layer with each format by plain torch.
 """
@@ -20,25 +21,27 @@ import argparse
 import copy
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from changes import Costs, allocated, fisher
+from changes import Costs, allocated, fisher, weight
 from depth import model as storyteller
 from depth import stories
 from networks import cifar10, published
 from rich.console import Console
 from rich.table import Table
+from smollm2 import text as reference
 from torch import Tensor, nn
 
 import pyflatness as pf
 
 BUDGETS = (3.0, 3.5, 4.0, 4.5, 5.0, 6.0)
 BITS = (2, 3, 4, 5, 6, 8)
+METHODS = ("single", "measured", "HAWQ-V2", "Fisher")
 Judge = Callable[[nn.Module], tuple[float, float]]
 
 
@@ -55,7 +58,7 @@ class Case:
     samples: Callable[[Any], Iterator[Callable[[], Tensor]]]
 
 
-def resnet20(planned: int = 256, judged: int = 2000) -> Case:
+def resnet20(bits: Sequence[int], planned: int = 256, judged: int = 2000) -> Case:
     """Return ResNet-20 on images of CIFAR-10."""
     model, loss, (x, y) = published(20), nn.CrossEntropyLoss(), cifar10(judged + 8 * planned)
 
@@ -76,7 +79,7 @@ def resnet20(planned: int = 256, judged: int = 2000) -> Case:
         for image, label in zip(*data, strict=True):
             yield lambda image=image, label=label: loss(model(image[None]), label[None])
 
-    return Case(model, loss, plan_with, risk, judge, tuple(f"int{bits}" for bits in BITS), samples)
+    return Case(model, loss, plan_with, risk, judge, tuple(f"int{each}" for each in bits), samples)
 
 
 def of_language(model: nn.Module, tokens: Tensor, planned: int, judged: int, formats: tuple[str, ...]) -> Case:
@@ -101,53 +104,61 @@ def of_language(model: nn.Module, tokens: Tensor, planned: int, judged: int, for
     return Case(model, "auto", plan_with, risk, judge, formats, samples)
 
 
-def of_folder(folder: Path, text: Path, length: int = 128) -> Case:
+def of_folder(
+    folder: Path, text: Path | None, bits: Sequence[int], planned: int = 4, judged: int = 16, length: int = 128
+) -> Case:
     """Return a language model of a folder, on a text that is cut into sequences."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    numbers = transformers.AutoTokenizer.from_pretrained(folder)(text.read_text("utf-8"))["input_ids"]
+    read = reference() if text is None else text.read_text("utf-8")
+    numbers = transformers.AutoTokenizer.from_pretrained(folder)(read)["input_ids"]
     tokens = torch.tensor(numbers[: len(numbers) // length * length]).view(-1, length)
-    return of_language(model, tokens, 4, 16, tuple(f"int{bits}-g64" for bits in BITS))
+    return of_language(model, tokens, planned, judged, tuple(f"int{each}-g64" for each in bits))
 
 
 class Single:
     """Costs of single layers by several estimates, and the choices that have the least sum of them."""
 
-    def __init__(self, case: Case, data: Any, layers: list[str], probes: int | None, *, quick: bool) -> None:
+    def __init__(self, case: Case, data: Any, probes: int | None, methods: Sequence[str]) -> None:
         self.found: dict[str, Costs] = defaultdict(dict)
-        model = case.model
-        made = {name: pf.changes.of_format(model, name, layers=layers) for name in case.formats}
+        model, how = case.model, {"curvature": "ggn", "probes": probes}
+        made = {name: pf.changes.of_format(model, name) for name in case.formats}
         self.sizes = {name: change.numel() for name, change in made[case.formats[0]].items()}
         self.bits = {name: pf.changes.named(name) for name in case.formats}
-        for name, changes in made.items():
-            how = {"curvature": "ggn", "probes": probes, "measured": False}
-            report = pf.cost_of_change(model, case.loss, data, changes, **how)
+        for name, changes in made.items() if "single" in methods else ():
+            report = pf.cost_of_change(model, case.loss, data, changes, measured=False, **how)
             for layer in changes:
                 self.found["single"][layer, name] = float(report[layer, "predicted"])
         start, before = time.process_time(), case.risk(model, data)
-        for name, changes in made.items():
+        for name, changes in made.items() if "measured" in methods else ():
             for layer, change in changes.items():
-                weight = model.get_submodule(layer).weight.data
-                weight += change
+                values = weight(model, layer).data
+                kept = values.clone()
+                values += change
                 self.found["measured"][layer, name] = case.risk(model, data) - before
-                weight -= change
+                values.copy_(kept)
         self.seconds = time.process_time() - start
-        if quick:
-            return
-        weights = {layer: model.get_submodule(layer).weight for layer in self.sizes}
-        values = [*case.samples(data)]
-        information = fisher(
-            model,
-            lambda number: dict(zip(weights, torch.autograd.grad(values[number](), [*weights.values()]), strict=True)),
-            len(values),
-        )
-        traces = pf.measure(model, case.loss, data, layers=layers, measures="trace", curvature="ggn", probes=probes)
-        for name, changes in made.items():
-            for layer, change in changes.items():
-                square = change.double().square()
-                self.found["Fisher"][layer, name] = 0.5 * float((information[layer] * square).sum())
-                self.found["HAWQ-V2"][layer, name] = 0.5 * float(traces[layer, "trace"] * square.mean())
+        weights = {layer: weight(model, layer) for layer in self.sizes}
+        if "Fisher" in methods:
+            losses = [*case.samples(data)]
+            information = fisher(
+                model,
+                lambda number: dict(
+                    zip(weights, torch.autograd.grad(losses[number](), [*weights.values()]), strict=True)
+                ),
+                len(losses),
+            )
+            for name, changes in made.items():
+                for layer, change in changes.items():
+                    cost = 0.5 * float((information[layer] * change.double().square()).sum())
+                    self.found["Fisher"][layer, name] = cost
+        if "HAWQ-V2" in methods:
+            traces = pf.measure(model, case.loss, data, layers=[*self.sizes], measures="trace", **how)
+            for name, changes in made.items():
+                for layer, change in changes.items():
+                    square = float(change.double().square().mean())
+                    self.found["HAWQ-V2"][layer, name] = 0.5 * float(traces[layer, "trace"]) * square
 
     def choice(self, by: str, budget: float) -> dict[str, str]:
         """Return the format of each layer with the least sum of costs."""
@@ -172,18 +183,19 @@ def applied(model: nn.Module, choice: Mapping[str, str]) -> nn.Module:
     return made
 
 
-def seed_of(case: Case, seed: int, probes: int, *, quick: bool) -> Iterator[tuple[str, float, float, float, str]]:
+def seed_of(
+    case: Case, seed: int, budgets: Sequence[float], probes: int, methods: Sequence[str]
+) -> Iterator[tuple[str, float, float, float, str]]:
     """Yield method, budget, loss, accuracy, and a remark."""
     data = case.plan_with(seed)
     start = time.process_time()
-    plan = pf.allocate(case.model, case.loss, data, case.formats, bits=BUDGETS[0], probes=probes, seed=seed)
+    plan = pf.allocate(case.model, case.loss, data, case.formats, bits=max(budgets), probes=probes, seed=seed)
     ours = time.process_time() - start
-    layers = [*plan.choice]
-    single = Single(case, data, layers, probes, quick=quick)
+    single = Single(case, data, probes, methods)
     yield "seconds", 0.0, ours, single.seconds, ""
     least = single._bits(case.formats[0]) - int(case.formats[0][3])
-    frontier = plan.frontier([budget + least for budget in BUDGETS])
-    for budget, found in zip(BUDGETS, frontier.plans, strict=True):
+    frontier = plan.frontier([budget + least for budget in budgets])
+    for budget, found in zip(budgets, frontier.plans, strict=True):
         remark = f"predicted {pf.report.intervals.shown(found.predicted.value, found.predicted.interval())}"
         yield (
             "ours",
@@ -195,7 +207,7 @@ def seed_of(case: Case, seed: int, probes: int, *, quick: bool) -> Iterator[tupl
             yield by, budget, *case.judge(applied(case.model, single.choice(by, budget + least))), ""
         same = next((name for name in case.formats if name.partition("-")[0] == f"int{budget:g}"), None)
         if same:
-            yield "same", budget, *case.judge(applied(case.model, dict.fromkeys(layers, same))), ""
+            yield "same", budget, *case.judge(applied(case.model, dict.fromkeys(single.sizes, same))), ""
 
 
 def main() -> None:
@@ -205,21 +217,27 @@ def main() -> None:
     parser.add_argument("--text", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--probes", type=int, default=16)
+    parser.add_argument("--budgets", type=float, nargs="+", default=BUDGETS, help="bits a weight")
+    parser.add_argument("--formats", type=int, nargs="+", default=BITS, help="bits of those to choose among")
     parser.add_argument("--planned", type=int, help="samples to plan with")
     parser.add_argument("--judged", type=int, help="samples to judge with")
-    parser.add_argument("--quick", action="store_true", help="leave out HAWQ-V2 and Fisher")
+    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS, help="beside same and ours")
     options = parser.parse_args()
     if options.network == "resnet20":
-        case = resnet20(options.planned or 256, options.judged or 2000)
+        case = resnet20(options.formats, options.planned or 256, options.judged or 2000)
     elif options.network == "stories":
-        named = tuple(f"int{bits}" for bits in BITS)
+        named = tuple(f"int{bits}" for bits in options.formats)
         case = of_language(storyteller(), stories(256), options.planned or 8, options.judged or 64, named)
     else:
-        case = of_folder(Path(options.network), options.text)
+        case = of_folder(
+            Path(options.network), options.text, options.formats, options.planned or 4, options.judged or 16
+        )
     found: dict[tuple[str, float], list[tuple[float, float]]] = defaultdict(list)
     before = case.judge(case.model)
     for seed in range(options.seeds):
-        for method, budget, loss, accuracy, remark in seed_of(case, seed, options.probes, quick=options.quick):
+        for method, budget, loss, accuracy, remark in seed_of(
+            case, seed, options.budgets, options.probes, options.methods
+        ):
             found[method, budget].append((loss, accuracy))
             if remark:
                 print(f"seed {seed}, {budget} bits: {remark}, came {loss - before[0]:.4f}", flush=True)
@@ -227,7 +245,7 @@ def main() -> None:
     table = Table(title=f"{options.network}: loss {before[0]:.4f}, accuracy {before[1]:.4f} before")
     for column in ("bits", *methods):
         table.add_column(column, justify="right")
-    for budget in BUDGETS:
+    for budget in options.budgets:
         table.add_row(f"{budget}", *(_cell(found[method, budget]) for method in methods))
     Console(width=160).print(table)
     seconds = np.mean(found["seconds", 0.0], axis=0)

@@ -35,6 +35,11 @@ BITS = (2, 3, 4, 6, 8)
 Costs = dict[tuple[str, int], float]
 
 
+def weight(model: nn.Module, layer: str) -> nn.Parameter:
+    """Return the weight of a layer; one that layers share has the name of the parameter."""
+    return model.get_parameter(layer if layer.endswith(".weight") else f"{layer}.weight")
+
+
 def fisher(model: nn.Module, gradients: Callable[[int], Mapping[str, Tensor]], samples: int) -> dict[str, Tensor]:
     """Return the mean of squared gradients of single samples, by layer."""
     total: dict[str, Tensor] = {}
@@ -87,8 +92,7 @@ def shown(title: str, found: Mapping[str, Costs]) -> None:
 def resnet20(images: int = 512) -> tuple[nn.Module, dict[str, Costs]]:
     """Return ResNet-20, and its layers' costs on images of CIFAR-10's."""
     model, loss, (x, y) = published(20), nn.CrossEntropyLoss(), cifar10(images)
-    layers = pf.changes.rounded(model)
-    weights = {name: model.get_submodule(name).weight for name in layers}
+    weights = {name: weight(model, name) for name in pf.changes.rounded(model)}
 
     def gradients(sample: int) -> dict[str, Tensor]:
         value = loss(model(x[sample : sample + 1]), y[sample : sample + 1])
@@ -101,7 +105,7 @@ def of_stories(count: int = 8) -> dict[str, Costs]:
     """Return the costs of the layers of the story-telling Llama on some stories."""
     model, tokens = storyteller(), stories(count)
     data = [{"input_ids": part} for part in tokens.split(8)]
-    weights = {name: model.get_submodule(name).weight for name in pf.changes.rounded(model)}
+    weights = {name: weight(model, name) for name in pf.changes.rounded(model)}
 
     def gradients(sample: int) -> dict[str, Tensor]:
         story = tokens[sample : sample + 1]

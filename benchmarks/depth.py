@@ -114,8 +114,8 @@ def drawn(report: pf.results.Report, path: Path) -> None:
         axes.errorbar(depth, [estimate.value for estimate in found], errors, marker="o", markersize=3, label=kind)
     head = report["lm_head", "relative_flatness"].value
     axes.axhline(head, color="black", linestyle=":", linewidth=1, label="lm_head (exact)")
-    axes.set(xlabel="block", ylabel="relative flatness (GGN)", yscale="log", xticks=depth)
-    axes.legend(fontsize=7, ncols=2)
+    axes.set(xlabel="block", ylabel="relative flatness (GGN)", yscale="log", xticks=depth[:: 1 + len(depth) // 12])
+    figure.legend(fontsize=7, ncols=4, loc="outside lower center")
     figure.savefig(path)
 
 

@@ -210,7 +210,7 @@ def _planned(
     together: Sequence[Sequence[str]],
 ) -> _Plan:
     """Return what one sweep over a task's data gives."""
-    made = {one.name: changes.of_format(task.model, one, layers=chosen) for one in formats}
+    made = {one.name: changes.of_uses(task.model, one, chosen) for one in formats}
     (first, *_) = made.values()
     for name in (*fixed, *(name for names in together for name in names)):
         if name not in first:

@@ -17,9 +17,12 @@ changed weight; in float32 for weights of half precision. No model is changed. R
 (filters, of a convolution).
 
 ``layers=None`` takes every module that is a layer, and the weights of torch's attention and recurrent modules, in which
-the rows for queries, keys and values are layers of their own. Other weights that no module of a known kind has, such as
-those of experts or of a model's own functions, are taken by their names (``pyflatness layers`` lists them): whether
-they are layers shows when the model runs.
+the rows for queries, keys and values are layers of their own. A weight that several modules share is one layer in all
+of its uses, called by the parameter's name (``"lm_head.weight"``), since no tool rounds one use of a tensor. That of an
+embedding and a head has the head's rows, one for each token. Its uses have rows of their own where they are named:
+``layers=["embed", "lm_head"]``. Other weights that no module of a known kind has, such as those of experts or of a
+model's own functions, are taken by their names (``pyflatness layers`` lists them): whether they are layers shows when
+the model runs.
 """
 
 import re
@@ -36,7 +39,7 @@ from ..contractions import promoted
 from ..errors import InputError
 from ..messages import check_choice, check_module, shown
 from ..model import layers as kinds
-from ..model import selectors
+from ..model import selectors, uses
 from ..model.selectors import Selector
 from ..model.uses import Use, runs_with_its_module
 from ..options import check_count, check_number
@@ -140,6 +143,11 @@ def of_format(model: nn.Module, format: str | Format, *, layers: Layers = None) 
         tensor([[ 0.0000, -0.4000,  0.2000, -0.2000]])
     """
     return _of_layers(model, layers, named(format).change)
+
+
+def of_uses(model: nn.Module, kept: Format, layers: Layers) -> dict[str, Tensor]:
+    """Return the same with ``layers=None`` by module: modules that share a weight have one change."""
+    return _of_layers(model, layers, kept.change, by_module=True)
 
 
 def rounded(
@@ -274,9 +282,11 @@ def between(model: nn.Module, other: nn.Module | Mapping[str, Tensor], *, layers
     state = other if isinstance(other, Mapping) else _state(other, None if layers is None else [*own])
     state = {kinds.without_compile(name): value for name, value in state.items()}
     for name, module in own.items():
-        key = _key(name, module)
-        weight, value = module.weight, state.get(key)
+        key, weight = _key(name, module), module.weight
         assert isinstance(weight, Tensor)
+        value = state.get(key)
+        if value is None and isinstance(module, Use):  # files have a weight that is shared under one of its names
+            value = next((state[other] for other in _names(model, module) if other in state), None)
         if value is not None and isinstance(module, Use) and module.rows is not None:
             value = value[module.rows]
         if value is None and layers is None:
@@ -305,6 +315,12 @@ def _key(name: str, module: nn.Module) -> str:
     if isinstance(module, Use) and not module.source.of_module:
         return name if module.rows is None else name.rpartition("[")[0]
     return f"{name}.weight" if name else "weight"
+
+
+def _names(model: nn.Module, use: Use) -> list[str]:
+    """Return all names of a stand-in's parameter."""
+    named = kinds.unwrap(model).named_parameters(remove_duplicate=False)
+    return [name for name, parameter in named if parameter is use.source.parameter]
 
 
 def _less(kept: Tensor, matrix: Tensor) -> Tensor:
@@ -399,35 +415,57 @@ def _of_rank(matrix: Tensor, rank: int) -> Tensor:
     return -lost.to(matrix.dtype)
 
 
-def _of_layers(model: nn.Module, chosen: Layers, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+def _of_layers(
+    model: nn.Module, chosen: Layers, change: Callable[[Tensor], Tensor], *, by_module: bool = False
+) -> dict[str, Tensor]:
     """Return the changes of layers that a function makes of their matrices (d, m).
 
-    A weight that several layers share has one change, of the first one's matrix: the others may be its transpose.
+    A weight that several layers share has one change, of the matrix of :func:`_owner`: those of others may be its
+    transpose.
 
     Raises:
         InputError: the function's, with the layer's name.
     """
+    modules = _layers(model, chosen, by_module=by_module)
     found: dict[str, Tensor] = {}
-    first: dict[Tensor, str] = {}
-    for name, module in _layers(model, chosen).items():
-        assert isinstance(module.weight, Tensor)
-        owner = first.setdefault(module.weight, name)
-        if owner == name:
-            matrix, _ = kinds.matrix(module)
-            try:
-                found[name] = kinds.as_weight(module, change(promoted(matrix))).contiguous()
-            except InputError as error:
-                raise InputError(f"layer {name!r}: {error}") from None
-        else:
-            found[name] = found[owner]
+    for sharing in _sharing(modules):
+        name = _owner(modules, sharing)
+        matrix, _ = kinds.matrix(modules[name])
+        try:
+            made = kinds.as_weight(modules[name], change(promoted(matrix))).contiguous()
+        except InputError as error:
+            raise InputError(f"layer {name!r}: {error}") from None
+        found |= dict.fromkeys(sharing, made)
+    return {name: found[name] for name in modules}
+
+
+def _layers(model: nn.Module, chosen: Layers, *, by_module: bool = False) -> dict[str, nn.Module]:
+    """Return layers by name; of all, those that are layers without a look at how the model runs."""
+    model = kinds.unwrap(check_module("model", model))
+    found = selectors.select(model, chosen).modules
+    if chosen is not None:
+        return found
+    found = {
+        name: module for name, module in found.items() if not isinstance(module, Use) or runs_with_its_module(module)
+    }
+    for sharing in () if by_module else _sharing(found):
+        use = uses.whole(model, f"{_owner(found, sharing)}.weight") if len(sharing) > 1 else None
+        if use is not None:
+            found = {use.name if name == sharing[0] else name: found[name] for name in found if name not in sharing[1:]}
+            found[use.name] = use
     return found
 
 
-def _layers(model: nn.Module, chosen: Layers) -> dict[str, nn.Module]:
-    """Return layers by name; of all, those that are layers without a look at how the model runs."""
-    found = selectors.select(kinds.unwrap(check_module("model", model)), chosen).modules
-    if chosen is not None:
-        return found
-    return {
-        name: module for name, module in found.items() if not isinstance(module, Use) or runs_with_its_module(module)
-    }
+def _sharing(modules: Mapping[str, nn.Module]) -> list[list[str]]:
+    """Return the names of the layers that have one weight, for each weight."""
+    found: dict[Tensor, list[str]] = {}
+    for name, module in modules.items():
+        assert isinstance(module.weight, Tensor)
+        found.setdefault(module.weight, []).append(name)
+    return [*found.values()]
+
+
+def _owner(modules: Mapping[str, nn.Module], sharing: Sequence[str]) -> str:
+    """Return whose rows those of a shared weight are: of the first layer that is no embedding, if there is one."""
+    others = (n for n in sharing if isinstance(modules[n], Use) or not kinds.kind_of(modules[n]).tokens)
+    return next(others, sharing[0])

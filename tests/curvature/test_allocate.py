@@ -167,7 +167,7 @@ def test_layers_of_one_weight_and_layers_named_together_have_one_format():
     assert plan.choice["embed"] == plan.choice["head"]
     made = plan.apply(model)
     assert made.head.weight is made.embed.weight
-    change = pf.changes.of_format(model, plan.choice["embed"])["embed"]
+    change = pf.changes.of_format(model, plan.choice["embed"])["head.weight"]
     torch.testing.assert_close(made.embed.weight, model.embed.weight + change)
     # Both uses of the weight change: the prediction is of the whole weight.
     gradient, products = _dense_of_tied(model, data, change)

@@ -51,11 +51,35 @@ def test_the_block_of_a_tied_weight_says_that_it_is_of_one_use():
     assert not pf.spectrum(model, LOSS, data, k=1).notes
 
 
-def test_a_tied_weight_changes_once():
+def test_a_tied_weight_is_one_layer_of_changes():
+    """By default it has a row for all of its uses, against the dense Hessian in the parameter."""
+    model, data = Tied().double().eval(), (torch.tensor([0, 1, 2, 3]), torch.tensor([1, 0, 3, 1]))
+    changes = pf.changes.rounded(model, bits=3)
+    assert [*changes] == ["head.weight", "hidden"]
+    scale = model.head.weight.detach().abs().amax(dim=1, keepdim=True) / 3  # a row is a token
+    torch.testing.assert_close(changes["head.weight"], scale * (model.head.weight / scale).round() - model.head.weight)
+    report = pf.cost_of_change(model, LOSS, data, changes)
+
+    def risk(table):
+        return LOSS(torch.func.functional_call(model, {"embedding.weight": table}, (data[0],)), data[1])
+
+    table, change = model.embedding.weight.detach(), changes["head.weight"].detach()
+    hessian = torch.autograd.functional.hessian(risk, table).view(12, 12)
+    (gradient,) = torch.autograd.grad(risk(table.requires_grad_()), table)
+    cost = 0.5 * change.flatten() @ hessian @ change.flatten()
+    assert float(report["head.weight", "cost_of_change"]) == pytest.approx(cost.item(), rel=1e-9)
+    assert report["head.weight", "gradient_of_change"] == pytest.approx((gradient * change).sum().item(), rel=1e-9)
+    rise = risk(table + change) - risk(table)
+    assert float(report["head.weight", "loss_change"]) == pytest.approx(rise.item(), rel=1e-9)
+    assert "this use only" not in str(report)
+
+
+def test_uses_of_a_tied_weight_have_rows_where_they_are_named():
     """All changes together are those of the parameter, although the layers' matrices are each other's transpose."""
     model, data = Tied().double().eval(), (torch.tensor([0, 1, 2, 3]), torch.tensor([1, 0, 3, 1]))
-    changes = pf.changes.rounded(model, bits=3, per="channel")
-    assert torch.equal(changes["embedding"], changes["head"])
+    changes = pf.changes.rounded(model, bits=3, layers=["embedding", "hidden", "head"])
+    assert changes["embedding"] is changes["head"]
+    torch.testing.assert_close(changes["head"], pf.changes.rounded(model, bits=3)["head.weight"])
     report = pf.cost_of_change(model, LOSS, data, changes)
     changed = copy.deepcopy(model)
     with torch.no_grad():
@@ -63,6 +87,18 @@ def test_a_tied_weight_changes_once():
         changed.hidden.weight += changes["hidden"]
         expected = LOSS(changed(data[0]), data[1]) - LOSS(model(data[0]), data[1])
     assert float(report["loss_change"]) == pytest.approx(expected.item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("key", ["embedding.weight", "head.weight"])
+def test_another_checkpoint_may_have_a_tied_weight_under_any_of_its_names(key):
+    model, table = Tied().double(), torch.randn(4, 3).double()
+    assert [*pf.changes.between(model, {key: table})] == ["head.weight"]
+    torch.testing.assert_close(pf.changes.between(model, {key: table})["head.weight"], table - model.head.weight)
+    other = Tied().double()
+    assert [*pf.changes.between(model, other)] == ["head.weight", "hidden"]
+    pf.changes.add(model, pf.changes.between(model, other))
+    torch.testing.assert_close(model.embedding.weight, other.head.weight)
+    assert model.embedding.weight is model.head.weight
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------
