@@ -13,6 +13,7 @@ from .api import relative_flatness as relative_flatness
 from .curvature import changes as changes
 from .curvature.allocate import allocate as allocate
 from .curvature.cost_of_change import cost_of_change as cost_of_change
+from .curvature.importance import importance as importance
 from .curvature.landscape import landscape as landscape
 from .curvature.linear_interpolation import linear_interpolation as linear_interpolation
 from .curvature.spectrum import spectrum as spectrum

@@ -2,6 +2,7 @@
 
 from .curvature.allocate import Allocation, Frontier
 from .curvature.ascent import WorstCase
+from .curvature.importance import Importance
 from .curvature.linear_interpolation import LinearInterpolation
 from .curvature.quadratic import Quadratic
 from .curvature.slices import Landscape
@@ -41,6 +42,7 @@ __all__ = [
     "GeneralizationGap",
     "GranulatedKendall",
     "History",
+    "Importance",
     "InterpolationError",
     "Invariance",
     "Invariances",

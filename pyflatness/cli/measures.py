@@ -114,6 +114,7 @@ CHOICES = (
         "gradient ascent",
     ),
     ("what quantising or pruning will cost", "`pf.cost_of_change`", "–", "one sweep, and a Hessian product"),
+    ("which weights matter, for merging or pruning", "`pf.importance`", "–", "one sweep"),
     ("the whole spectrum", "`pf.spectrum`", "nothing", "Lanczos"),
     (
         "a network too large for all its classes",

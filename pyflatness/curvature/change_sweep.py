@@ -38,7 +38,7 @@ from ..sweep.totals import Sums, Totals, layer_error
 
 FIRST, SECOND = 0, 1  # the columns of the values of samples: ⟨∇E, Δ⟩, and ½⟨Δ, G Δ⟩ of each change by itself
 _GRAM, _ROWS = ("", "gram"), "rows"
-_SAMPLES, _SQUARES_OF_FIRST, _SQUARES = ("", "samples"), ("", "squares of the first order"), ("", "squares")
+_SQUARES_OF_FIRST, _SQUARES = ("", "squares of the first order"), ("", "squares")
 _PER_PRODUCT = 3  # backward passes that take as long as a Hessian product, about
 
 
@@ -100,8 +100,7 @@ class ChangeCosts:
 def _noise(sums: Sums, key: tuple[str, str], mean: Tensor) -> Tensor:
     """Return the variance of sums over samples, over the normaliser, by the sum of the samples' squares."""
     samples = float(sums.samples)
-    over_normaliser = sums.parts[_SAMPLES]  # how many they are
-    return (sums.parts[key] * over_normaliser - mean.square()) / (samples - 1 or math.nan)
+    return (sums.parts[key] * samples / sums.normaliser - mean.square()) / (samples - 1 or math.nan)
 
 
 class ChangeSweep:
@@ -175,7 +174,7 @@ class ChangeSweep:
             parts |= self._second_order(run, sent, changed, values)
         values = sent.marked(values)
         first = values[0, :, FIRST, counting(self._options.nan_policy, values)]
-        parts |= {_SQUARES_OF_FIRST: first.square().sum(dim=1), _SAMPLES: values.new_tensor(first.shape[1])}
+        parts |= {_SQUARES_OF_FIRST: first.square().sum(dim=1)}
         return Values(values, sent.sample_weights, run.number, parts=parts, lost=sent.bad)
 
     def _second_order(

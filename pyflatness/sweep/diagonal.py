@@ -10,11 +10,12 @@ certified to be locally linear in it (:func:`.linearity.nonlinear_parameters`), 
 and elsewhere by second derivatives: exact, a Hessian product for every entry; sampled, ⟨a∘r, H (a∘r)⟩ for random signs
 r of each sample's own. The gradients of a linear or convolutional layer's weight and bias come from its inputs φ and
 output gradients δ (Σ_p δ_p φ_pᵀ and Σ_p δ_p); those of other parameters, and all second derivatives, from a run in
-which every sample has parameters of its own (:mod:`.per_sample_parameters`).
+which every sample has parameters of its own (:mod:`.per_sample_parameters`). The summands by parameter are the diagonal
+itself (:func:`by_parameter`).
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -26,11 +27,13 @@ from ..model import parameters
 from ..model.selectors import Selection
 from ..numerics.accumulate import non_finite
 from ..numerics.signs import Signs
+from ..options import Options
 from ..passes import cotangents, linearity
 from ..passes.cotangents import Cotangents
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from ..report import Estimate
+from .entries import Entries
 from .layer_gradients import LayerGradients
 from .layer_sweep import Values
 from .per_sample_diagonal import PerSampleDiagonal
@@ -45,19 +48,31 @@ class Diagonal:
     Args:
         adaptive: a_j = θ_j, else 1.
         certify: whether it matters in which parameters the model is linear.
+        theta: the parameters in question; None: all that require gradients.
+        entries: makes what single entries are added to, for so many draws; None: only sums over all are wanted.
 
     Attributes:
         nonlinear: parameters in which the model is not certified to be linear, and why.
         exact_passes: backward passes or Hessian products that exact values take, or would take.
+        sampled: whether signs were drawn; not where entries are wanted and all cotangents are no more than the draws.
     """
 
-    def __init__(self, task: Task, *, adaptive: bool = False, certify: bool = True) -> None:
-        self._task, self._certify = task, certify
-        self.theta = parameters.trainable(task.model)
+    def __init__(
+        self,
+        task: Task,
+        *,
+        adaptive: bool = False,
+        certify: bool = True,
+        theta: parameters.Parameters | None = None,
+        entries: Callable[[int], Entries] | None = None,
+    ) -> None:
+        self._task, self._certify, self._made_entries = task, certify, entries
+        self.theta = parameters.trainable(task.model) if theta is None else theta
         self._scales = self.theta if adaptive else {}
         self.nonlinear: dict[str, str] = {}
         self.exact_passes = 0
-        self._layers = LayerGradients(task, self.theta, adaptive=adaptive)
+        self.sampled = False
+        self._layers = LayerGradients(task, self.theta, adaptive=adaptive, by_entry=entries is not None)
         options = task.options
         self._per_sample = PerSampleParameters(task)
         self._runner = Runner(
@@ -86,9 +101,10 @@ class Diagonal:
         totals = Totals(self._task.loss.reduction, self._task.options, error, sampled=draws is not None, shard=shard)
         self._runner.each(partial(self._values, signs=signs), totals.add)
         facts = {"not linear": self.nonlinear, "passes": {str(self.exact_passes): True}}
+        facts["sampled"] = {"": True} if self.sampled else {}
         united = shard.united("parameters that the model is not linear in", facts)
         self.nonlinear.update(united["not linear"])
-        self.exact_passes = max(map(int, united["passes"]))
+        self.exact_passes, self.sampled = max(map(int, united["passes"])), bool(united["sampled"])
         return totals.sums()
 
     def _values(self, run: Run, signs: Signs | None) -> Values:
@@ -96,22 +112,27 @@ class Diagonal:
         self.exact_passes = max(self.exact_passes, sent.passes)
         draws = 1 if signs is None else len(signs.draws)
         values = torch.zeros(draws, run.samples, dtype=torch.float64, device=run.outputs.device)
+        entries = None if self._made_entries is None else self._made_entries(draws)
+        signs_of_factors = None if entries is not None and sent.passes <= draws else signs
         by_layer = self._by_layer(run)
         if by_layer:
-            self._add_layers(run, sent, signs, by_layer, values)
+            self._add_layers(run, sent, signs_of_factors, by_layer, values, entries)
+            self.sampled = self.sampled or signs_of_factors is not None
         done = {parameter for name in by_layer for parameter in self._layers.parameters(name)}
         rest = {name: w for name, w in self.theta.items() if name not in done}
         if rest:
 
             def add(group: Group) -> None:
-                values[:, group.place] += self._of_group(run, group, signs)
+                values[:, group.place] += self._of_group(run, group, signs_of_factors, signs, entries)
 
             unknown = {name: w for name, w in rest.items() if name not in self.nonlinear}
             if self._certify and unknown:
                 self._note(self._per_sample.shared(run, unknown, linearity.nonlinear_parameters))
             self._per_sample.each(run, rest, add)
         sizes = sent.sizes() if signs is not None and draws == 1 else None
-        return Values(sent.marked(values)[:, None, None], sent.sample_weights, run.number, sizes=sizes, lost=sent.bad)
+        values = sent.marked(values)[:, None, None]
+        parts = {} if entries is None else entries.parts(lost=bool(values.isnan().any()))
+        return Values(values, sent.sample_weights, run.number, sizes=sizes, parts=parts, lost=sent.bad)
 
     def _by_layer(self, run: Run) -> list[str]:
         """Return the layers whose parameters' squared gradients are taken from the layers' inputs and cotangents."""
@@ -129,36 +150,74 @@ class Diagonal:
         self.nonlinear.update(nonlinear)
 
     def _add_layers(
-        self, run: Run, sent: Cotangents, signs: Signs | None, names: Sequence[str], values: Tensor
+        self,
+        run: Run,
+        sent: Cotangents,
+        signs: Signs | None,
+        names: Sequence[str],
+        values: Tensor,
+        entries: Entries | None,
     ) -> None:
         with contractions.full_precision(run.outputs):
-            squares = self._layers.squares(run, names, sent.passes if signs is None else len(values))
+            squares = self._layers.squares(run, names, sent.passes if signs is None else len(values), entries)
         send = partial(run.recorder.gradients, run.outputs, names=names)
         for draw, cotangent, sign in sent.sent(signs, run.numbers, self._task.options.max_passes, send):
             gradients = send(cotangent)
             with contractions.full_precision(run.outputs):
-                found = squares(gradients)
-                values[draw] += found if sign is None else found * sign
+                place = draw if signs is not None else slice(None)
+                values[place] += squares(place, gradients, sign)
 
-    def _of_group(self, run: Run, group: Group, signs: Signs | None) -> Tensor:
-        """Return the values of a group's samples, (draws, n)."""
-        diagonal = PerSampleDiagonal(
-            group, run.numbers[group.place], self._task.loss, self._scales, self._task.options.max_passes
-        )
+    def _of_group(
+        self, run: Run, group: Group, signs_of_factors: Signs | None, signs: Signs | None, entries: Entries | None
+    ) -> Tensor:
+        """Return the values of a group's samples, (draws, n), or of one draw for all."""
+        most, numbers = self._task.options.max_passes, run.numbers[group.place]
+        diagonal = PerSampleDiagonal(group, numbers, self._task.loss, self._scales, most, entries)
         if not group.outputs.requires_grad:  # they depend on none of the parameters
             return diagonal.zeros(signs)
         by_ggn = self._task.options.by_ggn
         nonlinear = [] if by_ggn else [name for name in group.leaves if name in self.nonlinear]
         linear = [name for name in group.leaves if name not in nonlinear]
-        values = diagonal.by_factors(linear, signs) if linear else diagonal.zeros(signs)
+        values = diagonal.by_factors(linear, signs_of_factors) if linear else diagonal.zeros(signs_of_factors)
+        self.sampled = self.sampled or (signs if nonlinear else signs_of_factors) is not None
         if nonlinear:
             order = [*self.theta]
             self.exact_passes = max(self.exact_passes, sum(self.theta[name].numel() for name in nonlinear))
             streams = {name: cotangents.STREAM + 1 + order.index(name) for name in nonlinear}
-            values += diagonal.by_hessian(
-                streams, signs, [n for n in nonlinear if self.nonlinear[n] == linearity.CUSTOM]
-            )
+            custom = [name for name in nonlinear if self.nonlinear[name] == linearity.CUSTOM]
+            values = values + diagonal.by_hessian(streams, signs, custom)
         return values
+
+
+@dataclass(frozen=True)
+class ByParameter:
+    """Hold the diagonal itself.
+
+    Attributes:
+        total: the sum of all entries.
+        values: by the name of a parameter, of its shape or (rows,), float64 on the CPU.
+        errors: of the same shapes, standard errors given the data; None if the values are exact.
+    """
+
+    total: Estimate
+    values: Mapping[str, Tensor]
+    errors: Mapping[str, Tensor] | None
+
+
+def by_parameter(task: Task, theta: parameters.Parameters, *, rows: bool, certify: bool) -> ByParameter:
+    """Return the diagonal in some parameters over the task's data: exact, or sampled as its options say.
+
+    Args:
+        rows: whether entries are summed over all dimensions of a parameter but the first.
+        certify: whether it matters in which parameters the model is linear.
+    """
+    diagonal = Diagonal(task, certify=certify, theta=theta, entries=lambda draws: Entries(theta, draws, rows=rows))
+    sums = diagonal.sums(task.options.draws)
+    return ByParameter(
+        _estimate(diagonal, sums if diagonal.sampled else replace(sums, errors=None), task.options),
+        {name: Entries.mean(sums, name) for name in theta},
+        {name: Entries.error(sums, name) for name in theta} if diagonal.sampled else None,
+    )
 
 
 def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Estimate:
@@ -173,7 +232,10 @@ def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Est
     stages = Stages(options, lambda: diagonal.exact_passes)
     for draws in stages:
         stages.sums = diagonal.sums(draws)
-    sums = stages.sums
+    return _estimate(diagonal, stages.sums, options)
+
+
+def _estimate(diagonal: Diagonal, sums: Sums, options: Options) -> Estimate:
     by = "hessian" if diagonal.nonlinear and not options.by_ggn else "ggn"
     taken = by == "hessian" and linearity.CUSTOM in diagonal.nonlinear.values()
     sampled = sums.errors is not None

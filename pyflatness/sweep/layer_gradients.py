@@ -1,7 +1,7 @@
 """Square every sample's gradients in the weights and biases of linear layers and convolutions, from φ and δ.
 
     ∂⟨s, f_i⟩/∂w = M_i = Σ_p δ_ip φ_ipᵀ,   ∂⟨s, f_i⟩/∂b = Σ_p δ_ip
-    |a ∘ M_i|², a = 1 or w;   |a ∘ Σ_p δ_ip|², a = 1 or b
+    |a ∘ M_i|², a = 1 or w;   |a ∘ Σ_p δ_ip|², a = 1 or b;   entry by entry, Σ_i M_i ∘ M_i
 
 A parameter that the model also uses in another way (tied, or read by other code) has a gradient that is not that of the
 layer's calls. It is looked at once for each layer, and such layers are not used.
@@ -20,9 +20,11 @@ from ..passes.guards import agree, rounding
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run
 from ..passes.task import Task
+from .entries import Draw, Entries
 from .per_sample_parameters import PerSampleParameters
 
 Gradients = Mapping[str, Sequence[Tensor]]
+Sign = Tensor | float | None
 
 
 class LayerGradients:
@@ -31,13 +33,15 @@ class LayerGradients:
     Args:
         theta: the parameters in question, by name.
         adaptive: whether squares are of a ∘ gradient with a the parameter itself.
+        by_entry: whether entries are wanted too.
 
     Attributes:
         modules: by name; those that may turn out to be usable.
     """
 
-    def __init__(self, task: Task, theta: Mapping[str, Tensor], *, adaptive: bool) -> None:
+    def __init__(self, task: Task, theta: Mapping[str, Tensor], *, adaptive: bool, by_entry: bool) -> None:
         self._task, self._theta, self._adaptive = task, theta, adaptive
+        self._quantity = "weighted" if adaptive else "diagonal" if by_entry else "squares"
         self._options = replace(task.options, conv="filter", normalize=None)
         self.modules = {name: module for name, module in task.model.named_modules() if self._is_candidate(name, module)}
         self.backend = "reference"
@@ -76,24 +80,39 @@ class LayerGradients:
             if all(bool(part.isfinite().all()) for part in gradients[name]):
                 self._usable[name] = self._is_whole(run, name, gradients[name], whole)
 
-    def squares(self, run: Run, names: Sequence[str], passes: int) -> Callable[[Gradients], Tensor]:
-        """Return a function gradients -> (n,) float64 of some layers, in whose outputs so many gradients will come."""
+    def squares(
+        self, run: Run, names: Sequence[str], passes: int, entries: Entries | None
+    ) -> Callable[[Draw, Gradients, Sign], Tensor]:
+        """Return a function of draws, gradients and their signs -> (n,) float64 of some layers.
+
+        Args:
+            passes: how many gradients will come in these layers' outputs.
+            entries: what the function adds the entries to.
+        """
         contracted = {}
         for name in names:
             form = self._forms[name]
             if _joined(name, "weight") in self._theta:
                 contracted[name] = form.contraction(run).at(form.inputs(run), passes).of
 
-        def of(gradients: Gradients) -> Tensor:
+        def of(draw: Draw, gradients: Gradients, sign: Sign) -> Tensor:
             total = torch.zeros(run.samples, dtype=torch.float64, device=run.outputs.device)
             for name in names:
                 form = self._forms[name]
                 if name in contracted:
-                    total += contracted[name](form.cotangent(run, gradients[name])).values[0]
-                if _joined(name, "bias") in self._theta:
+                    found = contracted[name](form.cotangent(run, gradients[name]), sign)
+                    total += found.values[0]
+                    if entries is not None:
+                        matrix = found.parts[self._quantity].flatten(0, 1)
+                        entries.add(draw, _joined(name, "weight"), layers.as_weight(self.modules[name], matrix))
+                bias = _joined(name, "bias")
+                if bias in self._theta:
                     gradient = form.rows(run, gradients[name]).sum(dim=2).flatten(1)
-                    scale = self._theta[_joined(name, "bias")] if self._adaptive else 1.0
-                    total += (gradient * scale).square().sum(dim=1, dtype=torch.float64)
+                    scale = self._theta[bias] if self._adaptive else 1.0
+                    squares = signed((gradient * scale).double().square(), sign)
+                    total += squares.sum(dim=1)
+                    if entries is not None:
+                        entries.add(draw, bias, squares.sum(dim=0))
             return total
 
         return of
@@ -111,14 +130,20 @@ class LayerGradients:
         return _joined(name, "bias") not in whole or _same(delta.sum(dim=(0, 2)).flatten(), bias)
 
     def _form(self, name: str) -> LayerForm:
-        quantity = "weighted" if self._adaptive else "squares"
-        form = LayerForm(name, self.modules[name], (quantity,), self._options)
+        form = LayerForm(name, self.modules[name], (self._quantity,), self._options)
         self.backend = form.backend.name
         return form
 
     def _is_candidate(self, name: str, module: nn.Module) -> bool:
         plain = isinstance(module._parameters.get("weight"), nn.Parameter)
         return plain and layers.is_supported(module) and bool(self.parameters(name))
+
+
+def signed(squares: Tensor, sign: Sign) -> Tensor:
+    """Return squares (n, …) of samples times their signs: one number, (n,), or None for +1."""
+    if sign is None:
+        return squares
+    return squares * (sign.view(-1, *(1,) * (squares.ndim - 1)) if isinstance(sign, Tensor) else sign)
 
 
 def _joined(name: str, what: str) -> str:

@@ -2,7 +2,7 @@
 
 By columns s_ic of square-root factors the sum is Σ_c σ_ic |a ∘ ∂⟨s_ic, f_i⟩/∂θ_i|². By second derivatives an exact
 value takes a product for every entry of the parameters; a sampled one is ⟨a∘r, H_i (a∘r)⟩ for random signs r, all
-parameters together.
+parameters together. Its summands r ∘ H_i r are the entries in the mean (Bekas, Kokiopoulou and Saad 2007).
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,6 +19,8 @@ from ..losses import Loss
 from ..numerics.signs import Signs
 from ..passes import cotangents, linearity
 from ..passes.limit import check_passes
+from .entries import Draw, Entries
+from .layer_gradients import signed
 from .per_sample_parameters import Group
 
 
@@ -28,10 +30,20 @@ class PerSampleDiagonal:
     Args:
         numbers: (n,), theirs in the data.
         scales: a of some parameters by name; 1 for others.
+        entries: what single entries are added to.
     """
 
-    def __init__(self, group: Group, numbers: Tensor, loss: Loss, scales: Mapping[str, Tensor], most: int) -> None:
+    def __init__(
+        self,
+        group: Group,
+        numbers: Tensor,
+        loss: Loss,
+        scales: Mapping[str, Tensor],
+        most: int,
+        entries: Entries | None = None,
+    ) -> None:
         self._group, self._numbers, self._loss, self._scales, self._most = group, numbers, loss, scales, most
+        self._single = entries
 
     def by_factors(self, names: Sequence[str], signs: Signs | None) -> Tensor:
         """Return the sum (draws, n) float64 over the parameters of these names; exact without signs."""
@@ -47,8 +59,9 @@ class PerSampleDiagonal:
             found = send(cotangent)
             for name, gradient in zip(names, found, strict=True):
                 if gradient is not None:
-                    squares = self._scaled(name, gradient).square().flatten(1).sum(1, dtype=torch.float64)
-                    values[draw] += squares if sign is None else squares * sign
+                    squares = signed(self._scaled(name, gradient).double().square(), sign)
+                    values[draw] += squares.flatten(1).sum(dim=1)
+                    self._add(draw if signs is not None else slice(None), name, squares)
         return values
 
     def by_hessian(self, streams: Mapping[str, int], signs: Signs | None, custom: Sequence[str] = ()) -> Tensor:
@@ -78,7 +91,7 @@ class PerSampleDiagonal:
                     values[0] += self._entries(name, gradient)
             elif nonconstant:
                 for draw, number in enumerate(signs.draws):
-                    values[draw] += self._along(nonconstant, streams, Signs(signs.seed, [number]))
+                    values[draw] += self._along(draw, nonconstant, streams, Signs(signs.seed, [number]))
         return values
 
     def _check_products(self, streams: Mapping[str, int], gradients: Mapping[str, Tensor]) -> None:
@@ -89,13 +102,14 @@ class PerSampleDiagonal:
             f"the model is not known to be locally linear in {listed}: an exact value takes {products} Hessian "
             "products, one for every entry"
         )
-        one = partial(self._along, gradients, streams, Signs(0, [0]))
+        one = partial(self._along, None, gradients, streams, Signs(0, [0]))
         check_passes(products, self._most, what, one, samples, by_hessian=True)
 
     def _entries(self, name: str, gradient: Tensor) -> Tensor:
         """Return the sum over one parameter by a product for every entry, (n,)."""
         leaf = self._group.leaves[name]
-        size, total, second = leaf[0].numel(), self.zeros(None)[0], block_traces.derivatives(gradient, [leaf])
+        size, second = leaf[0].numel(), block_traces.derivatives(gradient, [leaf])
+        single = torch.zeros(len(leaf), size, dtype=torch.float64, device=leaf.device)
         for chosen in torch.arange(size, device=leaf.device).split(batch_of(leaf.nbytes)):
             rows = torch.arange(len(chosen), device=leaf.device)
             units = leaf.new_zeros(len(chosen), 1, size)
@@ -104,21 +118,32 @@ class PerSampleDiagonal:
             (products,) = second(directions)
             if products is not None:
                 entries = self._scaled(name, self._scaled(name, products)).flatten(2)[rows, :, chosen]
-                total += entries.sum(dim=0, dtype=torch.float64)
-        return total
+                single[:, chosen] = entries.t().double()
+        self._add(slice(None), name, single.view(leaf.shape))
+        return single.sum(dim=1)
 
-    def _along(self, gradients: Mapping[str, Tensor], streams: Mapping[str, int], signs: Signs) -> Tensor:
-        """Return the sum over all parameters in one draw, (n,)."""
+    def _along(
+        self, draw: int | None, gradients: Mapping[str, Tensor], streams: Mapping[str, int], signs: Signs
+    ) -> Tensor:
+        """Return the sum over all parameters in one draw, (n,); its summands are those of ``draw``, or are let go."""
         total, directions = self.zeros(None)[0], []
         leaves = [self._group.leaves[name] for name in gradients]
         for name, leaf in zip(gradients, leaves, strict=True):
             drawn = signs(streams[name], self._numbers, leaf[0].numel()).view_as(leaf).to(leaf.dtype)
             directions.append(self._scaled(name, drawn).to(leaf.dtype))
         products = torch.autograd.grad([*gradients.values()], leaves, directions, retain_graph=True, allow_unused=True)
-        for direction, change in zip(directions, products, strict=True):
+        for name, direction, change in zip(gradients, directions, products, strict=True):
             if change is not None:
-                total += (promoted(direction) * change).flatten(1).sum(dim=1, dtype=torch.float64)
+                summands = (promoted(direction) * change).double()
+                total += summands.flatten(1).sum(dim=1)
+                if draw is not None:
+                    self._add(draw, name, summands)
         return total
+
+    def _add(self, draw: Draw, name: str, values: Tensor) -> None:
+        """Add a parameter's single entries of the samples, (n, *shape)."""
+        if self._single is not None:
+            self._single.add(draw, name, values.sum(dim=0))
 
     def _scaled(self, name: str, tensor: Tensor) -> Tensor:
         """Return a tensor times a, in float32 at least."""

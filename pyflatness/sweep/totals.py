@@ -32,6 +32,7 @@ class Sums:
         per_sample: (layers + 1, quantities, n), see :meth:`.Accumulator.per_sample`; or None.
         samples: how many counted.
         omitted: how many were left out.
+        normaliser: that all of them were divided by.
         parts: by layer and quantity, the parts of a value; see :class:`.layer_sweep.Values`.
     """
 
@@ -41,6 +42,7 @@ class Sums:
     per_sample: Tensor | None
     samples: int
     omitted: int
+    normaliser: float
     parts: Mapping[tuple[str, ...], Tensor]
 
     def uncertainty(self, row: int, column: int) -> tuple[float | None, float | None]:
@@ -165,6 +167,7 @@ class Totals:
             per_sample=self.over.per_sample(self._contributions, self._shard) if self._per_sample else None,
             samples=over.samples,
             omitted=over.omitted,
+            normaliser=normaliser,
             parts={key: (summed / normaliser).cpu() for key, summed in self._parts.items()},
         )
 

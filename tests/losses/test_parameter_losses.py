@@ -27,7 +27,8 @@ def decayed(net):
 
 
 OF_TRAINABLE = {  # parameters, so not of a frozen network
-    *("sharpness", "fisher_rao", "adaptive_sharpness_mc", "spectrum", "worst_case_sharpness")
+    *("sharpness", "fisher_rao", "adaptive_sharpness_mc", "spectrum", "worst_case_sharpness"),
+    *("importance", "importance, sampled"),
 }
 
 

@@ -1,17 +1,13 @@
 """Measures of all trainable parameters together, against dense Hessians in float64."""
 
-import functools
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, prune
 
 import pyflatness as pf
-from support import truth
-from support.brute_force import X, all_parameters_hessian, network, one
+from support.brute_force import X, all_parameters_hessian, diagonals, network, one
 from support.cases import INDICES, C, M, N
 from support.combinations import in_soak
 from support.convolutions import batch_norm
@@ -26,42 +22,6 @@ LINEAR = [  # those of a kind that has to be certified, or an exact value would 
     "tokens", "tokens, weighted sum", "windows", "flattened tokens", "pruned", "unused output", "loss: custom",
 ]  # fmt: skip
 CURVED = ["mlp Tanh", "attention", "layer norm", "tied", "recurrent", "weight norm", "checkpointed"]
-
-
-def written_out(direction, size, dim):
-    """weight_norm: torch's own kernel has a wrong second derivative."""
-    return direction * (size / torch.norm_except_dim(direction, 2, dim))
-
-
-def flat(model):
-    named = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    return torch.cat([p.flatten() for p in named.values()]), named
-
-
-def placed(named, theta):
-    parts = theta.split([p.numel() for p in named.values()])
-    return {name: part.view_as(p) for (name, p), part in zip(named.items(), parts, strict=True)}
-
-
-@functools.cache
-def diagonals(case: Case, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """θ, and the diagonal of the Hessian, the GGN, or of (1/n) Σ_i J_iᵀJ_i."""
-    model = case.build()
-    theta, named = flat(model)
-
-    def outputs(theta):
-        return torch.func.functional_call(model, placed(named, theta), (case.inputs,))
-
-    with sdpa_kernel(SDPBackend.MATH), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "_weight_norm", written_out)
-        if kind == "hessian":
-            return theta, truth.hessian(lambda t: case.loss(outputs(t), case.targets), theta).diagonal()
-        f = outputs(theta).detach()
-        jacobian = torch.autograd.functional.jacobian(outputs, theta).view(f.numel(), -1)
-    if kind == "outputs":
-        return theta, jacobian.square().sum(dim=0) / case.samples
-    curvature = truth.hessian(lambda z: case.loss(z, case.targets), f).view(f.numel(), f.numel())
-    return theta, torch.einsum("aj,ab,bj->j", jacobian, curvature, jacobian)
 
 
 def measured(case, **options):

@@ -20,6 +20,7 @@ CASES = (
         "generalization_gap",
         "cost_of_change",
         "allocate",
+        "importance",
         "spectrum",
         "tokens",
         "worst_cases",

@@ -1,12 +1,16 @@
 """Small networks in float64, and their derivatives in all parameters by plain autograd."""
 
+import functools
+
+import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pyflatness as pf
 from support import truth
 from support.cases import M, N, classifier
-from support.grid import normal
+from support.grid import Case, normal
 
 X = normal(10, N, M)
 
@@ -43,3 +47,39 @@ def all_parameters_hessian(model, loss, x, y):
 
     theta = torch.cat([v.flatten() for v in values])
     return theta, truth.hessian(risk, theta)
+
+
+def written_out(direction, size, dim):
+    """weight_norm: torch's own kernel has a wrong second derivative."""
+    return direction * (size / torch.norm_except_dim(direction, 2, dim))
+
+
+def flat(model):
+    named = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    return torch.cat([p.flatten() for p in named.values()]), named
+
+
+def placed(named, theta):
+    parts = theta.split([p.numel() for p in named.values()])
+    return {name: part.view_as(p) for (name, p), part in zip(named.items(), parts, strict=True)}
+
+
+@functools.cache
+def diagonals(case: Case, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """θ, and the diagonal of the Hessian, the GGN, or of (1/n) Σ_i J_iᵀJ_i."""
+    model = case.build()
+    theta, named = flat(model)
+
+    def outputs(theta):
+        return torch.func.functional_call(model, placed(named, theta), (case.inputs,))
+
+    with sdpa_kernel(SDPBackend.MATH), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "_weight_norm", written_out)
+        if kind == "hessian":
+            return theta, truth.hessian(lambda t: case.loss(outputs(t), case.targets), theta).diagonal()
+        f = outputs(theta).detach()
+        jacobian = torch.autograd.functional.jacobian(outputs, theta).view(f.numel(), -1)
+    if kind == "outputs":
+        return theta, jacobian.square().sum(dim=0) / case.samples
+    curvature = truth.hessian(lambda z: case.loss(z, case.targets), f).view(f.numel(), f.numel())
+    return theta, torch.einsum("aj,ab,bj->j", jacobian, curvature, jacobian)

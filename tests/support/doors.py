@@ -115,6 +115,7 @@ ON_MODELS = {
     "generalization_bound": _few(pf.theory.generalization_bound, folds=2, probes=2),
     "cost_of_change": _cost_of_change,
     "allocate": _few(pf.allocate, formats=["int3", "int8"], bits=5),
+    "importance": pf.importance,
     "worst_case_sharpness": _few(pf.worst_case_sharpness, steps=2),
     "keskar_sharpness": _few(pf.measures.keskar_sharpness, steps=2),
     "critical_sharpness": _critical_sharpness,

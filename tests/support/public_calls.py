@@ -45,6 +45,8 @@ CALLS = {
         model, loss, data, pf.changes.rounded(model, 4), **options
     ),
     "allocate": lambda *args, **options: pf.allocate(*args, ["int3", "int8"], bits=5, **options),
+    "importance": pf.importance,
+    "importance, sampled": lambda *args, **options: pf.importance(*args, kind="fisher", probes=2, **options),
     "landscape": lambda *args, **options: pf.landscape(*args, points=3, **options),
     "linear_interpolation": lambda model, loss, data, **options: pf.linear_interpolation(
         model, loss, data, {name: 2 * value for name, value in model.state_dict().items()}, points=3, **options

@@ -162,6 +162,10 @@ def allocate(rank, size):
     return pf.allocate(model(), LOSS, part(rank, size), formats, bits=5, probes=None).to_dict()
 
 
+def importance(rank, size):
+    return {kind: dict(pf.importance(model(), LOSS, part(rank, size), kind=kind)) for kind in ("hessian", "fisher")}
+
+
 def worst_cases(rank, size):
     found = pf.worst_case_sharpness(model(), LOSS, part(rank, size), adaptive=True, steps=6, starts=2, bound=True)
     box = pf.measures.keskar_sharpness(model(), LOSS, part(rank, size), rho=0.01, steps=6, starts=2)

@@ -123,6 +123,7 @@ CALLS = {
         Many,
         lambda m: pf.cost_of_change(m, LOSS, _data(), pf.changes.rounded(m, 4), by_trace=True, probes=2),
     ),
+    "importance": (Many, lambda m: dict(pf.importance(m, LOSS, _data(), kind="fisher", layers="*", probes=2))),
     "worst_case_sharpness": (Plain, lambda m: pf.worst_case_sharpness(m, LOSS, _data(), steps=2, bound=True)),
     "keskar_sharpness": (Plain, lambda m: pf.measures.keskar_sharpness(m, LOSS, _data(), steps=2)),
     "spectrum": (Plain, lambda m: pf.spectrum(m, LOSS, _data(), k=1, density=True, probes=1, steps=3)),

@@ -130,6 +130,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     "linear_interpolation": _interpolated,
     "cost_of_change": _change,
     "cost_of_change, ggn, by trace": partial(_change, curvature="ggn", by_trace=True, measured=False),
+    "importance": lambda *given: dict(pf.importance(*given)),
+    "importance, hessian, sampled": lambda *given: dict(pf.importance(*given, kind="hessian", probes=2)),
     "representation": pf.representation,
     "representation, top, by sample": partial(pf.representation, top=2, per_sample=True),
     "representation, tight": partial(pf.representation, memory=1, backend="reference"),

@@ -1,0 +1,64 @@
+"""Hold the entries of a diagonal by parameter, of the samples of a micro-batch, and how much probes differ in them."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .layer_sweep import Parts
+from .totals import Sums
+
+Draw = int | slice
+"""The number of a draw; all of them for what is exact."""
+
+_MEAN, _VARIANCE = "mean", "variance"
+_AGREEING = 1e-6  # of a value: draws that differ by less tell of no error
+
+
+class Entries:
+    """Add up entries over samples, for each draw.
+
+    Args:
+        theta: the parameters, by name.
+        draws: how many there are; exact values are those of one.
+        rows: whether entries are summed over all dimensions of a parameter but the first.
+    """
+
+    def __init__(self, theta: Mapping[str, Tensor], draws: int, *, rows: bool) -> None:
+        self._rows = rows
+        self._sums = {
+            name: torch.zeros(draws, *(w.shape[:1] if rows else w.shape), dtype=torch.float64, device=w.device)
+            for name, w in theta.items()
+        }
+
+    def add(self, draw: Draw, name: str, entries: Tensor) -> None:
+        """Add entries of a parameter's shape, summed over samples, to those of a draw, or of all."""
+        self._sums[name][draw] += entries.flatten(1).sum(dim=1) if self._rows and entries.ndim > 1 else entries
+
+    def parts(self, *, lost: bool) -> Parts:
+        """Return the mean over draws and its variance, by parameter.
+
+        Args:
+            lost: whether one of the samples has no value, and so all together have none.
+        """
+        found = {}
+        for name, sums in self._sums.items():
+            mean, draws = sums.mean(dim=0), len(sums)
+            spread = (sums - mean).square().sum(dim=0) / (draws * (draws - 1) or math.nan)
+            found[name, _MEAN], found[name, _VARIANCE] = mean, spread
+        return {key: torch.full_like(part, math.nan) for key, part in found.items()} if lost else found
+
+    @staticmethod
+    def mean(sums: Sums, name: str) -> Tensor:
+        """Return a parameter's entries of all data."""
+        return sums.parts[name, _MEAN]
+
+    @staticmethod
+    def error(sums: Sums, name: str) -> Tensor:
+        """Return their standard errors: micro-batches have signs of their own, so that their variances add up.
+
+        NaN where it is not known, as where draws agree.
+        """
+        errors = (sums.parts[name, _VARIANCE] / sums.normaliser).sqrt()
+        return errors.masked_fill(errors <= _AGREEING * Entries.mean(sums, name).abs(), math.nan)
