@@ -157,7 +157,8 @@ def group(weights: Tensor, allowed: float) -> Groups:
     weight, squares, columns = (
         none.scatter_add(1, index, part) for part in (weights, weights.square(), (numbers >= 0).to(weights.dtype))
     )
-    variances = torch.where(columns > 1, 2 * (weight.square() - squares).clamp_min(0), 0.0)
+    least = torch.finfo(weight.dtype).eps * weight.square()  # below which the difference is lost to rounding
+    variances = torch.where(columns > 1, 2 * torch.maximum(weight.square() - squares, least), 0.0)
     return Groups(numbers, counts, variances)
 
 

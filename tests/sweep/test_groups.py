@@ -84,6 +84,14 @@ def test_groups_that_are_sent_twice():
         assert len(probes.groups[of].unique()) == len(probes.samples[of].unique()) == 1
 
 
+def test_a_group_of_a_heavy_and_a_light_column_is_not_exact():
+    """Twice the product of their weights, which is lost to rounding in the difference of squares."""
+    weights = torch.tensor([[1.0, 1e-17, 0.0], [0.5, 0.0, 0.0]]).double()
+    found = groups.group(weights, 10.0)
+    assert found.variances[0, 0] >= 2 * 1e-17
+    assert found.variances[1, 0] == 0
+
+
 @pytest.mark.parametrize("chance", [0.2, 0.9])
 def test_mean_and_variance_over_all_signs_and_replicates(chance):
     """By B = Sᵀ N S: E = tr B, and Var = Σ_g 2 (|B_g|² - Σ B_cc²) (1 - π/2), as is estimated."""
