@@ -46,7 +46,7 @@ COST, GRADIENT, PREDICTED = "cost_of_change", "gradient_of_change", "predicted"
 MEASURED, BY_TRACE = "loss_change", "cost_by_trace"
 
 
-@public(*CALL, "curvature", "probes", "nan_policy", "memory", "seed", "max_passes")
+@public(*CALL, "curvature", "probes", "rtol", "nan_policy", "memory", "seed", "max_passes")
 def cost_of_change(
     model: nn.Module,
     loss: Any = "auto",
@@ -74,6 +74,8 @@ def cost_of_change(
         curvature: ``"auto"`` and ``"hessian"`` for the Hessian, ``"ggn"`` for the GGN.
         probes: of the second order where cotangents are sent, that of all layers with ``curvature="ggn"``, which then
             has a standard error; also of the traces of ``by_trace``. None: both are exact.
+        rtol: a standard error of the traces of ``by_trace``, relative to each layer's, by as many probes as that takes.
+            The second order is exact then.
         nan_policy: ``"raise"`` or ``"propagate"``; ``"omit"`` only where no Hessian product and no loss is needed.
 
     Returns:
@@ -240,7 +242,8 @@ class Costs:
 
     def by_trace(self) -> dict[tuple[str, str], Estimate]:
         """Return Tr(H) |Δ|² / (d m) of each layer, and their sum."""
-        traces = LayerValues(self._task).estimates([TRACE])
+        sampled = replace(self._task, options=self._task.options.of_layers)
+        traces = LayerValues(sampled).estimates([TRACE])
         found = {}
         for name, change in self._changes.items():
             trace, factor = traces[name, TRACE.name], float(change.double().square().mean())

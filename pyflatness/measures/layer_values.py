@@ -81,7 +81,7 @@ class LayerValues:
         wanted = self._wanted = tuple(dict.fromkeys(measure.quantity for measure in measures if measure.quantity))
         kind = AdaptiveSweep if self._options.probes == "adaptive" else Sweep
         sweep = kind(self._runner, self._loss, self._options, wanted)
-        stages = Stages(self._options, lambda: sweep.exact_passes)
+        stages = Stages(self._options, lambda: sweep.exact_passes, lambda sums: self._agree(sweep, sums))
         for draws in stages:
             for chosen in self._parts(stages):
                 if chosen is None and self._options.fraction == "auto":
@@ -106,6 +106,13 @@ class LayerValues:
                     estimates = self._of_parts(measure, stages.sums, sweep, estimates)
                 found.update(((name, measure.name), estimate) for name, estimate in estimates.items())
         return found
+
+    def _agree(self, sweep: Sweep, sums: Sums) -> bool:
+        return any(
+            sums.agree(self._runner.places[name], column) and sweep.draws([name], quantity)
+            for name in self._runner.modules
+            for column, quantity in enumerate(sweep.quantities)
+        )
 
     def _parts(self, stages: Stages) -> Iterator[Tensor | None]:
         """Yield which samples each read of the data sends backward, (n,); None: all. Sums are set as in a stage."""

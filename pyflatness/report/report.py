@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..messages import check_choice, shown
+from ..numerics.variances import AGREEING
 from . import html, intervals, page, views
 from .constant import Constant
 from .result import Readable
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 _TENSORS = ("per_sample", "per_neuron")  # of an Estimate
 # Beside the measures of a report as a dict.
 _BESIDE = ("skipped", "uncovered", "why_uncovered", "network_of")
-_AGREEING = 1e-6  # of a value: by less than so much probes differ by chance or by rounding, which tells of no error
 _WIDTH = 100  # of a table
 _BESIDE_NUMBERS = len("exact") + 7  # 2 between columns, 1 in front of them
 _LEAST = 68  # for the numbers beside long names of layers: two measures with their intervals
@@ -90,7 +90,7 @@ class Estimate(Readable, Constant):
         """Take back what a value cannot claim: to be exact as NaN, or to have no error because its probes agree."""
         if math.isnan(self.value):
             object.__setattr__(self, "exact", False)
-        if self.stderr is not None and self.stderr <= _AGREEING * abs(self.value):
+        if self.stderr is not None and self.stderr <= AGREEING * abs(self.value):
             object.__setattr__(self, "stderr", math.nan)
             object.__setattr__(self, "dof", None)
 

@@ -229,7 +229,7 @@ def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Est
             "number of probes, or target_stderr="
         )
     diagonal = Diagonal(task, adaptive=adaptive, certify=certify)
-    stages = Stages(options, lambda: diagonal.exact_passes)
+    stages = Stages(options, lambda: diagonal.exact_passes, lambda sums: sums.agree(-1, 0))
     for draws in stages:
         stages.sums = diagonal.sums(draws)
     return _estimate(diagonal, stages.sums, options)

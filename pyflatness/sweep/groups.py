@@ -94,7 +94,7 @@ class Tolerance:
     def __init__(self, rtol: float, samples: int) -> None:
         self._rtol, self._samples = rtol, samples
         self._weight, self._bound, self._seen = 0.0, 0.0, 0
-        self._sums = torch.zeros(2, 1, 1, dtype=torch.float64, device="cpu")  # values, and their variances
+        self._sums = torch.zeros(3, 1, 1, dtype=torch.float64, device="cpu")  # values, their variances, and squares
         self.replicates = 0
 
     @property
@@ -105,22 +105,25 @@ class Tolerance:
     def allowed(self, weights: Tensor, share: float = 1.0) -> float:
         """Return the largest Σ v_g for n samples of ``weights`` (n, columns), which have a ``share`` of the variance.
 
-        With K the value of the N samples as those so far say, V the variance and k the replicates so far, it is
+        With K the value of the N samples as those so far say, V = Σ v_i + 2 √Σ v_i² the variance and about two standard
+        errors of it, and k the replicates so far, it is
 
             ((rtol K)² - V) n / (samples to come) / c        c = (k V / B + k₀ ρ₀ (K / R)²) / (k + k₀)
 
-        where B is Σ v_g (1/π - ½) over the replicates, which V is in units of values, and R the weight of K. A part of
-        the data that spent too much does not leave less than half of what is due to the others.
+        where B is Σ v_g (1/π - ½) over the replicates, which V is in units of values, and R the weight of K. Where few
+        samples have most of the variance, Σ v_i by itself is mostly too small. A part of the data that spent too much
+        does not leave less than half of what is due to the others.
         """
         samples, seen = len(weights), self._seen
         total = self.expected(samples)
         if self._bound:
-            values, variances = self._sums
+            values, variances, squares = self._sums
+            spent = variances + 2 * squares.sqrt()
             every = values.abs() * total / seen
             whole = share * (self._rtol * every).square()
-            due = torch.maximum((whole - variances) / (total - seen), whole / (2 * total))
+            due = torch.maximum((whole - spent) / (total - seen), whole / (2 * total))
             prior = _RATIO * (values / self._weight).square()
-            ratios = (self.replicates * variances / self._bound + _PRIOR * prior) / (self.replicates + _PRIOR)
+            ratios = (self.replicates * spent / self._bound + _PRIOR * prior) / (self.replicates + _PRIOR)
             found = float((samples * due / ratios).where(variances > 0, torch.inf).min())
             if found < math.inf:
                 return found
@@ -139,7 +142,8 @@ class Tolerance:
             both: values and their unbiased variances, (2, layers, quantities, n); NaN for samples that do not count.
             replicated: v_g (1/π - ½) of each replicate.
         """
-        self._sums = self._sums.to(both.device) + both.where(both.isfinite().all(dim=0), 0.0).sum(dim=3)
+        both = both.where(both.isfinite().all(dim=0), 0.0)
+        self._sums = self._sums.to(both.device) + torch.cat([both, both[1:].square()]).sum(dim=3)
         self._weight, self._seen = self._weight + float(weights.sum()), self._seen + len(weights)
         self._bound, self.replicates = self._bound + float(replicated.sum()), self.replicates + len(replicated)
 
@@ -153,7 +157,8 @@ def group(weights: Tensor, allowed: float) -> Groups:
     weight, squares, columns = (
         none.scatter_add(1, index, part) for part in (weights, weights.square(), (numbers >= 0).to(weights.dtype))
     )
-    variances = torch.where(columns > 1, 2 * (weight.square() - squares).clamp_min(0), 0.0)
+    least = torch.finfo(weight.dtype).eps * weight.square()  # below which the difference is lost to rounding
+    variances = torch.where(columns > 1, 2 * torch.maximum(weight.square() - squares, least), 0.0)
     return Groups(numbers, counts, variances)
 
 

@@ -28,6 +28,7 @@ class Stages:
     Args:
         options: of the user: ``target_stderr=`` or probes, and ``max_passes=``, probes at most.
         exact_passes: backward passes or Hessian products that exact values take; known once there were probes.
+        agree: whether probes of some sums agree where they can differ, by chance: then they say nothing of the error.
 
     Attributes:
         sums: of the last read; when there are no more, those of all of them.
@@ -35,8 +36,8 @@ class Stages:
 
     sums: Sums
 
-    def __init__(self, options: Options, exact_passes: Callable[[], int]) -> None:
-        self._options, self._exact_passes = options, exact_passes
+    def __init__(self, options: Options, exact_passes: Callable[[], int], agree: Callable[[Sums], bool]) -> None:
+        self._options, self._exact_passes, self._agree = options, exact_passes, agree
 
     def __iter__(self) -> Iterator[range | None]:
         """Yield the numbers of the probes of a read, None: exact."""
@@ -50,7 +51,7 @@ class Stages:
             earlier = self.sums
             assert earlier.errors is not None
             excess = float(earlier.errors.nan_to_num(0.0).max()) / target  # more probes do not help where it is NaN
-            if excess <= _CLOSE:
+            if excess <= _CLOSE and not self._agree(earlier):
                 return
             needed = max(math.ceil(probes * excess**2), probes + _FEWEST)
             if self._exact_passes() <= min(needed, most):

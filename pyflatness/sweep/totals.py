@@ -11,7 +11,7 @@ from ..errors import NonFiniteError
 from ..model import layers
 from ..numerics.accumulate import Accumulator, finite_samples, masked, non_finite
 from ..numerics.shard import WHOLE, Shard
-from ..numerics.variances import Variances
+from ..numerics.variances import AGREEING, Variances
 from ..options import Options
 from .layer_sweep import Values
 from .subset import Subset
@@ -57,6 +57,11 @@ class Sums:
         """Return the largest standard error relative to its value."""
         assert self.errors is not None
         return float((self.errors / self.values.abs()).nan_to_num(0.0).max())  # that of 0 is 0
+
+    def agree(self, row: int, column: int) -> bool:
+        """Return whether the probes of a value agree, up to rounding."""
+        assert self.errors is not None
+        return bool(self.errors[row, column] <= AGREEING * self.values[row, column].abs())
 
     def pooled(self, other: "Sums", weight: float) -> "Sums":
         """Return the mean with independent values of the same data; ``weight`` is this one's.

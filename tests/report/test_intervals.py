@@ -260,6 +260,9 @@ def test_draws_that_agree_by_chance_have_no_interval():
         assert again == estimate
     others = [estimate for estimate in found if estimate not in agreeing]
     assert all(estimate.stderr > 1e-3 * estimate and estimate.interval() for estimate in others)
+    for seed in range(40):  # a wanted error is not reached by probes that agree
+        wanted = pf.relative_flatness(model, LOSS, (X[:1].float(), Y[:1]), "0", target_stderr=1e9, seed=seed)
+        assert wanted.exact or wanted.stderr > 0
     names = ["trace", "scaled_trace", "matrix_normalized_sharpness"]  # the network's, of layers that agree or do not
     reports = [pf.measure(model, LOSS, (X[:1].float(), Y[:1]), measures=names, probes=2, seed=s) for s in range(8)]
     for report in reports:

@@ -19,9 +19,27 @@ from support.covering import share
 from support.many_samples import NETWORKS, Sorting, network, seeded
 from support.networks import CASES
 
+LOSS = nn.CrossEntropyLoss()
 MEASURES = ("relative_flatness", "trace")
 OTHERS = {"gathered tokens", "custom loss, Tanh"}  # can be measured in batches of one sample alone; is not convex
 CONVEX = [name for name, case in CASES.items() if case.linear and "indefinite" not in name and name not in OTHERS]
+
+
+def by_changes(model, data, **how):
+    report = pf.cost_of_change(model, LOSS, data, pf.changes.rounded(model, 4), by_trace=True, measured=False, **how)
+    assert report["cost_of_change"].exact
+    return report["0", "cost_by_trace"]
+
+
+BY_LAYERS = {
+    "measure": lambda model, data, **how: pf.measure(model, LOSS, data, **how)["0", "relative_flatness"],
+    "relative_flatness": lambda model, data, **how: pf.relative_flatness(model, LOSS, data, "0", **how),
+    "score": lambda model, data, **how: pf.score({"a": model}, LOSS, data, **how)["a", "0", "relative_flatness"],
+    "track": lambda model, data, **how: (
+        pf.track(model, LOSS, data, **how).record().reports["live"]["0", "relative_flatness"]
+    ),
+    "cost_of_change": by_changes,
+}
 
 
 def linear_layers(case):
@@ -120,6 +138,19 @@ def test_a_head_stays_exact_and_draws_stay_draws():
     head = pf.relative_flatness(model, nn.CrossEntropyLoss(), data, probes="adaptive")
     assert (head.method, head.stderr) == ("head", None)
     assert pf.relative_flatness(model, nn.CrossEntropyLoss(), data, "0", probes=2).method == "ggn-sampled"
+
+
+@pytest.mark.parametrize("name", BY_LAYERS)
+def test_rtol_alone_is_enough(name):
+    """It is ``probes="adaptive"``; of the cost of a change it is for traces, and the second order stays exact."""
+    model, data = network(3.0)
+    found, exact = (BY_LAYERS[name](model, data, **how) for how in ({"rtol": 0.05}, {}))
+    assert (found.method, exact.stderr) == ("ggn-sampled", None)
+    assert 0 < found.stderr < 0.1 * exact.value
+    assert found.value == pytest.approx(exact.value, abs=4 * found.stderr)
+    if name != "cost_of_change":
+        both = BY_LAYERS[name](model, data, rtol=0.05, probes="adaptive")
+        assert (found.value, found.stderr) == (both.value, both.stderr)
 
 
 def test_a_seed_is_one_value():

@@ -1,5 +1,6 @@
 """How the columns of samples' square-root factors are put in groups, and which groups have a replicate."""
 
+import itertools
 import math
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from pyflatness.numerics.signs import Signs
 from pyflatness.sweep import groups
+from pyflatness.sweep.adaptive import Grouped
 
 
 def seeded(seed):
@@ -82,9 +84,49 @@ def test_groups_that_are_sent_twice():
         assert len(probes.groups[of].unique()) == len(probes.samples[of].unique()) == 1
 
 
+def test_a_group_of_a_heavy_and_a_light_column_is_not_exact():
+    """Twice the product of their weights, which is lost to rounding in the difference of squares."""
+    weights = torch.tensor([[1.0, 1e-17, 0.0], [0.5, 0.0, 0.0]]).double()
+    found = groups.group(weights, 10.0)
+    assert found.variances[0, 0] >= 2 * 1e-17
+    assert found.variances[1, 0] == 0
+
+
+@pytest.mark.parametrize("chance", [0.2, 0.9])
+def test_mean_and_variance_over_all_signs_and_replicates(chance):
+    """By B = Sᵀ N S: E = tr B, and Var = Σ_g 2 (|B_g|² - Σ B_cc²) (1 - π/2), as is estimated."""
+    factor = torch.randn(5, 5, generator=seeded(2), dtype=torch.float64)
+    form, blocks = factor @ factor.T, (slice(0, 3), slice(3, 5))
+    found = groups.Groups(torch.tensor([[0, 0, 0, 1, 1]]), torch.tensor([2]), torch.ones(1, 2).double())
+    chances = torch.tensor([[chance, 0.5]]).double()
+    patterns = [(1, a, b, 1, c) for a, b, c in itertools.product((-1, 1), repeat=3)]  # -r gives what r does
+    totals = torch.zeros(4, dtype=torch.float64)
+    for uniform in itertools.product((0.0, 0.999), repeat=2):
+        drawn = torch.tensor([uniform]).double()
+        likely = float(torch.where(drawn < chances, chances, 1 - chances).prod()) / len(patterns) ** 2
+        probes, none = groups.probes(found, chances, drawn), torch.zeros(1, 1, 1, dtype=torch.float64)
+        for pair in itertools.product(patterns, repeat=2) if likely else ():
+            signs = torch.tensor(pair, dtype=torch.int8).unsqueeze(1)
+            differences = none.new_zeros(1, 1, len(probes.chances))
+            sent = Grouped(None, None, None, None, found, probes, signs, none.clone(), differences, None)
+            every = torch.arange(len(probes.samples))
+            rows = sent.rows(every).double()
+            sent.add(every, ((rows @ form) * rows).sum(dim=1).view(1, 1, -1))
+            value, error = sent.sums.sum(), sent.variances()[0, 0].sum()
+            totals += likely * torch.stack([torch.ones_like(value), value, value**2, error])
+    whole, mean, second, estimated = totals.tolist()
+    of_groups = [2 * (form[b, b].square().sum() - form.diagonal()[b].square().sum()) for b in blocks]
+    expected = float(sum(v * (1 - pi / 2) for v, pi in zip(of_groups, chances[0], strict=True)))
+    assert (whole, mean) == (pytest.approx(1), pytest.approx(float(form.trace())))
+    assert (second - mean**2, estimated) == (pytest.approx(expected), pytest.approx(expected))
+
+
 @pytest.mark.parametrize("ratios", [(0.02,), (0.02, 0.5), (0.0, 0.5), (0.02, 0.5, math.nan)])
 def test_the_plan_learns_from_replicates(ratios):
-    """The layer that varies most decides, whatever its values are in units of weights; one that is NaN has no say."""
+    """The layer that varies most decides, whatever its values are in units of weights; one that is NaN has no say.
+
+    It plans by the variance and two standard errors of that, here of 50 equal ones.
+    """
     weights, sizes = weights_of(), [3.0, 0.1, 1.0][: len(ratios)]
     tolerance = groups.Tolerance(0.01, 1000)
     mean = float(weights.sum()) / 50
@@ -95,7 +137,7 @@ def test_the_plan_learns_from_replicates(ratios):
     spent = [ratio * size**2 * bound / 50 for ratio, size in zip(ratios, sizes, strict=True)]
     variances = torch.tensor(spent, dtype=torch.float64).view(-1, 1, 1).expand_as(values)
     tolerance.add(weights, torch.stack([values, variances]), replicated)
-    ratio = max(ratio for ratio in ratios if not math.isnan(ratio))
+    ratio = max(ratio for ratio in ratios if not math.isnan(ratio)) * (1 + 2 / math.sqrt(50))  # two standard errors
     whole = (0.01 * 1000 * mean) ** 2
     expected = (whole - ratio * bound) / 950 * 50 / ratio
     assert tolerance.allowed(weights) == pytest.approx(expected, rel=1e-3)

@@ -1,5 +1,6 @@
 """Hessian values by probes="adaptive": the GGN by cotangents, and the rest of the Hessian by Hessian probes."""
 
+import itertools
 import math
 
 import pytest
@@ -319,6 +320,25 @@ def test_the_fewest_probes(least):
         for _ in range(60):  # the smallest scale by bisection
             low, high = ((low + high) / 2, high) if variance((low + high) / 2) > bound else (low, (low + high) / 2)
         assert torch.equal(counts, (high * sizes * (1 - 1e-9)).ceil().clamp_min(least).long())
+
+
+def test_mean_and_variance_over_all_signs():
+    """Of m probes the mean has the mean tr A and the variance 2 (|A|² - Σ A_aa²) / m, as is estimated."""
+    form = torch.tensor([[1.0, 0.4, -0.3], [0.4, -2.0, 0.7], [-0.3, 0.7, 0.5]]).double()
+    signs = torch.tensor([(1, a, b) for a in (-1, 1) for b in (-1, 1)]).double()  # -r gives what r does
+    each, found = torch.einsum("ra,ab,rb->r", signs, form, signs), []
+    for values in itertools.product(each.tolist(), repeat=3):  # a pilot of two, and one more
+        probes = torch.tensor(values).double().view(3, 1, 1)
+        rest = Residuals((1, 1), torch.ones(1).double(), 2, 1000)
+        rest.add(0, torch.arange(1), probes[:2], rest.begin(0, 1000))
+        rest.want(torch.tensor([[3]]))
+        rest.add(0, torch.arange(1), probes[2:], range(2, 3))
+        found.append((float(rest.means), float(rest.variances()[0, 0])))
+    means, errors = torch.tensor(found).double().T
+    expected = float(2 * (form.square().sum() - form.diagonal().square().sum()) / 3)
+    assert float(means.mean()) == pytest.approx(float(form.trace()))
+    assert float(means.var(correction=0)) == pytest.approx(expected)
+    assert float(errors.mean()) == pytest.approx(expected)
 
 
 def test_no_sample_s_probes_say_how_many_it_gets():
