@@ -24,22 +24,21 @@ from pyflatness import progress
 
 from . import image_data
 from .grid_networks import BASE, shifts
-from .networks import VisionTransformer, fully_connected
+from .networks import fully_connected
 from .training import OPTIMIZERS, Data, Weights, crossing, initialized, order, save
 
-LOSSES = (0.2, 0.05, 0.005)
-STEPS, SAMPLES, TESTED, SIDE = 2000, 500, 2000, 16
+LOSSES = (0.1, 0.01)
+STEPS, PATIENCE, SAMPLES, TESTED, SIDE = 6000, 1000, 500, 2000, 16
 SETTINGS: dict[str, tuple[Any, Any]] = {
-    "rate": (0.5, 2.0),
+    "rate": (0.75, 2.25),
     "batch_size": (32, 128),
     "weight_decay": (0.0, 1.0),
     "optimizer": ("momentum", "adam"),
     "sam": (0.0, 0.05),
-    "augmentation": ("none", "shift"),
+    "augmentation": (0.0, 0.1),
     "label_noise": (0.0, 0.1),
-    "smoothing": (0.0, 0.03),
 }
-"""The two levels of each; rates and decays are factors of :data:`.grid_networks.BASE`."""
+"""The two levels of each; rates and decays are factors of :data:`.grid_networks.BASE`, augmentation is a deviation."""
 
 MEASURES = (
     *("relative_flatness", "relative_flatness_per_feature", "relative_flatness_std", "neuron_flatness"),
@@ -70,25 +69,20 @@ def convolutional(channels: int, normalisation: Callable[[int], nn.Module] = lam
     )
 
 
-def transformer(channels: int) -> nn.Module:
-    """Return a transformer of one layer over four patches."""
-    return VisionTransformer((channels, SIDE), SIDE // 2, 24, 1, 10)
-
-
 ARCHITECTURES: dict[str, Callable[[int], nn.Module]] = {
     "perceptron": perceptron,
     "convolutional": convolutional,
     "normalised": functools.partial(convolutional, normalisation=nn.BatchNorm2d),
-    "transformer": transformer,
 }
 DATA = ("mnist", "fashion_mnist", "cifar10")
 SHAPES = tuple(itertools.product(DATA, ARCHITECTURES))
 BLOCK = 2 * len(SHAPES)  # trainings
+SEEDS = 2
 
 
 @dataclass(frozen=True)
 class Planned:
-    """Represent one training: the data, the architecture, the eight settings by name, and a seed of its own."""
+    """Represent one training: the data, the architecture, the settings by name, and a seed of its own."""
 
     data: str
     architecture: str
@@ -103,35 +97,36 @@ class Planned:
 
 def plan() -> list[Planned]:
     """Return all trainings in the order that docs/study.md describes."""
-    generator = random.Random(0)
-    shapes, names = [*SHAPES], [*SETTINGS]
-    generator.shuffle(shapes)
-    blocks: list[list[tuple[tuple[str, str], tuple[int, ...]]]] = []
+    generator = random.Random(2)
+    names = [*SETTINGS]
+    blocks = []
     for _ in range(4):
         flips = generator.sample(range(len(names)), len(names))
-        starts = [[generator.randrange(2) for _ in names] for _ in shapes[::2]]
+        starts = [[generator.randrange(2) for _ in names] for _ in SHAPES]
         for step in range(len(names) + 1):
             block = []
-            for pair, start in enumerate(starts):
-                flipped = {flips[(place + pair) % len(flips)] for place in range(step)}
-                levels = tuple(level ^ (place in flipped) for place, level in enumerate(start))
-                block += [(shapes[2 * pair], levels), (shapes[2 * pair + 1], tuple(1 - level for level in levels))]
+            for place, (shape, start) in enumerate(zip(SHAPES, starts, strict=True)):
+                flipped = {flips[(place + taken) % len(flips)] for taken in range(step)}
+                levels = [level ^ (number in flipped) for number, level in enumerate(start)]
+                block += [(shape, levels), (shape, [1 - level for level in levels])]
             blocks.append(block)
-    recipes = [
-        (*shape, {name: SETTINGS[name][level] for name, level in zip(names, levels, strict=True)})
-        for block in blocks
-        for shape, levels in block
-    ]
     return [
-        Planned(*recipe, seed=4 * number + replicate)
-        for half in (0, 2)
-        for number, recipe in enumerate(recipes)
-        for replicate in (half, half + 1)
+        Planned(
+            *shape,
+            {name: SETTINGS[name][level] for name, level in zip(names, levels, strict=True)},
+            seed=10_000 + (number * len(block) + place) * SEEDS + replicate,
+        )
+        for number, block in enumerate(blocks)
+        for replicate in range(SEEDS)
+        for place, (shape, levels) in enumerate(block)
     ]
 
 
 def data(folder: Path | None, name: str) -> tuple[Data, dict[str, Data]]:
-    """Return training data and test data by name, as they are and shifted, of images of 16×16 pixels from 0 to 1."""
+    """Return training data and test data by name, as they are and shifted, of images of 16×16 pixels.
+
+    Pixels are from 0 to 1, less the mean over the training images.
+    """
     (x, y), (tx, ty) = image_data.read(folder, name)
     return prepared((x[:SAMPLES], y[:SAMPLES]), (tx[:TESTED], ty[:TESTED]))
 
@@ -139,9 +134,9 @@ def data(folder: Path | None, name: str) -> tuple[Data, dict[str, Data]]:
 def prepared(train: Data, test: Data) -> tuple[Data, dict[str, Data]]:
     """Return the same of images (n, channels, height, width) with pixels from 0 to 255."""
     x, tx = (F.avg_pool2d(F.pad(images / 255, [(32 - images.shape[3]) // 2] * 4), 2) for images in (train[0], test[0]))
-    shifted = shifts(tx, test[1])
-    held = {"test": shifted["test"], "noisy": shifted["noisy"], "rotated": shifted["rotated"]}
-    return (x, train[1]), held | {"blurred": (F.avg_pool2d(tx, 3, 1, 1), test[1])}
+    shifted, mean = shifts(tx, test[1]), x.mean()
+    held = {name: shifted[name][0] for name in ("test", "noisy", "rotated")} | {"blurred": F.avg_pool2d(tx, 3, 1, 1)}
+    return (x - mean, train[1]), {name: (images - mean, test[1]) for name, images in held.items()}
 
 
 def with_noise(labels: Tensor, share: float) -> Tensor:
@@ -161,23 +156,25 @@ def descended(
     rate, decay = own_rate * settings["rate"], own_decay * settings["weight_decay"]
     optimizer = OPTIMIZERS[settings["optimizer"]](network.parameters(), lr=rate)
     generator = torch.Generator().manual_seed(planned.seed)
-    targets, taken = [*LOSSES], 0
+    targets, taken, least, since = [*LOSSES], 0, math.inf, 0
     for epoch in range(steps * size // len(y)):
         path = [_state(network)]
         for places in order(planned.seed, epoch, len(y)).split(size):
             images = x[places]
-            if settings["augmentation"] != "none":
-                images = _shifted(images, generator)
+            if settings["augmentation"]:
+                images = images + settings["augmentation"] * torch.randn(images.shape, generator=generator)
             _step(network.train(), optimizer, images, y[places], settings, rate * decay)
             path.append(_state(network))
         last, loss = path[-1], _loss_of(network, path[-1], train)
         while targets and loss <= targets[0]:
             weights, reached, within = crossing(targets[0], path, lambda held: _loss_of(network, held, train))
             yield targets.pop(0), weights, reached, taken + within
-        if not targets or not math.isfinite(loss):
+        taken += len(path) - 1
+        if loss < least:
+            least, since = loss, taken
+        if not targets or not math.isfinite(loss) or taken - since >= PATIENCE:
             return
         network.load_state_dict(last, strict=False)
-        taken += len(path) - 1
 
 
 def _step(
@@ -193,7 +190,7 @@ def _step(
     radius = settings["sam"]
 
     def gradients() -> tuple[Tensor, ...]:
-        loss = F.cross_entropy(network(images), labels, label_smoothing=settings["smoothing"])
+        loss = F.cross_entropy(network(images), labels)
         return torch.autograd.grad(loss, parameters)
 
     found = gradients()
@@ -208,14 +205,6 @@ def _step(
             parameter.copy_(start * (1 - decay))
             parameter.grad = gradient
         optimizer.step()
-
-
-def _shifted(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Return images each shifted by up to one pixel, with zeros where nothing was."""
-    padded = F.pad(images, [1] * 4)
-    rows, columns = torch.randint(3, (2, len(images), 1), generator=generator) + torch.arange(SIDE)
-    chosen = torch.arange(len(images))[:, None, None]
-    return padded.movedim(1, 3)[chosen, rows[:, :, None], columns[:, None]].movedim(3, 1)
 
 
 def _state(network: nn.Module) -> Weights:
@@ -305,7 +294,7 @@ def run(
         trainings: in their order.
         data_of: returns a data set's data by its name.
         folder: for the table, the weights and the store.
-        networks: rows of the table at which to stop, three for each training.
+        networks: rows of the table at which to stop, one for each loss of each training.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "networks.csv"

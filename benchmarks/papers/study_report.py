@@ -37,7 +37,6 @@ FOLDER = PAGE.with_suffix("")
 HEAD, SUM, PER_FEATURE = "relative_flatness head", "relative_flatness", "relative_flatness_per_feature"
 CEILINGS = ("the twin's target", "settings fitted")
 BASELINES = ("random numbers", "learning rate", "steps")
-SHARP = ("adaptive_sharpness", "adaptive_sharpness_mc", "adaptive_sharpness_mc, normalised logits")
 TARGET = study.TARGETS[0]
 _OPTIONS: Any = {"interval": "fisher", "settings": "recipe"}
 
@@ -245,9 +244,8 @@ def _codes(frame: pandas.DataFrame, name: str) -> NDArray[np.intp]:
 
 def hypotheses(frame: pandas.DataFrame, tau: Mapping[str, Finding], partial: Mapping[str, Finding]) -> list[Claim]:
     """Return the protocol's hypotheses, each that a number is above 0."""
-    others = [name for name in (*SHARP, *BASELINES[1:]) if name in tau]
-    rows = [tau[HEAD], tau[SUM], partial[HEAD], partial[SUM], *(less(frame, HEAD, other) for other in others)]
-    return [Claim(row) for row in rows]
+    others = [name for name in ("adaptive_sharpness", "steps") if name in tau]
+    return [Claim(row) for row in (tau[HEAD], tau[SUM], partial[HEAD], *(less(frame, HEAD, name) for name in others))]
 
 
 def markdown(heads: Sequence[str], rows: Mapping[str, Sequence[Finding | None]]) -> str:
@@ -317,7 +315,8 @@ def counted(path: Path, frame: pandas.DataFrame) -> str:
     seconds = [every[name].median() for name in ("training_seconds", "measuring_seconds")]
     return (
         f"{len(frame)} networks of {trainings} trainings and {frame['recipe'].nunique()} recipes in "
-        f"{frame['stratum'].nunique()} strata, {trainings // study.BLOCK} of 72 blocks; {len(lost)} of "
+        f"{frame['stratum'].nunique()} strata, {trainings // study.BLOCK} of {len(study.plan()) // study.BLOCK} blocks; "
+        f"{len(lost)} of "
         f"{len(every)} did not reach their loss ({of}). Training losses are within a relative "
         f"{(frame['train_loss'] / frame['loss'] - 1).abs().max():.1g} of their targets. The median network took "
         f"{seconds[0]:.1f} s of a core to train and {seconds[1]:.1f} s to measure."
