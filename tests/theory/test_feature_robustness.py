@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+
 import pytest
 import torch
 from torch import nn
