@@ -39,9 +39,10 @@ class How(TypedDict, total=False):
         eval: put the model in eval mode for the call, and each module back in its own afterwards. Without it a model
             whose training mode matters (BatchNorm, dropout) is an error.
         memory: bytes to hold at a time beside model, data and result: at a head for the contraction (24 MiB unless
-            given, on a GPU 416), elsewhere (512 MiB, on a GPU a quarter of its memory) shared out among a micro-batch's
-            graph, to which batches are cut, and what is made of it. The least that is taken at a time is one sample, or
-            at a head sixteen rows and classes; ``estimate.notes`` says so where one sample takes more.
+            given, on a GPU 416; a batch's forward pass comes on top), elsewhere (512 MiB, on a GPU a quarter of its
+            memory) shared out among a micro-batch's graph, to which batches are cut, and what is made of it. The least
+            that is taken at a time is one sample, or at a head sixteen rows and classes; ``estimate.notes`` says so
+            where one sample takes more.
         seed: of what is random; another device may have other noise for it. Random signs belong to samples by
             their place in the data: with a number of probes one seed is one value, however data is cut into batches.
         max_passes: backward passes of a micro-batch, or Hessian products of a layer, that an exact value may take, and

@@ -13,7 +13,8 @@ from .precision import promoted_dtype
 from .reference import Backend
 
 NAMES = ("auto", "compiled", "triton", "reference")
-_TRITON = f"{__package__}.triton_head"  # imported where it is asked for: Triton takes its time
+_TRITON = f"{__package__}.triton_head"  # imported where it is wanted: Triton takes its time
+_WIDE = 1024  # classes of a head that may be Triton's by itself
 
 reference, compiled, cuda = Backend(), Compiled(), Cuda()
 
@@ -43,18 +44,26 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
 
 
 def choose_for_head(name: str, weight: Tensor) -> Backend:
-    """Return the backend for a head with this weight; ``"triton"`` is one for half precision on a GPU."""
-    if name == "triton":
-        if not weight.is_cuda:
-            raise BackendError(f'backend="triton" runs on a GPU, the weight is on {weight.device}; pass backend="auto"')
-        try:
-            triton: Backend = importlib.import_module(_TRITON).triton
-        except ImportError as error:
-            hint = "pip install 'pyflatness[triton]'"
-            raise BackendError(f'backend="triton" needs Triton: {hint} ({error})') from error
-        if triton.fuses(weight, weight):
-            return triton
-    return choose(name, weight.device, promoted_dtype(weight.dtype))
+    """Return the backend for a head with this weight.
+
+    ``"triton"`` is one for half precision on a GPU. ``"auto"`` takes it for many classes where the compiled kernels,
+    which are about as fast, are not built.
+    """
+    if name == "triton" and not weight.is_cuda:
+        raise BackendError(f'backend="triton" runs on a GPU, the weight is on {weight.device}; pass backend="auto"')
+    found = choose(name, weight.device, promoted_dtype(weight.dtype))
+    in_place = name == "auto" and found is reference and weight.is_cuda and len(weight) >= _WIDE
+    if name != "triton" and not in_place:
+        return found
+    try:
+        triton = importlib.import_module(_TRITON).triton
+    except ImportError as error:
+        if in_place:
+            return found
+        hint = "pip install 'pyflatness[triton]'"
+        raise BackendError(f'backend="triton" needs Triton: {hint} ({error})') from error
+    taken = triton.fuses(weight, weight) and (not in_place or triton.runs(weight.device))
+    return triton if taken else found
 
 
 def choose_for_few(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Backend, torch.device]:

@@ -334,8 +334,11 @@ class LayerContraction(Contractor):
         return Contraction(self._wanted, Carried(self._prepared, promoted(inputs[0])).forms)
 
     def kept(self, places: int) -> int:
-        """See :class:`Contractor`: a Gram matrix, where the route may be by such."""
-        groups, _, _ = self._prepared.shape
+        """See :class:`Contractor`: a Gram matrix, where the route may be by such; at one position of outputs."""
+        groups, d, _ = self._prepared.shape
+        if places == 1:
+            kept = self._wanted.forms.weighted + self._wanted.forms.by_row
+            return groups * d * self._itemsize * (kept + 2) if kept else 0  # and a cotangent's squares, times those
         found = self.multiply_adds(places, _ANY_NUMBER)
         by_gram = min(found["gram"], self._routes.carried(places, _ANY_NUMBER)) < found["direct"]
         return groups * places**2 * self._itemsize if by_gram and places > 1 else 0

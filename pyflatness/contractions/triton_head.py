@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import triton_kernels as kernels
@@ -59,6 +60,15 @@ class Triton(Backend):
             t.stride(0) % _ACCESS == 0 and t.stride(1) == 1 and t.data_ptr() % 16 == 0 for t in (features, weight)
         )
         return aligned and features.dtype == weight.dtype and features.dtype in _DTYPES
+
+    def runs(self, device: torch.device) -> bool:
+        """Return whether kernels have bfloat16 products on an NVIDIA GPU, and the C compiler that Triton calls."""
+        if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+            return False
+        try:
+            return driver.active.utils is not None  # compiled where it was not before
+        except Exception:
+            return False
 
     def multiply_exponentiate(
         self, features: Tensor, weight: Tensor, bias: Tensor, norms: Tensor, first: int, sums: ClassSums

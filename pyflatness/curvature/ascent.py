@@ -27,9 +27,7 @@ from ..messages import in_words, span
 from ..model import calling, data, parameters
 from ..numerics import lanczos
 from ..numerics.signs import RandomVectors
-from ..passes import dry_run
-from ..passes.memory import MicroBatches
-from ..passes.recorder import Recorder
+from ..passes.parts import Parts
 from ..passes.task import Task
 
 _NEXT = 1e-3  # of the ball's radius: where the first ascent starts, since at a minimum there is no slope
@@ -93,9 +91,9 @@ class Ascent:
 
     def of(self, task: Task, m: int | None, *, normalized: bool = False, bounded: bool = False) -> WorstCase:
         """Return what is found on a task's data, in groups of ``m`` samples or all together."""
-        compare = task.forward.compare_by_itself
+        parts = task.parts(derivatives=True)
         task = replace(task, forward=_with_normalized_outputs(task.forward)) if normalized else task
-        place, shard = _Place(task, self.scale, compare), task.batches.shard
+        place, shard = _Place(task, self.scale, parts), task.batches.shard
         total = torch.zeros(self.starts, dtype=torch.float64, device="cpu")
         best, loss, groups, samples, norm = 0.0, 0.0, 0, 0, 0.0
         for batches, count in _groups(task, m):
@@ -171,19 +169,18 @@ class _Place:
         device: of the same.
     """
 
-    def __init__(self, task: Task, scale: Callable[[Tensor], Tensor], compare: Callable[[], None]) -> None:
-        self._task, self._scale, self._compare = task, scale, compare
+    def __init__(self, task: Task, scale: Callable[[Tensor], Tensor], parts: Parts) -> None:
+        self._task, self._scale, self._parts = task, scale, parts
         self._theta = parameters.trainable(task.model)
         self.size = sum(w.numel() for w in self._theta.values())
         some = next(iter(self._theta.values()))
         self.device = some.device
         self.dtype = functools.reduce(torch.promote_types, [w.dtype for w in self._theta.values()], torch.float32)
-        self._cuts: MicroBatches | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Return what a reader of a value should know of how batches were cut."""
-        return () if self._cuts is None else self._cuts.notes
+        return self._parts.notes
 
     def risk(self, u: Tensor | None, batches: Any) -> tuple[float, Tensor]:
         """Return E at θ + T u over some batches, and its gradient in u; None: at θ.
@@ -194,16 +191,15 @@ class _Place:
         total, weight = 0.0, 0.0
         gradient = torch.zeros(self.size, dtype=self.dtype, device=self.device)
         with self._differentiated(u, moved):
-            for number, batch in enumerate(batches):
-                for part in self._parts(batch):
-                    outputs, targets = task.run(part)
-                    weight += risk.weight(outputs.detach(), targets, task.loss, number)
-                    value = task.loss.value(outputs, targets)
-                    found = torch.autograd.grad(value, [*moved.values()], allow_unused=True, materialize_grads=True)
-                    total += float(value.detach())
-                    for summed, each in zip(self._split(gradient).values(), found, strict=True):
-                        summed.add_(each)
-                    del outputs, value, found
+            for number, part in self._parts.numbered(batches):
+                outputs, targets = task.run(part)
+                weight += risk.weight(outputs.detach(), targets, task.loss, number)
+                value = task.loss.value(outputs, targets)
+                found = torch.autograd.grad(value, [*moved.values()], allow_unused=True, materialize_grads=True)
+                total += float(value.detach())
+                for summed, each in zip(self._split(gradient).values(), found, strict=True):
+                    summed.add_(each)
+                del outputs, value, found
         shard = task.batches.shard
         if batches is task.batches and not shard.ranks.alone:
             own = torch.tensor([total, weight], dtype=torch.float64, device="cpu")
@@ -222,18 +218,6 @@ class _Place:
         for name, part in self._split(gradient).items():
             part.mul_(self._scale(self._theta[name])).div_(normaliser)
         return mean if math.isfinite(mean) else -math.inf, gradient
-
-    def _parts(self, batch: Any) -> Iterator[Any]:
-        """Yield a batch in parts whose graph fits the memory."""
-        task, samples = self._task, data.size(batch)
-        if self._cuts is None:
-            found = dry_run.run(task.model, {}, Recorder({}), batch, task.forward)
-            self._compare()  # the batch with samples of it: nobody holds it against those of the dry run
-            self._cuts = MicroBatches(task.budget())
-            self._cuts.plan(found.bytes, samples, cuttable=found.cuttable)
-        for place in self._cuts.places(samples, samples):
-            place.done = True
-            yield data.part(batch, place.start, place.stop)
 
     @contextlib.contextmanager
     def _differentiated(self, u: Tensor | None, moved: parameters.Parameters) -> Iterator[None]:

@@ -130,7 +130,8 @@ class ChangeSweep:
             partial(linearity.refuse_custom_functions, task.options),
             order_matters=task.options.by_sample or not task.loss.convex,
             certify=products,
-            reserve=lambda found: several * found.inputs,  # outputs are about as large
+            # Of outputs, which are about as large as inputs, each change's, and in float64 for the cotangents' passes.
+            reserve=lambda found: 7 * several * found.inputs,
         )
 
     def found(self) -> ChangeCosts:

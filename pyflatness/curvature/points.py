@@ -54,19 +54,20 @@ class Points:
         self._together, self._compared = True, False
         read, over = Fingerprint(), Accumulator("propagate", task.loss.reduction)
         losses = right = torch.zeros(1, dtype=torch.float64, device="cpu")
-        self._targets = 0.0
+        self._targets, self._parts = 0.0, task.parts()
         for number, batch in enumerate(task.batches):
             read.add(data.with_samples(batch, data.size(batch)), data.size(batch))
-            with _Written() as written:
-                outputs, targets = task.run(batch)
-            self._bytes = max(self._bytes, written.bytes)
-            over.add(data.size(batch), risk.weight(outputs, targets, task.loss, number))
-            losses = losses + float(task.loss.value(outputs, targets))
-            if self._classes and (accuracy or risk.has_classes(outputs, targets, task.loss)):
-                hits = risk.hits(outputs, targets, task.loss, number)
-                right, self._targets = right + float(hits.sum()), self._targets + len(hits)
-            else:
-                self._classes = False
+            for part in self._parts.of(batch):
+                with _Written() as written:
+                    outputs, targets = task.run(part)
+                self._bytes = max(self._bytes, written.bytes)
+                over.add(data.size(part), risk.weight(outputs, targets, task.loss, number))
+                losses = losses + float(task.loss.value(outputs, targets))
+                if self._classes and (accuracy or risk.has_classes(outputs, targets, task.loss)):
+                    hits = risk.hits(outputs, targets, task.loss, number)
+                    right, self._targets = right + float(hits.sum()), self._targets + len(hits)
+                else:
+                    self._classes = False
         shard = task.batches.shard
         self._classes = all(shard.every("the targets", self._classes))
         counted = torch.tensor([self._targets], dtype=torch.float64, device="cpu")
@@ -90,8 +91,8 @@ class Points:
         task, loss = self._task, self._task.loss
         sums = {name: torch.zeros(len(points), dtype=torch.float64, device="cpu") for name in ("losses", "right")}
         with calling.dry_run():
-            for number, batch in enumerate(task.batches):
-                for place, (outputs, targets) in enumerate(self._outputs(points, batch)):
+            for number, part in self._parts.numbered(task.batches):
+                for place, (outputs, targets) in enumerate(self._outputs(points, part)):
                     sums["losses"][place] += float(loss.value(outputs, targets))
                     if self._classes:
                         sums["right"][place] += float(risk.hits(outputs, targets, loss, number).sum())

@@ -33,7 +33,7 @@ def _values(task: Task) -> Values:
     theta = parameters.every(task.model)
     total, over = 0.0, Accumulator(task.options.nan_policy, task.loss.reduction)
     tangent = _Tangent(task, theta)
-    for number, batch in enumerate(task.batches):
+    for number, batch in task.parts(derivatives=True).numbered(task.batches):
         outputs, change, targets = tangent.of(batch)
         seen = risk.rows(outputs, targets, task.loss, number)
         count = data.size(batch)

@@ -36,7 +36,7 @@ from .base import Measure
 STEPS = 20
 
 
-@public(*READING, "per_sample", "seed", "nan_policy")
+@public(*READING, "per_sample", "seed", "nan_policy", "memory")
 def mls_adversarial(
     model: nn.Module,
     loss: Any = "auto",
@@ -54,7 +54,7 @@ def mls_adversarial(
 
     Args:
         loss: … It has no part in the value.
-        data: … Each batch goes through the model whole.
+        data: …
         steps: of the ascent, a forward and a backward pass each.
         rho: |δ| / |x|, √ε of the dtype unless given.
         normalized: mean_i |x_i|² s_max², normalised MLS (Definition F.1), in the place of mean_i s_max.
@@ -85,9 +85,10 @@ def mls_adversarial(
 def _estimate(task: Task, steps: int = STEPS, rho: float | None = None, *, normalized: bool = False) -> Estimate:
     signs, shard, done = Signs(task.options.seed, [0]), task.batches.shard, 0
     found, over = [], Accumulator(task.options.nan_policy)
+    parts = task.parts(lambda some: _Ascent(task, some, 0, rho).values(1, signs, shard.numbers(0, batching.size(some))))
     with recorder.frozen(task.model):
-        for number, batch in enumerate(task.batches):
-            ascent = _Ascent(task, batch, number, rho)
+        for number, part in parts.numbered(task.batches):
+            ascent = _Ascent(task, part, number, rho)
             values = ascent.values(steps, signs, shard.numbers(done, len(ascent.sizes)))
             done += len(values)
             if normalized:

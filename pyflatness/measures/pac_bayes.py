@@ -205,6 +205,7 @@ class _Search:
         self._model = self._folding.of(task.model)
         self.unfolded = self._folding.alone
         self._theta = parameters.every(self._model)
+        self._parts = task.parts(lambda some: self._run(some, {}))
         seeds = torch.Generator().manual_seed(task.options.seed)
         self._seeds: list[int] = torch.randint(2**62, (probes,), generator=seeds, device="cpu").tolist()
         self._samples = 0
@@ -279,15 +280,18 @@ class _Search:
         with calling.dry_run():
             return self._accuracy(parameters.displaced(self._theta, noise, deviation))
 
+    def _run(self, batch: Any, values: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
+        with parameters.inside(self._model, values):
+            return calling.run(self._model, batch, self._task.forward)
+
     def _accuracy(self, values: Mapping[str, Tensor]) -> float:
         right = total = samples = 0
-        for number, batch in enumerate(self._task.batches):
-            with parameters.inside(self._model, values):
-                outputs, targets = calling.run(self._model, batch, self._task.forward)
+        for number, part in self._parts.numbered(self._task.batches):
+            outputs, targets = self._run(part, values)
             hits = risk.hits(outputs, targets, self._task.loss, number)
             if not values and bool(outputs.isnan().any()):
                 raise NonFiniteError(f"batch {number}: {_NO_ACCURACY}")
-            right, total, samples = right + int(hits.sum()), total + len(hits), samples + size(batch)
+            right, total, samples = right + int(hits.sum()), total + len(hits), samples + size(part)
         counts = torch.tensor([right, total, samples], dtype=torch.float64, device="cpu")
         found = self._task.batches.shard.sum("an accuracy", {"counts": counts})["counts"]
         right, total, samples = map(int, found.tolist())

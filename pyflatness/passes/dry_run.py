@@ -59,12 +59,12 @@ def run(
     start, cuttable = int(count < samples), True
     with besides.watching(modules) as watches:
         try:
-            outputs, stored = _run(model, recorder, data.part(batch, start, start + count), forward, count)
+            outputs, stored, largest = _run(model, recorder, data.part(batch, start, start + count), forward, count)
         except FlatnessError:
             raise
         except Exception:  # not a batch that can be cut; an error of the model's own comes again
             start, count, cuttable = 0, samples, False
-            outputs, stored = _run(model, recorder, batch, forward, samples)
+            outputs, stored, largest = _run(model, recorder, batch, forward, samples)
         check_outputs(outputs, count)
         users = linearity.users_of(outputs)
         besides.note(watches, users.keys())
@@ -81,11 +81,11 @@ def run(
     mixed = lookups.keys() - narrowed.keys()
     if mixed:
 
-        def again() -> tuple[Tensor, int]:
+        def again() -> tuple[Tensor, int, int]:
             return _run(model, recorder, data.part(batch, start, start + count), forward, count)
 
         mixed = {name for name in mixed if not _repeatable(recorder, name, outputs, count, again)}
-        outputs, stored = again()
+        outputs, stored, largest = again()
         users, once = linearity.users_of(outputs), set()
         narrowed = narrow(outputs, users, recorder, layouts_of(recorder, count), count, mixed)
     received = sum(
@@ -98,7 +98,8 @@ def run(
     if 1 < count == samples and cuttable:  # else the batch itself will show it
         second = alone(data.part(batch, 1, 2), lambda one: calling.run(model, one, forward)[0])
         start, outputs = (0, outputs) if second is None else (1, second)
-    bytes_ = (stored + 2 * received) // count
+    # Passes backward hold the gradients of the layers' outputs, or a node's gradient in its outputs and its inputs.
+    bytes_ = (stored + 2 * max(received, largest)) // count
     inputs = taken // count
     return Findings(count, start, narrowed, outputs.detach(), bytes_, inputs, places, cuttable, frozenset(mixed))
 
@@ -123,7 +124,7 @@ def _repeatable(
     name: str,
     outputs: Tensor,
     samples: int,
-    run: Callable[[], tuple[Tensor, int]],
+    run: Callable[[], tuple[Tensor, int, int]],
 ) -> bool:
     """Return whether an embedding, whose rows belong to all samples, can be recorded as if each had rows of its own.
 
@@ -131,7 +132,7 @@ def _repeatable(
     """
     recorder.share(name, shared=True)
     try:
-        now, _ = run()
+        now, _, _ = run()
         layouts = {name: layouts_of(recorder, samples)[name]}
         if agree(outputs, now, rounding(outputs.dtype)) and narrow(
             now, linearity.users_of(now), recorder, layouts, samples, layouts
@@ -252,8 +253,8 @@ def matters(
 
 def _run(
     model: nn.Module, recorder: Recorder, batch: Any, forward: calling.Forward | None, samples: int
-) -> tuple[Tensor, int]:
-    """Return the outputs, and the bytes that the graph and the kept inputs hold."""
+) -> tuple[Tensor, int, int]:
+    """Return the outputs, the bytes that the graph and the kept inputs hold, and those of the largest of them."""
     for _ in range(2):
         with calling.dry_run(), recorder.recording(samples, checking=True), saved_storages() as storages:
             outputs, _ = calling.run(model, batch, forward)
@@ -264,7 +265,7 @@ def _run(
     stand_ins = (use.source.parameter for use in recorder.stand_ins)
     for tensor in (*model.parameters(), *model.buffers(), *stand_ins):  # of which views are saved
         storages.pop(tensor.untyped_storage()._cdata, None)
-    return outputs, sum(storages.values())
+    return outputs, sum(storages.values()), max(storages.values(), default=0)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Hold what a public call is asked to measure: the user's model, loss and data, taken in hand, and the options."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from ..options import Options
 from ..report import Estimate
 from .guards import Checked
 from .memory import Budget
+from .parts import Parts
 
 _WITHOUT_LOSS = ("weights", "jacobian", "ascent")  # methods
 _WITHOUT_DERIVATIVES = ("weights", "head", "monte-carlo")
@@ -62,11 +63,11 @@ class Task:
             NonFiniteError: E is NaN or infinite at a point, but under ``"propagate"``.
         """
         sums, over = [0.0] * len(points), Accumulator(nan_policy, self.loss.reduction)
-        for number, batch in enumerate(self.batches):
+        for number, part in self.parts().numbered(self.batches):
             for place, values in enumerate(points):
-                outputs, targets = self.run(batch, values)
+                outputs, targets = self.run(part, values)
                 if place == 0:
-                    over.add(data.size(batch), risk.weight(outputs, targets, self.loss, number))
+                    over.add(data.size(part), risk.weight(outputs, targets, self.loss, number))
                 value, where = self.loss.value(outputs, targets), " under noise" if values else ""
                 sums[place] += risk.finite(value, nan_policy, number, where)
         of_rank = {"sums": torch.tensor(sums, dtype=torch.float64, device="cpu")}
@@ -76,6 +77,10 @@ class Task:
     def budget(self, *, halved: bool = False) -> Budget:
         """Return how the user's ``memory=`` is shared out."""
         return Budget.of(self.model, self.options.memory, halved=halved)
+
+    def parts(self, work: Callable[[Any], Any] | None = None, *, derivatives: bool = False) -> Parts:
+        """Return what cuts batches that no :class:`.runner.Runner` runs, see :class:`.Parts`; run by default."""
+        return Parts(work or self.run, self.budget(), self.forward.compare_by_itself, derivatives=derivatives)
 
     def of(self, layers: Selector | Sequence[Selector] | None) -> "Task":
         """Return the task with the layers that selectors mean, see :func:`.selectors.select`."""

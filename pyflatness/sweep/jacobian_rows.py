@@ -15,6 +15,8 @@ from ..numerics import spectra
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run
 
+_ENTRIES = 2**17  # of matrices that are taken to float64 at a time
+
 
 @dataclass(frozen=True)
 class Jacobian:
@@ -49,9 +51,9 @@ class Jacobian:
         return self.eigenvalues(self.gram)
 
     def total(self, of_row: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the sum over rows (n, M) in float64 of what is made of each, (n,)."""
+        """Return the sum over rows (n, M) of what is made of each, (n,) float64."""
         zero = torch.zeros(len(self.x), dtype=torch.float64, device=self.x.device)
-        return sum((of_row(row.double()) for row in self.rows), start=zero)
+        return sum((of_row(row) for row in self.rows), start=zero)
 
 
 @dataclass(frozen=True)
@@ -71,16 +73,30 @@ class Quantity:
     of_zero: float = 0.0
 
 
+def _by_parts(of: Callable[..., Tensor], *matrices: Tensor) -> Tensor:
+    """Return what is made of matrices (n, M) in float64, (n,), by some rows at a time: no copy of the whole is made."""
+    rows = max(1, _ENTRIES // max(1, matrices[0].shape[1]))
+    parts = zip(*(matrix.split(rows) for matrix in matrices), strict=True)
+    return torch.cat([of(*(part.double() for part in some)) for some in parts])
+
+
+def _squared_norms(matrix: Tensor) -> Tensor:
+    return _by_parts(lambda rows: rows.square().sum(dim=1), matrix)
+
+
 def _scaled(at: Jacobian) -> Tensor:
-    return at.total(lambda row: (row * at.x).square().sum(dim=1))
+    return at.total(lambda row: _by_parts(lambda rows, x: (rows * x).square().sum(dim=1), row, at.x))
 
 
 def _rescaled(at: Jacobian) -> Tensor | None:
     scales = at.scales
     if scales is None:
         return None
-    found = at.total(lambda row: (row.square() / scales)[:, scales > 0].sum(dim=1))
-    return found * (at.x.double().square() @ scales)
+
+    def of_row(row: Tensor) -> Tensor:
+        return _by_parts(lambda rows: (rows.square() / scales)[:, scales > 0].sum(dim=1), row)
+
+    return at.total(of_row) * _by_parts(lambda x: x.square() @ scales, at.x)
 
 
 def _past(at: Jacobian) -> Tensor | None:
@@ -93,7 +109,7 @@ def _past(at: Jacobian) -> Tensor | None:
 
 
 QUANTITIES = {
-    "size": Quantity(lambda at: at.x.double().square().sum(dim=1), always=True),
+    "size": Quantity(lambda at: _squared_norms(at.x), always=True),
     "largest": Quantity(lambda at: at.squares[:, -1].sqrt(), always=True),
     "trace": Quantity(lambda at: at.gram.diagonal(dim1=1, dim2=2).sum(dim=1), always=True),
     "square": Quantity(lambda at: at.gram.square().sum(dim=(1, 2)), always=True),

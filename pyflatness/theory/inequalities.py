@@ -405,9 +405,9 @@ def _half_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def _residual(task: Task) -> float:
     largest = 0.0
-    for number, batch in enumerate(task.batches):
+    for number, part in task.parts().numbered(task.batches):
         with torch.no_grad():
-            outputs, targets = task.run(batch)
+            outputs, targets = task.run(part)
         if not isinstance(targets, Tensor) or targets.shape != outputs.shape:
             shape = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
             raise InputError(

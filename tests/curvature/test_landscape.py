@@ -107,7 +107,7 @@ def test_points_together_and_one_by_one_have_the_same_numbers(kind, monkeypatch)
     failing = pf.landscape(model, LOSS, held, points=(5, 4))
     assert len(calls) == 1  # and not tried again
     torch.testing.assert_close(together.losses, alone.losses, rtol=1e-12, atol=0)
-    assert torch.equal(failing.losses, alone.losses)
+    torch.testing.assert_close(failing.losses, alone.losses, rtol=1e-12, atol=0)  # memory=1 cuts batches too
     assert torch.equal(together.accuracy, alone.accuracy)
 
 
@@ -133,7 +133,8 @@ def test_outputs_that_vmap_gets_wrong_are_not_taken(monkeypatch):
 
     expected = pf.landscape(mlp(), LOSS, data(), points=3, memory=1).losses
     monkeypatch.setattr(torch.func, "vmap", wrong)
-    assert torch.equal(pf.landscape(mlp(), LOSS, data(), points=3, quadratic=False).losses, expected)
+    found = pf.landscape(mlp(), LOSS, data(), points=3, quadratic=False).losses
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
 def test_random_directions_are_filter_normalised():

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...contractions import Columns
 from ...numerics.shard import Shard
 
+_ENTRIES = 2**17  # of rows that are looked at together
 ULPS = 16  # a deviation below so many units in the last place of the largest entry is none
 
 
@@ -46,10 +47,10 @@ class FeatureScale:
         if len(features) == 0:
             return
         self._eps = torch.finfo(features.dtype).eps
-        rows = features.double()
-        mean = rows.mean(dim=0)
-        squares = (rows - mean).square().sum(dim=0)
-        self._merge(len(rows), mean, squares, rows.abs().amax(dim=0))
+        for rows in features.split(max(1, _ENTRIES // self._features)):  # no second matrix of their size is made
+            rows = rows.double()
+            mean = rows.mean(dim=0)
+            self._merge(len(rows), mean, (rows - mean).square_().sum(dim=0), rows.abs().amax(dim=0))
 
     def _merge(self, rows: int, mean: Tensor, squares: Tensor, largest: Tensor) -> None:
         if self.rows == 0:

@@ -1,0 +1,91 @@
+"""Cut batches that only go through the model, or are differentiated as a whole, into parts that fit the memory."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..model import calling, data
+from .memory import Budget, MicroBatches
+
+_FEW = 4  # samples that go through the model first, to see what they take
+
+
+class Parts:
+    """Cut batches; a few samples of the first one that is no smaller show what a sample takes.
+
+    Args:
+        work: what is done on a part, or the forward pass of it.
+        compare: has the next batch held against two of its samples, which those few are not.
+        derivatives: whether what ``work`` returns is differentiated then, so that there is a graph of it.
+    """
+
+    def __init__(
+        self, work: Callable[[Any], Any], budget: Budget, compare: Callable[[], None], *, derivatives: bool = False
+    ) -> None:
+        self._work, self._compare, self._derivatives = work, compare, derivatives
+        self._cuts = MicroBatches(budget)
+        self._is_planned = False
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return what a reader of a value should know of how batches were cut."""
+        return self._cuts.notes
+
+    def numbered(self, batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+        """Yield the parts of all batches, each with its batch's number."""
+        for number, batch in enumerate(batches):
+            for part in self.of(batch):
+                yield number, part
+
+    def of(self, batch: Any) -> Iterator[Any]:
+        """Yield a batch in parts, or as it is where it fits or cannot be cut."""
+        samples = data.size(batch)
+        if samples > _FEW and not self._is_planned:
+            self._is_planned = True
+            self._plan(batch, samples)
+        if samples <= max(_FEW, self._cuts.largest):
+            yield batch
+            return
+        for place in self._cuts.places(samples, samples):
+            place.done = True
+            yield data.part(batch, place.start, place.stop)
+
+    def _plan(self, batch: Any, samples: int) -> None:
+        needed, cuttable = 0, True
+        try:
+            with calling.dry_run(), torch.set_grad_enabled(self._derivatives), _Alive() as alive:
+                kept = self._work(data.part(batch, 0, _FEW))
+            needed = (alive.most + 2 * self._derivatives * alive.largest) // _FEW
+            del kept
+        except Exception:  # not a batch that can be cut; an error of the model's own comes again with the whole batch
+            cuttable = False
+        self._compare()
+        self._cuts.plan(needed, samples, cuttable=cuttable)
+
+
+class _Alive(TorchDispatchMode):
+    """Note the bytes of what operations inside made and that is alive at once, at most, and of the largest of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.most = self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        given = {part.untyped_storage()._cdata for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor)}
+        for part in tree_leaves(returned):
+            with contextlib.suppress(NotImplementedError):  # it is sparse, say
+                storage = part.untyped_storage() if isinstance(part, Tensor) else None
+                if storage is not None and storage._cdata not in given:
+                    self._held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                    self.largest = max(self.largest, storage.nbytes())
+        self._held = {key: each for key, each in self._held.items() if not each[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self._held.values()))
+        return returned
