@@ -1,6 +1,6 @@
 """What changes of weights cost: the exact second order against HAWQ's and Fisher's estimates, and a bit allocation.
 
-Run from the project's root: ``python benchmarks/changes.py [resnet20] [stories] [allocation] [--figure FILE.png]``.
+Run from the project's root: ``python benchmarks/changes.py [resnet20] [stories] [allocation] [time] [--figure FILE]``.
 Networks, images and stories are those of ``../shared``. For every layer and 2, 3, 4, 6 and 8 bits (round to nearest, a
 scale for each row) it is computed what the change would cost, and measured what the loss does. Printed are Spearman's
 rank correlations over all of these with the measured change of the loss less the gradient's part, which is what all
@@ -12,12 +12,17 @@ three estimates are of:
 
 ``allocation``: bits of each layer of ResNet-20 under a budget of 4, 3.5 and 3 bits a weight, by an integer linear
 program (scipy.optimize.milp) over each estimate, and the accuracy on 2,000 other images that results.
+
+``time``: what ``pf.cost_of_change`` takes, exact and of probes, over rounding each layer and running the model.
 """
 
 import argparse
+import copy
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +32,7 @@ from networks import cifar10, published
 from rich.console import Console
 from rich.table import Table
 from scipy import optimize, sparse, stats
+from timing import in_turn
 from torch import Tensor, nn
 
 import pyflatness as pf
@@ -162,6 +168,53 @@ def allocation(model: nn.Module, found: Mapping[str, Costs], images: int = 2000,
     Console(width=130).print(table)
 
 
+def times() -> None:
+    """Print what costs of 4 bits take, over measuring each layer, and how well they order the layers."""
+    (x, y), tokens, entropy = cifar10(64), stories(8), nn.CrossEntropyLoss()
+    networks: dict[str, tuple[nn.Module, Any, Any, Callable[[nn.Module], Tensor]]] = {
+        "ResNet-20, 64 images": (published(20), entropy, (x, y), lambda model: entropy(model(x), y)),
+        "stories260K, 8 stories": (
+            storyteller(),
+            "auto",
+            [{"input_ids": tokens}],
+            lambda model: model(input_ids=tokens, labels=tokens).loss,
+        ),
+    }
+    table = Table(title="4 bits, over rounding each layer and running the model")
+    for column in ("network", "layers", "call", "time", "Spearman with the measured change"):
+        table.add_column(column, justify="left" if column in ("network", "call") else "right")
+    for network, (model, loss, data, value) in networks.items():
+        changes = pf.changes.rounded(model, 4)
+
+        @torch.no_grad()
+        def measured(
+            model: nn.Module = model,
+            value: Callable[[nn.Module], Tensor] = value,
+            changes: Mapping[str, Tensor] = changes,
+        ) -> list[float]:
+            found = []
+            for name in changes:
+                changed = copy.deepcopy(model)
+                pf.changes.add(changed, {name: changes[name]})
+                found.append(float(value(changed)))
+            return found
+
+        calls: dict[str, dict[str, Any]] = {"exact": {}}
+        calls |= {f"GGN, {probes} probes": {"curvature": "ggn", "probes": probes} for probes in (8, 4)}
+        functions = {
+            name: partial(pf.cost_of_change, model, loss, data, changes, measured=False, **how)
+            for name, how in calls.items()
+        }
+        timings = in_turn({"measured": measured, **functions}, rounds=3, repeats=1, clock=time.process_time)
+        truth = measured()
+        for name, call in functions.items():
+            report = call()
+            rank = stats.spearmanr([report[layer, "predicted"] for layer in changes], truth).statistic
+            ratio = timings[name].ratio(timings["measured"])
+            table.add_row(network, f"{len(changes)}", name, f"{ratio:.2f}", f"{rank:.3f}")
+    Console(width=130).print(table)
+
+
 def drawn(found: Mapping[str, Mapping[str, Costs]], path: Path) -> None:
     """Draw estimates against what was measured, a panel for each network."""
     import matplotlib
@@ -184,7 +237,7 @@ def drawn(found: Mapping[str, Mapping[str, Costs]], path: Path) -> None:
 def main() -> None:
     """Print the tables that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=["resnet20", "stories", "allocation", []])
+    parser.add_argument("parts", nargs="*", choices=["resnet20", "stories", "allocation", "time", []])
     parser.add_argument("--figure", type=Path)
     arguments = parser.parse_args()
     parts = arguments.parts or ["resnet20", "stories", "allocation"]
@@ -197,6 +250,8 @@ def main() -> None:
     if "stories" in parts:
         found["a Llama of 260,000 weights"] = of_stories()
         shown("stories260K, 8 stories", found["a Llama of 260,000 weights"])
+    if "time" in parts:
+        times()
     if arguments.figure:
         drawn(found, arguments.figure)
     print(f"{time.perf_counter() - start:.0f} s, torch {torch.__version__}, {torch.get_num_threads()} threads")

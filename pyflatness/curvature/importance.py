@@ -157,7 +157,7 @@ def importance(
             k, they are sent and there is no error.
         nan_policy: ``"raise"`` or ``"propagate"``: no sample can be left out.
         memory: bytes to hold at a time beside model, data and result. The result is a float64 tensor of each
-            parameter's size, and there are about three more meanwhile, with probes k + 4.
+            parameter's size, and there are about three more meanwhile, with k probes k + 4.
 
     Returns:
         A mapping from the names of parameters to float64 tensors on the CPU, of the parameters' shapes or (rows,), in

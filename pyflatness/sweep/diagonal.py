@@ -79,6 +79,7 @@ class Diagonal:
             replace(task, selection=Selection(self._layers.modules, frozenset(), optional=True)),
             second_order=not options.by_ggn,
             order_matters=options.by_sample or not task.loss.convex or options.sampled,
+            certify=certify,
             halved=True,
         )
 

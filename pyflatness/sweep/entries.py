@@ -37,16 +37,16 @@ class Entries:
         self._sums[name][draw] += entries.flatten(1).sum(dim=1) if self._rows and entries.ndim > 1 else entries
 
     def parts(self, *, lost: bool) -> Parts:
-        """Return the mean over draws and its variance, by parameter.
+        """Return the mean over draws, and of several its variance, by parameter.
 
         Args:
             lost: whether one of the samples has no value, and so all together have none.
         """
         found = {}
         for name, sums in self._sums.items():
-            mean, draws = sums.mean(dim=0), len(sums)
-            spread = (sums - mean).square().sum(dim=0) / (draws * (draws - 1) or math.nan)
-            found[name, _MEAN], found[name, _VARIANCE] = mean, spread
+            draws, found[name, _MEAN] = len(sums), sums.mean(dim=0)
+            if draws > 1:
+                found[name, _VARIANCE] = (sums - found[name, _MEAN]).square().sum(dim=0) / (draws * (draws - 1))
         return {key: torch.full_like(part, math.nan) for key, part in found.items()} if lost else found
 
     @staticmethod
@@ -58,7 +58,9 @@ class Entries:
     def error(sums: Sums, name: str) -> Tensor:
         """Return their standard errors: micro-batches have signs of their own, so that their variances add up.
 
-        NaN where it is not known, as where draws agree.
+        NaN where it is not known, as where draws agree, and of one draw.
         """
+        if (name, _VARIANCE) not in sums.parts:
+            return torch.full_like(Entries.mean(sums, name), math.nan)
         errors = (sums.parts[name, _VARIANCE] / sums.normaliser).sqrt()
         return errors.masked_fill(errors <= _AGREEING * Entries.mean(sums, name).abs(), math.nan)

@@ -60,7 +60,7 @@ class PerSampleDiagonal:
             for name, gradient in zip(names, found, strict=True):
                 if gradient is not None:
                     squares = signed(self._scaled(name, gradient).double().square(), sign)
-                    values[draw] += squares.flatten(1).sum(dim=1)
+                    values[draw] += squares.reshape(len(squares), -1).sum(dim=1)
                     self._add(draw if signs is not None else slice(None), name, squares)
         return values
 
@@ -117,8 +117,8 @@ class PerSampleDiagonal:
             directions = units.expand(-1, len(leaf), -1).reshape(len(chosen), *leaf.shape)
             (products,) = second(directions)
             if products is not None:
-                entries = self._scaled(name, self._scaled(name, products)).flatten(2)[rows, :, chosen]
-                single[:, chosen] = entries.t().double()
+                entries = self._scaled(name, self._scaled(name, products)).reshape(len(chosen), len(leaf), size)
+                single[:, chosen] = entries[rows, :, chosen].t().double()
         self._add(slice(None), name, single.view(leaf.shape))
         return single.sum(dim=1)
 
@@ -135,7 +135,7 @@ class PerSampleDiagonal:
         for name, direction, change in zip(gradients, directions, products, strict=True):
             if change is not None:
                 summands = (promoted(direction) * change).double()
-                total += summands.flatten(1).sum(dim=1)
+                total += summands.reshape(len(summands), -1).sum(dim=1)
                 if draw is not None:
                     self._add(draw, name, summands)
         return total

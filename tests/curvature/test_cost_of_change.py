@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pyflatness as pf
+from pyflatness.passes import linearity
 
 
 class Tokens(nn.Module):
@@ -144,6 +145,20 @@ def _without_padding(changes):
         layer: change.index_fill(0, torch.tensor([0]), 0.0) if layer == "embed" else change
         for layer, change in changes.items()
     }
+
+
+def test_probes_of_the_ggn_do_not_ask_where_it_is_the_hessian(monkeypatch):
+    """Which takes longer than they do; so where all columns are no more than the probes it is not known."""
+    model, data = _made("convolutions")
+    changes = pf.changes.rounded(model, 4)
+    exact = pf.cost_of_change(model, nn.CrossEntropyLoss(), data, changes, curvature="ggn", measured=False)
+    assert exact["7", "cost_of_change"].exact
+    monkeypatch.delattr(linearity.Certificate, "extend")
+    found = pf.cost_of_change(model, nn.CrossEntropyLoss(), data, changes, curvature="ggn", probes=2, measured=False)
+    for key in ("7", "cost_of_change"), "cost_of_change":
+        assert found[key].value == pytest.approx(exact[key].value, rel=1e-12)
+        assert found[key].method == "ggn"
+        assert not found[key].exact
 
 
 def test_rows_cost_what_changing_each_alone_costs():

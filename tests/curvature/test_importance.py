@@ -266,6 +266,32 @@ def test_samples_that_are_not_finite():
         assert not found.exact
 
 
+class Gain(nn.Module):
+    """A parameter without dimensions, as of a temperature."""
+
+    def __init__(self, activation):
+        super().__init__()
+        self.layer, self.gain, self.activation = nn.Linear(4, 3), nn.Parameter(torch.tensor(2.0)), activation
+
+    def forward(self, x):
+        return self.activation(self.layer(x) * self.gain)
+
+
+@pytest.mark.parametrize("activation", [torch.relu, torch.tanh])
+@pytest.mark.parametrize("structure", ["diagonal", "rows"])
+def test_a_parameter_without_dimensions(activation, structure):
+    model, data = Gain(activation).double().eval(), (normal(0, 5, 4), torch.arange(5) % 3)
+    expected = hessian(model, *data)
+    names = [name for name, _ in model.named_parameters()]
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    gain = dict(zip(names, expected.split(sizes), strict=True))["gain"]
+    found = pf.importance(model, LOSS, data, kind="hessian", structure=structure)
+    torch.testing.assert_close(found["gain"], gain.squeeze())
+    total = pf.measure(model, LOSS, data, measures="sharpness")["sharpness"]
+    assert total.value == pytest.approx(float(expected.sum()))
+    assert pf.importance(model, LOSS, data, kind="hessian", probes=1)["gain"].shape == ()
+
+
 class Squared(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
