@@ -85,6 +85,8 @@ class LayerValues:
         for draws in stages:
             for chosen in self._parts(stages):
                 if chosen is None and self._options.fraction == "auto":
+                    more = "fraction='auto' where more than half of the data are needed"
+                    self._runner.batches.shard.ranks.refuse(more, "pass a larger rtol= or probes=k without it, ")
                     sweep = AdaptiveSweep(
                         self._runner, self._loss, replace(self._options, probes="adaptive", fraction=None), wanted
                     )

@@ -137,7 +137,10 @@ def adaptive(rank, size):
 
 
 def refused(rank, size):
+    network, own = model(between=nn.ReLU), part(rank, size)
     calls = {
+        "fraction='auto'": lambda: pf.relative_flatness(network, LOSS, own, "0", fraction="auto", rtol=0.01),
+        "probes='adaptive'": lambda: pf.relative_flatness(network, LOSS, own, "0", rtol=0.01),
         "verify": lambda: pf.verify(model(), LOSS, part(rank, size)),
         "generalization_bound": lambda: pf.theory.generalization_bound(model(), LOSS, part(rank, size)),
         "representativeness": lambda: pf.theory.representativeness(data()[0], torch.ones(3, 5), targets=data()[1]),

@@ -90,23 +90,22 @@ def test_values_over_seeds(scale, how):
     assert {(each.method, each.exact, each.samples) for each in found} == {("ggn-sampled", False, 400)}
 
 
+@pytest.mark.parametrize("how", [{"fraction": 0.1, "probes": 2}, {"fraction": "auto", "rtol": 0.12}])
 @pytest.mark.parametrize("loss", [LOSS, nn.CrossEntropyLoss(torch.linspace(0.2, 3, 10).double(), reduction="sum")])
-def test_any_cut_into_batches(loss):
+def test_any_cut_into_batches(loss, how):
     """The part is of the samples, and these are packed into other batches; as a mapping too, and in several dtypes."""
-    model, (x, y) = network(3.0, samples=200)
-    whole = pf.measure(model, loss, (x, y), fraction=0.2, probes=2)
-    batches = [{"x": x[i : i + 17], "labels": y[i : i + 17], "other": torch.ones(3)} for i in range(0, 200, 17)]
-    cut = pf.measure(
-        model, loss, batches, fraction=0.2, probes=2, forward=lambda m, batch: (m(batch["x"]), batch["labels"])
-    )
+    model, (x, y) = network(3.0, samples=400)
+    whole = pf.measure(model, loss, (x, y), **how)
+    batches = [{"x": x[i : i + 17], "labels": y[i : i + 17], "other": torch.ones(3)} for i in range(0, 400, 17)]
+    cut = pf.measure(model, loss, batches, forward=lambda m, batch: (m(batch["x"]), batch["labels"]), **how)
     for key in itertools.product(("", *whole.layers), whole.measures):
         one, other = (report[key] if key[0] else report[key[1]] for report in (whole, cut))
         assert other.value == pytest.approx(one.value, rel=1e-9)
         assert other.stderr == pytest.approx(one.stderr, rel=1e-6)
         assert other.dof == pytest.approx(one.dof, rel=1e-4)
     assert whole["trace"].notes == cut["trace"].notes
-    assert "of 200 samples were sent backward" in repr(whole["trace"])
-    assert pf.measure(model, loss, (x, y), fraction=0.2, probes=2, seed=1)["trace"].value != whole["trace"].value
+    assert "of 400 samples were sent backward" in repr(whole["trace"])
+    assert pf.measure(model, loss, (x, y), seed=1, **how)["trace"].value != whole["trace"].value
 
 
 def test_only_the_part_is_run_again():
