@@ -36,7 +36,7 @@ from ..options import Options
 from ..scoring import checkpoints, data_specs, executors, metadata, pretrained, specs
 from ..scoring.run import Kept, ScoringRun, keep
 from ..scoring.store import Store
-from ..scoring.units import Held, Pair, Request, Row, csv_line, rows
+from ..scoring.units import NO_FIT, Held, Pair, Request, Row, csv_line, rows
 from ..scoring.worker import Job, Maker, Outcome
 from . import options as given
 from .group import command_line
@@ -390,7 +390,8 @@ def _append(run: ScoringRun, out: Path, found: list[Row], notes: Notes, shown: b
         for name, pairs in each.items():
             held: dict[Pair, Held] = {}
             for job in run.jobs(name, pairs):
-                outcome = run.bench.outcome(job, step)
+                known = any(one.fit != NO_FIT for one in held.values())
+                outcome = run.bench.outcome(replace(job, fit=not known), step)
                 held |= outcome.held
                 notes.add(name, outcome.notes)
             for row in rows(name, pairs, held):

@@ -149,6 +149,7 @@ def measured(
     unit: WorkUnit,
     step: Step,
     *,
+    fit: bool,
     counts: bool = True,
     ranks: Ranks = ALONE,
 ) -> Outcome:
@@ -170,14 +171,14 @@ def measured(
         names = waiting.popleft()
         of_names = named(names)
         part = len(names) / len(unit.measures) / max(1, *(row.reads for row in of_names))
-        active = known is None and counts
+        active = fit and known is None and counts
         recorder = FitRecorder(request.loss, lambda part=part: step(part), active=active)  # type: ignore[misc]
         begin = time.perf_counter()
         try:
             with ranks.agreed("a unit"):
                 by_measure, missing = _values(model, data, request, unit, names, recorder, ranks)
                 seconds = time.perf_counter() - begin
-                if known is None and any(row.reads for row in of_names):
+                if fit and known is None and any(row.reads for row in of_names):
                     known = recorder.fit(ranks)
         except Exception as error:  # the user's model and data run here: whatever it is, the next unit goes on
             if is_the_end(error):
@@ -295,12 +296,14 @@ class Setup:
 class Job:
     """Hold a unit and where its weights are: a file, or a network itself; ``content`` is the key of the file's bytes.
 
-    With ``spectrum``, so many eigenvalues are wanted, and the unit has no values.
+    ``fit`` says whether loss and accuracy are wanted too. With ``spectrum``, so many eigenvalues are wanted, and the
+    unit has no values.
     """
 
     unit: WorkUnit
     weights: Path | nn.Module
     content: str = ""
+    fit: bool = True
     spectrum: int = 0
 
 
@@ -376,7 +379,7 @@ class Bench:
             if job.spectrum:
                 found = spectrum_of(model, data, request, job.spectrum, ranks)
             else:
-                found = measured(*(model, data, request, job.unit, step), counts=self._counts, ranks=ranks)
+                found = measured(*(model, data, request, job.unit, step), fit=job.fit, counts=self._counts, ranks=ranks)
             if self.setup.batch_size != "auto" or not self._halved(found):
                 return replace(found, batch_size=data.most if isinstance(data, Cut) else None, notes=notes)
 
