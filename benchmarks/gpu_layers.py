@@ -4,8 +4,6 @@
   the bare sweep (:mod:`bare`), ``took`` the sweep with pyflatness's contractions, ``composed`` with contractions
   composed in torch, ``reference`` with those of pyflatness in plain torch.
 - The same by a user's call, whose overhead on the host counts.
-- The eigenvalues of small symmetric matrices, as measures of Jacobians take them: the floor is to read and write them
-  at the rate of a copy in the same run; ``torch`` is torch's own on the GPU, ``CPU`` the kernels there and two copies.
 - A linear layer of a transformer block in bfloat16: the floor is the multiply-adds of the cheaper route at the rate of
   a 4096 × 4096 product in the same run.
 """
@@ -16,14 +14,14 @@ from collections.abc import Callable, Iterator
 
 import bare
 import torch
-from gpu_rows import Row, Works, bandwidth, milliseconds, peak_mib
+from gpu_rows import Row, Works, milliseconds, peak_mib
 from networks import images, measurable, resnet18, settled
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pyflatness as pf
 from pyflatness.contractions import Backend, Geometry, LayerContraction
-from pyflatness.contractions.backends import compiled, cuda, reference
+from pyflatness.contractions.backends import cuda, reference
 from pyflatness.contractions.layer import Contraction
 from pyflatness.model import layers
 
@@ -47,7 +45,6 @@ def works(device: torch.device) -> Works:
     said = "ResNet-18, n = 256, pf.spectrum, 8 Hessian products"
     found[said] = lambda: hessian_products(model(), 256, 8, device)
     found["linear 4096 × 4096, 8 × 2048 tokens, bfloat16"] = functools.partial(sequence, 8, 2048, 4096, device)
-    found["eigenvalues of 8192 matrices, 9 × 9, float64"] = functools.partial(eigenvalues, 8192, 9, device)
     return found
 
 
@@ -180,21 +177,6 @@ def sequence(n: int, tokens: int, width: int, device: torch.device, backend: Bac
     places = tokens * width * width + 2 * tokens**2 * width  # R δ, and two Gram matrices
     floor = times.pop("product") * n * min(places, tokens * width**2 + width**3) / side**3
     return Row(floor, times.pop("ours"), times, peak_mib(ours, device), 1.3 * floor)
-
-
-def eigenvalues(count: int, size: int, device: torch.device, backend: Backend = cuda, rounds: int = 9) -> Row:
-    """Return the row of the eigenvalues of Gram matrices."""
-    factors = torch.randn(count, size, size, dtype=torch.float64, device=device)
-    matrices = factors @ factors.mT
-    alternatives = {
-        "ours": lambda: backend.small_eigenvalues(matrices),
-        "torch": lambda: torch.linalg.eigvalsh(matrices),
-        "CPU": lambda: compiled.small_eigenvalues(matrices.cpu()).to(device),
-    }
-    check(alternatives["ours"]().sum(dim=1), matrices.diagonal(dim1=1, dim2=2).sum(dim=1))
-    times = milliseconds(alternatives, device, rounds)
-    floor = (matrices.nbytes + matrices.nbytes / size) / bandwidth(device)
-    return Row(floor, times.pop("ours"), times, peak_mib(alternatives["ours"], device))
 
 
 class Contracted:

@@ -134,11 +134,6 @@ int spread(const T* features,   // [n, m]
 // The parts that `spread` cuts d classes into.
 int64_t spread_splits(int64_t d);
 
-int small_eigenvalues(const double* matrices,  // [n, size, size]
-                      int64_t n, int64_t size,
-                      double* out,  // [n, size]
-                      void* stream);
-
 // The patches of a layer, column by column: out[n, group, column, position] for T of 2, 4 or 8 bytes.
 template <typename T>
 int patches(const Layer& layer,        // its rows do not matter

@@ -4,7 +4,7 @@
 """
 
 from .backends import NAMES as BACKENDS
-from .backends import choose, choose_for_few, choose_for_head, default_memory
+from .backends import choose, choose_for_head, default_memory
 from .dense import DenseContraction
 from .geometry import Geometry
 from .layer import Contractor, Ingredients, LayerContraction
@@ -34,7 +34,6 @@ __all__ = [
     "TokenContraction",
     "WrittenContraction",
     "choose",
-    "choose_for_few",
     "choose_for_head",
     "default_memory",
     "divided",

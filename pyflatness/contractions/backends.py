@@ -64,9 +64,3 @@ def choose_for_head(name: str, weight: Tensor) -> Backend:
         raise BackendError(f'backend="triton" needs Triton: {hint} ({error})') from error
     taken = triton.fuses(weight, weight) and (not in_place or triton.runs(weight.device))
     return triton if taken else found
-
-
-def choose_for_few(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Backend, torch.device]:
-    """Return the backend for small things, and where they go: the CPU has kernels where a device has none."""
-    backend, cpu = choose(name, device, dtype), torch.device("cpu")
-    return (choose(name, cpu, dtype), cpu) if backend is reference else (backend, device)

@@ -255,6 +255,16 @@ class Compiled(Kernels):
         self._kernel("patch_gram", inputs)(sizes, span(inputs), inputs.stride(), array(out), array(workspace), threads)
         return out
 
+    def small_eigenvalues(self, matrices: Tensor) -> Tensor:
+        """See :class:`.Backend`."""
+        matrices = dense(matrices)
+        n, size, _ = matrices.shape
+        out = matrices.new_empty(n, size)
+        if matrices.dtype != torch.float64:
+            raise BackendError(f"small_eigenvalues: wants float64, got {matrices.dtype}")
+        self._kernel("small_eigenvalues", matrices)(array(matrices), n, size, array(out), *self._last())
+        return out
+
     def gram(self, rows: Tensor, patch_gram: Tensor) -> Tensor:
         """See :class:`.Backend`."""
         rows, patch_gram, threads = plain(rows), dense(patch_gram), torch.get_num_threads()

@@ -119,16 +119,6 @@ class Kernels(Backend):
         kernel(array(logits), array(coefficients), array(row_norms), n, d, array(out), *self._last())
         return out
 
-    def small_eigenvalues(self, matrices: Tensor) -> Tensor:
-        """See :class:`.Backend`."""
-        matrices = dense(matrices)
-        n, size, _ = matrices.shape
-        out = matrices.new_empty(n, size)
-        if matrices.dtype != torch.float64:
-            raise BackendError(f"small_eigenvalues: wants float64, got {matrices.dtype}")
-        self._kernel("small_eigenvalues", matrices)(array(matrices), n, size, array(out), *self._last())
-        return out
-
 
 def plain(tensor: Tensor) -> Tensor:
     """Return the tensor, copied only if it is negated lazily."""

@@ -230,14 +230,13 @@ class _Sweep:
             gradients = iter(arrived)
             for place in places:
                 place.add([next(gradients) for _ in place.edges])
-        device = run.outputs.device
-        backend, where = contractions.choose_for_few(self._task.options.backend, device, torch.float64)
+        backend = contractions.choose(self._task.options.backend, run.outputs.device, torch.float64)
         self._backend = backend
         found = _MicroBatch(run.number, run.samples)
         for place in places:
             found.values[place.name] = place.values(
                 self._wanted,
-                lambda matrices: spectra.eigenvalues(matrices.to(where), backend.small_eigenvalues),
+                lambda matrices: spectra.eigenvalues(matrices, backend.small_eigenvalues),
                 self._top,
             )
             if place.weight is not None:

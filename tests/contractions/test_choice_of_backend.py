@@ -25,7 +25,6 @@ def test_auto_takes_kernels():
     on_gpu = {name: backends.choose(name, GPU, torch.float32) for name in backends.NAMES}
     assert on_gpu == {"auto": cuda, "compiled": cuda, "triton": cuda, "reference": reference}
     assert backends.choose("auto", CPU, torch.float32) is compiled
-    assert backends.choose_for_few("auto", GPU, torch.float64) == (cuda, GPU)
 
 
 def test_auto_does_without_kernels_that_cannot_run(monkeypatch):
@@ -33,8 +32,6 @@ def test_auto_does_without_kernels_that_cannot_run(monkeypatch):
     assert backends.choose("auto", GPU, torch.float32) is reference
     with pytest.raises(BackendError, match="none for this device"):
         backends.choose("compiled", GPU, torch.float32)
-    monkeypatch.setattr(compiled, "unavailable", lambda device, dtype: "")
-    assert backends.choose_for_few("auto", GPU, torch.float64) == (compiled, CPU)
 
 
 class Weight(SimpleNamespace):

@@ -9,7 +9,6 @@ from pyflatness.contractions.backends import cuda
 from support import ROOT, emulated
 
 CALLS = {
-    "eigen.cu": lambda: cuda.small_eigenvalues(torch.randn(5, 9, 9, dtype=torch.float64)),
     "distances.cu": lambda: cuda.pair_distances(torch.randn(70, 40)),
 }
 BARRIERS = [

@@ -84,17 +84,6 @@ def test_a_device_that_is_not_the_current_one(name):
         assert found.equal(variance(features))
 
 
-def test_small_eigenvalues_on_a_side_stream():
-    matrices = torch.randn(100, 8, 8, dtype=torch.float64, device="cuda")
-    matrices = matrices + matrices.mT
-    expected = cuda.small_eigenvalues(matrices)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
-        found = cuda.small_eigenvalues(matrices)
-        torch.cuda.current_stream().synchronize()
-    assert found.equal(expected)
-
-
 @pytest.mark.parametrize("rtol", [0.0, 0.01])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_public_call(dtype, rtol):

@@ -29,7 +29,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "gpu_script", module)
     specification.loader.exec_module(module)
     selected = [*module.SELECTED]
-    selected[selected.index("-k") + 1] = "eigen and emulated or stand_in"
+    selected[selected.index("-k") + 1] = "sigmoid and emulated or stand_in"
     monkeypatch.setattr(module, "SELECTED", selected)
     monkeypatch.setattr(module, "BUILD", tmp_path)
     monkeypatch.setattr(module, "WORKERS", 2)
@@ -55,14 +55,14 @@ def stand_in(tmp_path, body):
 @pytest.mark.soak
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the emulated kernels need a compiler")
 def test_kernels_of_tests_that_passed_are_counted(gpu, monkeypatch, emulated_cuda):
-    only(gpu, monkeypatch, "tests/cuda/test_cuda_eigenvalues.py")
+    only(gpu, monkeypatch, "tests/cuda/test_cuda_rows.py")
     found = gpu.sanitized("memcheck", 600.0)
     assert not found.failed, found.said
-    passed = found.kernels["small_eigenvalues_f64"]
-    assert passed >= 2
-    assert found.said == f"passed: {passed} passed"
+    passed = [found.kernels[f"sigmoid_curvature_{dtype}"] for dtype in ("f32", "f64")]
+    assert min(passed) >= 1
+    assert found.said == f"passed: {sum(passed)} passed"
     rows = [line.split("|")[1:-1] for line in gpu.table({"memcheck": found}).splitlines() if line]
-    assert [cell.strip() for cell in rows[-1]] == ["`small_eigenvalues`", "f64", str(passed)]
+    assert [cell.strip() for cell in rows[-1]] == ["`sigmoid_curvature`", "f64", str(passed[1])]
 
 
 @pytest.mark.soak
