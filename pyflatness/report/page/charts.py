@@ -98,7 +98,7 @@ def scatter(x: Axis, y: Axis, lines: Sequence[str], models: int) -> Spec:
     left, bottom = alt.value(0), alt.value(_SIZE["height"])
 
     def points(which: str, x: Any, y: Any, *, filled: bool = False) -> Any:
-        return base.transform_filter(which).mark_point(filled=filled, size=80, clip=False).encode(x=x, y=y)
+        return base.transform_filter(which).mark_point(filled=filled, size=80, clip=False, opacity=1).encode(x=x, y=y)
 
     layers = [
         base.transform_filter(f"{has_x} && {has_y} && isValid(datum.{x.field}_low)")

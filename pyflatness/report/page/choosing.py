@@ -30,7 +30,7 @@ def density(names: Sequence[str], linear: float) -> Spec:
     upward = {
         "title": "density",
         "scale": alt.Scale(type="symlog", constant=linear, nice=False),
-        "axis": alt.Axis(format=".1e"),
+        "axis": alt.Axis(format=".2~g"),
     }
     base, chosen = _of_chosen(names)
     curve = base.transform_flatten(["x", "p", "low", "high"]).encode(x=across)
