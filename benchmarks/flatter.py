@@ -30,6 +30,7 @@ import pyflatness as pf
 from pyflatness.report.intervals import interval, shown
 
 SEEDS = range(5)
+COLOURS = {"plain": "black", "κ of conv2": "tab:blue", "κ of head": "tab:green", "SAM": "tab:orange"}
 LOSS = nn.CrossEntropyLoss()
 Data = tuple[Tensor, Tensor]
 Arm = tuple[str, float]
@@ -216,17 +217,29 @@ def drawn(found: dict[str, dict[str, list[Values]]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplots(
         len(found), 2, figsize=(9, 3.4 * len(found)), dpi=90, layout="constrained", squeeze=False
     )
     for row, (name, arms) in zip(axes, found.items(), strict=True):
         for panel, column in zip(row, ("gap", "test accuracy"), strict=True):
-            for number, (arm, runs) in enumerate(arms.items()):
+            seen: set[str] = set()
+            for arm, runs in arms.items():
+                kind = arm.partition(",")[0]  # a colour each, whose weaker strength is hollow
                 x, y = ([values[key] for values in runs] for key in ("κ of conv2", column))
-                panel.plot(x, y, "o", color=f"C{number}", markersize=5, label=arm)
-            panel.set(xscale="log", xlabel="κ of conv2 at the end", ylabel=column, title=name)
+                weaker = kind not in seen and sum(other.startswith(kind) for other in arms) > 1
+                seen.add(kind)
+                fill = "white" if weaker else COLOURS[kind]
+                panel.plot(x, y, "o", color=COLOURS[kind], markerfacecolor=fill, markersize=5, label=arm)
+            every = [(values["κ of conv2"], values[column]) for runs in arms.values() for values in runs]
+            table = {"κ": [x for x, _ in every], column: [y for _, y in every]}
+            tau = pf.statistics.correlations(table, "κ", column)["κ", "Kendall"].value
+            panel.set(xscale="log", xlabel="κ of conv2 at the end", ylabel=column)
+            panel.set_title(f"{name}: Kendall's τ of κ and {column} is {tau:.2f}", fontsize=10)
+            panel.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            panel.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:g}"))
+            panel.xaxis.set_minor_locator(ticker.NullLocator())
         row[1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path)
 

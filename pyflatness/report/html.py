@@ -48,9 +48,8 @@ def page(report: "Report", title: str) -> Page:
 
 
 def _values(report: "Report") -> tables.Table:
-    """Return the report's values without the column of the model."""
-    found = tables.values(_records(report), "Values by layer")
-    return tables.Table(found.caption, found.header[1:], tuple(row[1:] for row in found.rows), found.measures, 0)
+    """Return the report's values; the column of the model is empty, and left out."""
+    return tables.values(_records(report), "Values by layer")
 
 
 def _records(report: "Report") -> list[dict[str, Any]]:

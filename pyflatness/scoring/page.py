@@ -22,7 +22,7 @@ from ..report.page import Cell, Page, Section, Table, charts, choosing, tables
 from ..report.page.charts import Axis, Charts
 from ..statistics import tables as networks_tables
 from ..statistics.coefficients import STATISTICS
-from ..statistics.correlation import Correlations, correlations
+from ..statistics.correlation import Correlations, correlations, unequal_losses
 from ..statistics.tables import Networks, Vector
 from ..training import curves
 from ..training.history import History
@@ -32,7 +32,8 @@ from .export import COLUMNS, Record, records, setting_hash, setting_texts
 from .store import Store
 
 _GAPS = ("gap", "generalization_gap", "loss")  # what measures are held against, unless that is said: the first there is
-_BESIDE = ("loss", "accuracy")
+_BESIDE, _OF_TEST = ("loss", "accuracy"), ("test loss", "gap")
+_FLATNESS = ("relative_flatness", "trace", "scaled_trace", "lambda_max", "sharpness")
 
 HOLLOW = (
     "Hollow points are models that do not count in the correlations: they were excluded by name, or one of their two "
@@ -87,10 +88,12 @@ def page(title: str, parts: Sequence[SettingValues], choices: Choices, more: Seq
 def _sections(part: SettingValues, choices: Choices, *, several: bool) -> Iterator[Section]:
     suffix = f" · {part.name}" if several and part.name else ""
     settings = [name for name in part.records[0] if name not in {*COLUMNS, *_BESIDE}]
+    against = _Against.of(part.records, choices)
+    yield against.section(suffix)
     yield Section(
         f"Values{suffix}",
         (tables.LEGEND,),
-        tables=(tables.values(part.records, "Values by model and layer", (*_BESIDE, *settings)),),
+        tables=(tables.values(against.with_test(), "Values by model and layer", (*_BESIDE, *_OF_TEST, *settings)),),
     )
     of_layers = charts.profiles(part.records)
     if of_layers.specs:
@@ -98,9 +101,7 @@ def _sections(part: SettingValues, choices: Choices, *, several: bool) -> Iterat
     of_trainings = of_checkpoints(part.records)
     if of_trainings.specs:
         yield Section(f"Over the training{suffix}", (OF_TRAININGS,), of_trainings)
-    against = _Against.of(part.records, choices)
-    yield against.section(suffix)
-    yield _left_out(part.records, against, suffix)
+    yield from _left_out(part.records, against, suffix)
     made = (tables.summary(part.records), *([tables.facts("What was measured", part.made)] if part.made else []))
     yield Section(f"How it was made{suffix}", tables=made)
 
@@ -109,6 +110,7 @@ def _sections(part: SettingValues, choices: Choices, *, several: bool) -> Iterat
 class _Against:
     """Hold the measures of networks against one column."""
 
+    records: Sequence[Record]
     networks: Networks
     y: str
     kept: NDArray[np.bool_]
@@ -120,12 +122,25 @@ class _Against:
         networks = networks_tables.read({name: [record[name] for record in records] for name in columns}, choices.test)
         y = choices.against or next((name for name in _GAPS if name in networks.columns), "loss")
         networks.column(y)  # raises if there is none
-        return cls(networks, y, networks.kept(_among(choices.exclude, records)), choices.interval)
+        return cls(records, networks, y, networks.kept(_among(choices.exclude, records)), choices.interval)
+
+    def with_test(self) -> list[Record]:
+        """Return the values with the test loss and the gap of their networks, where these are known."""
+        gaps = self.networks.columns.get("gap", np.full(len(self.networks.names), math.nan))
+        known = {name: float(gap) for name, gap in zip(self.networks.names, gaps, strict=True) if math.isfinite(gap)}
+        return [
+            {**record, "gap": gap, "test loss": record["loss"] + gap}
+            if (gap := known.get(record["checkpoint"])) is not None and record["loss"] is not None
+            else record
+            for record in self.records
+        ]
 
     @property
     def measures(self) -> list[str]:
         """Return the columns that are measures: those of whole networks first, then those of layers."""
-        return sorted((name for name in self.networks.measures if name != self.y), key=_is_of_layer)
+        return sorted(
+            (name for name in self.networks.measures if name != self.y), key=lambda x: _parts(x)[1] != tables.NETWORK
+        )
 
     def counting(self, x: str) -> NDArray[np.bool_]:
         """Return which networks count: those that are not excluded, and have both numbers."""
@@ -143,18 +158,62 @@ class _Against:
     def section(self, suffix: str) -> Section:
         found = {x: self.correlations(x) for x in self.measures}
         title = "generalisation gap" if self.y == "gap" else self.y
-        header = ("measure", *STATISTICS, "networks", "left out")
-        table = Table(f"Correlations with {title}", header, tuple(self._row(x, found[x]) for x in found))
+        header = ("measure", "layer", *STATISTICS, "networks", "left out", "smallest", "largest")
+        table = Table(f"Correlations with {title}", header, tuple(self._row(x, found[x]) for x in found), layer=1)
         how = next((f"{one.method}." for one in found.values() if one is not None), "")
         hollow = any(not self.counting(x).all() for x in found)
-        unequal = next((f"{one.note}." for one in found.values() if one is not None and one.note), "")
-        texts = (*filter(None, [how, unequal]), *([HOLLOW] if hollow else []))
-        return Section(f"Against {title}{suffix}", texts, self._charts(found, title), (table,))
+        x = next(iter(found))
+        texts = (*self._flattest(x), _answer(x, title, found[x]), self._fair(), how, HOLLOW if hollow else "")
+        return Section(f"Flatness and {title}{suffix}", (*filter(None, texts),), self._charts(found, title), (table,))
+
+    def _flattest(self, x: str) -> Iterator[str]:
+        """Yield which network has the smallest value of a measure, and how sure that is."""
+        ends = self._ends(x)
+        if not ends:
+            return
+        (least, low), (most, high) = ends
+        measure, layer = _parts(x)
+        flatter = " A smaller value is a flatter network." if measure in _FLATNESS else ""
+        of = "" if layer == tables.NETWORK else f" of {layer}"
+        yield printable(f"Smallest {measure}{of}: {least}, {low:.4g}. Largest: {most}, {high:.4g}.{flatter}")
+        own = [one for one in self.records if (one["measure"], one["layer"] or tables.NETWORK) == (measure, layer)]
+        highs = [one["high"] for one in own if one["checkpoint"] == least and one["high"] is not None]
+        lows = [one["low"] for one in own if one["checkpoint"] != least and one["low"] is not None]
+        others = sum(low <= high for low in lows for high in highs)
+        if others:
+            yield f"By their 95 % intervals {others} other networks may have as small a value."
+
+    def _ends(self, x: str) -> list[tuple[str, float]]:
+        """Return the networks of the smallest and the largest value of a measure, with these; none without values."""
+        values = np.where(self.kept, self.networks.column(x), math.nan)
+        if not np.isfinite(values).any():
+            return []
+        places = [int(np.nanargmin(values)), int(np.nanargmax(values))]
+        return [(self.networks.names[place], float(values[place])) for place in places]
+
+    def _fair(self) -> str:
+        """Return whether the training losses are near enough to each other for a comparison."""
+        losses = self.networks.columns.get("loss", np.empty(0))
+        losses = losses[self.kept & np.isfinite(losses)] if len(losses) else losses
+        if len(losses) < 2 or not (losses > 0).all():
+            return ""
+        unequal = unequal_losses(losses)
+        if unequal:
+            return f"⚠ The comparison may not be fair: {unequal}."
+        return f"The comparison is at nearly equal losses: at most a factor of {losses.max() / losses.min():.3g} apart."
 
     def _row(self, x: str, found: Correlations | None) -> tuple[Cell, ...]:
         counts = int(self.counting(x).sum())
         rows = [Cell("–")] * len(STATISTICS) if found is None else [_correlation(found, x, how) for how in STATISTICS]
-        return (Cell(printable(x)), *rows, tables.text(counts), tables.text(len(self.kept) - counts))
+        short = charts.short(self.networks.names)
+        ends = [Cell(printable(short[name]), note=f"{value:.6g}") for name, value in self._ends(x)] or [Cell("")] * 2
+        return (
+            *map(Cell, map(printable, _parts(x))),
+            *rows,
+            tables.text(counts),
+            tables.text(len(self.kept) - counts),
+            *ends,
+        )
 
     def _charts(self, found: Mapping[str, Correlations | None], title: str) -> Charts:
         upward = Axis.of("y", title, self.networks.column(self.y).tolist())
@@ -163,19 +222,39 @@ class _Against:
             columns[f"x{place}"] = self.networks.column(x)
             lines = [f"{row.statistic} {_correlation(own, x, row.statistic).text}" for row in own.rows] if own else []
             lines += [_TOO_FEW] if own and own.points < _FEWEST else []
-            specs.append(charts.scatter(Axis.of(f"x{place}", x, columns[f"x{place}"].tolist()), upward, lines))
+            across = Axis.of(f"x{place}", x, columns[f"x{place}"].tolist())
+            specs.append(charts.scatter(across, upward, lines, len(self.kept)))
         return Charts(self._data(columns), tuple(specs))
 
     def _data(self, columns: Mapping[str, Vector]) -> charts.Rows:
+        short = charts.short(self.networks.names)
         return [
-            {"model": name, "out": not kept}
+            {"model": name, "name": short[name], "out": not kept}
             | {key: float(column[place]) for key, column in columns.items() if math.isfinite(column[place])}
             for place, (name, kept) in enumerate(zip(self.networks.names, self.kept, strict=True))
         ]
 
 
-def _is_of_layer(measure: str) -> bool:
-    return " " in measure and not measure.endswith(f" {tables.NETWORK}")
+def _parts(column: str) -> tuple[str, str]:
+    """Return the measure and the layer of a column."""
+    measure, _, layer = column.partition(" ")
+    return measure, layer or tables.NETWORK
+
+
+def _answer(x: str, title: str, found: Correlations | None) -> str:
+    """Return whether a measure correlates with a column, and how sure that is."""
+    row = None if found is None else found[x, "Kendall"]
+    if found is None or row is None or math.isnan(row.value):
+        return ""
+    name = printable(x.removesuffix(f" {tables.NETWORK}"))
+    said = f"Kendall's correlation of {name} with the {title} is {row.value:.2f} over {found.points} networks"
+    if not row.has_interval():
+        why = "so few networks" if found.points < _FEWEST else "networks in perfect order"
+        return f"{said}, without an interval: {why} say next to nothing of others."
+    ends = f"{said}, with the 95 % interval [{row.low:.2f}, {row.high:.2f}]"
+    if row.low <= 0 <= row.high:
+        return f"{ends}. It contains 0: these networks do not show whether the two correlate."
+    return f"{ends}: networks with a smaller value have a {'smaller' if row.low > 0 else 'larger'} {title}."
 
 
 def _among(names: Collection[str], records: Sequence[Record]) -> list[str]:
@@ -193,8 +272,8 @@ def _correlation(found: Correlations, x: str, statistic: str) -> Cell:
     return Cell(text, row.value, note=_TOO_FEW if found.points < _FEWEST else "")
 
 
-def _left_out(records: Sequence[Record], against: _Against, suffix: str) -> Section:
-    """Return the values that failed, and the models that do not count in correlations, each with the reason."""
+def _left_out(records: Sequence[Record], against: _Against, suffix: str) -> Iterator[Section]:
+    """Yield the values that failed, and the models that do not count in correlations, each with the reason."""
     rows = [
         (record["checkpoint"], record["layer"] or tables.NETWORK, record["measure"], record["error"])
         for record in records
@@ -203,15 +282,11 @@ def _left_out(records: Sequence[Record], against: _Against, suffix: str) -> Sect
     rows += [(name, "", "", "excluded by name") for name in against.networks.named(~against.kept)]
     missing = ~np.isfinite(against.networks.column(against.y))
     rows += [(name, "", against.y, "no number") for name in against.networks.named(missing)]
-    if not rows:
-        return Section(f"Failed and excluded{suffix}", ("None: every value that was asked for is there, and counts.",))
-    cells = tuple(tuple(Cell(printable(text)) for text in row) for row in rows)
-    return Section(
-        f"Failed and excluded{suffix}",
-        tables=(
-            Table("Values that failed, and models that do not count", ("model", "layer", "measure", "why"), cells),
-        ),
-    )
+    if rows:
+        cells = tuple(tuple(Cell(printable(text)) for text in row) for row in rows)
+        caption = "Values that failed, and models that do not count"
+        held = Table(caption, ("model", "layer", "measure", "why"), cells)
+        yield Section(f"Failed and excluded{suffix}", tables=(held,))
 
 
 _COUNT = re.compile(

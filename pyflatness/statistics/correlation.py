@@ -18,6 +18,7 @@ from . import intervals, permutation
 from .coefficients import STATISTICS, coefficients, whole
 from .tables import Networks, Vector, listed, one_name, read
 
+_PERFECT = 1.99  # the sum of ends that are both written as 1.00, or both as -1.00
 _EQUAL = 1.5  # training losses within this factor count as equal
 
 
@@ -45,12 +46,16 @@ class Correlation(Result):
     p_holm: float | None = None
     p_bh: float | None = None
 
+    def has_interval(self) -> bool:
+        """Return whether there is an interval that says something: one from 1 to 1 is of networks in perfect order."""
+        return not math.isnan(self.low) and abs(self.low + self.high) < _PERFECT
+
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes by name, without p-values that were not asked for."""
         return {name: cell for name, cell in asdict(self).items() if cell is not None}
 
     def __str__(self) -> str:
-        ends = "–" if math.isnan(self.low) else f"{self.low:.2f}, {self.high:.2f}"
+        ends = f"{self.low:.2f}, {self.high:.2f}" if self.has_interval() else "–"
         p = "" if self.p is None else f", p = {self.p:.2g} (Holm {self.p_holm:.2g}, B–H {self.p_bh:.2g})"
         return f"{self.statistic} {self.value:.2f} [{ends}]{p}"
 

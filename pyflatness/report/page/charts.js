@@ -1,6 +1,5 @@
 "use strict";
-// Draw the charts one after the other; the page answers meanwhile. Of many charts in a section a reader chooses one.
-const MANY = 6;
+// Draw the charts one after the other; the page answers meanwhile. Of the charts of a section a reader chooses one.
 
 function chooser(boxes, specs, show) {
   const [label, select] = [document.createElement("label"), document.createElement("select")];
@@ -40,7 +39,7 @@ function chooser(boxes, specs, show) {
       await vegaEmbed(boxes[place], spec, options);
       await new Promise((done) => setTimeout(done));
     };
-    if (specs.length > MANY) await chooser(boxes, specs, show);
+    if (specs.length > 1) await chooser(boxes, specs, show);
     else for (const place of specs.keys()) await show(place);
   }
   document.documentElement.dataset.drawn = "yes";

@@ -5,8 +5,10 @@ the fields of the data, have names of this module's own: nothing that comes from
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from ...errors import MissingExtraError
@@ -21,7 +23,8 @@ Spec = dict[str, Any]
 _WIDE = 100  # a measure whose largest value is so many times the smallest is drawn logarithmically
 NAMED = 10  # models that a legend has room for
 _LINES = 50  # models of which each has a line; of more the median is drawn, with a band
-_SIZE = {"width": 300, "height": 220}
+_SIZE: dict[str, Any] = {"width": "container", "height": 340}
+_ENDING = re.compile(r"\.(safetensors|ckpt|pth?|bin)$")
 _APART = 8  # pixels between labels of an axis, and between points and the frame
 
 
@@ -67,7 +70,13 @@ def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def scatter(x: Axis, y: Axis, lines: Sequence[str]) -> Spec:
+def short(names: Sequence[str]) -> dict[str, str]:
+    """Return names without their folders and the endings of checkpoints, or as they are where these tell them apart."""
+    cut = [_ENDING.sub("", PurePath(name).name) for name in names]
+    return dict(zip(names, cut if len({*cut}) == len({*names}) else names, strict=True))
+
+
+def scatter(x: Axis, y: Axis, lines: Sequence[str], models: int) -> Spec:
     """Return a chart of one field against another: a point for each model, with an interval where x has one.
 
     Models that do not count (the field ``out``) are hollow; those without x are hollow at the left edge, those without
@@ -77,17 +86,19 @@ def scatter(x: Axis, y: Axis, lines: Sequence[str]) -> Spec:
         x: across; the fields ``…_low`` and ``…_high`` hold its interval.
         y: upward.
         lines: below the title.
+        models: how many there are; few have colours, and a legend of the field ``name``.
     """
     alt = altair()
     base = alt.Chart(alt.NamedData(name=DATA)).encode(
         tooltip=["model:N", *(alt.Tooltip(axis.field, type="quantitative", title=axis.title) for axis in (x, y))]
     )
     across, upward = alt.X(**position(alt, x)), alt.Y(**position(alt, y))
+    base = base.encode(color=colour(alt, "name", models)) if models <= NAMED else base
     has_x, has_y = f"isValid(datum.{x.field})", f"isValid(datum.{y.field})"
     left, bottom = alt.value(0), alt.value(_SIZE["height"])
 
     def points(which: str, x: Any, y: Any, *, filled: bool = False) -> Any:
-        return base.transform_filter(which).mark_point(filled=filled, size=40, clip=False).encode(x=x, y=y)
+        return base.transform_filter(which).mark_point(filled=filled, size=80, clip=False, opacity=1).encode(x=x, y=y)
 
     layers = [
         base.transform_filter(f"{has_x} && {has_y} && isValid(datum.{x.field}_low)")
@@ -122,13 +133,18 @@ def profile(measure: Axis, layers: Sequence[str], models: int) -> Spec:
         )
     else:
         lines = []
-        legend = alt.Legend(title="model", labelLimit=260) if 1 < models <= NAMED else None
         tooltip = ["model:N", "layer:N", alt.Tooltip(measure.field, type="quantitative", title=measure.title)]
-        one = base.encode(color=alt.Color("model:N", legend=legend), tooltip=tooltip)
+        one = base.encode(color=colour(alt, "name", models), tooltip=tooltip)
         ends = one.transform_filter(f"isValid(datum.{measure.field}_low)").mark_rule()
         ends = ends.encode(y=alt.Y(f"{measure.field}_low:Q"), y2=f"{measure.field}_high:Q")
         drawn = ends + one.mark_line(point=True, opacity=0.8)
     return finished(drawn, measure.title, lines, f"{measure.title} over {len(layers)} layers of {models} models")
+
+
+def colour(alt: Any, field: str, count: int, sort: Sequence[str] | None = None) -> Any:
+    """Return a colour for each name in a field, with a legend below the chart where it has room for all of them."""
+    legend = alt.Legend(title=None, orient="bottom", columns=1, labelLimit=380, symbolOpacity=1)
+    return alt.Color(f"{field}:N", sort=sort, legend=legend if 1 < count <= NAMED else None)
 
 
 def profiles(records: Sequence[Record]) -> Charts:
@@ -136,10 +152,11 @@ def profiles(records: Sequence[Record]) -> Charts:
     measures = [*dict.fromkeys(record["measure"] for record in records)]
     of_layers = [record for record in records if record["layer"] and record["value"] is not None]
     layers = [*dict.fromkeys(record["layer"] for record in of_layers)]
+    names = short([*dict.fromkeys(record["checkpoint"] for record in records)])
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for record in of_layers:
-        place = record["checkpoint"], record["layer"]
-        row = rows.setdefault(place, {"model": record["checkpoint"], "layer": record["layer"]})
+        place = model, layer = record["checkpoint"], record["layer"]
+        row = rows.setdefault(place, {"model": model, "name": names[model], "layer": layer})
         row |= numbers(f"m{measures.index(record['measure'])}", record)
     specs = []
     for number, name in enumerate(measures):
@@ -166,14 +183,15 @@ def position(alt: Any, axis: Axis) -> dict[str, Any]:
 def scale(alt: Any, axis: Axis) -> dict[str, Any]:
     """Return how an axis is drawn, for several fields along it."""
     kind = alt.Scale(type="log", nice=False) if axis.log else alt.Scale(zero=False, nice=False)
-    return {"title": axis.title, "scale": kind, "axis": alt.Axis(titleLimit=_SIZE["width"])}
+    return {"title": axis.title, "scale": kind, "axis": alt.Axis(titleLimit=_SIZE["height"])}
 
 
 def finished(chart: Any, title: str, lines: Sequence[str], description: str) -> Spec:
     """Return a chart with its title, lines below it, and a description for screen readers."""
     alt = altair()
-    heading = alt.TitleParams(text=title, subtitle=[*lines], anchor="start", limit=_SIZE["width"] + 60)
-    chart = chart.properties(title=heading, description=description, **_SIZE)
-    chart = chart.configure_axisQuantitative(labelOverlap="greedy", labelSeparation=_APART)
+    heading = alt.TitleParams(text=title, subtitle=[*lines], anchor="start", limit=420)
+    fit = alt.AutoSizeParams(type="fit-x", contains="padding")
+    chart = chart.properties(title=heading, description=description, autosize=fit, **_SIZE)
+    chart = chart.configure_axisQuantitative(labelOverlap="greedy", labelSeparation=_APART, tickCount=8)
     finished: Spec = chart.configure_scale(continuousPadding=_APART).to_dict()  # no point on the frame
     return finished

@@ -7,7 +7,7 @@ chosen cost nothing.
 from collections.abc import Sequence
 from typing import Any
 
-from .charts import DATA, NAMED, Axis, Spec, altair, finished, position, scale
+from .charts import DATA, Axis, Spec, altair, colour, finished, position, scale
 from .tables import NETWORK
 
 _CHOSEN = "chosen"  # the name of the parameter
@@ -30,7 +30,7 @@ def density(names: Sequence[str], linear: float) -> Spec:
     upward = {
         "title": "density",
         "scale": alt.Scale(type="symlog", constant=linear, nice=False),
-        "axis": alt.Axis(format=".1e"),
+        "axis": alt.Axis(format=".2~g"),
     }
     base, chosen = _of_chosen(names)
     curve = base.transform_flatten(["x", "p", "low", "high"]).encode(x=across)
@@ -54,7 +54,6 @@ def density(names: Sequence[str], linear: float) -> Spec:
 def eigenvalues(value: Axis, spectra: int) -> Spec:
     """Return a chart of the eigenvalues of all spectra by their number; rows have lists as for :func:`density`."""
     alt = altair()
-    legend = alt.Legend(title="spectrum", labelLimit=260) if 1 < spectra <= NAMED else None
     drawn = (
         alt.Chart(alt.NamedData(name=DATA))
         .transform_flatten(["number", "value", "residual"])
@@ -62,7 +61,7 @@ def eigenvalues(value: Axis, spectra: int) -> Spec:
         .encode(
             x=alt.X("number:Q", title="number, from the largest", axis=alt.Axis(tickMinStep=1)),
             y=alt.Y(**position(alt, value)),
-            color=alt.Color("name:N", legend=legend),
+            color=colour(alt, "name", spectra),
             tooltip=["name:N", "number:Q", alt.Tooltip("value:Q", title="eigenvalue"), "residual:Q"],
         )
     )
@@ -149,7 +148,8 @@ def over_training(
     base = base.transform_filter(f"isValid(datum.{number.field})")
     base = base.encode(x=alt.X("x:Q", title=x, scale=alt.Scale(zero=False, nice=False)), detail="weights:N")
     if several or layers:
-        base = base.encode(color=_colour("training", trainings) if several else _colour("layer", layers))
+        field, shown = ("training", trainings) if several else ("layer", layers)
+        base = base.encode(color=colour(alt, field, len(shown), [*shown]))
     names = [*(["training:N"] if several else []), *(["layer:N", "weights:N"] if layers else [])]
     tooltip = [alt.Tooltip("x:Q", title=x), alt.Tooltip(number.field, type="quantitative", title=number.title)]
     band = base.transform_filter(f"isValid(datum.{number.field}_low)").mark_area(opacity=0.2)
@@ -158,13 +158,6 @@ def over_training(
     if weights:
         lines = lines.encode(strokeDash=alt.StrokeDash("weights:N", sort=[*weights], legend=None))
     return _finished(band + lines, chosen, number.title, [], f"{number.title} over {x}")
-
-
-def _colour(field: str, names: Sequence[str]) -> Any:
-    """Return colours of a field, with a legend where it has room for all names."""
-    alt = altair()
-    legend = alt.Legend(title=field, labelLimit=260, symbolOpacity=1) if len(names) <= NAMED else None
-    return alt.Color(f"{field}:N", sort=[*names], legend=legend)
 
 
 def _of_chosen(names: Sequence[str], field: str = "name", first: str | None = None) -> tuple[Any, Any]:

@@ -27,25 +27,25 @@ function sortable(table, status) {
 }
 
 function filterable(form, table, status) {
-  const names = [...table.tHead.rows[0].cells].map((head) => head.textContent);
+  const heads = [...table.tHead.rows[0].cells].map((head) => head.textContent);
+  const { words, layer, measure } = form.elements;
+  const measures = [...(measure?.options ?? [])].map((option) => option.value);
   const rows = [...table.tBodies[0].rows].map((row) => [row, row.textContent.toLowerCase()]);
-  let shown = "";
+  let before = "";
+  if ([...(layer?.options ?? [])].some((option) => option.value === "network")) layer.value = "network";
   const filter = () => {
-    const words = form.elements.words.value.toLowerCase().split(/\s+/);
-    const [layer, measure] = [form.elements.layer, form.elements.measure?.value ?? ""];
+    const wanted = words.value.toLowerCase().split(/\s+/);
     const of = (row) => !layer?.value || row.cells[layer.dataset.column].textContent === layer.value;
-    let count = 0;
-    for (const [row, text] of rows) {
-      row.hidden = !of(row) || !words.every((word) => text.includes(word));
-      count += !row.hidden;
+    for (const [row, text] of rows) row.hidden = !of(row) || !wanted.every((word) => text.includes(word));
+    const shown = rows.map((pair) => pair[0]).filter((row) => !row.hidden);
+    const other = (name) => measure?.value && measures.includes(name) && name !== measure.value;
+    const empty = (column) => shown.length && shown.every((row) => !row.cells[column].textContent);
+    const out = heads.map((name, column) => Boolean(other(name) || empty(column)));
+    if (out.join() !== before) {
+      for (const row of table.rows) out.forEach((hidden, column) => (row.cells[column].hidden = hidden));
+      before = out.join();
     }
-    if (measure !== shown) {
-      const measures = [...form.elements.measure.options].map((option) => option.value);
-      const out = names.map((name) => measure && measures.includes(name) && name !== measure);
-      for (const row of table.rows) out.forEach((hidden, column) => (row.cells[column].hidden = Boolean(hidden)));
-      shown = measure;
-    }
-    status.textContent = `${count} of ${rows.length} rows`;
+    status.textContent = `${shown.length} of ${rows.length} rows`;
   };
   for (const event of ["input", "change"]) form.addEventListener(event, filter);
   form.addEventListener("submit", (event) => event.preventDefault());

@@ -1,6 +1,7 @@
 """Make tables for HTML. Every text in them is escaped where they are written, by the templates."""
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,14 @@ class Table:
     rows: tuple[tuple[Cell, ...], ...]
     measures: tuple[str, ...] = ()
     layer: int | None = None
+
+    def __post_init__(self) -> None:
+        """Leave out columns that are empty in every row."""
+        there = [not self.rows or any(row[place].text for row in self.rows) for place in range(len(self.header))]
+        if self.layer is not None:
+            object.__setattr__(self, "layer", sum(there[: self.layer]))
+        object.__setattr__(self, "header", (*itertools.compress(self.header, there),))
+        object.__setattr__(self, "rows", tuple((*itertools.compress(row, there),) for row in self.rows))
 
     @property
     def layers(self) -> list[str]:
