@@ -37,6 +37,24 @@ FOLDER = PAGE.with_suffix("")
 HEAD, SUM, PER_FEATURE = "relative_flatness head", "relative_flatness", "relative_flatness_per_feature"
 CEILINGS = ("the twin's target", "settings fitted")
 BASELINES = ("random numbers", "learning rate", "steps")
+DRAWN = {
+    HEAD: "relative flatness κ of the head",
+    SUM: "κ, sum over layers",
+    "trace": "trace of the Hessian",
+    "lambda_max": "largest eigenvalue",
+    "adaptive_sharpness": "adaptive sharpness",
+    "adaptive_sharpness_mc, normalised logits": "the same, normalised logits",
+    "fisher_rao": "Fisher–Rao norm",
+    "pac_bayes": "PAC-Bayes",
+    "weight_norm": "norm of the weights",
+    "mls": "sensitivity to the image (MLS)",
+    "margin": "margin",
+    "steps": "steps of training",
+    "random numbers": "random numbers",
+    "the twin's target": "error of another seed",
+    "settings fitted": "settings, fitted to the errors",
+}
+"""Rows of the figure, in words."""
 TARGET = study.TARGETS[0]
 _OPTIONS: Any = {"interval": "fisher", "settings": "recipe"}
 
@@ -299,8 +317,8 @@ def found(path: Path = FOLDER / "networks.csv") -> Found:
     text = f"{counted(path, frame)} {claims.grouped(asked)}"
     text += f" Not compared, for want of a finite value for every network: {', '.join(missing)}." if missing else ""
     return Found(
-        {}, (*(claim.finding for claim in asked), *cells), text, lambda figure: draw(figure, tau, order),
-        size=(8.0, 0.26 * len(order) + 1.2), tables=tables,
+        {}, (*(claim.finding for claim in asked), *cells), text, lambda figure: draw(figure, tau),
+        size=(7.0, 4.6), tables=tables,
     )  # fmt: skip
 
 
@@ -315,31 +333,28 @@ def counted(path: Path, frame: pandas.DataFrame) -> str:
     seconds = [every[name].median() for name in ("training_seconds", "measuring_seconds")]
     return (
         f"{len(frame)} networks of {trainings} trainings and {frame['recipe'].nunique()} recipes in "
-        f"{frame['stratum'].nunique()} strata, {trainings // study.BLOCK} of {len(study.plan()) // study.BLOCK} blocks; "
-        f"{len(lost)} of "
-        f"{len(every)} did not reach their loss ({of}). Training losses are within a relative "
+        f"{frame['stratum'].nunique()} strata, {trainings // study.BLOCK} of {len(study.plan()) // study.BLOCK} "
+        f"blocks; {len(lost)} of {len(every)} did not reach their loss ({of}). Training losses are within a relative "
         f"{(frame['train_loss'] / frame['loss'] - 1).abs().max():.1g} of their targets. The median network took "
         f"{seconds[0]:.1f} s of a core to train and {seconds[1]:.1f} s to measure."
     )
 
 
-def draw(figure: "Figure", tau: Mapping[str, Finding], order: Sequence[str]) -> None:
-    """Draw τ of every measure with its interval, κ in colour, against ceilings and baselines."""
+def draw(figure: "Figure", tau: Mapping[str, Finding]) -> None:
+    """Draw τ of the measures in :data:`DRAWN` with its interval: κ red, ceilings and baselines grey."""
     axes = figure.subplots()
-    for place, name in enumerate(reversed(order)):
+    names = sorted(tau.keys() & DRAWN.keys(), key=lambda name: claims.number(tau[name]))
+    for place, name in enumerate(names):
         row = tau[name]
         color = "C7" if name in (*CEILINGS, *BASELINES) else "C3" if name.startswith("relative_flatness") else "C0"
-        if row.value is not None and row.low is not None and row.high is not None:
-            axes.errorbar(row.value, place, xerr=[[row.value - row.low], [row.high - row.value]], fmt="o", color=color,
-                          markersize=4, capsize=2)  # fmt: skip
-    axes.axhspan(len(order) - len(CEILINGS + BASELINES) - 0.5, len(order) - 0.5, color="0.93", zorder=0)
-    axes.axvline(0, color="grey", linewidth=0.8)
-    axes.axvline(claims.number(tau[CEILINGS[0]]), color="C7", linewidth=0.8, linestyle=":")
-    axes.set_yticks(range(len(order)), [*reversed(order)], fontsize=8)
-    axes.set_ylim(-0.5, len(order) - 0.5)
-    axes.set_xlabel("Kendall's τ with the test error, inside of shape and loss")
-    axes.set_title("Red: relative flatness. Grey: ceilings and baselines. Dotted: another seed.",
-                   fontsize=9)  # fmt: skip
+        axes.barh(place, claims.number(row), color=color, alpha=0.6)
+        if row.low is not None and row.high is not None:
+            axes.plot([row.low, row.high], [place, place], color="0.2", linewidth=1.2)
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(names)), [DRAWN[name] for name in names], fontsize=9)
+    axes.set_xlabel("Kendall's τ with the test error, with its 95 % interval")
+    axes.set_title("Which networks of equal training loss err more on new images?\n"
+                   "0: says nothing, 1: puts all in order. Grey: no measure.", fontsize=9)  # fmt: skip
 
 
 def restate() -> str:

@@ -20,14 +20,16 @@ NAMES = [*study.SETTINGS]
 
 def test_every_prefix_of_blocks_is_balanced():
     trainings = study.plan()
-    assert len({planned.name for planned in trainings}) == len(trainings) == 1728
+    assert len({planned.name for planned in trainings}) == len({planned.seed for planned in trainings}) == 1152
     for start in range(0, len(trainings), study.BLOCK):
         block = trainings[start : start + study.BLOCK]
         assert {(one.data, one.architecture) for one in block} == {*study.SHAPES}
         for name, levels in study.SETTINGS.items():
             assert sum(one.settings[name] == levels[0] for one in block) == study.BLOCK // 2
-    steps = trainings[: 9 * study.BLOCK : 2]  # of the first trajectory, a seed of each recipe
-    for shape in study.SHAPES:
+    first, second = trainings[: study.BLOCK], trainings[study.BLOCK : 2 * study.BLOCK]
+    assert [replace(one, seed=one.seed + 1) for one in first] == second
+    steps = [one for block in range(0, 16, 2) for one in trainings[study.BLOCK * block : study.BLOCK * (block + 1) : 2]]
+    for shape in study.SHAPES:  # of the first trajectory, a seed of each recipe
         own = [[*one.settings.values()] for one in steps if (one.data, one.architecture) == shape]
         changed = [[name for name, a, b in zip(NAMES, *two, strict=True) if a != b] for two in itertools.pairwise(own)]
         assert sorted(itertools.chain(*changed)) == sorted(NAMES)
@@ -43,7 +45,7 @@ def synthetic(name):
 def test_from_images_to_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "LOSSES", (1.0, 0.5))
     settings = dict.fromkeys(NAMES, 0.0) | {"rate": 1.0, "batch_size": 20, "weight_decay": 1.0, "optimizer": "adam"}
-    first = study.Planned("mnist", "normalised", settings | {"sam": 0.02, "augmentation": "shift"}, 3)
+    first = study.Planned("mnist", "normalised", settings | {"sam": 0.02, "augmentation": 0.1}, 3)
     trainings = [first, replace(first, settings=settings | {"label_noise": 0.1}, seed=4)]
     path = study.run(trainings[:1], synthetic, tmp_path, 2)
     text = path.read_text()
@@ -65,9 +67,9 @@ def test_from_images_to_rows(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
-    """The file of two blocks and a training, in which trace is the test error's order, and λ_max is not finite once."""
+    """Four blocks and a training, in which trace is the order of the test error, and λ_max is not finite once."""
     generator, rows = np.random.default_rng(0), []
-    for planned in study.plan()[: 2 * study.BLOCK + 1]:
+    for planned in study.plan()[: 4 * study.BLOCK + 1]:
         error = 0.2 + 0.3 * (planned.settings["label_noise"] > 0) + 0.05 * generator.random()
         for loss in study.LOSSES:
             facts = {"data": planned.data, "architecture": planned.architecture, **planned.settings, "loss": loss}
@@ -83,14 +85,15 @@ def table(tmp_path_factory):
 
 def test_what_is_compared(table):
     frame = study_report.references(study_report.table(table), "test error")
-    assert len(frame) == 3 * 2 * study.BLOCK - 1
+    assert len(frame) == len(study.LOSSES) * 4 * study.BLOCK - 1
     measures = study_report.compared(frame)
     assert {"lambda_max", "trace"} & {*measures} == {"trace"}
     tau = study_report.taus(frame, ["trace", "relative_flatness", "random numbers"], "test error")
     assert tau["trace"].value == pytest.approx(1)
     assert tau["relative_flatness"].low < 0 < tau["relative_flatness"].high
-    twins = frame[frame["stratum"] == frame["stratum"][0]]
-    assert [*twins["the twin's target"][:2]] == [*twins["test error"][:2][::-1]]
+    twins = [pair for _, pair in frame.groupby(["recipe", "loss"]) if len(pair) > 1]
+    assert len(twins) == len(frame) // 2
+    assert all([*pair["the twin's target"]] == [*pair["test error"][::-1]] for pair in twins)
 
 
 def test_partial_correlations_are_the_librarys(table):
@@ -109,7 +112,7 @@ def test_partial_correlations_are_the_librarys(table):
 def test_pairs_of_networks(table):
     frame = study_report.table(table)
     settings = study_report.settings_with_pairs(frame)
-    assert set(settings.values()) == {2}  # a step of twelve shapes changes six settings, each in two of them
+    assert sorted(settings.values()) == [2] * 5 + [4] * 2  # of nine shapes, two recipes each
     found = study_report.pairwise(frame, "trace")
     assert [found[name].value for name in ("Ψ", "sign error", "CMI")] == pytest.approx([1, 0, 1])
     assert all(found[name].value == 1 and found[name].low is None for name in settings)
