@@ -252,7 +252,7 @@ def story(options: argparse.Namespace) -> Iterator[Line]:
     for count, most in ((4, 8.0), (16, 30.0)):
         data = [{"input_ids": part} for part in stories(count).split(4)]
         start = process_time()
-        report = pf.measure(network, data=data, measures="relative_flatness", probes=8, progress=False)
+        report = pf.measure(network, data=data, probes=8, progress=False)
         seconds, value = process_time() - start, report["relative_flatness"]
         error = 100 * (value.stderr or 0.0) / value.value
         asked = f"≤ {most:g} s" + (", the network's value to 5 %" if count == 16 else "")

@@ -105,20 +105,21 @@ class Tolerance:
     def allowed(self, weights: Tensor, share: float = 1.0) -> float:
         """Return the largest Σ v_g for n samples of ``weights`` (n, columns), which have a ``share`` of the variance.
 
-        With K the value of the N samples as those so far say, V = Σ v_i + 2 √Σ v_i² the variance and about two standard
-        errors of it, and k the replicates so far, it is
+        With K the value of the N samples as those so far say, V = (1 + 4/ν) Σ v_i the variance by ν = (Σ v_i)² / Σ v_i²
+        degrees of freedom, and k the replicates so far, it is
 
             ((rtol K)² - V) n / (samples to come) / c        c = (k V / B + k₀ ρ₀ (K / R)²) / (k + k₀)
 
         where B is Σ v_g (1/π - ½) over the replicates, which V is in units of values, and R the weight of K. Where few
-        samples have most of the variance, Σ v_i by itself is mostly too small. A part of the data that spent too much
-        does not leave less than half of what is due to the others.
+        samples have most of the variance, ν is small and Σ v_i by itself mostly too small: of one in proportion to χ²_ν
+        the inverse is ν/(ν - 2) times too large in the mean. A part of the data that spent too much does not leave less
+        than half of what is due to the others.
         """
         samples, seen = len(weights), self._seen
         total = self.expected(samples)
         if self._bound:
             values, variances, squares = self._sums
-            spent = variances + 2 * squares.sqrt()
+            spent = variances + 4 * (squares / variances).nan_to_num(0.0)
             every = values.abs() * total / seen
             whole = share * (self._rtol * every).square()
             due = torch.maximum((whole - spent) / (total - seen), whole / (2 * total))

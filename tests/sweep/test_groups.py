@@ -125,7 +125,7 @@ def test_mean_and_variance_over_all_signs_and_replicates(chance):
 def test_the_plan_learns_from_replicates(ratios):
     """The layer that varies most decides, whatever its values are in units of weights; one that is NaN has no say.
 
-    It plans by the variance and two standard errors of that, here of 50 equal ones.
+    It plans for more than was measured, here by 50 degrees of freedom.
     """
     weights, sizes = weights_of(), [3.0, 0.1, 1.0][: len(ratios)]
     tolerance = groups.Tolerance(0.01, 1000)
@@ -137,7 +137,7 @@ def test_the_plan_learns_from_replicates(ratios):
     spent = [ratio * size**2 * bound / 50 for ratio, size in zip(ratios, sizes, strict=True)]
     variances = torch.tensor(spent, dtype=torch.float64).view(-1, 1, 1).expand_as(values)
     tolerance.add(weights, torch.stack([values, variances]), replicated)
-    ratio = max(ratio for ratio in ratios if not math.isnan(ratio)) * (1 + 2 / math.sqrt(50))  # two standard errors
+    ratio = max(ratio for ratio in ratios if not math.isnan(ratio)) * (1 + 4 / 50)
     whole = (0.01 * 1000 * mean) ** 2
     expected = (whole - ratio * bound) / 950 * 50 / ratio
     assert tolerance.allowed(weights) == pytest.approx(expected, rel=1e-3)
