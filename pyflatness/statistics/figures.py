@@ -41,7 +41,14 @@ def plot_correlation(
     cluster has its colour.
 
     Args:
-        table: as for :func:`pyflatness.statistics.correlations`, like all that have no entry here.
+        table: as for :func:`pyflatness.statistics.correlations`, like all that follow but the last two.
+        x: a column.
+        y: a column.
+        exclude: names of rows.
+        test: a table of the same networks on test data.
+        seed: of the resampling.
+        interval: ``"bootstrap"`` or ``"fisher"``.
+        settings: columns; networks that are equal in all of them are a cluster.
         path: where the figure is written too; its ending is its format.
         axes: matplotlib's, to draw into; None: those of a new figure.
 
@@ -100,9 +107,11 @@ def plot_correlation_matrix(
     """Draw the correlations of measures with each other, as a matrix of colours.
 
     Args:
-        table: as for :func:`pyflatness.statistics.correlations`, as are exclude and test.
+        table: as for :func:`pyflatness.statistics.correlations`.
         columns: from left to right; None: the gap, if there is one, and all measures.
         statistic: ``"Pearson"``, ``"Spearman"`` or ``"Kendall"`` (τ_b).
+        exclude: names of rows to leave out.
+        test: a table of the same networks on test data, for the gap.
         path: where the figure is written too; its ending is its format.
         axes: matplotlib's, to draw into; None: those of a new figure.
 

@@ -246,8 +246,12 @@ def sign_error(
     in g is; here all pairs count alike, and ``fewest=`` takes environments together in place of leaving them out.
 
     Args:
-        table: as for :func:`pyflatness.statistics.granulated_kendall`, like all that have no entry here.
+        table: as for :func:`pyflatness.statistics.granulated_kendall`, like all that follow.
+        measure: a column.
+        target: a column, such as ``"gap"``.
         settings: columns of hyperparameters, without the seed.
+        exclude: names of rows to leave out.
+        test: a table of the same networks on test data, for the gap.
         fewest: pairs of an environment. Those that have fewer and differ in the same two values of the same setting
             are one environment, whatever the other settings, which are equal on both sides; it has all their pairs.
 
@@ -347,7 +351,12 @@ def conditional_mutual_information(
     Few networks in a group of equal settings make Î too large: two networks alone always have Î = 1.
 
     Args:
-        table: as for :func:`pyflatness.statistics.granulated_kendall`, like all the others.
+        table: as for :func:`pyflatness.statistics.granulated_kendall`, like all that follow.
+        measure: a column.
+        target: a column, such as ``"gap"``.
+        settings: columns of hyperparameters.
+        exclude: names of rows to leave out.
+        test: a table of the same networks on test data, for the gap.
 
     Returns:
         The smallest Î, in [0, 1], and that of every S.
