@@ -10,6 +10,7 @@ DEFAULT_MEMORY = 512 * 2**20
 _CPU = torch.device("cpu")
 _BUFFERS = 24 * 2**20  # near to what a processor's caches hold
 _HELD_BACK = 48 * 2**20
+_MUCH = 2 * 2**30  # on a GPU: with less a graph of few samples would leave it idle
 _BASES = 2**30
 _LEAST_BASES = 4 * _BASES
 _SECOND_ORDER = 3  # about the memory that a graph takes together with that of its derivatives
@@ -21,8 +22,8 @@ class Budget:
 
     - ``buffers``: an eighth, at most 24 MiB but on a GPU, for the working buffers of a layer's contraction, one layer
       at a time.
-    - ``held_back``: an eighth, at most 48 MiB, on a GPU a half, for cotangents of all layers that are contracted
-      several at a time; nothing if ``halved``.
+    - ``held_back``: an eighth, at most 48 MiB but on a GPU, and there a half from 2 GiB on, for cotangents of all
+      layers that are contracted several at a time; nothing if ``halved``.
     - ``work``: a half if ``halved``, else nothing, for what a measure holds besides: parameters of each sample's own
       with their graph, or rows kept of all data.
     - ``graph``: the rest, for the graph of a micro-batch, with its layer inputs and output gradients.
@@ -61,7 +62,9 @@ class Budget:
         """Return the bytes for cotangents that are held back."""
         if self.halved:
             return 0
-        return self._total // 2 if self.on_gpu else min(_HELD_BACK, self._total // 8)
+        if self.on_gpu:
+            return self._total // (2 if self._total >= _MUCH else 8)
+        return min(_HELD_BACK, self._total // 8)
 
     @property
     def work(self) -> int:
