@@ -25,6 +25,10 @@ def test_help_defines_every_argument():
         if not re.search(rf"^    {argument}: \S", inspect.getdoc(call), re.MULTILINE)
     }
     assert missing == {("causal_lm", "model"), ("causal_lm", "batch")}
+    shown = {name: str(inspect.signature(call)) for name, call in CALLS.items()}
+    assert not [name for name, signature in shown.items() if "Ellipsis" in signature or "= ..." in signature]
+    annotations = {(name, one) for name, call in CALLS.items() for one in inspect.signature(call).parameters.values()}
+    assert not [(name, one.name) for name, one in annotations if one.annotation is one.empty]
 
 
 def test_no_public_function_says_an_option_of_all_again():

@@ -42,14 +42,44 @@ def test_files_that_are_named_exist():
     assert not missing
 
 
-@pytest.mark.parametrize("alone", [False, True])
-def test_measure_of_the_example(alone, monkeypatch):
+class Attention(nn.Module):
+    """Attention, whose packed weight is no module's."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, inputs):
+        return self.head(self.attention(inputs, inputs, inputs)[0].mean(dim=1))
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """The measure of the page, in the table of measures."""
     module = ModuleType("pyflatness.measures.trace_per_weight")
     module.__package__ = "pyflatness.measures"
     monkeypatch.setitem(sys.modules, module.__name__, module)
     source = next(part for part in re.findall(r"```python\n(.+?)```", PAGE, re.DOTALL) if "TRACE_PER_WEIGHT =" in part)
     exec(source, module.__dict__)
     monkeypatch.setattr("pyflatness.measures.MEASURES", (*pf.measures.MEASURES, module.TRACE_PER_WEIGHT))
+
+
+@pytest.mark.usefixtures("example")
+def test_measure_of_the_example_in_attention():
+    torch.manual_seed(0)
+    model = Attention().double().eval()
+    data = torch.randn(5, 3, 4).double(), torch.arange(5) % 3
+    report = pf.measure(model, nn.CrossEntropyLoss(), data, measures=["trace", "trace_per_weight"])
+    packed = [layer for layer in report.layers if "in_proj_weight" in layer]
+    assert packed
+    for layer in report.layers:
+        count = 12 if layer == "head" else 16 if layer != "attention.in_proj_weight" else 48
+        assert report[layer, "trace_per_weight"].value == report[layer, "trace"].value / count
+
+
+@pytest.mark.usefixtures("example")
+@pytest.mark.parametrize("alone", [False, True])
+def test_measure_of_the_example(alone):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3)).double().eval()
     model, layers = (model[2], {"": 12}) if alone else (model, {"0": 12, "2": 12, "": 24})
