@@ -3,6 +3,7 @@
     python benchmarks/zoo.py time MODEL.py CHECKPOINT...      # MODEL.py with LeNet5 and train_data
     python benchmarks/zoo.py reparameterize MODEL.py FOLDER CHECKPOINT...
     python benchmarks/zoo.py table TRAIN.csv TEST.csv --before FILE.csv --after FILE.csv --out FOLDER
+    python benchmarks/zoo.py restate FOLDER                   # the correlations anew, of the tables in FOLDER
 
 Every timing is a ratio within one run; all checkpoints count, whatever the correlation is.
 """
@@ -15,6 +16,7 @@ from typing import Any
 
 import click
 import numpy as np
+import pandas
 import torch
 from safetensors.torch import save_file
 from timing import in_turn
@@ -34,6 +36,7 @@ from pyflatness.statistics.coefficients import STATISTICS
 from pyflatness.statistics.correlation import Correlations
 
 FACTORS = 5.0, 25.0
+BASELINES = "loss", "the gap of another seed", "the recipe's mean gap", "random numbers"
 DRAWN = "relative_flatness {}", "trace {}", "pac_bayes", "weight_norm network", "mls network"
 
 Columns = dict[str, list[Any]]
@@ -112,18 +115,47 @@ def table(train: Path, test: Path, before: tuple[Path, ...], after: tuple[Path, 
     All are files of `pyflatness score`; TRAIN and TEST are of the networks on all training and test data, for the gap.
     """
     out.mkdir(parents=True, exist_ok=True)
-    held = {"before": _columns(train, test, before), "after": _columns(train, test, after)}
+    for weights, paths in (("before", before), ("after", after)):
+        _write(out / f"{weights}.csv", _columns(train, test, paths))
+    _state(out, head)
+
+
+@main.command()
+@click.argument("folder", type=_FILE)
+@click.option("--head", default="fc3", show_default=True, help="The layer whose inputs are the penultimate features.")
+def restate(folder: Path, head: str) -> None:
+    """The correlations and the figure anew, of the tables that `table` left in FOLDER."""
+    _state(folder, head)
+
+
+def _state(folder: Path, head: str) -> None:
+    held = {weights: _referenced(folder / f"{weights}.csv") for weights in ("before", "after")}
     found: dict[str, Found] = {}
     for weights, columns in held.items():
-        _write(out / f"{weights}.csv", columns)
-        measures = [name for name in columns if name not in ("checkpoint", "gap", "loss")]
-        found[weights] = {measure: _correlations(columns, measure) for measure in measures}
-    _write_correlations(out / "correlations.csv", found)
+        measures = [name for name in columns if name not in ("checkpoint", "recipe", "seed", "gap")]
+        known = [name for name in measures if np.isfinite(columns[name]).any()]  # not of a recipe's only seed
+        found[weights] = {measure: _correlations(columns, measure) for measure in known}
+    _write_correlations(folder / "correlations.csv", found)
     for title, rows in _by_place(found["before"], head).items():
         _print(title, rows, found)
     for measure in (f"{MEASURES[0].name} {head}", f"{MEASURES[0].name} network"):
-        print(f"\n{pf.statistics.correlations(held['before'], measure, 'loss')}")
-    _draw(out / "gap.png", held, [name.format(head) for name in DRAWN])
+        print(f"\n{_correlations(held['before'], measure, 'loss')}")
+    _draw(folder / "gap.png", held, [name.format(head) for name in DRAWN])
+
+
+def _referenced(path: Path) -> Columns:
+    """Return a table with recipes, seeds, and what measures are to be held against.
+
+    Another seed is the recipe's next one; a recipe's mean has the network's own gap in it.
+    """
+    frame = pandas.read_csv(path)
+    parts = [name.rsplit("_", 1) for name in frame["checkpoint"]]
+    recipes, seeds = [part[0] for part in parts], [part[-1] for part in parts]
+    gaps = frame["gap"].groupby(recipes)
+    twins = gaps.transform(lambda cells: np.roll(cells, -1) if len(cells) > 1 else np.nan)
+    drawn = np.random.default_rng(0).normal(size=len(frame))
+    columns = {str(name): [*frame[name]] for name in frame} | {"recipe": recipes, "seed": seeds}
+    return columns | dict(zip(BASELINES[1:], ([*twins], [*gaps.transform("mean")], [*drawn]), strict=True))
 
 
 def _columns(train: Path, test: Path, paths: tuple[Path, ...]) -> Columns:
@@ -142,11 +174,12 @@ def _stem(path: str) -> str:
     return Path(path).stem
 
 
-def _correlations(columns: Columns, measure: str) -> Correlations:
-    """Over the networks that have a value of the measure."""
+def _correlations(columns: Columns, measure: str, y: str = "gap") -> Correlations:
+    """Over the networks that have a value of the measure, by the rule of docs/statistics.md."""
     values = zip(columns["checkpoint"], columns[measure], strict=True)
+    without = [name for name, value in values if not np.isfinite(value)]
     return pf.statistics.correlations(
-        columns, measure, exclude=[name for name, value in values if not np.isfinite(value)]
+        columns, measure, y, exclude=without, interval="fisher", settings="recipe", seeds="seed"
     )
 
 
@@ -171,8 +204,13 @@ def _write_correlations(path: Path, found: dict[str, Found]) -> None:
 
 def _by_place(found: Found, head: str) -> dict[str, list[str]]:
     """Return columns by the table that they are in."""
-    places: dict[str, list[str]] = {head: [], "network": [], "other layers": []}
-    for column in found:
+    places: dict[str, list[str]] = {
+        "baselines": [name for name in BASELINES if name in found],
+        head: [],
+        "network": [],
+        "other layers": [],
+    }
+    for column in [name for name in found if name not in BASELINES]:
         _, _, layer = column.partition(" ")
         places["network" if layer in ("", "network") else head if layer == head else "other layers"].append(column)
     places["other layers"].sort(key=lambda column: [measure.name for measure in MEASURES].index(column.split(" ")[0]))
@@ -199,7 +237,7 @@ def _draw(path: Path, held: dict[str, Columns], measures: list[str]) -> None:
     figure = Figure(figsize=(4 * len(measures), 7.5), layout="constrained")
     for panels, (weights, columns) in zip(figure.subplots(len(held), len(measures)), held.items(), strict=True):
         for panel, measure in zip(panels, measures, strict=True):
-            pf.statistics.plot_correlation(columns, measure, axes=panel)
+            pf.statistics.plot_correlation(columns, measure, axes=panel, interval="fisher", settings="recipe")
             panel.set_xlabel(f"{measure}, {weights}")
             for line in panel.get_lines():
                 line.set_markersize(3)

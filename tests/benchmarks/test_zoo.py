@@ -5,6 +5,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -120,7 +121,13 @@ def test_the_zoo_reparameterised_and_its_tables(zoo, capsys):
         assert (f"| {name} | after | 6 |" in printed) == moved
     written = _rows(folder / "docs" / "correlations.csv")
     table = {(row["measure"], row["weights"], row["statistic"]): row for row in written}
-    assert len(table) == 6 * (4 + 4 + 4 + 4 + 1 + 1)
-    expected = pf.statistics.correlations(after, "sharpness")["sharpness", "Kendall"]
-    assert float(table["sharpness", "after", "Kendall"]["value"]) == pytest.approx(expected.value, abs=6e-4)
+    assert len(table) == 6 * (4 + 4 + 4 + 4 + 1 + 1 + 3)  # with the loss, the recipe's mean gap and random numbers
+    numbers = {**pandas.read_csv(after), "recipe": range(6)}
+    found = pf.statistics.correlations(numbers, "sharpness", interval="fisher", settings="recipe", seeds="recipe")
+    row, expected = table["sharpness", "after", "Kendall"], found["sharpness", "Kendall"]
+    assert [float(row[name]) for name in ("value", "low", "high")] == pytest.approx(
+        [expected.value, expected.low, expected.high], abs=6e-4
+    )
     assert (folder / "docs" / "gap.png").stat().st_size > 0
+    _run("restate", folder / "docs", "--head=4")
+    assert capsys.readouterr().out == printed
