@@ -17,6 +17,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import sqlite3
 import sys
 import tempfile
@@ -131,8 +132,8 @@ class Store:
     @contextlib.contextmanager
     def copied(cls, path: Path) -> Iterator["Store"]:
         """Hold a copy of a store to be written, or a new one, which is gone afterwards."""
-        with tempfile.TemporaryDirectory() as folder:
-            copy = Path(folder, "copy.sqlite")
+        with temporary_folder() as folder:
+            copy = folder / "copy.sqlite"
             if path.exists():
                 with cls(path) as store, contextlib.closing(sqlite3.connect(copy)) as connection:
                     store._connection.backup(connection)
@@ -548,6 +549,8 @@ def collect(store: Store) -> list[str]:
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _REMOTE = ("nfs", "cifs", "smb", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "9p", "ncpfs", "fuse.sshfs")
+_FOLDERS = "pyflatness-tmp-"
+_NEW = 60.0  # seconds for which a folder without a lock may be one that is being made
 
 
 def resolved(path: Path) -> Path:
@@ -623,6 +626,32 @@ def only_writer(path: Path) -> Iterator[None]:
                 f"store: {path} has {path.stat().st_nlink} names (hard links), by which others may write it; copy it "
                 "(cp), and write the copy"
             )
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Hold a folder that is gone afterwards; those of processes that were killed are removed first.
+
+    A folder is locked while its process lives.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*"):
+        with contextlib.suppress(OSError):  # another's, in use, or gone meanwhile
+            if time.time() - left.stat().st_mtime > _NEW:
+                with _locked(left):
+                    shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=_FOLDERS) as folder, _locked(Path(folder)):
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock on a file or folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        _lock(handle)
         yield
     finally:
         os.close(handle)
