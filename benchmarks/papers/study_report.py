@@ -1,13 +1,13 @@
 """Say what the networks of :mod:`.study` tell, in docs/study.md: of its longest prefix of whole blocks.
 
 Inside of a *stratum*, one data set, architecture and training loss, measures are held against targets. Statistics that
-are no correlations have the jackknife over recipes too, each made by the library's function of the networks that are
-left.
+are no correlations have the jackknife over recipes too.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,6 @@ from pyflatness.errors import InputError
 from pyflatness.statistics import intervals as resampling
 from pyflatness.statistics.coefficients import Resamples, coefficients
 from pyflatness.statistics.correlation import Correlations, correlations
-from pyflatness.statistics.grid import conditional_mutual_information, granulated_kendall, sign_error
 from pyflatness.statistics.tables import Vector
 
 from . import claims, correlating, reproducing, study
@@ -170,21 +169,101 @@ def less(frame: pandas.DataFrame, one: str, other: str) -> Finding:
     return correlating.jackknifed(f"{one} less {other}, τ", of, _codes(frame, "recipe"))
 
 
-def pairwise(frame: pandas.DataFrame, column: str) -> dict[str, Finding]:
-    """Return ψ of each setting, Ψ, conditional mutual information given the stratum, mean and worst sign errors."""
+def pairwise(frame: pandas.DataFrame, columns: Sequence[str]) -> dict[str, dict[str, Finding]]:
+    """Return by column ψ of each setting, Ψ, mutual information given the stratum, mean and worst sign errors.
+
+    They are what the library's functions of a grid give, made of one list of pairs for all columns and samples.
+    """
     settings = settings_with_pairs(frame)
     kept = frame.assign(stratum=_together(frame, [name for name in study.SETTINGS if name not in settings]))
+    pairs = Pairs.of(kept, [*settings])
+    names = [*settings, "Ψ", "CMI", "sign error", "worst"]
+    counts = dict.fromkeys(names, sum(settings.values())) | settings
+    found: dict[str, dict[str, Finding]] = {}
+    for column in columns:
+        rows = _jackknifed(
+            frame, names, functools.partial(pairs.statistics, *(kept[name] for name in (column, TARGET)))
+        )
+        rows = {name: _each(row, lambda end: min(max(end, -1.0), 1.0)) for name, row in rows.items()}
+        found[column] = {
+            name: replace(row, low=None, high=None) if counts[name] < resampling.FEWEST or row.low == row.high else row
+            for name, row in rows.items()
+        }
+    return found
 
-    def numbers(chosen: NDArray[np.bool_]) -> list[float]:
-        return pair_statistics(kept[chosen].reset_index(drop=True), column, [*settings])
 
-    found = _jackknifed(frame, [*settings, "Ψ", "CMI", "sign error", "worst"], numbers)
-    rows = {name: _each(row, lambda end: min(max(end, -1.0), 1.0)) for name, row in found.items()}
-    pairs = dict.fromkeys(rows, sum(settings.values())) | settings
-    return {
-        name: replace(row, low=None, high=None) if pairs[name] < resampling.FEWEST or row.low == row.high else row
-        for name, row in rows.items()
-    }
+@dataclass(frozen=True)
+class Pairs:
+    """Hold the pairs of networks of one stratum, every pair once.
+
+    Attributes:
+        ends: the two networks, (2, pairs).
+        strata: of each pair, (pairs,).
+        alone: which pairs differ in one setting alone, (pairs,).
+        groups: of those, which are of one stratum and differ in one setting alone, the others being equal: a number.
+        settings: in which the pairs of each group differ, a number.
+        count: of settings.
+    """
+
+    ends: NDArray[np.intp]
+    strata: NDArray[np.intp]
+    alone: NDArray[np.bool_]
+    groups: NDArray[np.intp]
+    settings: NDArray[np.intp]
+    count: int
+
+    @classmethod
+    def of(cls, frame: pandas.DataFrame, settings: Sequence[str]) -> "Pairs":
+        """Return the pairs of a table with the column ``stratum``."""
+        strata, codes = _codes(frame, "stratum"), np.stack([_codes(frame, name) for name in settings])
+        ends = np.stack(np.triu_indices(len(frame), 1))
+        ends = ends[:, strata[ends[0]] == strata[ends[1]]]
+        differ = codes[:, ends[0]] != codes[:, ends[1]]
+        alone = differ.sum(axis=0) == 1
+        which = differ[:, alone].argmax(axis=0)
+        others = codes[:, ends[0, alone]]
+        others[which, np.arange(len(which))] = -1
+        rows, groups = np.unique(np.vstack([which, strata[ends[0, alone]], others]), axis=1, return_inverse=True)
+        return cls(ends, strata[ends[0]], alone, groups.reshape(-1), rows[0], len(settings))
+
+    def statistics(
+        self, measure: "pandas.Series[float]", target: "pandas.Series[float]", kept: NDArray[np.bool_]
+    ) -> list[float]:
+        """Return ψ of each setting, Ψ, Î given the stratum, mean and worst sign error, of the networks that are kept.
+
+        All are NaN where a setting has no pair of networks.
+        """
+        there = kept[self.ends].all(axis=0)
+        one, two = (
+            np.sign(values[self.ends[0]] - values[self.ends[1]]) for values in (measure.to_numpy(), target.to_numpy())
+        )
+        agreement, groups = (one * two)[self.alone & there], self.groups[there[self.alone]]
+        counts = np.bincount(groups, minlength=len(self.settings))
+        sums = np.bincount(groups, agreement, minlength=len(self.settings))
+        pairs, total = (np.bincount(self.settings, cells, minlength=self.count) for cells in (counts, sums))
+        if not pairs.all():
+            return [np.nan] * (self.count + 4)
+        taus, of = sums[counts > 0] / counts[counts > 0], self.settings[counts > 0]
+        psi = np.bincount(of, taus, minlength=self.count) / np.bincount(of, minlength=self.count)
+        worst = max(((1 - total / pairs) / 2)[pairs >= FEWEST], default=np.nan)
+        return [
+            *psi,
+            psi.mean(),
+            _information(self.strata[there], one[there], two[there]),
+            (1 - taus).mean() / 2,
+            worst,
+        ]
+
+
+def _information(groups: NDArray[np.intp], measure: Vector, target: Vector) -> float:
+    """Return the normalised mutual information of two signs of pairs given their group, each pair in both orders."""
+    places = 9 * groups + 3 * (measure + 1).astype(np.intp) + (target + 1).astype(np.intp)
+    signs = np.bincount(places, minlength=9 * (int(groups.max()) + 1)).reshape(-1, 3, 3)
+    table = signs + signs[:, ::-1, ::-1]
+    alone, by_target, by_measure, both = (
+        float(scipy.stats.entropy(part, axis=None)) for part in (table.sum((1, 2)), table.sum(1), table.sum(2), table)
+    )
+    return (by_measure + by_target - both - alone) / (by_target - alone) if by_target - alone > 1e-12 else math.nan
 
 
 def _jackknifed(
@@ -216,24 +295,6 @@ def _each(row: Finding, change: Callable[[float], float]) -> Finding:
     """Return a finding with its value and the ends of its interval changed."""
     value, low, high = (end if end is None else change(end) for end in (row.value, row.low, row.high))
     return replace(row, value=value, low=low, high=high)
-
-
-def pair_statistics(frame: pandas.DataFrame, column: str, settings: Sequence[str]) -> list[float]:
-    """Return the numbers of :func:`pairwise`, NaN where a setting has no pair of networks."""
-    grid = frame[["name", "stratum", *settings, column, TARGET]]
-    every = ["stratum", *settings]
-    try:
-        psi = granulated_kendall(grid, column, TARGET, every).by_setting
-    except InputError:
-        return [np.nan] * (len(settings) + 4)
-    information = conditional_mutual_information(grid, column, TARGET, "stratum").by_condition["stratum",]
-    errors, merged = (
-        [one.error for one in sign_error(grid, column, TARGET, every, fewest=fewest).environments
-         if one.setting != "stratum" and one.pairs >= fewest]
-        for fewest in (1, FEWEST)
-    )  # fmt: skip
-    of = [psi[name] for name in settings]
-    return [*of, float(np.mean(of)), information, float(np.mean(errors)), max(merged, default=np.nan)]
 
 
 def settings_with_pairs(frame: pandas.DataFrame) -> dict[str, int]:
@@ -281,7 +342,7 @@ def found(path: Path = FOLDER / "networks.csv") -> Found:
     measures = compared(frame)
     columns = [*CEILINGS, *BASELINES, *measures]
     tau, partial = taus(frame, columns, TARGET), partials(frame, columns)
-    pairs = {name: pairwise(frame, name) for name in columns}
+    pairs = pairwise(frame, columns)
     losses = {loss: taus(part.reset_index(drop=True), columns, TARGET) for loss, part in frame.groupby("loss")}
     targets = {name: taus(references(frame, name), columns, name) for name in study.TARGETS[1:]}
     asked = hypotheses(frame, tau, partial)

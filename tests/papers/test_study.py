@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.papers import study, study_report
-from pyflatness.statistics import correlations
+from pyflatness.statistics import conditional_mutual_information, correlations, granulated_kendall, sign_error
 from support.grid import normal
 
 NAMES = [*study.SETTINGS]
@@ -113,7 +113,27 @@ def test_pairs_of_networks(table):
     frame = study_report.table(table)
     settings = study_report.settings_with_pairs(frame)
     assert sorted(settings.values()) == [2] * 5 + [4] * 2  # of nine shapes, two recipes each
-    found = study_report.pairwise(frame, "trace")
-    assert [found[name].value for name in ("Ψ", "sign error", "CMI")] == pytest.approx([1, 0, 1])
-    assert all(found[name].value == 1 and found[name].low is None for name in settings)
-    assert study_report.pairwise(frame, "nmls")["sign error"].value == pytest.approx(0.5, abs=0.2)
+    found = study_report.pairwise(frame, ["trace", "nmls"])
+    assert [found["trace"][name].value for name in ("Ψ", "sign error", "CMI")] == pytest.approx([1, 0, 1])
+    assert all(found["trace"][name].value == 1 and found["trace"][name].low is None for name in settings)
+    assert found["nmls"]["sign error"].value == pytest.approx(0.5, abs=0.2)
+
+
+def test_statistics_of_pairs_are_the_librarys(table, monkeypatch):
+    monkeypatch.setattr(study_report, "FEWEST", 6)
+    frame = study_report.table(table)
+    frame["nmls"] = frame["nmls"].round(1)  # ties
+    settings = [*study_report.settings_with_pairs(frame)]
+    kept = np.arange(len(frame)) % 17 > 0
+    found = study_report.Pairs.of(frame, settings).statistics(frame["nmls"], frame["test loss"], kept)
+    every, some = ["stratum", *settings], frame[kept]
+    psi = granulated_kendall(some, "nmls", "test loss", every).by_setting
+    errors, merged = (
+        [one for one in sign_error(some, "nmls", "test loss", every, fewest=fewest).environments
+         if one.setting != "stratum"]
+        for fewest in (1, 6)
+    )  # fmt: skip
+    expected = [psi[name] for name in settings]
+    information = conditional_mutual_information(some, "nmls", "test loss", "stratum").by_condition["stratum",]
+    expected += [np.mean(expected), information, np.mean([one.error for one in errors])]
+    assert found == pytest.approx([*expected, max(one.error for one in merged if one.pairs >= 6)])
