@@ -233,7 +233,7 @@ class Pairs:
 
         All are NaN where a setting has no pair of networks.
         """
-        there = kept[self.ends].all(axis=0)
+        there = kept[self.ends[0]] & kept[self.ends[1]]
         one, two = (
             np.sign(values[self.ends[0]] - values[self.ends[1]]) for values in (measure.to_numpy(), target.to_numpy())
         )
