@@ -42,7 +42,7 @@ DRAWN = {
     "trace": "trace of the Hessian",
     "lambda_max": "largest eigenvalue",
     "adaptive_sharpness": "adaptive sharpness",
-    "adaptive_sharpness_mc, normalised logits": "the same, normalised logits",
+    "adaptive_sharpness_mc, normalised logits": "adaptive sharpness, normalised logits",
     "fisher_rao": "Fisher–Rao norm",
     "pac_bayes": "PAC-Bayes",
     "weight_norm": "norm of the weights",
