@@ -12,10 +12,8 @@ from torch import Tensor
 from .accumulate import masked
 from .shard import Shard
 
-AGREEING = 1e-6  # of a value: by less than so much probes differ by chance or by rounding, which tells of no error
-_FEWEST = (
-    8  # replicates of groups from which the t law holds: of 95 % intervals 85 % do with one, 92 to 95 % with eight
-)
+# Replicates of groups from which the t law holds: of 95 % intervals 85 % do with one, 92 to 95 % with eight.
+_FEWEST = 8
 
 
 class Variances:

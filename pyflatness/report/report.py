@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..messages import check_choice, shown
-from ..numerics.variances import AGREEING
 from . import html, intervals, page, views
 from .constant import Constant
 from .result import Readable
@@ -90,7 +89,7 @@ class Estimate(Readable, Constant):
         """Take back what a value cannot claim: to be exact as NaN, or to have no error because its probes agree."""
         if math.isnan(self.value):
             object.__setattr__(self, "exact", False)
-        if self.stderr is not None and self.stderr <= AGREEING * abs(self.value):
+        if self.stderr is not None and self.stderr <= intervals.AGREEING * abs(self.value):
             object.__setattr__(self, "stderr", math.nan)
             object.__setattr__(self, "dof", None)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..report.intervals import AGREEING
 from .layer_sweep import Parts
 from .totals import Sums
 
@@ -13,7 +14,6 @@ Draw = int | slice
 """The number of a draw; all of them for what is exact."""
 
 _MEAN, _VARIANCE = "mean", "variance"
-_AGREEING = 1e-6  # of a value: draws that differ by less tell of no error
 
 
 class Entries:
@@ -63,4 +63,4 @@ class Entries:
         if (name, _VARIANCE) not in sums.parts:
             return torch.full_like(Entries.mean(sums, name), math.nan)
         errors = (sums.parts[name, _VARIANCE] / sums.normaliser).sqrt()
-        return errors.masked_fill(errors <= _AGREEING * Entries.mean(sums, name).abs(), math.nan)
+        return errors.masked_fill(errors <= AGREEING * Entries.mean(sums, name).abs(), math.nan)

@@ -11,8 +11,9 @@ from ..errors import NonFiniteError
 from ..model import layers
 from ..numerics.accumulate import Accumulator, finite_samples, masked, non_finite
 from ..numerics.shard import WHOLE, Shard
-from ..numerics.variances import AGREEING, Variances
+from ..numerics.variances import Variances
 from ..options import Options
+from ..report.intervals import AGREEING
 from .layer_sweep import Values
 from .subset import Subset
 
