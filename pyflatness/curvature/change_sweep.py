@@ -67,7 +67,7 @@ class ChangeCosts:
         places: of each layer's changes among all of them.
         by_factors: layers whose second order is in the Gram matrix.
         together: whether that of all changes together is, as the GGN has it.
-        linear: layers in whose weight the model is certified to be locally linear; none where that was not asked.
+        linear: layers in whose weight the model is certified to be locally linear; all where that was not asked.
     """
 
     sums: Sums
@@ -124,13 +124,12 @@ class ChangeSweep:
         self._signs = None if draws is None else Signs(task.options.seed, draws)
         self._most = _PER_PRODUCT * (self._count + 1) if products and draws is None else None
         self._many = self._sampled = False
-        self._certify = products and not (task.options.by_ggn and draws is not None)  # else values are not exact anyway
         several = max(len(each) for each in changes.values())
         self._runner = Runner(
             task,
             partial(linearity.refuse_custom_functions, task.options),
             order_matters=task.options.by_sample or not task.loss.convex,
-            certify=self._certify,
+            certify=products,
             # Of outputs, which are about as large as inputs, each change's, and in float64 for the cotangents' passes.
             reserve=lambda found: 7 * several * found.inputs,
         )
@@ -149,7 +148,7 @@ class ChangeSweep:
         facts = {
             "many": self._many,
             "sampled": self._sampled,
-            "linear": {name: self._certify and self._runner.is_linear(name) for name in names},
+            "linear": {name: self._runner.is_linear(name) for name in names},
         }
         every = shard.every("what changes take", facts)
         many = any(fact["many"] for fact in every)

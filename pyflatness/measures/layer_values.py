@@ -150,7 +150,7 @@ class LayerValues:
             stderr=stderr,
             samples=sums.samples,
             method=f"{by}-sampled" if sampled else by,
-            exact=not sampled and all(self._is_hessian(layer, sweep) for layer in layers_of),
+            exact=not sampled and all(self._is_hessian(layer, quantity, sweep) for layer in layers_of),
             backend="reference" if of_activations else sweep.backend,
             per_sample=None if sums.per_sample is None else sums.per_sample[row, column],
             layer=name,
@@ -240,9 +240,11 @@ class LayerValues:
         shard = self._task.batches.shard
         return Totals(self._loss.reduction, self._options, error, sampled=sampled, shard=shard, subset=self._subset)
 
-    def _is_hessian(self, name: str, sweep: Sweep) -> bool:
+    def _is_hessian(self, name: str, quantity: str, sweep: Sweep) -> bool:
         """Return whether an exact value of the layer is certain to be the Hessian's."""
         why = self._runner.why_not_linear(name)
+        if why == linearity.UNASKED:
+            return sweep.method([name], quantity) == "head"
         return not why or (name in sweep.by_hessian and why != linearity.CUSTOM)
 
     def _notes(self, name: str, sweep: Sweep) -> tuple[str, ...]:

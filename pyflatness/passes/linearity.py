@@ -33,8 +33,10 @@ Users = Mapping[Node, Sequence[Node]]
 """For each node of a graph, the nodes that take its result."""
 
 
-CUSTOM, RECURRENT, NONLINEAR = "custom", "recurrent", "nonlinear"
-"""Why a layer is not certified: a function behind it that torch did not write; its own outputs; second derivatives."""
+CUSTOM, RECURRENT, NONLINEAR, UNASKED = "custom", "recurrent", "nonlinear", "unasked"
+"""Why a layer is not certified: a function behind it that torch did not write; its own outputs; second derivatives; or
+that nothing rests on it.
+"""
 
 
 TAKEN_AS_THEY_ARE = "second derivatives of functions that torch did not write taken as they are"
@@ -61,7 +63,8 @@ class Certificate:
     """Hold what is known so far of whether the model is locally linear in layers' weights.
 
     Attributes:
-        reasons: by name, why a layer is not certified: :data:`CUSTOM`, :data:`RECURRENT` or :data:`NONLINEAR`.
+        reasons: by name, why a layer is not certified: :data:`CUSTOM`, :data:`RECURRENT`, :data:`NONLINEAR` or
+            :data:`UNASKED`.
     """
 
     def __init__(self) -> None:

@@ -104,6 +104,7 @@ class Runner:
         halved: bool = False,
     ) -> None:
         selection, self._forward = task.selection, forward or task.forward
+        self._options = task.options
         self.model, self.batches, self.selected = task.model, task.batches, selection.modules
         self._approve, self._reserve, self._inside = approve, reserve, inside
         self._second_order, self._by_sample, self._certify = second_order, by_sample, certify
@@ -285,7 +286,11 @@ class Runner:
             return None
         if self._by_sample:
             known.narrow(outputs, users, samples)
-        if self._certify and not self._certified(outputs, users, samples):
+        if self._certify and self._is_sampled(outputs, samples):
+            self._certificate.reasons |= dict.fromkeys(
+                recorder.calls.keys() - self._certificate.reasons, linearity.UNASKED
+            )
+        elif self._certify and not self._certified(outputs, users, samples):
             return None
         if samples > 1:
             known.rely_on(recorder.calls.keys())
@@ -302,6 +307,14 @@ class Runner:
             frozenset(self._certificate.reasons).intersection(recorder.calls),
             partial(self._again, batch),
         )
+
+    def _is_sampled(self, outputs: Tensor, samples: int) -> bool:
+        """Return whether values of the GGN are sampled, which are not exact whether or not they are the Hessian's.
+
+        Where the outputs are about as few as the probes, they may be exact.
+        """
+        draws = self._options.draws
+        return self._options.by_ggn and draws is not None and outputs.numel() > samples * (len(draws) + 1)
 
     def _certified(self, outputs: Tensor, users: linearity.Users, samples: int) -> bool:
         """Take in which layers are linear; return False if the run has to be made again.

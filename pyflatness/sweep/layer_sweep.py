@@ -275,7 +275,7 @@ class Sweep:
         """Return the values of all layers by directions, see :mod:`.directions`; None where cotangents are better."""
         if spread.is_held() or not directions.are_fewer(run, sent, forms, self._options.max_passes):
             return None
-        if any(self._runner.why_not_linear(name) == linearity.CUSTOM for name in forms):
+        if any(self._runner.why_not_linear(name) in (linearity.CUSTOM, linearity.UNASKED) for name in forms):
             return None  # a function whose second derivative may be missing without a sign
         return directions.values(run, sent, forms)
 

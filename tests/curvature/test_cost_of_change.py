@@ -148,17 +148,20 @@ def _without_padding(changes):
 
 
 def test_probes_of_the_ggn_do_not_ask_where_it_is_the_hessian(monkeypatch):
-    """Which takes longer than they do; so where all columns are no more than the probes it is not known."""
+    """Which takes longer than they do; but where all columns are no more than the probes values may be exact."""
     model, data = _made("convolutions")
     changes = pf.changes.rounded(model, 4)
     exact = pf.cost_of_change(model, nn.CrossEntropyLoss(), data, changes, curvature="ggn", measured=False)
     assert exact["7", "cost_of_change"].exact
+    options = {"curvature": "ggn", "measured": False}
+    every = pf.cost_of_change(model, nn.CrossEntropyLoss(), data, changes, probes=2, **options)["7", "cost_of_change"]
+    assert (every.value, every.method, every.exact) == (pytest.approx(exact["7", "cost_of_change"].value), "ggn", True)
     monkeypatch.delattr(linearity.Certificate, "extend")
-    found = pf.cost_of_change(model, nn.CrossEntropyLoss(), data, changes, curvature="ggn", probes=2, measured=False)
-    for key in ("7", "cost_of_change"), "cost_of_change":
-        assert found[key].value == pytest.approx(exact[key].value, rel=1e-12)
-        assert found[key].method == "ggn"
-        assert not found[key].exact
+    found = pf.cost_of_change(model, nn.CrossEntropyLoss(), data, changes, probes=1, **options)
+    report = pf.measure(model, nn.CrossEntropyLoss(), data, curvature="ggn", probes=1)
+    for sampled in found["7", "cost_of_change"], report["0", "relative_flatness"], report["relative_flatness"]:
+        assert (sampled.method, sampled.exact) == ("ggn-sampled", False)
+    assert (report["7", "relative_flatness"].method, report["7", "relative_flatness"].exact) == ("head", True)
 
 
 def test_rows_cost_what_changing_each_alone_costs():

@@ -86,9 +86,7 @@ def test_an_interrupted_slice_goes_on_bit_for_bit(tmp_path, memory, last, done, 
 def test_a_finished_slice_is_read_from_its_file(tmp_path):
     whole, counting = call(tmp_path / "a.npz"), Stopping(1 << 30)
     same(call(tmp_path / "a.npz", forward=counting), whole)
-    assert (
-        1 << 30
-    ) - counting.left == 3  # a few samples, the model's own point, and two of its samples alone
+    assert (1 << 30) - counting.left == 3  # a few samples, the model's own point, and two of its samples alone
 
 
 @pytest.mark.parametrize(
