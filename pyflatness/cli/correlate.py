@@ -26,6 +26,7 @@ from .output import finite, prepare_file, show_json
     "--settings", metavar="COLUMN,…", multiple=True, callback=several, help="Columns in which dependent networks agree."
 )
 @click.option("--given", metavar="COLUMN,…", multiple=True, callback=several, help="Columns that are held fixed.")
+@click.option("--seeds", metavar="COLUMN", help="The seeds, where recipes share them.")
 @click.option("--interval", type=click.Choice(["bootstrap", "fisher"]), default="bootstrap", show_default=True)
 @click.option("--plot", type=PATH, help="Figure to write, of one measure.")
 @json_option
@@ -37,6 +38,7 @@ def correlate(
     exclude: tuple[str, ...],
     settings: tuple[str, ...],
     given: tuple[str, ...],
+    seeds: str | None,
     interval: str,
     plot: Path | None,
     as_json: bool,
@@ -49,11 +51,12 @@ def correlate(
         raise click.UsageError("--plot goes with one measure: --measures 'relative_flatness network'")
     if plot is not None:
         prepare_file(plot)
-    how: dict[str, Any] = {"exclude": exclude, "test": None if test is None else _read(test), "interval": interval}
-    held, settings_or_none = _read(table), settings or None
-    found = correlations(held, x or None, y, **how, settings=settings_or_none, given=given)
+    held = _read(table)
+    how: dict[str, Any] = {"exclude": exclude, "interval": interval, "settings": settings or None, "given": given}
+    how |= {"test": None if test is None else _read(test), "seeds": seeds}
+    found = correlations(held, x or None, y, **how)
     if plot is not None:
-        plot_correlation(held, x[0], y, **how, settings=settings_or_none, path=plot)
+        plot_correlation(held, x[0], y, **how, path=plot)
     if as_json:
         show_json(finite([row.to_dict() for row in found]))
     else:

@@ -145,7 +145,8 @@ class PenaltyCallback(TrainerCallback):  # type: ignore[misc]
 
     In training the ``loss`` of the model's outputs is then its own loss plus ``strength`` times
     :class:`pyflatness.FlatnessPenalty` of the batch, and so is the loss that the trainer logs. The model in eval mode
-    has its own loss, as ``eval_loss``. Accumulated gradients are those of the whole batch.
+    has its own loss, as ``eval_loss``. Accumulated gradients are those of the whole batch where they are of the model's
+    own loss, but with ``normalize="std"``, whose deviations are a micro-batch's.
 
     Args:
         layers: name, pattern or module of layers, or a sequence of these, see :class:`pyflatness.FlatnessPenalty`.
@@ -178,8 +179,10 @@ class PenaltyCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Hook the model and its layers."""
-        self._remove()  # of a training that an error ended
         model = kwargs["model"]
+        for hook in [*model._forward_hooks.values()]:  # of a training that an error ended, by any callback
+            if isinstance(callback := getattr(hook, "__self__", None), PenaltyCallback):
+                callback._remove()
         self._penalty = self._made(model)
         self._hook = model.register_forward_hook(self._add, with_kwargs=True)
 

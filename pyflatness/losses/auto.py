@@ -71,12 +71,12 @@ class Returned:
     items: Any
 
     @classmethod
-    def of(cls, model: nn.Module, returned: Any, given: Any) -> "Returned":
+    def of(cls, model: nn.Module, returned: Any, given: Any, *, by_items: bool = True) -> "Returned":
         """Return what the loss takes of what the model returned.
 
         Args:
-            given: the labels, or the mapping that the model was called with. ``num_items_in_batch`` in it counts as in
-                the model's own loss.
+            given: the labels, or the mapping that the model was called with.
+            by_items: whether ``num_items_in_batch`` in it counts, which some models are given and take no notice of.
 
         Raises:
             InputError: as :func:`of_model`, without a comparison of losses.
@@ -85,7 +85,7 @@ class Returned:
         own = of_transformers(model)
         prepared = hugging_face.prepared(own, batch)
         outputs, targets = calling.arranged(returned, prepared)
-        items = batch.get("num_items_in_batch")
+        items = batch.get("num_items_in_batch") if by_items else None
         return cls(outputs, targets, _found(own, targets, None if items is None else "sum"), items)
 
     def check(self, model: nn.Module, returned: Any) -> None:

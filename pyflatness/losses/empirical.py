@@ -31,6 +31,8 @@ class _EmpiricalFisher:
     by_rows: ClassVar[bool] = False
 
     def __getattr__(self, name: str) -> Any:
+        if name == "loss":  # of one that is being copied
+            raise AttributeError(name)
         return getattr(self.loss, name)
 
     @property

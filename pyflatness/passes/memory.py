@@ -1,5 +1,6 @@
 """Divide the bytes of ``memory=``, and cut batches into micro-batches whose graph fits its part of them."""
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -131,13 +132,13 @@ class MicroBatches:
         self.largest, self.cuttable = 1, True
         self.notes: tuple[str, ...] = ()
 
-    def plan(self, needed: int, samples: int, *, cuttable: bool) -> None:
-        """Take in what a batch of some samples needs: bytes a sample, and whether the model runs on some of them."""
+    def plan(self, needed: int, *, cuttable: bool) -> None:
+        """Take in what batches need: bytes a sample, and whether the model runs on some of their samples."""
         needed, asked = max(1, needed), self._budget.asked
         if asked and needed > asked and cuttable:
             self.notes = (f"one sample takes about {needed:,} bytes at a time, more than memory={asked:,}",)
         self.cuttable = cuttable
-        self.largest = max(1, self._budget.graph // needed) if cuttable else samples
+        self.largest = max(1, self._budget.graph // needed) if cuttable else sys.maxsize
 
     def make_room_for_second_order(self) -> None:
         """Take in that second derivatives are taken from now on: the graph of the first ones comes on top."""

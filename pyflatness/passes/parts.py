@@ -48,7 +48,7 @@ class Parts:
         samples = data.size(batch)
         if samples > _FEW and not self._is_planned:
             self._is_planned = True
-            self._plan(batch, samples)
+            self._plan(batch)
         if samples <= max(_FEW, self._cuts.largest):
             yield batch
             return
@@ -56,7 +56,7 @@ class Parts:
             place.done = True
             yield data.part(batch, place.start, place.stop)
 
-    def _plan(self, batch: Any, samples: int) -> None:
+    def _plan(self, batch: Any) -> None:
         needed, cuttable = 0, True
         try:
             with calling.dry_run(), torch.set_grad_enabled(self._derivatives), _Alive() as alive:
@@ -66,7 +66,7 @@ class Parts:
         except Exception:  # not a batch that can be cut; an error of the model's own comes again with the whole batch
             cuttable = False
         self._compare()
-        self._cuts.plan(needed, samples, cuttable=cuttable)
+        self._cuts.plan(needed, cuttable=cuttable)
 
 
 class _Alive(TorchDispatchMode):
@@ -79,13 +79,18 @@ class _Alive(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returned = func(*args, **(kwargs or {}))
-        given = {part.untyped_storage()._cdata for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor)}
-        for part in tree_leaves(returned):
-            with contextlib.suppress(NotImplementedError):  # it is sparse, say
-                storage = part.untyped_storage() if isinstance(part, Tensor) else None
-                if storage is not None and storage._cdata not in given:
-                    self._held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-                    self.largest = max(self.largest, storage.nbytes())
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(returned):
+            if storage._cdata not in given:
+                self._held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self.largest = max(self.largest, storage.nbytes())
         self._held = {key: each for key, each in self._held.items() if not each[0].expired()}
         self.most = max(self.most, sum(size for _, size in self._held.values()))
         return returned
+
+
+def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
+    for part in tree_leaves(tree):
+        if isinstance(part, Tensor):
+            with contextlib.suppress(NotImplementedError):  # it is sparse, say
+                yield part.untyped_storage()

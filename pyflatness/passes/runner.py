@@ -355,7 +355,7 @@ class Runner:
             found = self._found(batch, whole=not first)
         self._known.add(found, first=first)
         if first:
-            self._micro_batches.plan(found.bytes + self._reserve(found), samples, cuttable=found.cuttable)
+            self._micro_batches.plan(found.bytes + self._reserve(found), cuttable=found.cuttable)
         return found
 
     def _found(self, batch: Any, *, whole: bool) -> dry_run.Findings:

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _SUMS = ("add", "add_", "__radd__", "__iadd__", "sub", "sub_", "__rsub__", "__isub__")  # names of torch's functions
@@ -37,7 +38,7 @@ class Constant(float):
         given = [one.real if isinstance(one, Constant) else one for one in args]  # float() fails in torch.compile
         named = {key: one.real if isinstance(one, Constant) else one for key, one in (kwargs or {}).items()}
         found = function(*given, **named)
-        if function.__name__ in _SUMS and isinstance(found, Tensor) and found.requires_grad:
+        if function.__name__ in _SUMS and isinstance(found, Tensor) and found.requires_grad and torch.is_grad_enabled():
             warnings.warn(
                 "a measured number is added to a tensor with a graph: it has no gradient, and does not change the "
                 "training. pf.FlatnessPenalty and pf.flatness_penalty are terms of a loss; where a constant is meant, "

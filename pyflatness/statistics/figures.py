@@ -1,5 +1,6 @@
 """Draw a measure against the generalisation gap, and the correlations of all measures with each other."""
 
+import textwrap
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _WIDE = 100  # a measure whose largest value is so many times the smallest is drawn logarithmically
 _NAMED = 12  # clusters that a legend has room for
+_TITLE = 70  # characters of a line above a figure
 _WRITTEN = 15  # columns of a matrix whose cells have room for a number
 
 
@@ -32,13 +34,16 @@ def plot_correlation(
     seed: int = 0,
     interval: str = "bootstrap",
     settings: str | Sequence[str] | None = None,
+    given: str | Sequence[str] = (),
+    seeds: str | None = None,
     path: str | Path | None = None,
     axes: "Axes | None" = None,
 ) -> "tuple[Figure, Axes]":
     """Draw a measure against the generalisation gap as a scatter plot, with the correlations and intervals above it.
 
     Every network is drawn; those in ``exclude`` hollow, counted in the legend and left out of the correlations. Each
-    cluster has its colour.
+    cluster has its colour. Points are drawn as they are, whatever is held fixed, and a warning where training losses
+    differ is above them too.
 
     Args:
         table: as for :func:`pyflatness.statistics.correlations`, like all that follow but the last two.
@@ -49,6 +54,8 @@ def plot_correlation(
         seed: of the resampling.
         interval: ``"bootstrap"`` or ``"fisher"``.
         settings: columns; networks that are equal in all of them are a cluster.
+        given: columns that the correlations hold fixed.
+        seeds: the column of seeds that recipes share.
         path: where the figure is written too; its ending is its format.
         axes: matplotlib's, to draw into; None: those of a new figure.
 
@@ -67,7 +74,7 @@ def plot_correlation(
     """
     x, y = one_name("x", x), one_name("y", y)
     options: Any = {"exclude": exclude, "test": test, "seed": seed, "interval": interval, "settings": settings}
-    found = correlations(table, x, y, **options)
+    found = correlations(table, x, y, **options, given=given, seeds=seeds)
     networks = read(table, test)
     kept, values, against = networks.kept(exclude), networks.column(x), networks.column(y)
     figure, axes = views.onto(axes)
@@ -84,7 +91,9 @@ def plot_correlation(
     drawn = values[np.isfinite(values)]
     if drawn.min() > 0 and drawn.max() > _WIDE * drawn.min():
         axes.set_xscale("log")
-    axes.set_title("\n".join(map(str, found.rows)), fontsize=10)
+    held = [f"given {', '.join(found.given)}"] if found.given else []
+    notes = [textwrap.fill(found.note, _TITLE)] if found.note else []
+    axes.set_title("\n".join([*held, *map(str, found.rows), *notes]), fontsize=10)
     axes.set_xlabel(x)
     axes.set_ylabel("generalisation gap" if y == "gap" else y)
     axes.grid(alpha=0.3)

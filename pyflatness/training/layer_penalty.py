@@ -9,6 +9,7 @@ estimate is an unbiased estimate of the gradient of κ. One such pass serves sev
 layer's term is its κ, whatever signs the others have.
 """
 
+import contextlib
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -120,6 +121,7 @@ class FlatnessPenalty:
         self._watched = [LayerCalls(name, module) for name, module in chosen.items()]
         self._names = f"layer{'s' * (len(chosen) > 1)} {', '.join(map(repr, chosen))}"
         self._is_new = True
+        self._by_items = True  # whether the model's own loss is divided by the items that it is told of
         weakref.finalize(self, _remove, self._watched).atexit = False  # the model has the hooks, and these keep tensors
         try:
             with interrupts.held():
@@ -180,9 +182,17 @@ class FlatnessPenalty:
         """Return outputs and targets as the loss takes them, the loss, and what else its sum is divided by."""
         if self._loss is not None:
             return check_tensor("outputs", _one_tensor(outputs)), targets, self._loss, 1
-        found = auto.Returned.of(self._model, outputs, targets)
+        found = auto.Returned.of(self._model, outputs, targets, by_items=self._by_items)
         if self._is_new:
-            found.check(self._model, outputs)
+            try:
+                found.check(self._model, outputs)
+            except InputError:
+                mean = auto.Returned.of(self._model, outputs, targets, by_items=False)
+                with contextlib.suppress(InputError):
+                    mean.check(self._model, outputs)
+                    found, self._by_items = mean, False
+                if self._by_items:
+                    raise
         return found.outputs, found.targets, found.loss, 1 if found.items is None else found.items
 
     def remove(self) -> None:

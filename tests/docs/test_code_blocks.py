@@ -50,9 +50,9 @@ model, loss, data = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), nn.CrossEntro
     + """
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 model = nn.Sequential(nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
-loss, data, (x_test, y_test), step, train_loss = nn.CrossEntropyLoss(), (x.flatten(1), y), (x.flatten(1), y), 0, 1.0
+loss, data, (x_test, y_test) = nn.CrossEntropyLoss(), (x.flatten(1), y), (x.flatten(1), y)
 def train(model):
-    pass
+    return 1.0
 """,
     "zoo.md": "import pandas, pyflatness as pf",
 }

@@ -72,7 +72,7 @@ def test_the_device_is_that_of_the_model():
 def test_micro_batches_fit_the_share_of_the_graph(taken):
     budget = Budget(10**6)
     micro_batches = MicroBatches(budget)
-    micro_batches.plan(taken, 1000, cuttable=True)
+    micro_batches.plan(taken, cuttable=True)
     places = []
     for place in micro_batches.places(1000, 1000):
         place.done = True
@@ -86,7 +86,7 @@ def test_micro_batches_fit_the_share_of_the_graph(taken):
 
 def test_what_is_not_done_comes_again():
     micro_batches = MicroBatches(Budget(10**6))
-    micro_batches.plan(1, 10, cuttable=True)
+    micro_batches.plan(1, cuttable=True)
     seen = []
     for place in micro_batches.places(10, 10):
         seen.append((place.start, place.stop))

@@ -100,3 +100,17 @@ def test_a_sample_of_nan_alone_does_not_make_a_network_another_one():
     after = pf.relative_flatness(net, LOSS, (x, Y[:8]), "front", nan_policy="omit")
     assert before.method == after.method == "ggn"
     assert after.omitted == 1
+
+
+@pytest.mark.parametrize("measure", ["fisher_rao", "relative_flatness"])
+def test_a_batch_of_a_model_that_runs_on_whole_batches_is_never_cut(measure):
+    """A later one that is larger than the first either."""
+    net, batches = network(lambda net, x: net.head(torch.relu(net.front(x)))), [(X[:6], Y[:6]), (X[6:16], Y[6:16])]
+
+    def forward(model, batch):
+        if len(batch[0]) not in (6, 10):
+            raise ValueError("cut")
+        return model(batch[0]), batch[1]
+
+    found = pf.measure(net, LOSS, batches, measures=measure, forward=forward)[measure].value
+    assert found == pytest.approx(pf.measure(net, LOSS, batches, measures=measure)[measure].value, rel=1e-12)

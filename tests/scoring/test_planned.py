@@ -76,7 +76,7 @@ def test_bytes_are_those_by_which_batches_are_cut(tokens):
     for model, batches, expected in ((convolutions(), data, images), (llama(), [two], of_two)):
         with mock.patch.object(MicroBatches, "plan", autospec=True, side_effect=MicroBatches.plan) as cut:
             pf.measure(model.eval(), "cross_entropy", batches, measures="relative_flatness", curvature="ggn", probes=1)
-        ((_, needed, _), _), *_ = cut.call_args_list
+        ((_, needed), _), *_ = cut.call_args_list
         assert needed == (expected.graph + 2 * expected.gradients + expected.grams) // 2
 
 

@@ -78,6 +78,9 @@ def test_the_loss_is_that_of_the_models_labels(options, labels, loss, as_targets
     with pf.FlatnessPenalty(model, "classifier", loss, generator=seeded()) as penalty:
         expected = penalty(model(**batch).logits, as_targets(labels))
     assert found.item() == pytest.approx(expected.item(), rel=1e-12)
+    told = {**batch, "num_items_in_batch": torch.tensor(9)}  # of which BERT's losses take no notice
+    with pf.FlatnessPenalty(model, "classifier", "auto", generator=seeded()) as penalty:
+        assert penalty(model(**told), told).item() == pytest.approx(expected.item(), rel=1e-12)
 
 
 def test_answers_in_a_text():
