@@ -33,7 +33,7 @@ from ..passes.cotangents import Cotangents
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from ..report import Estimate
-from .entries import Entries
+from .entries import EntrySums
 from .layer_gradients import LayerGradients
 from .layer_sweep import Values
 from .per_sample_diagonal import PerSampleDiagonal
@@ -64,7 +64,7 @@ class Diagonal:
         adaptive: bool = False,
         certify: bool = True,
         theta: parameters.Parameters | None = None,
-        entries: Callable[[int], Entries] | None = None,
+        entries: Callable[[int], EntrySums] | None = None,
     ) -> None:
         self._task, self._certify, self._made_entries = task, certify, entries
         self.theta = parameters.trainable(task.model) if theta is None else theta
@@ -157,7 +157,7 @@ class Diagonal:
         signs: Signs | None,
         names: Sequence[str],
         values: Tensor,
-        entries: Entries | None,
+        entries: EntrySums | None,
     ) -> None:
         with contractions.full_precision(run.outputs):
             squares = self._layers.squares(run, names, sent.passes if signs is None else len(values), entries)
@@ -169,7 +169,7 @@ class Diagonal:
                 values[place] += squares(place, gradients, sign)
 
     def _of_group(
-        self, run: Run, group: Group, signs_of_factors: Signs | None, signs: Signs | None, entries: Entries | None
+        self, run: Run, group: Group, signs_of_factors: Signs | None, signs: Signs | None, entries: EntrySums | None
     ) -> Tensor:
         """Return the values of a group's samples, (draws, n), or of one draw for all."""
         most, numbers = self._task.options.max_passes, run.numbers[group.place]
@@ -212,12 +212,12 @@ def by_parameter(task: Task, theta: parameters.Parameters, *, rows: bool, certif
         rows: whether entries are summed over all dimensions of a parameter but the first.
         certify: whether it matters in which parameters the model is linear.
     """
-    diagonal = Diagonal(task, certify=certify, theta=theta, entries=lambda draws: Entries(theta, draws, rows=rows))
+    diagonal = Diagonal(task, certify=certify, theta=theta, entries=lambda draws: EntrySums(theta, draws, rows=rows))
     sums = diagonal.sums(task.options.draws)
     return ByParameter(
         _estimate(diagonal, sums if diagonal.sampled else replace(sums, errors=None), task.options),
-        {name: Entries.mean(sums, name) for name in theta},
-        {name: Entries.error(sums, name) for name in theta} if diagonal.sampled else None,
+        {name: EntrySums.mean(sums, name) for name in theta},
+        {name: EntrySums.error(sums, name) for name in theta} if diagonal.sampled else None,
     )
 
 

@@ -16,7 +16,7 @@ Draw = int | slice
 _MEAN, _VARIANCE = "mean", "variance"
 
 
-class Entries:
+class EntrySums:
     """Add up entries over samples, for each draw.
 
     Args:
@@ -61,6 +61,6 @@ class Entries:
         NaN where it is not known, as where draws agree, and of one draw.
         """
         if (name, _VARIANCE) not in sums.parts:
-            return torch.full_like(Entries.mean(sums, name), math.nan)
+            return torch.full_like(EntrySums.mean(sums, name), math.nan)
         errors = (sums.parts[name, _VARIANCE] / sums.normaliser).sqrt()
-        return errors.masked_fill(errors <= AGREEING * Entries.mean(sums, name).abs(), math.nan)
+        return errors.masked_fill(errors <= AGREEING * EntrySums.mean(sums, name).abs(), math.nan)

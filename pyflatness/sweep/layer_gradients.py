@@ -20,7 +20,7 @@ from ..passes.guards import agree, rounding
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run
 from ..passes.task import Task
-from .entries import Draw, Entries
+from .entries import Draw, EntrySums
 from .per_sample_parameters import PerSampleParameters
 
 Gradients = Mapping[str, Sequence[Tensor]]
@@ -81,7 +81,7 @@ class LayerGradients:
                 self._usable[name] = self._is_whole(run, name, gradients[name], whole)
 
     def squares(
-        self, run: Run, names: Sequence[str], passes: int, entries: Entries | None
+        self, run: Run, names: Sequence[str], passes: int, entries: EntrySums | None
     ) -> Callable[[Draw, Gradients, Sign], Tensor]:
         """Return a function of draws, gradients and their signs -> (n,) float64 of some layers.
 

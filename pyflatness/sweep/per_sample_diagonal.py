@@ -19,7 +19,7 @@ from ..losses import Loss
 from ..numerics.signs import Signs
 from ..passes import cotangents, linearity
 from ..passes.limit import check_passes
-from .entries import Draw, Entries
+from .entries import Draw, EntrySums
 from .layer_gradients import signed
 from .per_sample_parameters import Group
 
@@ -40,7 +40,7 @@ class PerSampleDiagonal:
         loss: Loss,
         scales: Mapping[str, Tensor],
         most: int,
-        entries: Entries | None = None,
+        entries: EntrySums | None = None,
     ) -> None:
         self._group, self._numbers, self._loss, self._scales, self._most = group, numbers, loss, scales, most
         self._single = entries
