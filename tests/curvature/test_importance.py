@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import pyflatness as pf
 from support.brute_force import diagonals, flat, placed
+from support.functions import Squared
 from support.grid import batches, normal
 from support.networks import CASES
 
@@ -290,17 +291,6 @@ def test_a_parameter_without_dimensions(activation, structure):
     total = pf.measure(model, LOSS, data, measures="sharpness")["sharpness"]
     assert total.value == pytest.approx(float(expected.sum()))
     assert pf.importance(model, LOSS, data, kind="hessian", probes=1)["gain"].shape == ()
-
-
-class Squared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.square()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * ctx.saved_tensors[0] * grad
 
 
 class Behind(nn.Module):

@@ -12,6 +12,7 @@ from support.cases import INDICES, C, M, N
 from support.combinations import in_soak
 from support.convolutions import batch_norm
 from support.covering import share
+from support.functions import Squared
 from support.grid import CASES, Case, Net, classes, normal
 from support.networks import SEQUENCES
 
@@ -307,18 +308,6 @@ def test_adaptive_sharpness_is_the_limit_of_monte_carlo(activation):
 
 
 # --- functions that torch did not write -------------------------------------------------------------------------------
-
-
-class Squared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.square()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        return 2 * x * gradient
 
 
 class OnceOnly(Squared):
