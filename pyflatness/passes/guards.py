@@ -472,7 +472,7 @@ class Checked:
                 break
         else:  # a loss that does not take these; the measure says better what is wrong
             return
-        self._loss_is_open = found  # whoever tries whether a batch can be cut takes no notice of the first error
+        self._loss_is_open = False
         if found:
             raise InputError(REFUSAL)
 

@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..errors import FlatnessError
 from ..model import calling, data
 from .memory import Budget, MicroBatches
 
@@ -63,6 +64,8 @@ class Parts:
                 kept = self._work(data.part(batch, 0, _FEW))
             needed = (alive.most + 2 * self._derivatives * alive.largest) // _FEW
             del kept
+        except FlatnessError:
+            raise
         except Exception:  # not a batch that can be cut; an error of the model's own comes again with the whole batch
             cuttable = False
         self._compare()
