@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +64,7 @@ class Task:
             NonFiniteError: E is NaN or infinite at a point, but under ``"propagate"``.
         """
         sums, over = [0.0] * len(points), Accumulator(nan_policy, self.loss.reduction)
-        for number, part in self.parts().numbered(self.batches):
+        for number, part in self._whole_passes.numbered(self.batches):
             for place, values in enumerate(points):
                 outputs, targets = self.run(part, values)
                 if place == 0:
@@ -77,6 +78,11 @@ class Task:
     def budget(self, *, halved: bool = False) -> Budget:
         """Return how the user's ``memory=`` is shared out."""
         return Budget.of(self.model, self.options.memory, halved=halved)
+
+    @cached_property
+    def _whole_passes(self) -> Parts:
+        """Return what cuts batches for :meth:`risks`, which some measures call again and again."""
+        return self.parts()
 
     def parts(self, work: Callable[[Any], Any] | None = None, *, derivatives: bool = False) -> Parts:
         """Return what cuts batches that no :class:`.runner.Runner` runs, see :class:`.Parts`; run by default."""
