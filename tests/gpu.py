@@ -40,7 +40,7 @@ SELECTED = [
 ]
 OPTIONAL = {"test_cli.py": ("click", "scipy", "sklearn", "matplotlib")}  # what some files import besides
 NEEDED = ("torch", "pybind11", "numpy", "rich", "pytest", "hypothesis")
-WORKERS = min(6, os.cpu_count() or 1)
+WORKERS = min(8, os.cpu_count() or 1)
 LATE, KERNEL = "the time for these tests is over", "kernel"  # what support.launches writes into reports
 UNSANITIZED = tuple(  # large ones; torch's kernels rather than ours
     f"test_cuda_{name}.py"
