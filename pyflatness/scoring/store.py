@@ -24,12 +24,12 @@ import tempfile
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .. import __version__
 from ..errors import StoreError
 from ..messages import shown
 from . import described, keys
@@ -424,9 +424,7 @@ def _statements() -> tuple[str, ...]:
 @functools.cache
 def versions() -> str:
     """Return what computes here, as JSON."""
-    return json.dumps(
-        {"pyflatness": version("pyflatness"), "torch": torch.__version__, "python": platform.python_version()}
-    )
+    return json.dumps({"pyflatness": __version__, "torch": torch.__version__, "python": platform.python_version()})
 
 
 _BETTER = {"to do": 0, "failed": 1, "none": 2, "done": 2}

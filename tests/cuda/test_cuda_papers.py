@@ -55,7 +55,7 @@ def test_training(gpu, tmp_path, optimizer, full_precision):
         expected, told = found["cpu"][name]
         assert facts["trained_on"] == f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
         assert float(facts["loss"]) == pytest.approx(float(told["loss"]), rel=1e-4)
-        start = training.initialized(networks.lenet5, recipes[name]).state_dict()
+        start = training.initialized(networks.lenet5, recipes[name].seed, recipes[name].initialization).state_dict()
         for key, value in state.items():
             moved = (expected[key] - start[key]).norm()
             assert (value - expected[key]).norm() <= 0.02 * moved, key
@@ -66,11 +66,11 @@ def test_an_interrupted_run_goes_on(gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "_SAVED_EVERY", 0.0)
     step, calls = training._Group._train_epoch, []
 
-    def interrupted(self, *given):
+    def interrupted(self, *given, **how):
         calls.append(0)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return step(self, *given)
+        return step(self, *given, **how)
 
     monkeypatch.setattr(training._Group, "_train_epoch", interrupted)
     given = tuple(part.to(gpu) for part in data())
