@@ -369,7 +369,10 @@ class LayerContraction(Contractor):
         total = coefficients.new_zeros(groups, d, d)
         phi = promoted(inputs[0])
         by_gram = len(inputs) == 1 and self.cheaper(phi, 1) == "gram"
-        chunk = max(1, layer.memory // (16 * groups * d * m))  # M and its copy in float64
+        places = sum(map(layer.places, inputs))
+        # The Gram matrix and two factors, or patches and M; what is summed is copied in float64, twice as large.
+        elements = places * (places + 6 * d) if by_gram else m * (places + 3 * d)
+        chunk = layer.chunk(groups * elements, phi.dtype)
         for start in range(0, len(phi), chunk):
             part = slice(start, start + chunk)
             some = coefficients[part]

@@ -44,24 +44,26 @@ class Tail:
     """
 
     def __init__(self, outputs: Tensor, users: Users, edges: Mapping[str, GradientEdge]) -> None:
-        self._outputs, nodes = outputs, _small(outputs, users)
+        nodes = _small(outputs, users)
         self.names = [name for name, edge in edges.items() if nodes.keys() >= {*users.get(edge.node, (edge.node,))}]
         self._edges = [edges[name] for name in self.names]
         self._rest = {name: edge for name, edge in edges.items() if name not in self.names}
         sources = dict.fromkeys(source for node in nodes for source in _sources(node) if self._rest)
         self._front = [GradientEdge(node, number) for node, number in sources if node not in nodes]
-        self._send = LinearMap(self._gradients)
-        self.bytes = sum(_bytes(edge.node, edge.output_nr) for edge in (*self._edges, *self._front))
+        wanted = [*self._edges, *self._front]
+
+        def gradients(cotangent: Tensor) -> tuple[Tensor, ...]:  # no method: the graph would be in a cycle, and stay
+            interrupts.check()
+            return torch.autograd.grad(outputs, wanted, cotangent, retain_graph=True)
+
+        self._send = LinearMap(gradients)
+        self.bytes = sum(_bytes(edge.node, edge.output_nr) for edge in wanted)
 
     def send(self, cotangents: Tensor) -> tuple[dict[str, Tensor], Iterator[dict[str, Tensor]]]:
         """Return gradients of cotangents (k, …), (k, …) by name, and for one after the other those of other names."""
         found: Any = self._send(cotangents)
         split = len(self._edges)
         return dict(zip(self.names, found[:split], strict=True)), self._others(found[split:])
-
-    def _gradients(self, cotangent: Tensor) -> tuple[Tensor, ...]:
-        interrupts.check()
-        return torch.autograd.grad(self._outputs, [*self._edges, *self._front], cotangent, retain_graph=True)
 
     def _others(self, front: Sequence[Tensor]) -> Iterator[dict[str, Tensor]]:
         edges: Any = self._front  # torch's annotation knows tensors alone

@@ -1,6 +1,7 @@
 """What public calls allocate at a time beside model and data, held against ``memory=``, by torch's own count."""
 
 import copy
+import gc
 from functools import partial
 from itertools import accumulate
 
@@ -80,3 +81,25 @@ def test_a_call_stays_within_its_memory(name):
         taken = most_at_once(partial(CALLS[name], model, LOSS, data, memory=memory * MIB))
         print(f"{name}, {memory} MiB: {taken / MIB:.1f}")
         assert taken <= memory * MIB + REST, f"{memory} MiB: {taken / MIB:.1f}"
+
+
+def graphs():
+    """How many tensors with a graph there are."""
+    return sum(type(held) is torch.Tensor and held.grad_fn is not None for held in gc.get_objects())
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_graph_ends_with_its_run(name):
+    """A cycle of references would keep those of many micro-batches until Python looks for cycles."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+    data = [(torch.randn(16, 4), torch.arange(16) % 3) for _ in range(3)]
+    CALLS[name](model, LOSS, data)
+    gc.collect()
+    gc.disable()
+    try:
+        before = graphs()
+        CALLS[name](model, LOSS, data)
+        assert graphs() == before
+    finally:
+        gc.enable()
