@@ -64,9 +64,8 @@ CALLS = {
     "rounded": lambda net, data: pf.cost_of_change(
         net, LOSS, data, pf.changes.rounded(net, 4, per="group", group_size=4), by_trace=True
     ),
-    "pruned": lambda net, data: pf.cost_of_change(
-        net, LOSS, data, pf.changes.pruned(net, 0.5), by_trace=True, probes=3
-    ),
+    # Exact: random probes go along eigenvectors of the loss's Hessian, whose signs are a library's.
+    "pruned": lambda net, data: pf.cost_of_change(net, LOSS, data, pf.changes.pruned(net, 0.5), by_trace=True),
     "2:4": lambda net, data: pf.cost_of_change(net, LOSS, data, pf.changes.pruned_2_4(net, layers="8")),
     "of rank 1": lambda net, data: pf.cost_of_change(net, LOSS, data, pf.changes.of_rank(net, 1, layers="8")),
     "between": lambda net, data: pf.cost_of_change(net, LOSS, data, pf.changes.between(net, FIRST, layers=["0", "8"])),
