@@ -83,17 +83,14 @@ class LayerValues:
         sweep = kind(self._runner, self._loss, self._options, wanted)
         stages = Stages(self._options, lambda: sweep.exact_passes, lambda sums: self._agree(sweep, sums))
         for draws in stages:
-            for chosen in self._parts(stages):
-                if chosen is None and self._options.fraction == "auto":
-                    more = "fraction='auto' where more than half of the data are needed"
-                    self._runner.batches.shard.ranks.refuse(more, "pass a larger rtol= or probes=k without it, ")
-                    sweep = AdaptiveSweep(
-                        self._runner, self._loss, replace(self._options, probes="adaptive", fraction=None), wanted
-                    )
+            for chosen, share in self._parts(stages):
+                if share is not None:
+                    options = replace(self._options, probes="adaptive", fraction=None)
+                    sweep = AdaptiveSweep(self._runner, self._loss, options, wanted)
                 by_groups = isinstance(sweep, AdaptiveSweep)
                 totals = self._totals(sampled=draws is not None and not by_groups)
                 if isinstance(sweep, AdaptiveSweep):
-                    sweep.by_groups(totals.add)
+                    sweep.by_groups(totals.add, self._subset, share or 1.0)
                 else:
                     self._runner.each(sweep.work(draws), totals.add, chosen=chosen)
                 sweep.unite()
@@ -116,25 +113,38 @@ class LayerValues:
             for column, quantity in enumerate(sweep.quantities)
         )
 
-    def _parts(self, stages: Stages) -> Iterator[Tensor | None]:
-        """Yield which samples each read of the data sends backward, (n,); None: all. Sums are set as in a stage."""
-        fraction, rtol = self._options.fraction, self._options.rtol
+    def _parts(self, stages: Stages) -> Iterator[tuple[Tensor | None, float | None]]:
+        """Yield which samples each read of the data sends backward, (n,), None: all, and by what their number is.
+
+        That is None for the options' probes, or the fraction of the variance that is left to groups of columns. Sums
+        are set as in a stage.
+        """
+        fraction, rtol = self._options.fraction, self._options.rtol or 0.0
         if fraction is None:
-            yield None
+            yield None, None
             return
-        self._subset = Subset.of(self._runner, self._loss, self._options)
-        samples = self._subset.over.samples
-        count = _FIRST_PART if rtol else float(fraction) * samples
+        subset = self._subset = Subset.of(self._task)
+        samples, ranks = subset.over.samples, self._runner.batches.shard.ranks
+        count, share = _FIRST_PART if rtol else float(fraction) * samples, None
+        variance = 0.0  # of a sample's one probe, over t²
         for _ in range(_PARTS):
-            if (rtol and count > samples / 2) or not self._subset.choose(count):
+            if (rtol and count > samples / 2) or not subset.choose(count):
                 self._subset = None
-                yield None
+                if rtol:
+                    more = "fraction='auto' where more than half of the data are needed"
+                    ranks.refuse(more, "pass a larger rtol= or probes=k without it, ")
+                yield None, 1.0 if rtol else None
                 return
-            yield self._subset.chosen
+            yield subset.chosen, share
             excess = stages.sums.relative_error / rtol if rtol else 0.0
             if excess <= _CLOSE:
                 return
-            count *= _MARGIN * excess**2
+            growth = _MARGIN * excess**2
+            if ranks.alone:
+                variance = growth * (variance or rtol**2 / subset.spread())
+                count, share = subset.part(variance, rtol**2)
+            else:  # one process alone sends groups
+                count *= growth
 
     def _estimate(self, row: int, name: str, quantity: str, sweep: Sweep, sums: Sums) -> Estimate:
         """Return the estimate of a quantity in a layer (``""``: in the network), from a row of the sums."""

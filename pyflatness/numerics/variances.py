@@ -50,8 +50,15 @@ class Variances:
             self.add(found)
         if alone or chances is not None:
             assert sizes is not None
-            weights = torch.ones_like(sizes) if alone or chances is None else 1 - chances
-            self._residuals.add(masked(probes.mean(dim=0), kept), masked(sizes, kept), masked(weights, kept))
+            self._add_residuals(probes.mean(dim=0), kept, sizes, 0 * sizes if alone or chances is None else chances)
+
+    def add_groups(self, found: Tensor, means: Tensor, kept: Tensor | None, sizes: Tensor, chances: Tensor) -> None:
+        """Take in variances of a part of the data, as :meth:`add`; its values and sizes are over their chances."""
+        self.add(masked(torch.cat([found[:1] / chances, found[1:2] / chances**2, found[2:]]), kept))
+        self._add_residuals(means, kept, sizes, chances)
+
+    def _add_residuals(self, means: Tensor, kept: Tensor | None, sizes: Tensor, chances: Tensor) -> None:
+        self._residuals.add(masked(means, kept), masked(sizes, kept), masked(1 - chances, kept))
 
     def add(self, found: Tensor) -> None:
         """Take in variances of n samples and their squares over their degrees of freedom, (2, …, n).

@@ -29,7 +29,7 @@ class Grouped:
     Attributes:
         left: of its run.
         sent: the square-root factors, whose columns are the cotangents.
-        weights: of them, (n, columns) float64, 0 for samples that are not finite.
+        weights: of them, over chances, (n, columns) float64, 0 for samples that are not finite.
         finite: (n,), the other samples.
         groups: of the columns.
         probes: of the groups.
@@ -37,6 +37,7 @@ class Grouped:
         sums: (layers, quantities, n) float64, what has come back for each sample.
         differences: (layers, quantities, pairs) float64, between the values of a probe and its replicate.
         replicated: (pairs,) float64, v_g (1/π - ½) of their groups.
+        chances: (n,) float64, of the samples to be in the part of the data that is sent; 1 where all are.
         rounds: of the probes, how many have gone out for all samples at once.
     """
 
@@ -50,6 +51,7 @@ class Grouped:
     sums: Tensor
     differences: Tensor
     replicated: Tensor
+    chances: Tensor
     rounds: int = 0
 
     def rows(self, chosen: Tensor) -> Tensor:
@@ -105,20 +107,29 @@ class Grouped:
 
 
 def begin(
-    run: Run, sent: Cotangents, shape: tuple[int, int], tolerance: Tolerance, options: Options, share: float
+    run: Run,
+    sent: Cotangents,
+    shape: tuple[int, int],
+    tolerance: Tolerance,
+    options: Options,
+    share: float,
+    chances: Tensor,
 ) -> Grouped:
     """Plan a run's probes; ``shape`` counts layers and quantities, ``share`` is of the variance that is allowed.
+
+    A sample that is in a part of the data by a chance π, of ``chances`` (n,), stands for 1/π samples. Its variance
+    counts by 1/π, so that its weights do by 1/√π in groups; in sums they do by 1/π.
 
     Raises:
         InputError: a loss that is not convex; more probes than the user allows.
     """
     weights = sent.weights()
     finite = weights.isfinite().all(dim=1)
-    weights = torch.where(finite.unsqueeze(1), weights, 0.0)
-    found = groups.group(weights, tolerance.allowed(weights, share))
-    chances = groups.chances(found.variances, tolerance.replicates)
-    uniform = Signs(options.seed, [0]).uniform(_CHOICE, run.numbers, chances.shape[1])[0]
-    probes = groups.probes(found, chances, uniform)
+    whole = torch.where(finite.unsqueeze(1), weights, 0.0) / chances.unsqueeze(1)
+    found = groups.group(whole * chances.sqrt().unsqueeze(1), tolerance.allowed(whole, share))
+    replicating = groups.chances(found.variances, tolerance.replicates)
+    uniform = Signs(options.seed, [0]).uniform(_CHOICE, run.numbers, replicating.shape[1])[0]
+    probes = groups.probes(found, replicating, uniform)
     if len(probes.samples) > options.max_passes * run.samples:
         raise InputError(
             f"probes='adaptive' takes {len(probes.samples) / run.samples:.0f} cotangents a sample for this rtol, more "
@@ -127,5 +138,6 @@ def begin(
     signs = Signs(options.seed, [0, 1])(cotangents.STREAM, run.numbers, sent.places)
     sums = weights.new_zeros(*shape, run.samples)
     differences = weights.new_zeros(*shape, len(probes.chances))
-    replicated = found.variances[uniform < chances] * (1 / probes.chances - 0.5)
-    return Grouped(Repeatable.of(run), sent, weights, finite, found, probes, signs, sums, differences, replicated)
+    replicated = found.variances[uniform < replicating] * (1 / probes.chances - 0.5)
+    left = Repeatable.of(run)
+    return Grouped(left, sent, whole, finite, found, probes, signs, sums, differences, replicated, chances)

@@ -26,6 +26,7 @@ from . import adaptive, groups, residuals
 from .contracted import Contracted
 from .layer_sweep import Sweep, Values
 from .residuals import Residuals, Rounds
+from .subset import Subset
 
 _SMALL = 128 * 2**10
 """Bytes of the largest output of a layer up to which a round for all samples costs more by itself than by what it has
@@ -65,19 +66,23 @@ class AdaptiveSweep(Sweep):
     """Sweep as its base class does; and sample by ``rtol``."""
 
     _exact: bool | None = None  # whether exact values are cheaper, once that is known
+    _subset: Subset | None = None
 
-    def by_groups(self, take: Callable[[Values], None]) -> None:
-        """Hand every sample's quantities to ``take``, sampled as far as the user's ``rtol`` allows.
+    def by_groups(self, take: Callable[[Values], None], subset: Subset | None = None, share: float = 1.0) -> None:
+        """Hand every sample's quantities to ``take``, sampled as far as a ``share`` of ``rtol``'s variance allows.
 
         Columns of square-root factors are sent in groups, and residuals, see :mod:`.residuals`, are sampled. Where
-        exact values cost less, see :meth:`_is_cheap`, these are handed over.
+        exact values cost less, see :meth:`_is_cheap`, these are handed over. Where the samples are a part of the data,
+        ``subset``, each counts by the inverse of its chance to be in that.
 
         Raises:
             InputError: as :meth:`work`; losses for which there are no such columns, or negative weights.
         """
         self._runner.batches.shard.ranks.refuse("probes='adaptive'", "pass probes=k, a number of probes, ")
         rtol = self._options.rtol or groups.RTOL
-        tolerance = groups.Tolerance(rtol, self._runner.batches.samples)
+        samples = self._runner.batches.samples if subset is None else subset.count
+        tolerance = groups.Tolerance(share**0.5 * rtol, samples)
+        self._subset, self._in_part = subset, subset is not None
         predictor = residuals.Predictor(rtol, tolerance)
 
         def finish(begun: _Begun | Values) -> None:
@@ -94,7 +99,7 @@ class AdaptiveSweep(Sweep):
                 predictor.add(rest, part.sums)
                 values, variances = values + rest.means, [*variances, rest.variances()]
             varying = torch.zeros_like(part.sums) if variances[0] is None else variances[0][0, :-1]
-            tolerance.add(part.weights, torch.stack([part.sums, varying]), part.replicated)
+            tolerance.add(part.weights, torch.stack([part.sums, varying]) / part.chances, part.replicated)
             sampled = [each for each in variances if each is not None]
             by_hessian = frozenset() if rest is None else frozenset(begun.nonlinear)
             self.by_hessian.update(by_hessian)
@@ -104,6 +109,7 @@ class AdaptiveSweep(Sweep):
                     part.sent.sample_weights,
                     part.left.number,
                     torch.stack(sampled).sum(dim=0) if sampled else None,
+                    part.sent.sizes() if subset is not None else None,
                     lost=part.sent.bad,
                     by_hessian=by_hessian,
                 )
@@ -115,7 +121,8 @@ class AdaptiveSweep(Sweep):
             begun = self._begun(run, tolerance)
             return None if begun is None else partial(finish, begun)
 
-        self._runner.each(work, lambda finish_it: finish_it(), first=first)
+        chosen = None if subset is None else subset.chosen
+        self._runner.each(work, lambda finish_it: finish_it(), first=first, chosen=chosen)
 
     def _begun(self, run: Run, tolerance: groups.Tolerance) -> "_Begun | Values | None":
         """Plan a micro-batch's probes, and send the rounds for all samples backward.
@@ -136,7 +143,9 @@ class AdaptiveSweep(Sweep):
         self.exact_passes, self.columns = max(self.exact_passes, sent.passes), max(self.columns, sent.passes)
         shape = len(self._runner.selected), len(self.quantities)
         share = residuals.GGN_SHARE if nonlinear else 1.0
-        part = adaptive.begin(run, sent, shape, tolerance, self._options, share)
+        sizes = sent.sizes()
+        chances = torch.ones_like(sizes) if self._subset is None else self._subset.chances(sizes)
+        part = adaptive.begin(run, sent, shape, tolerance, self._options, share, chances)
         rounds = 0
         if sent.passes and forms:
             rounds = part.probes.common_rounds(self._having(run))

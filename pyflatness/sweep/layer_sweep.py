@@ -91,6 +91,7 @@ class Sweep:
         self.quantities = [*self._of_weights, *self._of_activations]
         self._forms: dict[str, LayerForm] = {}
         self._scales: Mapping[str, Tensor] = {}
+        self._in_part = options.fraction is not None
         self._budget = Budget.of(runner.model, options.memory)
         self.backend = ""
         self.by_hessian: set[str] = set()
@@ -203,7 +204,7 @@ class Sweep:
             values,
             sent.sample_weights,
             run.number,
-            sizes=sent.sizes() if (signs is not None and draws == 1) or self._options.fraction else None,
+            sizes=sent.sizes() if (signs is not None and draws == 1) or self._in_part else None,
             parts=parts,
             lost=sent.bad,
             by_hessian=frozenset(nonlinear),

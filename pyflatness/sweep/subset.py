@@ -15,16 +15,18 @@ its variance to first order. Whether a sample is in the part follows from the se
 and a larger part has all samples of a smaller one.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from .. import losses
 from ..errors import InputError
-from ..losses import Loss
+from ..model import data
 from ..numerics.accumulate import Accumulator, non_finite
 from ..numerics.signs import Signs
-from ..options import Options
 from ..passes import cotangents
-from ..passes.runner import Run, Runner
+from ..passes.task import Task
 
 _CHOICE = -2  # the stream that says which samples are in the part
 
@@ -52,32 +54,30 @@ class Subset:
         self._uniform = Signs(seed, [0]).uniform(_CHOICE, torch.arange(len(sizes), device="cpu"), 1).flatten()
 
     @classmethod
-    def of(cls, runner: Runner, loss: Loss, options: Options) -> "Subset":
-        """Return that of a runner's data, after a forward pass over all of them.
+    @torch.no_grad()
+    def of(cls, task: Task) -> "Subset":
+        """Return that of a task's data, after a forward pass over all of them.
 
         Raises:
-            InputError: as :meth:`.Runner.each`.
+            InputError: targets that do not fit.
             NonFiniteError: NaN or infinity in outputs or targets.
         """
-        over, own = Accumulator(options.nan_policy, loss.reduction), list[Tensor]()
-
-        def work(run: Run) -> tuple[Tensor, Tensor, int]:
-            sent = cotangents.of_run(run, loss)
-            return sent.marked(sent.sizes()), sent.sample_weights, run.number
-
-        def take(found: tuple[Tensor, Tensor, int]) -> None:
-            sizes, weights, number = found
+        over, own = Accumulator(task.options.nan_policy, task.loss.reduction), list[Tensor]()
+        for number, part in task.parts().numbered(task.batches):
+            outputs, targets = task.run(part)
+            with losses.of_batch(number):
+                found = losses.tensor_targets(targets, number)
+                sent = cotangents.prepare(outputs, found, task.loss, data.size(part))
+            sizes = sent.marked(sent.sizes())
             fine = sizes.isfinite()
-            over.kept(fine, lambda: non_finite(number, fine, "in their targets, outputs or loss"))
-            over.add(len(sizes), float(weights.sum()))
+            over.kept(fine, partial(non_finite, number, fine, "in their targets, outputs or loss"))
+            over.add(len(sizes), float(sent.sample_weights.sum()))
             own.append(sizes.cpu())
-
-        runner.each(work, take)
-        shard, mine = runner.batches.shard, torch.cat(own)
+        shard, mine = task.batches.shard, torch.cat(own)
         over.together(shard, {})
         sizes = shard.rows("the traces of the loss's Hessians", mine)
         places = shard.numbers(0, len(mine)).clamp(max=len(sizes) - 1)  # those of a lent batch are beyond
-        return cls(sizes, places, over, options.seed)
+        return cls(sizes, places, over, task.options.seed)
 
     def choose(self, count: float) -> bool:
         """Choose about so many samples; return False where these are all whose loss is curved.
@@ -98,6 +98,31 @@ class Subset:
                 f"fraction=: none of {len(chosen)} samples was drawn, {count:.2g} expected; pass a larger one"
             )
         return True
+
+    def spread(self) -> float:
+        """Return Σ t_i²/π_i / T², about what the relative variance by one probe each is a multiple of."""
+        sizes = self._sizes[self._sizes > 0]
+        return float((sizes**2 / self.chances(sizes)).sum() / sizes.sum() ** 2)
+
+    def part(self, variance: float, allowed: float) -> tuple[float, float]:
+        """Return how many samples to choose, and the fraction of the allowed variance that is left to their probes.
+
+        With the ``variance`` ρ of a sample's one probe over t², their choice takes ρ Σ t_i² (1/π_i - 1) / T². Of those
+        that are certain to be in the part, which have Σ t_i = C, ρ C² / T² over what is left are the probes. Of a few
+        fractions the cheapest is taken, where a sample's forward pass counts as much as a probe.
+        """
+        sizes = self._sizes[self._sizes > 0].sort(descending=True).values
+        whole, first = float(sizes.sum()), torch.arange(len(sizes), device="cpu")
+        rest, squares = ((sizes**power).flip(0).cumsum(0).flip(0) for power in (1, 2))  # of those that are not certain
+        found = []
+        for left in (0.75, 0.5, 0.25, 0.1):
+            most = (1 - left) * allowed / variance * whole**2
+            certain = int((sizes * rest - squares <= most).int().argmax())
+            count = float(first[certain] + rest[certain] ** 2 / (most + squares[certain]))
+            probes = variance * (1 - float(rest[certain]) / whole) ** 2 / (left * allowed)
+            found.append((2 * count + max(0.0, probes - certain), count, left))
+        _, count, left = min(found)
+        return count, left
 
     def chances(self, sizes: Tensor) -> Tensor:
         """Return π of samples of these sizes, (n,)."""

@@ -135,7 +135,9 @@ class Totals:
             self._size = self._size + sizes.sum().cpu()
         means = probes.mean(dim=0)
         self._sums = self._sums.to(means.device) + means.sum(dim=2)
-        if micro_batch.variances is not None:
+        if micro_batch.variances is not None and chances is not None and sizes is not None:
+            self._variances.add_groups(micro_batch.variances, means, kept, sizes, chances)
+        elif micro_batch.variances is not None:
             self._variances.add(masked(micro_batch.variances, kept))
         elif self._sampled or chances is not None:
             self._variances.add_probes(probes, kept, sizes, chances, exact=not self._sampled)

@@ -108,7 +108,7 @@ def test_mean_and_variance_over_all_signs_and_replicates(chance):
         for pair in itertools.product(patterns, repeat=2) if likely else ():
             signs = torch.tensor(pair, dtype=torch.int8).unsqueeze(1)
             differences = none.new_zeros(1, 1, len(probes.chances))
-            sent = Grouped(None, None, None, None, found, probes, signs, none.clone(), differences, None)
+            sent = Grouped(None, None, None, None, found, probes, signs, none.clone(), differences, None, None)
             every = torch.arange(len(probes.samples))
             rows = sent.rows(every).double()
             sent.add(every, ((rows @ form) * rows).sum(dim=1).view(1, 1, -1))

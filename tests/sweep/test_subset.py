@@ -39,6 +39,19 @@ def test_chances_are_in_proportion_to_sizes(count, spread):
     assert not Subset(sizes, torch.arange(12), Accumulator("raise"), seed=0).choose(11)
 
 
+@pytest.mark.parametrize("allowed", [1e-3, 1e-2, 0.1])
+@pytest.mark.parametrize("skew", [0.0, 3.0])
+def test_the_part_and_what_its_choice_adds_to_the_variance(skew, allowed):
+    sizes = (skew * torch.randn(2000, generator=torch.Generator().manual_seed(0)).double()).exp()
+    found = Subset(sizes, torch.arange(2000), Accumulator("raise"), seed=0)
+    count, left = found.part(0.7, allowed)
+    assert found.choose(count)
+    chances = found.chances(sizes)
+    added = 0.7 * float((sizes**2 * (1 / chances - 1)).sum() / sizes.sum() ** 2)
+    assert added == pytest.approx((1 - left) * allowed, rel=1e-6)
+    assert found.spread() == pytest.approx(float((sizes**2 / chances).sum() / sizes.sum() ** 2))
+
+
 @pytest.mark.parametrize("probes", [0, 1, 2])
 def test_mean_and_variance_over_all_parts_and_probes(probes):
     """Of eight samples each part has its chance; a probe is κ_i ± d_i. The variance is right to first order in 1/s."""
@@ -88,6 +101,21 @@ def test_values_over_seeds(scale, how):
     assert fmean(each.stderr**2 for each in found) ** 0.5 == pytest.approx(deviation, rel=0.3)
     assert share([each.interval() for each in found], exact) > 0.88
     assert {(each.method, each.exact, each.samples) for each in found} == {("ggn-sampled", False, 400)}
+
+
+@pytest.mark.parametrize("scale", [0.5, 20.0])
+def test_groups_of_columns_in_a_part(scale):
+    """Few samples have most of the curvature where the softmax is peaked: they have more passes than one."""
+    model, data = network(scale, samples=3000)
+    exact = pf.relative_flatness(model, LOSS, data, "0")
+    how = {"fraction": "auto", "rtol": 0.05}
+    found = [pf.relative_flatness(model, LOSS, data, "0", seed=seed, **how) for seed in range(40)]
+    deviation = pstdev(map(float, found))
+    assert deviation < 0.055 * exact.value
+    assert fmean(found) == pytest.approx(exact.value, abs=3.5 * deviation / 40**0.5)
+    assert 0.8 < fmean(each.stderr**2 for each in found) ** 0.5 / deviation < 1.6
+    assert share([each.interval() for each in found], exact) > 0.85
+    assert max(int(each.notes[0].split()[0]) for each in found) < 1500
 
 
 @pytest.mark.parametrize("how", [{"fraction": 0.1, "probes": 2}, {"fraction": "auto", "rtol": 0.12}])
