@@ -192,7 +192,7 @@ class Contracted:
         self._forms = {
             name: LayerContraction(
                 layers.matrix(module)[0][None],
-                layers.geometry(module),
+                layers.kind_of(module).geometry,
                 backend,
                 ("gram_weighted",),
                 memory=MEMORY,

@@ -172,12 +172,14 @@ class Head:
     def _may_be_wide(self) -> bool:
         """Return whether a batch's logits may be what fills the memory although only their shape is needed."""
         found = self._candidates.values()
-        return self._loss.known and any(layers.is_linear(one) and layers.rows(one) > _WIDE_OUTPUTS for one in found)
+        return self._loss.known and any(
+            layers.is_linear(one) and len(layers.without_entries(one)) > _WIDE_OUTPUTS for one in found
+        )
 
     def _skip_product(self, batch: Any, calls: calling.Calls, product: contextlib.ExitStack) -> None:
         """Let the model do without the product of a wide head; it was established on one sample."""
         module = self._candidates[self.name]
-        width = layers.rows(module)
+        width = len(layers.without_entries(module))
         if width <= _WIDE_OUTPUTS or not self.classes.alone or self._task.forward.decides:
             return
         random = Randomness([*self._task.model.modules()])
@@ -249,7 +251,7 @@ class Head:
 
     def _places(self, call: calling.Call, outputs: Tensor, targets: Any) -> tuple[Tensor, Any, int, Tensor]:
         """Return outputs and targets with a class dimension, that dimension, and which rows of the layer they are."""
-        output = call.output.detach().movedim(layers.class_dim(self._candidates[self.name]), -1)
+        output = call.output.detach().movedim(layers.kind_of(self._candidates[self.name]).class_dim, -1)
         outputs = outputs.detach()
         same_shape = isinstance(targets, Tensor) and outputs.shape == targets.shape
         if outputs.ndim and output.shape[-1] == 1 and same_shape and 1 not in outputs.shape[1:]:

@@ -309,7 +309,7 @@ def _definition(layer: nn.Module, risk: Callable[[], Tensor], passes: _Passes) -
     total = 0.0
     if not gradient.requires_grad:
         return total
-    blocks = layers.matrix(layer)[0].chunk(layers.groups(layer))
+    blocks = layers.matrix(layer)[0].chunk(layers.kind_of(layer).groups)
     gram = torch.block_diag(*(block @ block.t() for block in blocks))
     gradient = _as_matrix(layer, gradient)
     d, m = gradient.shape
@@ -330,7 +330,7 @@ def _leaf(layer: nn.Module) -> tuple[Tensor, Callable[[Callable[[], Tensor]], Te
 
     def run(risk: Callable[[], Tensor]) -> Tensor:
         def forward(inputs: Tensor) -> Tensor:
-            return layers.affine(layer, inputs, leaf, layer.bias)
+            return layers.kind_of(layer).affine(inputs, leaf, layer.bias)
 
         with calling.replaced_forward(layer, forward), uses.attached({layer.name: layer}):
             return risk()
@@ -376,7 +376,9 @@ def _laplacian(
     total = torch.zeros(len(rows), dtype=rows.dtype, device=rows.device)
     directions = torch.linalg.qr(layers.matrix(layer)[0].t()).Q.t()
     for direction in passes.over(directions, len(directions)):
-        step = direction.expand_as(rows).reshape(gradient.movedim(layers.class_dim(layer), -1).shape)
-        (turn,) = torch.autograd.grad(gradient, inputs[0], step.movedim(-1, layers.class_dim(layer)), retain_graph=True)
+        step = direction.expand_as(rows).reshape(gradient.movedim(layers.kind_of(layer).class_dim, -1).shape)
+        (turn,) = torch.autograd.grad(
+            gradient, inputs[0], step.movedim(-1, layers.kind_of(layer).class_dim), retain_graph=True
+        )
         total = total + layers.input_rows(layer, turn) @ direction
     return float(rows.square().sum(dim=1) @ total)

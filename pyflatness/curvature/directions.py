@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..messages import check_tensor, shown
 from ..model import layers, parameters, selectors
-from ..model.kinds import AnyUse, is_scale
+from ..model.kinds import AnyUse, is_plain, is_scale
 from ..model.parameters import Parameters
 from ..model.selectors import Selector
 
@@ -91,7 +91,7 @@ def normalized(model: nn.Module, direction: Direction, normalization: str | None
     """
     if normalization is None:
         return direction
-    modules = {id(m._parameters.get("weight")): m for m in model.modules() if layers.is_supported(m)}
+    modules = {id(m._parameters.get("weight")): m for m in model.modules() if is_plain(m)}
     found = {}
     for name, parameter in model.named_parameters():
         if name not in direction.values:

@@ -50,17 +50,11 @@ _RANK = 1e-13  # an eigenvalue below so much of the largest is rounding
 
 @dataclass(frozen=True)
 class RowBasis:
-    """Hold a basis of the rows along which a layer's weight is varied, and how quantities follow from T in it.
+    """Hold a basis of the rows along which a layer's weight is varied, and how quantities follow from T in it."""
 
-    Attributes:
-        size: how many, r.
-        rows: U, (G, r, d); None: unit vectors.
-        readouts: C of each quantity ⟨C, U T Uᵀ⟩, (G, r, r); None: the identity.
-    """
-
-    size: int
-    rows: Tensor | None
-    readouts: Sequence[Tensor | None]
+    size: int  # r
+    rows: Tensor | None  # U, (G, r, d); None: unit vectors
+    readouts: Sequence[Tensor | None]  # C of each quantity ⟨C, U T Uᵀ⟩, (G, r, r); None: the identity
 
     def directions(self, coefficients: Tensor) -> Tensor:
         """Return D of B: (k, n or 1, G, ρ, r) -> (k, n or 1, G, ρ, d)."""
@@ -68,15 +62,9 @@ class RowBasis:
 
 
 class BlockTraces:
-    """Compute the block traces T of one layer for the samples of a run, and the quantities that follow from T.
+    """Compute the block traces T of one layer for the samples of a run, and quantities that follow from T.
 
-    Args:
-        value: of the outputs and targets, whose second derivatives are taken: the loss's.
-        gradients: of it, from :func:`gradients`, of this layer's calls.
-        quantities: names of :data:`.contractions.quantities.QUANTITIES`; none: for T itself.
-
-    Attributes:
-        in_weight: whether second derivatives are taken in the weight itself, in a run of the layer's own.
+    ``value`` is what second derivatives are taken of; ``in_weight``: they are in the weight itself.
     """
 
     def __init__(
@@ -114,11 +102,7 @@ class BlockTraces:
         return traced + self._entries.products(self._columns)
 
     def exact(self) -> Contribution:
-        """Return the quantities of every sample, and the summands by neuron of those that have some.
-
-        Raises:
-            InputError: more products than the user allows.
-        """
+        """Return the quantities of every sample, and the summands by neuron of those that have some."""
         total = self._weight.new_zeros(len(self._traced), self._run.samples, dtype=torch.float64)
         self._check_affordable()
         with self._directions() as directions:
@@ -146,10 +130,7 @@ class BlockTraces:
         return total.view(groups, d, d), traces
 
     def probe(self, quantity: str, signs: Signs, stream: int) -> Tensor:
-        """Return random changes v of the layer's outputs, (draws, n, G, P, d): E⟨v, H v⟩ is the quantity.
-
-        They belong to the sample alone, whatever others are in the run.
-        """
+        """Return random changes v of the outputs, (draws, n, G, P, d), with E⟨v, H v⟩ the quantity of each sample."""
         numbers, row = self._run.numbers, QUANTITIES[quantity]
         if not row.of_block_trace:
             return self._entries.probe(self._patches(), signs, stream, numbers, self._form.columns(self._run))
@@ -191,10 +172,7 @@ class BlockTraces:
         return torch.stack(parts)
 
     def _units(self, directions: WeightDirections) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield the unit directions e_s e_bᵀ, some at a time.
-
-        Yields the numbers s of their rows, over all groups, and b of their columns, (k,) each, and B (k, 1, G, ρ, r).
-        """
+        """Yield the unit directions e_s e_bᵀ, some at a time: s over all groups, b (k,), and B (k, 1, G, ρ, r)."""
         groups, rows, columns = len(self._weight), self._basis.size, directions.columns
         count = groups * rows * columns
         for chosen in torch.arange(count, device=self._weight.device).split(directions.batch):
@@ -307,13 +285,7 @@ def differentiable(
     advice: str = "curvature='ggn' gives the GGN value, another number",
     what: str = "layer",
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which an operation behind layers that has no second derivative is an error with advice.
-
-    Args:
-        names: of the layers.
-        advice: what to do.
-        what: they are, if not layers.
-    """
+    """Return a context in which an operation behind layers that has no second derivative is an error with advice."""
     listed = ", ".join(map(repr, names))
     return second_derivatives(f"{what} {listed}: an operation behind it has no second derivative", advice)
 

@@ -14,12 +14,7 @@ _TOLERANCE, _COARSE_TOLERANCE = 1e-8, 1e-5
 
 
 def largest(products: Products, blocks: Sequence[Names], budget: Budget, seed: int) -> dict[Names, LargestEigenvalues]:
-    """Return the algebraically largest eigenvalue of each block.
-
-    Args:
-        blocks: layers that each is in.
-        budget: of the bases.
-    """
+    """Return the algebraically largest eigenvalue of each block, of some layers."""
     sizes = {names: products.size(names) for names in blocks}
     basis = max(1, budget.bases // (8 * sum(sizes.values())))
     tolerance = tolerance_of(products)

@@ -27,34 +27,21 @@ _BATCH = 2**22  # bytes of directions that go through the graph in one backward 
 
 @dataclass(frozen=True)
 class Varied:
-    """Hold what varies with a layer's weight, at the samples of a run: its outputs, or its weight for each sample.
+    """Hold what varies with a layer's weight, at the samples of a run: its outputs, or its weight for each sample."""
 
-    Attributes:
-        gradient: of the value in the outputs z_p = w φ_p, (n, G, P, d), with its graph.
-        inputs: in which it is differentiated.
-        rows: derivatives (k, …) in each of these, None without, and k -> the same as (k, n, G, P, d).
-    """
-
-    gradient: Tensor
-    inputs: Sequence[Any]
-    rows: Callable[[Sequence[Tensor | None], int], Tensor]
+    gradient: Tensor  # of the value in the outputs z_p = w φ_p, (n, G, P, d), with its graph
+    inputs: Sequence[Any]  # in which it is differentiated
+    rows: Callable[[Sequence[Tensor | None], int], Tensor]  # derivatives (k, …) in each of these, k -> (k, n, G, P, d)
 
 
 @dataclass(frozen=True)
 class WeightDirections:
-    """Represent the directions in which a layer's weight can be varied, at the samples of a run.
+    """Represent the directions in which a layer's weight can be varied, at the samples of a run."""
 
-    Attributes:
-        span: K (n, G, P, ρ), with which D varies the outputs by K D; None: the identity.
-        patches: φ_p of each sample, (n or 1, G, P, m).
-        varied: the outputs.
-        second: changes (k, n, G, P, d) -> derivatives of the gradient along them in each input.
-    """
-
-    span: Tensor | None
-    patches: Tensor
+    span: Tensor | None  # K (n, G, P, ρ), D varies the outputs by K D; None: the identity
+    patches: Tensor  # φ_p of each sample, (n or 1, G, P, m)
     varied: Varied
-    second: Callable[[Tensor], list[Tensor | None]]
+    second: Callable[[Tensor], list[Tensor | None]]  # changes (k, n, G, P, d) -> derivatives in each input
 
     @property
     def columns(self) -> int:
@@ -87,10 +74,7 @@ class WeightDirections:
 class Entries:
     """Compute quantities of a layer's weight that are not block traces, or all where one tells everything about H.
 
-    Args:
-        kernel_elements: columns of an input channel.
-        quantities: names of :data:`.quantities.QUANTITIES`; those of block traces only beside ones of the diagonal.
-        whole: the weight with columns that no input has too, of which w wᵀ is.
+    ``whole`` is the weight with columns that no input has too, of which w wᵀ is.
     """
 
     def __init__(self, weight: Tensor, kernel_elements: int, quantities: Sequence[str], whole: Tensor) -> None:
@@ -116,14 +100,7 @@ class Entries:
         return Contribution(self._values({name: part.sum(dim=1) for name, part in parts.items()}, samples), parts)
 
     def probe(self, patches: Tensor, signs: Signs, stream: int, samples: Tensor, columns: Tensor | None) -> Tensor:
-        """Return changes v of the outputs with ⟨v, H v⟩ = |w ∘ M|² in the mean, (draws, n, G, P, d).
-
-        Args:
-            patches: φ_p of each sample, (n or 1, G, P, m).
-            stream: of the layer.
-            samples: their numbers.
-            columns: of the whole weight, which this one has; None: all.
-        """
+        """Return changes v of the outputs with ⟨v, H v⟩ = |w ∘ M|² in the mean, (draws, n, G, P, d)."""
         groups, d, m = self._weight.shape
         a = signs(stream, samples, groups, 1, d).to(self._weight.dtype)
         if columns is None:
@@ -157,10 +134,7 @@ class Entries:
         return values
 
     def _units(self, directions: WeightDirections, patches: Tensor) -> Iterator[RowHessian]:
-        """Yield second derivatives in every entry of the weight, from a product at a time.
-
-        For a direction of one column ``left`` has that column alone, and the others of its channel, which are zero.
-        """
+        """Yield second derivatives in every entry of the weight, from a product at a time."""
         samples, groups, positions, m = patches.shape
         d, count, width = self._weight.shape[1], min(positions, m), self._kernel_elements
         gram = self._whole.double() @ self._whole.double().mT

@@ -24,14 +24,9 @@ from .products import Names, Products, for_second_derivatives
 
 
 class ParameterProducts(Products):
-    """Represent E's Hessian or GGN in all trainable parameters, as a matrix to multiply with.
+    """Represent E's Hessian or GGN in all trainable parameters, or ``some``, as a matrix to multiply with.
 
-    Args:
-        task: the model, its loss and data; ``curvature="ggn"`` for the GGN, else the Hessian.
-        some: the names of the parameters that the matrix is in; None: all trainable ones.
-
-    Attributes:
-        names: of the parameters, as the block is called.
+    The block is called by ``names``, the parameters'.
     """
 
     _what = "parameter"

@@ -26,15 +26,9 @@ from .entries import batch_of
 
 
 def sampled(layers: Sequence[BlockTraces], streams: Sequence[int], quantities: Sequence[str], signs: Signs) -> Tensor:
-    """Return values of layers in each draw, (draws, layers, quantities, n) float64, with the exact ones for their mean.
+    """Return values of layers of one run in each draw, (draws, layers, quantities, n) float64.
 
-    A draw takes a product for each quantity.
-
-    Args:
-        layers: of one run and value.
-        streams: of their signs.
-        quantities: of each layer.
-        signs: of the draws.
+    A draw takes a product for each quantity, which the layers share.
     """
     with contextlib.ExitStack() as stack:
         group = [stack.enter_context(layer.varied()) for layer in layers]

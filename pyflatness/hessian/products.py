@@ -45,20 +45,9 @@ def for_second_derivatives(found: dry_run.Findings) -> int:
 
 
 class Products:
-    """Represent E's Hessian or GGN in the weights of some layers, as a matrix to multiply with.
+    """Represent E's Hessian or GGN in the weights of some layers, as a matrix to multiply with, also in w_j σ_j.
 
-    Args:
-        task: the model, its layers, loss and data; ``curvature="ggn"`` for the GGN, else the Hessian; ``normalize``
-            for either in the coordinates w_j σ_j.
-
-    Attributes:
-        eps: rounding of the products, relative.
-        custom: layers behind which there is a custom autograd function.
-
-    Raises:
-        InputError: a custom autograd function behind a layer under ``curvature="auto"``; see :meth:`.Runner.each`;
-            targets that do not fit, or are all ignored.
-        NotYetError: ``conv="affine"``.
+    ``eps`` is the products' relative rounding; behind ``custom`` layers are functions that torch did not write.
     """
 
     _what = "layer"  # that vectors are in the weights of, for messages
@@ -116,10 +105,7 @@ class Products:
 
     @contextlib.contextmanager
     def _weights_as_leaves(self) -> Iterator[None]:
-        """Give the layers' calls their weights as leaves of a twice differentiable graph, inside.
-
-        Around the backward passes too: activation checkpointing runs the layers again there.
-        """
+        """Give the layers' calls their weights as leaves of a graph, inside, around backward passes too."""
         modules = self._runner.modules
         self._leaves = {name: _leaf(module) for name, module in modules.items()}
         with contextlib.ExitStack() as stack:
@@ -164,11 +150,7 @@ class Products:
         return whole
 
     def gradient(self) -> Tensor:
-        """Return ∂E/∂w of all of the layers, (N,) float64, by one read of the data.
-
-        Raises:
-            NonFiniteError: it is not finite; under ``nan_policy="propagate"`` it is handed on.
-        """
+        """Return ∂E/∂w of all of the layers, (N,) float64, by one read of the data."""
         sums: list[Tensor] = []
 
         def take(found: tuple[int, Tensor]) -> None:
@@ -283,16 +265,7 @@ class Products:
 
 
 def check_batch(options: Options, runner: Runner, number: int, fine: bool, what: str) -> None:
-    """Raise unless a batch's contribution to an eigenvalue is fine, or may be NaN.
-
-    Args:
-        runner: of the layers whose weights may be what is not finite.
-        fine: whether the contribution is finite.
-        what: what is not.
-
-    Raises:
-        NonFiniteError: it is not fine, under the policies "raise" and "omit".
-    """
+    """Raise unless a batch's contribution to an eigenvalue is fine, or may be NaN; ``what`` is not."""
 
     def error() -> NonFiniteError:
         layers.check_finite(runner.modules)

@@ -22,15 +22,9 @@ _USUAL = 25  # products that are reckoned with
 
 
 class RowBlocks:
-    """Hold the blocks of a layer, summed over micro-batches, all in float64.
+    """Hold the blocks of a layer, summed over micro-batches, all in float64; ``full`` when neither rows nor blocks fit.
 
-    Args:
-        columns: (b, m), False for a column that drops out.
-        memory: bytes of rows φ and weights h to keep; beyond, they go into the blocks.
-        budget: of the blocks, and of the bases of Lanczos.
-
-    Attributes:
-        full: nothing is held any more: neither the rows nor the blocks fit.
+    ``columns`` (b, m) is False for one that drops out; beyond ``memory`` rows φ and weights h go into the blocks.
     """
 
     def __init__(self, columns: Tensor, memory: int, budget: Budget) -> None:

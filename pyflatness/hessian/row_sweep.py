@@ -40,19 +40,12 @@ _COARSE_TOLERANCE = 1e-5  # for products in other than double precision
 
 @dataclass(frozen=True)
 class LayerRows:
-    """Hold what was found of a layer.
+    """Hold what was found of a layer."""
 
-    Attributes:
-        norms: (b,) float64, |w_s|².
-        ritz: λ_max(H_ss) (b,).
-        method: ``"ggn"`` or ``"hessian"``.
-        exact: whether that is the Hessian's.
-    """
-
-    norms: Tensor
-    ritz: LargestEigenvalues
+    norms: Tensor  # (b,) float64, |w_s|²
+    ritz: LargestEigenvalues  # λ_max(H_ss) (b,)
     method: str
-    exact: bool
+    exact: bool  # whether it is the Hessian's
 
 
 @dataclass
@@ -71,14 +64,7 @@ class _RowMicroBatch:
 
 
 class RowSweep:
-    """Sweep for the rows of all layers of a runner.
-
-    Attributes:
-        samples: of the data, once it was read.
-
-    Raises:
-        NotYetError: ``conv="affine"``.
-    """
+    """Sweep for the rows of all layers of a task."""
 
     def __init__(self, task: Task) -> None:
         check_filters(task)
@@ -102,12 +88,7 @@ class RowSweep:
         self.samples, self._normaliser = 0, 1.0
 
     def rows(self) -> dict[str, LayerRows]:
-        """Return what is found of every layer that ran.
-
-        Raises:
-            InputError: see :meth:`.Runner.each`; targets that do not fit, or are all ignored.
-            NotYetError: too many backward passes, or Hessian products.
-        """
+        """Return what is found of every layer that ran."""
         over = Accumulator(self._options.nan_policy, self._task.loss.reduction)
 
         def take(micro_batch: _RowMicroBatch) -> None:
@@ -255,7 +236,7 @@ class RowSweep:
         """Return h (n, b), a backward pass per row; all samples at once, none of whose gradients depends on another."""
         if name in self._custom:
             linearity.check_complete(f"layer {name!r}", [gradient])
-        (call,), dim = run.calls(name), layers.class_dim(self._runner.selected[name])
+        (call,), dim = run.calls(name), layers.kind_of(self._runner.selected[name]).class_dim
         columns = []
         for s in range(gradient.shape[dim]):
             interrupts.check()

@@ -199,7 +199,7 @@ def _checked(weight: Any, bias: Any) -> tuple[Any, Any]:
                 raise InputError(f"{what}: {ndim} dimensions are wanted, got shape {tuple(tensor.shape)}")
         return weight, bias
     module = layers.unwrap(weight)
-    if not (layers.is_supported(module) and layers.is_pointwise(module) and layers.class_dim(module) == -1):
+    if not (layers.is_pointwise(module) and layers.kind_of(module).class_dim == -1):
         raise InputError(
             f"weight: a {type(module).__name__} is no linear head; pass the nn.Linear whose outputs are the model's, "
             "or its weight (d, m) and bias"

@@ -56,7 +56,7 @@ class LayerTerms:
         self.name, self.apart, self.passed = name, samples.apart[name], name in samples.passed
         self.caveat = self.apart or ("its input goes another way too" if self.passed else "")
         module = samples.task.selection.modules[name]
-        weight = layer_weights.matrix(module)[0].double().unflatten(0, (layer_weights.groups(module), -1))
+        weight = layer_weights.matrix(module)[0].double().unflatten(0, (layer_weights.kind_of(module).groups, -1))
         self.frobenius = float(weight.norm())
         self.spectral = float(torch.linalg.matrix_norm(weight, 2).max()) if math.isfinite(self.frobenius) else math.nan
         self.x = samples.counted(name, "size").sqrt()

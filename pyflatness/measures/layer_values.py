@@ -54,7 +54,8 @@ class LayerValues:
         of_weights = {name: self._selected[name] for name in found.places} if quantities else {}
         forms = (LayerForm(name, module, quantities, self._options) for name, module in of_weights.items())
         kept = sum(form.kept(found.places[form.name]) for form in forms)
-        return layers.bytes_by_sample(self._selected) + kept
+        together = [layers.weight_of(module) for module in self._selected.values() if layers.is_together(module)]
+        return sum(weight.numel() * weight.element_size() for weight in together) + kept
 
     def _approve(self, nonlinear: Mapping[str, str]) -> None:
         """Raise if values of layers that are not linear cannot be had."""
@@ -202,7 +203,7 @@ class LayerValues:
         if quantity.entries and omits(self._options.nan_policy):
             raise InputError(f"{measure.name} is of all samples together: nan_policy='omit' can leave none of them out")
         for name, module in self._selected.items() if self._options.conv == "affine" else ():
-            repeated = not quantity.of_repeated and layers.repeats_inputs(module)
+            repeated = not quantity.of_repeated and layers.kind_of(module).repeats_inputs
             if repeated or (not quantity.of_dense and layers.is_convolution(module)):
                 of = "one whose padding repeats pixels" if repeated else "a convolution"
                 raise NotYetError(

@@ -69,7 +69,7 @@ def spectral_norm(module: nn.Module) -> float:
     It comes from the smaller Gram matrix, whose largest eigenvalue is as accurate; for many rows from Lanczos, without
     that matrix. A weight with NaN or infinity in it gives NaN.
     """
-    weight = layers.matrix(module)[0].unflatten(0, (layers.groups(module), -1))
+    weight = layers.matrix(module)[0].unflatten(0, (layers.kind_of(module).groups, -1))
     size = min(weight.shape[1:])
     if size > _WRITTEN_OUT:
         found = [_by_products(matrix) for matrix in weight]

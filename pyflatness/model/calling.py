@@ -54,9 +54,9 @@ def version(tensor: Tensor) -> int:
 
 
 class Calls:
-    """Hook some layers to keep each one's last call, and how many there were; see :class:`.recorder.Recorder`.
+    """Hook some layers to keep each one's last call, and how many there were.
 
-    A call on an empty tensor is none where there are others; ``empty`` has the last of these.
+    ``empty`` has calls on empty tensors apart.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -85,7 +85,7 @@ class Calls:
             inputs = args[0] if args else kwargs.get("input")
             if isinstance(inputs, Tensor):
                 inputs = spread.full(inputs)
-            if _aside or is_transformed() or not isinstance(output, Tensor) or not isinstance(inputs, Tensor):
+            if is_aside() or is_transformed() or not isinstance(output, Tensor) or not isinstance(inputs, Tensor):
                 return
             call = Call(inputs, output, (version(inputs), version(output)))
             if output.numel() == 0:
@@ -98,57 +98,43 @@ class Calls:
         return keep
 
 
-@contextlib.contextmanager
-def dry_run() -> Iterator[None]:
-    """Say that batches go through the model inside to find something out, or through one at other parameters.
+now = {"dry": 0, "aside": 0, "samples": -1, "runs": 0}
+"""How batches go through models in this process, where calls of several threads take turns."""
 
-    They come again, or came already, to be measured.
-    """
-    global _dry
-    before, _dry = _dry, True
+
+@contextlib.contextmanager
+def _let(**how: int) -> Iterator[None]:
+    before = {**now}
+    now.update(how)
     try:
         yield
     finally:
-        _dry = before
+        now.update(before)
 
 
-_dry = False
-
-
-def flags() -> tuple[bool, bool, list[int]]:
-    """Return what the contexts here have set."""
-    return _dry, _aside, [*_samples]
-
-
-def set_flags(before: tuple[bool, bool, list[int]]) -> None:
-    """Set them to what :func:`flags` returned."""
-    global _dry, _aside
-    _dry, _aside, _samples[:] = before
+def dry_run() -> contextlib.AbstractContextManager[None]:
+    """Say that batches go through the model inside to find something out, or at other parameters."""
+    return _let(dry=1)
 
 
 def is_dry_run() -> bool:
     """Return whether a ``forward`` is called inside :func:`dry_run`."""
-    return _dry
+    return bool(now["dry"])
 
 
-@contextlib.contextmanager
-def aside() -> Iterator[None]:
+def aside() -> contextlib.AbstractContextManager[None]:
     """Say that a batch goes through the model once more inside; what is recorded of the layers' calls stays."""
-    global _aside
-    before, _aside = _aside, True
-    try:
-        with dry_run():
-            yield
-    finally:
-        _aside = before
-
-
-_aside = False
+    return _let(dry=1, aside=1)
 
 
 def is_aside() -> bool:
     """Return whether a layer is called inside :func:`aside`."""
-    return _aside
+    return bool(now["aside"])
+
+
+def samples() -> int:
+    """Return how many samples a batch has that goes through a model, or the last that did; -1 if that is not known."""
+    return now["samples"]
 
 
 @contextlib.contextmanager
@@ -178,32 +164,14 @@ def run(
 ) -> tuple[Tensor, Any]:
     """Return outputs and targets of a batch: by ``forward``, ``model(inputs)`` of a pair, or by a mapping's keywords.
 
-    A mapping's ``labels`` are the targets, see :func:`.hugging_face.prepared`.
-
-    Args:
-        tensor: what the model returned -> outputs.
+    ``tensor`` finds the outputs in what the model returned; a mapping's ``labels`` are the targets.
     """
-    with interrupts.at_second(), _of_samples(data.size(batch)):
-        return _run(model, batch, forward, tensor)
-
-
-_samples = [-1]  # in the last batch that went through a model; behind it in those that do now, one inside of another
-
-
-@contextlib.contextmanager
-def _of_samples(count: int) -> Iterator[None]:
-    _samples.append(count)
-    try:
-        yield
-    finally:
-        last = _samples.pop()
-        if len(_samples) == 1:  # activation checkpointing may run parts of the model on it again
-            _samples[0] = last
-
-
-def samples() -> int:
-    """Return how many samples a batch has that goes through a model, or the last that did; -1 if that is not known."""
-    return _samples[-1]
+    count = data.size(batch)
+    with interrupts.at_second(), _let(samples=count, runs=now["runs"] + 1):
+        result = _run(model, batch, forward, tensor)
+    if not now["runs"]:
+        now["samples"] = count  # activation checkpointing may run parts of the model on it again
+    return result
 
 
 def _run(model: nn.Module, batch: Any, forward: Forward | None, tensor: Callable[[Any], Tensor]) -> tuple[Tensor, Any]:
@@ -211,18 +179,12 @@ def _run(model: nn.Module, batch: Any, forward: Forward | None, tensor: Callable
         result = forward(model, batch)
         if not isinstance(result, tuple) or len(result) != 2:
             raise InputError(f"forward: a pair (outputs, targets) is wanted, got {type(result).__name__}")
-        returned, targets = result
-    else:
-        if isinstance(batch, Mapping) and ("labels" in batch or hugging_face.inner(model) is not None):
-            return by_keywords(model, hugging_face.prepared(model, batch), tensor)
-        inputs, targets = _pair(model, batch)
-        if isinstance(inputs, int):
-            raise InputError(
-                f"data: a batch is a pair of the number {inputs} and a {type(targets).__name__}, as enumerate gives "
-                "them; pass the loader itself"
-            )
-        returned = model(inputs)
-    return tensor(returned), targets
+        return tensor(result[0]), result[1]
+    if isinstance(batch, Mapping) and ("labels" in batch or hugging_face.inner(model) is not None):
+        prepared = hugging_face.prepared(model, batch)
+        return arranged(model(**prepared.inputs), prepared, tensor)
+    inputs, targets = _pair(model, batch)
+    return tensor(model(inputs)), targets
 
 
 def _pair(model: nn.Module, batch: Any) -> tuple[Any, Any]:
@@ -239,6 +201,11 @@ def _pair(model: nn.Module, batch: Any) -> tuple[Any, Any]:
         raise InputError(
             f"data: a batch has {len(batch)} items, of which the first two would be (inputs, targets), but the forward "
             f"of {type(model).__name__} takes more than one input, so that the second may be one of them; {advice}"
+        )
+    if isinstance(batch[0], int):
+        raise InputError(
+            f"data: a batch is a pair of the number {batch[0]} and a {type(batch[1]).__name__}, as enumerate gives "
+            "them; pass the loader itself"
         )
     return batch[0], batch[1]
 
@@ -275,10 +242,7 @@ def differentiated() -> Iterator[None]:
 
 @contextlib.contextmanager
 def differentiated_in_all_parameters() -> Iterator[None]:
-    """Refuse reentrant activation checkpointing of a part whose inputs have no graph, inside.
-
-    Torch only warns of it and records nothing, so that derivatives in the parameters of this part would be zero.
-    """
+    """Refuse reentrant checkpointing of a part whose inputs have no graph, of which torch only warns, inside."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", _WITHOUT_GRAPH, UserWarning)
         try:
@@ -308,21 +272,14 @@ def reentrant() -> NoGraphError:
     )
 
 
-def by_keywords(
-    model: nn.Module, batch: hugging_face.Prepared, tensor: Callable[[Any], Tensor] = one_tensor
-) -> tuple[Tensor, Any]:
-    """Call a model by keyword arguments.
-
-    Outputs (n, T, C) for labels (n, T), as models of tokens give them, come as (n, C, T), as cross-entropy wants them.
-    Where an answer begins and ends is for cross-entropy a choice among the T tokens, (n, T, 2).
-    """
-    return arranged(model(**batch.inputs), batch, tensor)
-
-
 def arranged(
     returned: Any, batch: hugging_face.Prepared, tensor: Callable[[Any], Tensor] = one_tensor
 ) -> tuple[Tensor, Any]:
-    """Return outputs and targets as :func:`by_keywords` does, of what a model returned."""
+    """Return outputs and targets, of what a model returned.
+
+    Outputs (n, T, C) for labels (n, T) come as (n, C, T), as cross-entropy wants them. Where an answer begins and
+    ends is a choice among T tokens, (n, T, 2).
+    """
     if batch.spans:
         return hugging_face.span_logits(returned, batch.targets)
     logits, targets = tensor(returned), batch.targets
@@ -339,4 +296,5 @@ def causal_lm(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
     batch's ``input_ids`` take their place, where ``attention_mask`` does not leave them out.
     """
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    return by_keywords(model, hugging_face.Prepared(inputs, hugging_face.causal_labels(batch), shifted=True))
+    prepared = hugging_face.Prepared(inputs, hugging_face.causal_labels(batch), shifted=True)
+    return arranged(model(**inputs), prepared)

@@ -28,11 +28,7 @@ class Fingerprint:
         self._in_order: Tensor | int = 0
 
     def add(self, tensors: Iterator[Tensor], samples: int) -> None:
-        """Take in a batch.
-
-        Args:
-            tensors: those of the batch that have its samples in dimension 0.
-        """
+        """Take in a batch: those of its tensors that have the samples in dimension 0."""
         shapes, number = [], None
         for tensor in tensors:
             shapes.append(tensor.shape[1:])
@@ -55,11 +51,7 @@ class Fingerprint:
         return self._samples == other._samples and int(self._in_order) == int(other._in_order)
 
     def same_samples(self, other: "Fingerprint") -> bool:
-        """Return whether the other read gave the same samples, in any order.
-
-        Samples that are padded to the longest of their batch are other tensors in another order; then it is known only
-        how many there were.
-        """
+        """Return whether the other read gave the same samples, in any order; of padded ones, as many."""
         if self._samples != other._samples:
             return False
         padded = len(self._shapes | other._shapes) > 1
@@ -89,10 +81,9 @@ def of_buffers(model: nn.Module) -> str:
 
 
 def of_all_entries(tensors: Iterable[Tensor]) -> int:
-    """Return a number below 2⁶² made of every bit of tensors of floating-point numbers, in whole-number arithmetic.
+    """Return a number below 2⁶² made of every bit of some tensors.
 
-    Another number says that an entry has changed; the same one, but for one case in 2³² and for entries that change
-    places, that none has.
+    Where an entry changes it is another one, but for one case in 2³².
     """
     total = 0
     for tensor in tensors:

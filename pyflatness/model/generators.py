@@ -17,15 +17,10 @@ _PYTHON = random.random.__self__  # type: ignore[attr-defined]
 
 
 class Randomness:
-    """Hold the states of all that a model, its loss and its data may draw random numbers from.
+    """Hold the states of all that a model, its loss and its data may draw from; those of other threads are left alone.
 
-    A generator is put back only if the call drew from it: the numbers of other threads would come again. While no other
-    thread runs, a state that moved says so. Else the user's code is watched: torch says of each operation whether it
-    draws, and a profiler's hook sees the calls of Python's generator. NumPy's state is compared: where
-    another thread draws while the user's code runs, it is put back too.
-
-    Args:
-        modules: all of the model's. Generators that they hold as attributes are theirs alone.
+    While no other thread runs, a state that moved says that the call drew from it. Else the user's code is watched:
+    by torch, and by a profiler's hook for Python's generator. NumPy's state is compared.
     """
 
     def __init__(self, modules: Collection[nn.Module]) -> None:

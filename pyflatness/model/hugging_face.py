@@ -31,17 +31,12 @@ _NOT_SHIFTED = (
 
 @dataclass(frozen=True)
 class Prepared:
-    """Hold a batch as a model takes it.
-
-    Attributes:
-        spans: whether targets are the first and last token of an answer, (n, 2), for which outputs have two logits a
-            token.
-    """
+    """Hold a batch as a model takes it."""
 
     inputs: dict[str, Any]
     targets: Any
     shifted: bool = False  # whether outputs at a position are about the label of the next one
-    spans: bool = False
+    spans: bool = False  # whether targets are the first and last token of an answer, (n, 2)
 
 
 def inner(model: nn.Module) -> nn.Module | None:
@@ -52,13 +47,7 @@ def inner(model: nn.Module) -> nn.Module | None:
 
 
 def prepared(model: nn.Module, batch: Mapping[str, Any]) -> Prepared:
-    """Return what to call a model with, and what its outputs are about.
-
-    Args:
-        model: of transformers (see :func:`inner`), or any other that takes keyword arguments.
-        batch: the keyword arguments, with ``labels``; a causal language model can do without these, see
-            :func:`causal_labels`.
-    """
+    """Return what to call a model with, of transformers or taking keywords, and what its outputs are about."""
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     own, targets = inner(model), batch.get("labels")
     if own is None:
@@ -113,10 +102,9 @@ def is_causal(model: nn.Module) -> bool:
 
 
 def causal_labels(batch: Mapping[str, Any]) -> Tensor:
-    """Return the labels of a causal language model's batch: ``labels``, or else its tokens themselves.
+    """Return a causal language model's labels, or else its tokens, but for masked ones and those behind a masked one.
 
-    Of tokens a masked one (``attention_mask`` 0) is ignored, and so is one behind a masked one, from which it would
-    have to be predicted. So it makes no difference whether padding is on the left or on the right.
+    The latter would have to be predicted from it; so it makes no difference on which side padding is.
     """
     labels, tokens, mask = (batch.get(name) for name in ("labels", "input_ids", "attention_mask"))
     if isinstance(labels, Tensor):
@@ -133,8 +121,7 @@ def causal_labels(batch: Mapping[str, Any]) -> Tensor:
 def problem(model: nn.Module, labels: Tensor) -> str:
     """Return which of its losses a model of transformers takes: ``classes``, ``values`` or ``binary``.
 
-    A model that classifies whole samples goes by ``config.problem_type``, or by the number and type of labels where
-    that is not set; all others take cross-entropy.
+    One that classifies whole samples goes by ``config.problem_type``, or by number and type of its labels.
     """
     config = getattr(model, "config", None)
     if not any(name in kind.__name__ for kind in _kinds(model) for name in _CLASSIFIES):

@@ -10,17 +10,9 @@ from . import calling, data, kinds
 
 
 class Inputs:
-    """Record the input: a ``forward`` that notes the first floating-point tensor of a batch with its samples.
+    """Record, as ``tensor``, a batch's first floating-point tensor that is no target, by a ``forward``.
 
-    Targets (``labels``, the second item, or the last one for a ``forward=`` of the user's) are none. Where there is no
-    such tensor, as for tokens, embeddings are where the graph begins: what several layers take of them is then one
-    tensor for all.
-
-    Args:
-        by_user: whether it is the user's own that says what of a batch are targets.
-
-    Attributes:
-        tensor: of the last run, (n, …), with its gradient required; None if the batch has none.
+    Where there is none, as for tokens, the graph begins at embeddings: what layers take of one is then one tensor.
     """
 
     def __init__(self, forward: calling.Forward, by_user: bool) -> None:

@@ -7,13 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..contractions import Geometry, full_precision, promoted
+from ..contractions import full_precision, promoted
 from ..errors import InputError, NonFiniteError
 from . import kinds, spread, uses
 from .kinds import SUPPORTED, Linear
 from .uses import Use, besides
-
-_IDLE = "its module is not called"
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -29,10 +27,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def parts_not_compiled(model: nn.Module) -> Iterator[None]:
-    """Let a model have its own modules in the place of what ``torch.compile`` made of them, inside.
-
-    So names of layers and parameters are those that the user gave, without ``_orig_mod``.
-    """
+    """Let a model have its own modules, and the user's names, in the place of what ``torch.compile`` made, inside."""
     compiled = [
         (module, name, part)
         for module in model.modules()
@@ -82,17 +77,6 @@ def is_together(module: nn.Module) -> bool:
     return kind is not None and kind.by_weight
 
 
-def bytes_by_sample(modules: Mapping[str, nn.Module]) -> int:
-    """Return how much memory a change of its own of weights that are taken in all of their uses is for a sample."""
-    weights = [_weight(module) for module in modules.values() if is_together(module)]
-    return sum(weight.numel() * weight.element_size() for weight in weights)
-
-
-def is_supported(module: nn.Module) -> bool:
-    """Return whether a module is a layer of a kind that can be measured, and computes what its class says."""
-    return kinds.is_plain(module)
-
-
 def why_not_supported(module: nn.Module) -> str:
     """Return why a module is not a layer that can be measured, with its class."""
     kind = type(module).__name__
@@ -120,29 +104,15 @@ def did_not_run(names: Iterable[str], modules: Mapping[str, nn.Module]) -> Input
     )
 
 
-def why_idle(model: nn.Module, module: nn.Module) -> str:
-    """Return why a module that is a layer has no value where the forward pass was not seen to call it."""
-    kind = kinds.find(module)
-    if kind is not None and kind.when_idle:
-        return kind.when_idle
-    others = uses.ties(model, module)
-    return f"{_IDLE}, and its weight is that of {', '.join(others)} too" if others else _IDLE
-
-
 def is_convolution(module: nn.Module) -> bool:
     """Return whether a layer's inputs and outputs have channels in front of dimensions of space."""
     kind = kinds.find(module)
     return kind is not None and kind.space > 0
 
 
-def takes_bias(module: nn.Module) -> bool:
-    """Return whether a module is a layer that adds its bias, or would if it had one."""
-    return kinds.is_plain(module) and not kind_of(module).tokens
-
-
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module is torch's linear layer, or one that is derived from it and computes what that does."""
-    return kinds.base(module) is nn.Linear and is_supported(module)
+    return kinds.base(module) is nn.Linear and kinds.is_plain(module)
 
 
 def is_pointwise(module: nn.Module) -> bool:
@@ -151,10 +121,7 @@ def is_pointwise(module: nn.Module) -> bool:
 
 
 def feeds_another(model: nn.Module, name: str) -> bool:
-    """Return whether a layer is in an ``nn.Sequential`` with parameters behind it, which its output then goes through.
-
-    This takes it for granted that the model calls the ``nn.Sequential`` whole.
-    """
+    """Return whether a layer is in an ``nn.Sequential``, taken to be called whole, with parameters behind it."""
     module = model
     for own in name.split("."):
         if type(module).forward is nn.Sequential.forward:
@@ -168,12 +135,7 @@ def feeds_another(model: nn.Module, name: str) -> bool:
 
 def matrix(module: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Return the effective weight (d, m), a filter to a row, and the bias (d,) of a supported layer, detached."""
-    return as_matrix(module, _weight(module)), _bias(module)
-
-
-def rows(module: nn.Module) -> int:
-    """Return how many rows d the effective weight (d, m) has."""
-    return len(without_entries(module))
+    return as_matrix(module, weight_of(module)), _bias(module)
 
 
 def without_entries(module: nn.Module) -> Tensor:
@@ -194,9 +156,9 @@ def as_weight(module: nn.Module, matrix: Tensor) -> Tensor:
 
 
 def as_called(module: nn.Module, change: Tensor) -> Tensor | None:
-    """Return a tensor of a parameter's shape as the view of it that the operation has, once the layer ran.
+    """Return a tensor of a parameter's shape as the operation's view of it, once the layer ran.
 
-    None: the operation has another tensor than a view of the parameter, or of the layer's rows of it.
+    None for what is no view.
     """
     weight, own = module.weight, _parameter(module)
     assert isinstance(weight, Tensor)
@@ -209,10 +171,7 @@ def as_called(module: nn.Module, change: Tensor) -> Tensor | None:
 
 
 def as_parameter(module: nn.Module, weight: Tensor) -> Tensor:
-    """Return a tensor of the shape that the operation's weight has in that of the parameter, or the layer's rows of it.
-
-    It undoes :func:`as_called`, and leaves what is no view of the parameter as it is.
-    """
+    """Return a tensor of the shape of the operation's weight in that of the parameter; undoes :func:`as_called`."""
     view, own = module.weight, _parameter(module)
     assert isinstance(view, Tensor)
     if view.shape == own.shape or view.numel() != own.numel() or own.data_ptr() != view.data_ptr():
@@ -222,68 +181,19 @@ def as_parameter(module: nn.Module, weight: Tensor) -> Tensor:
     return like
 
 
-def groups(module: nn.Module) -> int:
-    """Return how many separate weight matrices the layer is made of."""
-    return kind_of(module).groups
-
-
-def geometry(module: nn.Module) -> Geometry:
-    """Return which (padded) inputs a position of the layer sees."""
-    return kind_of(module).geometry
-
-
-def class_dim(module: nn.Module) -> int:
-    """Return the dimension of the layer's output that holds its d rows: last for linear layers, 1 for convolutions."""
-    return kind_of(module).class_dim
-
-
 def input_rows(module: nn.Module, inputs: Tensor) -> Tensor:
     """Return the layer's unpadded input as (positions or pixels of all samples, channels), channels moved last."""
-    inputs = inputs.detach().movedim(class_dim(module), -1)
+    inputs = inputs.detach().movedim(kind_of(module).class_dim, -1)
     return inputs.reshape(-1, inputs.shape[-1])
 
 
-def repeats_inputs(module: nn.Module) -> bool:
-    """Return whether a layer is a convolution whose padding repeats pixels of its input."""
-    return kind_of(module).repeats_inputs
-
-
-def apply(module: nn.Module, inputs: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return W φ, the layer's linear part on an input, without bias or hooks; see :func:`affine`."""
-    return affine(module, inputs, _weight(module), None, like)
-
-
-def affine(
-    module: nn.Module, inputs: Tensor, weight: Tensor, bias: Tensor | None, like: Tensor | None = None
-) -> Tensor:
-    """Return W φ + b as the layer computes it, with a given bias and weight (of the shape of the layer's).
-
-    Where the input leaves open what size the output has, it is that of ``like``, or the layer's usual one.
-    """
-    return kind_of(module).affine(inputs, weight, bias, like)
-
-
-def carried(module: nn.Module, delta: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Return Wᵀ δ: a gradient in the layer's output carried to its unpadded input through this layer alone.
-
-    Args:
-        delta: of the shape of the layer's output.
-        size: of an input, without its dimension 0.
-    """
-    return kind_of(module).carried(delta, size, _weight(module))
-
-
 def computes(module: nn.Module, inputs: Tensor, output: Tensor, coefficients: Tensor | None = None) -> bool:
-    """Return whether an output is W φ + b of its input, looked at in its first and last row.
-
-    Of a convolution these are the positions along the edges of the first and the last image. Tokens have
-    ``coefficients``, see :meth:`.kinds.Linear.coefficients`.
-    """
+    """Return whether an output is W φ + b of its input, in its first and last row, or along the edges."""
     if output.is_meta or output.numel() == 0:
         return True
     kind, own = kind_of_call(module), spread.own_rows(module)
     if own is None:
-        weight, bias = _weight(module), _bias(module)
+        weight, bias = weight_of(module), _bias(module)
     else:
         weight, bias, start = own
         output = output.narrow(kind.class_dim, start, len(weight))
@@ -348,7 +258,8 @@ def _parameter(module: nn.Module) -> Tensor:
     return module.source.parameter if module.rows is None else module.source.parameter[module.rows]
 
 
-def _weight(module: nn.Module) -> Tensor:
+def weight_of(module: nn.Module) -> Tensor:
+    """Return a layer's effective weight, detached and whole."""
     weight = module.weight
     assert isinstance(weight, Tensor)
     return spread.whole(weight).detach()

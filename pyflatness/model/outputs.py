@@ -16,8 +16,7 @@ _WAY_OUT = "pass forward=, a function (model, batch) -> (outputs, targets) that 
 def single(outputs: Any) -> Tensor | None:
     """Return the logits in what a model returned: a tensor, ``logits`` by key or attribute, or a tuple's only tensor.
 
-    Further parts of a tuple may be parameters, whole numbers, or no tensors, as the caches of token models. None if it
-    is not clear which tensor is meant.
+    Other parts may be parameters, whole numbers or no tensors. None if it is not clear which tensor is meant.
     """
     if isinstance(outputs, Tensor):
         return outputs

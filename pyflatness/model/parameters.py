@@ -51,10 +51,7 @@ def displaced(values: Mapping[str, Tensor], noise: Mapping[str, Tensor], spread:
 
 @contextlib.contextmanager
 def inside(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Have ``values`` in the place of parameters, or buffers, of these names, inside; tied ones in all of their places.
-
-    Backward passes of a run belong in it too: activation checkpointing calls the model again in them.
-    """
+    """Have ``values`` in the place of parameters, or buffers, inside; backward passes of such a run belong in it."""
     own: dict[str, Tensor] = dict(model.named_parameters())
     if not values.keys() <= own.keys():
         own |= dict(model.named_buffers())

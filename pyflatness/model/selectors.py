@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..messages import near, shown
 from . import spread, uses
-from .kinds import CLASSES, SUPPORTED, is_scale
-from .layers import is_supported, parts_not_compiled, unwrap, why_not_supported, without_compile
+from .kinds import CLASSES, SUPPORTED, is_plain, is_scale
+from .layers import parts_not_compiled, unwrap, why_not_supported, without_compile
 from .uses import Use
 
 Selector = str | nn.Module
@@ -30,8 +30,7 @@ class Selection:
 def select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) -> Selection:
     """Return the supported layers that selectors mean; None means all of them, but for normalisations.
 
-    A pattern means normalisations where it matches no other layer. The name of a layer's weight, as a parameter, means
-    the weight in all of its uses, and stands behind the layers.
+    A pattern means these where it matches nothing else. The name of a layer's weight means it in all of its uses.
     """
     with parts_not_compiled(model):
         return _select(model, selectors)
@@ -102,7 +101,7 @@ def _every(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module]
     seen: set[nn.Module] = set()
     for name, module in modules.items():
         every[name] = module
-        if module not in seen and (name in stand_ins or is_supported(module)):
+        if module not in seen and (name in stand_ins or is_plain(module)):
             usable[name] = stand_ins.get(name) or module
         elif module not in seen and is_scale(module):
             scales[name] = module

@@ -37,12 +37,7 @@ def batches(
 ) -> Batches:
     """Return the user's data as batches, see :class:`.data.Batches`, and as a part of those of all ranks.
 
-    Args:
-        placed: whether the places of samples in all data have to be known.
-        shown: whether a bar is shown; None: on a terminal, by the first rank.
-
-    Raises:
-        InputError: no rank has samples; places that cannot be known; a batch that cannot be lent.
+    With ``placed`` the places of samples in all data have to be known.
     """
     if shown is None and ranks.rank > 0:
         shown = False
@@ -80,11 +75,7 @@ def _shard(data: Any, own: Batches, ranks: Ranks, *, placed: bool) -> tuple[Shar
 
 
 def _place(sampler: DistributedSampler[Any], taken: int) -> dict[str, int]:
-    """Return which places a sampler's samples have in the order of the whole data set, which ends with repeated ones.
-
-    Args:
-        taken: how many of its samples a loader takes.
-    """
+    """Return which places a sampler's samples, of which a loader takes some, have in the whole data set's order."""
     whole: int = len(sampler.dataset)  # type: ignore[arg-type]
     start, step = sampler.rank, sampler.num_replicas
     return {

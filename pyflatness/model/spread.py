@@ -36,11 +36,7 @@ _parallel = [ALONE]
 
 @contextlib.contextmanager
 def held(model: nn.Module, parts: Mapping[int, Part], parallel: Ranks = ALONE) -> Iterator[None]:
-    """Say that parameters of a model are spread over ranks, inside.
-
-    Args:
-        parts: the parameters, by their identity.
-    """
+    """Say that parameters of a model, by their identity, are spread over ranks, inside."""
     _held.update(parts)
     _layers.update(id(module) for module in model.modules() if id(module._parameters.get("weight")) in parts)
     _parallel.append(parallel)
@@ -78,12 +74,7 @@ def has_weight_of(module: nn.Module) -> bool:
 
 
 def refuse(what: str, instead: str = "") -> None:
-    """Raise if a model whose parameters are spread over ranks is measured.
-
-    Args:
-        what: cannot be had of it; the beginning of a sentence.
-        instead: what to do, as a clause with "or" behind it.
-    """
+    """Raise if a model whose parameters are spread over ranks is measured, of which ``what`` cannot be had."""
     if _held:
         raise NotYetError(
             f"{what} cannot be had yet of a model whose parameters are spread over ranks: {instead}{WHOLE}"
@@ -91,12 +82,7 @@ def refuse(what: str, instead: str = "") -> None:
 
 
 def check_processes(name: str, spread: Any, ranks: Ranks, data: str) -> None:
-    """Raise unless the ranks that make the call are those that a parameter is spread over.
-
-    Args:
-        spread: the DTensor.
-        data: what each of them has.
-    """
+    """Raise unless the ranks that make the call, each with its ``data``, are those that a DTensor is spread over."""
     processes = spread.device_mesh.mesh.tolist()
     if len(processes) != ranks.size or not (ranks.alone or processes == ranks.processes):
         here = "process_group=False" if ranks.alone else f"the processes {ranks.processes}"
@@ -127,9 +113,9 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def own_rows(module: nn.Module) -> tuple[Tensor, Tensor | None, int] | None:
-    """Return the rows of weight and bias that this rank has of a tensor-parallel layer, and the first one's number.
+    """Return the rows of weight and bias that this rank has, and the first one's number.
 
-    The result is None for a layer whose weight is not spread by rows.
+    None for a layer not spread by rows.
     """
     weight: Any = module.weight
     ranks = parallel()

@@ -39,17 +39,9 @@ def observing(
 ) -> Iterator[tuple[nn.Module, Randomness]]:
     """Hold the user's own module ready to be run without gradients; afterwards everything is as it was.
 
-    Args:
-        ranks: which make the call, if its parameters may be spread over them; see :mod:`.spread`.
-        in_eval: whether it is put in eval mode, see :func:`in_eval_mode`.
-
-    Inside are the module without its wrappers, and what it may draw random numbers from.
-
-    One thread at a time is inside: hooks and flags belong to a model, and the attention kernel, the stance of
-    ``torch.compile`` and the random state to the process. A call inside of a call of the same thread is fine.
-
-    Raises:
-        InputError: not a module, or in a mode in which samples are not independent.
+    Inside are the module without its wrappers, and what it may draw from; ``ranks`` are those its parameters may be
+    spread over. One thread at a time is inside, since some of it belongs to the process; calls inside of calls are
+    fine.
     """
     check_module("model", model)
     with interrupts.held():
@@ -122,7 +114,7 @@ class Found:
         self._values = [(buffer, buffer._version, buffer.clone()) for buffer in buffers]
         self._fastpath = torch.backends.mha.get_fastpath_enabled()
         self._stance, self._attention = torch._dynamo.eval_frame._stance, [enabled() for enabled, _ in _ATTENTION]
-        self._thread = threading.get_ident(), torch.is_grad_enabled(), calling.transforms(), calling.flags()
+        self._thread = threading.get_ident(), torch.is_grad_enabled(), calling.transforms(), {**calling.now}
         _inside.append(self)
 
     def put_back(self) -> None:
@@ -131,7 +123,7 @@ class Found:
         if thread == threading.get_ident():  # and not in a forked process that another one lives on in
             calling.end_transforms(depth)
             torch._C._set_grad_enabled(grad)
-        calling.set_flags(flags)
+        calling.now.update(flags)
         torch.backends.mha.set_fastpath_enabled(self._fastpath)
         torch._dynamo.eval_frame._set_stance(self._stance)
         for (_, enable), enabled in zip(_ATTENTION, self._attention, strict=True):
@@ -176,10 +168,9 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Hold a model in eval mode inside; afterwards every module is in the mode that it was in.
+    """Hold a model in eval mode inside.
 
-    Modes are set on each module, past ``eval()`` and ``train()`` of the user's. These may do more, such as merge
-    adapters into weights, which could not be undone bit by bit in the middle of a training.
+    Modes are set on each module, past ``eval()`` of the user's, which may merge adapters.
     """
     with interrupts.held():
         depth = interrupts.depth()
@@ -204,11 +195,7 @@ def _to_eval_mode(model: nn.Module) -> None:
 
 
 class _Once:
-    """Compute a parametrised weight once, as its ``forward``.
-
-    It does so in this model alone: torch's own cache is the process's, and weights that are trained in another thread
-    would be taken from it.
-    """
+    """Compute a parametrised weight once, as its ``forward``, in this model alone; torch's cache is the process's."""
 
     def __init__(self, made: parametrize.ParametrizationList) -> None:
         before = made.__dict__.get("forward")
@@ -225,10 +212,9 @@ class _Once:
 
 @contextlib.contextmanager
 def made_anew(model: nn.Module) -> Iterator[None]:
-    """Let a model inside of :func:`observing` compute parametrised weights at every access, inside.
+    """Let a model inside of :func:`observing` compute parametrised weights at every access, past torch's cache.
 
-    This is for runs at other parameters, for weights with their graph, and for copies, which are then of the user's
-    model. Torch's cache is not used either, where the user's call is inside of ``parametrize.cached()``.
+    This is for runs at other parameters, for weights with their graph, and for copies.
     """
     found = [(vars(module), module.__dict__.get("forward")) for module in model.modules()]
     replaced = [(attributes, once) for attributes, once in found if isinstance(once, _Once)]
@@ -273,10 +259,7 @@ def attributes(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], dict[
 
 
 def put_back(kept: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    """Put back what modules set in themselves: a count of calls, a table that grows, the weight that pruning makes.
-
-    It puts back all of it or nothing: two attributes may belong together, as a table and its length do.
-    """
+    """Put back what modules set in themselves, as a table and its length: all of it or nothing."""
     for held, before in kept:
         if len(held) != len(before) or not all(map(operator.is_, held.values(), before.values())):
             for name in held.keys() - before.keys():

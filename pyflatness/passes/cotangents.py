@@ -52,11 +52,7 @@ class Cotangents:
     _mixtures: Callable[[], Mixtures]
 
     def exact(self, most: int, send: Callable[[Tensor], Any]) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield cotangents and their signs.
-
-        Args:
-            send: sends one cotangent backward, to see how long that takes where there are more.
-        """
+        """Yield cotangents and their signs; ``send`` shows how long one takes where there are more than ``most``."""
         samples, terms = self._order.shape
         columns = self._loss.columns(self._rows.shape[1])
         what = (
@@ -88,10 +84,7 @@ class Cotangents:
             yield from self.sampled(signs, numbers)
 
     def sampled(self, signs: Signs, numbers: Tensor) -> Iterator[tuple[int, Tensor, float]]:
-        """Yield draw, cotangent and its sign, for samples by their numbers in the data.
-
-        The values of one draw are to be added up.
-        """
+        """Yield draw, cotangent and its sign, for samples by their numbers; values of one draw are added up."""
         if not self.passes:
             return
         for draw, number in enumerate(signs.draws):
@@ -199,10 +192,7 @@ def of_run(run: Run, loss: Loss) -> Cotangents:
 
 
 def prepare(outputs: Tensor, targets: Tensor, loss: Loss, samples: int) -> Cotangents:
-    """Return the cotangents of a batch's outputs.
-
-    Samples are in dimension 0, or flattened into it with each sample's rows together.
-    """
+    """Return the cotangents of a batch's outputs, with the samples, or several rows of each, in dimension 0."""
     outputs = outputs.detach()
     check_outputs(outputs, samples)
     found = losses.rows(outputs, targets, loss)

@@ -25,17 +25,11 @@ _NUDGE = 16  # in units of rounding: seen through any smooth way, and hardly eve
 
 @dataclass
 class Findings:
-    """Hold what a dry run found, and what holds for the batches to come.
-
-    Attributes:
-        start: the place in the batch of the first of them whose outputs are kept: not the first of all, if it can be
-            helped, so that what a sample has by its place in the batch is seen.
-        layouts: where each layer that ran may keep the samples, by what was seen, likely ones first.
-    """
+    """Hold what a dry run found, and what holds for the batches to come."""
 
     samples: int  # how many were looked at
-    start: int
-    layouts: dict[str, tuple[Layout, ...]]
+    start: int  # the place in the batch of the first whose outputs are kept: not 0, so that what a place gives is seen
+    layouts: dict[str, tuple[Layout, ...]]  # where each layer that ran may keep the samples, likely ones first
     outputs: Tensor  # the model's, for samples from there on
     bytes: int  # that the graph and the layers' inputs and output gradients take per sample, about
     inputs: int  # bytes of the layers' inputs per sample
@@ -126,9 +120,9 @@ def _repeatable(
     samples: int,
     run: Callable[[], tuple[Tensor, int, int]],
 ) -> bool:
-    """Return whether an embedding, whose rows belong to all samples, can be recorded as if each had rows of its own.
+    """Return whether an embedding of all samples can be recorded as if each had rows of its own.
 
-    The model has to give the same outputs then. From now on it is recorded so, or else as before.
+    The outputs have to stay the same.
     """
     recorder.share(name, shared=True)
     try:
@@ -156,11 +150,8 @@ def narrow(
 ) -> dict[str, tuple[Layout, ...]]:
     """Return the layouts that remain when cotangents go back from some samples only.
 
-    They go back from every second sample and from the others, and from halves if need be; none does where the graph
-    shows what would come of it.
-
-    Args:
-        may_mix: layers that are left out where none remains.
+    Layers that ``may_mix`` can have none. They go back from every second sample and from the others, and from
+    halves if need be; none does where the graph shows what would come of it.
     """
     if samples == 1 or not layouts:
         return dict(layouts)
@@ -186,11 +177,7 @@ def narrow(
 
 
 def check_uses(modules: Mapping[str, nn.Module], recorder: Recorder, users: linearity.Users) -> None:
-    """Raise if the model uses the weight of a stand-in otherwise than by calls of it.
-
-    Args:
-        recorder: of the same, after a run.
-    """
+    """Raise if the model, after a run, uses the weight of a stand-in otherwise than by calls of it."""
     others = uses.otherwise(modules, recorder.calls.keys(), users.keys())
     if others:
         listed = ", ".join(f"{name!r}: {why}" for name, why in others.items())

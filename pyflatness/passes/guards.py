@@ -110,8 +110,8 @@ class Detached(TorchFunctionMode):
     def _hold(self, tensor: Tensor, inputs: Sequence[Tensor]) -> None:
         """Follow a tensor from here on, and what shares its memory.
 
-        An alias of a tensor with a graph shares it with that: it is another's values without their graph. An alias of a
-        leaf, a parameter of the model's as a rule, is followed by itself: the leaf has no graph either.
+        A view of a tensor with a graph has that one's values without the graph; one of a leaf is followed by
+        itself.
         """
         self._held[id(tensor)] = tensor
         memory = _memory(tensor)
@@ -124,9 +124,8 @@ class Detached(TorchFunctionMode):
     def _is_cut(self, tensor: Tensor) -> bool:
         """Return whether the result of an operation on a tensor with a graph has none.
 
-        What is written in place under ``no_grad`` keeps an older one. Inside the ``forward`` of a
-        ``torch.autograd.Function`` none has: there it is not the model's code that switched the graph off, and the
-        function's own derivative counts.
+        Inside the ``forward`` of a ``torch.autograd.Function`` none has, and the function's own derivative
+        counts.
         """
         if torch.is_grad_enabled() or tensor.is_inference():
             return not tensor.requires_grad
@@ -181,13 +180,9 @@ Check = Callable[[Tensor], None]
 
 
 class Spacing:
-    """Choose the batches of which some samples are run alone, beside the first one.
+    """Choose the batches of which some samples are run alone: the first, the second and the last one.
 
-    These are the second batch and the last one, so that mixing is found wherever it begins, if it stays. Where the
-    number of batches is not known, those that follow the second at doubling distances stand in for the last one.
-
-    Args:
-        batches: how many there are; 0 if that is not known.
+    Where their number is not known, some at doubling distances stand in for the last one.
     """
 
     def __init__(self, batches: int) -> None:
@@ -205,10 +200,9 @@ class Spacing:
 
 
 class Decisions(TorchFunctionMode):
-    """Watch whether a forward pass inside makes something else than numbers of its floating-point values.
+    """Watch whether a forward pass makes truth values, indices or whole numbers of its floating-point values.
 
-    These are truth values, indices, whole numbers of Python. What is decided by them, ``if h.mean() > 0``, may be
-    decided by the whole batch, and no derivative shows it.
+    What these decide, ``if h.mean() > 0``, the whole batch may decide, and no derivative shows it.
     """
 
     def __init__(self) -> None:
@@ -258,11 +252,7 @@ def two_alone(
 ) -> Check:
     """Run two samples of a batch alone, and return a check of what the whole batch gives against them.
 
-    It passes anything where a batch has fewer than three samples, or cannot be cut.
-
-    Args:
-        run: gives the model's outputs and targets for a batch.
-        read: finds in these what is compared, each sample's rows together in dimension 0.
+    Of a batch that has fewer than three, or cannot be cut, it passes anything. ``read`` finds what is compared.
     """
     samples = data.size(batch)
     # Two that have lost what was in front of them, or behind.
@@ -484,10 +474,7 @@ def _versions(batch: Any) -> list[int]:
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Let an error that the user's forward pass raises inside, and that nothing catches, say what was called.
-
-    Inner code sees what was raised: a batch that cannot be cut, say, goes through the model whole then.
-    """
+    """Let an error that the user's forward pass raises inside, and that nothing catches, say what was called."""
     try:
         yield
     except Exception as error:

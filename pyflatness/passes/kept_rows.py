@@ -36,17 +36,11 @@ Shape = tuple[int, ...]
 
 @dataclass
 class _Kept:
-    """Hold the last operations of a graph that leave every sample's rows where they are, and what they take.
+    """Hold the last operations of a graph that leave every sample's rows where they are, and what they take."""
 
-    Attributes:
-        nodes: these.
-        of_rows: those in front of them of whose result they take each sample's rows.
-        of_all: those in front of them whose result they take whole for each sample, as if it were repeated for it.
-    """
-
-    nodes: set[Node] = field(default_factory=set)
-    of_rows: set[Node] = field(default_factory=set)
-    of_all: set[Node] = field(default_factory=set)
+    nodes: set[Node] = field(default_factory=set)  # these
+    of_rows: set[Node] = field(default_factory=set)  # in front of them, of whose result they take each sample's rows
+    of_all: set[Node] = field(default_factory=set)  # in front of them, whose result they take whole for each sample
 
 
 def in_place(outputs: Tensor, users: Users, calls: Calls, samples: int) -> set[str]:
@@ -66,10 +60,7 @@ def in_place(outputs: Tensor, users: Users, calls: Calls, samples: int) -> set[s
 
 
 def repeated(outputs: Tensor, users: Users, calls: Calls, samples: int) -> set[str]:
-    """Return the layers whose calls' outputs are one for all samples, and used as if each sample had its own.
-
-    They are of one row in dimension 0, or lack the dimension for samples.
-    """
+    """Return the layers whose calls' outputs, of one row or none, are used as if each sample had its own."""
     kept = _keeping(outputs, users, samples)
     of_all = kept.of_all - kept.of_rows
     return {
@@ -130,12 +121,7 @@ def _keeps(node: Node, shape: Shape, inputs: Mapping[int, Shape], samples: int) 
 
 
 def _is_within_rows(node: Node, ndim: int, of_inputs: int) -> bool:
-    """Return whether an operation neither mixes nor moves rows along dimension 0, by what is saved of it.
-
-    Args:
-        ndim: dimensions of its result.
-        of_inputs: dimensions of what it takes.
-    """
+    """Return whether an operation, by what is saved of it, neither mixes nor moves rows along dimension 0."""
     name, saved, most = node.name(), cast(Any, node), max(ndim, of_inputs)
     if name.startswith("Slice"):  # it has as many rows as before
         return True

@@ -14,13 +14,9 @@ from .recorder import Recorder
 
 
 class KnownLayers:
-    """Hold what is known of the chosen layers from the runs so far.
+    """Hold what is known of the chosen layers from the runs so far; ``unseen`` are those that were new in the last one.
 
-    Args:
-        order_matters: whether values of single samples are asked for, so that rows in another order have to be noticed.
-
-    Attributes:
-        unseen: layers that ran for the first time in the last run.
+    Where ``order_matters`` rows in another order have to be noticed.
     """
 
     def __init__(
@@ -55,12 +51,7 @@ class KnownLayers:
         return self._detached
 
     def unite(self, ran: Collection[str], left_out: Collection[str]) -> None:
-        """Take in what all ranks found in their samples.
-
-        Args:
-            ran: layers that ran on some.
-            left_out: layers that some leave out.
-        """
+        """Take in which layers ran on some rank, and which some leave out."""
         both = [name for name in self._selected if name in ran and name in left_out]
         if both:
             raise InputError(
@@ -78,11 +69,7 @@ class KnownLayers:
         return self._samples > 1 or (self._samples == 1 and samples == 1)
 
     def add(self, found: dry_run.Findings, *, first: bool) -> None:
-        """Take in what a dry run found.
-
-        Args:
-            first: whether it came before a batch, so that layers that did not run in it are missed.
-        """
+        """Take in what a dry run found; where it came ``first``, before a batch, layers that did not run are missed."""
         self._leave_out_transformed()
         if self.unseen - found.layouts.keys():
             listed = ", ".join(map(repr, sorted(self.unseen)))
@@ -106,17 +93,16 @@ class KnownLayers:
         self._samples = max(self._samples, found.samples)
 
     def finish(self) -> None:
-        """Take in that the data are over.
-
-        Raises:
-            InputError: an expert that was named did not run, nor any other layer.
-        """
+        """Take in that the data are over, and raise if an expert that was named did not run, nor any other layer."""
         if not self._samples:
             return
         ran = self._layouts.keys() | self._detached | self._elsewhere
         self._check_ran(ran)
         for name in self._selected.keys() - ran:
-            uses.leave_out(self._model, self._selected[name], layers.why_idle(self._model, self._selected[name]))
+            others = uses.ties(self._model, self._selected[name])
+            tied = f", and its weight is that of {', '.join(others)} too" if others else ""
+            why = layers.kind_of(self._selected[name]).when_idle or f"its module is not called{tied}"
+            uses.leave_out(self._model, self._selected[name], why)
 
     def _leave_out(self, name: str, why: str) -> None:
         """Leave a layer out from now on."""
@@ -150,10 +136,9 @@ class KnownLayers:
         self._relied_on.update(names)
 
     def find_without_path(self, outputs: Tensor, users: linearity.Users, batch: object) -> bool:
-        """Look for calls of layers, not known before, to which autograd has no path from the outputs.
+        """Return whether autograd has no path to some calls of layers, not known before.
 
-        Returns:
-            Whether there are some. The outputs do not depend on them, or the layer is left out from now on.
+        Either the outputs do not depend on them, or the layer is left out from now on.
         """
         unreached = linearity.unreached(outputs, users, self._recorder.calls)
         new = {name: calls for name, calls in unreached.items() if not calls <= self._idle.get(name, frozenset())}
@@ -195,10 +180,7 @@ class KnownLayers:
         return False
 
     def narrow(self, outputs: Tensor, users: linearity.Users, samples: int) -> None:
-        """Hold the layouts against a run, wherever it could differ from what was seen before.
-
-        Flattened samples and gathered outputs may have other lengths in this batch, rows may be in another order.
-        """
+        """Hold the layouts against a run, wherever lengths or the order of rows could differ from before."""
         made = self._recorder.calls
         gathered = len(outputs) != samples or self._order_matters
         doubtful = {

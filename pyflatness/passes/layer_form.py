@@ -29,14 +29,8 @@ Parts = list[Tensor]
 class LayerForm:
     """Hold one layer's weight, inputs and output gradients in that form, which its kind says.
 
-    A convolution is a weight matrix of its filters for each of its groups, or with ``conv="affine"`` the dense matrix
-    of all its inputs and outputs, of which the calls for a sample are the positions.
-
-    Args:
-        scale: of the layer's input channels, or None; see :mod:`.normalize`.
-
-    Attributes:
-        by_weight: whether the weight has no positions, so that second derivatives are taken in itself.
+    With ``conv="affine"`` a convolution is the dense matrix of all its inputs and outputs, and a sample's calls its
+    positions. ``scale`` is of the input's channels, see :mod:`.normalize`, or None.
     """
 
     def __init__(
@@ -103,10 +97,9 @@ class LayerForm:
             pixels = torch.eye(torch.Size(size).numel(), dtype=dtype, device=device).unflatten(1, size)
             if self._scale is not None:
                 pixels = multiplied(pixels, self._scale, 1).to(dtype)
-            dense: Tensor = (
-                layers.apply(self._module, pixels, run.calls(self.name)[0].output).flatten(1).t().unsqueeze(0)
-            )
-            return dense
+            output = run.calls(self.name)[0].output
+            dense = self._kind.affine(pixels, layers.weight_of(self._module), None, output)
+            return dense.flatten(1).t().unsqueeze(0)
         columns = self.columns(run)
         return self.matrix if columns is None else self.matrix[..., columns]
 
@@ -172,10 +165,7 @@ class LayerForm:
         )
 
     def cotangents(self, run: Run, gradients: Tensor) -> Tensor | None:
-        """Return several gradients (k, …) in the output of the only call as δ, one's samples behind another's.
-
-        The result is None where they have to be taken one by one.
-        """
+        """Return gradients (k, …) in the only call's output as δ, one's samples behind another's; None: one by one."""
         layout, count = run.layouts[self.name], len(gradients) * run.samples
         alone = len(run.calls(self.name)) != 1 or not self._kind.stacks_cotangents
         if alone or layout != Layout() or not layout.fits(gradients[0], run.samples):
@@ -203,10 +193,7 @@ class LayerForm:
         return _joined([self._kind.rows(part) for part in parts])
 
     def changed(self, run: Run, kind: Linear, inputs: Tensor, output: Tensor, changes: Tensor) -> Tensor:
-        """Return how the output of a call, of this kind, changes with each sample's own change of the weight.
-
-        The change is (n, G, m, d); both inputs and output are the call's, and have their graph.
-        """
+        """Return how the output of a call changes with each sample's own change of the weight, (n, G, m, d)."""
         empty = torch.zeros_like(output, requires_grad=True)
         laid_out = self.rows(run, [empty])
         found = self._kind.changed(kind, self.patches(run, (inputs, output)), laid_out, changes)
@@ -225,8 +212,7 @@ class LayerForm:
     def patches(self, run: Run, call: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Return φ of all calls in a run by position, (n, G, P, m), written out.
 
-        Of a convolution that is as many times its input as it has kernel elements. With a ``call``, its input and
-        output, it is φ of that one, with the input's graph.
+        With a ``call``, its input and output, it is φ of that one, with the input's graph.
         """
         calls = [(made.inputs.detach(), made.output) for made in run.calls(self.name)] if call is None else [call]
         parts = [promoted(part) for inputs, output in calls for part in self._input_parts(run, inputs, output)]
@@ -272,14 +258,7 @@ class LayerForm:
 
 
 class DenseConvolution:
-    """Represent a convolution as one dense matrix W (d, m), which is never written out.
-
-    See :class:`.contractions.dense.DenseLayer`.
-
-    Args:
-        scale: of its input channels, by which inputs are divided and columns multiplied, or None.
-        output: of one of its calls.
-    """
+    """Represent a convolution as one dense matrix W (d, m), never written out; see :mod:`.contractions.dense`."""
 
     def __init__(self, module: nn.Module, scale: Tensor | None, size: tuple[int, ...], output: Tensor) -> None:
         self._module, self._scale, self._size, self._output = module, scale, size, output
@@ -288,16 +267,15 @@ class DenseConvolution:
 
     def carried(self, delta: Tensor) -> Tensor:
         """Return Wᵀ δ: the gradient in the layer's unpadded input through this layer alone."""
-        gamma = layers.carried(self._module, delta, self._size)
+        gamma = layers.kind_of(self._module).carried(delta, self._size, layers.weight_of(self._module))
         return gamma if self._scale is None else multiplied(gamma, self._scale, 1)
 
     def applied(self, inputs: Tensor, power: int) -> Tensor:
         """Return W x, or (W ∘ W) x: of a convolution padded with zeros an entry of W is an entry of its weight."""
-        weight = self._module.weight
-        assert isinstance(weight, Tensor)
+        weight = promoted(layers.weight_of(self._module)) ** power
         if self._scale is not None:
             inputs = multiplied(inputs, self._scale**power, 1)
-        return layers.affine(self._module, promoted(inputs), promoted(weight.detach()) ** power, None, self._output)
+        return layers.kind_of(self._module).affine(promoted(inputs), weight, None, self._output)
 
 
 def _joined(calls: Parts) -> Tensor:

@@ -15,16 +15,9 @@ from ..messages import duration
 def check_passes(
     needed: int, most: int, what: str, one: Callable[[], Any], samples: int, *, by_hessian: bool = False
 ) -> None:
-    """Raise if an exact value takes more passes than the user allows, and say how long all of them would take.
+    """Raise if an exact value takes more passes of a micro-batch than the user allows, and say how long they take.
 
-    Args:
-        needed: backward passes or Hessian products of a micro-batch.
-        most: ``max_passes=`` of the user.
-        what: takes them and how many they are, the beginning of the message.
-        one: makes one of them, and returns tensors of it; it is called, to see how long it takes, before the error is
-            raised.
-        samples: of the micro-batch.
-        by_hessian: whether they are Hessian products, which the GGN value does without.
+    ``what`` begins the message; ``one`` makes one of them, to see how long that takes.
     """
     if needed <= most:
         return

@@ -13,12 +13,9 @@ from .guards import agree
 class LinearMap:
     """Apply a linear map, a backward pass, to several vectors at once by ``torch.func.vmap``, where that is right.
 
-    Not every operation takes several, or half and full precision together, and torch's rule for several has been wrong
-    for some (the double backward of ``torch.cdist``). So the first results are held against a single one of a
-    combination of the vectors, which they all have a part in; where these differ vectors go one after the other.
-
-    Args:
-        one: of a vector makes its images, tensors or None, the same of them for every vector.
+    Not every operation takes several, and torch's rule for several has been wrong for some (the double backward of
+    ``torch.cdist``). So the first results are held against one of a combination of the vectors, in which all have a
+    part; where these differ vectors go one after the other.
     """
 
     def __init__(self, one: Callable[[Tensor], tuple[Tensor | None, ...]]) -> None:

@@ -43,12 +43,7 @@ TAKEN_AS_THEY_ARE = "second derivatives of functions that torch did not write ta
 
 
 def refuse_custom_functions(options: Options, nonlinear: Mapping[str, str], what: str = "layer") -> None:
-    """Raise if a value is to be the Hessian's, by ``curvature="auto"``, and cannot be told from another one.
-
-    Args:
-        nonlinear: layers, or ``what`` they are, that are not certified to be linear, and why.
-        what: they are.
-    """
+    """Raise if a value is to be the Hessian's, by ``curvature="auto"``, and cannot be told from another one."""
     names = [name for name, why in nonlinear.items() if why == CUSTOM]
     if names and options.curvature == "auto":
         listed = ", ".join(map(repr, names[:6])) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
@@ -60,12 +55,7 @@ def refuse_custom_functions(options: Options, nonlinear: Mapping[str, str], what
 
 
 class Certificate:
-    """Hold what is known so far of whether the model is locally linear in layers' weights.
-
-    Attributes:
-        reasons: by name, why a layer is not certified: :data:`CUSTOM`, :data:`RECURRENT`, :data:`NONLINEAR` or
-            :data:`UNASKED`.
-    """
+    """Hold why layers are not certified, by name: the model is not known to be locally linear in their weights."""
 
     def __init__(self) -> None:
         self.reasons: dict[str, str] = {}
@@ -76,9 +66,9 @@ class Certificate:
         return sdpa_kernel(SDPBackend.MATH) if self._twice_differentiable else contextlib.nullcontext()
 
     def extend(self, outputs: Tensor, users: Users, recorder: Recorder) -> dict[str, str] | None:
-        """Look at the layers of a run that were linear so far; return those that are not, and why.
+        """Return the layers of a run that are not linear, and were so far, and why.
 
-        The result is None if attention has to run by another kernel first, see :meth:`attention`.
+        It is None if attention has to run by another kernel first, see :meth:`attention`.
         """
         new = nonlinear_layers(outputs, users, recorder, [name for name in recorder.calls if name not in self.reasons])
         if new and not self._twice_differentiable and any("ScaledDotProduct" in n.name() for n in users):
@@ -92,10 +82,9 @@ class Certificate:
 def nonlinear_layers(outputs: Tensor, users: Users, recorder: Recorder, names: Iterable[str]) -> dict[str, str]:
     """Return those of some layers in whose weight f is not certified to be linear at all samples of a run, and why.
 
-    Where autograd's graph does not prove it, second derivatives of ⟨v, f⟩ in the layer's output are taken along a
-    random direction and have to vanish exactly. All layers' outputs are varied at once first: behind ReLUs f is linear
-    in all outputs jointly. Where that gives more than zero for a layer, it may be because it is multiplied by another,
-    which is read off the graph: a product for each layer would take as long as many probes of all of them.
+    Where autograd's graph does not prove it, second derivatives of ⟨v, f⟩ along a random direction have to vanish
+    exactly: in all layers' outputs at once, since behind ReLUs f is linear in all jointly. Where that gives more
+    than zero for a layer, the graph says whether it is because it is multiplied by another.
     """
     calls = {name: recorder.calls[name] for name in names if name in recorder.calls}
     edges = edges_of(calls)
@@ -116,10 +105,9 @@ def nonlinear_layers(outputs: Tensor, users: Users, recorder: Recorder, names: I
 
 @torch.enable_grad()
 def nonlinear_parameters(outputs: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return those of some leaves of the outputs' graph in which f is not certified to be linear, and why.
+    """Return those of some leaves of the outputs' graph in which f, each varied alone, is not certified to be linear.
 
-    Each by itself: what it is multiplied by may depend on other leaves, but not on itself, as in a recurrent layer. As
-    in :func:`nonlinear_layers`, where the graph does not prove it second derivatives have to vanish exactly.
+    As in :func:`nonlinear_layers`, where the graph does not prove it second derivatives have to vanish exactly.
     """
     edges = {name: [get_gradient_edge(leaf)] for name, leaf in leaves.items()}
     reading = read(users_of(outputs), edges, alone=True)
@@ -173,11 +161,8 @@ def edges_of(calls: Calls) -> Edges:
 def read(users: Users, edges: Edges, *, alone: bool = False) -> Reading:
     """Return what is behind each layer's calls, or each parameter, by the names of the graph's nodes.
 
-    Args:
-        users: the graph, from :func:`users_of`.
-        edges: of the layers' outputs, or of the parameters; one that has no part in the graph is proven.
-        alone: whether each is varied alone: an operation then has to be linear in those of its inputs that depend on
-            these edges, and not in all of them.
+    Varied ``alone``, an operation has to be linear in those of its inputs that depend on these edges, and not in
+    all of them.
     """
     takers = {user for several in users.values() for user in several}
     nodes = {name: {edge.node for edge in starts} for name, starts in edges.items()}

@@ -119,13 +119,7 @@ class Place:
 
 
 class MicroBatches:
-    """Know how many samples may go through the model together.
-
-    Attributes:
-        largest: how many samples go together at most; 1 until :meth:`plan` was told what they take.
-        cuttable: whether the model runs on other numbers of samples than a batch has.
-        notes: what a reader of a value should know.
-    """
+    """Know how many samples may go through the model together: at most ``largest``, 1 until :meth:`plan` was told."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget

@@ -29,10 +29,7 @@ _OF_A_LAYER = re.compile(
 
 
 def carried_edge(run: Run, name: str, dtype: torch.dtype) -> GradientEdge | None:
-    """Return where wᵀ δ of a pointwise layer with weights of a dtype arrives, alone; None if it does so nowhere.
-
-    The layer has to run once, in that dtype, and no hook may change what arrives.
-    """
+    """Return where wᵀ δ of a pointwise layer with weights of a dtype arrives, alone; None if it does so nowhere."""
     calls = run.calls(name)
     if len(calls) != 1 or calls[0].input_edge is None or calls[0].inputs._backward_hooks:
         return None
@@ -55,16 +52,11 @@ _RELU, _POOLING = "ReluBackward0", "MaxPool2DWithIndicesBackward0"
 
 @dataclass(frozen=True)
 class Pooled:
-    """Hold what is behind a layer.
-
-    Attributes:
-        positions: returns (n, d, elements) int32: the position in the layer's output that each element comes from, -1
-            for one that ReLU cuts off.
-    """
+    """Hold what is behind a layer."""
 
     edge: GradientEdge  # of what comes out of pooling, and of a ReLU that follows
     elements: int  # of a row, that come out of pooling
-    positions: Callable[[], Tensor]
+    positions: Callable[[], Tensor]  # (n, d, elements) int32, of each in the layer's output; -1 if ReLU cuts it off
 
 
 def pooled_behind(run: Run, name: str) -> Pooled | None:

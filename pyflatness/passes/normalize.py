@@ -26,12 +26,9 @@ from .runner import Run, Runner
 
 
 def differentiable_scale(rows: Tensor, used: Tensor | None, eps: float) -> Tensor:
-    """Return what :meth:`FeatureScale.scale` does for rows (rows, m), (m,) float64, as a function that has derivatives.
+    """Return :meth:`FeatureScale.scale` of all rows (rows, m) of the data, of which ``used`` count, as a function.
 
-    Args:
-        rows: of one batch, which is all of the data.
-        used: which of them count, (rows,); None: all do.
-        eps: of the dtype that the rows came in.
+    It has derivatives; ``eps`` is of the dtype that the rows came in.
     """
     counted = torch.ones_like(rows[:, :1], dtype=torch.bool) if used is None else used.unsqueeze(1)
     count = counted.sum().clamp_min(1)  # of no rows the deviations are 0
@@ -53,16 +50,15 @@ def apply(scale: Tensor, matrix: Tensor, *, inverse: bool = False) -> Tensor:
 
 def of_columns(module: nn.Module, scale: Tensor) -> Tensor:
     """Return what a layer's columns are multiplied by, (G, 1, m), for a scale of its input channels."""
-    kernel_elements = layers.geometry(module).kernel_elements
-    return scale.view(layers.groups(module), 1, -1).repeat_interleave(kernel_elements, dim=2)
+    kernel_elements = layers.kind_of(module).geometry.kernel_elements
+    return scale.view(layers.kind_of(module).groups, 1, -1).repeat_interleave(kernel_elements, dim=2)
 
 
 def feature_scales(runner: Runner, loss: Loss, nan_policy: str) -> dict[str, Tensor]:
     """Return the scale of every layer's input channels, by one data read.
 
-    Rows are positions, or the unpadded pixels of a convolution. Positions of ignored targets are left out where the
-    layer's positions are the loss's, and with them the padding of an ``attention_mask``; elsewhere samples without any
-    target are left out. Samples that have no value of the layer are left out too, but under ``nan_policy="raise"``.
+    Rows, positions or unpadded pixels, of ignored targets are left out where the layer's positions are the loss's,
+    with the padding of an ``attention_mask``; else samples without targets are. So are those without a value.
     """
     for name, module in runner.selected.items():
         if layers.kind_of(module).by_weight:
@@ -89,11 +85,7 @@ def feature_scales(runner: Runner, loss: Loss, nan_policy: str) -> dict[str, Ten
 
 
 def left_out(runner: Runner, run: Run, sent: Cotangents, nan_policy: str) -> Tensor:
-    """Return which samples (n,) have no value: those without a loss.
-
-    Samples that the deviations leave out are among them: those with NaN or infinity in a counted row of a layer's
-    input.
-    """
+    """Return which samples (n,) have no value: no loss, or NaN in a counted row where deviations leave them out."""
     if not omits(nan_policy):
         return sent.bad
     bad = [~kept.good for kept in _kept(runner, run, sent).values()]
@@ -101,13 +93,7 @@ def left_out(runner: Runner, run: Run, sent: Cotangents, nan_policy: str) -> Ten
 
 
 def check_in_time(nan_policy: str, late: Tensor, number: int, what: str, check_weights: Callable[[], None]) -> None:
-    """Raise if samples that are to be left out turn out to have no value when the deviations have them in already.
-
-    Args:
-        late: whether each sample, or row, is one of these, (n,).
-        what: "samples" or "rows".
-        check_weights: raises the error of weights with NaN, where these are the reason.
-    """
+    """Raise if samples, or rows, that are to be left out turn out so too late: deviations have them in already."""
     if omits(nan_policy) and bool(late.any()):
         check_weights()
         raise NonFiniteError(
@@ -119,15 +105,11 @@ def check_in_time(nan_policy: str, late: Tensor, number: int, what: str, check_w
 
 @dataclass(frozen=True)
 class _KeptInputs:
-    """Hold a layer's inputs and what counts of them.
+    """Hold a layer's inputs and what counts of them."""
 
-    The inputs are (n, rows, channels); after them it says which rows count, (n, rows), and which samples are finite in
-    those rows, (n,).
-    """
-
-    rows: Tensor
-    mask: Tensor
-    good: Tensor
+    rows: Tensor  # (n, rows, channels)
+    mask: Tensor  # (n, rows), which count
+    good: Tensor  # (n,), finite in those
 
 
 def _kept(runner: Runner, run: Run, sent: Cotangents) -> dict[str, _KeptInputs]:

@@ -18,12 +18,9 @@ _FEW = 4  # samples that go through the model first, to see what they take
 
 
 class Parts:
-    """Cut batches; a few samples of the first one that is no smaller show what a sample takes.
+    """Cut batches; a few samples of the first one that is no smaller show what ``work`` on a sample takes.
 
-    Args:
-        work: what is done on a part, or the forward pass of it.
-        compare: has the next batch held against two of its samples, which those few are not.
-        derivatives: whether what ``work`` returns is differentiated then, so that there is a graph of it.
+    The next batch is held against two of its samples by ``compare``; with ``derivatives`` there is a graph of it.
     """
 
     def __init__(

@@ -30,17 +30,12 @@ from ..model.uses.experts import Route
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """Hold one call of a layer.
-
-    Attributes:
-        input_edge: of the input, as it was when it went in; None for a view that is modified in place afterwards, whose
-            gradient in that is no longer to be had.
-    """
+    """Hold one call of a layer."""
 
     inputs: Tensor  # the tensor that went in; it still has its graph
     version: int  # of its contents, as counted by torch, when it went in
     edge: GradientEdge  # of the output
-    input_edge: GradientEdge | None
+    input_edge: GradientEdge | None  # as it went in; None for a view that is modified in place later
     output: Tensor  # an empty tensor of the output's shape and dtype, on the meta device
     kind: Linear
     coefficients: Tensor | None = None  # of tokens, see :meth:`.kinds.Linear.coefficients`
@@ -50,11 +45,7 @@ class RecordedCall:
 class Recorder:
     """Hook layers and keep their calls, by name, of the last forward pass inside :meth:`recording`.
 
-    A call on an empty tensor, as of an expert that nothing is routed to, is none.
-
-    Attributes:
-        empty: layers that were called on an empty tensor.
-        transformed: layers that were called inside of a transform of ``torch.func``, where no call can be kept.
+    Calls on an ``empty`` tensor, as of an expert that nothing is routed to, and ``transformed`` ones, are none.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -87,11 +78,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def recording(self, samples: int = 1, *, checking: bool = False) -> Iterator[None]:
-        """Keep calls inside, on so many samples; those of recomputation in a backward pass come later and are not kept.
-
-        Raises:
-            InputError: a layer runs without a graph, or (when ``checking``) its output is not W φ + b.
-        """
+        """Keep calls inside, on so many samples, and check that they are W φ + b; not those of recomputation later."""
         self.calls.clear()
         self._active, self._checking, self._samples = True, checking, samples
         try:
@@ -121,8 +108,8 @@ class Recorder:
     ) -> dict[str, list[Tensor]]:
         """Return gradients of ⟨cotangent, outputs⟩ in the output of every call of some layers, or of all.
 
-        They are zeros where there is no path. Of a layer that is ``elsewhere``, called once, it is the gradient there.
-        Of one that is ``besides`` the gradient there comes behind those of its calls.
+        They are zeros without a path. Of a layer that is ``elsewhere``, called once, it is the gradient there;
+        of one that is ``besides`` the gradient there comes behind those of its calls.
         """
         made = {name: self.calls[name] for name in (self.calls if names is None else names)}
         edges = {name: [elsewhere.get(name, call.edge) for call in calls] for name, calls in made.items()}
@@ -145,10 +132,7 @@ class Recorder:
         return names
 
     def share(self, name: str, *, shared: bool) -> None:
-        """Take it from now on that an embedding looks tokens up once for all samples, as one of positions may.
-
-        It is recorded as if each sample had its own: what it gives is repeated for every sample.
-        """
+        """Take it from now on that an embedding looks tokens up once, and record it as if for each sample."""
         self._shared = self._shared | {name} if shared else self._shared - {name}
 
     def _alias(self, name: str) -> Any:

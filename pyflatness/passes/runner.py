@@ -26,11 +26,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Run:
-    """Hold a recorded forward pass of a micro-batch.
-
-    Attributes:
-        again: the model on these samples once more, unrecorded, with a graph of what requires gradients.
-    """
+    """Hold a recorded forward pass of a micro-batch."""
 
     batch: Any
     outputs: Tensor  # the model's, with their graph
@@ -42,7 +38,7 @@ class Run:
     layouts: dict[str, Layout]  # where each layer keeps the samples
     users: linearity.Users  # of the nodes in the outputs' graph
     nonlinear: frozenset[str]  # layers in whose weight the model is not certified to be locally linear
-    again: Callable[[], tuple[Tensor, Any]]
+    again: Callable[[], tuple[Tensor, Any]]  # the model on these samples once more, unrecorded
 
     def calls(self, name: str) -> list[RecordedCall]:
         """Return a layer's calls; none if it did not run."""
@@ -74,19 +70,10 @@ class Repeatable:
 class Runner:
     """Run a model over its data, with chosen layers recorded.
 
-    Args:
-        approve: called before work is done on a micro-batch, with the layers that are not linear so far, and why.
-        second_order: whether second derivatives will be taken behind those, which makes their graph larger.
-        order_matters: whether values of single samples are asked for, so that rows in another order have to be noticed.
-        by_sample: whether it matters where a layer keeps its samples; not for sums over all of them.
-        certify: whether it matters which layers are linear.
-        reserve: bytes a sample that the work takes besides, by what the dry run found.
-        inside: entered around each forward pass and the work on it.
-        forward: in the place of the task's.
-        halved: see :class:`.memory.Budget`.
-
-    Attributes:
-        places: of the layers among these, by name.
+    ``approve`` is called before work on a micro-batch, with the layers that are not linear so far, and why.
+    ``order_matters``, ``by_sample`` and ``certify`` say whether the order of rows, where layers keep samples, and
+    linearity do. ``reserve`` gives the bytes a sample that the work takes besides, ``inside`` is entered around
+    each pass and its work.
     """
 
     def __init__(
@@ -146,20 +133,11 @@ class Runner:
         first: Callable[[], int | None] = lambda: None,
         chosen: Tensor | None = None,
     ) -> None:
-        """Do ``work`` on a run of every micro-batch of the data, and hand each result to ``take``.
+        """Do ``work`` on a run of every micro-batch, or of ``chosen`` samples (N,), and ``take`` each result.
 
-        Where memory does not suffice for it the work is done again on fewer samples: what it gives is to be added up
-        in ``take`` alone, which is called when the run is over. Hooks are gone afterwards, also after an error.
-
-        Args:
-            work: gives anything but None, for which it is done again.
-            take: takes that in.
-            first: gives the samples of the first micro-batch at most, where batches can be cut; None: as of others.
-            chosen: (N,) bool, which of this rank's samples are run, in a later read; None: all.
-
-        Raises:
-            InputError: see :func:`.dry_run.run`; a layer that was named does not run; outputs that change with the
-                batch that a sample is in.
+        Where memory does not suffice, or ``work`` returns None, it is done again: what it gives is to be added
+        up in ``take`` alone, which is called when the run is over. ``first`` gives the first micro-batch's
+        samples at most.
         """
         with self._recorder.attached(), frozen(self.model), uses.attached(self.selected):
             done = 0
@@ -224,13 +202,9 @@ class Runner:
     def repeat(
         self, run: Repeatable, rows: Tensor, work: Callable[[Run, slice], Result], take: Callable[[Result], None]
     ) -> None:
-        """Do ``work`` on further runs of samples of a run that is over, and hand each result to ``take``.
+        """Do ``work`` on further runs of samples, (r,) rows, of a run that is over, and hand each result to ``take``.
 
-        Called from the ``take`` of :meth:`each`, which has that run's result; its graph is gone by then.
-
-        Args:
-            rows: (r,) places of samples in it; one may come more than once.
-            work: of a run, and of which of ``rows`` it has.
+        It is called from the ``take`` of :meth:`each`, which has that run's result; its graph is gone by then.
         """
         samples = len(run.numbers)
         for place in self._micro_batches.places(len(rows), len(rows)):
@@ -247,10 +221,7 @@ class Runner:
     def _run(
         self, cut: Callable[[], Any], number: int, numbers: Tensor, work: Callable[[Run], Result | None], check: Check
     ) -> Result | None:
-        """Do ``work`` on a run of a micro-batch; return None if it is to be tried again, as with fewer samples.
-
-        The micro-batch is cut here, since it may be a copy for which memory does not suffice.
-        """
+        """Do ``work`` on a run of a micro-batch; return None if it is to be tried again, as with fewer samples."""
         try:
             # Around the work too: activation checkpointing runs the model again in backward passes.
             with self._certificate.attention(), calling.differentiated(), _checkpointing(), self._inside():
@@ -309,18 +280,12 @@ class Runner:
         )
 
     def _is_sampled(self, outputs: Tensor, samples: int) -> bool:
-        """Return whether values of the GGN are sampled, which are not exact whether or not they are the Hessian's.
-
-        Where the outputs are about as few as the probes, they may be exact.
-        """
+        """Return whether values of the GGN are sampled, and so not exact whether or not they are the Hessian's."""
         draws = self._options.draws
         return self._options.by_ggn and draws is not None and outputs.numel() > samples * (len(draws) + 1)
 
     def _certified(self, outputs: Tensor, users: linearity.Users, samples: int) -> bool:
-        """Take in which layers are linear; return False if the run has to be made again.
-
-        That is where the forward pass has to leave second derivatives, and where these leave room for fewer samples.
-        """
+        """Take in which layers are linear; return False if the run has to be made again, also for lack of room."""
         was_linear = not self._certificate.reasons
         new = self._certificate.extend(outputs, users, self._recorder)
         if new is None:
@@ -338,12 +303,7 @@ class Runner:
             return self._outputs_and_targets(batch)
 
     def _dry_run(self, batch: Any, *, first: bool) -> dry_run.Findings | None:
-        """Return what a dry run on some of a batch's samples finds, or None if none is needed.
-
-        Args:
-            batch: the user's batch, which comes next; or a micro-batch that a new layer ran in.
-            first: whether it is the user's.
-        """
+        """Return what a dry run finds, of the user's batch or one that a new layer ran in; None if none is needed."""
         samples = data.size(batch)
         if samples < 1:
             raise InputError(

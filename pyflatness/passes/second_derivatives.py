@@ -90,10 +90,7 @@ class _Gradient(Function):
 
 
 def convolutions(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a model that compute plain convolutions, without padding of another kind than zeros.
-
-    Those whose padding is "same", or whose stride was set to a number afterwards, are left to torch.
-    """
+    """Return the modules of a model that compute plain convolutions, padded with zeros by numbers of pixels."""
     return [
         module
         for module in model.modules()

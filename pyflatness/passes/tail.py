@@ -35,12 +35,8 @@ _OPERATIONS = {
 class Tail:
     """Hold the operations that several cotangents go through at once, and what is in front of them.
 
-    Args:
-        edges: by name, where gradients are wanted; all of them on a path to the outputs.
-
-    Attributes:
-        names: of the edges that are reached by these operations alone; none if there is nothing to gain.
-        bytes: of what a cotangent gives there, and where it goes on.
+    ``names`` are of the edges, all on a path to the outputs, that these reach alone; ``bytes`` what a cotangent
+    gives.
     """
 
     def __init__(self, outputs: Tensor, users: Users, edges: Mapping[str, GradientEdge]) -> None:
@@ -76,8 +72,8 @@ class Tail:
 def _small(outputs: Tensor, users: Users) -> dict[Node, None]:
     """Return the last operations, from the outputs on, whose gradients are small and that take several at once.
 
-    They end where all that comes from in front of them is one result: of several, one could be in front of another,
-    whose gradient would be counted twice.
+    They end where all from in front of them is one result: of several, one could be in front of another, and count
+    twice.
     """
     nodes: dict[Node, None] = {}
     stack, front, ended = [outputs.grad_fn], set[tuple[Node, int]](), 0

@@ -49,7 +49,8 @@ class Task:
     def run(self, batch: Any, values: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Any]:
         """Return outputs and targets of a batch, at other parameters (or buffers) of these names where they are given.
 
-        Backward passes at these belong in :func:`.parameters.inside`: activation checkpointing runs the model in them.
+        Backward passes at these belong in :func:`.parameters.inside`: activation checkpointing runs the model
+        in them.
         """
         if values is None:
             return calling.run(self.model, batch, self.forward)
@@ -57,12 +58,7 @@ class Task:
             return calling.run(self.model, batch, self.forward)
 
     def risks(self, points: Sequence[Mapping[str, Tensor]], nan_policy: str) -> list[Risk]:
-        """Return E at several points by one data read, each of parameters in the place of the model's.
-
-        Raises:
-            InputError: targets that do not fit.
-            NonFiniteError: E is NaN or infinite at a point, but under ``"propagate"``.
-        """
+        """Return E at several points by one data read, each of parameters in the place of the model's."""
         sums, over = [0.0] * len(points), Accumulator(nan_policy, self.loss.reduction)
         for number, part in self._whole_passes.numbered(self.batches):
             for place, values in enumerate(points):

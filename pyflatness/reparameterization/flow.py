@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..errors import InputError
-from ..model import layers, uses
+from ..model import kinds, layers, uses
 
 _ELEMENTWISE = {"relu", "leaky_relu", "_prelu_kernel", "abs", "neg", "clone", "detach", "alias", "_to_copy"}
 _VIEWS = {"view", "_unsafe_view", "_reshape_alias", "squeeze", "unsqueeze", "permute", "transpose", "t", "expand"}
@@ -60,15 +60,11 @@ Elsewhere = Callable[[str, str, str], None]
 
 
 class Flow(TorchDispatchMode):
-    """Follow one run of a model inside, on a few samples; what is known is filled in afterwards.
+    """Follow one run of a model inside, on a few samples.
 
-    Args:
-        sources: layer -> how many labels its rows have: their number, or 1 for all rows as one.
-        elsewhere: called where a label ends that no layer takes up.
-        through: whether labels go on behind operations (else they only reach what takes the output as it is).
-
-    Attributes:
-        arrivals: the labels of the inputs of each call of each linear layer, convolution and BatchNorm (None: none).
+    ``arrivals`` has the labels that came at each call of a layer. ``sources`` has how many labels a layer's rows
+    have; ``elsewhere`` is called where a label ends that no layer takes up; labels go on behind operations if
+    ``through``.
     """
 
     def __init__(
@@ -177,11 +173,11 @@ class Flow(TorchDispatchMode):
 
 def takes_factors(module: nn.Module) -> bool:
     """Return whether factors on a module's inputs can be undone, or passed on, by its own numbers."""
-    return isinstance(module, _BatchNorm) or (layers.is_supported(module) and layers.kind_of(module).has_input)
+    return isinstance(module, _BatchNorm) or (kinds.is_plain(module) and layers.kind_of(module).has_input)
 
 
 def _rows(module: nn.Module, output: Tensor, count: int) -> Tensor:
-    dim = layers.class_dim(module)
+    dim = layers.kind_of(module).class_dim
     rows = torch.arange(count, device=output.device)
     return rows.expand(output.movedim(dim, -1).shape).movedim(-1, dim)
 

@@ -8,18 +8,16 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..model import calling, layers
+from ..model import calling, kinds, layers
 from . import flow
 from .flow import Flow
 from .reparameterize import check_same, duplicate, scale_rows
 
 
 class Folding:
-    """Hold what of a model's BatchNorm can be folded where, found out on a batch.
+    """Hold what of a model's BatchNorm can be folded where, found out on a batch: ``into`` a layer, or ``alone``.
 
-    Attributes:
-        into: BatchNorm -> the linear layer or convolution that it follows, whose output goes nowhere else.
-        alone: the other ones: each becomes its own scale and shift, with mean 0 and variance 1.
+    The latter become their own scale and shift, with mean 0 and variance 1.
     """
 
     def __init__(self, model: nn.Module, batch: Any, forward: calling.Forward | None) -> None:
@@ -30,7 +28,8 @@ class Folding:
         if not norms:
             return
         kept: set[str] = set()  # layers whose output goes elsewhere
-        sources = {name: 1 for name, module in model.named_modules() if layers.takes_bias(module)}
+        plain = {name: module for name, module in model.named_modules() if kinds.is_plain(module)}
+        sources = {name: 1 for name, module in plain.items() if not layers.kind_of(module).tokens}
         with Flow(model, sources, lambda source, *_: kept.add(source), through=False) as seen, calling.dry_run():
             outputs, _ = calling.run(model, batch, forward)
             seen.finish(outputs)

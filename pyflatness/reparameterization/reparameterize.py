@@ -141,7 +141,7 @@ def scale_columns(module: nn.Module, factors: Tensor) -> None:
     """Multiply the columns of a layer's weight, in place, by factors of its input features or channels, float64."""
     weight = module.weight
     assert isinstance(weight, Tensor)
-    columns = layers.as_matrix(module, weight).double().unflatten(0, (layers.groups(module), -1))
+    columns = layers.as_matrix(module, weight).double().unflatten(0, (layers.kind_of(module).groups, -1))
     weight.copy_(layers.as_weight(module, (columns * normalize.of_columns(module, factors)).flatten(0, 1)))
 
 
@@ -234,7 +234,7 @@ def _multiply(model: nn.Module, factors: Mapping[str, Tensor], found: Mapping[st
 
 
 def _channel_dim(module: nn.Module) -> int:
-    return 1 if isinstance(module, _BatchNorm) else layers.class_dim(module)
+    return 1 if isinstance(module, _BatchNorm) else layers.kind_of(module).class_dim
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

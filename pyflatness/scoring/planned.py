@@ -205,7 +205,10 @@ def _of(model: nn.Module, selected: Mapping[str, nn.Module], recorder: Recorder,
         forward=forward.get_total_flops(),
         backward=backward.get_total_flops(),
         contraction=sum(
-            2 * batch.samples * layers.groups(selected[name]) * round(min(each.multiply_adds(places[name], 1).values()))
+            2
+            * batch.samples
+            * layers.kind_of(selected[name]).groups
+            * round(min(each.multiply_adds(places[name], 1).values()))
             for name, each in contractions.items()
         ),
         factors=2 * sum(multiply_adds(*weights[name].shape) for name in contractions),

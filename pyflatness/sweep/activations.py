@@ -43,12 +43,7 @@ Calls = Sequence[Tensor]
 
 
 class Activations:
-    """Contract cotangents, or Hessian products, with themselves in the outputs and inputs of layers of a run.
-
-    Args:
-        wanted: of :data:`ACTIVATIONS`.
-        scales: by layer, what its input channels are divided by under ``normalize``.
-    """
+    """Contract cotangents, or Hessian products, with themselves in the outputs and inputs of layers of a run."""
 
     def __init__(
         self, run: Run, modules: Mapping[str, nn.Module], wanted: Sequence[str], scales: Mapping[str, Tensor]
@@ -71,13 +66,9 @@ class Activations:
         sign: Tensor | float | None,
         share: float = 1.0,
     ) -> Iterator[tuple[str, Contribution]]:
-        """Yield what a cotangent contributes to each layer.
+        """Yield what a cotangent contributes to each layer, by its gradients in outputs and in the only call's input.
 
-        Args:
-            gradients: that it gives in the output of each call, by layer.
-            at_inputs: in the input of the only call, of layers of :meth:`input_edges`.
-            sign: of the cotangent: one number, (n,), or None for +1.
-            share: what its part of the diagonal is multiplied by: 1 / draws of sampled values.
+        ``share`` multiplies its part of the diagonal: 1 / draws of sampled values.
         """
         for name, several in gradients.items():
             delta = self._by_sample(name, several)
@@ -99,16 +90,7 @@ class Activations:
     def by_hessian(
         self, name: str, gradients: Sequence[Tensor], signs: Signs | None, stream: int, most: int
     ) -> Iterator[tuple[int, Contribution]]:
-        """Yield a layer's values by second derivatives: as draw 0 without signs, else of each draw.
-
-        Args:
-            gradients: of the loss in its calls' outputs, with their graph.
-            signs: of the draws; None: exact.
-            stream: of the signs, of this layer.
-
-        Raises:
-            InputError: exact values take more products than ``most``.
-        """
+        """Yield a layer's values by second derivatives: as draw 0 without signs, else of each draw."""
         multiply, like = self._multiplied(name, gradients), promoted(gradients[0])
         count, samples = self.products(name), self._run.samples
         batch = batch_of(samples * count * like.element_size())
@@ -132,9 +114,9 @@ class Activations:
                 yield draw, self._contribution(name, diagonals, share=1 / len(signs.draws))
 
     def _multiplied(self, name: str, gradients: Sequence[Tensor]) -> Callable[[Tensor], list[Tensor]]:
-        """Return a function: directions v (k, n, entries) of a layer's outputs -> diagonals of v yᵀ, (k, n, channels).
+        """Return a function: directions v (k, n, entries) of outputs -> diagonals of v yᵀ, (k, n, channels).
 
-        There is one for each wanted quantity.
+        There is one for each quantity.
         """
         run, calls = self._run, self._run.calls(name)
         with torch.enable_grad():
@@ -157,12 +139,9 @@ class Activations:
         return multiply
 
     def _diagonals(self, name: str, left: Calls, right: Calls, gamma: Calls | None = None) -> list[Tensor]:
-        """Return the diagonals of u vᵀ by channel, (n, channels) float64, of each wanted quantity.
+        """Return the diagonals of u vᵀ by channel, (n, channels) float64, of each quantity.
 
-        Args:
-            left: u in the layer's outputs.
-            right: v there.
-            gamma: Wᵀ u, where u is v and that is known.
+        ``gamma`` is Wᵀ u if u is v.
         """
         calls, found = self._run.calls(name), []
         for quantity in self._wanted:

@@ -24,35 +24,20 @@ _CHOICE = -1  # the stream that says which groups have a replicate
 
 @dataclass
 class Grouped:
-    """Hold what is sent for a micro-batch, and what has come back.
+    """Hold what is sent for a micro-batch, and what has come back."""
 
-    Attributes:
-        left: of its run.
-        sent: the square-root factors, whose columns are the cotangents.
-        weights: of them, over chances, (n, columns) float64, 0 for samples that are not finite.
-        finite: (n,), the other samples.
-        groups: of the columns.
-        probes: of the groups.
-        signs: (2, n, columns) int8: of probes and of their replicates.
-        sums: (layers, quantities, n) float64, what has come back for each sample.
-        differences: (layers, quantities, pairs) float64, between the values of a probe and its replicate.
-        replicated: (pairs,) float64, v_g (1/π - ½) of their groups.
-        chances: (n,) float64, of the samples to be in the part of the data that is sent; 1 where all are.
-        rounds: of the probes, how many have gone out for all samples at once.
-    """
-
-    left: Repeatable
+    left: Repeatable  # of its run
     sent: Cotangents
-    weights: Tensor
-    finite: Tensor
+    weights: Tensor  # over chances, (n, columns) float64, 0 for samples that are not finite
+    finite: Tensor  # (n,), the other samples
     groups: Groups
     probes: Probes
-    signs: Tensor
-    sums: Tensor
-    differences: Tensor
-    replicated: Tensor
-    chances: Tensor
-    rounds: int = 0
+    signs: Tensor  # (2, n, columns) int8: of probes and of their replicates
+    sums: Tensor  # (layers, quantities, n) float64
+    differences: Tensor  # (layers, quantities, pairs) float64, between a probe and its replicate
+    replicated: Tensor  # (pairs,) float64, v_g (1/π - ½) of their groups
+    chances: Tensor  # (n,) float64, of the samples to be in the part of the data that is sent
+    rounds: int = 0  # of the probes, that have gone out for all samples at once
 
     def rows(self, chosen: Tensor) -> Tensor:
         """Return signs of the columns of some probes, (s, columns) int8, 0 for columns of other groups."""
@@ -119,9 +104,6 @@ def begin(
 
     A sample that is in a part of the data by a chance π, of ``chances`` (n,), stands for 1/π samples. Its variance
     counts by 1/π, so that its weights do by 1/√π in groups; in sums they do by 1/π.
-
-    Raises:
-        InputError: a loss that is not convex; more probes than the user allows.
     """
     weights = sent.weights()
     finite = weights.isfinite().all(dim=1)

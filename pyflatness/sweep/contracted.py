@@ -22,21 +22,11 @@ _AT_ONCE = 16
 
 
 class Contracted:
-    """Collect what layers contribute for each cotangent that is sent.
+    """Collect what layers contribute for each of about ``count`` cotangents that are sent.
 
-    Args:
-        names: of those that are contracted.
-        count: about how many cotangents will come.
-        hold: bytes of cotangents of all layers that may be held back, at most half of them of one layer, or on a GPU
-            as many cotangents of every layer; contributions then come late, of several cotangents together, and
-            :meth:`rest` has to be asked.
-        whole: layers whose gradients are to be seen as they arrive at their outputs, in :attr:`gradients`; no cotangent
-            then comes by a way of its own.
-        input_edges: of some of these, where gradients in their inputs are to be seen too, in :attr:`at_inputs`.
-
-    Attributes:
-        gradients: of the last cotangent, in the outputs of the calls of layers.
-        at_inputs: of the last cotangent, at these edges.
+    ``hold`` bytes of cotangents may be held back; contributions then come late, and :meth:`rest` has to be asked.
+    Of layers in ``whole`` the last cotangent's ``gradients`` are seen as they arrive at their outputs, and at
+    ``input_edges``.
     """
 
     def __init__(
@@ -124,10 +114,7 @@ class Contracted:
         return tail if tail.names else None
 
     def _most_at_once(self, count: int, memory: int) -> int:
-        """Return how many of so many cotangents go through the tail at once: shared out evenly, as layers hold back.
-
-        What they give takes at most so many bytes, but for one cotangent's.
-        """
+        """Return how many cotangents go through the tail at once: shared out evenly, as layers hold back."""
         if self._tail is None:
             return 1
         sizes = [self._contractions[name].stack_size for name in self._tail.names]

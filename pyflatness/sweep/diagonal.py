@@ -45,16 +45,8 @@ from .totals import OR_OVERFLOW, Sums, Totals
 class Diagonal:
     """Sum the diagonal for the samples of a task's data, by one read of them.
 
-    Args:
-        adaptive: a_j = θ_j, else 1.
-        certify: whether it matters in which parameters the model is linear.
-        theta: the parameters in question; None: all that require gradients.
-        entries: makes what single entries are added to, for so many draws; None: only sums over all are wanted.
-
-    Attributes:
-        nonlinear: parameters in which the model is not certified to be linear, and why.
-        exact_passes: backward passes or Hessian products that exact values take, or would take.
-        sampled: whether signs were drawn; not where entries are wanted and all cotangents are no more than the draws.
+    a_j = θ_j if ``adaptive``, else 1; ``theta`` are all that require gradients by default; ``entries`` makes what
+    single entries are added to, for so many draws.
     """
 
     def __init__(
@@ -89,13 +81,7 @@ class Diagonal:
         return self._layers.backend
 
     def sums(self, draws: range | None = None) -> Sums:
-        """Return the sums over all samples: exact, or in the draws of these numbers.
-
-        Raises:
-            InputError: see :meth:`.Runner.each`; targets that do not fit; too many backward passes or Hessian products;
-                a function that torch did not write behind a parameter, under ``curvature="auto"``.
-            NonFiniteError: NaN or infinity, by the policy.
-        """
+        """Return the sums over all samples: exact, or in the draws of these numbers."""
         signs = None if draws is None else Signs(self._task.options.seed, draws)
         error = partial(_non_finite, self.theta)
         shard = self._task.batches.shard
@@ -192,26 +178,15 @@ class Diagonal:
 
 @dataclass(frozen=True)
 class ByParameter:
-    """Hold the diagonal itself.
+    """Hold the diagonal itself."""
 
-    Attributes:
-        total: the sum of all entries.
-        values: by the name of a parameter, of its shape or (rows,), float64 on the CPU.
-        errors: of the same shapes, standard errors given the data; None if the values are exact.
-    """
-
-    total: Estimate
-    values: Mapping[str, Tensor]
-    errors: Mapping[str, Tensor] | None
+    total: Estimate  # the sum of all entries
+    values: Mapping[str, Tensor]  # by parameter, of its shape or (rows,), float64 on the CPU
+    errors: Mapping[str, Tensor] | None  # standard errors given the data; None if the values are exact
 
 
 def by_parameter(task: Task, theta: parameters.Parameters, *, rows: bool, certify: bool) -> ByParameter:
-    """Return the diagonal in some parameters over the task's data: exact, or sampled as its options say.
-
-    Args:
-        rows: whether entries are summed over all dimensions of a parameter but the first.
-        certify: whether it matters in which parameters the model is linear.
-    """
+    """Return the diagonal in some parameters, or summed over all dimensions but ``rows``, as the options say."""
     diagonal = Diagonal(task, certify=certify, theta=theta, entries=lambda draws: EntrySums(theta, draws, rows=rows))
     sums = diagonal.sums(task.options.draws)
     return ByParameter(

@@ -54,11 +54,7 @@ def are_fewer(run: Run, sent: Cotangents, forms: Mapping[str, LayerForm], most: 
 
 
 def values(run: Run, sent: Cotangents, forms: Mapping[str, LayerForm]) -> dict[str, Tensor] | None:
-    """Return the quantities of each layer, (quantities, n) float64; None: an operation has no second derivative.
-
-    Args:
-        forms: of layers for which :func:`are_fewer` holds, and behind which torch wrote every operation.
-    """
+    """Return the quantities of layers that pass :func:`are_fewer`, (quantities, n); None without second derivative."""
     cotangent = torch.zeros_like(run.outputs, requires_grad=True)
     found = {}
     try:

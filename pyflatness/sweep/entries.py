@@ -17,13 +17,7 @@ _MEAN, _VARIANCE = "mean", "variance"
 
 
 class EntrySums:
-    """Add up entries over samples, for each draw.
-
-    Args:
-        theta: the parameters, by name.
-        draws: how many there are; exact values are those of one.
-        rows: whether entries are summed over all dimensions of a parameter but the first.
-    """
+    """Add up entries of parameters over samples, for each draw; with ``rows`` over all dimensions but the first too."""
 
     def __init__(self, theta: Mapping[str, Tensor], draws: int, *, rows: bool) -> None:
         self._rows = rows
@@ -39,8 +33,7 @@ class EntrySums:
     def parts(self, *, lost: bool) -> Parts:
         """Return the mean over draws, and of several its variance, by parameter.
 
-        Args:
-            lost: whether one of the samples has no value, and so all together have none.
+        They are NaN if a sample is ``lost``, since all together then have no value.
         """
         found = {}
         for name, sums in self._sums.items():

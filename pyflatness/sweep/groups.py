@@ -32,38 +32,23 @@ _TINY = torch.finfo(torch.float64).tiny
 
 @dataclass(frozen=True)
 class Groups:
-    """Hold the probe groups of samples, numbered from 0 in each, heavy columns first.
+    """Hold the probe groups of samples, numbered from 0 in each, heavy columns first."""
 
-    Attributes:
-        of: (n, columns) int64, each column's group; -1 for one of weight 0, which is not sent.
-        counts: (n,) int64, groups of each sample.
-        variances: (n, largest count) float64, v_g; 0 for a group of one column, and for none.
-    """
-
-    of: Tensor
-    counts: Tensor
-    variances: Tensor
+    of: Tensor  # (n, columns) int64, each column's; -1 for weight 0, which is not sent
+    counts: Tensor  # (n,) int64, groups of each sample
+    variances: Tensor  # (n, largest count) float64, v_g; 0 for a group of one column, and for none
 
 
 @dataclass(frozen=True)
 class Probes:
-    """Hold the probes to send backward: one for each group of each sample in turn, then the replicates; (s,) each.
+    """Hold the probes to send backward: one for each group of each sample in turn, then the replicates; (s,) each."""
 
-    Attributes:
-        samples: places of the samples.
-        groups: of the sample.
-        replicates: 0, or 1 for a replicate.
-        rounds: places among the sample's probes, counted from 0.
-        pairs: which pair of a probe and its replicate it belongs to, or -1.
-        chances: (pairs,) float64, π of each pair.
-    """
-
-    samples: Tensor
-    groups: Tensor
-    replicates: Tensor
-    rounds: Tensor
-    pairs: Tensor
-    chances: Tensor
+    samples: Tensor  # their places
+    groups: Tensor  # of the sample
+    replicates: Tensor  # 0, or 1 for a replicate
+    rounds: Tensor  # places among the sample's probes, from 0
+    pairs: Tensor  # which pair of a probe and its replicate it belongs to, or -1
+    chances: Tensor  # (pairs,) float64, π
 
     @property
     def fractions(self) -> Tensor:
@@ -78,17 +63,10 @@ class Probes:
 class Tolerance:
     """Allow micro-batches a variance such that values have a relative standard error of about ``rtol``.
 
-    The variance of a layer's value is Σ v_g, in units of weights, times what the layer makes of them. That is measured
-    by the replicates of the micro-batches before; the layer that allows least decides. So no sample's probes have a say
-    in what is sent for it. Until there are replicates, the ratio is that of values in proportion to weights whose
-    columns are nearly orthogonal.
-
-    Args:
-        rtol: of all layers' values.
-        samples: of all data, about; 0 if that is not known.
-
-    Attributes:
-        replicates: so far.
+    The variance of a layer's value is Σ v_g, in units of weights, times what the layer makes of them. That is
+    measured by the replicates of the micro-batches before; the layer that allows least decides. So no sample's
+    probes have a say in what is sent for it. Before there are any, values are in proportion to weights of nearly
+    orthogonal columns.
     """
 
     def __init__(self, rtol: float, samples: int) -> None:
@@ -136,13 +114,7 @@ class Tolerance:
         return max(self._samples, self._seen + more)
 
     def add(self, weights: Tensor, both: Tensor, replicated: Tensor) -> None:
-        """Take in a micro-batch that is done.
-
-        Args:
-            weights: (n, columns).
-            both: values and their unbiased variances, (2, layers, quantities, n); NaN for samples that do not count.
-            replicated: v_g (1/π - ½) of each replicate.
-        """
+        """Take in a micro-batch: values and unbiased variances (2, layers, quantities, n), and v_g (1/π - ½)."""
         both = both.where(both.isfinite().all(dim=0), 0.0)
         self._sums = self._sums.to(both.device) + torch.cat([both, both[1:].square()]).sum(dim=3)
         self._weight, self._seen = self._weight + float(weights.sum()), self._seen + len(weights)
@@ -168,10 +140,6 @@ def threshold(weights: Tensor, allowed: float) -> float:
 
     m_i is the weight of sample i's columns below τ, which fall into about m_i / τ groups. Since the sum is at most
     2 τ Σ m_i, τ is ``allowed`` / (2 Σ m_i) at least.
-
-    Args:
-        weights: (n, columns) float64.
-        allowed: see :meth:`Tolerance.allowed`.
     """
     sums = weights.sum(dim=1)
     low, high = allowed / (2 * max(float(sums.sum()), _TINY)), 1.0001 * float(sums.max())

@@ -35,12 +35,7 @@ _VIEWS = re.compile(
 class Heads:
     """Hold the formula of each layer that is a head, and which layers have been nothing else so far.
 
-    Args:
-        memory: the user's, in bytes, or None; of these the formula takes the buffers, or less on a GPU.
-
-    Attributes:
-        quantities: the same in the order of their values: those that have a formula come last.
-        columns: these.
+    ``quantities`` are in the order of their values: those that have a formula come last, in ``columns``.
     """
 
     def __init__(self, runner: Runner, loss: Loss, memory: int | None, quantities: Sequence[str]) -> None:
@@ -57,14 +52,7 @@ class Heads:
     def apart(
         self, run: Run, sent: Cotangents, forms: Mapping[str, LayerForm]
     ) -> tuple[dict[str, Tensor], dict[str, LayerForm]]:
-        """Return by layer what has a formula, and the forms of what takes cotangents: of a head the other quantities.
-
-        Args:
-            forms: of layers that ran, for all quantities.
-
-        Returns:
-            Of a head the values that all of its :attr:`columns` have, (n,) float64, not yet divided; and forms.
-        """
+        """Return by layer what has a formula, (n,) not yet divided, and forms of what takes cotangents."""
         heads = {}
         for name, form in forms.items() if self._others != self.quantities else ():
             order = self._order(run, sent, form)
@@ -112,7 +100,7 @@ class Heads:
         # It may have been changed where autograd does not see it.
         if output is None or not layers.computes(module, call.inputs, output):
             return None
-        own = output.movedim(layers.class_dim(module), -1)
+        own = output.movedim(layers.kind_of(module).class_dim, -1)
         same = (rows.shape[-1], rows.stride(-1)) == (own.shape[-1], own.stride(-1))
         return order_in_memory(rows, own) if same else None
 

@@ -20,25 +20,15 @@ _ENTRIES = 2**17  # of matrices that are taken to float64 at a time
 
 @dataclass(frozen=True)
 class Jacobian:
-    """Hold J = ∂f/∂x of every sample at a place, when all its rows are there.
+    """Hold J = ∂f/∂x of every sample at a place, when all its rows are there."""
 
-    Attributes:
-        x: (n, M).
-        rows: of each output, (n, M).
-        eigenvalues: of symmetric matrices (n, C, C), ascending, (n, C).
-        top: see :func:`.spectra.log_volumes`.
-        weights: |∂f/∂w|_F² for the weight w of the layer that takes x, (n,); None if that was not wanted.
-        past: the rows of J - (∂f/∂z) w, of the ways from x past the layer's output z; None where that is rounding.
-        scales: b, (M,), where there is a b for the features.
-    """
-
-    x: Tensor
-    rows: Sequence[Tensor]
-    eigenvalues: Callable[[Tensor], Tensor]
-    top: int | None
-    weights: Tensor | None
-    past: Sequence[Tensor | None]
-    scales: Tensor | None
+    x: Tensor  # (n, M)
+    rows: Sequence[Tensor]  # of each output, (n, M)
+    eigenvalues: Callable[[Tensor], Tensor]  # of symmetric matrices (n, C, C), ascending
+    top: int | None  # see :func:`.spectra.log_volumes`
+    weights: Tensor | None  # |∂f/∂w|_F² for the weight w of the layer that takes x, (n,)
+    past: Sequence[Tensor | None]  # rows of J - (∂f/∂z) w, of the ways past the layer's output z; None: rounding
+    scales: Tensor | None  # b, (M,), where there is a b for the features
 
     @functools.cached_property
     def gram(self) -> Tensor:
@@ -58,19 +48,12 @@ class Jacobian:
 
 @dataclass(frozen=True)
 class Quantity:
-    """Describe a quantity of J, as a row of the table.
+    """Describe a quantity of J, as a row of the table."""
 
-    Attributes:
-        of: every sample's, (n,) float64; None at a place that has none.
-        always: it is there without being asked for.
-        of_weight: it needs the gradient in the layer's weight.
-        of_zero: its value for J = 0. Where that is infinite, values are not looked at for NaN and infinity.
-    """
-
-    of: Callable[[Jacobian], Tensor | None]
-    always: bool = False
-    of_weight: bool = False
-    of_zero: float = 0.0
+    of: Callable[[Jacobian], Tensor | None]  # every sample's, (n,) float64; None at a place that has none
+    always: bool = False  # without being asked for
+    of_weight: bool = False  # needs the gradient in the layer's weight
+    of_zero: float = 0.0  # for J = 0; where it is infinite values are not looked at for NaN and infinity
 
 
 def _by_parts(of: Callable[..., Tensor], *matrices: Tensor) -> Tensor:
@@ -127,14 +110,7 @@ of J - (∂f/∂z) w, which is the derivative in x by other ways than the layer'
 class WeightGradient:
     """Sum |∂f/∂w|_F² of each sample for a layer's weight w, and take the part (∂f/∂z) w of J through the layer.
 
-    Args:
-        run: with the layer recorded.
-        form: for the contraction ``"squares"``.
-        width: how many cotangents will come.
-
-    Attributes:
-        total: (n,) float64.
-        apart: why w is not one matrix that is used once; empty if it is.
+    ``apart`` says why w is not one matrix that is used once; empty if it is.
     """
 
     def __init__(self, run: Run, name: str, module: nn.Module, form: LayerForm, width: int) -> None:
@@ -152,24 +128,14 @@ class WeightGradient:
     def carried(self, deltas: Sequence[Tensor]) -> list[Tensor]:
         """Return such gradients carried to the layer's inputs, of their shapes, through the layer alone."""
         with contractions.full_precision(self._run.outputs):
-            sizes = [tuple(call.inputs.shape[1:]) for call in self.calls]
-            pairs = zip(deltas, sizes, strict=True)
-            return [layers.carried(self._module, delta, size) for delta, size in pairs]
+            pairs, weight = zip(deltas, self.calls, strict=True), layers.weight_of(self._module)
+            return [call.kind.carried(delta, tuple(call.inputs.shape[1:]), weight) for delta, call in pairs]
 
 
 class PlaceRows:
-    """Collect the rows of J at one place, of all samples of a run.
+    """Collect the rows of J at one place, of all samples of a run: at one tensor x, or one for each call of a layer.
 
-    Args:
-        edges: where the gradients are taken: at one tensor, or one for each call of a layer.
-        tensors: the tensors, x.
-        samples_first: lays one of them out as (n, …).
-        weight: if the layer's weight is looked at.
-        scales: (m,) b of ``"rescaled"``, for an x of m features.
-
-    Attributes:
-        edges: those, and where ``weight`` wants gradients.
-        passed: whether x goes to the outputs another way than through the layer too, as past a residual branch.
+    ``passed`` says whether x goes to the outputs another way than through the layer too, as past a residual branch.
     """
 
     def __init__(
@@ -208,11 +174,7 @@ class PlaceRows:
     def values(
         self, wanted: Mapping[str, Quantity], eigenvalues: Callable[[Tensor], Tensor], top: int | None
     ) -> dict[str, Tensor]:
-        """Return those of the wanted quantities that the place has, (n,) float64 on the CPU each, and let the rows go.
-
-        Args:
-            wanted: rows of the table, by name.
-        """
+        """Return those of the wanted quantities that the place has, (n,) float64 on the CPU, and let the rows go."""
         weights = None if self.weight is None else self.weight.total
         at = Jacobian(self._x, self._rows, eigenvalues, top, weights, self._past, self._scales)
         self._rows, self._past = [], []

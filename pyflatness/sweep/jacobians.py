@@ -33,26 +33,16 @@ INPUT = ""
 
 @dataclass(frozen=True)
 class Samples:
-    """Hold quantities of every sample at every place.
-
-    Attributes:
-        layers: the places that are layers' inputs, in the model's order.
-        width: outputs of a sample.
-        kept: (n,), the samples that count; the others were left out.
-        calls: how often each layer was called in a run, at most.
-        apart: why a layer is not one matrix that is used once; empty for one that is.
-        passed: layers whose input goes to the outputs another way too.
-        backend: of the eigenvalues.
-    """
+    """Hold quantities of every sample at every place."""
 
     task: Task
-    layers: tuple[str, ...]
-    width: int
-    kept: Tensor
-    calls: dict[str, int]
-    apart: dict[str, str]
-    passed: frozenset[str]
-    backend: str
+    layers: tuple[str, ...]  # places that are layers' inputs, in the model's order
+    width: int  # outputs of a sample
+    kept: Tensor  # (n,), samples that count
+    calls: dict[str, int]  # how often each layer was called in a run, at most
+    apart: dict[str, str]  # why a layer is not one matrix that is used once; empty if it is
+    passed: frozenset[str]  # layers whose input goes to the outputs another way too
+    backend: str  # of the eigenvalues
     _found: dict[str, dict[str, Tensor]]
 
     @property
@@ -112,16 +102,10 @@ def measured(
     top: int | None = None,
     scales: Mapping[str, Tensor] | None = None,
 ) -> Samples:
-    """Return what the sweep finds.
+    """Return what the sweep finds, of :data:`.jacobian_rows.QUANTITIES` those that are there always and ``needs``.
 
-    Args:
-        needs: names of :data:`.jacobian_rows.QUANTITIES` that are not there always.
-        top: singular values that ``log_volume`` is over, the largest; None: all.
-        scales: by layer, those of its features for ``rescaled``.
-
-    Raises:
-        InputError: see :meth:`.Runner.each`; more outputs than backward passes are allowed.
-        NonFiniteError: NaN or infinity, under ``nan_policy="raise"``, or in all samples.
+    ``top``: singular values that ``log_volume`` is over, None all; ``scales``: by layer, of its features for
+    ``rescaled``.
     """
     return _Sweep(task, needs, top, scales or {}).samples()
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import contractions
-from ..model import layers
+from ..model import kinds, layers
 from ..numerics.directions import Directions
 from ..passes.guards import agree, rounding
 from ..passes.layer_form import LayerForm
@@ -28,16 +28,7 @@ Sign = Tensor | float | None
 
 
 class LayerGradients:
-    """Know the layers whose weight and bias are parameters of the model.
-
-    Args:
-        theta: the parameters in question, by name.
-        adaptive: whether squares are of a ∘ gradient with a the parameter itself.
-        by_entry: whether entries are wanted too.
-
-    Attributes:
-        modules: by name; those that may turn out to be usable.
-    """
+    """Know the layers whose weight and bias are in ``theta``; squares are of θ ∘ gradient if ``adaptive``."""
 
     def __init__(self, task: Task, theta: Mapping[str, Tensor], *, adaptive: bool, by_entry: bool) -> None:
         self._task, self._theta, self._adaptive = task, theta, adaptive
@@ -57,7 +48,7 @@ class LayerGradients:
         return [name for name in self.modules if run.calls(name) and self._usable.get(name, False)]
 
     def check(self, run: Run, per_sample: PerSampleParameters) -> None:
-        """Look at the layers that ran for the first time: are the parameters' gradients those of the layers' calls?
+        """Look at layers that ran for the first time: are the parameters' gradients those of the layers' calls?
 
         Where there is NaN in them that cannot be seen, and the layer is not used until it can.
         """
@@ -83,12 +74,7 @@ class LayerGradients:
     def squares(
         self, run: Run, names: Sequence[str], passes: int, entries: EntrySums | None
     ) -> Callable[[Draw, Gradients, Sign], Tensor]:
-        """Return a function of draws, gradients and their signs -> (n,) float64 of some layers.
-
-        Args:
-            passes: how many gradients will come in these layers' outputs.
-            entries: what the function adds the entries to.
-        """
+        """Return a function of draws, gradients and their signs -> (n,) float64, which adds up entries too."""
         contracted = {}
         for name in names:
             form = self._forms[name]
@@ -136,7 +122,7 @@ class LayerGradients:
 
     def _is_candidate(self, name: str, module: nn.Module) -> bool:
         plain = isinstance(module._parameters.get("weight"), nn.Parameter)
-        return plain and layers.is_supported(module) and bool(self.parameters(name))
+        return plain and kinds.is_plain(module) and bool(self.parameters(name))
 
 
 def signed(squares: Tensor, sign: Sign) -> Tensor:

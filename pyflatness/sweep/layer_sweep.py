@@ -42,45 +42,23 @@ Parts = dict[tuple[str, str], Tensor]
 
 @dataclass(frozen=True)
 class Values:
-    """Hold the values of some samples.
+    """Hold the values of some samples."""
 
-    Attributes:
-        values: (draws, layers, quantities, n) float64, each summed over cotangents or directions; not yet divided
-            by the normaliser. One draw if they are exact. Of all selected layers; 0 for one that did not run.
-        sample_weights: (n,) float64, each sample's weight in a mean.
-        number: of the user's batch.
-        variances: (3, layers + 1, quantities, n) float64, of one draw's values and last of the network's, where these
-            are sampled in groups, the sums of the groups' squared ones, and the replicates; None: they are exact, or
-            their draws tell.
-        sizes: (n,) float64, :meth:`.Cotangents.sizes`, to which values are about proportional, where one probe or a
-            part of the data has to say how much they vary; else None.
-        parts: by layer and quantity, those of :class:`.quantities.Contribution` summed over the samples that count.
-        lost: (n,), samples without a loss, whose values are NaN.
-        by_hessian: layers whose values are of second derivatives.
-    """
-
-    values: Tensor
-    sample_weights: Tensor
-    number: int
-    variances: Tensor | None = None
-    sizes: Tensor | None = None
-    parts: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)
-    lost: Tensor | None = None
-    by_hessian: frozenset[str] = frozenset()
+    values: Tensor  # (draws or 1, selected layers, quantities, n) float64, not yet divided; 0 without a run
+    sample_weights: Tensor  # (n,) float64, each sample's weight in a mean
+    number: int  # of the user's batch
+    variances: Tensor | None = None  # (3, layers + 1, quantities, n), see :meth:`.Grouped.variances`
+    sizes: Tensor | None = None  # (n,), to which values are about proportional, where that is needed
+    parts: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)  # by layer and quantity, summed
+    lost: Tensor | None = None  # (n,), samples without a loss
+    by_hessian: frozenset[str] = frozenset()  # layers whose values are of second derivatives
 
 
 class Sweep:
-    """Sweep with a runner, for some quantities.
+    """Sweep with a runner, for some quantities; ``quantities`` has them in the order of values, last of activations.
 
-    Args:
-        quantities: of :data:`.contractions.quantities.QUANTITIES`, or of :data:`.activations.ACTIVATIONS`.
-
-    Attributes:
-        quantities: in the order of their values; last those of activations.
-        by_hessian: layers for which second derivatives were taken.
-        columns: of a sample's square-root factor, all its loss terms', at most.
-        exact_passes: backward passes or Hessian products of a layer that exact values take, or would take.
-        sent: cotangents of a micro-batch that went backward for exact values, at most.
+    ``by_hessian`` are the layers for which second derivatives were taken; ``columns`` of a sample's factor,
+    ``exact_passes`` of exact values and cotangents ``sent`` are counted at most.
     """
 
     def __init__(self, runner: Runner, loss: Loss, options: Options, quantities: Sequence[str]) -> None:
@@ -100,20 +78,12 @@ class Sweep:
             self._scales = normalize.feature_scales(runner, loss, options.nan_policy)
 
     def work(self, draws: Sequence[int] | None = None) -> Callable[[Run], Values]:
-        """Return a function that computes a run's quantities in every layer, by sample: exact, or in these draws.
-
-        Raises:
-            InputError: when it is called: targets that do not fit; too many backward passes or Hessian products.
-        """
+        """Return a function that computes a run's quantities in every layer, by sample: exact, or in these draws."""
         signs = None if draws is None else Signs(self._options.seed, draws)
         return partial(self._values, signs=signs)
 
     def block_traces(self, limit: int, take: Callable[[tuple[Tensor, Values]], None]) -> None:
-        """Hand one layer's block traces, summed over samples, (G, d, d) float64, and the samples' values to ``take``.
-
-        Raises:
-            InputError: as :meth:`work`; the matrix would take more than ``limit`` bytes.
-        """
+        """Hand one layer's block traces, summed over samples, (G, d, d) float64, and the samples' values on."""
         self._runner.each(partial(self._block_traces, limit=limit), take)
 
     def unite(self) -> None:
@@ -161,8 +131,8 @@ class Sweep:
     def _values(self, run: Run, signs: Signs | None = None) -> Values:
         """Return the values of a run's samples in every layer.
 
-        At the head they come by its formula. In other layers they come by directions or cotangents, whichever are
-        fewer, or by second derivatives of the loss where the model is not linear in the weight.
+        At heads they come by their formula, elsewhere by directions or cotangents, whichever are fewer, or by
+        second derivatives.
         """
         linear, nonlinear = self._ran(run)
         sent = cotangents.of_run(run, self._loss)
@@ -231,15 +201,7 @@ class Sweep:
         found: Mapping[str, Tensor],
         parts: Parts,
     ) -> None:
-        """Add the values (draws, quantities, n) of layers by cotangents, and their summands.
-
-        Args:
-            signs: of the draws; None: exact.
-            forms: of layers that are contracted, for quantities of their weights.
-            active: layers of which quantities of activations are wanted.
-            found: by layer, the values.
-            parts: the summands.
-        """
+        """Add the values (draws, quantities, n) of layers by cotangents, and their summands."""
         count = sent.passes if signs is None else len(signs.draws)
         self.sent = self.sent if signs is not None else max(self.sent, count)
         self._runner.batches.say(self.fewer)
@@ -283,10 +245,7 @@ class Sweep:
     def _add_hessian(
         self, run: Run, signs: Signs | None, found: Mapping[str, Tensor], parts: Parts, split: bool
     ) -> None:
-        """Add the values (draws, quantities, n) of layers by second derivatives of the loss, and their summands.
-
-        Of what is ``split`` it is the part of them that the GGN does not have.
-        """
+        """Add the values (draws, quantities, n) of layers by second derivatives; if ``split`` what the GGN lacks."""
         first = len(self._of_weights)
         if self._of_weights:
             for name, value in self._by_hessian(run, signs, found, parts, split):

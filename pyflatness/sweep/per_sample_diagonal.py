@@ -25,13 +25,7 @@ from .per_sample_parameters import Group
 
 
 class PerSampleDiagonal:
-    """Sum for one group of samples.
-
-    Args:
-        numbers: (n,), theirs in the data.
-        scales: a of some parameters by name; 1 for others.
-        entries: what single entries are added to.
-    """
+    """Sum for one group of samples of these numbers; ``scales`` has a of some parameters by name, 1 for others."""
 
     def __init__(
         self,
@@ -65,16 +59,7 @@ class PerSampleDiagonal:
         return values
 
     def by_hessian(self, streams: Mapping[str, int], signs: Signs | None, custom: Sequence[str] = ()) -> Tensor:
-        """Return the sum (draws, n) float64 over the parameters that are the keys of ``streams``.
-
-        Args:
-            streams: by the name of a parameter, the stream that its signs are drawn from.
-            signs: of draws; exact without.
-            custom: names behind which there is a custom autograd function.
-
-        Raises:
-            InputError: more products than the user allows; a second derivative that is missing.
-        """
+        """Return the sum (draws, n) float64 over parameters, the keys of ``streams``; exact without signs."""
         names, values = [*streams], self.zeros(signs)
         with block_traces.differentiable(names, "parameter"), torch.enable_grad():
             value = self._loss.value(self._group.outputs, self._group.targets.detach())

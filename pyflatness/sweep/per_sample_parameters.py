@@ -34,18 +34,12 @@ _GRAPHS = 3  # about the memory that a graph takes together with that of its der
 
 @dataclass(frozen=True)
 class Group:
-    """Hold some samples of a run, with per-sample parameters.
+    """Hold some samples of a run, with per-sample parameters."""
 
-    Attributes:
-        outputs: the model's, with their graph.
-        leaves: (samples, *shape), the parameters of these names.
-        place: which of the run's samples they are.
-    """
-
-    outputs: Tensor
+    outputs: Tensor  # the model's, with their graph
     targets: Any
-    leaves: Leaves
-    place: slice
+    leaves: Leaves  # (samples, *shape), the parameters of these names
+    place: slice  # which of the run's samples they are
 
     @property
     def samples(self) -> int:
@@ -54,11 +48,7 @@ class Group:
 
 
 class PerSampleParameters:
-    """Run a model with per-sample parameters.
-
-    Args:
-        task: whose model it is; a half of its memory is for a group's samples, their parameters and graph.
-    """
+    """Run a model with per-sample parameters; a half of its memory is for a group's, with their graph."""
 
     def __init__(self, task: Task) -> None:
         self._task, self._memory = task, task.budget(halved=True).work
@@ -66,15 +56,7 @@ class PerSampleParameters:
         self._graph = -1  # bytes that a sample's takes, once known
 
     def each(self, run: Run, values: Mapping[str, Tensor], work: Callable[[Group], None]) -> None:
-        """Do ``work`` on the samples of a run in groups that fit the memory, while the run's recorder is paused.
-
-        Args:
-            values: the parameters in question, by name.
-            work: what is done with a group; backward passes have to be in it.
-
-        Raises:
-            InputError: a sample has other outputs when it is alone.
-        """
+        """Do ``work``, backward passes in it, on the samples of a run in groups that fit the memory."""
         start = 0
         with _undisturbed(run):
             most = self._most(run, values)
@@ -91,10 +73,9 @@ class PerSampleParameters:
     def shared(
         self, run: Run, values: Mapping[str, Tensor], work: Callable[[Tensor, dict[str, Tensor]], Result]
     ) -> Result:
-        """Do ``work`` on the outputs of the run's samples with parameters that they share, and on these as leaves.
+        """Do ``work`` on the outputs of the run's samples, with parameters that they share as leaves.
 
-        The run's recorder is paused meanwhile. No backward pass of the run itself belongs in it: activation
-        checkpointing calls the layers again there, and they have to be as they were.
+        No backward pass of the run itself belongs in it: checkpointing calls the layers again there.
         """
         leaves = {name: w.clone().requires_grad_() for name, w in values.items()}
         batch = data.map_tensors(_outside_inference, run.batch)

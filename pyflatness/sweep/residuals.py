@@ -60,13 +60,7 @@ def pilot(expected: int) -> int:
 class Residuals:
     """Hold the residuals of a micro-batch: the probes that were sent, and those that are wanted.
 
-    Args:
-        shape: layers, quantities.
-        sizes: |r_i|, (n,) float64.
-        pilot: probes that every sample has.
-
-    Attributes:
-        products: by number of a layer with probes, the Hessian products that an exact value takes.
+    ``products`` has, by number of a layer with probes, the Hessian products that an exact value takes.
     """
 
     def __init__(self, shape: tuple[int, int], sizes: Tensor, pilot: int, most: int) -> None:
@@ -87,13 +81,7 @@ class Residuals:
         return range(self.pilot)
 
     def add(self, layer: int, places: Tensor, values: Tensor, numbers: range | None) -> None:
-        """Take in values of samples that want them.
-
-        Args:
-            places: of the samples, (s,).
-            values: (k, quantities, s) float64; k = 1: the same for all probes.
-            numbers: of the k probes; None: exact values, as of one probe.
-        """
+        """Take in values (k, quantities, s) of probes of these numbers; None: exact values, as of one probe."""
         if numbers is None:
             self._values[layer][:, places] = values[0]
             return
@@ -122,7 +110,8 @@ class Residuals:
     def variances(self) -> Tensor | None:
         """Return variances of the means, their squares over their degrees of freedom, and these; None if all are exact.
 
-        They are (3, layers + 1, quantities, n); the last layer is the network, whose layers have independent probes.
+        They are (3, layers + 1, quantities, n); the last layer is the network, whose layers have independent
+        probes.
         """
         if bool(self._exact.all()):
             return None
@@ -147,13 +136,10 @@ class Residuals:
             )
 
     def steps(self, *, whole: bool) -> Iterator[tuple[Tensor, Rounds]]:
-        """Yield places of samples (s,) and what to send for them, fewer and fewer samples.
+        """Yield places of samples (s,) and what to send for them, fewer and fewer samples, or the ``whole`` of them.
 
-        What comes back is to be taken in before the next step is asked for. A step has as many probes of a layer as at
-        least half of its samples want.
-
-        Args:
-            whole: whether all samples have to go together.
+        What comes back is to be taken in before the next step, which has as many probes as half of its samples
+        want.
         """
         every = torch.arange(len(self.sizes), device=self.sizes.device)
         for layer in self.products:
@@ -175,12 +161,7 @@ class Residuals:
 
 
 class Predictor:
-    """Predict how many probes residuals take, from the samples so far.
-
-    Args:
-        rtol: the user's, a relative standard error.
-        tolerance: of the GGN; it knows how many samples there are.
-    """
+    """Predict how many probes residuals take, from the samples so far."""
 
     def __init__(self, rtol: float, tolerance: Tolerance) -> None:
         self._rtol, self._tolerance = rtol, tolerance
@@ -188,10 +169,7 @@ class Predictor:
         self._sums = torch.zeros(3, 1, 1, dtype=torch.float64, device="cpu")  # of what _summands returns
 
     def wanted(self, residuals: Residuals, ggn: Tensor, *, ggn_is_exact: bool) -> Tensor:
-        """Return m_i by layer, (layers, n) int64, after the pilot; ``ggn`` is (layers, quantities, n).
-
-        It is -1 where there are no other samples.
-        """
+        """Return m_i by layer, (layers, n) int64, after the pilot; -1 where there are no other samples."""
         sizes, summands = _summands(residuals, ggn)
         of_ggn, means, ratios = (self._sums.to(ggn.device) + summands.sum(dim=3)).unsqueeze(3)
         size, samples = self._size + sizes.sum(), self._samples + len(sizes)
@@ -224,10 +202,7 @@ def _summands(residuals: Residuals, ggn: Tensor) -> tuple[Tensor, Tensor]:
 def fewest(sizes: Tensor, bound: Tensor, least: int) -> Tensor:
     """Return m_i = max(least, ⌈s a_i⌉) for the smallest s with Σ_j a_j² / max(least, s a_j) ≤ a bound, (…, n) int64.
 
-    Args:
-        sizes: a, (n,) float64, none negative.
-        bound: (…, n), of each m_i one of its own.
-        least: at least 1.
+    ``sizes`` are a, (n,); there is a bound of its own for each m_i.
     """
     ordered = sizes.sort(descending=True).values
     squares = ordered.square() / least

@@ -15,23 +15,12 @@ _CLOSE = 1.05  # a standard error within this of the one that was asked for is t
 
 
 class Stages:
-    """Yield the probes of each read of the data, whose sums the caller sets before the next one.
-
-        for draws in stages:
-            stages.sums = ...  # exact for None, else in the probes of these numbers
+    """Yield the probes of each read of the data, None for exact values, whose ``sums`` the caller sets before the next.
 
     Where no standard error is wanted there is one read. Otherwise a first stage of a few probes says how many there
     have to be in all, for values whose standard errors are about that at most, and a later one is added where that was
     too few. Exact values are taken where they take no more. No stage looks at the values, and all count by their probes
-    (after Stein 1945), which keeps the coverage of the interval.
-
-    Args:
-        options: of the user: ``target_stderr=`` or probes, and ``max_passes=``, probes at most.
-        exact_passes: backward passes or Hessian products that exact values take; known once there were probes.
-        agree: whether probes of some sums agree where they can differ, by chance: then they say nothing of the error.
-
-    Attributes:
-        sums: of the last read; when there are no more, those of all of them.
+    (after Stein 1945), which keeps the coverage of the interval. Probes that ``agree`` by chance say nothing of it.
     """
 
     sums: Sums

@@ -24,27 +24,16 @@ OR_OVERFLOW = "(or squares beyond the dtype's range)"
 
 @dataclass(frozen=True)
 class Sums:
-    """Hold values of the data set: of each layer, and last of the network, the sum of its layers.
+    """Hold values of the data set: of each layer, and last of the network, the sum of its layers."""
 
-    Attributes:
-        values: (layers + 1, quantities) float64 on the CPU.
-        errors: of the same shape, standard errors given the data; None if the values are exact.
-        dof: of the same shape, degrees of freedom of the errors, NaN where they are not known; None with ``errors``.
-        per_sample: (layers + 1, quantities, n), see :meth:`.Accumulator.per_sample`; or None.
-        samples: how many counted.
-        omitted: how many were left out.
-        normaliser: that all of them were divided by.
-        parts: by layer and quantity, the parts of a value; see :class:`.layer_sweep.Values`.
-    """
-
-    values: Tensor
-    errors: Tensor | None
-    dof: Tensor | None
-    per_sample: Tensor | None
-    samples: int
-    omitted: int
-    normaliser: float
-    parts: Mapping[tuple[str, ...], Tensor]
+    values: Tensor  # (layers + 1, quantities) float64 on the CPU
+    errors: Tensor | None  # standard errors given the data; None if the values are exact
+    dof: Tensor | None  # their degrees of freedom, NaN where they are not known
+    per_sample: Tensor | None  # (layers + 1, quantities, n)
+    samples: int  # how many counted
+    omitted: int  # how many were left out
+    normaliser: float  # that all of them were divided by
+    parts: Mapping[tuple[str, ...], Tensor]  # by layer and quantity, the parts of a value
 
     def uncertainty(self, row: int, column: int) -> tuple[float | None, float | None]:
         """Return the standard error of a value and its degrees of freedom, each None where there is none."""
@@ -65,9 +54,9 @@ class Sums:
         return bool(self.errors[row, column] <= AGREEING * self.values[row, column].abs())
 
     def pooled(self, other: "Sums", weight: float) -> "Sums":
-        """Return the mean with independent values of the same data; ``weight`` is this one's.
+        """Return the mean with independent values of the same data.
 
-        The degrees of freedom stay those of this one, whose errors said how many probes the other takes (Stein 1945).
+        The degrees of freedom are of this one (Stein 1945).
         """
         assert self.errors is not None
         assert other.errors is not None
@@ -86,15 +75,7 @@ class Sums:
 class Totals:
     """Hold running sums over samples, for each layer and then for the network, the sum of its layers.
 
-    Args:
-        reduction: the loss's, ``"mean"`` or ``"sum"``.
-        options: of the user; whether each sample's values are kept, and the policy for NaN.
-        error: makes that of values and which samples (n,) are fine; see :data:`.accumulate.Error`.
-        sampled: whether values are means over probes; for those sampled in groups their variances say so.
-        subset: where the samples are a part of the data that stands for all; None: they are all.
-
-    Attributes:
-        over: the samples so far.
+    ``over`` are the samples so far; a ``subset`` stands for all.
     """
 
     def __init__(
@@ -116,11 +97,7 @@ class Totals:
         self._parts: dict[tuple[str, ...], Tensor] = {}
 
     def add(self, micro_batch: Values) -> None:
-        """Take in the values of some samples.
-
-        Raises:
-            NonFiniteError: NaN or infinity, by the policy.
-        """
+        """Take in the values of some samples."""
         fine = finite_samples(micro_batch.values)
         kept = self.over.kept(fine, lambda: self._error(micro_batch, fine))
         self.over.add(len(fine), float(masked(micro_batch.sample_weights, kept).sum()))
@@ -147,12 +124,7 @@ class Totals:
             self._contributions.append(masked(means, kept, torch.nan))
 
     def sums(self) -> Sums:
-        """Return the sums of all values, of all ranks, when a read of the data is over.
-
-        Raises:
-            NonFiniteError: every sample was left out.
-            InputError: no target counts.
-        """
+        """Return the sums of all values, of all ranks, when a read of the data is over."""
         sums = {_VALUES: self._sums, _SIZE: self._size} if self._sums.ndim else {}
         found = self.over.together(self._shard, {**sums, **self._parts})
         over, scale = self.over, 1.0
@@ -181,14 +153,7 @@ class Totals:
 
 
 def layer_error(modules: Mapping[str, nn.Module], micro_batch: Values, fine: Tensor) -> NonFiniteError:
-    """Return the error of values of layers.
-
-    Args:
-        fine: (n,), the samples whose values are all finite.
-
-    Raises:
-        NonFiniteError: a layer's weights have NaN or infinity in them.
-    """
+    """Return the error of values of layers, or raise that of a layer's weights."""
     layers.check_finite(modules)
     finite = micro_batch.values.isfinite().all(dim=0).flatten(1).all(dim=1)
     where = [name for name, whole in zip(modules, finite, strict=True) if not bool(whole)]

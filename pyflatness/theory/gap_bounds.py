@@ -292,7 +292,7 @@ def _noisy(layer: nn.Module, drawn: Iterator[Tensor]) -> Change:
 
     def change(inputs: Tensor, output: Tensor) -> Tensor:
         xi = next(drawn)
-        return layers.affine(layer, xi, weight.to(xi.dtype), None, output)
+        return layers.kind_of(layer).affine(xi, weight.to(xi.dtype), None, output)
 
     return change
 

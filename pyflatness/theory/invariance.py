@@ -21,7 +21,8 @@ from ..api import measure
 from ..errors import InputError
 from ..measures import MEASURES
 from ..messages import check_module, shown
-from ..model.layers import is_supported, matrix
+from ..model.kinds import is_plain
+from ..model.layers import matrix
 from ..model.selectors import Selector
 from ..options import EVERY, How, MeasureHow, Options, check_numbers
 from ..reparameterization.reparameterize import reparameterize
@@ -155,7 +156,7 @@ def _multiplied(
     found: dict[str, dict[str, Any]] = {}
     skipped: dict[str, str] = {}
     for name, module in model.named_modules():
-        if not is_supported(module):
+        if not is_plain(module):
             continue
         try:
             reparameterize(model, {name: 1.0}, data, **running)

@@ -205,7 +205,8 @@ def _adding(layer: nn.Module, addition: Change) -> Iterator[None]:
 
 def by_weight(layer: nn.Module, weight: Tensor) -> Change:
     """Return the change Δz = Δw φ for a tensor of the shape of the layer's weight."""
-    return lambda inputs, output: layers.affine(layer, inputs.to(weight.dtype), weight, None, output)
+    affine = layers.kind_of(layer).affine
+    return lambda inputs, output: affine(inputs.to(weight.dtype), weight, None, output)
 
 
 def turns(layer: nn.Module, generator: torch.Generator) -> Iterator[Tensor]:
@@ -214,7 +215,7 @@ def turns(layer: nn.Module, generator: torch.Generator) -> Iterator[Tensor]:
     With w = Rᵀ Q, Q of orthonormal rows, wA = Rᵀ (QA), and QA is a set of the first rows of such a matrix again: min(d,
     m) rows are drawn, not m.
     """
-    matrix = promoted(layers.matrix(layer)[0]).unflatten(0, (layers.groups(layer), -1))
+    matrix = promoted(layers.matrix(layer)[0]).unflatten(0, (layers.kind_of(layer).groups, -1))
     left = torch.linalg.qr(matrix.transpose(1, 2)).R.transpose(1, 2)  # (groups, d / groups, rows)
     while True:
         rows = orthonormal(len(left), left.shape[2], matrix.shape[2], generator, left)

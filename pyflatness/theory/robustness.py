@@ -441,7 +441,7 @@ class _Loss:
         self._task, self._perturbed = task, Perturbed(task, self.name, head=source is not None)
         self._layer = self._perturbed.layer
         matrix = promoted(layers.matrix(self._layer)[0].detach())
-        self.weight = matrix.unflatten(0, (layers.groups(self._layer), -1))
+        self.weight = matrix.unflatten(0, (layers.kind_of(self._layer).groups, -1))
         self.samples = 0
 
     def fitting(self, matrix: Tensor) -> Tensor:

@@ -45,10 +45,12 @@ def test_a_module_that_stands_for_the_use_of_a_weight_says_its_own_kind() -> Non
     assert kinds.find(use) is None
     use.weight = nn.Parameter(torch.randn(3, 2))
     use.kind = TransposedLinear()
-    assert layers.is_supported(use)
+    assert kinds.is_plain(use)
     assert layers.matrix(use)[0].shape == (2, 3)
     use.weight = nn.Parameter(torch.randn(4, 2, 3))
     use.kind = Convolution((3,), (1,), (1,), (1,), 1, "zeros")
     assert layers.is_convolution(use)
     inputs = torch.randn(5, 2, 7)
-    torch.testing.assert_close(layers.apply(use, inputs), nn.functional.conv1d(inputs, use.weight, padding=1))
+    torch.testing.assert_close(
+        layers.kind_of(use).affine(inputs, use.weight, None), nn.functional.conv1d(inputs, use.weight, padding=1)
+    )

@@ -123,7 +123,7 @@ def head(case: Case) -> str:
     for name, made in outputs.items():
         if len(made) != 1:
             continue
-        rows = made[0].movedim(layers.class_dim(model.get_submodule(name)), -1)
+        rows = made[0].movedim(layers.kind_of(model.get_submodule(name)).class_dim, -1)
         same = (rows.shape[-1], rows.stride(-1)) == (read.shape[-1], read.stride(-1))
         if same and rows.untyped_storage().data_ptr() == read.untyped_storage().data_ptr():
             return name

@@ -22,13 +22,10 @@ __all__ = [
     "CLASSES",
     "SUPPORTED",
     "AnyUse",
-    "Bilinear",
     "Convolution",
     "Embedding",
-    "EmbeddingBag",
     "Linear",
     "PermutedLinear",
-    "Scale",
     "Together",
     "TransposedConvolution",
     "TransposedLinear",
@@ -138,9 +135,6 @@ def obstacle(module: nn.Module) -> str:
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    """Return whether a layer is GPT-2's: a linear layer that keeps its weight as (m, d).
-
-    It is known by its name, since transformers may be absent.
-    """
+    """Return whether a layer is GPT-2's, (m, d), known by its name since transformers may be absent."""
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")

@@ -10,12 +10,7 @@ from .linear import Linear
 
 
 class Bilinear(Linear):
-    """Say how a bilinear layer is a matrix (d, m₁ m₂), of φ = x₁ ⊗ x₂; see :class:`.Linear`.
-
-    Args:
-        first: m₁, features of the first input.
-        second: m₂, of the second.
-    """
+    """Say how a bilinear layer is a matrix (d, m₁ m₂), of φ = x₁ ⊗ x₂, of m₁ and m₂ features; see :class:`.Linear`."""
 
     has_input = False
 
@@ -29,14 +24,11 @@ class Bilinear(Linear):
         return products
 
     def as_matrix(self, weight: Tensor) -> Tensor:
-        """Return a tensor of the shape of the weight as (d, m₁ m₂)."""
         return weight.flatten(1)
 
     def as_weight(self, matrix: Tensor) -> Tensor:
-        """Return a (d, m₁ m₂) matrix as a tensor of the shape of the weight; undoes :meth:`as_matrix`."""
         weight: Tensor = matrix.unflatten(1, self._sizes)
         return weight
 
     def affine(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, like: Tensor | None = None) -> Tensor:
-        """Return W φ + b."""
         return F.linear(inputs, weight.flatten(1), bias)

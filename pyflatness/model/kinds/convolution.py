@@ -13,13 +13,7 @@ _FUNCTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
 class Convolution(Linear):
-    """Say how a convolution is a matrix; see :class:`.Linear`.
-
-    Args:
-        kernel: pixels of a filter along each dimension of space.
-        padding: along each, or ``"same"`` or ``"valid"``.
-        padding_mode: of torch's layers.
-    """
+    """Say how a convolution, with the sizes of torch's layers, is a matrix; see :class:`.Linear`."""
 
     class_dim = 1
 
@@ -46,16 +40,13 @@ class Convolution(Linear):
         self._margins = _margins(kernel, padding, dilation)
 
     def as_matrix(self, weight: Tensor) -> Tensor:
-        """Return a tensor of the shape of the weight as (d, m)."""
         return weight.flatten(1)
 
     def as_weight(self, matrix: Tensor) -> Tensor:
-        """Return a (d, m) matrix as a tensor of the shape of the weight; undoes :meth:`as_matrix`."""
         weight: Tensor = matrix.unflatten(1, (-1, *self._kernel))
         return weight
 
     def affine(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, like: Tensor | None = None) -> Tensor:
-        """Return W φ + b as torch computes it."""
         padding: Sequence[int] | str | int = self._padding
         if self.repeats_inputs:
             inputs, padding = self._padded(inputs), 0
@@ -63,11 +54,9 @@ class Convolution(Linear):
         return outputs
 
     def pad(self, inputs: Tensor, output: Tensor) -> Tensor:
-        """Return the input (N, C, …), padded as the layer does it."""
         return self._padded(inputs)
 
     def carried(self, delta: Tensor, size: tuple[int, ...], weight: Tensor) -> Tensor:
-        """Return Wᵀ δ for δ of the shape of an output and inputs of this size, without dimension 0."""
         inputs = torch.zeros(len(delta), *size, dtype=weight.dtype, device=weight.device, requires_grad=True)
         with torch.enable_grad():
             (gamma,) = torch.autograd.grad(self.affine(inputs, weight, None, delta), inputs, delta.to(weight.dtype))
@@ -76,10 +65,7 @@ class Convolution(Linear):
     def at_ends(
         self, inputs: Tensor, output: Tensor, weight: Tensor, coefficients: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return W φ and the output at the first positions of the first image and the last ones of the last.
-
-        They are first and last along the first dimension of space.
-        """
+        """Return both at the first positions, along one dimension, of the first image, and the last of the last."""
         seen = self._dilation[0] * (self._kernel[0] - 1) + 1
         start = self._stride[0] * (output.shape[2] - 1)
         first, last = (self._padded(inputs[[place]]) for place in (0, -1))
@@ -87,7 +73,6 @@ class Convolution(Linear):
         return self._inside(edges.to(weight.dtype), weight), torch.cat([output[:1, :, :1], output[-1:, :, -1:]])
 
     def in_common_form(self, tensor: Tensor) -> list[Tensor]:
-        """Return inputs (padded) or cotangents of one call, (n, q, channels, …), in the dimensions of a geometry."""
         if self.space == 3:
             return list(tensor.unbind(1))
         images = tensor.transpose(1, 2)  # the q images lie along the first dimension of space, where kernels have 1

@@ -27,10 +27,7 @@ class Deviations(Protocol):
         """Take in the rows of other ranks, where a read of the data ends; ``name`` is the layer's."""
 
     def scale(self) -> Tensor:
-        """Return σ_j, (m,) float64; |c| for a constant feature, 0 for one that is zero throughout (and drops out).
-
-        Ones where no rows were taken in.
-        """
+        """Return σ_j, (m,) float64; |c| for a constant feature, 0 for one that drops out, ones without rows."""
 
 
 class FeatureScale:
@@ -64,7 +61,6 @@ class FeatureScale:
         self.rows = total
 
     def together(self, shard: Shard, name: str) -> None:
-        """See :class:`Deviations`."""
         if shard.ranks.alone:
             return
         own = {
@@ -81,7 +77,6 @@ class FeatureScale:
                 self._merge(rows, *(each[key].to(device) for key in ("mean", "squares", "largest")))
 
     def scale(self) -> Tensor:
-        """See :class:`Deviations`."""
         if self.rows == 0:
             return torch.ones(self._features, dtype=torch.float64, device=self._device)
         deviation = (self._squares / self.rows).sqrt()
@@ -90,11 +85,7 @@ class FeatureScale:
 
 
 class TokenScale:
-    """Count how often each token comes, of which the deviations of one-hot features follow.
-
-    Args:
-        count: of all tokens, m.
-    """
+    """Count how often each of m tokens comes, of which the deviations of one-hot features follow."""
 
     def __init__(self, count: int) -> None:
         self.rows, self._count = 0, count
@@ -112,14 +103,12 @@ class TokenScale:
         )
 
     def together(self, shard: Shard, name: str) -> None:
-        """See :class:`Deviations`."""
         rows = torch.tensor(self.rows, dtype=torch.int64, device="cpu")
         own = {"rows": rows, "sums": self._sums, "squares": self._squares}
         found = shard.sum(f"the deviations of layer {name!r}", own)
         self.rows, self._sums, self._squares = int(found["rows"]), found["sums"], found["squares"]
 
     def scale(self) -> Tensor:
-        """See :class:`Deviations`."""
         if self.rows == 0:
             return torch.ones_like(self._sums)
         mean = self._sums / self.rows

@@ -17,11 +17,7 @@ from .linear import First, Linear
 
 
 class Embedding(Linear):
-    """Say how an embedding is a matrix; see :class:`.Linear`. Inputs are numbers of tokens, of any shape.
-
-    Args:
-        padding: the token whose column has no derivative, or None.
-    """
+    """Say how an embedding is a matrix, of tokens of any shape; the column of ``padding`` has no derivative."""
 
     tokens = True
     has_input = False
@@ -33,31 +29,25 @@ class Embedding(Linear):
         self._padding = padding
 
     def as_matrix(self, weight: Tensor) -> Tensor:
-        """Return a tensor of the shape of the weight as (d, m)."""
         return weight.t()
 
     def as_weight(self, matrix: Tensor) -> Tensor:
-        """Return a (d, m) matrix as a tensor of the shape of the weight; undoes :meth:`as_matrix`."""
         return matrix.t()
 
     def coefficients(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-        """Return what each token's column is multiplied by where a derivative in it is taken; None: 1 each."""
         inputs = self.inputs_of(args, kwargs)
         return None if inputs is None or self._padding is None else inputs != self._padding
 
     def affine(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, like: Tensor | None = None) -> Tensor:
-        """Return the columns of the tokens, (…, d)."""
         return F.embedding(inputs, weight, self._padding)
 
     def varied(self, inputs: Tensor, weight: Tensor, like: Tensor, coefficients: Tensor | None) -> Tensor:
-        """Return how the output changes with a change of the weight."""
         changes = F.embedding(inputs, weight)
         return changes if coefficients is None else changes * coefficients.unsqueeze(-1).to(changes.dtype)
 
     def at_ends(
         self, inputs: Tensor, output: Tensor, weight: Tensor, coefficients: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the columns of the first and the last token, and these rows of the output."""
         return self.affine(inputs.flatten()[[0, -1]], weight, None), output.reshape(-1, output.shape[-1])[[0, -1]]
 
     def divided(self, inputs: Tensor, scale: Tensor) -> Tensor:
@@ -65,16 +55,12 @@ class Embedding(Linear):
         return inputs
 
     def input_rows(self, inputs: Tensor, coefficients: Tensor | None, first: First) -> Tensor:
-        """Return the tokens of a call with their coefficients behind them, (n, rows, 2).
-
-        Padding is a feature like others here, though its column has no derivative.
-        """
+        """Return tokens with their coefficients behind them, (n, rows, 2); padding is a feature like others here."""
         tokens = first(inputs)
         tokens = tokens.reshape(len(tokens), -1, 1).double()
         return torch.cat([tokens, torch.ones_like(tokens)], dim=2)
 
     def deviations(self, columns: int) -> TokenScale:
-        """Return what counts the tokens."""
         return TokenScale(columns)
 
     def contraction(self, given: Ingredients) -> Contractor:
@@ -86,7 +72,6 @@ class Embedding(Linear):
         return [tensor.flatten(1).long()]
 
     def joined(self, parts: list[Tensor]) -> list[Tensor]:
-        """Return tokens or cotangents of several calls as one, along their positions."""
         return [torch.cat(parts, dim=1)]
 
     def cotangents(
@@ -107,7 +92,6 @@ class Embedding(Linear):
         return gradient.reshape(len(gradient), -1, gradient.shape[-1])
 
     def rows(self, cotangent: Tensor) -> Tensor:
-        """Return a cotangent by position, (n, 1, P, d)."""
         return promoted(cotangent).unsqueeze(1)
 
     def columns(self, inputs: Callable[[], Sequence[Tensor]]) -> Tensor:
@@ -123,7 +107,6 @@ class Embedding(Linear):
     def gradients(
         self, inputs: Sequence[Tensor], cotangent: Sequence[Tensor], like: Tensor, calls: Sequence[Linear]
     ) -> Tensor:
-        """Return M of some samples, (n, 1, d, m), written out."""
         (tokens,), delta = inputs, promoted(cotangent[0])
         columns = delta.new_zeros(len(delta), like.shape[1], delta.shape[2])
         columns.scatter_add_(1, tokens.unsqueeze(2).expand_as(delta), delta)
@@ -132,12 +115,7 @@ class Embedding(Linear):
 
 
 class EmbeddingBag(Embedding):
-    """Say how the sums or means of an embedding over bags of tokens (n, tokens) are those of a matrix.
-
-    Args:
-        mean: whether it is the mean.
-        padding: the token that is left out of bags, or None.
-    """
+    """Say how the sums, or means, of an embedding over bags of tokens (n, tokens) are those of a matrix."""
 
     least_dims = 2
     pointwise = False
@@ -154,7 +132,6 @@ class EmbeddingBag(Embedding):
         return inputs if inputs is not None and inputs.ndim == 2 else None
 
     def coefficients(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-        """Return what each token's column is multiplied by."""
         inputs = super().inputs_of(args, kwargs)
         assert inputs is not None
         given = args[2] if len(args) > 2 else kwargs.get("per_sample_weights")
@@ -166,24 +143,20 @@ class EmbeddingBag(Embedding):
         return kept / kept.sum(dim=1, keepdim=True).clamp_min(1).double() if self._mean else kept
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the layer's output for the arguments of a call, with a given weight."""
         inputs, coefficients = super().inputs_of(args, kwargs), self.coefficients(args, kwargs)
         assert inputs is not None
         return self.varied(inputs, weight, inputs, coefficients)
 
     def varied(self, inputs: Tensor, weight: Tensor, like: Tensor, coefficients: Tensor | None) -> Tensor:
-        """Return how the output changes with a change of the weight; it is linear in that."""
         return super().varied(inputs, weight, like, coefficients).sum(dim=1)
 
     def at_ends(
         self, inputs: Tensor, output: Tensor, weight: Tensor, coefficients: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return W φ and the output of the first and the last bag."""
         assert coefficients is not None
         return self.varied(inputs[[0, -1]], weight, output, coefficients[[0, -1]]), output[[0, -1]]
 
     def _by_token(self, gradient: Tensor, inputs: Tensor, first: First) -> Tensor:
-        """Return the gradient in each bag for all of its tokens, (n, P, d)."""
         return gradient.unsqueeze(2).expand(-1, -1, first(inputs).shape[2], -1).flatten(1, 2)
 
     def input_rows(self, inputs: Tensor, coefficients: Tensor | None, first: First) -> Tensor:

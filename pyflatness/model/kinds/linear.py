@@ -79,24 +79,13 @@ class Linear:
         return F.linear(inputs, weight, bias)
 
     def varied(self, inputs: Tensor, weight: Tensor, like: Tensor, coefficients: Tensor | None) -> Tensor:
-        """Return how the output of a call changes with a change of the weight, of that weight's dtype.
-
-        Args:
-            inputs: of the call.
-            weight: the change.
-            like: of the output's shape.
-            coefficients: from :meth:`coefficients`.
-        """
+        """Return how a call's output changes with a change of the weight, in its dtype and the shape of ``like``."""
         return self.affine(inputs.to(weight.dtype), weight, None, like)
 
     def changed(self, call: "Linear", patches: Tensor, rows: Tensor, changes: Tensor) -> Tensor:
-        """Return how the output of a call changes with each sample's own change of the weight, which is written out.
+        """Return how the output of a ``call`` changes with each sample's own change of the weight (n, G, m, d).
 
-        Args:
-            call: the kind of the call.
-            patches: φ of the call by position, as :meth:`patches` has it.
-            rows: of the output's shape, as :meth:`rows` has it; so is what is returned.
-            changes: (n, G, m, d).
+        φ is as :meth:`patches` has it; ``rows``, and what is returned, are as :meth:`rows` has outputs.
         """
         return product(patches, changes)
 
@@ -127,8 +116,8 @@ class Linear:
     def in_common_form(self, tensor: Tensor) -> list[Tensor]:
         """Return inputs (padded) or cotangents of one call, (n, …, features), in the dimensions of a geometry.
 
-        Where channels are in front of space they come as (n, q, channels, …), of q images a sample; they are one
-        tensor, or q of them where three dimensions of space leave none for q.
+        Channels in front of space come as (n, q, channels, …), of q images a sample; three dimensions of space
+        give q tensors.
         """
         return [tensor.reshape(len(tensor), -1, tensor.shape[-1]).transpose(1, 2)[..., None, None]]
 
@@ -158,12 +147,8 @@ class Linear:
     ) -> list[Tensor]:
         """Return a gradient in the output of a call in common form, as :meth:`in_common_form` has inputs.
 
-        Args:
-            gradient: of the output's shape.
-            inputs: of the call.
-            coefficients: from :meth:`coefficients`.
-            scale: of the input's channels, by which :meth:`divided` divides them, or None.
-            first: lays out the call's tensors.
+        ``scale`` is of the input's channels, by which :meth:`divided` divides them, or None; ``first`` lays out
+        the call's tensors.
         """
         return self.in_common_form(first(gradient))
 
@@ -172,10 +157,7 @@ class Linear:
         return self.geometry.rows(promoted(cotangent))
 
     def columns(self, inputs: Callable[[], Sequence[Tensor]]) -> Tensor | None:
-        """Return which columns of the weight inputs in common form have, ascending; None: all of them.
-
-        The inputs are made where they are called for.
-        """
+        """Return which columns of the weight inputs in common form have, ascending; None: all of them."""
         return None
 
     def patches(self, inputs: Tensor, columns: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -185,14 +167,7 @@ class Linear:
     def gradients(
         self, inputs: Sequence[Tensor], cotangent: Sequence[Tensor], like: Tensor, calls: Sequence["Linear"]
     ) -> Tensor:
-        """Return M of some samples, (n, G, d, m), written out.
-
-        Args:
-            inputs: of these, in common form.
-            cotangent: likewise.
-            like: of the form of the matrix (G d, m).
-            calls: the kind of each call that the inputs are of.
-        """
+        """Return M of some samples, (n, G, d, m), of inputs and a cotangent in common form, and their calls' kinds."""
         patches = [self.geometry.patches(promoted(part)) for part in inputs]
         return torch.stack([product(self.rows(d).mT, phi) for phi, d in zip(patches, cotangent, strict=True)]).sum(
             dim=0
@@ -209,11 +184,9 @@ class TransposedLinear(Linear):
     """A linear layer that keeps its weight as (m, d), as that of GPT-2 does."""
 
     def as_matrix(self, weight: Tensor) -> Tensor:
-        """Return a tensor of the shape of the weight as (d, m)."""
         return weight.t()
 
     def as_weight(self, matrix: Tensor) -> Tensor:
-        """Return a (d, m) matrix as a tensor of the shape of the weight; undoes :meth:`as_matrix`."""
         return matrix.t()
 
     def affine(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, like: Tensor | None = None) -> Tensor:
@@ -222,13 +195,9 @@ class TransposedLinear(Linear):
 
 
 class PermutedLinear(Linear):
-    """A linear layer that keeps its weight in more dimensions, of which some are rows and some columns.
+    """A linear layer that keeps its weight in more dimensions, of which ``rows`` are rows and the others columns.
 
     An example is a projection of queries (heads, m, d), a matrix of heads · d rows.
-
-    Args:
-        shape: of the weight.
-        rows: which of its dimensions are rows.
     """
 
     def __init__(self, shape: Sequence[int], rows: Sequence[int]) -> None:
@@ -236,14 +205,11 @@ class PermutedLinear(Linear):
         self._sizes, self._rows = [shape[dim] for dim in self._order], len(rows)
 
     def as_matrix(self, weight: Tensor) -> Tensor:
-        """Return a tensor of the shape of the weight as (d, m)."""
         return weight.permute(self._order).flatten(self._rows).flatten(0, self._rows - 1)
 
     def as_weight(self, matrix: Tensor) -> Tensor:
-        """Return a (d, m) matrix as a tensor of the shape of the weight; undoes :meth:`as_matrix`."""
         inverse = [self._order.index(dim) for dim in range(len(self._order))]
         return matrix.reshape(self._sizes).permute(inverse)
 
     def affine(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, like: Tensor | None = None) -> Tensor:
-        """Return W φ + b."""
         return F.linear(inputs, self.as_matrix(weight), bias)

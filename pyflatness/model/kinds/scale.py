@@ -24,10 +24,7 @@ _OF_TORCH = (*_CHANNELS_FIRST, nn.LayerNorm, nn.RMSNorm)
 
 
 def is_scale(module: nn.Module) -> bool:
-    """Return whether a module is a normalisation layer with a weight: one of torch's, or of one of such a name.
-
-    Of the latter the weight is a vector, and there are no parameters but this and a bias of the same shape.
-    """
+    """Return whether a module is a normalisation with a weight: torch's, or one so named with a vector and a bias."""
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     if weight is None or nn.parameter.is_lazy(weight):
         return False
@@ -60,11 +57,9 @@ class Scale(Linear):
         self.row_dims = len(self._shape)
 
     def as_matrix(self, weight: Tensor) -> Tensor:
-        """Return a tensor of the shape of the weight as (m, 1): a row for each feature."""
         return weight.reshape(-1, 1)
 
     def as_weight(self, matrix: Tensor) -> Tensor:
-        """Return a (m, 1) matrix as a tensor of the shape of the weight; undoes :meth:`as_matrix`."""
         return matrix.reshape(self._shape)
 
     def inputs_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -90,7 +85,6 @@ class Scale(Linear):
         return inputs / self._along(powers.to(inputs.dtype), inputs)
 
     def affine(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, like: Tensor | None = None) -> Tensor:
-        """Return γ ∘ x̂ + β."""
         outputs = inputs * self._along(weight, inputs)
         outputs = outputs if bias is None else outputs + self._along(bias, inputs)
         shape = (*outputs.shape[:-1], *self._shape) if self.class_dim == -1 else outputs.shape
@@ -99,7 +93,6 @@ class Scale(Linear):
     def at_ends(
         self, inputs: Tensor, output: Tensor, weight: Tensor, coefficients: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return γ ∘ x̂ and the output of the first and the last row, or image."""
         if self.class_dim == -1:
             inputs, output = (part.reshape(-1, self.groups) for part in (inputs, output))
         rows = [0, -1][: len(inputs)]
@@ -107,7 +100,6 @@ class Scale(Linear):
         return found.reshape(output[rows].shape), output[rows]
 
     def in_common_form(self, tensor: Tensor) -> list[Tensor]:
-        """Return x̂ or cotangents of one call, (n, q, m, …) or (n, …, m), in the dimensions of a geometry."""
         rows = tensor if self.class_dim == -1 else tensor.movedim(2, -1)
         return [rows.reshape(len(rows), -1, self.groups).transpose(1, 2)[..., None, None]]
 

@@ -18,12 +18,7 @@ _FUNCTIONS = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3
 
 
 class TransposedConvolution(Convolution):
-    """Say how a transposed convolution is a matrix, a row for each output channel; see :class:`.Linear`.
-
-    Args:
-        kernel: pixels of a filter along each dimension of space.
-        output_padding: along each, of a call that does not say what size its output has.
-    """
+    """Say how a transposed convolution is a matrix, a row for each output channel; see :class:`.Linear`."""
 
     def __init__(
         self,
@@ -41,25 +36,21 @@ class TransposedConvolution(Convolution):
         self._space = tuple(range(2, 2 + self.space))
 
     def as_matrix(self, weight: Tensor) -> Tensor:
-        """Return a tensor of the shape of the weight as (d, m)."""
         rows_first: Tensor = weight.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(0, 1)
         return rows_first.flip(self._space).flatten(1)
 
     def as_weight(self, matrix: Tensor) -> Tensor:
-        """Return a (d, m) matrix as a tensor of the shape of the weight; undoes :meth:`as_matrix`."""
         rows_first = super().as_weight(matrix).flip(self._space)
         weight: Tensor = rows_first.unflatten(0, (self.groups, -1)).transpose(1, 2).flatten(0, 1)
         return weight
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the layer's output for the arguments of a call, with a given weight and bias."""
         inputs, size = self.inputs_of(args, kwargs), args[1] if len(args) > 1 else kwargs.get("output_size")
         assert inputs is not None
         more = self._output_padding if size is None else self._missing(inputs, size)
         return self._applied(inputs, weight, bias, more)
 
     def affine(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, like: Tensor | None = None) -> Tensor:
-        """Return W φ + b as torch computes it."""
         more = self._output_padding if like is None else self._missing(inputs, like.shape)
         return self._applied(inputs, weight, bias, more)
 
@@ -79,7 +70,6 @@ class TransposedConvolution(Convolution):
     def at_ends(
         self, inputs: Tensor, output: Tensor, weight: Tensor, coefficients: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return W' ∗ x̃ of the first and the last input, and the same of the output."""
         padded = self.pad(inputs[[0, -1]], output).to(weight.dtype)
         return self._inside(padded, super().as_weight(self.as_matrix(weight))), output[[0, -1]]
 

@@ -38,18 +38,12 @@ __all__ = [
 
 @dataclass
 class _Known:
-    """Hold what is known of a model while it is measured.
-
-    Attributes:
-        uses: the stand-ins for its weights; None as long as they were not asked for.
-        whole: those for weights in all of their uses, by the identity of the parameter's places.
-        left_out: modules that are layers and have no value, and why.
-    """
+    """Hold what is known of a model while it is measured."""
 
     places: candidates.Places
-    uses: dict[str, Use] | None = None
-    whole: dict[int, Use] = field(default_factory=dict)
-    left_out: dict[nn.Module, str] = field(default_factory=dict)
+    uses: dict[str, Use] | None = None  # None as long as they were not asked for
+    whole: dict[int, Use] = field(default_factory=dict)  # all uses, by the identity of the parameter's places
+    left_out: dict[nn.Module, str] = field(default_factory=dict)  # layers without a value, and why
 
 
 _held: "weakref.WeakKeyDictionary[nn.Module, _Known]" = weakref.WeakKeyDictionary()
@@ -91,10 +85,7 @@ def of(model: nn.Module) -> dict[str, Use]:
 
 
 def whole(model: nn.Module, name: str) -> Use | None:
-    """Return what stands for a layer's weight in all of its uses, by the name of the parameter; None if none has it.
-
-    By another name of a tied weight it is the same, which has the name that was asked for first.
-    """
+    """Return what stands for a layer's weight in all of its uses, by its name; None if it is no layer's."""
     known, (prefix, _, key) = _known(model), name.rpartition(".")
     try:
         holder = model.get_submodule(prefix)
@@ -142,12 +133,9 @@ def leave_out(model: nn.Module, layer: nn.Module, why: str) -> None:
 
 
 def otherwise(modules: Mapping[str, nn.Module], called: Collection[str], nodes: Collection[Node]) -> dict[str, str]:
-    """Return the stand-ins among some layers that do not have all uses of their weights in a run, and why.
+    """Return the attached stand-ins that do not have all uses of their weights in a run, and why.
 
-    Args:
-        modules: the layers, inside :func:`attached`.
-        called: names of those that were called.
-        nodes: of the outputs' graph.
+    ``called`` are names of those that were; the nodes are of the outputs' graph.
     """
     found = {}
     stand_ins = {name: use for name, use in modules.items() if isinstance(use, Use) and not use.refusal}
@@ -176,10 +164,7 @@ def with_siblings(modules: Mapping[str, nn.Module], reasons: Mapping[str, str]) 
 
 
 def entries(layers: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], int]:
-    """Return how many entries of parameters some layers have, by the module that holds one and its name there.
-
-    Of a parametrised layer the parameters behind its weight count as its own.
-    """
+    """Return how many entries layers have of parameters, also behind their weights, by modules and names there."""
     found: dict[tuple[nn.Module, str], int] = {}
     for layer in layers:
         if isinstance(layer, Use):
@@ -194,21 +179,14 @@ def entries(layers: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], int]:
 
 
 def left_out(model: nn.Module, layers: Collection[nn.Module]) -> dict[str, float]:
-    """Return the weights that some layers, which were measured, do not have; see :func:`.candidates.uncovered`.
-
-    Without layers, nothing.
-    """
+    """Return the weights that some layers, which were measured, do not have; see :func:`.candidates.uncovered`."""
     if not layers:
         return {}
     return candidates.uncovered(model, entries(layers), {(layer, "weight") for layer in layers if besides.of(layer)})
 
 
 def reasons(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Return why no layer has some of a model's parameters, where that is known, by their names.
-
-    Args:
-        model: inside of :func:`held`, after it was measured.
-    """
+    """Return why no layer has some of a measured model's parameters, where that is known, by their names."""
     modules, left_out = dict(model.named_modules()), _known(model).left_out
     by_place = {place: use.source for use in of(model).values() for place in use.source.places}
     found = {}

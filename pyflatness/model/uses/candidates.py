@@ -67,15 +67,7 @@ def places(model: nn.Module) -> Places:
 
 
 def whole(name: str, holder: nn.Module, key: str, places: list[tuple[nn.Module, str]]) -> Use | None:
-    """Return what stands for all uses of the weight of a layer, under this name; None for what is none.
-
-    Modules that share the weight count with all their calls, and so do functions that use it besides.
-
-    Args:
-        holder: a module that has it.
-        key: its name there.
-        places: all such modules, each with its name there.
-    """
+    """Return what stands for all uses of a layer's weight, in all modules and functions; None for no such weight."""
     parameter = holder._parameters.get(key)
     if parameter is None or key != "weight" or not kinds.is_plain(holder):
         return None
@@ -88,10 +80,7 @@ def whole(name: str, holder: nn.Module, key: str, places: list[tuple[nn.Module, 
 
 
 def runs_with_its_module(use: Use) -> bool:
-    """Return whether a stand-in's weight is one that a module of torch's uses whenever it is called.
-
-    Of the joint projection of attention these are the rows for queries, keys and values, which are in every use of it.
-    """
+    """Return whether a module of torch's uses a stand-in's weight at all of its calls, as attention does q, k and v."""
     module, key = use.source.places[0]
     if use.source.of_module:
         return not use.source.effective
@@ -137,12 +126,7 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm)
 def uncovered(
     model: nn.Module, covered: Mapping[tuple[nn.Module, str], int], besides: Collection[tuple[nn.Module, str]] = ()
 ) -> dict[str, float]:
-    """Return the weights that no measured layer has, by name, each with its share of all the weights' entries.
-
-    Args:
-        covered: how many entries layers have of parameters, by the module that holds one and its name there.
-        besides: parameters that are used outside of their layers too, which is one more weight of each.
-    """
+    """Return the weights that no measured layer has, each with its share of all; those used ``besides`` count twice."""
     sizes, left = 0, {}
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():

@@ -26,8 +26,7 @@ _DECORATOR = "transformers.integrations.moe"  # the module of the one that all o
 def weights(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the weights, first and second, of a module that is a mixture's experts; none of another.
 
-    It is known by its ``forward``, which transformers' ``use_experts_implementation`` has put there, since transformers
-    may be absent.
+    It is known by its ``forward``, which transformers' ``use_experts_implementation`` has put there.
     """
     written = getattr(type(module).forward, "__globals__", {}).get("__name__")
     replaced = not isinstance(vars(module).get("forward"), (Forward, type(None)))
@@ -48,23 +47,14 @@ def compute_plainly(module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Route:
-    """Say which tokens come to one expert, and where they are laid out.
+    """Say which tokens come to one expert, and where they are laid out."""
 
-    Attributes:
-        pairs: (r,) the places of its (token, expert) pairs among all T k of them.
-        sample: (r,) of each.
-        rank: (r,) the place of each among those of its sample.
-        token: (r,) the place of each among all tokens of its sample.
-        samples: n.
-        tokens: of a sample.
-    """
-
-    pairs: Tensor
-    sample: Tensor
-    rank: Tensor
-    token: Tensor
+    pairs: Tensor  # (r,) places of its (token, expert) pairs among all T k of them
+    sample: Tensor  # (r,) of each
+    rank: Tensor  # (r,) the place of each among those of its sample
+    token: Tensor  # (r,) the place of each among all tokens of its sample
     samples: int
-    tokens: int
+    tokens: int  # of a sample
 
     @classmethod
     def of(cls, pairs: Tensor, experts: int, samples: int, tokens: int) -> "Route":
@@ -92,11 +82,7 @@ class Route:
 
 
 class Forward(Replaced):
-    """Serve as the ``forward`` of a mixture's experts, which computes the same.
-
-    Each expert that some token is routed to is a product of its own, see :class:`Route`, of which watched weights are
-    told. As long as none of the weights is watched the module does its own.
-    """
+    """Serve as a mixture's ``forward``: a product for each expert that is routed to, while weights are watched."""
 
     def __init__(self, module: nn.Module) -> None:
         self._first, self._second = weights(module)

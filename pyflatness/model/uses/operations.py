@@ -24,26 +24,15 @@ LINEAR = Linear()
 
 @dataclass(frozen=True)
 class Operation:
-    """Hold a linear operation, taken apart.
+    """Hold a linear operation, taken apart."""
 
-    Attributes:
-        weight: as the operation has it.
-        inputs: in the form that layers of the kind take.
-        bias: what is added to each row of the output, or None.
-        kind: of a layer that does the same.
-        run: (inputs, weight, bias) -> the operation's result, in the form of such a layer's output.
-        rows: the weight -> a view of it, as layers of the kind keep theirs; of a linear layer with a row of the output
-            to a row.
-        back: the result in this form -> as the operation gives it.
-    """
-
-    weight: Tensor
-    inputs: Tensor
-    bias: Tensor | None
-    kind: Linear
-    run: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    rows: Transform = lambda weight: weight
-    back: Transform = lambda result: result
+    weight: Tensor  # as the operation has it
+    inputs: Tensor  # in the form that layers of the kind take
+    bias: Tensor | None  # added to each row of the output
+    kind: Linear  # of a layer that does the same
+    run: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (inputs, weight, bias) -> a layer's output
+    rows: Transform = lambda weight: weight  # a view of the weight, as layers of the kind keep theirs
+    back: Transform = lambda result: result  # a layer's output -> the operation's
 
 
 Found = Operation | str
@@ -60,19 +49,12 @@ _kind_of_permuted = functools.lru_cache(maxsize=1024)(PermutedLinear)
 
 @dataclass(frozen=True)
 class _IndexForm:
-    """Bring a tensor of an operation into a layer's form, and back.
+    """Bring a tensor of an operation into a layer's form, and back."""
 
-    Attributes:
-        shape: as the operation has it.
-        sizes: by index; what the shape has besides is of size 1.
-        order: of the indices in the layer's form.
-        form: the layer's shape.
-    """
-
-    shape: Sequence[int]
-    sizes: Sequence[int]
-    order: Sequence[int]
-    form: Sequence[int]
+    shape: Sequence[int]  # as the operation has it
+    sizes: Sequence[int]  # by index; what the shape has besides is of size 1
+    order: Sequence[int]  # of the indices in the layer's form
+    form: Sequence[int]  # the layer's shape
 
     def there(self, tensor: Tensor) -> Tensor:
         return tensor.reshape(self.sizes).permute(*self.order).reshape(self.form)
@@ -219,17 +201,9 @@ def _product(
     bias: Tensor | None = None,
     shape: Sequence[int] | None = None,
 ) -> Found:
-    """Read a product by its indices.
+    """Read a product by its indices, of weight, inputs and result; a dimension of size 1 may have none.
 
-    Args:
-        place: of the weight among the two operands.
-        weight: one of them.
-        inputs: the other.
-        terms: the indices of the weight, the inputs and the result.
-        sizes: of the indices; a dimension of size 1 may have none.
-        run: (first operand, second operand, bias) -> the result.
-        bias: (rows,), or None.
-        shape: of the result; None: it has a dimension for each index.
+    ``place`` is the weight's among the operands, ``shape`` the result's if it has not a dimension for each index.
     """
     of_weight, of_inputs, of_result = terms
     groups = [index for index in of_weight if index in of_inputs and index in of_result]
@@ -304,10 +278,7 @@ _kind_of_transposed_convolution = functools.lru_cache(maxsize=1024)(TransposedCo
 
 
 def read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], weight: type[Tensor]) -> Found | None:
-    """Return what a function of torch does, if that is a linear operation with a weight of this class.
-
-    Of one that is not, return why, or None where there is nothing more to say than its name.
-    """
+    """Return a function's linear operation with one weight of this class, or why there is none, or None."""
     reader = _READERS.get(func)
     given = [part for several in (*args, *kwargs.values()) for part in each_of(several) if isinstance(part, weight)]
     if reader is None or len(given) != 1:

@@ -12,12 +12,7 @@ from .watched import Watched
 
 
 class Replaced:
-    """Serve as the base of what is put in the place of a module's ``forward``.
-
-    Args:
-        names: of its weights that may be watched.
-        what: the module is, for errors.
-    """
+    """Serve as the base of what is put in the place of a module's ``forward``, for its weights of these names."""
 
     def __init__(self, module: nn.Module, names: Sequence[str], what: str) -> None:
         self._module, self._names, self._what, self._is_checked = module, names, what, False

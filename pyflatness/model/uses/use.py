@@ -20,25 +20,14 @@ _OF_A_PART = "an operation on a part of it"
 
 
 class Use(kinds.AnyUse):
-    """Stand for the use of a parameter, or of some of its rows.
+    """Stand for the use of a parameter, or of some of its rows: None all, a number one of its matrices.
 
-    Args:
-        rows: which of its rows; None: all. A number is one of the matrices that it has, without the dimension.
-        routed: whether that is an expert of a mixture, which runs where a token is routed to it.
-        home: the kind whose matrix it is, where uses of several kinds are taken together; else None.
-
-    Attributes:
-        weight: detached, as the operation has it that the parameter is used in.
-        bias: of the last call.
-        kind: how the weight is a matrix: as its shape says, until the layer ran.
-        ran: whether the layer ran.
-        refusal: why it cannot be measured; empty as long as it can.
-        named: whether it was asked for by its name, and so for all of its uses, whatever their kinds are.
+    An expert is ``routed`` to. Uses of several kinds are taken together as the ``home`` kind keeps the matrix.
     """
 
-    kind: Linear
-    weight: Tensor
-    bias: Tensor | None
+    kind: Linear  # how the weight is a matrix: as its shape says, until the layer ran
+    weight: Tensor  # detached, as the operation has it
+    bias: Tensor | None  # of the last call
 
     def __init__(
         self,
@@ -74,9 +63,9 @@ class Use(kinds.AnyUse):
         return self._run(inputs)
 
     def takes(self, kind: Linear, weight: Tensor, inputs: Tensor, bias: Tensor | None) -> bool:
-        """Return whether a call of this kind is one that layers can have, and of the kind that the others are.
+        """Return whether a call is one that layers can have, and of the others' kind.
 
-        A layer that was named may turn out to be of several kinds in a dry run, before anything relies on what it is.
+        A dry run may show a named one several.
         """
         if self.ran and not self._together and kind is not self.kind and weight.shape == self.weight.shape:
             self._several = self.rows is None and not self.source.effective
@@ -115,31 +104,19 @@ class Use(kinds.AnyUse):
 
 @dataclass(eq=False)
 class Source:
-    """Hold a parameter of the model's, and what stands for its uses.
-
-    Attributes:
-        places: the modules that hold it, each with its name there.
-        uses: by name; of parts of it behind that of the whole.
-        of_module: whether the layer has the name of the module that holds the parameter.
-        effective: whether a weight that is computed of it counts as it, as of parametrised layers.
-        shared: whether modules beside these have it, as layers of their own.
-        behind: the parameters that the weight was computed of.
-        nodes: where uses that are not followed end in autograd's graph, while it is watched: by way of the module, or
-            of a reference that was kept elsewhere, in a list or a function.
-        varies: whether the weight that was computed of it was not the same at every call.
-    """
+    """Hold a parameter of the model's, and what stands for its uses."""
 
     parameter: Tensor
-    places: list[tuple[nn.Module, str]]
-    of_module: bool = False
-    effective: bool = False
-    uses: dict[str, Use] = field(default_factory=dict)
-    shared: bool = False
-    behind: "set[Source]" = field(default_factory=set)
-    nodes: set[Node] = field(default_factory=set)
+    places: list[tuple[nn.Module, str]]  # the modules that hold it, each with its name there
+    of_module: bool = False  # whether the layer has the name of the module that holds it
+    effective: bool = False  # whether what is computed of it counts as it, as of parametrised layers
+    uses: dict[str, Use] = field(default_factory=dict)  # by name; of parts behind that of the whole
+    shared: bool = False  # whether other modules have it, as layers of their own
+    behind: "set[Source]" = field(default_factory=set)  # the parameters that the weight was computed of
+    nodes: set[Node] = field(default_factory=set)  # where uses that are not followed end in autograd's graph
     _flag: bool = False  # whether the parameter required a gradient before
     route: Route | None = None
-    varies: bool = False
+    varies: bool = False  # whether what was computed of it differed between calls
     _attached: dict[str, Use] = field(default_factory=dict)
     _of_entries: dict[range, Use] = field(default_factory=dict)  # the same by the entries of the parameter
     _watched: dict[str, Use] = field(default_factory=dict)  # ever

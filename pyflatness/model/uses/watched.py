@@ -55,16 +55,11 @@ class WeightOwner(Protocol):
 
 
 class Watched(Tensor):
-    """Represent a weight, or a view or copy of it.
-
-    Attributes:
-        part: the same view of the parameter itself, detached; None of what was computed of it otherwise.
-        version: of the contents, as counted by torch, when it was made; a copy's that are modified are another weight.
-    """
+    """Represent a weight, or a view or copy of it."""
 
     source: WeightOwner
-    part: Tensor | None
-    version: int
+    part: Tensor | None  # the same view of the parameter, detached; None of what was computed of it
+    version: int  # of the contents, when it was made; a copy that is modified is another weight
 
     @classmethod
     def __torch_function__(
@@ -160,10 +155,7 @@ def _has_numbers(result: Any) -> bool:
 
 @functools.cache
 def _without_asking(func: Any) -> Any:
-    """Return a copy of a function of torch's that does not ask its arguments; None for one that is not looked inside.
-
-    Attention's, which is a function in Python, would otherwise be one operation with several weights.
-    """
+    """Return a copy of attention's function, in Python, that does not ask its arguments; None for all others."""
     if func is not F.multi_head_attention_forward:
         return None
     names = {**func.__globals__, "has_torch_function": lambda tensors: False}
