@@ -23,6 +23,8 @@ from .task import Task
 
 Result = TypeVar("Result")
 
+_PACKED = 256  # samples of a batch of chosen ones, so that plans for them do not depend on the user's batches
+
 
 @dataclass(frozen=True)
 class Run:
@@ -169,7 +171,7 @@ class Runner:
             done += samples
 
     def _packed(self, chosen: Tensor) -> Iterator[tuple[Any, Tensor]]:
-        """Yield the chosen samples in batches of about the user's sizes, and their places in all data."""
+        """Yield the chosen samples in batches of one size, whatever the user's are, and their places in all data."""
         held: list[tuple[Any, Tensor]] = []
         done = 0
         for batch, numbers in self._numbered():
@@ -177,9 +179,19 @@ class Runner:
             done += len(numbers)
             if len(index):
                 held.append((data.take(batch, index), numbers[index]))
-            if sum(len(places) for _, places in held) >= len(numbers):
-                yield from _joined(held)
-                held = []
+            if sum(len(places) for _, places in held) < _PACKED:
+                continue
+            whole, held = _joined(held), []
+            if len(whole) > 1:  # they do not fit together
+                yield from whole
+                continue
+            ((joined, places),) = whole
+            for start in range(0, len(places), _PACKED):
+                piece = data.part(joined, start, start + _PACKED), places[start : start + _PACKED]
+                if len(piece[1]) == _PACKED:
+                    yield piece
+                else:
+                    held = [piece]
         yield from _joined(held)
 
     def _unite(self) -> None:

@@ -12,6 +12,7 @@ import pyflatness as pf
 from pyflatness.model import data as batch_data
 from pyflatness.numerics.accumulate import Accumulator
 from pyflatness.numerics.variances import Variances
+from pyflatness.sweep import adaptive_sweep
 from pyflatness.sweep.subset import Subset
 from support.covering import share
 from support.many_samples import network
@@ -112,7 +113,8 @@ def test_groups_of_columns_in_a_part(scale):
     found = [pf.relative_flatness(model, LOSS, data, "0", seed=seed, **how) for seed in range(40)]
     deviation = pstdev(map(float, found))
     assert deviation < 0.055 * exact.value
-    assert fmean(found) == pytest.approx(exact.value, abs=3.5 * deviation / 40**0.5)
+    # Biased by about 0.13 deviations: the part grows less where its first samples have small values.
+    assert fmean(found) == pytest.approx(exact.value, abs=(0.13 + 3.5 / 40**0.5) * deviation)
     assert 0.8 < fmean(each.stderr**2 for each in found) ** 0.5 / deviation < 1.6
     assert share([each.interval() for each in found], exact) > 0.85
     assert max(int(each.notes[0].split()[0]) for each in found) < 1500
@@ -134,6 +136,17 @@ def test_any_cut_into_batches(loss, how):
     assert whole["trace"].notes == cut["trace"].notes
     assert "of 400 samples were sent backward" in repr(whole["trace"])
     assert pf.measure(model, loss, (x, y), seed=1, **how)["trace"].value != whole["trace"].value
+
+
+def test_a_plan_does_not_depend_on_the_batches(monkeypatch):
+    monkeypatch.setattr(adaptive_sweep, "PLAN", -math.inf)  # no exact values, though they are cheaper here
+    model, (x, y) = network(20.0, samples=3000)
+    how = {"fraction": "auto", "rtol": 0.03, "measures": "relative_flatness"}
+    whole = pf.measure(model, LOSS, (x, y), **how)
+    cut = pf.measure(model, LOSS, [*zip(x.split(70), y.split(70), strict=True)], **how)
+    assert 256 < int(whole["relative_flatness"].notes[0].split()[0]) < 1500
+    for layer in whole.layers:
+        assert cut[layer, "relative_flatness"].value == pytest.approx(whole[layer, "relative_flatness"].value, rel=1e-9)
 
 
 def test_only_the_part_is_run_again():
