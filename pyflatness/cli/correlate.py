@@ -26,6 +26,13 @@ from .output import finite, prepare_file, show_json
     "--settings", metavar="COLUMN,…", multiple=True, callback=several, help="Columns in which dependent networks agree."
 )
 @click.option("--given", metavar="COLUMN,…", multiple=True, callback=several, help="Columns that are held fixed.")
+@click.option(
+    "--strata",
+    metavar="COLUMN,…",
+    multiple=True,
+    callback=several,
+    help="Columns; networks equal in them are compared.",
+)
 @click.option("--seeds", metavar="COLUMN", help="The seeds, where recipes share them.")
 @click.option("--interval", type=click.Choice(["bootstrap", "fisher"]), default="bootstrap", show_default=True)
 @click.option("--plot", type=PATH, help="Figure to write, of one measure.")
@@ -35,13 +42,10 @@ def correlate(
     test: Path | None,
     x: tuple[str, ...],
     y: str,
-    exclude: tuple[str, ...],
     settings: tuple[str, ...],
-    given: tuple[str, ...],
-    seeds: str | None,
-    interval: str,
     plot: Path | None,
     as_json: bool,
+    **how: Any,
 ) -> None:
     """Show how measures correlate with the generalisation gap over the networks of TABLE, with confidence intervals.
 
@@ -52,8 +56,7 @@ def correlate(
     if plot is not None:
         prepare_file(plot)
     held = _read(table)
-    how: dict[str, Any] = {"exclude": exclude, "interval": interval, "settings": settings or None, "given": given}
-    how |= {"test": None if test is None else _read(test), "seeds": seeds}
+    how |= {"settings": settings or None, "test": None if test is None else _read(test)}
     found = correlations(held, x or None, y, **how)
     if plot is not None:
         plot_correlation(held, x[0], y, **how, path=plot)

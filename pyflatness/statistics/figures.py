@@ -29,15 +29,9 @@ def plot_correlation(
     x: str,
     y: str = "gap",
     *,
-    exclude: Collection[str] = (),
-    test: Any = None,
-    seed: int = 0,
-    interval: str = "bootstrap",
-    settings: str | Sequence[str] | None = None,
-    given: str | Sequence[str] = (),
-    seeds: str | None = None,
     path: str | Path | None = None,
     axes: "Axes | None" = None,
+    **how: Any,
 ) -> "tuple[Figure, Axes]":
     """Draw a measure against the generalisation gap as a scatter plot, with the correlations and intervals above it.
 
@@ -46,18 +40,12 @@ def plot_correlation(
     differ is above them too.
 
     Args:
-        table: as for :func:`pyflatness.statistics.correlations`, like all that follow but the last two.
+        table: a pandas data frame or dict of lists with a column for each measure, or the path of a CSV file.
         x: a column.
         y: a column.
-        exclude: names of rows.
-        test: a table of the same networks on test data.
-        seed: of the resampling.
-        interval: ``"bootstrap"`` or ``"fisher"``.
-        settings: columns; networks that are equal in all of them are a cluster.
-        given: columns that the correlations hold fixed.
-        seeds: the column of seeds that recipes share.
         path: where the figure is written too; its ending is its format.
         axes: matplotlib's, to draw into; None: those of a new figure.
+        how: what else :func:`pyflatness.statistics.correlations` takes: ``exclude``, ``test``, ``settings``, ….
 
     Returns:
         Figure and axes of matplotlib, outside of pyplot.
@@ -73,12 +61,11 @@ def plot_correlation(
         True
     """
     x, y = one_name("x", x), one_name("y", y)
-    options: Any = {"exclude": exclude, "test": test, "seed": seed, "interval": interval, "settings": settings}
-    found = correlations(table, x, y, **options, given=given, seeds=seeds)
-    networks = read(table, test)
-    kept, values, against = networks.kept(exclude), networks.column(x), networks.column(y)
+    found = correlations(table, x, y, **how)
+    networks = read(table, how.get("test"))
+    kept, values, against = networks.kept(how.get("exclude", ())), networks.column(x), networks.column(y)
     figure, axes = views.onto(axes)
-    grouping = () if settings is None else listed("settings", settings)
+    grouping = listed("settings", how.get("settings") or ())
     if not grouping:
         axes.plot(values[kept], against[kept], "o", color="C0", label=f"{found.points} networks")
     else:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_SHOWN = 20  # records of a printed table
 _COLUMNS = {"seconds", "weights", "measure", *Estimate.__dataclass_fields__}  # of a frame, beside the numbers
 
 
@@ -160,10 +161,29 @@ class History(Readable):
     def __repr__(self) -> str:
         steps = [record.step for record in self if record.step is not None]
         until = f" from step {steps[0]} to {steps[-1]}" if steps else ""
-        measures = dict.fromkeys(
-            name for record in self for report in record.reports.values() for name in report.measures
-        )
-        return f"History({len(self)} records{until}: {', '.join(measures) or 'nothing measured'})"
+        return f"History({len(self)} records{until}: {', '.join(self._measures) or 'nothing measured'})"
+
+    def __str__(self) -> str:
+        """Return a table of the network's values, a row for each record and kind of weights; of many the last ones."""
+        columns = ["step", "epoch", *dict.fromkeys(name for record in self for name in record.numbers)]
+        rows = [
+            {"step": record.step, "epoch": record.epoch, **record.numbers, "weights": weights}
+            | {name: float(held[""]) for name, held in report.by_measure().items() if "" in held}
+            for record in self._records[-_SHOWN:]
+            for weights, report in record.reports.items()
+        ]
+        several = ["weights"] if any(len(record.reports) > 1 for record in self) else []
+        wanted = (*columns, *several, *self._measures)
+        shown = [name for name in wanted if any(row.get(name) is not None for row in rows)]
+        cells = [shown, *([_cell(row.get(name)) for name in shown] for row in rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+        return "\n".join([repr(self), *lines]) if shown else repr(self)
+
+    @property
+    def _measures(self) -> tuple[str, ...]:
+        reports = (report for record in self for report in record.reports.values())
+        return tuple(dict.fromkeys(name for report in reports for name in report.measures))
 
     def _rows(self) -> list[dict[str, Any]]:
         return [
@@ -220,6 +240,10 @@ class History(Readable):
         if not isinstance(facts, Mapping) or not isinstance(facts.get("records"), list):
             raise InputError("history: JSON of History.to_json() is wanted, with its records")
         return cls(Record.from_dict(record) for record in facts["records"])
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _checked(step: Any, epoch: Any, numbers: Mapping[str, Any]) -> tuple[int | None, float | None, dict[str, float]]:

@@ -81,9 +81,9 @@ def test_score_without_a_file_prints_its_table(tiny, spec, capsys):
 
 
 def test_correlate_says_what_the_function_does(capsys, tmp_path):
-    rows = [f"{n},{n * n % 7},{n + (n * n % 3)}" for n in range(9)]
+    rows = [f"{n},{n * n % 7},{n + (n * n % 3)},{n // 5}" for n in range(9)]
     table = tmp_path / "t.csv"
-    table.write_text("\n".join(["name,kappa,gap", *rows]))
+    table.write_text("\n".join(["name,kappa,gap,depth", *rows]))
     found = pf.statistics.correlations(table, ["kappa"])
     assert [row.statistic for row in found] == ["Pearson", "Spearman", "Kendall"]
     assert len(found) == 3
@@ -91,7 +91,10 @@ def test_correlate_says_what_the_function_does(capsys, tmp_path):
     assert capsys.readouterr().out == f"{found}\n"
     assert (tmp_path / "k.png").stat().st_size > 1000
     assert status("correlate", str(table), "--exclude", "1,2", "--exclude", "3", "--json") == 0
-    assert {row["measure"] for row in json.loads(capsys.readouterr().out)} == {"kappa"}
+    assert {row["measure"] for row in json.loads(capsys.readouterr().out)} == {"kappa", "depth"}
+    strata = ["--measures", "kappa", "--strata", "depth", "--plot", str(tmp_path / "s.png")]
+    assert status("correlate", str(table), *strata) == 0
+    assert capsys.readouterr().out == f"{pf.statistics.correlations(table, ['kappa'], strata='depth')}\n"
 
 
 @pytest.mark.parametrize(

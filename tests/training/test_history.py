@@ -94,7 +94,13 @@ def test_a_history_that_was_read_is_gone_on_with(exact):
     assert [*more][:3] == [*read]
     assert len(read) == 3
     assert repr(more) == "History(4 records from step 0 to 30: relative_flatness, trace)"
-    assert repr(pf.results.History()) == "History(0 records: nothing measured)"
+    assert repr(pf.results.History()) == str(pf.results.History()) == "History(0 records: nothing measured)"
+    head, names, *rows = str(more).splitlines()
+    assert head == repr(more)
+    assert names.split()[0] == "step"
+    assert {"weights", "relative_flatness", "trace"} <= {*names.split()}
+    assert len(rows) == sum(len(record.reports) for record in more)
+    assert f"{float(more[0].reports['live']['trace']):.4g}" in rows[0].split()
 
 
 def test_reports_that_were_measured_otherwise(exact):
