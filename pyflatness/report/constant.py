@@ -1,30 +1,39 @@
 """Warn where a measured number is added to a loss, which it gives no gradient to."""
 
+import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex, TypeVar, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 _SUMS = ("add", "add_", "__radd__", "__iadd__", "sub", "sub_", "__rsub__", "__isub__")  # names of torch's functions
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-class Constant(float):
-    """Represent a number that is no function of the weights, also multiplied by another number.
+def _marking(calculate: _Method) -> _Method:
+    """Return a method of ``float`` whose numbers warn as the one it is of does."""
+
+    def marked(self: float, *others: Any) -> Any:
+        found = calculate(self, *others)
+        return found if found is NotImplemented else Constant(found)
+
+    return cast(_Method, marked)
+
+
+class Measured(float):
+    """Represent a number that is no function of the weights; sums and products with numbers are :class:`Constant`.
 
     Torch asks it before it calculates with it, and a sum with a tensor that has a graph gives a warning.
     """
 
-    def __mul__(self, other: Any) -> Any:
-        """Return a number that warns as this one does."""
-        return _marked(super().__mul__(other))
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, other: Any) -> Any:
-        """Return a number that warns as this one does."""
-        return _marked(super().__truediv__(other))
+    __add__ = __radd__ = _marking(float.__add__)
+    __sub__, __rsub__ = _marking(float.__sub__), _marking(float.__rsub__)
+    __mul__ = __rmul__ = _marking(float.__mul__)
+    __truediv__, __rtruediv__ = _marking(float.__truediv__), _marking(float.__rtruediv__)
+    __neg__, __abs__ = _marking(float.__neg__), _marking(float.__abs__)
 
     @classmethod
     def __torch_function__(
@@ -35,8 +44,8 @@ class Constant(float):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Return what torch calculates with a plain number in this one's place."""
-        given = [one.real if isinstance(one, Constant) else one for one in args]  # float() fails in torch.compile
-        named = {key: one.real if isinstance(one, Constant) else one for key, one in (kwargs or {}).items()}
+        given = [one.real if isinstance(one, Measured) else one for one in args]  # float() fails in torch.compile
+        named = {key: one.real if isinstance(one, Measured) else one for key, one in (kwargs or {}).items()}
         found = function(*given, **named)
         if function.__name__ in _SUMS and isinstance(found, Tensor) and found.requires_grad and torch.is_grad_enabled():
             warnings.warn(
@@ -48,5 +57,21 @@ class Constant(float):
         return found
 
 
-def _marked(found: Any) -> Any:
-    return found if found is NotImplemented else Constant(found)
+class Constant(Measured):
+    """Represent what is calculated from measured numbers; copied and pickled, it is a number without this package."""
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, _: Any) -> Self:
+        return self
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Return what any reader makes a number of.
+
+        ``torch.save`` pickles by protocol 2, and ``torch.load(weights_only=True)`` can call what makes a tensor, but
+        nothing that makes a float.
+        """
+        if operator.index(protocol) == 2:
+            return torch.tensor(self.real, dtype=torch.float64, device="cpu").__reduce_ex__(2)
+        return float, (self.real,)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..messages import check_choice, shown
 from . import html, intervals, page, views
-from .constant import Constant
+from .constant import Measured
 from .result import Readable
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _BLOCKS = r"(?:[^.]+\.)*\d+(?=\.)", r"(?:[^.]+\.)*?\d+(?=\.)"  # a name up to it
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Estimate(Readable, Constant):
+class Estimate(Readable, Measured):
     """Hold a measured value and how it came about; an estimate is that value wherever a number is wanted.
 
     It is a ``float``: it can be formatted (``f"{estimate:.3g}"``), ordered, compared with numbers, taken into arrays

@@ -63,6 +63,11 @@ def test_a_sum_with_a_loss_warns_that_it_has_no_gradient():
     assert "pf.FlatnessPenalty" in str(said[0].message)
     sums = {
         "plain": lambda: loss + TWO,
+        "of two": lambda: loss + (HALF + TWO),
+        "of several": lambda: loss + sum([HALF, TWO]) / 2,
+        "of a difference": lambda: loss + abs(HALF - TWO),
+        "with numbers": lambda: loss - (1 - 1 / TWO),
+        "negative": lambda: -HALF + loss,
         "right": lambda: TWO / 10 + loss,
         "less": lambda: loss - TWO,
         "from": lambda: TWO - loss,
@@ -115,6 +120,19 @@ def test_copies():
     changed = dataclasses.replace(TWO, value=3.0)
     assert (float(changed), changed.value) == (3.0, 3.0)
     assert pf.results.Estimate.from_dict(whole.to_dict()) == whole
+
+
+def test_what_is_calculated_is_read_without_the_package(tmp_path):
+    """A checkpoint with ``0.1 * estimate`` in it is data: it loads where only tensors and plain numbers do."""
+    for found in (0.1 * TWO, HALF + TWO, -HALF):
+        torch.save({"weight": torch.ones(2), "flatness": found}, tmp_path / "held.pt")
+        held = torch.load(tmp_path / "held.pt", weights_only=True)["flatness"]
+        assert (held.dtype, held.shape, held.item()) == (torch.float64, (), float(found))
+        assert b"pyflatness" not in (tmp_path / "held.pt").read_bytes()
+        assert type(pickle.loads(pickle.dumps(found))) is float
+        assert pickle.loads(pickle.dumps(found)) == copy.deepcopy(found) == copy.copy(found) == float(found)
+    torch.save({"flatness": TWO.value}, tmp_path / "held.pt")
+    assert type(torch.load(tmp_path / "held.pt", weights_only=True)["flatness"]) is float
 
 
 def test_facts_cannot_be_changed():
