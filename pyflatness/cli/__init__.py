@@ -38,14 +38,7 @@ _SECTIONS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit.
-
-    Args:
-        arguments: what follows the program's name; None takes the process's own.
-
-    Raises:
-        SystemExit: always; with a status of 0 if all went well, and else as :data:`.group.STATUSES` has it.
-    """
+    """Run the command line and exit, with a status of 0 if all went well, and else one of :data:`.group.STATUSES`."""
     group = click.version_option(__version__, prog_name="pyflatness")(Commands(_SECTIONS, _HELP))
     try:
         with checked():

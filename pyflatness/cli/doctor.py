@@ -84,9 +84,7 @@ def _shown() -> list[EngineCheck]:
 def self_check(seed: int = 0) -> list[EngineCheck]:
     """Hold every engine of this machine, in float32 and float64, against the formula in float64.
 
-    Returns:
-        One entry per engine and dtype: the compiled kernels by instruction set, then those on CUDA where they can run,
-        then the reference.
+    They are the compiled kernels by instruction set, then those on CUDA where they can run, then the reference.
     """
     checks = []
     for backend in (compiled, cuda, reference):

@@ -16,12 +16,7 @@ def mlp_1() -> nn.Sequential:
 def mlp_2() -> nn.Sequential:
     """Return a network with two hidden layers."""
     return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(64, 128),
-        nn.ReLU(),
-        nn.Linear(128, FEATURES),
-        nn.ReLU(),
-        nn.Linear(FEATURES, CLASSES),
+        nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, FEATURES), nn.ReLU(), nn.Linear(FEATURES, CLASSES)
     )
 
 

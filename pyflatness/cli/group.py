@@ -78,11 +78,7 @@ class Commands(click.Group):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. SIGTERM, which job schedulers send, is taken as Ctrl-C.
-
-        Raises:
-            SystemExit: of status 130 after an interruption that the command has not taken.
-        """
+        """Run the command. SIGTERM, which job schedulers send, is taken as Ctrl-C, whose status is 130."""
         if threading.current_thread() is not threading.main_thread():  # no other can have handlers of signals
             return super().invoke(ctx)
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)

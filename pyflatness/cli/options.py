@@ -185,10 +185,7 @@ def _plain(text: str) -> Any:
 
 
 def several(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
-    """Return names that may come several in one, with commas between them; those in brackets are part of a name.
-
-    A regular expression (``re:…``) is one, with all its commas.
-    """
+    """Return names that may come several in one, with commas between them, but in brackets and ``re:…``."""
     split = [[text] if text.startswith("re:") else re.split(r",(?![^\[{(]*[\]})])", text) for text in given]
     return tuple(name.strip() for names in split for name in names if name.strip())
 

@@ -120,11 +120,7 @@ class _Rate(ProgressColumn):
 
 
 def bar(what: str, shown: bool | None) -> Progress:
-    """Return a bar for so many of something.
-
-    Args:
-        shown: whether it is; None: on a terminal. A log then gets nothing, not even an empty line.
-    """
+    """Return a bar for so many of something; None: on a terminal. A log then gets nothing, not even an empty line."""
     console = Console(stderr=True, force_terminal=True if shown else None)
     console.quiet = not (console.is_terminal if shown is None else shown)
     count = TextColumn("{task.completed:.1f} of {task.total} " + what)
@@ -151,11 +147,7 @@ def is_same_file(a: Path, b: Path) -> bool:
 
 
 def append_whole(file: FileIO, content: bytes) -> None:
-    """Append all of the content or, if that fails, nothing of it: a full disk must leave no torn line.
-
-    Raises:
-        OSError: it does not fit, say; the file ends where it ended before.
-    """
+    """Append all of the content or, if that fails, nothing of it: a full disk must leave no torn line."""
     end = file.tell() if file.seekable() else None
     rest = memoryview(content)
     try:

@@ -263,11 +263,7 @@ def score(
 
 @contextlib.contextmanager
 def _launched() -> Iterator[Ranks]:
-    """Hold the ranks of a launcher's processes together, of which the first one alone prints; else this process alone.
-
-    Raises:
-        SystemExit: an error of which the first rank has told.
-    """
+    """Hold the ranks of a launcher's processes together, of which the first one alone prints; else this process."""
     if any(name not in os.environ for name in _OF_A_LAUNCHER) or os.environ["WORLD_SIZE"] == "1":
         yield ALONE
         return
@@ -347,11 +343,9 @@ _SHORT = 10  # seconds
 
 
 def to_csv(run: ScoringRun, out: Path | None, shown: bool | None = None, *, as_json: bool = False) -> None:
-    """Measure everything, print it, and write it.
+    """Measure everything, print and write it, also what there is after Ctrl-C.
 
-    Raises:
-        InputError: the file cannot be written.
-        SystemExit: 1 if there is an error in a row, 130 after Ctrl-C; the rows so far are written.
+    With a status of 1 if a row has an error.
     """
     found: list[Row] = []
     notes, interrupted = Notes(), None
@@ -411,12 +405,7 @@ def to_store(
     dry_run: bool = False,
     **keeping: Any,
 ) -> int:
-    """Measure what the store does not have yet, and return the exit status: 1 if something failed.
-
-    Raises:
-        StoreError: the store cannot be written; what was committed is kept.
-        SystemExit: 130 after Ctrl-C or SIGTERM.
-    """
+    """Measure what the store does not have yet, each kept once it is there; return 1 if something failed."""
     if keeping.get("ends"):
         click.echo("the data are known by their first and last batch: a change between these goes unnoticed", err=True)
     with Store.copied(path) if dry_run else Store(path, write=True, command=command_line()) as store:

@@ -30,10 +30,7 @@ def default_memory(device: torch.device) -> int:
 
 
 def choose(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
-    """Return the backend for tensors of a device and dtype; ``"auto"`` takes the compiled one where it can run.
-
-    ``"triton"`` is for heads alone, see :func:`choose_for_head`, and the same as ``"auto"`` here.
-    """
+    """Return the backend for tensors of a device and dtype; ``"triton"`` is for heads alone, and here as ``"auto"``."""
     if name == "reference":
         return reference
     found = kernels(device)

@@ -1,7 +1,4 @@
-"""Call the kernels in C++ on the CPU.
-
-This is the only module that imports ``_C``.
-"""
+"""Call the kernels in C++ on the CPU; no other module imports ``_C``."""
 
 import math
 import os
@@ -104,11 +101,7 @@ class Compiled(Kernels):
 
     @contextmanager
     def forced_direct_form(self, name: str) -> Iterator[None]:
-        """Make M from "patches", or where it can be from "tiles2" or "tiles4", inside a ``with`` block.
-
-        Tests use this. ``DirectForm`` in csrc/cpu/kernels.h says what the forms are; otherwise the kernel takes the
-        fastest.
-        """
+        """Make M by a ``DirectForm`` (csrc/cpu/kernels.h), "patches", "tiles2" or "tiles4", where it can be."""
         module = self.module()
         before = str(module.direct_form())
         module.select_direct_form(name)
@@ -132,7 +125,6 @@ class Compiled(Kernels):
         return (torch.get_num_threads(),)
 
     def fuses_gradient(self, weight: Tensor) -> bool:
-        """See :class:`.Kernels`."""
         return not self.missing and weight.device.type == "cpu" and len(weight) <= FUSED_OUTPUTS
 
     def softmax_variance_sum(
@@ -145,7 +137,6 @@ class Compiled(Kernels):
         ignored: int,
         values: Tensor | None,
     ) -> RowSum | None:
-        """See :class:`.Backend`."""
         features, weight = dense_rows(features), dense(weight)
         bias, labels = None if bias is None else dense(bias), None if labels is None else dense(labels)
         (n, m), d, fresh = features.shape, weight.shape[0], prepared is None
@@ -182,7 +173,6 @@ class Compiled(Kernels):
     def direct(
         self, inputs: Tensor, cotangent: Tensor, geometry: Geometry, factor: Tensor | None, weight: Tensor | None
     ) -> Forms:
-        """See :class:`.Backend`."""
         inputs, cotangent = plain(inputs), plain(cotangent)
         sizes, threads = layer_sizes(inputs, cotangent, geometry), torch.get_num_threads()
         (n, groups, channels, d), *_ = sizes
@@ -222,7 +212,6 @@ class Compiled(Kernels):
         factor: Tensor | None,
         positions: Tensor | None = None,
     ) -> Forms:
-        """See :class:`.Backend`."""
         inputs, cotangents = plain(inputs), [plain(cotangent) for cotangent in cotangents]
         rows, threads = cotangents[0].shape[1] // geometry.groups, torch.get_num_threads()
         (n, groups, channels, _), *extents = layer_sizes(inputs, None, geometry)
@@ -246,7 +235,6 @@ class Compiled(Kernels):
         return Forms(squares, None if factor is None else gram_weighted)
 
     def patch_gram(self, inputs: Tensor, geometry: Geometry) -> Tensor:
-        """See :class:`.Backend`."""
         inputs = plain(inputs)
         sizes, threads = layer_sizes(inputs, None, geometry), torch.get_num_threads()
         positions = math.prod(sizes[2])
@@ -256,7 +244,6 @@ class Compiled(Kernels):
         return out
 
     def small_eigenvalues(self, matrices: Tensor) -> Tensor:
-        """See :class:`.Backend`."""
         matrices = dense(matrices)
         n, size, _ = matrices.shape
         out = matrices.new_empty(n, size)
@@ -266,7 +253,6 @@ class Compiled(Kernels):
         return out
 
     def gram(self, rows: Tensor, patch_gram: Tensor) -> Tensor:
-        """See :class:`.Backend`."""
         rows, patch_gram, threads = plain(rows), dense(patch_gram), torch.get_num_threads()
         n, groups, positions, r = rows.shape
         out = rows.new_empty(n, groups, dtype=torch.float64)

@@ -1,9 +1,4 @@
-"""Load the CUDA kernels, and launch them.
-
-This is the only module that imports ``_cuda``.
-
-Every kernel runs on torch's current stream of the tensors' device and takes its memory from torch's allocator.
-"""
+"""Load and launch the CUDA kernels, on torch's current stream of a tensor's device; nothing else imports ``_cuda``."""
 
 import contextlib
 import functools
@@ -119,7 +114,6 @@ class Cuda(Kernels):
         return joining, factor
 
     def norms_about(self, weight: Tensor, centre: Tensor) -> Tensor:
-        """See :class:`.Backend`."""
         weight, centre = dense(weight), dense(centre)
         d, m = weight.shape
         out = centre.new_empty(d)
@@ -130,7 +124,6 @@ class Cuda(Kernels):
     def mean_row(
         self, summed: Tensor, weight: Tensor, centre: Tensor, sums: ClassSums, uncentred: Tensor | None, reach: bool
     ) -> MeanRow:
-        """See :class:`.Backend`."""
         weight, centre = dense(weight), dense(centre)
         given = sums.rest.new_empty(0) if uncentred is None else uncentred
         (n, m), d = summed.shape, len(weight)
@@ -142,7 +135,6 @@ class Cuda(Kernels):
         return MeanRow(out[0], out[1], out[2] if reach else None)
 
     def rejoin(self, summed: Tensor, weight: Tensor, centre: Tensor | None, top: Tensor, factor: Tensor) -> None:
-        """See :class:`.Backend`."""
         weight = dense(weight)
         (n, m), d = summed.shape, len(weight)
         given_centre = summed.new_empty(0) if centre is None else dense(centre)
@@ -160,7 +152,6 @@ class Cuda(Kernels):
         bias: Tensor,
         chosen: Tensor,
     ) -> Tensor:
-        """See :class:`.Backend`."""
         features, mean, weight, bias = (dense(t) for t in (features, mean, weight, bias))
         (n, m), d = features.shape, len(weight)
         given_centre = features.new_empty(0) if centre is None else dense(centre)
@@ -187,7 +178,6 @@ class Cuda(Kernels):
         return out.mT
 
     def products(self, gradients: Tensor, geometry: Geometry, factor: Tensor | None, weight: Tensor | None) -> Forms:
-        """See :class:`.Backend`."""
         if weight is None:
             return super().products(gradients, geometry, factor, None)
         n, groups, d, m = gradients.shape

@@ -29,21 +29,14 @@ class DenseLayer(Protocol):
 
 
 class DenseContraction(Contractor):
-    """Contract a convolution as one dense matrix W.
-
-    Args:
-        quantities: names of :data:`.quantities.QUANTITIES`, of those that there are of a dense matrix.
-    """
+    """Contract a convolution as one dense matrix W."""
 
     def __init__(self, layer: DenseLayer, backend: Backend, quantities: Sequence[str]) -> None:
         super().__init__(quantities, (1, layer.d, layer.m, 1), layer.device)
         self._layer, self._backend = layer, backend
 
     def at(self, inputs: Calls, count: int, held: int = 0, positions: Tensor | None = None) -> Contraction:
-        """Return the contraction at the unpadded inputs (n, …) of each call; cotangents are (n, …) of each call.
-
-        How many come (``count``) does not matter, and none are held back. Every position is there.
-        """
+        """Return the contraction at the unpadded inputs (n, …) of each call; cotangents are like them."""
         return Contraction(self._wanted, _DenseForms(self._layer, self._backend, self._wanted.forms, inputs).of)
 
     def traces(self, inputs: Calls, cotangent: Calls, coefficients: Tensor) -> Tensor:
@@ -57,9 +50,6 @@ class _DenseForms:
 
     |Wᵀ M|² = Σ ⟨x_q, x_q'⟩ ⟨γ_q, γ_q'⟩ with γ = Wᵀ δ, the cotangent carried back through this layer alone. Sums over
     W ∘ M by row Σ_q δ_q ∘ W x_q, by column Σ_q x_q ∘ γ_q; |W ∘ M|² = Σ_qq' ⟨δ_q ∘ δ_q', (W ∘ W)(x_q ∘ x_q')⟩.
-
-    Args:
-        inputs: of each call.
     """
 
     def __init__(self, layer: DenseLayer, backend: Backend, made: Made, inputs: Calls) -> None:
@@ -74,7 +64,6 @@ class _DenseForms:
         ]
 
     def of(self, cotangent: Calls) -> Forms:
-        """Return the forms of a cotangent."""
         rows, contract, dots = _flat(cotangent), self._backend.gram, self._backend.row_dots
         carried = None
         if self._made.gram_weighted or self._made.by_column:

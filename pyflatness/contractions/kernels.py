@@ -22,12 +22,7 @@ SUFFIX = {torch.float32: "_f32", torch.float64: "_f64"}
 class Kernels(Backend):
     """Provide the operations of heads that have kernels both on the CPU and on CUDA.
 
-    Args:
-        module: the compiled one, by its name.
-        missing: the error where it is not here, with a place for the reason.
-
-    Attributes:
-        missing: the error; empty where the module is here.
+    ``missing`` says why there are none.
     """
 
     name = "compiled"
@@ -42,11 +37,7 @@ class Kernels(Backend):
             self.missing = missing.format(error)
 
     def module(self) -> Any:
-        """Return the compiled module.
-
-        Raises:
-            BackendError: it is not here.
-        """
+        """Return the compiled module, or raise what is missing."""
         if self.missing:
             raise BackendError(self.missing)
         return self._module
@@ -68,7 +59,6 @@ class Kernels(Backend):
         return ()
 
     def pair_distances(self, weight: Tensor) -> Tensor:
-        """See :class:`.Backend`."""
         weight = dense(weight)
         d, m = weight.shape
         out = weight.new_empty(d, d)
@@ -76,7 +66,6 @@ class Kernels(Backend):
         return out
 
     def softmax_variance(self, features: Tensor, weight: Tensor, bias: Tensor, distances: Tensor) -> Tensor:
-        """See :class:`.Backend`."""
         features, weight, bias, distances = dense_rows(features), dense(weight), dense(bias), dense(distances)
         (n, m), d = features.shape, weight.shape[0]
         out = features.new_empty(n, dtype=torch.float64)
@@ -89,7 +78,6 @@ class Kernels(Backend):
     def exponentiate(
         self, logits: Tensor, row_norms: Tensor | None, top_value: float, maximum: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """See :class:`.Backend`."""
         n, d = logits.shape
         norms = logits.new_empty(0) if row_norms is None else dense(row_norms)
         rest = logits.new_empty(n, dtype=torch.float64)
@@ -102,7 +90,6 @@ class Kernels(Backend):
         return rest, None if row_norms is None else moment, top
 
     def row_dots(self, a: Tensor, b: Tensor) -> Tensor:
-        """See :class:`.Backend`."""
         a, b = dense_rows(a), dense_rows(b)
         n, k = a.shape
         out = a.new_empty(n, dtype=torch.float64)
@@ -111,7 +98,6 @@ class Kernels(Backend):
         return out
 
     def sigmoid_curvature(self, logits: Tensor, coefficients: Tensor, row_norms: Tensor) -> Tensor:
-        """See :class:`.Backend`."""
         logits, coefficients, row_norms = dense(logits), dense(coefficients), dense(row_norms)
         n, d = logits.shape
         out = logits.new_empty(n, dtype=torch.float64)

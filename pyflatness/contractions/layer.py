@@ -49,42 +49,29 @@ class Stack(Protocol):
 
 
 class Copies:
-    """Keep copies of cotangents, for a route that takes several one behind the other.
+    """Keep copies of ``size`` cotangents, for a route that takes several one behind the other.
 
     They are copied, since what backward passes give may be part of a much larger tensor, and since when tensors of this
     size are kept and freed in turn, the C library gives their pages back each time, which costs more than the copies.
-
-    Args:
-        size: how many.
-        buffer: of a cotangent, memory for so many.
-        forms: the route's.
     """
 
     def __init__(self, size: int, buffer: Callable[[int, Tensor], Tensor], forms: Callable[[Calls], Forms]) -> None:
         self._size, self._make, self._forms = size, buffer, forms
 
     def put(self, number: int, cotangent: Tensor) -> None:
-        """Take a cotangent in as the one of this number."""
         if number == 0:
             self._buffer = self._make(self._size, cotangent)
         self._buffer[number].copy_(cotangent)
 
     def taken(self, count: int) -> Forms:
-        """Return the forms of the first cotangents that were taken in, one behind the other."""
         return self._forms([self._buffer[:count].flatten(0, 1)])
 
 
 class Contraction:
-    """Contract one cotangent after another with a layer's inputs of one micro-batch.
+    """Contract one cotangent after another, or ``stack_size`` at a time, with a layer's inputs of one micro-batch.
 
-    Args:
-        wanted: the quantities.
-        forms: of a cotangent, or of several one behind the other where ``stack_size`` are contracted at a time.
-        entries: Σ_i sign_i M_i ∘ M_i of a cotangent and its sign, for quantities that come with it.
-        stack: where cotangents are held back.
-        stack_size: how many cotangents :meth:`hold` contracts at a time.
-        held: bytes that these take.
-        precision: entered around all products of float32.
+    ``entries`` makes Σ_i sign_i M_i ∘ M_i of a cotangent and its sign; ``precision`` is entered around products of
+    float32.
     """
 
     def __init__(
@@ -150,43 +137,26 @@ class Contraction:
 
 @dataclass(frozen=True)
 class Ingredients:
-    """Hold what the contraction of a layer is made of.
+    """Hold what the contraction of a layer is made of."""
 
-    Attributes:
-        weight: (G, d, m).
-        quantities: names of :data:`.quantities.QUANTITIES`.
-        memory: bytes for working buffers.
-        gradients: inputs and cotangents of some samples -> M, (n, G, d, m), written out.
-    """
-
-    weight: Tensor
+    weight: Tensor  # (G, d, m)
     backend: Backend
-    quantities: Sequence[str]
-    memory: int
-    gradients: Callable[[Calls, Calls], Tensor]
+    quantities: Sequence[str]  # names of QUANTITIES
+    memory: int  # bytes for working buffers
+    gradients: Callable[[Calls, Calls], Tensor]  # inputs and cotangents of some samples -> M, (n, G, d, m), written out
 
 
 class Contractor:
-    """Prepare once what depends on a layer's weight alone, and contract inputs and cotangents of the layer with it.
-
-    Args:
-        quantities: names of :data:`.quantities.QUANTITIES`.
-        sizes: of the weight (G, d, m), and the kernel elements of an input channel.
-        device: of the weight.
-    """
+    """Prepare once what depends on a layer's weight alone, and contract inputs and cotangents of the layer with it."""
 
     def __init__(self, quantities: Sequence[str], sizes: Sizes, device: torch.device) -> None:
         self._wanted, self._sizes, self._device = Quantities(quantities), sizes, device
 
     def at(self, inputs: Calls, count: int, held: int = 0, positions: Tensor | None = None) -> Contraction:
-        """Return the contraction at the inputs of a micro-batch, of all calls.
+        """Return the contraction at the inputs of a micro-batch, of all calls, for about ``count`` cotangents.
 
-        Args:
-            inputs: joined where they can be, in the form that the contraction is for.
-            count: about how many cotangents will come.
-            held: bytes of cotangents that may be held back.
-            positions: (n, G d, elements) int32, where in a row each element of a cotangent is, -1: nowhere.
-                None: cotangents are whole. Only where :meth:`gathers` says so.
+        ``held`` bytes of cotangents may be held back. ``positions`` (n, G d, elements) int32, where :meth:`gathers`
+        says so: where in a row each element of a cotangent is, -1: nowhere; None: cotangents are whole.
         """
         raise NotImplementedError
 
@@ -216,14 +186,10 @@ class Contractor:
 
 
 class LayerContraction(Contractor):
-    """Contract a layer whose inputs and cotangents are in the form of :mod:`.geometry`; inputs are padded.
+    """Contract a layer whose padded inputs and cotangents are in the form of :mod:`.geometry`.
 
-    Args:
-        weight: (G, d, m).
-        geometry: which inputs a position sees.
-        route: of :data:`ROUTES`; None takes the cheaper.
-        convolution: whether the layer is one, and has float32 products on CUDA in cuDNN's precision: the contraction
-            takes the layer's own. That of half precision is TF32, which has all of its digits.
+    A ``convolution`` has float32 products on CUDA in cuDNN's precision: the contraction takes the layer's own. That of
+    half precision is TF32, which has all of its digits.
     """
 
     def __init__(
@@ -256,7 +222,6 @@ class LayerContraction(Contractor):
         self._buffer: Tensor | None = None
 
     def at(self, inputs: Calls, count: int, held: int = 0, positions: Tensor | None = None) -> Contraction:
-        """See :class:`Contractor`."""
         elements = None if positions is None else positions.shape[2]
         stack_size = self.stack_size(inputs, count, held, elements)
         held = stack_size * self.cotangent_bytes(inputs, elements) if stack_size > 1 else 0
@@ -280,15 +245,14 @@ class LayerContraction(Contractor):
         return self._routes.of(phi, stack_size, positions, by_gram=by_gram)
 
     def gathers(self, inputs: Calls, count: int, held: int, elements: int) -> bool:
-        """See :class:`Contractor`."""
         if not self._routes.gathers or self._route_of(inputs[0], count) == "gram":
             return False
         return self.stack_size(inputs, count, held, elements) > 1
 
     def stack_size(self, inputs: Calls, count: int, held: int, elements: int | None = None) -> int:
-        """Return how many cotangents of so many had better be contracted at a time; 1: each alone.
+        """Return how many of ``count`` cotangents had better be contracted at a time, shared out evenly.
 
-        Shared out evenly, of what ``held`` bytes hold: room for some at least, fewer are not worth the copy.
+        1: each alone.
         """
         if not held or len(inputs) > 1 or not self._wanted.plain:
             return 1
@@ -304,10 +268,7 @@ class LayerContraction(Contractor):
         return -(-count // -(-count // most)) if min(most, count) >= fewest else 1
 
     def cotangent_bytes(self, inputs: Calls, elements: int | None = None) -> int:
-        """Return what a cotangent takes, for the inputs of a layer's calls joined; of some elements a row, or whole.
-
-        Where a matrix library contracts it, that is what is made of it.
-        """
+        """Return what a cotangent takes, of some elements a row or whole, or what a matrix library makes of it."""
         layer, phi = self._prepared, inputs[0]
         groups, d, _ = layer.shape
         places = layer.places(phi)
@@ -330,7 +291,6 @@ class LayerContraction(Contractor):
         return self._routes.carried(places, count) < min(self.multiply_adds(places, count).values())
 
     def at_carried(self, inputs: Calls) -> Contraction:
-        """See :class:`Contractor`."""
         return Contraction(self._wanted, Carried(self._prepared, promoted(inputs[0])).forms)
 
     def kept(self, places: int) -> int:

@@ -57,16 +57,10 @@ def full_precision(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-    """Return the matrix product ``a @ b``, of half precision as float32, and add a bias.
+    """Return the matrix product ``a @ b``, of half precision as float32, and add a bias; ``out`` is float32 or float64.
 
     A long inner dimension is cut, and the products of the parts are added in float64. No value may rest on how a
-    library sums, and some add all terms in one chain where the columns are few.
-
-    Args:
-        a: (…, n, k); with a bias (n, k).
-        b: (…, k, m) or (k,).
-        bias: (m,), (n, m) or None.
-        out: is written, in float32 or float64.
+    library sums, and some add all terms in one chain where the columns are few. With a bias ``a`` is (n, k).
     """
     length = a.shape[-1]
     if length <= CHAIN or a.dtype == torch.float64:

@@ -52,30 +52,18 @@ class RowHessian:
     """Hold second derivatives of every sample's loss in some entries (s, j) of one row of a layer's weight.
 
     H_(sj),(tk) = a_j Σ_p φ_pk y_pt for the entries (t, k) of the same group.
-
-    Attributes:
-        weight: w, (G, d, m).
-        gram: w wᵀ, (G, d, d) float64.
-        kernel_elements: columns of an input channel.
-        group: of the row.
-        row: s, in its group.
-        columns: j.
-        left: a, (n, columns) float64.
-        phi: φ in these columns, (n, P, columns).
-        outputs: the row's, Σ_j w_sj φ_pj over all columns, (n, P).
-        y: (n, P, d).
     """
 
-    weight: Tensor
-    gram: Tensor
-    kernel_elements: int
+    weight: Tensor  # w, (G, d, m)
+    gram: Tensor  # w wᵀ, (G, d, d) float64
+    kernel_elements: int  # columns of an input channel
     group: int
-    row: int
-    columns: slice
-    left: Tensor
-    phi: Tensor
-    outputs: Tensor
-    y: Tensor
+    row: int  # s, in its group
+    columns: slice  # j
+    left: Tensor  # a, (n, columns) float64
+    phi: Tensor  # φ in these columns, (n, P, columns)
+    outputs: Tensor  # the row's, Σ_j w_sj φ_pj over all columns, (n, P)
+    y: Tensor  # (n, P, d)
 
     @functools.cached_property
     def entries(self) -> Tensor:
@@ -94,12 +82,10 @@ Sizes = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Neurons:
-    """Hold the summands of a quantity that is a sum over neurons.
+    """Hold the summands of a quantity that is a sum over neurons: how many there are, and their directions.
 
-    Attributes:
-        count: how many a layer of these sizes has in all its groups.
-        directions: weight of a group (d, m), its neurons' numbers (k,), φ (n, P, m) and the kernel elements -> the
-            changes Δφ of the layer's outputs, (k, n, P, d), where Δ is a neuron's weights and zeros elsewhere.
+    Directions take the weight of a group (d, m), its neurons' numbers (k,), φ (n, P, m) and the kernel elements, and
+    give the changes Δφ of the layer's outputs, (k, n, P, d), where Δ is a neuron's weights and zeros elsewhere.
     """
 
     count: Callable[[Sizes], int]
@@ -108,37 +94,21 @@ class Neurons:
 
 @dataclass(frozen=True)
 class LayerQuantity:
-    """Describe a quantity, as a row of the table.
+    """Describe a quantity, as a row of the table."""
 
-    Attributes:
-        form: the field of :class:`Forms` that it is; for neurons, whose squares it is the sum of.
-        of_unit: add to a total, (n,) or of neurons (n, neurons), what a :class:`RowHessian` has.
-        gram_factor: it needs R, RᵀR = w wᵀ.
-        weighted: it needs w ∘ M, which has no form without M but for one position.
-        neurons: the summands that it comes with; None if there are none.
-        entries: it comes with the entries of M ∘ M, summed over all samples together.
-        of_block_trace: it is ⟨C, T⟩ of the block trace T = Σ_j H_(·j),(·j): for C = w wᵀ with ``gram_factor``, else I.
-        of_diagonal: it is a sum over single entries H_(sj),(sj).
-        sampled: it has a sampled value.
-        of_dense: it is there for a convolution as one dense matrix.
-        of_repeated: also where its padding repeats pixels.
-        by_column: its parts are by column, or by channel of columns.
-        at_head: it has a formula where the layer's output is the model's, see :mod:`.sweep.heads`.
-    """
-
-    form: str
-    of_unit: Callable[[RowHessian, Tensor], None]
-    gram_factor: bool = False
-    weighted: bool = False
-    neurons: Neurons | None = None
-    entries: bool = False
-    of_block_trace: bool = False
-    of_diagonal: bool = False
-    sampled: bool = True
-    of_dense: bool = True
-    of_repeated: bool = True
-    by_column: bool = False
-    at_head: bool = False
+    form: str  # the field of Forms that it is; for neurons, whose squares it is the sum of
+    of_unit: Callable[[RowHessian, Tensor], None]  # add to a total, (n,) or of neurons (n, neurons)
+    gram_factor: bool = False  # needs R, RᵀR = w wᵀ
+    weighted: bool = False  # needs w ∘ M, which has no form without M but for one position
+    neurons: Neurons | None = None  # the summands that it comes with
+    entries: bool = False  # comes with the entries of M ∘ M, summed over all samples together
+    of_block_trace: bool = False  # it is ⟨C, T⟩ of T = Σ_j H_(·j),(·j): for C = w wᵀ with gram_factor, else I
+    of_diagonal: bool = False  # it is a sum over single entries H_(sj),(sj)
+    sampled: bool = True  # has a sampled value
+    of_dense: bool = True  # it is there for a convolution as one dense matrix
+    of_repeated: bool = True  # also where its padding repeats pixels
+    by_column: bool = False  # its parts are by column, or by channel of columns
+    at_head: bool = False  # has a formula where the layer's output is the model's, see sweep/heads.py
 
     def value(self, forms: Forms) -> Tensor:
         """Return the quantity of every sample, (n,) float64."""
@@ -168,18 +138,8 @@ class Made(NamedTuple):
 class Quantities:
     """Hold the wanted quantities, in their order, and what they need to be computed.
 
-    Args:
-        names: of :data:`QUANTITIES`.
-
-    Attributes:
-        rows: of the table, by name.
-        forms: what they are made of.
-        gram_factor: one of them needs R.
-        weighted: one needs w ∘ M.
-        entries: names of those that come with entries of M ∘ M.
-        neurons: those that come with summands.
-        plain: all have forms without M for any number of positions, and come with nothing else.
-        squares: one is |M|² alone, without entries of M ∘ M, for which M is made in any case.
+    ``plain``: all have forms without M for any number of positions, and come with nothing else. ``squares``: one is
+    |M|² alone, without entries of M ∘ M, for which M is made in any case.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -197,10 +157,7 @@ class Quantities:
         return len(self.rows)
 
     def contribution(self, forms: Forms, sign: Tensor | float | None) -> Contribution:
-        """Return the values, and the summands of neurons, of a cotangent of this sign.
-
-        The sign is one number, (n,), or None for +1.
-        """
+        """Return the values, and summands of neurons, of a cotangent of this sign: a number, (n,), or None for +1."""
         values = torch.stack([row.value(forms) for row in self.rows.values()])
         parts = {name: getattr(forms, self.rows[name].form).square() for name in self.neurons}
         if sign is not None:
@@ -284,11 +241,7 @@ QUANTITIES = {
         by_column=True,
     ),
     "by_row": LayerQuantity(
-        "by_row",
-        _by_row,
-        weighted=True,
-        neurons=Neurons(lambda sizes: sizes[0] * sizes[1], _of_rows),
-        sampled=False,
+        "by_row", _by_row, weighted=True, neurons=Neurons(lambda sizes: sizes[0] * sizes[1], _of_rows), sampled=False
     ),
     "diagonal": LayerQuantity(
         "squares", _squares, entries=True, of_diagonal=True, sampled=False, of_dense=False, by_column=True

@@ -56,87 +56,52 @@ def takes_pairs(d: int, m: int) -> bool:
 
 
 class RowSum(NamedTuple):
-    """Hold a sum over the rows of a head.
-
-    Attributes:
-        total: the sum of the values of the rows that count.
-        counted: how many they are.
-        prepared: what depends on the weight alone, in the backend's own layout, for further calls.
-    """
+    """Hold a sum over the rows of a head that count."""
 
     total: float
     counted: int
-    prepared: Tensor
+    prepared: Tensor  # what depends on the weight alone, in the backend's own layout, for further calls
 
 
 class RowSlopes(NamedTuple):
-    """Hold what the gradient of a sum over the rows of a head is made of, v_i = var_{p_i}(w).
+    """Hold what the gradient of a sum over the rows of a head is made of, v_i = var_{p_i}(w)."""
 
-    Attributes:
-        total: ``Σ shares_i |φ_i|² v_i``, a number, or a float64 tensor that the host has not waited for.
-        slopes: ``shares_i |φ_i|² ∂v_i/∂z_is``, (d, n).
-        probabilities: p_is, (d, n).
-        factors: ``2 shares_i v_i`` and ``shares_i |φ_i|²``, (2, n).
-    """
-
-    total: float | Tensor
-    slopes: Tensor
-    probabilities: Tensor
-    factors: Tensor
+    total: float | Tensor  # Σ shares_i |φ_i|² v_i, a number, or a float64 tensor that the host has not waited for
+    slopes: Tensor  # shares_i |φ_i|² ∂v_i/∂z_is, (d, n)
+    probabilities: Tensor  # p_is, (d, n)
+    factors: Tensor  # 2 shares_i v_i and shares_i |φ_i|², (2, n)
 
 
 class ClassSums(NamedTuple):
-    """Hold sums over each row's classes but the most probable one t, relative to its exp(z).
+    """Hold sums over each row's classes but the most probable one t, of e_s = exp(z_s - z_t)."""
 
-    Attributes:
-        maximum: z_t, (n,) in the logits' dtype; -inf before the first class.
-        top: t, (n,) int64; -1: there is none.
-        rest: ``Σ e_s`` with e_s = exp(z_s - z_t), (n,) float64.
-        moment: ``Σ e_s |w_s|²``, (n,) float64.
-    """
-
-    maximum: Tensor
-    top: Tensor
-    rest: Tensor
-    moment: Tensor
+    maximum: Tensor  # z_t, (n,) in the logits' dtype; -inf before the first class
+    top: Tensor  # t, (n,) int64; -1: there is none
+    rest: Tensor  # Σ e_s, (n,) float64
+    moment: Tensor  # Σ e_s |w_s|², (n,) float64
 
 
 class MeanRow(NamedTuple):
-    """Hold squared lengths, (n,) float64, in which w_t is the row of a sample's most probable class.
+    """Hold squared lengths, (n,) float64, in which w_t is the row of a sample's most probable class."""
 
-    Attributes:
-        others: of the mean of the other classes' rows.
-        away: of that mean less w_t.
-        reach: of ``Σ e_s w_s + w_t``; None where it was not asked for.
-    """
-
-    others: Tensor
-    away: Tensor
-    reach: Tensor | None
+    others: Tensor  # of the mean of the other classes' rows
+    away: Tensor  # of that mean less w_t
+    reach: Tensor | None  # of Σ e_s w_s + w_t
 
 
 class Backend:
-    """Provide the operations in plain torch, for any dtype and device: the backend ``"reference"``.
+    """Provide the operations in plain torch.
 
-    Other backends are derived from it: they override what they have kernels for, and answer otherwise what pays there.
-
-    Attributes:
-        name: that results carry.
-        device: the type of device that :meth:`engines` run on.
-        memory: bytes that working buffers may take, unless a user says otherwise.
-        routes: chooses among the routes to what is made of a layer's M.
-        sums: dtypes for which a kernel makes :meth:`softmax_variance_sum`.
-        in_place: whether nothing lies between the kernels of a wide head, as it does between torch's operations.
-        first_tile: classes of a wide head that go before the others where :meth:`fuses`.
+    Other backends override what they have kernels for, and what pays there.
     """
 
-    name = "reference"
-    device = "cpu"
-    memory = DEFAULT_MEMORY
-    routes: type[LibraryRoutes] = LibraryRoutes
-    sums: tuple[torch.dtype, ...] = ()
-    in_place = False
-    first_tile = 0
+    name = "reference"  # that results carry
+    device = "cpu"  # the type of device that engines run on
+    memory = DEFAULT_MEMORY  # bytes that working buffers may take, unless a user says otherwise
+    routes: type[LibraryRoutes] = LibraryRoutes  # chooses among the routes to what is made of a layer's M
+    sums: tuple[torch.dtype, ...] = ()  # dtypes for which a kernel makes softmax_variance_sum
+    in_place = False  # whether nothing lies between the kernels of a wide head
+    first_tile = 0  # classes of a wide head that go before the others where it fuses
 
     # What pays, and where things are.
 
@@ -157,14 +122,7 @@ class Backend:
         return False
 
     def stacking_pays(self, inputs: Tensor, geometry: Geometry, rows: int, *, by_gram: bool) -> bool:
-        """Return whether several cotangents of so many rows of a group are better contracted together than each alone.
-
-        Args:
-            inputs: (n, G c, s0, s1, s2), padded.
-            geometry: which inputs a position sees.
-            rows: of a cotangent's group.
-            by_gram: whether it is by Gram matrices.
-        """
+        """Return whether several cotangents of so many rows of a group are better contracted together than alone."""
         return True
 
     # Heads.
@@ -207,7 +165,7 @@ class Backend:
         return torch.cdist(weight, weight, compute_mode="donot_use_mm_for_euclid_dist").square()
 
     def softmax_variance(self, features: Tensor, weight: Tensor, bias: Tensor, distances: Tensor) -> Tensor:
-        """Return ``|φ_i|² Σ_{s<t} p_s p_t distances[s, t]`` with p = softmax(W φ_i + b), as (n,).
+        """Return ``|φ_i|² Σ_{s<t} p_s p_t distances[s, t]``, p = softmax(W φ_i + b), (n,).
 
         Kernels take at most :data:`FUSED_OUTPUTS` outputs.
         """
@@ -229,17 +187,9 @@ class Backend:
     ) -> RowSum | None:
         """Return the sum over rows of :meth:`softmax_variance` with weight and bias centred, distances made here.
 
-        Args:
-            features: (n, m).
-            weight: (d, m).
-            bias: (d,); None: 0.
-            prepared: of an earlier call with this weight and bias; None in the first one.
-            labels: (n,) int64, class indices; None: all rows count.
-            ignored: the label of rows that do not count: they add 0.
-            values: (n,) float64, takes the values; None: they are not kept.
-
-        Returns:
-            None if a row that counts has a label that is no class.
+        Labels (n,) are class indices, rows of the ``ignored`` one add 0, and without labels all count; ``values`` (n,)
+        float64 takes the values. None: a row that counts has a label that is no class. ``prepared`` is an earlier
+        call's, of this weight and bias.
         """
         d, m = weight.shape
         if prepared is None:
@@ -273,13 +223,10 @@ class Backend:
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Replace a block of each row's logits (n, d) by ``exp(z - maximum)``, in place.
 
-        ``maximum`` (n,), the largest of the blocks before (-inf for the first), is raised to this block's largest logit
-        first, in place. Where that raises it, the place of that logit takes ``top_value`` and stays out of the sums.
-        For kernels both are contiguous.
-
-        Returns:
-            ``rest`` (n,), the row sums; the same sums weighted by ``row_norms`` (d,), or None; the places of the maxima
-            (n,), -1 where an earlier block has it.
+        Return row sums and maxima's places. ``maximum`` (n,), the largest of the blocks before (-inf for the first), is
+        raised to this block's largest logit first, in place. Where that raises it, the place of that logit takes
+        ``top_value`` and stays out of the sums; elsewhere the place is -1. The second of the sums is weighted by
+        ``row_norms`` (d,). For kernels both are contiguous.
         """
         largest, top = logits.nan_to_num(-torch.inf, posinf=torch.inf, neginf=-torch.inf).max(dim=1)
         raised = largest > maximum
@@ -306,18 +253,10 @@ class Backend:
         Where the tile has a larger logit than the tiles before, its class becomes the row's most probable one: e is 0
         at its place, and the class that was the most probable one before joins the others.
 
-        Args:
-            logits: (n, width), of the classes from ``first`` on; its rows may be apart, but for the compiled kernels.
-            bias: (d,) of all classes, which is added to the logits; None: 0.
-            norms: ``|w_s|²`` of all classes, (d,).
-            first: the tile's first class.
-            sums: over the tiles before, (n,) each; takes the tile in, in place.
-            rounded: (n, width) bfloat16, takes e in place of the logits, which are lost; sums are those of what it
-                takes.
-
-        Returns:
-            What :meth:`rejoin` takes: the classes (n,) that joined the others, -1 where none did, and the factors (n,)
-            from the old maximum to the new one, float64.
+        Logits are (n, width), of the classes from ``first`` on; rows may be apart, but for the compiled kernels. Bias
+        and norms ``|w_s|²`` (d,) are of all classes. ``rounded`` (n, width) bfloat16 takes e in place of the logits,
+        which are lost, and the sums are of what it takes. Returned is what :meth:`rejoin` takes: the classes (n,) that
+        joined the others, -1 where none did, and the factors (n,) from the old maximum to the new one, float64.
         """
         before, tile = sums.maximum.clone(), slice(first, first + logits.shape[1])
         if bias is not None:
@@ -343,37 +282,23 @@ class Backend:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Make the exponentials of ``features @ weight.T + bias`` and add them to each row's sums, without the logits.
 
-        It is for features and weights that the backend :meth:`fuses`.
-
-        Args:
-            features: (n, m).
-            weight: (width, m), the classes from ``first`` on.
-
-        Returns:
-            The exponentials (n, width), 0 at the class that became a row's most probable one; and what :meth:`rejoin`
-            takes: classes (n,) that join Σ e_s w_s before the tile is added to it, as the row's exponentials are
-            relative to the new maximum, others (n,) that join afterwards, as theirs are relative to the old one, -1 for
-            none, and the factors (n,), float64, for both.
+        It is for features (n, m) and a weight (width, m), of the classes from ``first`` on, that the backend
+        :meth:`fuses`. Returned are the exponentials (n, width), 0 at the class that became a row's most probable one;
+        and what :meth:`rejoin` takes: classes (n,) that join Σ e_s w_s before the tile is added to it, as the row's
+        exponentials are relative to the new maximum, others (n,) that join afterwards, as theirs are relative to the
+        old one, -1 for none, and the factors (n,), float64, for both.
         """
         raise NotImplementedError
 
     def norms_about(self, weight: Tensor, centre: Tensor) -> Tensor:
-        """Return ``|w_s - centre|²``, (d,) in the dtype of ``centre`` (m,).
-
-        The weight of this and of what follows, (d, m), may be in half precision.
-        """
+        """Return ``|w_s - centre|²``, (d,) in the dtype of ``centre`` (m,); weights may be in half precision."""
         parts = weight.split(max(1, _PROMOTED // max(1, weight.shape[1])))
         return torch.cat([_squares(promoted(part) - centre) for part in parts]).to(centre.dtype)
 
     def rejoin(self, summed: Tensor, weight: Tensor, centre: Tensor | None, top: Tensor, factor: Tensor) -> None:
         """Set ``summed_i = factor_i (summed_i + w_t - centre)`` in place, t = ``top_i``; a row of -1 is left alone.
 
-        Args:
-            summed: (n, m), contiguous like the last two.
-            weight: (d, m).
-            centre: (m,); None: 0.
-            top: (n,) int64.
-            factor: (n,) float64.
+        ``summed`` (n, m), ``top`` and ``factor`` (n,) are contiguous; ``centre`` None: 0.
         """
         index = (top >= 0).nonzero().squeeze(1)
         if len(index):
@@ -384,18 +309,10 @@ class Backend:
     def mean_row(
         self, summed: Tensor, weight: Tensor, centre: Tensor, sums: ClassSums, uncentred: Tensor | None, reach: bool
     ) -> MeanRow:
-        """Turn ``Σ e_s w_s`` over all classes but t into the mean of the rows of the weight, in place.
+        """Turn ``Σ e_s w_s`` (n, m), contiguous, over all classes but t into the mean of the weight's rows, in place.
 
-        The lengths are those of rows less ``centre``.
-
-        Args:
-            summed: (n, m), contiguous.
-            weight: (d, m).
-            centre: (m,).
-            sums: those of each row over the same classes.
-            uncentred: (n,) float64, ``Σ e_s`` of what is in ``summed``, if that is of the rows as they are, and so will
-                the mean be; None: both are of the rows less the centre.
-            reach: whether that is wanted.
+        The lengths are those of rows less ``centre``. ``uncentred`` (n,) float64 is ``Σ e_s`` of what is in ``summed``,
+        if that is of the rows as they are, and so will the mean be; None: both are of the rows less the centre.
         """
         dtype = summed.dtype
         if uncentred is not None:
@@ -443,14 +360,9 @@ class Backend:
     def direct(
         self, inputs: Tensor, cotangent: Tensor, geometry: Geometry, factor: Tensor | None, weight: Tensor | None
     ) -> Forms:
-        """Make each sample's M, group by group, and return what is asked of it; M is written out.
+        """Make each sample's M, group by group, and return what is asked of it by R (G, r, d) and w.
 
-        Args:
-            inputs: (n, G c, s0, s1, s2), padded.
-            cotangent: (n, G d, p0, p1, p2).
-            geometry: which inputs a position sees.
-            factor: R, (G, r, d); None if ``|R M|²`` is not wanted.
-            weight: w, (G, d, m); None if nothing with ``w ∘ M`` is wanted.
+        M is written out.
         """
         gradients = product(geometry.rows(cotangent).mT, geometry.patches(inputs))  # n, G, d, m
         return self.products(gradients, geometry, factor, weight)
@@ -465,12 +377,8 @@ class Backend:
     ) -> Forms:
         """Return ``|M|²`` and ``|R M|²`` by :meth:`direct` of several cotangents, one's samples behind another's.
 
-        Args:
-            inputs: as for :meth:`direct`, like what follows.
-            cotangents: (n, G d, p0, p1, p2) each, or with ``positions`` (n, G d, …).
-            factor: R or None.
-            positions: (n, G d, elements) int32: the position that each element of a row of a cotangent is at, -1 for
-                one that counts nowhere.
+        With ``positions`` (n, G d, elements) int32 cotangents are (n, G d, …): the position that each element of a row
+        is at, -1 for one that counts nowhere.
         """
         if positions is not None:
             cotangents = [_placed(cotangent, positions, geometry.places(inputs.shape[2:])) for cotangent in cotangents]
@@ -497,31 +405,19 @@ class Backend:
         return product(rows, rows.mT)
 
     def gram(self, rows: Tensor, patch_gram: Tensor) -> Tensor:
-        """Return ``Σ_pp' ⟨a_p, a_p'⟩ patch_gram[p, p']``, (n,): ``|R M|²`` for a = R δ, ``|M|²`` for a = δ.
-
-        Args:
-            rows: a, (n, G, P, r).
-            patch_gram: (n, G, P, P), symmetric.
-        """
+        """Return ``Σ_pp' ⟨a_p, a_p'⟩ patch_gram[p, p']``, (n,), a (n, G, P, r): ``|R M|²`` of R δ, ``|M|²`` of δ."""
         pairs = product(rows, rows.mT)
         return (pairs * patch_gram).sum(dim=(1, 2, 3), dtype=torch.float64)
 
     def gram_rooted(self, rows: Tensor, factor: Tensor, patch_gram: Tensor, *, triangular: bool) -> Tensor:
-        """Return what :meth:`gram` does of R δ.
-
-        Args:
-            rows: δ, (n, G, P, d).
-            factor: R, (G, r, d).
-            patch_gram: (n, G, P, P), symmetric.
-            triangular: whether R has zeros below its diagonal.
-        """
+        """Return what :meth:`gram` does of R δ, for δ (n, G, P, d) and R (G, r, d), ``triangular`` or not."""
         # of a convolution's cotangent as it lies in memory: R (r, d) times (d, P)
         return self.gram(product(factor, rows.mT).mT, patch_gram)
 
     def small_eigenvalues(self, matrices: Tensor) -> Tensor:
-        """Return eigenvalues of symmetric matrices (n, N, N), ascending, (n, N); float64, N at most 32.
+        """Return eigenvalues of symmetric (n, N, N), ascending, (n, N), float64, N at most 32.
 
-        A matrix that is not finite has NaN for eigenvalues.
+        NaN where it is not finite.
         """
         finite = matrices.isfinite().all(dim=2).all(dim=1)
         values: Tensor = torch.linalg.eigvalsh(torch.where(finite[:, None, None], matrices, 0.0))
@@ -545,9 +441,6 @@ def _placed(cotangent: Tensor, positions: Tensor, places: Triple) -> Tensor:
 
 
 def _aligned(classes: int) -> list[slice]:
-    """Return what cuBLAS multiplies fast of so many classes, and the few others.
-
-    It takes eight times as long where their number does not fill whole accesses of 16 bytes, wherever rows begin.
-    """
+    """Return what cuBLAS multiplies fast of so many classes, in whole accesses of 16 bytes, and the few others."""
     whole = classes // _ALIGNED * _ALIGNED
     return [part for part in (slice(0, whole), slice(whole, classes)) if part.start < part.stop]

@@ -47,25 +47,16 @@ _MANY = 1024
 
 @dataclass(frozen=True)
 class PreparedWeight:
-    """Hold what the routes need of a layer's weight w (G, d, m), prepared once.
-
-    Attributes:
-        shape: (G, d, m).
-        geometry: which inputs a position sees.
-        factored: w, if R is needed.
-        weight: w, if w ∘ M is needed.
-        memory: bytes for working buffers of M.
-        serves_half: whether products with R in bfloat16 may be taken.
-    """
+    """Hold what the routes need of a layer's weight w (G, d, m), prepared once."""
 
     shape: torch.Size
     geometry: Geometry
     backend: "Backend"
     forms: Made
-    factored: Tensor | None
-    weight: Tensor | None
-    memory: int
-    serves_half: bool = False
+    factored: Tensor | None  # w, if R is needed
+    weight: Tensor | None  # w, if w ∘ M is needed
+    memory: int  # bytes for working buffers of M
+    serves_half: bool = False  # whether products with R in bfloat16 may be taken
 
     @functools.cached_property
     def factor(self) -> Tensor | None:
@@ -109,28 +100,19 @@ class PreparedWeight:
 
 
 class Direct:
-    """Make M by the kernels, and what is wanted of it.
-
-    Args:
-        factor: R, if |R M|² is to be made here.
-    """
+    """Make M by the kernels, and what is wanted of it."""
 
     def __init__(self, layer: PreparedWeight, phi: Tensor, factor: Tensor | None) -> None:
         self._layer, self._phi, self._factor = layer, phi, factor
 
     def forms(self, cotangent: Calls) -> Forms:
-        """Return the forms of a cotangent."""
         phi, delta = promoted(self._phi), promoted(cotangent[0])
         factor, weight = (None if t is None else t.to(delta.dtype) for t in (self._factor, self._layer.weight))
         return self._layer.backend.direct(phi, delta, self._layer.geometry, factor, weight)
 
 
 class DirectGathered:
-    """Contract several cotangents together, from the positions where any of them is not zero.
-
-    Args:
-        positions: (n, G d, elements) int32, those of the cotangents' elements, if these are not whole.
-    """
+    """Contract several cotangents together, from the positions where any of them is not zero, or given ones."""
 
     def __init__(self, layer: PreparedWeight, phi: Tensor, positions: Tensor | None = None) -> None:
         self._layer, self._phi, self._positions = layer, phi, positions
@@ -142,20 +124,13 @@ class DirectGathered:
 
 
 class Gram:
-    """Compute |M|² and |R M|² from the Gram matrices of inputs and cotangent, without M.
-
-    It is the route for layers of several positions.
-
-    Args:
-        squares: whether |M|² is to be made here.
-    """
+    """Compute |M|² and |R M|² from the Gram matrices of inputs and cotangent, for layers of several positions."""
 
     def __init__(self, layer: PreparedWeight, phi: Tensor, *, squares: bool) -> None:
         self._layer, self._squares = layer, squares
         self._gram = layer.backend.patch_gram(phi, layer.geometry)
 
     def forms(self, cotangent: Calls) -> Forms:
-        """Return the forms of a cotangent."""
         layer, gram = self._layer, self._gram
         rows = layer.geometry.rows(promoted(cotangent[0]))
         squares = gram_weighted = None
@@ -187,18 +162,12 @@ class LayerRoute(Protocol):
 
 
 class Both:
-    """Compute what has a form without M by that form, and the rest by M.
-
-    Args:
-        by_gradients: the route by M.
-        by_gram: the route to |R M|²; None if that is not wanted.
-    """
+    """Compute what has a form without M by that form, and the rest by M."""
 
     def __init__(self, by_gradients: LayerRoute, by_gram: LayerRoute | None) -> None:
         self._by_gradients, self._by_gram = by_gradients, by_gram
 
     def forms(self, cotangent: Calls) -> Forms:
-        """Return the forms of a cotangent."""
         found = self._by_gradients.forms(cotangent)
         if self._by_gram is None:
             return found
@@ -273,7 +242,6 @@ class Summed:
         self._layer, self._inputs = layer, inputs
 
     def forms(self, cotangent: Calls) -> Forms:
-        """Return the forms of a cotangent."""
         layer, gradients = self._layer, self._layer.gradients(self._inputs, cotangent)
         factor, weight = (None if t is None else t.to(gradients.dtype) for t in (layer.factor, layer.weight))
         return layer.backend.products(gradients, layer.geometry, factor, weight)
@@ -287,13 +255,7 @@ class _Squares(Protocol):
 
 
 class Stacked:
-    """Compute |M|² and |R M|² of several cotangents together.
-
-    Args:
-        by_gram: whether by their Gram matrices.
-        size: how many cotangents at most.
-        squares: whether |M|² is to be made here.
-    """
+    """Compute |M|² and |R M|² of several cotangents together, at most ``size``."""
 
     def __init__(self, layer: PreparedWeight, phi: Tensor, size: int, *, by_gram: bool, squares: bool) -> None:
         half = layer.half_factor is not None and phi.dtype == layer.half_factor.dtype
@@ -311,7 +273,6 @@ class Stacked:
         self._each: dict[str, tuple[Tensor, ...]] = {}  # of one after the other
 
     def put(self, number: int, cotangent: Tensor) -> None:
-        """Take a cotangent in as the one of this number."""
         delta = cotangent.reshape(self._shape).to(self._dtype)
         for name, factor in self._factors.items():
             if name not in self._rows:
@@ -327,7 +288,6 @@ class Stacked:
                 multiply(factor, delta, out=self._each[name][number])
 
     def taken(self, count: int) -> Forms:
-        """Return the forms of the first cotangents that were taken in, one behind the other."""
         rows, self._rows, self._each = self._rows, {}, {}
         found = {}
         for name in self._factors:
@@ -402,7 +362,6 @@ class Written(Direct):
     """Write M out for some samples at a time, for what is made of w ∘ M; see :class:`Direct`."""
 
     def forms(self, cotangent: Calls) -> Forms:
-        """Return the forms of a cotangent."""
         layer, (groups, d, m) = self._layer, self._layer.shape
         places, dtype = layer.places(self._phi), promoted(self._phi[:0]).dtype
         factor, weight = (None if t is None else t.to(dtype) for t in (self._factor, layer.weight))
@@ -417,9 +376,7 @@ class Written(Direct):
 class LibraryRoutes:
     """Choose among the routes by products of a matrix library, which stacks what it makes of several cotangents.
 
-    Attributes:
-        fewest: cotangents that are worth being contracted together.
-        gathers: whether cotangents may be some elements of each row.
+    ``fewest`` cotangents are worth being contracted together; if it ``gathers``, they may be some elements of each row.
     """
 
     fewest = 2
@@ -465,7 +422,6 @@ class KernelRoutes(LibraryRoutes):
     gathers = True
 
     def of(self, phi: Tensor, stack_size: int, positions: Tensor | None, *, by_gram: bool) -> Callable[[], LayerRoute]:
-        """See :class:`LibraryRoutes`."""
         layer, phi = self._layer, promoted(phi)
         if not by_gram and stack_size > 1:
             return partial(DirectGathered, layer, phi, positions)
@@ -477,18 +433,14 @@ class KernelRoutes(LibraryRoutes):
         return partial(Both, Direct(layer, phi, None), gram)
 
     def room(self, held: int) -> int:
-        """See :class:`LibraryRoutes`."""
         return min(held, self._layer.memory)
 
     def rows(self) -> int:
-        """See :class:`LibraryRoutes`."""
         return self._layer.shape[1]
 
     def direct(self, places: int, rows: int) -> int:
-        """See :class:`LibraryRoutes`."""
         _, d, m = self._layer.shape
         return d * m * places + self._layer.factor_rows * d * m
 
     def carried(self, places: int, count: int) -> float:
-        """See :class:`LibraryRoutes`."""
         return self._layer.shape[2] * places**2 * (1 + 1 / max(1, count))

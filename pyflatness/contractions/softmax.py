@@ -29,28 +29,17 @@ from .wide import Bounded, WideHead
 
 
 class Labels(NamedTuple):
-    """Hold the class indices of rows that all count the same, but for ignored ones; nothing of them is checked.
+    """Hold the class indices of rows that all count the same, but for ignored ones; nothing of them is checked."""
 
-    Attributes:
-        classes: (rows,) int64; None: there are none, and all rows count.
-        ignored: the index of rows that add nothing.
-    """
-
-    classes: Tensor | None
-    ignored: int
+    classes: Tensor | None  # (rows,) int64; None: there are none, and all rows count
+    ignored: int  # the index of rows that add nothing
 
 
 class SoftmaxVariance:
-    """Compute ``|φ_i|² var_{p_i}(w)`` for rows of features; what depends on the weight alone is prepared once.
+    """Compute ``|φ_i|² var_{p_i}(w)`` for rows of features; what depends on the weight (d, m) alone is prepared once.
 
-    Args:
-        weight: (d, m); half precision is computed in float32.
-        bias: (d,) or None.
-        backend: that computes.
-        rows: about how many rows of features will come; the cheaper route depends on it.
-        memory: bytes for working buffers. Neither the logits of all rows nor a copy of the weight is ever made.
-        route: ``"fused"``, ``"pairs"`` or ``"rows"``; None takes the cheapest that fits.
-        rtol: for route ``rows``, which may leave out what does not matter; see :class:`.wide.WideHead`. 0: nothing.
+    The cheapest ``route`` of those above depends on how many ``rows`` will come, about. Neither the logits of all rows
+    nor a copy of the weight is ever made. For ``rtol`` see :class:`.wide.WideHead`; 0: nothing is left out.
     """
 
     def __init__(
@@ -78,12 +67,9 @@ class SoftmaxVariance:
         return self.bounded(features).values
 
     def bounded(self, features: Tensor, scale: Tensor | None = None) -> Bounded:
-        """Return the values with bounds on their errors, where ``rtol`` lets there be any.
+        """Return the values of features (n, m), with bounds where ``rtol`` lets there be errors.
 
-        Args:
-            features: (n, m).
-            scale: (n,) float64, how much each row counts in the sum that ``rtol`` is of, NaN for not at all; None: all
-                the same.
+        NaN of ``scale``: no row.
         """
         if self.route == "rows":
             return self._wide(features, None if scale is None else scale.nan_to_num(0.0))
@@ -94,9 +80,9 @@ class SoftmaxVariance:
         return Bounded(chunks[0] if len(chunks) == 1 else torch.cat(chunks), None)
 
     def total(self, features: Tensor, labels: Labels, values: Tensor | None) -> RowSum | None:
-        """Return the sum of the values by one call of a kernel, see :meth:`.Backend.softmax_variance_sum`.
+        """Return the sum of the values by one call of :meth:`.Backend.softmax_variance_sum`.
 
-        None also where there is no such kernel: for other routes, backends and half precision.
+        None where there is no kernel.
         """
         weight, bias = self._weight, self._bias
         if self.route != "fused" or not features.dtype == weight.dtype in self._backend.sums:

@@ -19,11 +19,7 @@ from .routes import Calls
 
 
 class TokenContraction(Contractor):
-    """Contract tokens (n, P) as inputs, and cotangents (n, P, d).
-
-    Args:
-        weight: (1, d, m).
-    """
+    """Contract tokens (n, P) as inputs, and cotangents (n, P, d)."""
 
     def __init__(self, weight: Tensor, backend: Backend, quantities: Sequence[str]) -> None:
         super().__init__(quantities, (1, *weight.shape[1:], 1), weight.device)
@@ -46,14 +42,10 @@ class TokenContraction(Contractor):
 
 
 class Columns:
-    """Find the columns of M: the tokens that each sample has, U of them at most.
+    """Find the columns of M: the tokens that each sample has of (n, P), U of them at most.
 
-    Args:
-        tokens: (n, P).
-
-    Attributes:
-        tokens: (n, U), those of each sample; behind them zeros, for columns of M that are zero.
-        places: (n, P), each position's among them.
+    ``tokens`` (n, U) are each sample's, behind them zeros, for columns of M that are zero; ``places`` (n, P) each
+    position's among them.
     """
 
     def __init__(self, tokens: Tensor) -> None:
@@ -73,13 +65,7 @@ class Columns:
 
 
 class Tokens:
-    """Compute the forms of M from its columns.
-
-    Args:
-        weight: (1, d, m).
-        factor: R, (r, d), if |R M|² is wanted.
-        tokens: (n, P).
-    """
+    """Compute the forms of M from its columns, for a weight (1, d, m), R (r, d) or None, and tokens (n, P)."""
 
     def __init__(
         self, weight: Tensor, factor: Tensor | None, backend: Backend, wanted: Quantities, tokens: Tensor
@@ -91,7 +77,6 @@ class Tokens:
             self._weights = promoted(weight[0].t()[self._columns.tokens])  # (n, U, d)
 
     def forms(self, cotangent: Calls) -> Forms:
-        """Return the forms of a cotangent."""
         made, columns = self._made, self._columns.of(cotangent[0])
         squares = gram_weighted = weighted = by_column = by_row = None
         if made.squares:

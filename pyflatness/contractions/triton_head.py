@@ -55,7 +55,6 @@ class Triton(Backend):
     first_tile = 256  # which goes before the others, and is done twice
 
     def fuses(self, features: Tensor, weight: Tensor) -> bool:
-        """See :class:`.Backend`."""
         aligned = all(
             t.stride(0) % _ACCESS == 0 and t.stride(1) == 1 and t.data_ptr() % 16 == 0 for t in (features, weight)
         )
@@ -73,7 +72,6 @@ class Triton(Backend):
     def multiply_exponentiate(
         self, features: Tensor, weight: Tensor, bias: Tensor, norms: Tensor, first: int, sums: ClassSums
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """See :class:`.Backend`."""
         (n, m), width, device = features.shape, len(weight), features.device
         blocks = _blocks(device)
         row_blocks, class_blocks = -(-n // blocks.rows), -(-width // blocks.classes)
@@ -105,22 +103,18 @@ class Triton(Backend):
         return values, joins[0], joins[1], factor
 
     def norms_about(self, weight: Tensor, centre: Tensor) -> Tensor:
-        """See :class:`.Backend`."""
         return _dots(weight, weight, centre).to(centre.dtype)
 
     def row_dots(self, a: Tensor, b: Tensor) -> Tensor:
-        """See :class:`.Backend`."""
         return _dots(a, b, None)
 
     def rejoin(self, summed: Tensor, weight: Tensor, centre: Tensor | None, top: Tensor, factor: Tensor) -> None:
-        """See :class:`.Backend`."""
         arguments = summed, dense(weight), centre, top, factor, *summed.shape
         _launch(kernels.rejoin, summed.device, _grid(len(summed)), *arguments, **ROWS)
 
     def mean_row(
         self, summed: Tensor, weight: Tensor, centre: Tensor, sums: ClassSums, uncentred: Tensor | None, reach: bool
     ) -> MeanRow:
-        """See :class:`.Backend`."""
         if reach:
             return super().mean_row(summed, weight, centre, sums, uncentred, reach)
         others, away = sums.rest.new_empty(2, len(summed))

@@ -64,17 +64,10 @@ class AtOnce(NamedTuple):
 def plan(
     n: int, d: int, m: int, dtype: torch.dtype, memory: int, *, half: bool, keeps: bool, fused: bool = False
 ) -> AtOnce:
-    """Return how many rows and classes fit the memory.
+    """Return how many rows (of n, of m features) and classes (of d) fit the memory; sixteen of both are always taken.
 
-    Args:
-        n: rows of features.
-        d: classes.
-        m: features.
-        dtype: in which is computed.
-        memory: bytes; sixteen rows and classes are always taken.
-        half: whether products are in half precision: logits and exponentials beside each other, no copy of weights.
-        keeps: whether the exponentials of all classes stay until tiles are chosen; not in half precision.
-        fused: whether exponentials are made without logits, in half precision.
+    In ``half`` precision logits and exponentials are beside each other, without a copy of weights, and if ``fused``
+    without logits. Otherwise the exponentials of all classes may stay until tiles are chosen (``keeps``).
     """
     item = dtype.itemsize
     if keeps:
@@ -114,11 +107,8 @@ def _up(count: int) -> int:
 def lightest(bounds: Tensor, reach: Tensor, weights: Tensor, target: Tensor) -> tuple[list[int], int]:
     """Return tiles from the lightest on, and how many can be left out for Σ_i a_i (2 c_i b_i + b_i²) ≤ ``target``.
 
-    Args:
-        bounds: (n, tiles), what leaving a tile out takes from u at most; b is their sum.
-        reach: c, (n,), at least |u'|.
-        weights: a, (n,).
-        target: a scalar.
+    ``bounds`` (n, tiles) is what leaving a tile out takes from u at most, b their sum; ``reach`` c (n,) is at least
+    |u'|; ``weights`` are a (n,).
     """
     order = (weights * reach) @ bounds
     order = order.argsort()
@@ -138,15 +128,10 @@ class _Sums(NamedTuple):
 
 
 class WideHead:
-    """Compute ``|φ_i|² var_{p_i}(w)`` of a head of many classes.
+    """Compute ``|φ_i|² var_{p_i}(w)`` of a head (d, m) of many classes; ``centre`` (m,) is what moments are about.
 
-    Args:
-        weight: (d, m).
-        centre: (m,), about which moments are taken.
-        bias: (d,); None: 0.
-        memory: bytes for working buffers.
-        rtol: error that may be made to save time, relative to the sum over a chunk of rows; 0: none. On CUDA it saves
-            none, and none is made.
+    An error of ``rtol`` relative to the sum over a chunk of rows may be made to save time, but for CUDA, where it saves
+    none.
     """
 
     def __init__(
@@ -200,10 +185,7 @@ class WideHead:
         return product(features, matrix.t(), self._bias[tile], out=scores)
 
     def _room(self, features: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        """Return a matrix (n, width) to be written.
-
-        On a GPU its rows begin at multiples of 64 elements, as :meth:`.Backend.multiply` wants them.
-        """
+        """Return a matrix (n, width) to be written; on a GPU its rows begin at multiples of 64 elements."""
         padded = _up(width) if self._backend.on_gpu(features) else width
         return features.new_empty(len(features), padded, dtype=dtype)[:, :width]
 
@@ -300,7 +282,7 @@ class WideHead:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return sums of each tile (n, tiles) relative to the last maximum, and the factors to it.
 
-        A class that was the most probable one for a while joins the others of its tile.
+        Old maxima join others.
         """
         old = (own.top >= 0) & (own.top != classes.top.unsqueeze(1))
         for k, (part, tile) in enumerate(zip(values, tiles, strict=True)):

@@ -17,12 +17,7 @@ _COPIES = 4  # of M that are made on the way
 
 
 class WrittenContraction(Contractor):
-    """Contract any inputs and cotangents that a function takes.
-
-    Args:
-        given: the weight and the function among them; the memory is for M of some samples.
-        geometry: of the kernel elements of a column.
-    """
+    """Contract any inputs and cotangents that a function takes; the given memory is for M of some samples."""
 
     def __init__(self, given: Ingredients, geometry: Geometry) -> None:
         groups, d, m = given.weight.shape

@@ -132,44 +132,26 @@ def allocate(
 
 @dataclass(frozen=True)
 class _Option:
-    """Represent a format for layers that have one together.
-
-    Attributes:
-        layers: their names.
-        format: for them.
-        bits: that their weights take, a shared one once.
-        places: of its changes among all; none where it changes nothing.
-    """
+    """Represent a format for layers that have one together."""
 
     layers: tuple[str, ...]
     format: Format
-    bits: float
-    places: tuple[int, ...]
+    bits: float  # that their weights take, a shared one once
+    places: tuple[int, ...]  # of its changes among all; none where it changes nothing
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Hold what choices are made of.
+    """Hold what choices are made of."""
 
-    Attributes:
-        options: those for one group of layers behind those for another.
-        choices: the problem of choosing among them.
-        costs: of changes, by the probes that predict.
-        signal: the share of the first order that is not noise.
-        weights: of all groups of layers.
-        like: a prediction, whose value and error are to be another's.
-        convex: whether the loss is.
-        parts: layers that are parts of a parameter, and no module.
-    """
-
-    options: Sequence[_Option]
+    options: Sequence[_Option]  # those for one group of layers behind those for another
     choices: ChoiceProblem
-    costs: ChangeCosts
-    signal: float
-    weights: int
-    like: Estimate
-    convex: bool
-    parts: frozenset[str]
+    costs: ChangeCosts  # by the probes that predict
+    signal: float  # the share of the first order that is not noise
+    weights: int  # of all groups of layers
+    like: Estimate  # a prediction, whose value and error are to be another's
+    convex: bool  # whether the loss is
+    parts: frozenset[str]  # layers that are parts of a parameter, and no module
 
     def best(self, bits: float) -> "Allocation":
         """Return the best choice that is found of so many bits a weight."""
@@ -292,10 +274,7 @@ def _problem(
 
 
 def _signal(costs: ChangeCosts) -> tuple[float, float]:
-    """Return the shares of the first order, and of the products of changes of different layers, that are not noise.
-
-    They are shares of squares, relative to what the changes cost by themselves.
-    """
+    """Return which shares, of squares, of the first order and of products across layers are not noise."""
     gram, first = costs.gram.mean(dim=0), costs.sums.values[:-1, FIRST]
     layer = torch.tensor(
         [number for number, each in enumerate(costs.places.values()) for _ in each],

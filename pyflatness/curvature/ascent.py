@@ -162,11 +162,6 @@ class _Place:
     """Evaluate the loss and its gradient around the weights, in coordinates u = T⁻¹ δ of all parameters as a vector.
 
     Vectors are in the parameters' dtype, of half precision in float32; sums over samples and norms are in float64.
-
-    Attributes:
-        size: N.
-        dtype: of vectors.
-        device: of the same.
     """
 
     def __init__(self, task: Task, scale: Callable[[Tensor], Tensor], parts: Parts) -> None:
@@ -183,10 +178,7 @@ class _Place:
         return self._parts.notes
 
     def risk(self, u: Tensor | None, batches: Any) -> tuple[float, Tensor]:
-        """Return E at θ + T u over some batches, and its gradient in u; None: at θ.
-
-        Batches that are the task's own are those of all ranks together.
-        """
+        """Return E at θ + T u over some batches, and its gradient in u; None: at θ. The task's own are of all ranks."""
         task, moved = self._task, self._at(u)
         total, weight = 0.0, 0.0
         gradient = torch.zeros(self.size, dtype=self.dtype, device=self.device)

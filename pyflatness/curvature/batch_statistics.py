@@ -29,11 +29,7 @@ def norms(model: nn.Module) -> dict[str, _BatchNorm]:
 
 
 def refreshed(task: Task, values: Parameters) -> Parameters:
-    """Return the statistics by name of buffer: means over all calls of a layer on batches, by one read of the data.
-
-    Args:
-        values: in the place of parameters.
-    """
+    """Return the statistics by name of buffer: means over all calls of a layer on batches, by one read of the data."""
     own, buffers = norms(task.model), dict(task.model.named_buffers())
     synchronised = next((name for name, norm in own.items() if isinstance(norm, nn.SyncBatchNorm)), None)
     if synchronised is not None and not task.batches.shard.ranks.alone:

@@ -58,26 +58,18 @@ def as_called(name: str, module: nn.Module, change: Tensor) -> Tensor:
 class ChangeCosts:
     """Hold the sums over the data.
 
-    Attributes:
-        sums: a row for each change and a last one, the sum of all; of the column FIRST.
-        gram: (draws, changes, changes), Δ_aᵀ G Δ_b of all pairs; one draw if they are exact.
-        sampled: whether the draws differ.
-        noise: of the first order (changes,) and of the mean of the draws, the variances that they have because the data
-            are samples, probes included; by how the samples' values differ, NaN of a single sample.
-        places: of each layer's changes among all of them.
-        by_factors: layers whose second order is in the Gram matrix.
-        together: whether that of all changes together is, as the GGN has it.
-        linear: layers in whose weight the model is certified to be locally linear; all where that was not asked.
+    ``noise`` has the variances, of the first order (changes,) and of the mean of the draws, that they have because the
+    data are samples, probes included; by how the samples' values differ, NaN of a single sample.
     """
 
-    sums: Sums
-    gram: Tensor
-    sampled: bool
+    sums: Sums  # a row for each change and a last one, the sum of all; of the column FIRST
+    gram: Tensor  # (draws, changes, changes), Δ_aᵀ G Δ_b of all pairs; one draw if they are exact
+    sampled: bool  # whether the draws differ
     noise: tuple[Tensor, Tensor]
-    places: Mapping[str, range]
-    by_factors: frozenset[str]
-    together: bool
-    linear: frozenset[str]
+    places: Mapping[str, range]  # of each layer's changes among all of them
+    by_factors: frozenset[str]  # layers whose second order is in the Gram matrix
+    together: bool  # whether that of all changes together is, as the GGN has it
+    linear: frozenset[str]  # layers in whose weight the model is certified to be locally linear; all where not asked
 
     def first(self, chosen: Sequence[int]) -> float:
         """Return ⟨∇E, Δ⟩ of the sum Δ of some changes."""
@@ -104,15 +96,11 @@ def _noise(sums: Sums, key: tuple[str, str], mean: Tensor) -> Tensor:
 
 
 class ChangeSweep:
-    """Sweep once over a task's data.
+    """Sweep once over a task's data, for one or more changes of each of its layers.
 
-    With ``probes=`` cotangents are random signs of a sample's columns, unless its columns are no more than that.
-
-    Args:
-        task: its layers are those that change.
-        changes: by layer, one or more, each of the shape of its weight.
-        products: whether second orders are left to Hessian products where the model is not certified to be linear, and
-            where these are less work than all cotangents.
+    With ``probes=`` cotangents are random signs of a sample's columns, unless its columns are no more than that. With
+    ``products`` second orders are left to Hessian products where the model is not certified to be linear, and where
+    these are less work than all cotangents.
     """
 
     def __init__(self, task: Task, changes: Mapping[str, Sequence[Tensor]], *, products: bool = False) -> None:
@@ -135,12 +123,7 @@ class ChangeSweep:
         )
 
     def found(self) -> ChangeCosts:
-        """Return the sums.
-
-        Raises:
-            InputError: see :meth:`.Runner.each`; targets that do not fit; more backward passes than ``max_passes=``.
-            NonFiniteError: NaN or infinity, by the policy.
-        """
+        """Return the sums."""
         task, shard = self._task, self._task.batches.shard
         totals = Totals(task.loss.reduction, task.options, self._error, shard=shard)
         self._runner.each(self._values, totals.add)

@@ -248,11 +248,7 @@ def of_rank(model: nn.Module, rank: int, *, layers: Layers = None) -> dict[str, 
 
 
 def add(model: nn.Module, made: Mapping[str, Tensor]) -> None:
-    """Add changes to the weights of a model; one that layers share has one change.
-
-    Raises:
-        InputError: a weight that is no parameter, but computed of others.
-    """
+    """Add changes to the weights of a model; one that layers share has one change."""
     done: set[Tensor] = set()
     for name, module in _layers(model, [*made]).items():
         weight = module.source.parameter if isinstance(module, Use) else module.weight
@@ -422,9 +418,6 @@ def _of_layers(
 
     A weight that several layers share has one change, of the matrix of :func:`_owner`: those of others may be its
     transpose.
-
-    Raises:
-        InputError: the function's, with the layer's name.
     """
     modules = _layers(model, chosen, by_module=by_module)
     found: dict[str, Tensor] = {}

@@ -143,11 +143,7 @@ def _checked(modules: Mapping[str, nn.Module], changes: Mapping[str, Any]) -> di
 
 
 class Costs:
-    """Compute what changes cost.
-
-    Args:
-        changes: by layer, as the weights are.
-    """
+    """Compute what changes cost."""
 
     def __init__(self, task: Task, changes: Mapping[str, Tensor]) -> None:
         self._task, self._modules = task, task.selection.modules
@@ -248,9 +244,7 @@ class Costs:
         for name, change in self._changes.items():
             trace, factor = traces[name, TRACE.name], float(change.double().square().mean())
             found[name, BY_TRACE] = replace(
-                trace,
-                value=factor * trace.value,
-                stderr=None if trace.stderr is None else factor * trace.stderr,
+                trace, value=factor * trace.value, stderr=None if trace.stderr is None else factor * trace.stderr
             )
         stderr, dof = together([*found.values()])
         value = sum(estimate.value for estimate in found.values())

@@ -141,11 +141,7 @@ def given(model: nn.Module, changes: Mapping[str, Any], label: str) -> Direction
 
 
 def to(model: nn.Module, other: Any, names: frozenset[str] | None, option: str, label: str) -> Direction:
-    """Return the direction from a model to another checkpoint, θ' - θ, with its floating-point buffers.
-
-    Args:
-        names: of the parameters that move, and no buffers then; None: all, and buffers.
-    """
+    """Return the direction to another checkpoint, θ' - θ, with its buffers, or of ``names`` alone without."""
     if isinstance(other, nn.Module):
         module = layers.unwrap(other)
         state = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}

@@ -170,11 +170,9 @@ class _Slice:
         self._theta = making.origin(task.model, directions)
 
     def found(self, begun: Landscape | None, made: str, out: Path | None, progress: bool | None) -> Landscape:
-        """Return the slice.
+        """Return the slice; what a file has (``begun``) is not evaluated again.
 
-        Args:
-            begun: what a file has of it, which is not evaluated again.
-            made: which eigenvectors a file is to have, see :func:`_made`; or an empty text.
+        ``made`` says what eigenvectors it is to have.
         """
         ranks = self._task.batches.shard.ranks
         if begun is not None:

@@ -37,16 +37,9 @@ class PointLosses:
 
 
 class Points:
-    """Evaluate a model at points, on the task's data.
+    """Evaluate a model at points, on the task's data, which are read once for the model's own point, and once a call.
 
-    Args:
-        task: its model, loss and data, which are read once for the model's own point, and for every call once.
-        accuracy: whether it is wanted too; None: where targets are classes.
-
-    Attributes:
-        own: the loss and accuracy of the model as it is.
-        samples: of the data.
-        fingerprint: of the data; of all ranks.
+    The ``fingerprint`` is that of the data of all ranks. Accuracy is wanted where targets are classes, if it is None.
     """
 
     def __init__(self, task: Task, accuracy: bool | None = None) -> None:
@@ -83,10 +76,9 @@ class Points:
         return int(min(self._task.batches.shard.every("points of a read", most)))
 
     def __call__(self, points: Sequence[Parameters]) -> PointLosses:
-        """Return loss and accuracy at points, by one read of the data.
+        """Return loss and accuracy at points by one read of the data.
 
-        Args:
-            points: what is in the place of parameters and buffers at each, by name; all have the same names.
+        All have the same names of parameters and buffers.
         """
         task, loss = self._task, self._task.loss
         sums = {name: torch.zeros(len(points), dtype=torch.float64, device="cpu") for name in ("losses", "right")}

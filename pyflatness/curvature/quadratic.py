@@ -52,12 +52,7 @@ class Quadratic:
 
 
 def quadratic(task: Task, directions: Sequence[Direction], value: float) -> Quadratic:
-    """Return the quadratic model in directions of parameters.
-
-    Args:
-        directions: all of whose names are parameters'.
-        value: E(θ).
-    """
+    """Return the quadratic model in directions of parameters, with E(θ) = ``value``."""
     try:
         products = ParameterProducts(task, {name for direction in directions for name in direction.values})
         rows = torch.stack([_vector(products, direction) for direction in directions])

@@ -154,12 +154,7 @@ class _Block:
         return (largest, smallest) if largest + smallest < self._size else (self._size, 0)  # all that there are
 
     def check(self, pairs: int, steps: int, most: int) -> None:
-        """Raise unless what is asked for fits the memory, and the products that it may take.
-
-        Args:
-            steps: of the density; 0 without one.
-            most: products for the eigenpairs.
-        """
+        """Raise unless what is asked for, 0 ``steps`` for no density, fits the memory and ``most`` products."""
         if pairs > most:
             raise InputError(f"max_products={most}: {pairs} eigenpairs take {pairs} products at least")
         least = {f"steps={steps}": min(steps, self._size) + BESIDE_STEPS} if steps else {}

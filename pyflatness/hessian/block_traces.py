@@ -281,9 +281,7 @@ def gradients(run: Run, value: Value, names: Iterable[str]) -> dict[str, list[Te
 
 
 def differentiable(
-    names: Iterable[str],
-    advice: str = "curvature='ggn' gives the GGN value, another number",
-    what: str = "layer",
+    names: Iterable[str], advice: str = "curvature='ggn' gives the GGN value, another number", what: str = "layer"
 ) -> contextlib.AbstractContextManager[None]:
     """Return a context in which an operation behind layers that has no second derivative is an error with advice."""
     listed = ", ".join(map(repr, names))

@@ -75,11 +75,7 @@ class Products:
     def _made_runner(self) -> Runner:
         check_filters(self._task)
         return Runner(
-            self._task,
-            by_sample=False,
-            certify=False,
-            reserve=for_second_derivatives,
-            inside=self._weights_as_leaves,
+            self._task, by_sample=False, certify=False, reserve=for_second_derivatives, inside=self._weights_as_leaves
         )
 
     def _set_up(self) -> None:

@@ -149,11 +149,7 @@ class FlatnessCallback(*_bases()):  # type: ignore[misc]
         return pl_module if self._model is None else check_model(pl_module, self._model)
 
     def _loss_of(self, pl_module: nn.Module, model: nn.Module) -> Any:
-        """Return the user's loss, or the one that a module has.
-
-        Raises:
-            InputError: there is none, or there are several.
-        """
+        """Return the user's loss, or the one that a module has."""
         if self._loss is not None:
             return self._loss
         held = {name: getattr(owner, name, None) for owner in (model, pl_module) for name in _LOSSES}

@@ -186,11 +186,7 @@ class RelativeFlatness(Metric):
 
 
 def _checked(weight: Any, bias: Any) -> tuple[Any, Any]:
-    """Return a head as it is held: a module and None, or a weight and a bias.
-
-    Raises:
-        InputError: no head.
-    """
+    """Return a head as it is held: a module and None, or a weight and a bias."""
     if not isinstance(weight, nn.Module):
         for what, tensor, ndim in (("weight", weight, 2), ("bias", bias, 1)):
             if not isinstance(tensor, Tensor) and (what == "weight" or bias is not None):
@@ -210,11 +206,7 @@ def _checked(weight: Any, bias: Any) -> tuple[Any, Any]:
 
 
 def _the_same(read: Tensor) -> Tensor:
-    """Return the number of the weights that several sums are of, 0 for none; torchmetrics adds sums up by it.
-
-    Raises:
-        InputError: they are of different weights.
-    """
+    """Return the number of the weights that several sums are of, 0 for none; torchmetrics adds sums up by it."""
     numbers: Tensor = read[read != 0].unique()
     if len(numbers) > 1:
         raise InputError(

@@ -165,12 +165,7 @@ class PenaltyCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        layers: Selector | Sequence[Selector],
-        strength: float,
-        *,
-        probes: int = 1,
-        normalize: str | None = None,
+        self, layers: Selector | Sequence[Selector], strength: float, *, probes: int = 1, normalize: str | None = None
     ) -> None:
         self._made = partial(FlatnessPenalty, layers=layers, loss=auto.AUTO, probes=probes, normalize=normalize)
         self._strength = check_number("strength", strength)
@@ -210,8 +205,5 @@ class PenaltyCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _plain(loader: Any) -> Any:
-    """Return the loader of torch's inside one of accelerate's, which gives the same batches.
-
-    Accelerate's tells gradient accumulation that it is being read, and counts its epochs.
-    """
+    """Return the loader in accelerate's, which tells gradient accumulation that it is read, and counts epochs."""
     return loader.base_dataloader if type(loader).__name__ == "DataLoaderShard" else loader

@@ -32,22 +32,7 @@ _OPTIONS = [name for name in EVERY if name not in ("eval", "process_group")]
 class Watch:
     """Measure a model at the ends of epochs, and leave all that the training depends on as it was.
 
-    Args:
-        layers: as for :func:`pyflatness.measure`.
-        measures: as for :func:`pyflatness.measure`.
-        data: ``"train"``, ``"val"``, or what :func:`pyflatness.measure` takes, if it can be read at every epoch.
-        every_n_epochs: an epoch is measured if its number, counted from 1, is a multiple of it.
-        limit_batches: how many of the data's batches are read; None: all.
-        name: what the names of the values begin with.
-        strict: whether what is not possible is an error.
-        options: further ones of :func:`pyflatness.measure`.
-
-    Attributes:
-        history: what was measured, a record for each epoch.
-
-    Raises:
-        InputError: measures, options, data or numbers that do not fit.
-        TypeError: an option that :func:`pyflatness.measure` does not have.
+    Options are those of the callbacks. ``history`` has what was measured, a record for each epoch.
     """
 
     def __init__(
@@ -87,14 +72,7 @@ class Watch:
     ) -> dict[str, float]:
         """Return values by the names that they are logged under; none where it is not possible, with a warning.
 
-        Args:
-            epoch: as the trainer counts it.
-            step: how many steps the optimizer has taken.
-            problem: returns the model and its loss.
-            batches: returns the data.
-
-        Raises:
-            Exception: what stands in the way, if ``strict``.
+        Epoch and step are as the trainer counts them; ``problem`` returns the model and its loss.
         """
         started, depth = time.perf_counter(), interrupts.depth()
         try:
@@ -190,11 +168,7 @@ class Watch:
 
 
 def check_model(model: Any, path: str) -> nn.Module:
-    """Return the module at a path of attributes, such as ``"net"`` or ``"ema.module"``.
-
-    Raises:
-        InputError: there is none.
-    """
+    """Return the module at a path of attributes, such as ``"net"`` or ``"ema.module"``."""
     found = model
     for name in path.split("."):
         found = getattr(found, name, None)

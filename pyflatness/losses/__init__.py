@@ -67,7 +67,9 @@ def resolve(loss: Any, reduction: Reduction | None = None) -> Loss:
         loss = _with_options(loss)
     elif isinstance(loss, Hashable) and not isinstance(loss, nn.Module) and loss in _FUNCTIONS:
         loss = _DEFAULTS[loss]
-    _check_callable(loss)
+    if isinstance(loss, type) or not callable(loss):
+        wanted = "an nn loss module, an F function, a name or a callable is wanted"
+        raise InputError(f"loss: {wanted}, {received('loss', loss)}")
     how = getattr(loss, "reduction", "mean") if reduction is None else reduction
     if reduction is None and how == "batchmean" and isinstance(loss, nn.KLDivLoss):
         how = "mean"  # over samples, where its own "mean" is one over outputs too
@@ -83,12 +85,7 @@ def resolve(loss: Any, reduction: Reduction | None = None) -> Loss:
 
 
 def known(loss: Any, lacks: str) -> Known:
-    """Return the loss behind a module, function or name as :func:`resolve` does, if it is one of torch's.
-
-    Raises:
-        InputError: not a loss.
-        NotYetError: a callable; ``lacks`` is what it has not.
-    """
+    """Return the loss as :func:`resolve` does, if it is one of torch's; a callable lacks something."""
     resolved = resolve(loss)
     if not resolved.known:
         raise NotYetError(
@@ -103,12 +100,6 @@ def _with_options(loss: functools.partial[Any]) -> nn.Module:
         return _FUNCTIONS[loss.func](*loss.args, **loss.keywords)
     except TypeError as error:
         raise InputError(f"loss: {shown(loss)} is not F.{loss.func.__name__} with its options ({error})") from None
-
-
-def _check_callable(loss: Any) -> None:
-    if isinstance(loss, type) or not callable(loss):
-        wanted = "an nn loss module, an F function, a name or a callable is wanted"
-        raise InputError(f"loss: {wanted}, {received('loss', loss)}")
 
 
 _FUNCTIONS: dict[Any, Callable[..., nn.Module]] = {

@@ -19,7 +19,8 @@ _OF_A_CALL = (TypeError, ValueError, RuntimeError, IndexError, AttributeError, A
 def name(loss: Any) -> str:
     """Return a short name of a loss."""
     loss = _inner(loss)
-    return f"nn.{type(loss).__name__}" if _is_torch(loss) else getattr(loss, "__name__", type(loss).__name__)
+    of_torch = isinstance(loss, nn.Module) and type(loss).__module__.startswith("torch.")
+    return f"nn.{type(loss).__name__}" if of_torch else getattr(loss, "__name__", type(loss).__name__)
 
 
 def is_nll(loss: Any) -> bool:
@@ -81,10 +82,6 @@ def on_second_derivative(loss: Any) -> contextlib.AbstractContextManager[None]:
 
 def _inner(loss: Any) -> Any:
     return loss.func if isinstance(loss, functools.partial) else loss
-
-
-def _is_torch(loss: Any) -> bool:
-    return isinstance(loss, nn.Module) and type(loss).__module__.startswith("torch.")
 
 
 def _way_out(outputs: Any) -> str:

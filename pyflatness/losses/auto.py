@@ -33,15 +33,7 @@ def of_model(model: nn.Module, batch: Any, reduction: Reduction | None = None) -
     """Return the loss that a model has by itself: cross-entropy, squared error or binary cross-entropy.
 
     It is held against the model's own ``.loss`` on the first two samples of the data, or one if their logits are many.
-
-    Args:
-        model: inside :func:`.state.observing`.
-        batch: the first one of the data, on the model's device.
-        reduction: of the user; None: ``"mean"``.
-
-    Raises:
-        InputError: a model that is none of transformers', a batch without labels, or a model whose own loss is another
-            than these three of its ``logits``.
+    It belongs inside :func:`.state.observing`, with the first batch on the model's device.
     """
     few = _few(model, batch)
     own, inputs, labels = _with_labels(model, few)
@@ -59,27 +51,18 @@ def unchecked(model: nn.Module, batch: Any) -> Loss:
 
 @dataclass(frozen=True)
 class Returned:
-    """Hold what the loss of a model takes of a batch that the model was called on.
-
-    Attributes:
-        items: what the sum of the loss terms is divided by, where the model was told so; None: a mean.
-    """
+    """Hold what the loss of a model takes of a batch that the model was called on."""
 
     outputs: Tensor
     targets: Any
     loss: Known
-    items: Any
+    items: Any  # what the sum of the loss terms is divided by, where the model was told so; None: a mean
 
     @classmethod
     def of(cls, model: nn.Module, returned: Any, given: Any, *, by_items: bool = True) -> "Returned":
-        """Return what the loss takes of what the model returned.
+        """Return what the loss takes of what the model returned, with labels, or the mapping that it was called with.
 
-        Args:
-            given: the labels, or the mapping that the model was called with.
-            by_items: whether ``num_items_in_batch`` in it counts, which some models are given and take no notice of.
-
-        Raises:
-            InputError: as :func:`of_model`, without a comparison of losses.
+        ``by_items``: ``num_items_in_batch`` in it counts, which some models are given and take no notice of.
         """
         batch = given if isinstance(given, Mapping) else {"labels": given}
         own = of_transformers(model)
@@ -105,11 +88,7 @@ def _few(model: nn.Module, batch: Any) -> Any:
 
 
 def of_transformers(model: nn.Module) -> nn.Module:
-    """Return the model of transformers that a module is, or that PEFT wraps.
-
-    Raises:
-        InputError: it is another module, which has no loss of its own.
-    """
+    """Return the model of transformers that a module is, or that PEFT wraps; another has no loss of its own."""
     own = hugging_face.inner(model)
     if own is None:
         raise InputError(
@@ -149,15 +128,12 @@ class ColumnSquaredError(SquaredError):
     """Represent squared error whose targets may be (n,) where outputs are (n, 1), as models of one number take them."""
 
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
-        """See :class:`.base.Loss`."""
         return super().terms(outputs, None if targets is None else _as_column(targets, outputs), class_dim)
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See :class:`.base.Loss`."""
         return super().value(outputs, _as_column(targets, outputs))
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See :class:`.base.Loss`."""
         return super().each(outputs, _as_column(targets, outputs))
 
 
@@ -192,12 +168,7 @@ def _own_loss(model: nn.Module, own: nn.Module, inputs: Mapping[str, Any]) -> fl
 def _check(
     model: nn.Module, wanted: float, loss: Loss, arranged: Callable[[], tuple[Tensor, Any]], items: Any = None
 ) -> None:
-    """Raise if a loss of the model's outputs is another than the model's own.
-
-    Args:
-        arranged: returns outputs and targets.
-        items: what the sum of the loss terms is divided by; None: their weight.
-    """
+    """Raise if a loss of the outputs and targets that ``arranged`` returns is another than the model's own."""
     name = type(hugging_face.inner(model)).__name__
     try:
         outputs, targets = arranged()

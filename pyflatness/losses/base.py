@@ -19,10 +19,9 @@ Reduction = str
 class Terms:
     """Hold the rows of a batch as the loss sees them.
 
-    Attributes:
-        scale: (rows,) float64; 0 for a row that adds nothing, NaN for one without a loss: its targets, or what is known
-            of its outputs, have NaN or infinity in them. Its curvature may be a number all the same.
-        used: (rows,), False for a row that the loss ignores (one of class weight 0 is used); None where all are.
+    ``scale`` (rows,) float64 is 0 for a row that adds nothing, NaN for one without a loss: its targets, or what is
+    known of its outputs, have NaN or infinity in them. Its curvature may be a number all the same. ``used`` (rows,) is
+    False for a row that the loss ignores (one of class weight 0 is used); None where all are.
     """
 
     scale: Tensor
@@ -79,12 +78,11 @@ class Factors:
 class Curvature:
     """Hold the curvature at a head for one weight matrix.
 
-    Attributes:
-        by_row: (features (rows, m), scale, *extra of the terms) -> (rows,) float64: |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩, and
-            their bounds. A loss of which a sample is one term takes features (rows, P, m) of P positions too:
-            Σ_pp' ⟨φ_ip, φ_ip'⟩ ⟨w wᵀ, ∂²ℓ_i/∂z_ip∂z_ip'⟩.
-        total: (features, labels, values (rows,) float64 to be written, or None) -> the sum of the same over rows whose
-            labels count, at once; None where it cannot be had so, or a label is no class.
+    ``by_row`` takes features (rows, m), the scale and extra of the terms, and gives |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩, (rows,)
+    float64, and their bounds. A loss of which a sample is one term takes features (rows, P, m) of P positions too:
+    Σ_pp' ⟨φ_ip, φ_ip'⟩ ⟨w wᵀ, ∂²ℓ_i/∂z_ip∂z_ip'⟩. ``total`` takes features, labels and values (rows,) float64 to be
+    written, or None, and gives the sum over rows whose labels count at once, None where that cannot be had, or a label
+    is no class.
     """
 
     by_row: Callable[..., Bounded]
@@ -155,7 +153,6 @@ class Known(Loss, Protocol):
     known: ClassVar[bool] = True
 
     def side_by_side(self, returned: Any) -> Tensor:
-        """See :class:`Loss`."""
         raise refusal(returned)
 
     def sampled(self, rows: Tensor, terms: Terms, signs: Tensor) -> Tensor:
@@ -169,22 +166,16 @@ class Known(Loss, Protocol):
     ) -> Tensor:
         """Return Σ_i a_i |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ of a head, a scalar that is differentiable twice in all of it.
 
-        Args:
-            features: (rows, m).
-            weight: (d, m).
-            bias: (d,) or None.
-            counts: a_i, (rows,) float64, in which the scale of the terms is.
-            coefficients: of the outputs, (rows, d), where the loss has them.
+        ``counts`` are the a_i, (rows,) float64, in which the scale of the terms is; ``coefficients`` (rows, d), where
+        the loss has them.
         """
 
 
 def marked(terms: Terms, values: Tensor, *, masks: bool = False) -> Terms:
     """Return terms in which the scale of rows without a loss is NaN.
 
-    Args:
-        terms: of the rows.
-        values: (rows, …), targets or outputs; a row with NaN or infinity in it has no loss, unless it adds nothing.
-        masks: whether minus infinity is allowed, as it is for logits of classes that are masked.
+    A row with NaN or infinity in ``values``, targets or outputs, has none, unless it adds nothing; with ``masks`` minus
+    infinity is allowed, as it is for logits of classes that are masked.
     """
     if (
         not values.is_floating_point() or values.is_meta or math.isfinite(float(values.sum()))

@@ -23,12 +23,9 @@ REFUSAL = (
 
 
 def depends_on(loss: Loss, run: Callable[[], tuple[Tensor, Tensor]], parameters: Iterable[Tensor]) -> bool:
-    """Return whether the loss of given outputs has a gradient in any of a model's parameters.
+    """Return whether the loss of given outputs has a gradient in any of a model's parameters, frozen ones too.
 
-    Args:
-        loss: any.
-        run: gives outputs and targets of some samples; what the model keeps of it for the loss has a graph then.
-        parameters: of the model; those that do not require a gradient are looked at like the others.
+    What the model keeps of ``run`` for the loss has a graph then.
     """
     with _requiring(parameters, flag=True) as leaves, torch.enable_grad():
         outputs, targets = run()
@@ -39,10 +36,7 @@ def depends_on(loss: Loss, run: Callable[[], tuple[Tensor, Tensor]], parameters:
 
 
 def depends_on_more(loss: Loss, outputs: Tensor, targets: Tensor, head: Iterable[Tensor]) -> bool:
-    """Return whether the loss of given outputs has a gradient in anything but parameters of its own.
-
-    This is asked of a head that is given as tensors, where it is not known what else belongs to the same model.
-    """
+    """Return whether the loss of outputs of a head given as tensors has a gradient in more than its parameters."""
     assert isinstance(loss, CustomLoss)
     own = [*loss.loss.parameters()] if isinstance(loss.loss, nn.Module) else []
     with _requiring(own, flag=False), _requiring(head, flag=True), torch.enable_grad():

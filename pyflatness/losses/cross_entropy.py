@@ -33,11 +33,9 @@ class CrossEntropy(Known):
     by_rows: ClassVar[bool] = True
 
     def class_dim(self, outputs: Tensor) -> int:
-        """See :class:`.base.Loss`."""
         return 1
 
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
-        """See :class:`.base.Loss`."""
         classes = outputs.shape[class_dim]
         if targets is None:
             if self.weight is not None:
@@ -107,16 +105,13 @@ class CrossEntropy(Known):
     def curvature(
         self, weight: Tensor, bias: Tensor | None, backend: Backend, rows: int, memory: int, rtol: float
     ) -> Curvature:
-        """See :class:`.base.Loss`."""
         variance = SoftmaxVariance(weight, bias, backend, rows=rows, memory=memory, rtol=rtol)
         return Curvature(variance.bounded, variance.total)
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See :class:`.base.Loss`."""
         return self._reduced(outputs, targets, "sum")
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See :class:`.base.Loss`."""
         return self._reduced(outputs, targets, "none").flatten()
 
     def _reduced(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
@@ -130,7 +125,6 @@ class CrossEntropy(Known):
         )
 
     def columns(self, outputs: int) -> int:
-        """See :class:`.base.Loss`."""
         return outputs - 1
 
     def factors(self, rows: Tensor, terms: Terms, *, alone: bool = False) -> Factors:
@@ -157,7 +151,6 @@ class CrossEntropy(Known):
         return _factors(q, roots, top, lambda: _contrasts(p.double(), terms.scale))
 
     def sampled(self, rows: Tensor, terms: Terms, signs: Tensor) -> Tensor:
-        """See :class:`.base.Known`."""
         log_p = F.log_softmax(promoted(rows), dim=1)
         roots = (0.5 * log_p).exp()  # has a finite derivative where p underflows, as √p has not
         top = log_p.detach().argmax(dim=1, keepdim=True)
@@ -167,13 +160,11 @@ class CrossEntropy(Known):
         return signed - q * signed.sum(dim=1, keepdim=True)
 
     def used(self, targets: Tensor | None) -> Tensor | None:
-        """See :class:`.base.Known`."""
         return None if targets is None or targets.is_floating_point() else targets.flatten() != self.ignore_index
 
     def penalty(
         self, features: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, coefficients: Tensor
     ) -> Tensor:
-        """See :class:`.base.Known`."""
         value = penalty.fused if penalty.fuses(weight) else penalty.weighted_sum
         return value(features, weight, bias, counts)
 

@@ -38,7 +38,6 @@ class CustomLoss:
     _shape: tuple[int, ...] = ()  # of one sample's outputs, as the loss takes them
 
     def class_dim(self, outputs: Tensor) -> int:
-        """See :class:`.base.Loss`."""
         return -1
 
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
@@ -57,7 +56,6 @@ class CustomLoss:
         return terms
 
     def side_by_side(self, returned: Any) -> Tensor:
-        """See :class:`.base.Loss`."""
         several, whole = SideBySide.of(returned)
         if self.several not in (None, several):
             raise InputError(
@@ -112,7 +110,6 @@ class CustomLoss:
     def curvature(
         self, weight: Tensor, bias: Tensor | None, backend: Backend, rows: int, memory: int, rtol: float
     ) -> Curvature:
-        """See :class:`.base.Loss`."""
         directions = torch.linalg.qr(weight.double().t()).R
 
         def values(features: Tensor, scale: Tensor, targets: Tensor) -> Bounded:
@@ -140,7 +137,6 @@ class CustomLoss:
         return Curvature(values)
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See :class:`.base.Loss`."""
         return self._sum(outputs.double(), targets)
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -149,7 +145,6 @@ class CustomLoss:
         return torch.stack([self.value(output, target) for output, target in pairs])
 
     def columns(self, outputs: int) -> int:
-        """See :class:`.base.Loss`."""
         return outputs
 
     def factors(self, rows: Tensor, terms: Terms, *, alone: bool = False) -> Factors:

@@ -20,7 +20,6 @@ class _Elementwise(Known):
     by_rows: ClassVar[bool] = False
 
     def class_dim(self, outputs: Tensor) -> int:
-        """See :class:`.base.Loss`."""
         return -1
 
     def labels(self, shape: Sequence[int], targets: Tensor | None, class_dim: int) -> None:
@@ -30,7 +29,6 @@ class _Elementwise(Known):
         """See :class:`.base.Known`."""
 
     def columns(self, outputs: int) -> int:
-        """See :class:`.base.Loss`."""
         return outputs
 
 
@@ -41,7 +39,6 @@ class SquaredError(_Elementwise):
     reduction: Reduction
 
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
-        """See :class:`.base.Loss`."""
         d = outputs.shape[class_dim]
         terms = uniform(outputs.numel() // d, 2.0, float(d), outputs.device if targets is None else targets.device)
         return terms if targets is None else marked(terms, rows_like("targets", targets, outputs, class_dim))
@@ -49,16 +46,13 @@ class SquaredError(_Elementwise):
     def curvature(
         self, weight: Tensor, bias: Tensor | None, backend: Backend, rows: int, memory: int, rtol: float
     ) -> Curvature:
-        """See :class:`.base.Loss`."""
         norm = backend.squared_norms(weight, memory).sum()
         return Curvature(lambda features, scale: Bounded(norm * backend.squared_norms(features, memory), None))
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See :class:`.base.Loss`."""
         return F.mse_loss(outputs.double(), targets.double(), reduction="sum")
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See :class:`.base.Loss`."""
         return _by_row(F.mse_loss(outputs.double(), targets.double(), reduction="none"))
 
     def factors(self, rows: Tensor, terms: Terms, *, alone: bool = False) -> Factors:
@@ -66,13 +60,11 @@ class SquaredError(_Elementwise):
         return diagonal(terms.scale.to(promoted_dtype(rows.dtype)).unsqueeze(1).expand_as(rows))
 
     def sampled(self, rows: Tensor, terms: Terms, signs: Tensor) -> Tensor:
-        """See :class:`.base.Known`."""
         return signs * terms.scale.sqrt().to(signs.dtype).unsqueeze(1)
 
     def penalty(
         self, features: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, coefficients: Tensor
     ) -> Tensor:
-        """See :class:`.base.Known`."""
         return _weighted(features.square().sum(dim=1) * weight.square().sum(), counts)
 
 
@@ -85,7 +77,6 @@ class BinaryCrossEntropy(_Elementwise):
     reduction: Reduction
 
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
-        """See :class:`.base.Loss`."""
         if targets is None:
             if self.pos_weight is not None:
                 raise InputError("targets: binary cross-entropy with pos_weight cannot do without them")
@@ -122,7 +113,6 @@ class BinaryCrossEntropy(_Elementwise):
     def curvature(
         self, weight: Tensor, bias: Tensor | None, backend: Backend, rows: int, memory: int, rtol: float
     ) -> Curvature:
-        """See :class:`.base.Loss`."""
         weight, bias = promoted(weight), None if bias is None else promoted(bias)
         norms = backend.row_dots(weight, weight).to(weight.dtype)
         chunk = max(1, memory // (weight.element_size() * 3 * len(weight)))
@@ -138,11 +128,9 @@ class BinaryCrossEntropy(_Elementwise):
         return Curvature(values)
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See :class:`.base.Loss`."""
         return self._reduced(outputs, targets, "sum")
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """See :class:`.base.Loss`."""
         return _by_row(self._reduced(outputs, targets, "none"))
 
     def _reduced(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
@@ -160,7 +148,6 @@ class BinaryCrossEntropy(_Elementwise):
         return diagonal(coefficients * small / (1 + small).square())
 
     def sampled(self, rows: Tensor, terms: Terms, signs: Tensor) -> Tensor:
-        """See :class:`.base.Known`."""
         (coefficients,) = terms.extra
         halved = -0.5 * promoted(rows).abs()  # the root of a number that underflows has no finite derivative
         return signs * coefficients.sqrt() * halved.exp() / (1 + (2 * halved).exp())
@@ -168,7 +155,6 @@ class BinaryCrossEntropy(_Elementwise):
     def penalty(
         self, features: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, coefficients: Tensor
     ) -> Tensor:
-        """See :class:`.base.Known`."""
         logits = product(features, weight.t(), bias)
         curvatures = coefficients * torch.sigmoid(logits) * torch.sigmoid(-logits)
         return _weighted(features.square().sum(dim=1) * product(curvatures, weight.square().sum(dim=1)), counts)

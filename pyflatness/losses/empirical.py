@@ -41,7 +41,6 @@ class _EmpiricalFisher:
         return self.loss.positions and not self.loss.elementwise
 
     def columns(self, outputs: int) -> int:
-        """See :class:`.base.Loss`."""
         return 1
 
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
@@ -65,7 +64,6 @@ class _EmpiricalFisher:
         return Terms(scale, weights if self.loss.reduction == "mean" else torch.ones_like(weights))
 
     def factors(self, rows: Tensor, terms: Terms, *, alone: bool = False) -> Factors:
-        """See :class:`.base.Loss`."""
         (columns,) = terms.extra
         return Factors(1, lambda c: (columns, None), lambda: _mixtures(columns), lambda: columns.square().sum(dim=1))
 

@@ -34,14 +34,7 @@ _Pullback = Callable[[Any], _Gradients]
 
 
 def weighted_sum(features: Tensor, weight: Tensor, bias: Tensor | None, shares: Tensor) -> Tensor:
-    """Return ``Σ_i shares_i |φ_i|² var_{p_i}(w)``; what is in rows of share 0 goes nowhere, be it NaN.
-
-    Args:
-        features: (n, m), like what follows in float32 or float64.
-        weight: (d, m).
-        bias: (d,) or None.
-        shares: (n,) float64.
-    """
+    """Return ``Σ_i shares_i |φ_i|² var_{p_i}(w)``; what is in rows of share 0 goes nowhere, be it NaN."""
     rows = torch.where((shares != 0).unsqueeze(1), features, 0.0)
     return (softmax_variance(rows, weight, bias).double() * shares).sum().to(features.dtype)
 

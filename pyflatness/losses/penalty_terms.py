@@ -22,14 +22,7 @@ is added to the sum, 0 or, of a mean over no rows, NaN."""
 
 
 def of(loss: Known, features: Tensor, outputs: int, targets: Tensor | None) -> Shares:
-    """Return the shares of a head's rows.
-
-    Args:
-        loss: of the head.
-        features: (n, …, m).
-        outputs: d.
-        targets: of the rows, or None; no gradient flows to them.
-    """
+    """Return the shares of the rows of a head with d ``outputs``; no gradient flows to targets."""
     found: Shares = _operator(
         features.detach(),
         outputs,

@@ -31,14 +31,7 @@ OF_GGN_ALONE = (
 
 
 def of(loss: Loss, outputs: Tensor, targets: Tensor, parameters: Sequence[Tensor]) -> tuple[str, ...]:
-    """Return what is to be said, as notes of an estimate.
-
-    Args:
-        loss: the user's.
-        outputs: of some samples.
-        targets: theirs.
-        parameters: the model's.
-    """
+    """Return what is to be said, as notes of an estimate, by outputs and targets of some samples."""
     outputs, notes = outputs.detach(), []
     finer = [part.dtype for part in parameters if torch.promote_types(part.dtype, outputs.dtype) != outputs.dtype]
     if finer:

@@ -140,10 +140,4 @@ if not TYPE_CHECKING:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = [
-    "adaptive_sharpness_mc",
-    "critical_sharpness",
-    "keskar_sharpness",
-    "mls_adversarial",
-    "pac_bayes",
-]
+__all__ = ["adaptive_sharpness_mc", "critical_sharpness", "keskar_sharpness", "mls_adversarial", "pac_bayes"]

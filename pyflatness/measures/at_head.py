@@ -138,11 +138,7 @@ def total(source: HeadSource, loss: losses.Loss, options: Options) -> "Total":
 
 
 class Total:
-    """Hold the running sums behind κ.
-
-    Attributes:
-        value: Σ_i scale_i |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩, over the rows of this rank.
-    """
+    """Hold the running sums behind κ; ``value`` is Σ_i scale_i |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ over this rank's rows."""
 
     def __init__(self, source: HeadSource, loss: losses.Loss, options: Options, scale: Tensor | None) -> None:
         self._source, self._options, self._scale, self._backend = source, options, scale, ""

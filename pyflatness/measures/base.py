@@ -24,52 +24,32 @@ class Measure:
     """Represent a measure of the loss around a trained network: of a layer, or of all its parameters.
 
     Either a sum over quantities of the weight gradients, and so one of the sweep's, or computed by itself, or of the
-    Jacobians, whose sweep such measures share, or derived from another measure.
-
-    Attributes:
-        name: in reports, tables and on the command line.
-        formula: in one line.
-        source: where it is defined.
-        quantity: what of the weight gradients it is, a name of
-            :data:`pyflatness.contractions.quantities.QUANTITIES`, or what of the activations, one of
-            :data:`pyflatness.sweep.activations.ACTIVATIONS`. None: it is computed.
-        normalize: the option of :func:`pyflatness.relative_flatness` that gives it.
-        of_parts: of a quantity with parts that are not to be summed: layer, weight (G, d, m) and the parts -> the
-            layer's value, and a note if that is not the definition's to rounding.
-        of_network: of a quantity whose network value is not the sum of its layers': that, from a sweep of its own.
-        compute: its values, if it is not one of the sweep's.
-        of_jacobians: its values from those of :func:`pyflatness.sweep.jacobians.measured`.
-        needs: which quantities these must have that not all measures need.
-        base: the measure from whose values it follows without reading the data again.
-        derive: its values, from the model, the user's options and its base's values.
-        of_layers: whether the network's value is of its measured layers together; else it is of all parameters, or of
-            the model's input.
-        network_of: what the network's value is of, in words.
-        granularity: what it is a number of: ``"layer"``, ``"network"``, ``"layer, network"``.
-        invariant: reparameterisations that change the network's weights but neither its function nor the measure:
-            ``"none"``, ``"layer-wise"``, ``"layer-wise, neuron-wise"``.
-        cost: in one line.
-        reads: how often it reads the data.
+    Jacobians, whose sweep such measures share, or derived from another measure. ``quantity`` is a name of
+    :data:`pyflatness.contractions.quantities.QUANTITIES`, or :data:`pyflatness.sweep.activations.ACTIVATIONS`;
+    ``of_parts`` is for one with parts that are not to be summed: layer, weight (G, d, m) and the parts -> the layer's
+    value, and a note if that is not the definition's to rounding. ``invariant`` names the reparameterisations that
+    change the network's weights but neither its function nor the measure: ``"none"``, ``"layer-wise"``, ``"layer-wise,
+    neuron-wise"``.
     """
 
-    name: str
-    formula: str
-    source: str
+    name: str  # in reports, tables and on the command line
+    formula: str  # in one line
+    source: str  # where it is defined
     quantity: str | None = None
-    normalize: str | None = None
+    normalize: str | None = None  # the option of relative_flatness that gives it
     of_parts: Callable[[str, Tensor, Tensor], tuple[float, str]] | None = None
-    of_network: Callable[[Task], Estimate] | None = None
-    compute: Callable[[Task], Values] | None = None
-    of_jacobians: Callable[[Samples], Values] | None = None
-    needs: tuple[str, ...] = ()
-    base: str | None = None
+    of_network: Callable[[Task], Estimate] | None = None  # the network's value, where it is no sum of the layers'
+    compute: Callable[[Task], Values] | None = None  # its values, if it is not one of the sweep's
+    of_jacobians: Callable[[Samples], Values] | None = None  # its values from those of sweep.jacobians.measured
+    needs: tuple[str, ...] = ()  # which quantities these must have that not all measures need
+    base: str | None = None  # the measure from whose values it follows without reading the data again
     derive: Callable[[nn.Module, Options, Values], Values] | None = None
-    of_layers: bool = True
+    of_layers: bool = True  # the network's value is of its measured layers; else of all parameters, or the input
     network_of: str = "the sum over layers"
-    granularity: str = "layer, network"
+    granularity: str = "layer, network"  # what it is a number of: "layer", "network", "layer, network"
     invariant: str = "none"
     cost: str = "one sweep, shared"
-    reads: int = 1
+    reads: int = 1  # of the data
 
     def __post_init__(self) -> None:
         ways = self.quantity, self.compute, self.of_jacobians, self.derive

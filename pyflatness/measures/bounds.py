@@ -153,10 +153,7 @@ def mean(values: Tensor) -> float:
 
 
 def product(factor: float, *others: float) -> float:
-    """Return a product of factors that is infinite if the first one is.
-
-    A sample whose input is zero has no bound, whatever the other factors are.
-    """
+    """Return a product of factors that is infinite if the first is: a sample whose input is zero has no bound."""
     return factor if math.isinf(factor) else factor * math.prod(others)
 
 

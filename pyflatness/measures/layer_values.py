@@ -75,9 +75,7 @@ class LayerValues:
     ) -> dict[tuple[str, str], Estimate]:
         """Return (layer, measure) -> value for every layer that ran, and for the network under the name ``""``.
 
-        Args:
-            measures: which pass :meth:`check_options`.
-            attempt: around what concerns one measure alone, and may be an error of it.
+        ``attempt`` is around what concerns one measure alone, and may be an error of it.
         """
         wanted = self._wanted = tuple(dict.fromkeys(measure.quantity for measure in measures if measure.quantity))
         kind = AdaptiveSweep if self._options.probes == "adaptive" else Sweep

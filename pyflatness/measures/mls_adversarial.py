@@ -114,11 +114,7 @@ def _estimate(task: Task, steps: int = STEPS, rho: float | None = None, *, norma
 
 
 class _Ascent:
-    """Follow the gradient upward on the changes of one batch's inputs.
-
-    Attributes:
-        sizes: |x_i|, (n,) float64.
-    """
+    """Follow the gradient upward on the changes of one batch's inputs, whose ``sizes`` are |x_i|, (n,) float64."""
 
     def __init__(self, task: Task, batch: Any, number: int, rho: float | None) -> None:
         found = inputs.first_floating(batch, task.forward.by_user)

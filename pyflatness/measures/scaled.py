@@ -139,11 +139,7 @@ WEIGHT_NORM = Measure(
 
 
 def scaled(times: Callable[[nn.Module], float], model: nn.Module, options: Options, values: Values) -> Values:
-    """Return each layer's value times a number that its weight gives, and their sum for the network.
-
-    Raises:
-        NotYetError: options under which the values belong to other matrices than the layers' weights.
-    """
+    """Return each layer's value times a number that its weight gives, and their sum for the network."""
     found = _by_layer(times, model, options, values)
     contributions = [estimate.per_sample for estimate in found.values() if estimate.per_sample is not None]
     stderr, dof = together([*found.values()])

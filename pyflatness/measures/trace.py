@@ -42,10 +42,7 @@ from ..sweep.activations import INPUTS, OUTPUTS
 from .base import Measure, Task, Values
 
 TRACE = Measure(
-    name="trace",
-    formula="Tr(∂²E/∂w²)",
-    source="the sum of the block Hessian's eigenvalues",
-    quantity="squares",
+    name="trace", formula="Tr(∂²E/∂w²)", source="the sum of the block Hessian's eigenvalues", quantity="squares"
 )
 
 

@@ -43,14 +43,7 @@ def raises(policy: str) -> bool:
 
 
 def non_finite(number: int, fine: Tensor, where: str, rows: str = "samples") -> NonFiniteError:
-    """Return the error of a batch for "raise".
-
-    Args:
-        number: of the batch.
-        fine: (rows,) bool, which of its rows are finite.
-        where: the others have NaN or infinity.
-        rows: what the rows are.
-    """
+    """Return the error of a batch for "raise"; ``fine`` (rows,) says where there is no NaN or infinity."""
     return NonFiniteError(
         f"batch {number}: {int((~fine).sum())} of {len(fine)} {rows} have NaN or infinity {where}; pass "
         "nan_policy='omit' or 'propagate' to go on"
@@ -63,15 +56,8 @@ def underflow(
     """Return which rows of a batch have lost their values to underflow, (rows,) bool; None: no value is lost.
 
     A sum of products with squared inputs is right up to rounding where it is far above the dtype's smallest normal
-    number, or the largest of these squares is above that. Where all inputs are 0 it is a true 0.
-
-    Args:
-        policy: of the user.
-        number: of the batch.
-        total: Σ |value| over the rows.
-        inputs: of the layer, (rows, …) each, not yet normalised; they are asked for where the sum is all but 0.
-        layer: its name, or empty.
-        rows: what the rows are.
+    number, or the largest of these squares is above that. Where all inputs are 0 it is a true 0. ``total`` is Σ
+    |value|; ``inputs`` (rows, …) each, not yet normalised, are asked for where it is all but 0.
     """
     if not total < _SMALL:
         return None
@@ -94,14 +80,7 @@ def underflow(
 
 
 def kept(policy: str, fine: Tensor, error: Error, samples: BySample | None = None) -> Tensor | None:
-    """Return which samples of a batch count, (n,) bool; None: all of them do.
-
-    Args:
-        policy: of the user.
-        fine: (rows,) bool, which of the batch's values are finite.
-        error: of those that are not.
-        samples: asked where samples are left out; None: rows are samples.
-    """
+    """Return which samples of a batch count by which rows are ``fine``, (n,) bool; None: all of them do."""
     if policy == "propagate" or bool(fine.all()):
         return None
     found = error()
@@ -127,11 +106,7 @@ def masked(values: Tensor, kept: Tensor | None, fill: float = 0.0) -> Tensor:
 
 
 def check_together(policy: str, fine: bool, error: Error) -> None:
-    """Raise unless a value of all samples together, which none can be left out of, is fine or is to be NaN.
-
-    Raises:
-        NonFiniteError: that ``error`` makes.
-    """
+    """Raise unless a value of all samples together, which none can be left out of, is fine or is to be NaN."""
     if not fine and policy != "propagate":
         raise error()
 
@@ -157,16 +132,7 @@ def normaliser_or_nan(total_weight: float, reduction: str) -> float:
 
 
 class Accumulator:
-    """Count samples and add up their weights, batch by batch.
-
-    Args:
-        policy: of the user, for NaN and infinity.
-        reduction: of the loss.
-
-    Attributes:
-        omitted: how many samples were left out.
-        weight: Σ_i ω_i over the samples that count.
-    """
+    """Count samples, and how many were omitted, and add up the weights ω_i of those that count, batch by batch."""
 
     def __init__(self, policy: str, reduction: str = "mean") -> None:
         self._policy, self._reduction = policy, reduction
@@ -184,12 +150,7 @@ class Accumulator:
         self._seen, self.weight = self._seen + samples, self.weight + weight
 
     def together(self, shard: Shard, parts: Parts) -> dict[Key, Tensor]:
-        """Take in the samples of the other ranks, where a read of the data ends; return sums of values over all ranks.
-
-        Args:
-            shard: of the data that were read.
-            parts: sums over this rank's samples.
-        """
+        """Take in other ranks' samples, where a read of the data ends, and return sums of values over all ranks."""
         if shard.ranks.alone:
             return dict(parts)
         own = torch.tensor([self._seen, self.weight, self.omitted], dtype=torch.float64, device="cpu")
@@ -215,11 +176,6 @@ class Accumulator:
         return normaliser(self.weight, self._reduction)
 
     def per_sample(self, contributions: Sequence[Tensor], shard: Shard = WHOLE) -> Tensor:
-        """Return n times what each sample adds to the value, (…, n), so that their mean is the value.
-
-        Args:
-            contributions: of the batches in order, not yet divided; NaN for a sample that was left out.
-            shard: of the data.
-        """
+        """Return n times what each sample adds to the value, (…, n), so that their mean is it; NaN if left out."""
         rows = shard.rows("the values of samples", torch.cat([*contributions], dim=-1))
         return rows * (self.samples / self.normaliser)

@@ -8,13 +8,7 @@ _COLUMNS = 2**12  # entries of all vectors that are turned at a time
 
 
 class Basis:
-    """Hold orthonormal vectors (m, N) in float64, in chunks.
-
-    Args:
-        most: vectors at most.
-        size: N.
-        device: where they are.
-    """
+    """Hold orthonormal vectors (m, N) in float64, in chunks."""
 
     def __init__(self, most: int, size: int, device: torch.device) -> None:
         self.most, self._size, self._device = most, size, device
@@ -42,9 +36,9 @@ class Basis:
         return torch.stack([self._chunks[row // _CHUNK][row % _CHUNK] for row in range(first, self._count)])
 
     def take_out(self, vectors: Tensor) -> Tensor:
-        """Take the parts along the basis out of vectors (b, N), in place, and return their coefficients (b, m).
+        """Take the parts along the basis out of (b, N) vectors in place, twice for rounding.
 
-        It is done twice, or rounding brings converged vectors back.
+        Return coefficients (b, m).
         """
         coefficients = vectors.new_zeros(len(vectors), self._count)
         for _ in range(2):

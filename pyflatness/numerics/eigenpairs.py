@@ -52,14 +52,10 @@ def least_vectors(pairs: int, size: int) -> int:
 
 
 class Search:
-    """Search for eigenpairs of one matrix at both ends of its spectrum.
+    """Search for eigenpairs of one matrix at both ends of its spectrum, by at most ``limit`` products.
 
-    Args:
-        random: where random starts come from.
-        tolerance: for residuals, relative to the matrix's norm as seen so far.
-        room: vectors that memory has room for, beside which there are :data:`BESIDE`; :func:`least_vectors` are taken
-            in any case.
-        limit: products at most.
+    ``tolerance`` is for residuals, relative to the matrix's norm as seen so far; memory has ``room`` for vectors,
+    beside which there are :data:`BESIDE`, and :func:`least_vectors` are taken in any case.
     """
 
     def __init__(self, random: RandomVectors, *, tolerance: float, room: int, limit: int) -> None:
@@ -68,13 +64,7 @@ class Search:
         self._products, self._norm, self._converged, self._limited = 0, 0.0, True, False
 
     def pairs(self, largest: int, smallest: int, *, copies: bool = True) -> Generator[Tensor, Tensor, Pairs]:
-        """Yield vectors (b, N), want their products with the matrix, and return so many pairs at each end.
-
-        Args:
-            largest: pairs, algebraically; with the smallest ones all of the matrix's at most.
-            smallest: pairs.
-            copies: whether copies of a multiple eigenvalue count; a single pair at an end is the same without.
-        """
+        """Yield vectors (b, N), want their products, and return the outermost pairs, of multiple ones ``copies``."""
         wanted = largest + smallest
         if not wanted:
             nothing = torch.zeros(0, self._size, dtype=torch.float64, device=self._device)
@@ -112,13 +102,9 @@ class Search:
         return Pairs(values, vectors, residuals, self._products, self._converged, self._limited)
 
     def _ends(self, space: KrylovSpace, upper: int, lower: int, fewest: int) -> Generator[Tensor, Tensor, Ritz | None]:
-        """Return the Ritz pairs of a space that has the pairs at both ends; None where products are not finite.
+        """Return the Ritz pairs that are at both ends, by ``fewest`` products at least.
 
-        Args:
-            space: with vectors to multiply.
-            upper: pairs.
-            lower: pairs.
-            fewest: products that are to be taken before residuals count.
+        None if these are not finite.
         """
         upper = min(upper, self._size)
         lower = min(lower, self._size - upper)
@@ -175,12 +161,7 @@ class Search:
 def quadrature(starts: Tensor, steps: int) -> Generator[Tensor, Tensor, tuple[Tensor, Tensor]]:
     """Yield vectors (b, N), want their products, and return the nodes and weights of each start's quadrature.
 
-    Args:
-        starts: (b, N) random, held no longer than until the first product.
-        steps: products of each, N at most.
-
-    Returns:
-        (b, steps) ascending, and (b, steps) whose sums are 1.
+    These are (b, steps), ascending, and with sums 1. The starts are held no longer than until the first product.
     """
     basis = starts.new_empty(len(starts), steps, starts.shape[1])
     torch.div(starts, starts.norm(dim=1, keepdim=True), out=basis[:, 0])

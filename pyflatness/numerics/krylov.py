@@ -39,12 +39,7 @@ class Ritz:
 
 
 class KrylovSpace:
-    """Extend a basis by products with a matrix.
-
-    Args:
-        random: where vectors come from that are random.
-        most: vectors at most.
-    """
+    """Extend a basis by products with a matrix, to at most ``most`` vectors."""
 
     def __init__(self, random: RandomVectors, most: int) -> None:
         self._random, size, device = random, random.size, random.device
@@ -81,12 +76,7 @@ class KrylovSpace:
         return Ritz(values, vectors, self._of_rests(vectors))
 
     def extend(self, count: int, norm: float) -> None:
-        """Extend the basis by what the newest products have beside it; by random vectors where that is nothing.
-
-        Args:
-            count: of the new vectors.
-            norm: of the matrix.
-        """
+        """Extend the basis by what the newest products have beside it; by random vectors where that is nothing."""
         before, order = len(self), self._rests.norm(dim=1).argsort(descending=True)
         for place, row in enumerate(order[:count].tolist()):
             self._append(self._beside(self._rests[row : row + 1], place), norm)
@@ -121,10 +111,9 @@ class KrylovSpace:
         self._newest = count
 
     def pairs(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return Rayleigh quotients, descending, vectors (k, N) and residuals of some Ritz vectors; the basis is lost.
+        """Return Rayleigh quotients, vectors and residuals of Ritz vectors by coefficients (m, k).
 
-        Args:
-            chosen: (m, k), their coefficients.
+        The basis is lost.
         """
         count = len(self)
         known = self._columns[:count, :count]

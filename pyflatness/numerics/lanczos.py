@@ -40,13 +40,11 @@ Search = Generator[Tensor, Tensor, LargestEigenvalues]
 
 
 def largest(start: Tensor, *, tolerance: float, size: int, limit: int | None = None) -> Search:
-    """Return the algebraically largest eigenvalue of each matrix.
+    """Return the algebraically largest eigenvalue of each matrix, from random starts (b, N) float64.
 
-    Args:
-        start: (b, N) float64, random.
-        tolerance: for the residual, relative to the matrix's norm (as seen so far).
-        size: vectors that a basis may have; a full one is restarted from its upper half of Ritz vectors.
-        limit: products at most, besides the one that measures the residual; None takes :data:`LIMIT`.
+    ``tolerance`` is for the residual, relative to the matrix's norm (as seen so far); a full basis of ``size`` vectors
+    is restarted from its upper half of Ritz vectors; ``limit`` products are taken at most, besides the one for the
+    residual.
     """
     limit = LIMIT if limit is None else limit
     basis = torch.nn.functional.normalize(start, dim=1).unsqueeze(1)

@@ -40,13 +40,8 @@ def refuse(process_group: Group, what: str, instead: str = "") -> None:
 def joined(process_group: Group) -> contextlib.AbstractContextManager[Ranks]:
     """Return a context in which a call is made together with the other ranks of a process group.
 
-    Args:
-        process_group: the user's; None: all processes, where ``torch.distributed`` is initialised; False: this process;
-            :class:`Ranks` of a call that this one is a part of, which have met, and agree on errors around it.
-
-    Raises:
-        InputError: not a group, or one that this process is not in.
-        RankError: other ranks do not come.
+    None: all processes, where ``torch.distributed`` is initialised; False: this process; :class:`Ranks` of a call that
+    this one is a part of, which have met, and agree on errors around it.
     """
     if isinstance(process_group, Ranks):
         return contextlib.nullcontext(process_group)
@@ -93,13 +88,7 @@ def _meet(ranks: Ranks, group: Any) -> BaseException | None:
     """Wait until all ranks are here, by the group's store: no message of a backend can go astray meanwhile.
 
     A call on one rank alone, while others go on with training, would else be answered by what these send each other.
-
-    Returns:
-        an interrupt that came when all were here already, so that the others have to be told of it.
-
-    Raises:
-        RankError: some have not come within the timeout of the store, which is that of ``init_process_group``; or the
-            store does not answer.
+    Returned is an interrupt that came when all were here already, so that the others have to be told of it.
     """
     store = dist.distributed_c10d._get_process_group_store(group)
     try:
@@ -128,10 +117,6 @@ class _Meeting:
     They count themselves in the store. The last one to come notes that they met, unless one that gave up has noted that
     before: the first note counts, so that all know alike, whoever comes while another goes. After one that gave up they
     meet once more, under another name.
-
-    Args:
-        ranks: that are to meet.
-        store: of their group.
     """
 
     def __init__(self, ranks: Ranks, store: Any) -> None:

@@ -36,17 +36,7 @@ MEANT_ALONE = "process_group=False measures in this process alone"
 
 
 class Ranks:
-    """Represent the processes that make a call together; without a group, this process alone.
-
-    Args:
-        group: of more than one process, which this one is in.
-        device: of the tensors that the group's backend sends.
-
-    Attributes:
-        rank: of this process in the group.
-        size: how many there are.
-        processes: their numbers among all processes, in the order of ranks.
-    """
+    """Represent the processes that make a call together; without a group, this process alone."""
 
     def __init__(self, group: Any = None, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008
         self._group, self._device = group, device
@@ -62,25 +52,15 @@ class Ranks:
         return self.size == 1
 
     def refuse(self, what: str, instead: str = "") -> None:
-        """Raise if there are others.
-
-        Args:
-            what: cannot be had of data that are spread over ranks; the beginning of a sentence.
-            instead: what to do, as a clause with a comma and a space behind it.
-        """
+        """Raise if there are others; ``what`` begins the sentence, ``instead`` ends in a comma and a space."""
         if not self.alone:
             raise refusal(what, self.size, instead)
 
     def exchange(self, step: str, fact: Any) -> list[Any]:
         """Return what every rank has to say at a step of the call, in their order.
 
-        Args:
-            step: the same for all ranks, or they have lost each other.
-            fact: what can be pickled, without tensors of a GPU.
-
-        Raises:
-            FlatnessError: of a rank that failed before it came here.
-            RankError: ranks are at different steps, or do not answer.
+        A rank that failed before raises here. The step is the same for all ranks, or they have lost each other; a fact
+        can be pickled, without tensors of a GPU.
         """
         if self.alone:
             return [fact]
@@ -91,11 +71,7 @@ class Ranks:
         return self.exchange(step, fact if self.rank == 0 else None)[0]
 
     def check_alike(self, step: str, facts: Mapping[str, Any]) -> None:
-        """Raise unless all ranks have the same facts.
-
-        Raises:
-            RankError: they do not; the message names the first fact that differs, and a rank.
-        """
+        """Raise unless all ranks have the same facts; the message names the first fact that differs, and a rank."""
         if self.alone:
             return
         found = self.exchange(step, dict(facts))
@@ -105,23 +81,11 @@ class Ranks:
                 raise RankError(f"rank {rank} has other {what} than rank 0 ({found[rank][what]}; {first}): {_ALIKE}")
 
     def hand_over(self, parts: Mapping[str, Callable[[], Tensor]]) -> None:
-        """Hand over this rank's parts of some tensors from now on, whenever another rank asks for the whole.
-
-        Args:
-            parts: what makes a part, by name; of one name those of all ranks have the same size.
-        """
+        """Hand over this rank's parts of tensors, as large as others' are, whenever another asks for the whole."""
         self._parts = parts
 
     def whole(self, name: str, into: Tensor | None = None) -> Tensor:
-        """Return all ranks' parts of a tensor, (ranks, entries of a part).
-
-        Args:
-            name: of what :meth:`hand_over` was given.
-            into: memory for it.
-
-        Raises:
-            FlatnessError: of a rank that failed, or that does not answer.
-        """
+        """Return all ranks' parts of a tensor that :meth:`hand_over` was given, (ranks, entries of a part)."""
         self._heard({"wanted": name})
         return self._sent(name, into)
 
@@ -182,10 +146,7 @@ class Ranks:
     def gathered(self, tensor: Tensor, step: str = "") -> list[Tensor]:
         """Return every rank's tensor, of the same shape and dtype, on the CPU.
 
-        Args:
-            tensor: of this rank.
-            step: of the call, in which a rank may have failed since it said that it has such a tensor, so that all are
-                asked once more; empty if that was done.
+        At a ``step`` a rank may have failed since it said that it has such a tensor, so that all are asked once more.
         """
         held = tensor.to(self._device).contiguous()
         room = self._room(held)
@@ -218,16 +179,9 @@ class Ranks:
 
     @contextlib.contextmanager
     def agreed(self, step: str) -> Iterator[None]:
-        """Leave together, inside: an error of one rank is one of all.
+        """Leave together, inside: an error of one rank is one of all, on others a :class:`RankError` if it is foreign.
 
         It belongs around what may raise an error that is caught outside, so that no rank goes on while another waits.
-
-        Args:
-            step: what is done inside.
-
-        Raises:
-            FlatnessError: of the first rank that failed, named unless all ranks have the same.
-            RankError: another error of such a rank, on the others.
         """
         if self.alone:
             yield
@@ -236,7 +190,7 @@ class Ranks:
             yield
             self.exchange(f"the end of {step}", None)
         except BaseException as error:
-            if _is_agreed(error):
+            if _mark(error) is not None:
                 raise
             self._exchanged({"step": "an error", "error": _ToldError.of(error)}, error)
             raise  # not reached: the exchange raises
@@ -286,11 +240,6 @@ def _kinds() -> dict[str, type[FlatnessError]]:
 def _marked(error: BaseException, how: str) -> BaseException:
     setattr(error, _AGREED, how)
     return error
-
-
-def _is_agreed(error: BaseException | None) -> bool:
-    """Return whether no rank has to be told of an error: it, or one that it was made of, is marked."""
-    return _mark(error) is not None
 
 
 def is_known(error: BaseException) -> bool:

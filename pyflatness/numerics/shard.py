@@ -26,9 +26,7 @@ _FEW = 256  # numbers of a rank that go along with what it says of them
 class Shard:
     """Represent this rank's part of a data set.
 
-    Attributes:
-        counts: whether this rank has samples of its own. One that has none runs on a batch that it was lent, and adds
-            nothing.
+    One without samples (``counts``) runs on a lent batch that adds nothing.
     """
 
     ranks: Ranks = ALONE  # that have the parts
@@ -59,12 +57,7 @@ class Shard:
         return united
 
     def sum(self, step: str, parts: Parts) -> dict[Key, Tensor]:
-        """Return sums over the ranks, in float64; a rank that lacks a part adds nothing to it.
-
-        Args:
-            step: of the call.
-            parts: tensors by name, of the same shape on all ranks that have them.
-        """
+        """Return sums over the ranks, in float64; a rank that lacks a part adds nothing to it."""
         if self.ranks.alone:
             return dict(parts)
         own = parts if self.counts else {}

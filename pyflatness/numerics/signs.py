@@ -20,13 +20,7 @@ class Signs:
     draws: Sequence[int]  # the numbers of the draws
 
     def __call__(self, stream: int, samples: Tensor, *shape: int) -> Tensor:
-        """Return ±1 as (draws, n, *shape) int8, for samples by their numbers (n,) in the data.
-
-        Args:
-            stream: signs of different streams are independent; the same for all samples.
-            samples: (n,) int64.
-            shape: of one sample's signs in one draw.
-        """
+        """Return ±1, (draws, n, *shape) int8, for samples by their int64 numbers (n,); streams are independent."""
         count = torch.Size(shape).numel()
         words = self._words(stream, samples, torch.arange(-(-count // 64), device=samples.device))
         places = torch.arange(8, dtype=torch.uint8, device=samples.device)
@@ -57,11 +51,6 @@ class RandomVectors:
     """Draw vectors (N,) float64 on a device, one after another, uniform in [-1, 1): of the same bits on every device.
 
     Signs would do for a trace, and not for a search: half of them have no component at all along (1, -1, 0, …, 0).
-
-    Args:
-        seed: of the user.
-        size: N.
-        device: of the vectors.
     """
 
     def __init__(self, seed: int, size: int, device: torch.device) -> None:

@@ -25,13 +25,9 @@ def gram(rows: Sequence[Tensor]) -> Tensor:
 
 
 def eigenvalues(matrices: Tensor, of_small: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the eigenvalues (n, C), ascending, of symmetric positive semidefinite matrices (n, C, C).
+    """Return the eigenvalues (n, C), ascending, of positive semidefinite matrices (n, C, C), float64.
 
-    They are NaN for a matrix that is not finite.
-
-    Args:
-        matrices: float64.
-        of_small: those of up to 32 rows; wide matrices go to torch.
+    NaN if not finite. ``of_small`` gives those of up to 32 rows; wide matrices go to torch.
     """
     if matrices.shape[1] <= _SMALL:
         values = of_small(matrices)
@@ -45,14 +41,9 @@ def eigenvalues(matrices: Tensor, of_small: Callable[[Tensor], Tensor]) -> Tenso
 def log_volumes(rows: Sequence[Tensor], squares: Tensor, top: int | None = None) -> Tensor:
     """Return Σ log s_c (n,) over all C singular values of J, or its ``top`` largest; -inf where the rank is less.
 
-    They come from the eigenvalues of G where these are good to 1e-12, else from a QR decomposition of Jᵀ: the
-    logarithms of R's diagonal, which have no squares in them. The rank is numerical: singular values count above 4 C ε
-    of the largest, ε of J's dtype.
-
-    Args:
-        rows: C of (n, M).
-        squares: the eigenvalues of G, (n, C), ascending; the result is where they are.
-        top: how many.
+    They come from the eigenvalues of G, ``squares`` (n, C) ascending, where these are good to 1e-12, else from a QR
+    decomposition of Jᵀ, given by C rows (n, M): the logarithms of R's diagonal, which have no squares in them. The rank
+    is numerical: singular values count above 4 C ε of the largest, ε of J's dtype.
     """
     inputs, outputs = rows[0].shape[1], len(rows)
     count = outputs if top is None else min(top, outputs)
@@ -67,9 +58,9 @@ def log_volumes(rows: Sequence[Tensor], squares: Tensor, top: int | None = None)
 
 
 def _by_qr(matrices: Tensor, count: int, tolerance: float) -> Tensor:
-    """Return what :func:`log_volumes` does, for matrices (n, C, M), by a QR decomposition.
+    """Return what :func:`log_volumes` does, of (n, C, M), by QR.
 
-    Singular values below ``tolerance`` of the largest count as zero.
+    Singular values below ``tolerance`` of the largest are 0.
     """
     triangles = torch.linalg.qr(matrices.mT, mode="r").R
     values = torch.linalg.svdvals(triangles)

@@ -32,15 +32,11 @@ class Variances:
         *,
         exact: bool = False,
     ) -> None:
-        """Take in k probes' values (k, …, n) of n samples.
+        """Take in k probes' values (k, …, n) of n samples, of which those count that are ``kept``.
 
-        Args:
-            probes: the values.
-            kept: (n,), the samples that count; None: all.
-            sizes: (n,), to which values are about proportional, of one probe or of a part of the data.
-            chances: (n,), with which these samples are a part of the data, see :mod:`.subset`: values and sizes are
-                divided by them; None: they are all data.
-            exact: whether the values are no probes', and vary by the choice of samples alone.
+        They are about proportional to ``sizes`` (n,), of one probe or of a part of the data. ``chances`` (n,) are those
+        with which these samples are a part of the data, see :mod:`.subset`: values and sizes are divided by them; None:
+        all data. If ``exact`` the values are no probes', and vary by the choice of samples alone.
         """
         alone = len(probes) == 1 and not exact
         if len(probes) > 1:
@@ -61,10 +57,7 @@ class Variances:
         self._residuals.add(masked(means, kept), masked(sizes, kept), masked(1 - chances, kept))
 
     def add(self, found: Tensor) -> None:
-        """Take in variances of n samples and their squares over their degrees of freedom, (2, …, n).
-
-        Of groups their replicates are counted beside these, (3, …, n).
-        """
+        """Take in variances of n samples, squares over degrees of freedom, and replicates of groups, (2 or 3, …, n)."""
         self._sums = self._sums.to(found.device) + found.sum(dim=-1)
 
     def together(self, shard: Shard) -> None:

@@ -114,11 +114,7 @@ def layouts_of(recorder: Recorder, samples: int) -> dict[str, tuple[Layout, ...]
 
 
 def _repeatable(
-    recorder: Recorder,
-    name: str,
-    outputs: Tensor,
-    samples: int,
-    run: Callable[[], tuple[Tensor, int, int]],
+    recorder: Recorder, name: str, outputs: Tensor, samples: int, run: Callable[[], tuple[Tensor, int, int]]
 ) -> bool:
     """Return whether an embedding of all samples can be recorded as if each had rows of its own.
 

@@ -34,12 +34,7 @@ class LayerForm:
     """
 
     def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        quantities: Sequence[str],
-        options: Options,
-        scale: Tensor | None = None,
+        self, name: str, module: nn.Module, quantities: Sequence[str], options: Options, scale: Tensor | None = None
     ) -> None:
         self.name, self._module, self._scale, self.quantities = name, module, scale, quantities
         self._kind = kind = layers.kind_of(module)

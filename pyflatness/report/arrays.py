@@ -12,15 +12,10 @@ _MORE, _FOLD = 2**30, 20  # bytes that an archive's arrays may take, and so many
 def read(
     file: IO[bytes], chosen: Callable[[Collection[str]], Iterable[str]] = lambda names: names
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Return arrays of an ``.npz`` file by their names.
+    """Return the arrays of an ``.npz`` file that are ``chosen`` among all names.
 
-    Args:
-        file: opened, to be read as bytes.
-        chosen: the names of all arrays -> of those that are wanted.
-
-    Raises:
-        ValueError: the arrays claim far more memory than the file has bytes, as one of zeros does that was compressed.
-        Exception: whatever zip, zlib and NumPy raise of a damaged file.
+    Those that claim far more memory than the file has bytes, as one of zeros does that was compressed, are a
+    ValueError. Of a damaged file zip, zlib and NumPy raise what they do.
     """
     with np.load(file, allow_pickle=False) as held:
         names = [*chosen(held.files)]

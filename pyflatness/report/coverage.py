@@ -13,10 +13,8 @@ def marked(
 ) -> dict[tuple[str, str], Estimate]:
     """Return estimates of which some of the network's are not exact, with a note of the weights that they leave out.
 
-    Args:
-        found: by layer and measure, ``""`` the network.
-        of_layers: the measures whose value of the network is of its measured layers together.
-        left_out: the weights that no measured layer has, by name, each with its share of all weights' entries.
+    ``of_layers`` are measures whose value of the network is of its measured layers; ``left_out`` are weights that none
+    of these has, each with its share of all weights' entries.
     """
     if not left_out:
         return dict(found)

@@ -24,14 +24,7 @@ _LARGE = 1e4  # degrees of freedom from which an expansion in their inverse is e
 
 
 def interval(value: float, stderr: float, dof: float | None, level: float = 0.95) -> tuple[float, float] | None:
-    """Return the ends of value ± t stderr, t Student's quantile; None where they are not known.
-
-    Args:
-        value: a sampled value.
-        stderr: its standard error.
-        dof: degrees of freedom of the standard error; None if it has none.
-        level: the probability that the interval holds the truth, in (0, 1).
-    """
+    """Return the ends of value ± t stderr, t Student's quantile; None where they are not known."""
     quantile = student_t(level, math.inf if dof is None else dof)
     if dof is None or not math.isfinite(stderr) or not math.isfinite(value):
         return None
@@ -52,10 +45,7 @@ def together(terms: Sequence["Estimate"]) -> tuple[float | None, float | None]:
 
 
 def shown(value: float, ends: Sequence[float] | None) -> str:
-    """Return a value and its interval as text, as "1.066 [1.046, 1.086]", to two digits of half the interval's length.
-
-    "1.06608 [–]" where the interval is not known.
-    """
+    """Return a value and interval as "1.066 [1.046, 1.086]", to two digits of half its length; "1.06608 [–]"."""
     if ends is None:
         return f"{value:.6g} [–]"
     half = (ends[1] - ends[0]) / 2
@@ -72,13 +62,9 @@ def shown(value: float, ends: Sequence[float] | None) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def student_t(level: float, dof: float) -> float:
-    """Return t with P(|T| ≤ t) = ``level`` for Student's t distribution.
+    """Return t with P(|T| ≤ t) = ``level`` for Student's t distribution; of infinite ``dof`` the normal one.
 
     P(|T| > t) is convex in t > 0, so that Newton's steps from 0 come up to the root from one side.
-
-    Args:
-        level: in (0, 1).
-        dof: degrees of freedom, a positive number; infinite for the normal distribution.
     """
     if isinstance(level, bool) or not isinstance(level, (int, float)) or not 0 < level < 1:
         raise InputError(f"level={level!r}: a probability between 0 and 1 is wanted, 0.95 for a 95 % interval")

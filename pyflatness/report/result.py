@@ -94,12 +94,7 @@ def write_json(facts: Any, path: str | Path | None = None) -> str:
 
 
 def read_json(what: str, source: str | Path) -> Any:
-    """Return what :func:`write_json` was given, from its text or the path of its file.
-
-    Args:
-        what: is read, the beginning of an error's message.
-        source: the text, or the path.
-    """
+    """Return what :func:`write_json` was given, from its text or file; ``what`` begins an error's message."""
     try:
         is_text = isinstance(source, str) and source.lstrip().startswith("{")
         return json.loads(str(source) if is_text else Path(source).read_text(encoding="utf-8"))

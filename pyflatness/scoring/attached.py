@@ -21,10 +21,7 @@ Result = Spectrum | Landscape | History
 
 
 class Attached(NamedTuple):
-    """Hold a result of a store with the name of its model or training, and what tells it from others of its kind.
-
-    Where it could not be computed there is an error in its place.
-    """
+    """Hold a result of a store, or the error in its place, its model or training, and what tells it from others."""
 
     name: str
     kind: str

@@ -45,16 +45,11 @@ def find(paths: Iterable[str | Path]) -> list[Path]:
     """Return the checkpoints that paths name, each once: in the paths' order, and within each by their names.
 
     Numbers in names count as numbers, so that ``epoch_2`` is before ``epoch_10``. Of folders, with all below them, and
-    of patterns these are the files that have the ending of a checkpoint. An index of shards is one checkpoint. Left out
-    are hidden files, what trainers save beside the weights (``optimizer.pt``, ``rng_state.pth``, …), and
-    ``pytorch_model.bin`` beside ``model.safetensors``.
-
-    Args:
-        paths: files, folders, and patterns such as ``runs/*/epoch_*.pt`` (``**`` stands for folders of any depth).
-
-    Returns:
-        The paths. A file that is not there, a folder without checkpoints and a pattern that matches nothing stay in the
-        list as they are: reading them says what is wrong.
+    of patterns (``**`` stands for folders of any depth) these are the files that have the ending of a checkpoint. An
+    index of shards is one checkpoint. Left out are hidden files, what trainers save beside the weights
+    (``optimizer.pt``, ``rng_state.pth``, …), and ``pytorch_model.bin`` beside ``model.safetensors``. A file that is not
+    there, a folder without checkpoints and a pattern that matches nothing stay in the list: reading them says what is
+    wrong.
     """
     found: dict[str, Path] = {}
     for path in map(Path, paths):
@@ -123,10 +118,7 @@ _SAFE = ".safetensors"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Hold what a checkpoint has: weights by name on the CPU, settings of its training as texts, notes on its reading.
-
-    The weights may be views of a file that is read when they are used: they are to be copied, not written to.
-    """
+    """Hold what a checkpoint has: weights by name on the CPU, views of a file maybe, settings as texts, notes."""
 
     state: State
     metadata: dict[str, str]
@@ -143,10 +135,9 @@ def check_readers(paths: Iterable[Path]) -> None:
 def read(path: Path) -> Checkpoint:
     """Return the weights of a checkpoint, with the settings that are kept in its file.
 
-    Args:
-        path: a ``.safetensors`` file; a ``.pt``, ``.pth``, ``.pth.tar``, ``.ckpt`` or ``.bin`` file with a state dict
-            alone or under the key of a training script, which is unpickled as data only; or an index of shards of
-            either kind, such as ``model.safetensors.index.json``.
+    It is a ``.safetensors`` file; a ``.pt``, ``.pth``, ``.pth.tar``, ``.ckpt`` or ``.bin`` file with a state dict alone
+    or under the key of a training script, which is unpickled as data only; or an index of shards of either kind, such
+    as ``model.safetensors.index.json``.
     """
     check_readers([path])
     return _read_index(path) if path.name.endswith(INDEX) else _read_file(path)
@@ -223,14 +214,8 @@ def load(model: nn.Module, state: State) -> tuple[str, ...]:
 
     A file may hold any of the names of weights that are one parameter in the model (tied). Where the names are those of
     the model but for one prefix in front of all, as ``module.`` or ``net.``, or ``_orig_mod.`` in between, these are
-    taken off; one that all of the model's names have is put in front.
-
-    Returns:
-        Notes, which say what was taken off or put in front.
-
-    Raises:
-        InputError: names, shapes or kinds of numbers that are not the model's, or tied weights that differ. The model
-            is then left with a part of the weights.
+    taken off; one that all of the model's names have is put in front: notes say so. After an error the model is left
+    with a part of the weights.
     """
     model = layers.unwrap(model)
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}

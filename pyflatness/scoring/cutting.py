@@ -18,12 +18,9 @@ from . import keys
 
 
 class Cut:
-    """Give batches of at most so many samples, and of all samples some that follow each other.
+    """Give batches of ``most`` samples (None: as they come), and of all samples some that follow each other.
 
-    Args:
-        most: samples of a batch; None: as they come.
-        limit: the first so many, or, below 1, this part of them; None: all.
-        skip: but so many of these.
+    These are the first ``limit``, or, below 1, this part of them, but ``skip``.
     """
 
     def __init__(
@@ -63,9 +60,7 @@ _CPU = torch.device("cpu")
 def dealt(data: Any, ranks: Ranks, limit: float | None = None) -> tuple[Any, int]:
     """Return this rank's part of data that every rank has, and how many samples it has.
 
-    Args:
-        data: see :class:`.data.Batches`, the same on all ranks. Of tensors and of a loader of torch's a rank reads its
-            part alone; of other batches it reads all, and leaves out what is of other ranks.
+    Of tensors and of a loader of torch's a rank reads its part alone; of other batches all, and leaves out others'.
     """
     if distributed(data) is not None:
         raise InputError(

@@ -65,12 +65,8 @@ def plain(value: Any) -> Any:
 class Description:
     """Describe things that may hold each other: the second time a thing is met its number is enough.
 
-    Args:
-        version: what stands for the user's code, which then is not looked at; None: the code counts.
-
-    Attributes:
-        unknown: what cannot be described, in words.
-        folders: of the source files of functions that were met.
+    ``version`` stands for the user's code, which then is not looked at. ``unknown`` is what cannot be described, in
+    words; ``folders`` are of the source files of functions that were met.
     """
 
     def __init__(self, version: str | None = None) -> None:
@@ -299,11 +295,9 @@ def files(folders: Iterable[Path]) -> dict[str, str]:
     """Return the hashes of the code in the user's own source files, by their paths.
 
     They are the files of all modules that are loaded and lie below one of some folders or the working directory, and
-    those that these import inside of functions. A script that is run has its code described where it is used.
-
-    Raises:
-        InputError: a file was edited after it was imported. That is seen if the module was met here before the edit,
-            or by any of its functions; what a module does besides defining functions and classes is not kept by Python.
+    those that these import inside of functions. A script that is run has its code described where it is used. A file
+    that was edited after it was imported is an error. That is seen if the module was met here before the edit, or by
+    any of its functions; what a module does besides defining functions and classes is not kept by Python.
     """
     places = [Path.cwd(), *(folder.resolve() for folder in folders)]
     found: dict[str, str] = {}

@@ -130,10 +130,8 @@ def of_options(options: Options) -> Facts:
 def of_data(data: Any, *, ordered: bool, ends: bool = False) -> Facts:
     """Return a fingerprint of data, which does not depend on how they are cut into batches.
 
-    Args:
-        data: see :class:`.data.Batches`.
-        ordered: whether values depend on the order of the samples, as random draws do.
-        ends: whether to take the first and last batch only, where the data can give them without the rest.
+    ``ordered``: values depend on the order of the samples, as random draws do. ``ends``: take the first and last batch
+    only, where the data can give them without the rest.
     """
     if ends:
         data = _ends(data)

@@ -17,12 +17,10 @@ _NAMES = ("checkpoint", "name")
 
 
 def read(path: Path, names: Iterable[str]) -> dict[str, Cells]:
-    """Return the columns of checkpoints from a file.
+    """Return the columns of checkpoints from a CSV file with a column ``checkpoint`` or ``name``, or a JSON file.
 
-    Args:
-        path: a CSV file with a column ``checkpoint`` or ``name``; or a JSON file of such rows, or of columns by the
-            checkpoint's name.
-        names: of the checkpoints. The file may have these, the names of their files, or these without their ending.
+    The latter has such rows, or columns by the checkpoint's name. Names are those of checkpoints, of their files, or
+    these without their ending.
     """
     try:
         content = path.read_text(encoding="utf-8")

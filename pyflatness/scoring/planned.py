@@ -129,12 +129,7 @@ def without_weights(spec: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 def work(
     build: Callable[[], nn.Module], batch: Batch, chosen: Sequence[str] | None = None, dtype: torch.dtype | None = None
 ) -> Work:
-    """Return what a micro-batch takes of a model.
-
-    Args:
-        chosen: selectors of layers; None: all that are measured by default.
-        dtype: of the weights; None: as the model is made.
-    """
+    """Return what a micro-batch takes of a model, for chosen layers or all that are measured by default."""
     with torch.device("meta"):
         model = layers.unwrap(build()).to(dtype=dtype).eval()
     with imagined():
@@ -328,10 +323,7 @@ def sent_bytes(sent: Any) -> int:
 
 @functools.cache
 def rehearsed(names: tuple[str, ...], ranks: int, probes: int | None) -> tuple[int, int]:
-    """Return the messages of a measurement and the bytes that a rank receives, for layers of these names.
-
-    They are of a sweep over a network whose layers are called so; nothing in them depends on the sizes of weights.
-    """
+    """Return the messages of a measurement of layers of these names, and the bytes that a rank receives."""
     if ranks == 1:
         return 0, 0
     group = _Rehearsing(ranks)

@@ -74,11 +74,7 @@ class Ray(Executor):
         self._pending: dict[Future[Any], Any] = {}
 
     def submit(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> "Future[R]":
-        """Return the future of a task.
-
-        Raises:
-            BrokenExecutor: the cluster is gone.
-        """
+        """Return the future of a task."""
         try:
             reference = self._task.remote(RemoteCall.of(ray.cloudpickle.dumps, self._threads, function, args, kwargs))
         except (RayError, ConnectionError) as error:

@@ -27,14 +27,7 @@ _KILLED = "it was killed, as by a system without memory left, or crashed in comp
 
 
 def drive(executor: Executor, setup: Setup, jobs: Iterable[Job], take: Callable[[Job, Outcome], None]) -> None:
-    """Measure all jobs.
-
-    As many units are with the executor as it has workers, so that few are lost with it.
-
-    Raises:
-        InputError: the model or data cannot be made, or the executor is broken for good.
-        KeyboardInterrupt: what had ended is taken before.
-    """
+    """Measure all jobs, as many at a time as the executor has workers; an interruption loses no finished unit."""
     window = int(getattr(executor, "workers", None) or getattr(executor, "_max_workers", None) or 1)
     waiting, deaths = deque(jobs), Counter[int]()
     pending: dict[Future[Outcome], Job] = {}
@@ -76,10 +69,8 @@ Models = Mapping[str, Path | nn.Module]
 class ScoringRun:
     """Hold some models and what is asked of them.
 
-    Args:
-        model: of the network that paths are checkpoints of.
-        version: what stands for the user's code in a store's keys; None: the code itself.
-        ranks: that measure each model together. All of them have the data, and the first one decides what is done.
+    ``model`` makes the network that paths are checkpoints of; ``version`` stands for the user's code in a store's keys.
+    All ranks have the data, measure each model together, and the first one decides what is done.
     """
 
     def __init__(
@@ -192,10 +183,8 @@ class Kept:
 def keep(run: ScoringRun, store: Store, *, retry: bool = False, ends: bool = False, spectrum: int = 0) -> Kept:
     """Ask a store for the values of a run, and return what is to be computed.
 
-    Args:
-        run: which afterwards has its workers' data held against the fingerprint.
-        ends: whether the first and last batch of the data are enough to know them by.
-        spectrum: so many eigenvalues of each model are wanted, too, with the density of all; 0: no spectrum.
+    Its workers' data are held to the fingerprint. ``ends``: the first and last batch are enough to know the data by. So
+    many eigenvalues (``spectrum``) of each model are wanted too, with the density of all; 0: none.
     """
     setup, bench = run.setup, run.bench
     ordered = run.request.options.of_layers.sampled or run.request.options.by_sample

@@ -97,11 +97,7 @@ class Slurm(Executor):
         self._thread.start()
 
     def submit(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> "Future[R]":
-        """Return the future of a task; what is submitted at about the same time becomes one array.
-
-        Raises:
-            BrokenExecutor: it has ended.
-        """
+        """Return the future of a task; what is submitted at about the same time becomes one array."""
         future: Future[R] = Future()
         future.set_running_or_notify_cancel()
         call = RemoteCall.of(cloudpickle.dumps, self._threads, function, args, kwargs)

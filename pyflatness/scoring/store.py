@@ -94,13 +94,10 @@ _TRIGGERS = (
 
 
 class Store:
-    """Hold a store open; a context manager.
+    """Hold a store open; a context manager. The file need not be there to be written.
 
-    Args:
-        path: of the file. It need not be there to be written.
-        new: whether to make one that is to be written and is not there.
-        command: what writes it: a command line, or the name of a Python call; the store keeps it if anything is added.
-        checked: whether to raise if the file is damaged, but for what is in the units.
+    If anything is added the store keeps what did it: ``command``, a command line, or the name of a Python call. If
+    ``checked`` a damaged file is an error, but for what is in the units.
     """
 
     def __init__(
@@ -168,10 +165,9 @@ class Store:
         return int(self._connection.execute(f"PRAGMA {pragma}").fetchone()[0])
 
     def problems(self, tables: Iterable[str] = SEALED) -> list[str]:
-        """Return what is wrong with the file, in words; empty if nothing is.
+        """Return what is wrong with the file, in words.
 
-        Args:
-            tables: whose digests are looked at; those of units, which may be many, are by :meth:`values` too.
+        Digests are looked at of some tables, the units' in :meth:`values`.
         """
         with self._explained(), self._reading():
             found = [row[0] for row in self._connection.execute("PRAGMA integrity_check") if row[0] != "ok"]
@@ -278,9 +274,9 @@ class Store:
         return int(self.select("SELECT id FROM settings WHERE key = ?", (key,))[0]["id"])
 
     def name(self, contents: Mapping[str, tuple[str | None, str]]) -> None:
-        """Note what checkpoints hold now, by their names: path, None if they have none, and content.
+        """Note what checkpoints hold now: path, None if they have none, and content.
 
-        A checkpoint of which the file has moved gives its row to the new name.
+        One that moved gives its row on.
         """
         with self.changes() as connection:
             for name, (path, content) in contents.items():
@@ -631,10 +627,7 @@ def only_writer(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Hold a folder that is gone afterwards; those of processes that were killed are removed first.
-
-    A folder is locked while its process lives.
-    """
+    """Hold a locked folder that is gone afterwards; those of processes that were killed are removed first."""
     for left in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*"):
         with contextlib.suppress(OSError):  # another's, in use, or gone meanwhile
             if time.time() - left.stat().st_mtime > _NEW:

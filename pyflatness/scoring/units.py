@@ -193,10 +193,7 @@ class Held(NamedTuple):
 
 
 def rows(checkpoint: str, pairs: Iterable[Pair], held: Mapping[Pair, Held]) -> list[Row]:
-    """Return the rows of a checkpoint in the order of the pairs; a layer that did not run has none.
-
-    The loss and accuracy of the first unit that has them are those of all rows.
-    """
+    """Return the rows of a checkpoint in the order of pairs, of layers that ran, with one loss and accuracy."""
     fit = next((one.fit for one in held.values() if one.fit != NO_FIT), NO_FIT)
     found = (held[pair].row for pair in pairs if pair in held and held[pair].row.is_there)
     return [replace(row, checkpoint=checkpoint, **({} if row.error else asdict(fit))) for row in found]

@@ -153,10 +153,9 @@ def measured(
     counts: bool = True,
     ranks: Ranks = ALONE,
 ) -> Outcome:
-    """Measure a unit; what goes wrong is in its values. If measures fail together, each is taken by itself.
+    """Measure a unit.
 
-    Raises:
-        RankError: they cannot go on together, which is no fault of the unit's.
+    What goes wrong is in its values, each measure's by itself, but an error of the ranks together.
     """
     importlib.import_module("torch._dynamo")  # torch loads it at first use: seconds, which are no measure's
     start = time.perf_counter()
@@ -259,10 +258,7 @@ class Maker:
         return data_specs.resolve(self.maker) if isinstance(self.maker, str) else self.maker
 
     def described(self) -> Any:
-        """Return what it is, besides what it makes, for a store's keys.
-
-        Of a network that a library knows by name this is nothing: what is made says it all, wherever its files are.
-        """
+        """Return what it is, besides what it makes, for a store's keys; nothing of a library's network by name."""
         return None if pretrained.is_named(self.maker) else [self.function(), {**self.arguments}]
 
     def text(self) -> str:
@@ -308,11 +304,7 @@ class Job:
 
 
 class Bench:
-    """Hold the network and the data, made once, and know whose weights the network has.
-
-    Attributes:
-        data: all of them.
-    """
+    """Hold the network and the data, made once, and know whose weights the network has."""
 
     def __init__(self, setup: Setup, ranks: Ranks = ALONE) -> None:
         self.setup, self.ranks = setup, ranks
@@ -346,9 +338,7 @@ class Bench:
     def check(self) -> None:
         """Raise if the data, the model or the loss are not those of the program that hands out the work.
 
-        Raises:
-            InputError: they differ, as data with an unseeded split or noise do in each process, and code that was
-                edited since the program began.
+        Data with an unseeded split or noise differ in each process, and code may be edited since the program began.
         """
         fingerprint, code = self.setup.fingerprint, self.setup.code
         if code is not None and self.code().differs(code):

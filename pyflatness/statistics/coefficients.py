@@ -51,16 +51,10 @@ def whole(n: int) -> Resamples:
 def coefficients(
     statistic: str, columns: Sequence[Vector], drawn: Resamples, strata: NDArray[np.intp] | None = None
 ) -> Vector:
-    """Return a correlation in every resample.
+    """Return a correlation in every resample, of columns x, y, and those that are held fixed, (n,) finite values each.
 
-    Args:
-        columns: x, y, and those that are held fixed, if any; (n,) finite values each.
-        drawn: the resamples.
-        strata: of each network, (n,): the correlation is the mean of those inside of the strata in which it is defined,
-            weighted by their networks. None: it is that of all networks.
-
-    Returns:
-        (resamples,); NaN where a column is constant, and where x or y follows from what is held fixed.
+    With ``strata`` (n,) it is the mean of those inside of the strata in which it is defined, weighted by their
+    networks. It is NaN where a column is constant, and where x or y follows from what is held fixed.
     """
     if strata is None:
         return partial(cosines(products(statistic, columns, drawn)))
@@ -115,17 +109,7 @@ def partial(correlations: Vector) -> Vector:
 
 
 def permuted_products(statistic: str, columns: Vector, values: Vector, orders: NDArray[np.intp]) -> Vector:
-    """Return the inner products of columns with the permutations of another, all of the whole sample.
-
-    Args:
-        statistic: one of ``STATISTICS``.
-        columns: (k, n).
-        values: (n,).
-        orders: which network's value each network gets, (permutations, n).
-
-    Returns:
-        (k, permutations).
-    """
+    """Return inner products of columns (k, n) with values by ``orders`` (permutations, n), (k, permutations)."""
     if statistic == "Kendall":
         permuted, total = values[orders], np.zeros((len(columns), len(orders)))
         for i in range(1, len(values)):  # the pairs of one network with those before it, so as not to write out all

@@ -236,15 +236,9 @@ def _held(networks: Networks, name: str, kept: NDArray[np.bool_]) -> list[Vector
 
 
 def correlation(x: Vector, y: Vector, statistic: str, seed: int) -> tuple[float, float, float]:
-    """Return the correlation of two samples, and the 95 % percentile interval of the paired bootstrap.
+    """Return the correlation of two samples, and the 95 % percentile interval of the paired bootstrap, NaN for n < 5.
 
-    Args:
-        x: (n,) values.
-        y: (n,) values.
-
-    Returns:
-        The value and the ends of its interval, which are NaN for n < 5; all NaN if x or y is constant or has an entry
-        that is not finite.
+    All are NaN if x or y is constant or has an entry that is not finite.
     """
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
         return math.nan, math.nan, math.nan

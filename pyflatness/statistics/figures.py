@@ -25,13 +25,7 @@ _WRITTEN = 15  # columns of a matrix whose cells have room for a number
 
 
 def plot_correlation(
-    table: Any,
-    x: str,
-    y: str = "gap",
-    *,
-    path: str | Path | None = None,
-    axes: "Axes | None" = None,
-    **how: Any,
+    table: Any, x: str, y: str = "gap", *, path: str | Path | None = None, axes: "Axes | None" = None, **how: Any
 ) -> "tuple[Figure, Axes]":
     """Draw a measure against the generalisation gap as a scatter plot, with the correlations and intervals above it.
 

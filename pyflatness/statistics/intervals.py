@@ -64,11 +64,8 @@ def finder(
 ) -> Finder:
     """Return a function for the interval of a correlation over n networks; NaN of too few networks or clusters.
 
-    Args:
-        held: columns held fixed.
-        clusters: the cluster of each network, (n,); None: they are independent.
-        seeds: what was drawn with which each network was trained, (n,), for Fisher's z over clusters.
-        strata: inside of which networks are compared, (n,); None: all are.
+    So many columns are ``held`` fixed. Without ``clusters`` (n,) networks are independent; ``seeds`` (n,) say what was
+    drawn with which each was trained, for Fisher's z over clusters; networks are compared inside of ``strata`` (n,).
     """
     check_choice("interval", interval, _NAMES)
     if seeds is not None and (clusters is None or interval != "fisher"):
@@ -156,12 +153,7 @@ def fisher(
     jackknife: Jackknife | None,
     strata: NDArray[np.intp] | None = None,
 ) -> tuple[float, float]:
-    """Return the interval by Fisher's z of a correlation.
-
-    Args:
-        value: the correlation; ±1 has no interval.
-        jackknife: samples that each lack a cluster; None: networks are independent.
-    """
+    """Return the interval by Fisher's z of a correlation, NaN of ±1; a jackknife's samples each lack a cluster."""
     if not abs(value) < 1:
         return _NONE
     if jackknife is None:

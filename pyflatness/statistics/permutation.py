@@ -43,11 +43,8 @@ def orders(n: int, clusters: NDArray[np.intp] | None, within: bool, count: int, 
     """Return the order found and random others: which network's value each of n networks gets, (1 + count, n).
 
     A cluster that is larger than the one whose values it gets has some of them several times, and a smaller one lacks
-    some. Such an order is no permutation, but one value for a cluster is dealt out exactly.
-
-    Args:
-        clusters: the cluster of each, (n,); None: networks are independent.
-        within: whether values stay inside of their clusters.
+    some. Such an order is no permutation, but one value for a cluster is dealt out exactly. With ``within`` values stay
+    inside of their clusters.
     """
     generator = np.random.default_rng(seed)
     shuffled = generator.permuted(np.tile(np.arange(n), (count, 1)), axis=1)
@@ -71,17 +68,7 @@ def orders(n: int, clusters: NDArray[np.intp] | None, within: bool, count: int, 
 def p_values(
     statistic: str, measures: Sequence[Vector], target: Vector, given: Sequence[Vector], permuted: NDArray[np.intp]
 ) -> Vector:
-    """Return the p-value of each measure's correlation with a target.
-
-    Args:
-        measures: (n,) each.
-        target: (n,).
-        given: columns that are held fixed, (n,) each.
-        permuted: as from :func:`orders`.
-
-    Returns:
-        (measures,); NaN where the correlation is not defined.
-    """
+    """Return the p-value of each measure's correlation with a target, given columns; NaN where that is not defined."""
     sample = whole(len(target))
     fixed = products(statistic, [target, *given], sample)[0]
     slopes = np.linalg.pinv(fixed[1:, 1:]) @ fixed[1:, 0]

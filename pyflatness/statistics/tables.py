@@ -109,11 +109,9 @@ def listed(option: str, names: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def read(table: Any, test: Any = None) -> Networks:
-    """Return a table, with the column ``gap`` if there is one of the test data too.
+    """Return a data frame, mapping or CSV file as a table.
 
-    Args:
-        table: pandas data frame, mapping of sequences, or path of a CSV file.
-        test: the same networks scored on test data; the gap is its ``loss`` less that of ``table``.
+    With test data ``gap`` is their ``loss`` less the table's.
     """
     networks = _networks(table, "table")
     if test is None:

@@ -97,10 +97,7 @@ class _MicroBatch:
 
 
 def measured(
-    task: Task,
-    needs: Collection[str] = (),
-    top: int | None = None,
-    scales: Mapping[str, Tensor] | None = None,
+    task: Task, needs: Collection[str] = (), top: int | None = None, scales: Mapping[str, Tensor] | None = None
 ) -> Samples:
     """Return what the sweep finds, of :data:`.jacobian_rows.QUANTITIES` those that are there always and ``needs``.
 
@@ -118,11 +115,7 @@ class _Sweep:
         self._inputs = inputs.Inputs(task.forward, task.forward.by_user)
         options = task.options
         self._runner = Runner(
-            task,
-            order_matters=options.by_sample,
-            certify=False,
-            reserve=self._reserve,
-            forward=self._inputs,
+            task, order_matters=options.by_sample, certify=False, reserve=self._reserve, forward=self._inputs
         )
         # Here, since it raises.
         self._backend = contractions.choose(options.backend, torch.device("cpu"), torch.float64)
@@ -219,9 +212,7 @@ class _Sweep:
         found = _MicroBatch(run.number, run.samples)
         for place in places:
             found.values[place.name] = place.values(
-                self._wanted,
-                lambda matrices: spectra.eigenvalues(matrices, backend.small_eigenvalues),
-                self._top,
+                self._wanted, lambda matrices: spectra.eigenvalues(matrices, backend.small_eigenvalues), self._top
             )
             if place.weight is not None:
                 self._apart[place.name] = self._apart.get(place.name) or place.weight.apart

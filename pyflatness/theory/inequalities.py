@@ -191,9 +191,7 @@ def _log_mean(values: Tensor, power: int) -> float:
 def _adaptive(net: NetworkTerms, weighted: Mapping[str, float], everything: float) -> list[Bound]:
     """Return Eq. 44 of each layer: by its own weight, by the trainable parameters that there are.
 
-    Args:
-        weighted: by layer, (1/n) Σ_i |W ∘ ∂f_i/∂W|_F².
-        everything: (1/n) Σ_i Σ_j θ_j² |∂f_i/∂θ_j|².
+    ``weighted`` is (1/n) Σ_i |W ∘ ∂f_i/∂W|_F², ``everything`` (1/n) Σ_i Σ_j θ_j² |∂f_i/∂θ_j|².
     """
     rows = []
     for layer in net.layers:

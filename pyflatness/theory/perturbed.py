@@ -113,10 +113,7 @@ Change = Callable[[Tensor, Tensor], Tensor]
 
 
 class Perturbed:
-    """Run a model with one of its layers perturbed.
-
-    At a head, where the outputs are a view of z, the model runs once a batch, and its outputs are displaced.
-    """
+    """Run a model with one of its layers perturbed; at a head it runs once a batch, and its outputs are displaced."""
 
     def __init__(self, task: Task, name: str, *, head: bool) -> None:
         self._task, self._name, self._head = task, name, head

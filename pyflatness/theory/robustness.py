@@ -427,13 +427,7 @@ def largest_robustness(
 
 
 class _Loss:
-    """Evaluate the loss of a model with one layer's weight changed, by a read of the data.
-
-    Attributes:
-        name: of the layer.
-        weight: w, (groups, d / groups, m).
-        samples: of the last read.
-    """
+    """Evaluate the loss of a model with one layer's weight w (groups, d / groups, m) changed, by a read of the data."""
 
     def __init__(self, task: Task, layer: Selector | None) -> None:
         self.name, source = head.find(task, layer)

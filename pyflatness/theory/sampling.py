@@ -262,14 +262,7 @@ class NoiseSums:
         self._noisy = torch.zeros(probes, groups, dtype=torch.float64, device="cpu")
 
     def add(self, outputs: Tensor, targets: Any, groups: Tensor, noisy: Iterator[Tensor], number: int = 0) -> None:
-        """Take in a batch.
-
-        Args:
-            outputs: (samples, …).
-            targets: one per sample.
-            groups: (samples,), of each sample.
-            noisy: outputs with noise, two of opposite signs for each draw.
-        """
+        """Take in a batch; ``noisy`` are outputs with noise, two of opposite signs for each draw."""
         weights = risk.rows(outputs, targets, self._loss, number).terms.weights.double().cpu()
         if len(outputs) != len(groups) or len(targets) != len(groups) or len(weights) % len(groups):
             raise InputError(

@@ -19,13 +19,7 @@ from ..passes.recorder import RecordedCall
 
 @dataclass(frozen=True)
 class AtLayer:
-    """Bring a layer's call into the form that :func:`squared_norms` takes.
-
-    Attributes:
-        call: of the layer.
-        layout: where it keeps the samples.
-        samples: of the batch.
-    """
+    """Bring a layer's call into the form that :func:`squared_norms` takes."""
 
     call: RecordedCall
     layout: Layout
@@ -34,11 +28,7 @@ class AtLayer:
     def factors(self, weight: Tensor, module: nn.Module, used: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return w (G, d, m) and φ (n, G, m, P), a column for each position.
 
-        Args:
-            weight: of the shape that the layer keeps.
-            module: the layer.
-            used: which loss terms are not ignored, (terms,), where both are to be rescaled by the deviations of the
-                input's channels; or None.
+        With ``used``, which loss terms are not ignored, both are rescaled by the deviations of the input's channels.
         """
         kind, inputs = self.call.kind, promoted(self.call.inputs)
         matrix = promoted(kind.as_matrix(weight)).unflatten(0, (kind.groups, -1))
@@ -64,13 +54,7 @@ class AtLayer:
 
 
 def squared_norms(weight: Tensor, columns: Tensor, deltas: Tensor) -> Tensor:
-    """Return |wᵀ M|² of each sample, summed over groups, (n,).
-
-    Args:
-        weight: w, (G, d, m).
-        columns: φ, (n, G, m, P).
-        deltas: δ, (n, G, P, d).
-    """
+    """Return |wᵀ M|² of each sample, summed over groups, (n,), for w (G, d, m), φ (n, G, m, P) and δ (n, G, P, d)."""
     groups, d, m = weight.shape
     if groups == 1:  # products with w are then one of matrices, for all samples together
         weight, columns, deltas = weight.squeeze(0), columns.squeeze(1), deltas.squeeze(1)
@@ -90,10 +74,7 @@ def squared_norms(weight: Tensor, columns: Tensor, deltas: Tensor) -> Tensor:
 
 
 def columns(inputs: Tensor, geometry: Geometry) -> Tensor:
-    """Return the patches of padded inputs, as :meth:`.Geometry.patches` does, as columns (n, G, m, P).
-
-    Those of images come by torch's own function, which is faster in both directions.
-    """
+    """Return the patches of padded inputs as columns (n, G, m, P), of images by torch's own, faster function."""
     if geometry.kernel_elements == 1 or geometry.kernel[0] > 1 or inputs.shape[2] > 1:
         return geometry.patches(inputs).mT
     found = F.unfold(inputs.squeeze(2), geometry.kernel[1:], dilation=geometry.dilation[1:], stride=geometry.stride[1:])

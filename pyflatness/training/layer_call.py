@@ -33,13 +33,9 @@ def not_compiled(hook: _Hook) -> _Hook:
 
 
 class LayerCalls:
-    """Hook a model and one of its layers, and keep the layer's calls of the model's last forward pass with a graph.
+    """Hook a model and one of its layers, and keep the layer's calls of the last forward pass with a graph.
 
-    A copy of it, as of a model that is copied with its hooks, keeps nothing.
-
-    Args:
-        name: of the layer, for messages.
-        layer: of the model; None for a copy.
+    A copy none.
     """
 
     def __init__(self, name: str, layer: nn.Module | None) -> None:
@@ -182,11 +178,7 @@ class LayerCalls:
 
 @contextlib.contextmanager
 def graph_as_recorded() -> Iterator[None]:
-    """Raise a clear error where the graph of the user's forward pass is gone, or was modified in place, inside.
-
-    Raises:
-        InputError: with what to do.
-    """
+    """Raise a clear error where the graph of the user's forward pass is gone, or was modified in place, inside."""
     try:
         yield
     except RuntimeError as error:

@@ -17,11 +17,7 @@ from ..contractions import promoted
 
 @dataclass(frozen=True)
 class LossTerms:
-    """Hold a batch's loss terms and its outputs, with their graph.
-
-    Attributes:
-        used: (terms,), whether the loss does not ignore each.
-    """
+    """Hold a batch's loss terms, which of them the loss does not ignore (terms,), and its outputs, with their graph."""
 
     used: Tensor
     _outputs: Tensor
@@ -30,31 +26,20 @@ class LossTerms:
 
     @classmethod
     def of(cls, outputs: Tensor, targets: Tensor, loss: losses.Known) -> "LossTerms":
-        """Return the terms of outputs (n, C, …), or (n,).
-
-        Raises:
-            InputError: targets or outputs that do not fit the loss.
-        """
+        """Return the terms of outputs (n, C, …), or (n,)."""
         rows = losses.rows(outputs, targets, loss)
         used = torch.ones_like(rows.terms.scale, dtype=torch.bool) if rows.terms.used is None else rows.terms.used
         return cls(used, outputs, rows, loss)
 
     def reduced(self, total: Tensor) -> Tensor:
-        """Return a sum over the terms as the loss's reduction has it: divided by the terms' weights for a mean.
-
-        A mean over no terms is NaN and has gradients of 0, as torch's losses have them.
-        """
+        """Return a sum over the terms as the loss reduces it; a mean over none is NaN, with gradients of 0."""
         if self._loss.reduction == "sum":
             return total
         weight = self._rows.terms.weights.sum()
         return torch.where(weight == 0, torch.nan, total) / weight
 
     def cotangent(self, signs: Callable[[Tensor], Tensor]) -> tuple[Tensor | float, Tensor]:
-        """Return a number and a cotangent of the outputs' shape and dtype, whose product is v.
-
-        Args:
-            signs: returns ±1 of the shape, dtype and device of a tensor.
-        """
+        """Return a number and a cotangent like the outputs, whose product is v, by ``signs`` like a tensor."""
         rows, terms = promoted(self._rows.of(self._outputs)), self._rows.terms
         counted = (terms.scale != 0).unsqueeze(1)
         whole = bool(counted.all())

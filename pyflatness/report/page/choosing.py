@@ -69,10 +69,7 @@ def eigenvalues(value: Axis, spectra: int) -> Spec:
 
 
 def curve(names: Sequence[str], loss: Axis) -> Spec:
-    """Return a chart of the loss along one direction, dashed its quadratic model.
-
-    Rows have the lists ``a``, the coefficients, ``loss`` and ``model``.
-    """
+    """Return a chart of the loss along one direction (``a``, ``loss``), and dashed its quadratic model (``model``)."""
     alt = altair()
     base, chosen = _of_chosen(names)
     base = base.transform_flatten(["a", "loss", "model"]).encode(x=alt.X("a:Q", title="coefficient of the direction"))
