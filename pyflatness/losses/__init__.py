@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from ..contractions import Labels
 from ..errors import InputError, NotYetError
 from ..messages import received, shown
+from . import advice
 from .base import Curvature, Factors, Known, Loss, Mixtures, Reduction, Terms, marked
 from .cross_entropy import CrossEntropy
 from .custom import CustomLoss
@@ -89,8 +90,8 @@ def known(loss: Any, lacks: str) -> Known:
     resolved = resolve(loss)
     if not resolved.known:
         raise NotYetError(
-            f"loss={shown(loss)}: a callable has no {lacks}; pass nn.CrossEntropyLoss, nn.MSELoss or "
-            "nn.BCEWithLogitsLoss with its options"
+            f"loss={shown(loss)}: {'this loss' if advice.is_nll(loss) else 'a callable'} has no {lacks}; "
+            f"{advice.for_known(loss)}"
         )
     return cast(Known, resolved)
 

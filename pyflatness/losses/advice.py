@@ -29,6 +29,16 @@ def is_nll(loss: Any) -> bool:
     return isinstance(loss, nn.NLLLoss) or loss is F.nll_loss
 
 
+def for_known(loss: Any) -> str:
+    """Return what to pass instead of a loss that is not one of torch's that are known."""
+    if is_nll(loss):
+        return (
+            "leave the LogSoftmax out of the model, so that it returns logits, and pass nn.CrossEntropyLoss with the "
+            "same weight=, ignore_index= and reduction=, which is the same loss"
+        )
+    return "pass nn.CrossEntropyLoss, nn.MSELoss or nn.BCEWithLogitsLoss with its options"
+
+
 def for_callable(loss: Any) -> str:
     """Return what to pass instead of a loss that is not a mean or sum over samples, or not in float64."""
     if is_nll(loss):

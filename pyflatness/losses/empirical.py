@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .base import Factors, Loss, Mixtures, Terms
+from .rows import check_squares
 from .rows import rows as rows_of
 
 
@@ -53,6 +54,7 @@ class _EmpiricalFisher:
         columns, terms = seen.of(gradient), seen.terms
         if self.loss.elementwise:
             terms, columns = self._joined(terms, len(outputs)), gradient.reshape(len(gradient), -1)
+        check_squares(columns, terms.weights)
         roots = terms.weights.sqrt().unsqueeze(1)
         columns = torch.where(roots > 0, columns / roots, 0.0)
         scale = torch.where(terms.scale == 0, 0.0, terms.scale / terms.scale)  # NaN stays

@@ -43,6 +43,24 @@ def rows(outputs: Tensor, targets: Tensor, loss: Loss) -> Rows:
     return Rows(loss.terms(outputs, targets, dim), loss.positions, dim)
 
 
+def check_squares(gradients: Tensor, weights: Tensor) -> None:
+    """Raise where a term without weight has a gradient, whose square over the weight is infinite.
+
+    Args:
+        gradients: (rows,) or (rows, C), each the term's weight times that of its loss.
+        weights: (rows,).
+
+    Raises:
+        InputError: there is one.
+    """
+    if bool((gradients[weights == 0].nan_to_num() != 0).any()):
+        raise InputError(
+            "a loss term of weight 0 is not 0, as label_smoothing= makes it at targets of a class with weight 0: the "
+            "square of its gradient over its weight is infinite; leave these samples out (ignore_index=), or pass "
+            "label_smoothing=0 or a weight above 0"
+        )
+
+
 def tensor_targets(targets: Any, number: int) -> Tensor:
     """Return the targets of batch ``number``."""
     return check_tensor(f"batch {number}: targets", targets).detach()

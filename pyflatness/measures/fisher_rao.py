@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import InputError, NotYetError
 from ..losses import risk
+from ..losses.rows import check_squares, of_batch
 from ..model import calling, data, parameters
 from ..numerics.accumulate import Accumulator, masked, non_finite
 from ..numerics.directions import Directions
@@ -42,6 +43,8 @@ def _values(task: Task) -> Values:
         if task.loss.elementwise:
             products, weights = (_by_sample(rows, count, number).sum(dim=1) for rows in (products, weights))
             weights = weights if task.loss.reduction == "mean" else torch.ones_like(weights)
+        with of_batch(number):
+            check_squares(products, weights)
         squares = torch.where(weights > 0, products.square() / weights, 0.0 * products)
         kept = _kept(over, squares.isfinite(), count, number)
         over.add(count, float(masked(weights, kept).sum()))

@@ -143,7 +143,7 @@ class Estimate(Readable, Measured):
         number = _number(self)
         how_sure = "" if self.stderr is None else "95 % interval" if self.interval() else "no interval"
         if self.stderr is not None and math.isnan(self.stderr):
-            how_sure = "standard error unknown"
+            how_sure = "standard error unknown" + (" since every probe gave 0" if self.value == 0 else "")
         facts = [
             "exact" if self.exact else "not exact",
             how_sure,

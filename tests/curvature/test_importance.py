@@ -1,6 +1,7 @@
 """Importances of parameters: the diagonals of Hessian, GGN and empirical Fisher matrix by autograd, in float64."""
 
 import copy
+import dataclasses
 import json
 import math
 
@@ -28,6 +29,18 @@ def joined(tensors):
 
 def assert_is(found, expected, rel=1e-9):
     assert float((joined(found) - expected).abs().max()) <= rel * float(expected.abs().max()) + 1e-14
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("kind", ["hessian", "ggn"])
+@pytest.mark.parametrize("name", ["mlp ReLU", "mlp Tanh"])
+def test_a_class_without_weight_under_label_smoothing(name, kind, reduction):
+    """Its samples have a part of the loss, though none of its total weight."""
+    case = CASES[name]
+    weight = torch.arange(case.build()(case.inputs).shape[1], dtype=torch.float64)
+    case = dataclasses.replace(case, loss=nn.CrossEntropyLoss(weight, label_smoothing=0.1, reduction=reduction))
+    assert bool((case.targets == 0).any())
+    assert_is(pf.importance(case.build(), case.loss, batches(case), kind=kind), diagonals(case, kind)[1])
 
 
 @pytest.mark.parametrize("kind", ["hessian", "ggn"])
@@ -116,6 +129,24 @@ def test_fisher_is_of_the_gradients_of_tokens(reduction):
     assert_is(found, expected)
     assert found.exact
     assert found.method == "fisher"
+
+
+def test_fisher_of_a_class_without_weight():
+    """Its samples count for nothing; what label smoothing gives them has no finite square over their weight."""
+    x, y = normal(0, 9, 4), torch.arange(9) % 3
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    weight = torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64)
+    loss = nn.CrossEntropyLoss(weight)
+    terms = F.cross_entropy(model(x), y, weight, reduction="none")[y > 0] / weight[y[y > 0]].sqrt()
+    assert_is(pf.importance(model, loss, (x, y), kind="fisher"), empirical(model, terms) / float(weight[y].sum()))
+    for reduction in ("mean", "sum"):
+        smoothed = nn.CrossEntropyLoss(weight, label_smoothing=0.1, reduction=reduction)
+        for refused in (
+            lambda loss: pf.importance(model, loss, (x, y), kind="fisher"),
+            lambda loss: pf.measure(model, loss, (x, y), measures=["fisher_rao"]),
+        ):
+            with pytest.raises(pf.errors.InputError, match=r"batch 0: a loss term of weight 0 .* label_smoothing"):
+                refused(smoothed)
 
 
 OUTPUTS = {

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -342,8 +343,11 @@ def test_what_cannot_be_penalised_is_refused_at_once():
     for layer, what in (("0", "a Embedding"), ("1", "a LayerNorm")):
         with pytest.raises(pf.errors.NotYetError, match=f"layer '{layer}' is {what}; FlatnessPenalty takes linear"):
             pf.FlatnessPenalty(model, layer)
-    with pytest.raises(pf.errors.NotYetError, match="has no sampled factors"):
-        pf.FlatnessPenalty(model, "2", nn.NLLLoss())
+    with pytest.raises(pf.errors.NotYetError, match=r"has no sampled factors.*; pass nn.CrossEntropyLoss"):
+        pf.FlatnessPenalty(model, "2", nn.L1Loss())
+    for loss in (nn.NLLLoss(), F.nll_loss):
+        with pytest.raises(pf.errors.NotYetError, match=r"leave the LogSoftmax out of the model.*nn.CrossEntropyLoss"):
+            pf.FlatnessPenalty(model, "2", loss)
     with pytest.raises(pf.errors.InputError, match="nothing in the model matches 'linear'"):
         pf.FlatnessPenalty(model, "linear")
     with pytest.raises(pf.errors.InputError, match="probes=0"):

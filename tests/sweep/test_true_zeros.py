@@ -1,0 +1,66 @@
+"""A relative or absolute error of a value that is zero: it ends, at an exact 0 or with what was measured."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import pyflatness as pf
+
+CLASSES, SAMPLES = 60, 240
+
+
+def network(activation):
+    torch.manual_seed(1)
+    layers = [nn.Linear(20, 30), activation(), nn.Linear(30, 40), activation(), nn.Linear(40, CLASSES)]
+    return nn.Sequential(*layers).double()
+
+
+def data():
+    return torch.randn(SAMPLES, 20, dtype=torch.float64), torch.arange(SAMPLES) % CLASSES
+
+
+@pytest.mark.parametrize("how", [{"rtol": 0.05}, {"target_stderr": 1e-9}, {"target_stderr": 1e-3}])
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
+def test_a_weight_of_zeros_and_a_dead_layer(activation, how):
+    """Relative flatness is zero of the first, and of whatever is behind a head of zeros everything."""
+    for dead in (0, 4):
+        model = network(activation)
+        with torch.no_grad():
+            model[dead].weight.zero_()
+        found = pf.relative_flatness(model, nn.CrossEntropyLoss(), data(), "0", **how)
+        assert found.value == 0
+        assert (found.stderr is None) == found.exact
+        if not found.exact:  # probes were sent, and none of them found anything
+            assert math.isnan(found.stderr)
+            assert found.interval() is None
+            assert "standard error unknown since every probe gave 0" in repr(found)
+
+
+class Product(nn.Module):
+    """Half of a layer's outputs times the other half: a Hessian with a trace of zero, and probes that differ."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(60, 120, bias=False).double()
+
+    def forward(self, x):
+        first, second = self.layer(x).chunk(2, dim=1)
+        return (first * second).sum(dim=1, keepdim=True)
+
+
+def test_a_trace_that_is_zero_is_exact_where_it_can_be_and_else_says_which_error_to_pass():
+    torch.manual_seed(0)
+    model, x = Product(), torch.randn(200, 60, dtype=torch.float64)
+    given = (model, lambda outputs, _: outputs.mean(), (x, torch.zeros(200)))
+    for how in ({"rtol": 0.05}, {"target_stderr": 1e-3}):
+        found = pf.measure(*given, measures=["trace"], **how)["layer", "trace"]
+        assert (found.value, found.exact) == (0, True)
+    with pytest.raises(pf.errors.InputError, match=r"max_passes=16.*a value near zero .*target_stderr="):
+        pf.measure(*given, measures=["trace"], rtol=0.05, max_passes=16)
+    with pytest.raises(pf.errors.InputError, match=r"the standard error of 4 is .*, more than max_passes=16"):
+        pf.measure(*given, measures=["trace"], target_stderr=1e-3, max_passes=16)
+    found = pf.measure(*given, measures=["trace"], probes=8)["layer", "trace"]
+    low, high = found.interval()
+    assert low < 0 < high
