@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 from rich import box
-from rich.table import Table
+from rich.table import Column, Table
 from torch import nn
 
 from .. import api
@@ -197,7 +197,7 @@ def layers(model: specs.Function, model_args: dict[str, Any], as_json: bool) -> 
     if as_json:
         show_json([{"name": name, "type": kind, "shape": shape} for name, (kind, shape) in found.items()])
         return
-    table = Table("name", "type", "weight matrix, d × m", box=box.SIMPLE_HEAD)
+    table = Table(Column("name", no_wrap=True), "type", "weight matrix, d × m", box=box.SIMPLE_HEAD)
     for name, (kind, shape) in found.items():
         size = "open until the model runs" if shape is None else "{} × {}".format(*shape)
         table.add_row(printable(name) or "(the model)", kind, size)

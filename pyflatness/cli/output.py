@@ -21,6 +21,7 @@ from rich.text import Text
 
 from ..errors import InputError
 from ..messages import printable
+from ..report import views
 from ..scoring.scores import table as table_of
 from ..scoring.units import Row
 
@@ -31,14 +32,16 @@ _WIDTH_OF_FILES = 200  # a file or pipe has no width that lines would have to be
 def show(table: Table, width: int = _WIDTH_OF_FILES) -> None:
     """Print a table, its text as it is, without markup; cells are folded where it is too wide, and never cut off.
 
+    Names of layers (columns with ``no_wrap``) are not folded either: the table is as wide as they take.
+
     Colours and bold type are for terminals, and not with ``NO_COLOR`` in the environment. Lines of files and pipes end
     where their text does, after ``width`` characters at the most.
     """
     plain = bool(os.environ.get("NO_COLOR"))  # rich would leave bold type, which is escape codes too
     console = Console(markup=False, highlight=False, emoji=False, color_system=None if plain else "auto")
-    console.width = max(console.width, _NARROWEST) if console.is_terminal else width
     for column in table.columns:
-        column.overflow, column.no_wrap = "fold", False
+        column.overflow = "fold"
+    console.width = max(console.width if console.is_terminal else width, _NARROWEST, views.least_width(table))
     if console.is_terminal:
         console.print(table)
         return

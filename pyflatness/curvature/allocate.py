@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from rich import box
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
@@ -379,7 +379,7 @@ class Allocation(Result):
         return [{"layer": name, "format": chosen} for name, chosen in self.choice.items()]
 
     def __str__(self) -> str:
-        table = Table("layer", "format", box=box.SIMPLE_HEAD)
+        table = Table(Column("layer", no_wrap=True), "format", box=box.SIMPLE_HEAD)
         for name, chosen in self.choice.items():
             table.add_row(name or "(the model)", chosen)
         predicted = intervals.shown(self.predicted.value, self.predicted.interval())

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rich import box
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
@@ -106,7 +106,8 @@ class Importance(Result, Mapping[str, Tensor]):
         ]
 
     def __str__(self) -> str:
-        table = Table("parameter", "values", "sum", "mean", "largest", box=box.SIMPLE_HEAD)
+        columns = (Column(name, justify="right") for name in ("values", "sum", "mean", "largest"))
+        table = Table(Column("parameter", no_wrap=True), *columns, box=box.SIMPLE_HEAD)
         for row in self._rows()[:_MOST_ROWS]:
             numbers = (row["sum"], row["sum"] / row["values"], row["largest"])
             table.add_row(row["parameter"], str(row["values"]), *(f"{number:.4g}" for number in numbers))

@@ -28,7 +28,8 @@ _TENSORS = ("per_sample", "per_neuron")  # of an Estimate
 # Beside the measures of a report as a dict.
 _BESIDE = ("skipped", "uncovered", "why_uncovered", "network_of")
 _WIDTH = 100  # of a table
-_BESIDE_NUMBERS = len("exact") + 7  # 2 between columns, 1 in front of them
+_BETWEEN = 2  # of columns
+_BESIDE_NUMBERS = len("exact") + 3 * _BETWEEN + 1
 _LEAST = 68  # for the numbers beside long names of layers: two measures with their intervals
 _MANY = 40  # layers, above which a table has a row for each block of them
 _BLOCKS = r"(?:[^.]+\.)*\d+(?=\.)", r"(?:[^.]+\.)*?\d+(?=\.)"  # a name up to its last number, or its first
@@ -415,41 +416,51 @@ class Report(Readable):
         said = f"NAME.* (n): the sum over n layers{also}; report.top() and report.to_frame() have each layer"
         return textwrap.wrap(said, _WIDTH)
 
-    def _side_by_side(self, rows: "_Rows") -> list[list[str]]:
-        """Return the names of the measures in each table, as many to a table as there is room for."""
-        beside = max(map(len, rows)) + self._longest_method() + _BESIDE_NUMBERS
-        tables: list[list[str]] = []
-        room = 0
-        for measure in self.measures:
-            width = 2 + max(map(len, (measure, *_aligned([held.get(measure) for held in rows.values()]))))
-            if width > room:
-                tables, room = [*tables, []], max(_WIDTH - beside, _LEAST)
-            tables[-1].append(measure)
-            room -= width
+    def _side_by_side(self, rows: "_Rows") -> list[dict[str, str]]:
+        """Return the measures in each table with their headers, as many to a table as there is room for.
+
+        Headers of several words take two lines where that makes one table of several.
+        """
+        room = max(_WIDTH - max(map(len, rows)) - self._longest_method() - _BESIDE_NUMBERS, _LEAST)
+        widths = {measure: len(_aligned([of.get(measure) for of in rows.values()])[0]) for measure in self.measures}
+        broken = {measure: _in_two_lines(measure) for measure in self.measures}
+        if sum(_width(header, widths[measure]) for measure, header in broken.items()) > room:
+            broken = {}
+        whole = sum(_width(measure, width) for measure, width in widths.items()) <= room
+        tables: list[dict[str, str]] = []
+        left = -1
+        for measure, width in widths.items():
+            header = measure if whole else broken.get(measure, measure)
+            needed = _width(header, width)
+            if needed > left:
+                tables, left = [*tables, {}], room
+            tables[-1][measure] = header
+            left -= needed
         return tables
 
-    def _table(self, measures: Sequence[str], rows: "_Rows") -> list[str]:
-        held = {name: [of[m] for m in measures if m in of] for name, of in rows.items()}
+    def _table(self, headers: Mapping[str, str], rows: "_Rows") -> list[str]:
+        held = {name: [of[m] for m in headers if m in of] for name, of in rows.items()}
         rows = {name: rows[name] for name, row in held.items() if row}
-        columns = {measure: _aligned([of.get(measure) for of in rows.values()]) for measure in measures}
-        widths = {measure: max(map(len, (measure, *cells))) for measure, cells in columns.items()}
+        columns = {measure: _aligned([of.get(measure) for of in rows.values()]) for measure in headers}
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         table.add_column("layer", no_wrap=True)
-        for measure, width in widths.items():
-            table.add_column(measure.rjust(width), no_wrap=True)  # rich would take the spaces behind numbers away
+        widths = [_width(header, len(columns[measure][0])) - _BETWEEN for measure, header in headers.items()]
+        for header, width in zip(headers.values(), widths, strict=True):
+            lines = (line.rjust(width) for line in header.splitlines())  # rich would take spaces behind numbers away
+            table.add_column("\n".join(lines), no_wrap=True)
         table.add_column("value of", min_width=self._longest_method())
         table.add_column("exact", no_wrap=True)
         for name, *cells in zip(rows, *columns.values(), strict=True):
             if name == "network":
                 table.add_section()
             methods = ", ".join(dict.fromkeys(e.method for e in held[name]))
-            numbers = (cell.rjust(width) for cell, width in zip(cells, widths.values(), strict=True))
+            numbers = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
             table.add_row(name, *numbers, methods, "yes" if all(e.exact for e in held[name]) else "no")
-        needed = max(map(len, rows)) + sum(widths.values()) + 2 * len(widths) + self._longest_method() + _BESIDE_NUMBERS
-        return views.text(table, max(_WIDTH, needed))
+        return views.text(table, _WIDTH)
 
     def _longest_method(self) -> int:
-        return max(len("value of"), *(len(estimate.method) for estimate in self._estimates.values()))
+        several = len({estimate.method for estimate in self._estimates.values()}) > 1  # with a comma behind it
+        return max(len("value of"), *(len(estimate.method) + several for estimate in self._estimates.values()))
 
     def _repr_html_(self) -> str:
         return html.of_report(self)
@@ -479,6 +490,20 @@ def _aligned(column: Sequence[Estimate | None]) -> list[str]:
     whole = [len(re.match(r"[^.\[ ]*", cell)[0]) for cell in cells]  # type: ignore[index]
     padded = [" " * (max(whole) - in_front) + cell for in_front, cell in zip(whole, cells, strict=True)]
     return [cell.ljust(max(map(len, padded))) for cell in padded]
+
+
+def _in_two_lines(name: str) -> str:
+    """Return a name of several words, of which the second line has those behind the middle."""
+    middles = [place + 1 for place, letter in enumerate(name) if letter == "_"]
+    if not middles:
+        return name
+    middle = min(middles, key=lambda place: max(place, len(name) - place))
+    return f"{name[:middle]}\n{name[middle:]}"
+
+
+def _width(header: str, width: int) -> int:
+    """Return the width of a column whose cells have one, with the space in front of it."""
+    return max(width, *map(len, header.splitlines())) + _BETWEEN
 
 
 _Rows = dict[str, dict[str, Estimate]]

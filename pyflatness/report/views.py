@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from rich.cells import cell_len
 from rich.console import Console
 
 from ..errors import InputError, MissingExtraError
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from . import Estimate, Report
 
 _OF_TENSORS = ("per_sample", "per_neuron")
+_NARROWEST = 12  # of a column whose cells may break
 
 
 def rows(report: "Report") -> list[dict[str, Any]]:
@@ -52,9 +54,23 @@ def frame(rows: list[dict[str, Any]]) -> "pandas.DataFrame":
     return table.drop(columns=[name for name in _OF_TENSORS if name in table and table[name].isna().all()])
 
 
+def least_width(table: "Table") -> int:
+    """Return how wide a table has to be, so that no cell breaks of columns with ``no_wrap``: names of layers."""
+    if not any(column.no_wrap for column in table.columns):
+        return 0
+    console = Console(width=10_000)  # all that a cell might want
+    spare = 0
+    for column in table.columns:
+        cells = [cell_len(str(cell)) for cell in (column.header, *column.cells)]
+        spare += 0 if column.no_wrap else max(0, max(cells) - max(_NARROWEST, column.min_width or 0))
+    return console.measure(table).maximum - spare
+
+
 def text(table: "Table", width: int) -> list[str]:
-    """Return the lines of a table that is no wider than this, as they are without a terminal."""
-    console = Console(width=width, markup=False, highlight=False, emoji=False, color_system=None)
+    """Return the lines of a table that is no wider than this or has to be, as they are without a terminal."""
+    console = Console(
+        width=max(width, least_width(table)), markup=False, highlight=False, emoji=False, color_system=None
+    )
     with console.capture() as capture:
         console.print(table)
     return [line.rstrip() for line in capture.get().splitlines() if line.strip()]

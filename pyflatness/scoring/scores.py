@@ -149,7 +149,7 @@ def table(rows: tuple[Row, ...] | list[Row], names: list[str] | None = None) -> 
     """Return rows as a table for the terminal; ``names`` stand for their checkpoints."""
     found = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for header in ("checkpoint", "layer", "measure"):
-        found.add_column(header)
+        found.add_column(header, overflow="fold", no_wrap=header == "layer")
     for header in ("value", "loss", "accuracy", "seconds"):
         found.add_column(header, justify="right")
     for name, row in zip(names or [row.checkpoint for row in rows], rows, strict=True):

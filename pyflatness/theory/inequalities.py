@@ -100,12 +100,13 @@ class Bounds(Result):
     def __str__(self) -> str:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for header in ("layer", "equation", "what"):
-            table.add_column(header, overflow="fold")
+            table.add_column(header, overflow="fold", no_wrap=header == "layer")
         for header in ("value", "bound"):
             table.add_column(header, justify="right", no_wrap=True)
-        table.add_column("guaranteed")
-        for row in self.rows:
-            said = f"{NO_GUARANTEE}: {row.caveat}" if row.caveat else "yes"
+        guaranteed = [f"{NO_GUARANTEE}: {row.caveat}" if row.caveat else "yes" for row in self.rows]
+        longest = max((len(word) for said in guaranteed for word in said.split()), default=0)  # layers' names are in it
+        table.add_column("guaranteed", min_width=longest)
+        for row, said in zip(self.rows, guaranteed, strict=True):
             table.add_row(row.layer or "network", row.equation, row.what, f"{row.left:.6g}", f"{row.right:.6g}", said)
         facts = f"{self.samples} samples, N = {self.outputs}, S = {self.sharpness:.6g}"
         return "\n".join([*views.text(table, 200), facts])
