@@ -5,7 +5,7 @@
     python -m benchmarks.papers.restate --from FOLDER NAME …     # results of a run with --out FOLDER, taken over
 
 Each file's findings, verdict and figure are made anew, and the verdict becomes the text behind the file's link in
-docs/papers-figures.md, or with tables stands in docs/grid.md. Files of the tables in docs/zoo take the place of a run;
+docs/papers-figures.md, or with tables stands in docs/grid-tables.md. Files of the tables in docs/zoo take the place of a run;
 their points are in the tables.
 """
 
@@ -26,7 +26,7 @@ from . import named, p19_minima, p21_fig6, reproducing, zoo
 from .experiment import Experiment, Found, Points
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE, GRID, FOLDER = DOCS / "papers-figures.md", DOCS / "grid.md", DOCS / "papers"
+PAGE, GRID, FOLDER = DOCS / "papers-figures.md", DOCS / "grid-tables.md", DOCS / "papers"
 
 
 @click.command()

@@ -1,4 +1,4 @@
-"""Say what the networks of :mod:`.study` tell, in docs/study.md: of its longest prefix of whole blocks.
+"""Say what the networks of :mod:`.study` tell, in docs/study-tables.md: of its longest prefix of whole blocks.
 
 Inside of a *stratum*, one data set, architecture and training loss, measures are held against targets. Statistics that
 are no correlations have the jackknife over recipes too.
@@ -31,8 +31,8 @@ from .restate import filled
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PAGE = Path(__file__).parents[2] / "docs" / "study.md"
-FOLDER = PAGE.with_suffix("")
+FOLDER = Path(__file__).parents[2] / "docs" / "study"
+PAGE = FOLDER.with_name("study-tables.md")
 HEAD, SUM, PER_FEATURE = "relative_flatness head", "relative_flatness", "relative_flatness_per_feature"
 CEILINGS = ("the twin's target", "settings fitted")
 BASELINES = ("random numbers", "learning rate", "steps")

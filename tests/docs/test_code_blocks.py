@@ -54,7 +54,7 @@ loss, data, (x_test, y_test) = nn.CrossEntropyLoss(), (x.flatten(1), y), (x.flat
 def train(model):
     return 1.0
 """,
-    "zoo.md": "import pandas, pyflatness as pf",
+    "zoo-tables.md": "import pandas, pyflatness as pf",
 }
 
 
