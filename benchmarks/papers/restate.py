@@ -5,8 +5,8 @@
     python -m benchmarks.papers.restate --from FOLDER NAME …     # results of a run with --out FOLDER, taken over
 
 Each file's findings, verdict and figure are made anew, and the verdict becomes the text behind the file's link in
-docs/papers-figures.md, or with tables stands in docs/grid-tables.md. Files of the tables in docs/zoo take the place of a run;
-their points are in the tables.
+docs/papers-figures.md, or with tables stands in docs/grid-tables.md. Files of the tables in docs/zoo take the place of
+a run; their points are in the tables.
 """
 
 import json
