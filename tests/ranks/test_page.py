@@ -1,4 +1,4 @@
-"""docs/ranks.md says of every public call that reads data, and of every measure, whether it is there over ranks."""
+"""docs/sweep.md says of every public call that reads data, and of every measure, whether it is there over ranks."""
 
 import inspect
 import re
@@ -7,7 +7,7 @@ from pyflatness.measures import MEASURES
 from support import ROOT, rank_cases
 from support.public import CALLS
 
-PAGE = (ROOT / "docs" / "ranks.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "sweep.md").read_text("utf-8")
 BY_THEMSELVES = {"reparameterize"}  # which read data, and never together
 
 
