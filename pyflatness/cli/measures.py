@@ -34,14 +34,14 @@ name. This page is made from the table in the code: `pyflatness measures --markd
 
 - **a number of each**: values of a `layer` are `report[layer, name]`, those of the `network` are `report[name]`.
 - **invariant to rescalings** of a ReLU network that leave its function alone: `layer-wise`, a layer's weights by λ and
-  the next one's by 1/λ; `neuron-wise`, each row of a layer by its own λ_j and the columns behind it by 1/λ_j.
+  the next one's by 1/λ. `neuron-wise`, each row of a layer by its own λ_j and the columns behind it by 1/λ_j.
   `pf.reparameterize` makes such networks, and tests check that every measure is what is said here.
 - **ω_i** in formulas is the weight of sample i in the loss's mean: the number of its loss terms, or the sum of their
   class weights. Σ_i ω_i, the total weight, is the *normaliser*. For the reduction `"sum"` the normaliser is 1.
 - **S_i** is a *square-root factor* of the loss Hessian in the outputs f_i of sample i: ∂²ℓ_i/∂f_i² = S_i diag(σ_i)
-  S_iᵀ. Each column S_i[:, c] is sent backward from the outputs, as a *cotangent*. For a layer with inputs φ_p at
-  positions p (pixels, tokens), let δ_p be what arrives at its output. Then **M_i^(c)** = Σ_p δ_p φ_pᵀ is a gradient in
-  the layer's weight.
+  S_iᵀ. Each column S_i[:, c] is [sent backward](glossary.md) from the outputs. For a layer with inputs φ_p at positions
+  p (pixels, tokens), let δ_p be what arrives at its output. Then **M_i^(c)** = Σ_p δ_p φ_pᵀ is a gradient in the
+  layer's weight.
 - **GGN**, the generalised Gauss-Newton matrix, is the part of the loss Hessian that these M give. It is the Hessian
   where the model is locally linear in the weight.
 - **cost**: a sweep is a forward pass and one backward pass for each column (C − 1 for cross-entropy with C classes),

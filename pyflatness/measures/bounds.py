@@ -1,7 +1,7 @@
 """Bound the representation's measures by derivatives in the weights (C24, Propositions 3.4 to 3.10).
 
-For layer l with weight W and input x_i, J_i = ∂f_i/∂x_i through everything behind, s = s_max(J_i), g_i = |∂f_i/∂W|_F,
-N outputs, and S the sharpness at an interpolation, (1/n) Σ_i |∂f_i/∂θ|_F² (Eq. 3), θ the chosen layers' weights:
+For layer l with weight W and input x_i: J_i = ∂f_i/∂x_i through everything behind, s = s_max(J_i), g_i = |∂f_i/∂W|_F,
+and N outputs. S is the sharpness at an interpolation, (1/n) Σ_i |∂f_i/∂θ|_F² (Eq. 3), θ the chosen layers' weights:
 
     mls_bound         |W|₂ √(mean 1/|x_i|²) √(mean g_i²)  ≥ mls                                  C of Eq. 48
     nmls_bound        √(mean_i Σ_l |W_l|₂²/|x_i^l|²) √S  ≥ nmls                                  Eq. 12
@@ -20,12 +20,12 @@ The inequalities rest on J = (∂f/∂z) W and g = |∂f/∂z|_F |x| at the laye
 one position, called once, whose input goes nowhere else; elsewhere (tokens, convolutions, shortcuts) there is **no
 guarantee**, and the values say so.
 
-Eq. 17 is for a layer whose input goes past it too, as at the start of a residual block:
-s_max(J) - s_max(J') ≤ |W|₂ g / |x| for J' = J - (∂f/∂z) W, the derivative by the other ways. Behind a plain shortcut,
-x + h(Wx), that is the derivative at the input of what follows the sum, for branches of any depth. It is guaranteed for
-Linear layers with one position, called once; of a layer without another way the next layer's s_max is taken off. Its
-sum over layers is guaranteed where it leads from the first layer to the last: where each J' on the way is no larger
-than J at a later layer's input, as it is where that input is the sum.
+Eq. 17 is for a layer whose input goes past it too, as at the start of a residual block: s_max(J) - s_max(J') ≤ |W|₂ g /
+|x|. Here J' = J - (∂f/∂z) W is the derivative by the other ways. Behind a plain shortcut, x + h(Wx), that is the
+derivative at the input of what follows the sum, for branches of any depth. It is guaranteed for Linear layers with one
+position, called once. Of a layer without another way the next layer's s_max is taken off. Its sum over layers is
+guaranteed where it leads from the first layer to the last. So it does where each J' on the way is no larger than J at a
+later layer's input, as where that input is the sum.
 """
 
 import math

@@ -2,12 +2,12 @@
 
     FR = √ E ⟨θ, ∂ℓ/∂θ⟩²        θ all parameters, ⟨θ, ∂ℓ/∂θ⟩ = ⟨∂ℓ/∂f, (∂f/∂θ) θ⟩
 
-An observation is one loss term, of the weight that it has in E: with terms t_i of E = Σ_i t_i / Σ_i ω_i it is ℓ_i = t_i
-/ ω_i, and FR² = Σ_i ω_i ⟨θ, ∂ℓ_i/∂θ⟩² / Σ_i ω_i; for the reduction "sum", as E, without the normaliser. Of a loss that
-is a sum over outputs (squared error, binary cross-entropy) all outputs of a sample are one observation: ℓ_i is their
-mean, or for the reduction "sum" their sum, as of the same loss given as a callable. (∂f/∂θ) θ comes from one run of the
-model in forward mode. Behind ReLU, K layers without biases have FR = K √ E ⟨∂ℓ/∂f, f⟩². It is invariant to layer-wise
-and neuron-wise rescalings: each parameter times its derivative is.
+An observation is one loss term, of the weight that it has in E. With terms t_i of E = Σ_i t_i / Σ_i ω_i it is ℓ_i = t_i
+/ ω_i, and FR² = Σ_i ω_i ⟨θ, ∂ℓ_i/∂θ⟩² / Σ_i ω_i. For the reduction "sum" it is, as E, without the normaliser. Of a loss
+that is a sum over outputs (squared error, binary cross-entropy) all outputs of a sample are one observation. Then ℓ_i
+is their mean, or for the reduction "sum" their sum, as of the same loss given as a callable. (∂f/∂θ) θ comes from one
+run of the model in forward mode. Behind ReLU, K layers without biases have FR = K √ E ⟨∂ℓ/∂f, f⟩². It is invariant to
+layer-wise and neuron-wise rescalings: each parameter times its derivative is.
 """
 
 import math

@@ -2,12 +2,12 @@
 
     s_max(∂f_i/∂x_i) ≈ max_δ |f(x_i + δ) - f(x_i)| / |δ|,    |δ| = r |x_i| held
 
-by ascent on δ from a random start: each step takes δ to the sphere's point in the direction of the gradient of
-½ |f(x + δ) - f(x)|², which for small r is JᵀJ δ, so that the steps are those of the power method. The value of a sample
-is the largest quotient seen on the way; for r → 0 and up to rounding it is at most s_max, and comes close to it from
-below as steps are made: by about (s_2/s_1)^(2k) after k of them. ``normalized_mls_adversarial`` is the mean of
-|x_i|² s_max², normalised MLS (Definition F.1), by the same ascent. At the model's input alone; r is the square root of
-the dtype's ε unless given, small enough for the derivative and large enough for the difference to have digits.
+by ascent on δ from a random start. Each step takes δ to the sphere's point in the direction of the gradient of ½ |f(x +
+δ) - f(x)|². For small r that is JᵀJ δ, so that the steps are those of the power method. The value of a sample is the
+largest quotient seen on the way. For r → 0 and up to rounding it is at most s_max, and comes close to it from below: by
+about (s_2/s_1)^(2k) after k steps. ``normalized_mls_adversarial`` is the mean of |x_i|² s_max², normalised MLS
+(Definition F.1), by the same ascent. At the model's input alone; r is the square root of the dtype's ε unless given,
+small enough for the derivative and large enough for the difference to have digits.
 
 C24: "From Loss Flatness to Compressed Representations".
 """

@@ -4,10 +4,10 @@ It is defined by Petzka et al. (2021), appendix C.2, after Jiang et al. (2020).
 
     σ: mean accuracy of the network at θ + u, u ~ N(0, σ²) on all parameters, is 0.1 below its own;  flatness 1/σ²
 
-found by bisection on [0, 2]: at most 15 steps, ended where the drop is within 0.01 of 0.1, each over the same 10 probes
-of the noise, so that the drop of each draw is one function of σ. BatchNorm is folded into the layers in front of it
-first, so that numbers which only scale each other do not count. With θ the weights (parameters of two dimensions and
-more) of which there are ω, θ⁰ those before training, n samples, ε = 1e-3:
+found by bisection on [0, 2], in at most 15 steps, ended where the drop is within 0.01 of 0.1. Each step is over the
+same 10 probes of the noise, so that the drop of each draw is one function of σ. BatchNorm is folded into the layers in
+front of it first, so that numbers which only scale each other do not count. With θ the weights (parameters of two
+dimensions and more) of which there are ω, θ⁰ those before training, n samples, ε = 1e-3:
 
     bound            |θ|² / (4σ²) + log(n/σ) + 10                      initial: |θ-θ⁰|² in the place of |θ|²
     magnitude-aware  ¼ Σ_j log[(ε² + (σ²+1) |θ-θ⁰|²/ω) / (ε² + σ² (θ_j-θ⁰_j)²)] + log(n/σ) + 10

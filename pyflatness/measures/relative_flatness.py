@@ -17,10 +17,10 @@ rescalings of ReLU networks; normalised also to neuron-wise ones.
 
 is the curvature along each neuron's own weights, ``neuron_flatness`` (Petzka et al. 2019, appendix B). w_l(j) are a
 neuron's outgoing weights: the column of an input unit, or the kernel elements of all filters on an input channel of a
-convolution (within its group of channels); for ``neuron_flatness_rows`` the row of incoming weights of an output unit.
-``per_neuron`` of a layer's estimate has ρ^l(j), and its value is their sum ρ_σ^l, a network's that of its layers, ρ^Σ;
-of ``…_max`` the largest, ρ^l, and the largest of the measured layers, ρ^max. Behind layers that are not piecewise
-linear it takes one Hessian product for each neuron. It is invariant to layer-wise and neuron-wise rescalings.
+convolution (within its group of channels). For ``neuron_flatness_rows`` they are the row of incoming weights of an
+output unit. ``per_neuron`` of a layer's estimate has ρ^l(j), and its value is their sum ρ_σ^l, a network's that of its
+layers, ρ^Σ; of ``…_max`` the largest, ρ^l, and the largest of the measured layers, ρ^max. Behind layers that are not
+piecewise linear it takes one Hessian product for each neuron. It is invariant to layer-wise and neuron-wise rescalings.
 """
 
 from dataclasses import replace

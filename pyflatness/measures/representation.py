@@ -19,7 +19,7 @@ but in nmls and volume. Means are over samples, whatever the loss: it has no par
 chosen ones, all linear and convolutional layers unless said otherwise.
 
 Where the rank of J is below the number of outputs (always if these are more than the inputs) the volume is 0, its
-logarithm minus infinity, and a note says for how many samples; ``pf.representation(…, top=k)`` takes the k largest
+logarithm minus infinity, and a note says for how many samples. ``pf.representation(…, top=k)`` takes the k largest
 singular values instead. G is summed in float64. Logarithms come from its eigenvalues where these are within 1e-4 of the
 largest, else from a QR decomposition of J. Of J = 0 the dimension is 0.
 

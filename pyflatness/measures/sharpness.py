@@ -8,10 +8,10 @@ It is not invariant to rescalings.
 
     (1/n) Σ_i |∂f_i/∂θ|²        f_i all outputs of a sample, θ all trainable parameters
 
-is ``interpolation_sharpness``, sharpness at interpolation (C24, Eq. 3; also Ma and Ying 2021): the trace of the Hessian
-of (1/n) Σ_i ½|f_i - y_i|² where f = y, and for a network that is locally linear in each parameter (ReLU) at any
-residual. The user's loss and targets do not count, nor what the loss ignores. First derivatives only: the cotangents
-are the unit vectors of the outputs. It is not invariant to rescalings.
+is ``interpolation_sharpness``, sharpness at interpolation (C24, Eq. 3; also Ma and Ying 2021). It is the trace of the
+Hessian of (1/n) Σ_i ½|f_i - y_i|² where f = y, and for a network that is locally linear in each parameter (ReLU) at any
+residual. The user's loss and targets do not count, nor what the loss ignores. First derivatives only: what is sent backward are the unit vectors of the
+outputs. It is not invariant to rescalings.
 
     Σ_j w_j² ∂²E/∂w_j² = Σ_i Σ_c σ_ic |w ∘ M_i^(c)|² / Σ_i ω_i    by the GGN            of a layer
     Σ_j θ_j² ∂²E/∂θ_j²,    θ all trainable parameters, biases and normalisation too        of the network
@@ -21,9 +21,9 @@ value is not the sum of its layers'; it takes a sweep of its own (:mod:`pyflatne
 measure is asked for by name or by ``"all"``: ``measures="sweep"`` gives the layers' values alone. Where the network's
 cannot be had (too many entries in which the model is not piecewise linear), the report has the layers' and says why. It
 is the limit ρ → 0 of :mod:`.adaptive_sharpness_mc` where the model is twice differentiable. Behind layers that are not
-piecewise linear a layer's value comes from the diagonal of the Hessian, d products for a layer of one position,
-d min(P, m) for P; sampled as E⟨D, H D⟩ for D = diag(a) w diag(b) with random signs a, b, drawn for each sample. It is
-invariant to layer-wise and neuron-wise rescalings.
+piecewise linear a layer's value comes from the diagonal of the Hessian: d products for a layer of one position, d
+min(P, m) for P. It is sampled as E⟨D, H D⟩ for D = diag(a) w diag(b) with random signs a, b, drawn for each sample. It
+is invariant to layer-wise and neuron-wise rescalings.
 
     (1/n) Σ_i Σ_j θ_j² |∂f_i/∂θ_j|²        f_i all outputs of a sample, θ_j all trainable parameters
 

@@ -27,10 +27,10 @@ the weights of normalisations and weights in several kinds of uses have no such 
     with m_ic = vec(M_i^(c)), over Σ_i ω_i
 
 is ``lambda_max``, of a layer's block and of all measured layers together. w is the layer's effective weight, all its
-groups together, without the bias; the network's value is that of the joint Hessian of the measured layers' weights,
+groups together, without the bias. The network's value is that of the joint Hessian of the measured layers' weights,
 with the blocks between layers (where the GGN is another matrix even for ReLU networks). It is computed by Lanczos
 (:mod:`pyflatness.numerics.lanczos`), where every product is one read of the data. Certified is that an eigenvalue lies
-within the reported residual of the value, up to the rounding of the products; that it is the largest one is as certain
+within the reported residual of the value, up to the rounding of the products. That it is the largest one is as certain
 as that a random start has a component along its eigenvector.
 """
 
