@@ -10,8 +10,8 @@ It is not invariant to rescalings.
 
 is ``interpolation_sharpness``, sharpness at interpolation (C24, Eq. 3; also Ma and Ying 2021). It is the trace of the
 Hessian of (1/n) Σ_i ½|f_i - y_i|² where f = y, and for a network that is locally linear in each parameter (ReLU) at any
-residual. The user's loss and targets do not count, nor what the loss ignores. First derivatives only: what is sent backward are the unit vectors of the
-outputs. It is not invariant to rescalings.
+residual. The user's loss and targets do not count, nor what the loss ignores. First derivatives only: what is sent
+backward are the unit vectors of the outputs. It is not invariant to rescalings.
 
     Σ_j w_j² ∂²E/∂w_j² = Σ_i Σ_c σ_ic |w ∘ M_i^(c)|² / Σ_i ω_i    by the GGN            of a layer
     Σ_j θ_j² ∂²E/∂θ_j²,    θ all trainable parameters, biases and normalisation too        of the network
