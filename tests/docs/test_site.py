@@ -26,7 +26,7 @@ def test_formulas_has_every_measure() -> None:
 
 def _user_pages() -> list[str]:
     """Return the names of the pages for users, those of the sidebar that are not inside, and of the README."""
-    names = re.findall(r"^([a-z-]+)$", (DOCS / "index.md").read_text(encoding="utf-8"), re.MULTILINE)
+    names = re.findall(r"^([a-z0-9-]+)$", (DOCS / "index.md").read_text(encoding="utf-8"), re.MULTILINE)
     return [*(f"docs/{name}.md" for name in names if name not in ("changelog", "inside")), "README.md"]
 
 
