@@ -46,8 +46,8 @@ def made(bench: Bench) -> tuple[dict[str, list[Any]], dict[str, str]]:
     """Train what is not trained, score what is not scored, and return a table with a row for each network.
 
     Returns:
-        Columns: ``name``, the settings, ``seed``, ``steps``, ``train_loss``, for each test set its loss and gap, and
-        the values of measures, ``MEASURE`` of the network or ``MEASURE head``, with NaN for those that there are none
+        Columns: ``name``, the settings, ``seed``, ``steps``, ``train_loss``, for each test set its loss and gap, for
+        the first one ``test error`` too, the part of images that are not classified right, and the values of measures, ``MEASURE`` of the network or ``MEASURE head``, with NaN for those that there are none
         of. And the networks and values that there are none of, and why.
     """
     settings = bench.settings
@@ -158,7 +158,7 @@ def _read(row: Mapping[str, Any], train: Data, folder: Path) -> nn.Module:
 def scored(
     networks: Mapping[str, nn.Module], train: Data, tests: Mapping[str, Data], store: Path, failures: dict[str, str]
 ) -> dict[str, dict[str, float]]:
-    """Return by network its losses on test sets, and the values of all measures, by column."""
+    """Return by network its losses on test sets, its test error, and the values of all measures, by column."""
     heads = {name: [*dict(network.named_children())][-1] for name, network in networks.items()}
     found: dict[str, dict[str, float]] = {name: {} for name in networks}
     for row in score(networks, "cross_entropy", train, measures=_NAMES, store=store):
@@ -173,4 +173,6 @@ def scored(
             some = {name: network for name, network in networks.items() if heads[name] == head}
             for row in score(some, "cross_entropy", held, layers=head, measures="relative_flatness", store=store):
                 found[row.checkpoint][f"{shift} loss"] = math.nan if row.loss is None else row.loss
+                if shift == "test":
+                    found[row.checkpoint]["test error"] = math.nan if row.accuracy is None else 1 - row.accuracy
     return found
