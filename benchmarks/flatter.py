@@ -1,14 +1,17 @@
-"""Does a penalty on relative flatness train flatter networks that generalise better? Five seeds, and SAM beside.
+"""Does a penalty on relative flatness train flatter networks that generalise better? Five seeds, and others beside.
 
     python benchmarks/flatter.py digits cifar10 --out FOLDER    # trains what FOLDER has not yet, and prints tables
     python benchmarks/flatter.py digits cifar10 --out FOLDER --figure FILE.png
 
 Digits are scikit-learn's, 300 to train on and 1,497 to test, and a network of two convolutions. CIFAR-10 is LeNet-5 on
 2,000 images of ``../shared/data`` and 2,000 to test, without augmentation. The arms of a seed have the same initial
-weights and the same batches. Intervals of 95 % are Student's over the seeds: of means, and of the mean difference to
-plain training with the same seed. Every run is kept in FOLDER as soon as it is done.
+weights and the same batches. Beside the penalties are SAM, weight decay, label smoothing, and FAM as its authors' code
+takes it. Intervals of 95 % are Student's over the seeds: of means, of the mean difference to plain training with the
+same seed, and of that to plain training which was stopped at the training loss where the other one ended. Every run is
+kept in FOLDER as soon as it is done.
 """
 
+import itertools
 import json
 import math
 import statistics
@@ -16,7 +19,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 import torch
@@ -30,11 +33,15 @@ import pyflatness as pf
 from pyflatness.report.intervals import interval, shown
 
 SEEDS = range(5)
-COLOURS = {"plain": "black", "κ of conv2": "tab:blue", "κ of head": "tab:green", "SAM": "tab:orange"}
+COLOURS = {
+    **{"plain": "black", "κ of conv2": "tab:blue", "κ of head": "tab:green", "SAM": "tab:orange"},
+    **{"FAM of head": "tab:olive", "weight decay": "tab:purple", "label smoothing": "tab:red"},
+}
 LOSS = nn.CrossEntropyLoss()
 Data = tuple[Tensor, Tensor]
 Arm = tuple[str, float]
-Values = dict[str, float]
+Values = dict[str, Any]
+"""Of a run: numbers at its end, and ``curve``, (training loss, test loss, test accuracy) after each epoch."""
 
 
 class Setting(NamedTuple):
@@ -85,12 +92,14 @@ SETTINGS = {
     "digits": Setting(
         digits, small, "fc", 0.05, 50, 100,
         [("plain", 0.0), ("κ of conv2", 0.003), ("κ of conv2", 0.03), ("SAM", 0.05), ("SAM", 0.2),
-         ("κ of head", 0.001), ("κ of head", 0.01)],
+         ("κ of head", 0.001), ("κ of head", 0.01), ("FAM of head", 0.001), ("FAM of head", 0.01),
+         ("weight decay", 0.005), ("weight decay", 0.05), ("label smoothing", 0.03), ("label smoothing", 0.1)],
     ),
     "cifar10": Setting(
         images, lenet5, "fc3", 0.05, 128, 20,
         [("plain", 0.0), ("κ of conv2", 0.001), ("κ of conv2", 0.01), ("SAM", 0.1),
-         ("κ of head", 0.001), ("κ of head", 0.01)],
+         ("κ of head", 0.001), ("κ of head", 0.01), ("FAM of head", 0.001), ("FAM of head", 0.01),
+         ("weight decay", 0.005), ("weight decay", 0.05), ("label smoothing", 0.03), ("label smoothing", 0.1)],
     ),
 }  # fmt: skip
 
@@ -122,13 +131,30 @@ def of_head(model: nn.Sequential, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]
     return head(features), pf.flatness_penalty(features, head.weight, head.bias, y, loss=LOSS)
 
 
-def trained(setting: Setting, arm: Arm, seed: int, data: Data) -> nn.Sequential:
+def of_fam(model: nn.Sequential, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the outputs, and κ of the last layer as the code of FAM (Adilova et al. 2023) takes it, times its inputs.
+
+    That code copies the Hessian out of the graph: Σ ⟨w_s, w_s'⟩ Tr(H_ss') has a gradient by the weights of the layer
+    alone, with the traces held fixed. Its value is κ, which for cross-entropy is mean_i |φ_i|² var_{p_i}(w).
+    """
+    features, head = model[:-1](x), model[-1]
+    assert isinstance(head, nn.Linear)
+    outputs = head(features)
+    with torch.no_grad():
+        squares, p = features.square().sum(dim=1), outputs.softmax(dim=1)
+        traces = torch.diag(squares @ p / len(x)) - (p * squares[:, None]).T @ p / len(x)
+    return outputs, (head.weight @ head.weight.T * traces).sum()
+
+
+def trained(setting: Setting, arm: Arm, seed: int, data: Data, after_epoch: Callable[[nn.Module], object]) -> nn.Module:
     """Return a network trained in one way; the learning rate falls to 0 along a cosine."""
     (kind, strength), (inputs, targets) = arm, data
     torch.manual_seed(seed)
     model = setting.network()
     steps = setting.epochs * math.ceil(len(inputs) / setting.batch)
-    optimizer = torch.optim.SGD(model.parameters(), setting.rate, momentum=0.9)
+    decay = strength if kind == "weight decay" else 0.0
+    optimizer = torch.optim.SGD(model.parameters(), setting.rate, momentum=0.9, weight_decay=decay)
+    minimised = nn.CrossEntropyLoss(label_smoothing=strength if kind == "label smoothing" else 0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     batches = torch.Generator().manual_seed(seed)  # of its own: a penalty draws from the global one
     with pf.FlatnessPenalty(model, "conv2", LOSS) as of_layer:
@@ -138,12 +164,18 @@ def trained(setting: Setting, arm: Arm, seed: int, data: Data) -> nn.Sequential:
                 if kind == "SAM":
                     sam_step(model, optimizer, x, y, strength)
                 else:
-                    outputs, value = of_head(model, x, y) if kind == "κ of head" else (model(x), torch.zeros(()))
-                    value = of_layer(outputs, y) if kind == "κ of conv2" else value
+                    if kind == "κ of head":
+                        outputs, value = of_head(model, x, y)
+                    elif kind == "FAM of head":
+                        outputs, value = of_fam(model, x)
+                    else:
+                        outputs = model(x)
+                        value = of_layer(outputs, y) if kind == "κ of conv2" else torch.zeros(())
                     optimizer.zero_grad()
-                    (LOSS(outputs, y) + strength * value).backward()
+                    (minimised(outputs, y) + strength * value).backward()
                     optimizer.step()
                 schedule.step()
+            after_epoch(model)
     return model.eval()
 
 
@@ -156,11 +188,16 @@ def tested(model: nn.Module, data: Data) -> tuple[float, float]:
 
 def run(setting: Setting, arm: Arm, seed: int) -> Values:
     """Train a network and return what came of it."""
-    start = time.perf_counter()
     train, test = setting.data(seed)
-    model = trained(setting, arm, seed, train)
+    curve: list[tuple[float, float, float]] = []
+
+    def followed(model: nn.Module) -> None:
+        curve.append((tested(model, train)[0], *tested(model, test)))
+
+    start = time.perf_counter()
+    model = trained(setting, arm, seed, train, followed)
     seconds = time.perf_counter() - start
-    values = {}
+    values: Values = {"curve": curve}
     for part, data in (("train", train), ("test", test)):
         values[f"{part} loss"], values[f"{part} accuracy"] = tested(model, data)
     values["gap"] = values["test loss"] - values["train loss"]
@@ -186,7 +223,22 @@ def kept(name: str, out: Path) -> dict[str, list[Values]]:
 def named(arm: Arm) -> str:
     """Return how an arm is called."""
     kind, strength = arm
-    return {"plain": "plain", "SAM": f"SAM, ρ = {strength:g}"}.get(kind, f"{kind}, λ = {strength:g}")
+    signs = {"SAM": "ρ = ", "weight decay": "", "label smoothing": ""}
+    return "plain" if kind == "plain" else f"{kind}, {signs.get(kind, 'λ = ')}{strength:g}"
+
+
+def stopped(run: Values, loss: float) -> dict[str, float]:
+    """Return a run's test loss and accuracy where its training loss was first as low, by a line between two epochs.
+
+    A run that never was so low is taken as it ended.
+    """
+    curve = run["curve"]
+    for before, after in itertools.pairwise(curve):
+        if after[0] <= loss:
+            part = min(max((before[0] - loss) / (before[0] - after[0]), 0.0), 1.0) if before[0] > after[0] else 1.0
+            between = [one + part * (other - one) for one, other in zip(before, after, strict=True)]
+            return dict(zip(("train loss", "test loss", "test accuracy"), between, strict=True))
+    return dict(zip(("train loss", "test loss", "test accuracy"), curve[-1], strict=True))
 
 
 def with_interval(values: Iterable[float]) -> str:
@@ -208,7 +260,16 @@ def printed(name: str, found: dict[str, list[Values]]) -> None:
         if arm != "plain":
             pairs = [*zip(runs, found["plain"], strict=True)]
             tables[1].add_row(arm, *(with_interval(a[column] - b[column] for a, b in pairs) for column in columns))
-    for table in tables:
+    equal = Table(title=f"{name}: differences to plain training that was stopped at the training loss of the other")
+    for column in ("training", "train loss", "test loss", "test accuracy"):
+        equal.add_column(column, justify="left" if column == "training" else "right")
+    for arm, runs in found.items():
+        if arm != "plain":
+            ends = [stopped(plain, run["train loss"]) for run, plain in zip(runs, found["plain"], strict=True)]
+            pairs = [*zip(runs, ends, strict=True)]
+            columns = ("train loss", "test loss", "test accuracy")
+            equal.add_row(arm, *(with_interval(a[column] - b[column] for a, b in pairs) for column in columns))
+    for table in (*tables, equal):
         Console(width=190).print(table)
 
 
