@@ -216,7 +216,7 @@ def kept(name: str, out: Path) -> dict[str, list[Values]]:
             if key not in held:
                 held[key] = run(SETTINGS[name], arm, seed)
                 path.write_text(json.dumps(held, indent=1, ensure_ascii=False), encoding="utf-8")
-                print(f"{name} | {key}: {held[key]}", flush=True)
+                print(f"{name} | {key}: { ({k: v for k, v in held[key].items() if k != 'curve'}) }", flush=True)
     return {named(arm): [held[f"{named(arm)} | {seed}"] for seed in SEEDS] for arm in SETTINGS[name].arms}
 
 

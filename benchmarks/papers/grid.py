@@ -5,8 +5,8 @@ every combination of width, depth, batch size, learning rate, weight decay and o
 cross-entropy on all training data (:mod:`.training`). Over all of them, and over those of one width and depth, there is
 Kendall's τ; with the settings held fixed Spearman's partial correlation; the granulated Kendall Ψ and the conditional
 mutual information of Jiang et al. (2020); the sign error of Dziugaite et al. (2020), mean and worst case. Beside the
-measures stands what any of them is to be held against (:func:`baselines`). Targets are the gap, and those under shifts:
-images turned, with noise, labels that are wrong.
+measures stands what any of them is to be held against (:func:`baselines`). Targets are the gap, those under shifts
+(images turned, with noise, labels that are wrong), and the error on test data.
 """
 
 import math
@@ -35,6 +35,7 @@ _HEAD, _SUM = "relative_flatness head", "relative_flatness"
 PER_FEATURE = "relative_flatness_per_feature head"
 KAPPAS = (_HEAD, _SUM, PER_FEATURE)
 SHAPE = ("width", "depth")
+ERROR = "test error"
 FEWEST = 30  # pairs of an environment of the sign error
 
 Row = dict[str, float]
@@ -47,11 +48,11 @@ def measured(bench: Bench) -> tuple[dict[str, list[Any]], dict[str, str]]:
 
 
 def judge(points: Points) -> Found:
-    """Compare measures with the gaps of all networks that have the gaps, and relative flatness."""
+    """Compare measures with gaps and test error of all networks that have these, and relative flatness."""
     grid = compared_networks(points)
     settings = [name for name in SETTINGS if len(set(grid.columns[name])) > 1]
     found: dict[tuple[str, str], Row] = {}
-    for target in grid.targets:
+    for target in (*grid.targets, ERROR):
         columns = grid.columns | baselines(grid.columns, settings, target)
         for measure in (*grid.measures, *BASELINES):
             found[measure, target] = compared(columns, measure, target, settings)
@@ -74,6 +75,11 @@ def judge(points: Points) -> Found:
             for measure in (*grid.measures, *BASELINES)
             for key, what in WORDS.items()
         ),
+        *(
+            Finding(f"{measure}: {WORDS[key]}, test error", found[measure, ERROR][key])
+            for measure in (*grid.measures, *BASELINES)
+            for key in OF_ERROR
+        ),
     ]
     return Found(
         points.columns,
@@ -95,6 +101,7 @@ WORDS = {
     "sign_error": "mean sign error",
     "worst": "worst sign error",
 }
+OF_ERROR = ("tau", "inside", "partial")
 BASELINES = ("settings alone", "the gap of another seed", "1/width", "random numbers")
 
 
@@ -136,16 +143,19 @@ def as_text(columns: Mapping[str, Sequence[Any]], settings: Sequence[str]) -> di
 def kappas(grid: "Grid", settings: Sequence[str]) -> dict[tuple[str, str], Finding]:
     """Return relative flatness' correlations with the gap, with intervals over recipes and seeds, by column and kind.
 
-    The kinds are ``"all"``, over all networks, ``"inside"``, of those of one width and depth, ``"partial"``, with all
-    settings held fixed, and ``"less"``, for the sum over layers: what it has inside over the head.
+    The kinds are ``"all"``, over all networks, ``"inside"``, of those of one width and depth, ``"depth"``, of those of
+    one depth, ``"partial"``, with all settings held fixed, ``"error"``, of those of one width and depth with the test
+    error, and ``"less"``, for the head: what it has inside over the sum over layers.
     """
-    chosen = {name: grid.columns[name] for name in ("name", "seed", *settings, *KAPPAS)}
+    chosen = {name: grid.columns[name] for name in ("name", "seed", *settings, *KAPPAS, ERROR)}
     table = chosen | {"gap": grid.columns["test gap"]} | as_text(grid.columns, settings)
     options: Any = {"settings": settings, "seeds": "seed", "interval": "fisher"}
     inside = [name for name in SHAPE if name in settings]
     kinds: dict[str, tuple[str, str, Any]] = {
         "all": ("Kendall", "Kendall with the gap", {}),
         "inside": ("Kendall", "Kendall with the gap, one width and depth", {"strata": inside}),
+        "depth": ("Kendall", "Kendall with the gap, one depth", {"strata": [n for n in inside if n != "width"]}),
+        "error": ("Kendall", "Kendall with the test error, one width and depth", {"strata": inside, "y": ERROR}),
         "partial": (
             "Spearman",
             "partial Spearman with the gap, given all settings",
@@ -191,14 +201,14 @@ class Grid:
 
 
 def compared_networks(points: Points) -> Grid:
-    """Return the networks that have all gaps and relative flatness, of the head and of all layers.
+    """Return the networks that have all gaps, a test error, and relative flatness, of the head and of all layers.
 
     Raises:
         InputError: fewer than two do.
     """
     table, failures = points.columns, dict(points.failures)
     targets = tuple(name for name in table if name.endswith(" gap"))
-    needed = (_HEAD, _SUM, *targets)
+    needed = (_HEAD, _SUM, *targets, ERROR)
     kept = []
     for place, name in enumerate(table["name"]):
         missing = [column for column in needed if not math.isfinite(table.get(column, {place: math.nan})[place])]
@@ -209,9 +219,6 @@ def compared_networks(points: Points) -> Grid:
     if len(kept) < 2:
         raise InputError(f"grid: {len(kept)} networks can be compared: {shown(failures)}")
     columns = {column: [cells[place] for place in kept] for column, cells in table.items()}
-    if PER_FEATURE not in columns:  # of points that are older than the measure; the head has as many inputs as units
-        pairs = zip(columns[_HEAD], columns["width"], strict=True)
-        columns[PER_FEATURE] = [value / (2 * width) for value, width in pairs]
     measures = []
     for column in (name for name in columns if name.split()[0] in {row.name for row in MEASURES}):
         missing_of = sum(not math.isfinite(value) for value in columns[column])
@@ -267,7 +274,8 @@ def verdict(
         )
         return ", ".join(form.format(*row) for row in rows)
 
-    of = {kind: each({name: said(intervals[name, kind]) for name in KAPPAS}) for kind in ("all", "inside", "partial")}
+    kinds = ("all", "inside", "depth", "error", "partial")
+    of = {kind: each({name: said(intervals[name, kind]) for name in KAPPAS}) for kind in kinds}
     by_psi = sorted(grid.measures, key=lambda name: gap[name]["psi"], reverse=True)
     right = [name for name in by_psi if gap[name]["worst"] < 0.5]
     above = sum(gap[name]["tau"] > gap["1/width"]["tau"] for name in grid.measures)
@@ -278,7 +286,9 @@ def verdict(
     return (
         f"{len(losses)} networks with training losses between {min(losses):.5f} and {max(losses):.5f}; 95 % intervals "
         f"over recipes and seeds. Kendall's τ with the gap over all networks is {of['all']}. Over networks of one "
-        f"width and depth it is {of['inside']}; the head less the sum {said(intervals[_HEAD, 'less'])}. With all "
+        f"width and depth it is {of['inside']}; the head less the sum {said(intervals[_HEAD, 'less'])}. Over networks "
+        f"of one depth it is {of['depth']}. With the test error in the gap's place, over networks of one width and "
+        f"depth, it is {of['error']}. With all "
         f"settings held fixed Spearman's partial correlation is {of['partial']}. ψ by setting: "
         f"{'; '.join(f'{NAMES[name]} {each(psi, FORM)}' for name, psi in by_setting.items())}. Beside them, τ over all "
         f"networks: {each({name: gap[name]['tau'] for name in BASELINES})}; {above} of the {len(grid.measures)} "
@@ -296,12 +306,14 @@ NAMES = {_HEAD: "κ of the head", _SUM: "κ summed over the layers", PER_FEATURE
 def ordered(grid: Grid, found: Mapping[tuple[str, str], Row]) -> str:
     """Return all measures by Ψ as a Markdown table, and what they are to be held against."""
     shifts = [target.removesuffix(" gap") for target in grid.targets[1:]]
-    heads = ("τ", "τ, one shape", "partial", "Ψ", "CMI", "sign error", "worst", *(f"Ψ, {shift}" for shift in shifts))
+    heads = ("τ", "τ, one shape", "partial", "Ψ", "CMI", "sign error", "worst", *(f"Ψ, {shift}" for shift in shifts),
+             "τ, error", "τ, error, one shape", "partial, error")  # fmt: skip
     lines = [f"| measure | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
     by_psi = sorted(grid.measures, key=lambda name: found[name, "test gap"]["psi"], reverse=True)
     for name in (*BASELINES, *by_psi):
         row = found[name, "test gap"]
         cells = [*(row[key] for key in WORDS), *(found[name, target]["psi"] for target in grid.targets[1:])]
+        cells += [found[name, ERROR][key] for key in OF_ERROR]
         called = name if name in BASELINES else f"`{name}`"
         lines.append(f"| {called} | {' | '.join('–' if math.isnan(cell) else f'{cell:.2f}' for cell in cells)} |")
     return "\n".join(lines)

@@ -47,8 +47,9 @@ def made(bench: Bench) -> tuple[dict[str, list[Any]], dict[str, str]]:
 
     Returns:
         Columns: ``name``, the settings, ``seed``, ``steps``, ``train_loss``, for each test set its loss and gap, for
-        the first one ``test error`` too, the part of images that are not classified right, and the values of measures, ``MEASURE`` of the network or ``MEASURE head``, with NaN for those that there are none
-        of. And the networks and values that there are none of, and why.
+        the first one ``test error`` too, the part of images that are not classified right, and the values of measures,
+        ``MEASURE`` of the network or ``MEASURE head``, with NaN for those that there are none of. And the networks and
+        values that there are none of, and why.
     """
     settings = bench.settings
     train, held_out = data(bench)

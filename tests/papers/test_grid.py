@@ -102,7 +102,8 @@ TINY = {
 
 
 def test_a_tiny_grid(tmp_path, monkeypatch):
-    monkeypatch.setattr(grid_networks, "_NAMES", ("relative_flatness", "trace", "mls", "weight_norm"))
+    names = ("relative_flatness", "relative_flatness_per_feature", "trace", "mls", "weight_norm")
+    monkeypatch.setattr(grid_networks, "_NAMES", names)
     bench = Bench("small", grid.EXPERIMENT.settings("small", TINY), tmp_path, shown=False)
     found = grid.EXPERIMENT.run(bench)
     table = found.table
@@ -122,6 +123,11 @@ def test_a_tiny_grid(tmp_path, monkeypatch):
     with torch.no_grad():
         expected = float(nn.CrossEntropyLoss()(net(tests["noisy"][0]), tests["noisy"][1]))
     assert table["noisy loss"][0] == pytest.approx(expected, rel=1e-5)
+    with torch.no_grad():
+        wrong = float((net(tests["test"][0]).argmax(dim=1) != tests["test"][1]).double().mean())
+    assert table["test error"][0] == pytest.approx(wrong, abs=1e-12)
+    with_error = grid.compared(table, "mls", "test error", ["width", "learning_rate"])
+    assert by_name["mls: τ, test error"] == with_error["tau"]
     assert grid.EXPERIMENT.run(bench).verdict == found.verdict  # nothing is trained again
     json.dumps(found.verdict)
 
