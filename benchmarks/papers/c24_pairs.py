@@ -12,7 +12,7 @@ from torch import nn
 from pyflatness.api import measure
 from pyflatness.statistics.correlation import correlations
 
-from . import c24, claims, correlating
+from . import beside, c24, claims, correlating
 from .c24 import FITTED
 from .claims import Claim
 from .experiment import Bench, Experiment, Finding, Found, Points, note
@@ -62,6 +62,7 @@ def judge(points: Points) -> Found:
             if not math.isfinite(value):
                 note(failures, name, f"{label} is {value}, not in its correlations")
     findings = [correlated(table, one, other, paper) for one, other, paper in PAIRS]
+    held, against = beside_gap(table)
     recipes = {*zip(table["learning_rate"], table["batch_size"], strict=True)}
     fitted = sum(accuracy >= FITTED for accuracy in table["accuracy"])
     wanted = [Claim(item) for item in findings if item.paper == "positive"]
@@ -73,7 +74,23 @@ def judge(points: Points) -> Found:
         f"{WEAK:g}. {claims.grouped([Claim(kappa, -1, WEAK)])} That it is positive: {Claim(kappa).decided()}. Besides: "
         f"{besides.what} {claims.shown(besides)}."
     )
-    return Found(table, tuple(findings), verdict, lambda figure: draw(figure, table), failures, (6.5, 5.5))
+    return Found(
+        table, (*findings, *held), verdict, lambda figure: draw(figure, table), failures, (6.5, 5.5), {"gap": against}
+    )
+
+
+def beside_gap(table: Mapping[str, list[Any]]) -> tuple[list[Finding], str]:
+    """Return how the measures that the paper holds against the gap go with it, beside baselines."""
+    kept = [
+        place
+        for place, (accuracy, gap) in enumerate(zip(table["accuracy"], table["gap"], strict=True))
+        if accuracy >= FITTED and math.isfinite(gap)
+    ]
+    if len({(table["learning_rate"][place], table["batch_size"][place]) for place in kept}) < 2:
+        return [], ""
+    networks = {column: [cells[place] for place in kept] for column, cells in table.items()}
+    measures = [one for one, other, _ in PAIRS if other == "gap"]
+    return beside.table(networks, {name: COLUMNS[name] for name in measures}, "gap", RECIPE)
 
 
 def correlated(table: Mapping[str, list[Any]], one: str, other: str, paper: str) -> Finding:

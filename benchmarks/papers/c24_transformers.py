@@ -22,7 +22,7 @@ from pyflatness.measures.adaptive_sharpness_mc import adaptive_sharpness_mc
 from pyflatness.measures.mls_adversarial import mls_adversarial
 from pyflatness.statistics.correlation import correlations
 
-from . import claims, correlating, image_data
+from . import beside, claims, correlating, image_data
 from .claims import Claim
 from .experiment import Bench, Experiment, Finding, Found, Points, note
 from .networks import SigmoidOutputs, VisionTransformer
@@ -88,13 +88,27 @@ def judge(points: Points) -> Found:
         Finding(f"log normalised MLS with log adaptive sharpness, {how}", *ends, paper="positive trend")
         for how, ends in _correlated(table, kept).items()
     ]
+    held, against = beside_settings(table, kept)
     shapes = len({*zip(*(table[name] for name in SHAPE), strict=True)})
     verdict = (
         f"Over {len(kept)} transformers of {shapes} shapes, with 95 % intervals over shapes and seeds, the correlation "
         f"is positive in the paper. {claims.grouped([Claim(item) for item in findings])} These are small transformers "
         "trained here, in place of the paper's 181 pretrained ones."
     )
-    return Found(table, tuple(findings), verdict, lambda figure: draw(figure, table), failures, (6.0, 4.5))
+    return Found(
+        table, (*findings, *held), verdict, lambda figure: draw(figure, table), failures, (6.0, 4.5), {"mls": against}
+    )
+
+
+def beside_settings(table: Mapping[str, Sequence[Any]], kept: Sequence[int]) -> tuple[list[Finding], str]:
+    """Return how adaptive sharpness goes with normalised MLS, beside what shapes, other seeds and chance say of it."""
+    networks: dict[str, list[Any]] = {name: [table[name][place] for place in kept] for name in ("name", "seed", *SHAPE)}
+    if any(len({*networks[name]}) < 2 for name in SHAPE):
+        return [], ""
+    logs = {f"log {name}": [math.log(table[name][place]) for place in kept] for name in PAIR}
+    called = {f"log {PAIR[0]}": "logarithm of adaptive sharpness"}
+    y = "logarithm of normalised MLS"
+    return beside.table(networks | logs | {y: logs[f"log {PAIR[1]}"]}, called, y, SHAPE)
 
 
 def _correlated(

@@ -86,4 +86,4 @@ def error_bars(axes: "Axes", places: Sequence[float], findings: Sequence[Finding
 
 
 def _short(number: float) -> str:
-    return f"{number:.2f}" if abs(number) >= 0.005 or number == 0 else f"{number:.1g}"
+    return f"{number:.2f}" if abs(number) >= 0.005 or abs(number) < 1e-12 else f"{number:.1g}"

@@ -132,7 +132,7 @@ class Found:
         draw: draws the figure.
         failures: what could not be computed or did not converge, by name, and why.
         size: of the figure, in inches.
-        tables: in Markdown, for a page that has places for them.
+        tables: in Markdown, by the names of their places on a page.
     """
 
     table: Mapping[str, list[Any]]
@@ -141,7 +141,7 @@ class Found:
     draw: "Callable[[Figure], None]"
     failures: Mapping[str, str] = field(default_factory=dict)
     size: tuple[float, float] = (9.0, 6.0)
-    tables: tuple[str, ...] = ()
+    tables: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -48,11 +48,11 @@ def measured(bench: Bench) -> tuple[dict[str, list[Any]], dict[str, str]]:
 
 
 def judge(points: Points) -> Found:
-    """Compare measures with gaps and test error of all networks that have these, and relative flatness."""
+    """Compare measures with gaps, and test errors if there are some, of all networks that have relative flatness."""
     grid = compared_networks(points)
     settings = [name for name in SETTINGS if len(set(grid.columns[name])) > 1]
     found: dict[tuple[str, str], Row] = {}
-    for target in (*grid.targets, ERROR):
+    for target in (*grid.targets, *grid.error):
         columns = grid.columns | baselines(grid.columns, settings, target)
         for measure in (*grid.measures, *BASELINES):
             found[measure, target] = compared(columns, measure, target, settings)
@@ -79,6 +79,7 @@ def judge(points: Points) -> Found:
             Finding(f"{measure}: {WORDS[key]}, test error", found[measure, ERROR][key])
             for measure in (*grid.measures, *BASELINES)
             for key in OF_ERROR
+            if grid.error
         ),
     ]
     return Found(
@@ -88,7 +89,7 @@ def judge(points: Points) -> Found:
         lambda figure: draw(figure, grid, found),
         grid.failures,
         size=(11.0, 0.22 * len(grid.measures) + 2.0),
-        tables=(ordered(grid, found), of_settings(by_setting)),
+        tables={"measures": ordered(grid, found), "settings": of_settings(by_setting)},
     )
 
 
@@ -106,11 +107,11 @@ BASELINES = ("settings alone", "the gap of another seed", "1/width", "random num
 
 
 def baselines(columns: Mapping[str, Sequence[Any]], settings: Sequence[str], target: str) -> dict[str, list[float]]:
-    """Return columns that a measure is to be held against.
+    """Return columns that a measure is to be held against, by the names :data:`BASELINES`.
 
     The settings alone are the least-squares fit of the target to an indicator of each value of each setting, on the
     networks themselves; another seed is the target of the network with equal settings and the next seed, which is about
-    what a measure can reach; random numbers are what nothing looks like.
+    what a measure can reach; random numbers are what nothing looks like. Where the table has no widths 1/width is NaN.
     """
     count = len(columns[target])
     values = [(name, value) for name in settings for value in sorted(set(columns[name]))[1:]]
@@ -129,7 +130,7 @@ def baselines(columns: Mapping[str, Sequence[Any]], settings: Sequence[str], tar
     cells = (
         fitted.tolist(),
         [goal[twins[place]] if twins[place] != place else mean for place in range(count)],
-        [1 / width for width in columns["width"]],
+        [1 / width for width in columns.get("width", [math.nan] * count)],
         np.random.default_rng(0).normal(size=count).tolist(),
     )
     return dict(zip(BASELINES, cells, strict=True))
@@ -147,7 +148,7 @@ def kappas(grid: "Grid", settings: Sequence[str]) -> dict[tuple[str, str], Findi
     one depth, ``"partial"``, with all settings held fixed, ``"error"``, of those of one width and depth with the test
     error, and ``"less"``, for the head: what it has inside over the sum over layers.
     """
-    chosen = {name: grid.columns[name] for name in ("name", "seed", *settings, *KAPPAS, ERROR)}
+    chosen = {name: grid.columns[name] for name in ("name", "seed", *settings, *KAPPAS, *grid.error)}
     table = chosen | {"gap": grid.columns["test gap"]} | as_text(grid.columns, settings)
     options: Any = {"settings": settings, "seeds": "seed", "interval": "fisher"}
     inside = [name for name in SHAPE if name in settings]
@@ -162,6 +163,8 @@ def kappas(grid: "Grid", settings: Sequence[str]) -> dict[tuple[str, str], Findi
             {"given": [*as_text(table, settings)]},
         ),
     }
+    if not grid.error:
+        del kinds["error"]
     found = {}
     for kind, (how, what, more) in kinds.items():
         rows = correlations(table, KAPPAS, **options, **more)
@@ -190,25 +193,28 @@ class Grid:
     Attributes:
         columns: as :func:`.grid_networks.made` gives them, of these networks.
         targets: columns of gaps.
+        error: the column of the test error, where there is one.
         measures: columns of measures that every one of the networks has a finite number of, and not one number all.
         failures: networks and measures that are not compared too, and why.
     """
 
     columns: dict[str, list[Any]]
     targets: tuple[str, ...]
+    error: tuple[str, ...]
     measures: tuple[str, ...]
     failures: dict[str, str]
 
 
 def compared_networks(points: Points) -> Grid:
-    """Return the networks that have all gaps, a test error, and relative flatness, of the head and of all layers.
+    """Return the networks that have all gaps and relative flatness, of the head and of all layers.
 
     Raises:
         InputError: fewer than two do.
     """
     table, failures = points.columns, dict(points.failures)
     targets = tuple(name for name in table if name.endswith(" gap"))
-    needed = (_HEAD, _SUM, *targets, ERROR)
+    error = tuple(name for name in table if name == ERROR)
+    needed = (_HEAD, _SUM, *targets, *error)
     kept = []
     for place, name in enumerate(table["name"]):
         missing = [column for column in needed if not math.isfinite(table.get(column, {place: math.nan})[place])]
@@ -219,6 +225,9 @@ def compared_networks(points: Points) -> Grid:
     if len(kept) < 2:
         raise InputError(f"grid: {len(kept)} networks can be compared: {shown(failures)}")
     columns = {column: [cells[place] for place in kept] for column, cells in table.items()}
+    if PER_FEATURE not in columns:  # of points that are older than the measure; the head has as many inputs as units
+        pairs = zip(columns[_HEAD], columns["width"], strict=True)
+        columns[PER_FEATURE] = [value / (2 * width) for value, width in pairs]
     measures = []
     for column in (name for name in columns if name.split()[0] in {row.name for row in MEASURES}):
         missing_of = sum(not math.isfinite(value) for value in columns[column])
@@ -226,7 +235,7 @@ def compared_networks(points: Points) -> Grid:
             note(failures, column, f"no finite number for {missing_of} of {len(kept)} networks: not compared")
         elif len(set(columns[column])) > 1 or column in (_HEAD, _SUM):
             measures.append(column)
-    return Grid(columns, targets, tuple(measures), failures)
+    return Grid(columns, targets, error, tuple(measures), failures)
 
 
 def compared(table: Mapping[str, Sequence[Any]], measure: str, target: str, settings: Sequence[str]) -> Row:
@@ -274,11 +283,16 @@ def verdict(
         )
         return ", ".join(form.format(*row) for row in rows)
 
-    kinds = ("all", "inside", "depth", "error", "partial")
+    kinds = {kind for _, kind in intervals if kind != "less"}
     of = {kind: each({name: said(intervals[name, kind]) for name in KAPPAS}) for kind in kinds}
     by_psi = sorted(grid.measures, key=lambda name: gap[name]["psi"], reverse=True)
     right = [name for name in by_psi if gap[name]["worst"] < 0.5]
     above = sum(gap[name]["tau"] > gap["1/width"]["tau"] for name in grid.measures)
+    with_error = (
+        f"With the test error in the gap's place, over networks of one width and depth, it is {of['error']}. "
+        if grid.error
+        else ""
+    )
     shifts = []
     for target in grid.targets[1:]:
         top = max(grid.measures, key=lambda name, target=target: found[name, target]["psi"])  # type: ignore[misc]
@@ -287,8 +301,7 @@ def verdict(
         f"{len(losses)} networks with training losses between {min(losses):.5f} and {max(losses):.5f}; 95 % intervals "
         f"over recipes and seeds. Kendall's τ with the gap over all networks is {of['all']}. Over networks of one "
         f"width and depth it is {of['inside']}; the head less the sum {said(intervals[_HEAD, 'less'])}. Over networks "
-        f"of one depth it is {of['depth']}. With the test error in the gap's place, over networks of one width and "
-        f"depth, it is {of['error']}. With all "
+        f"of one depth it is {of['depth']}. {with_error}With all "
         f"settings held fixed Spearman's partial correlation is {of['partial']}. ψ by setting: "
         f"{'; '.join(f'{NAMES[name]} {each(psi, FORM)}' for name, psi in by_setting.items())}. Beside them, τ over all "
         f"networks: {each({name: gap[name]['tau'] for name in BASELINES})}; {above} of the {len(grid.measures)} "
@@ -307,13 +320,13 @@ def ordered(grid: Grid, found: Mapping[tuple[str, str], Row]) -> str:
     """Return all measures by Ψ as a Markdown table, and what they are to be held against."""
     shifts = [target.removesuffix(" gap") for target in grid.targets[1:]]
     heads = ("τ", "τ, one shape", "partial", "Ψ", "CMI", "sign error", "worst", *(f"Ψ, {shift}" for shift in shifts),
-             "τ, error", "τ, error, one shape", "partial, error")  # fmt: skip
+             *(("τ, error", "τ, error, one shape", "partial, error") if grid.error else ()))  # fmt: skip
     lines = [f"| measure | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
     by_psi = sorted(grid.measures, key=lambda name: found[name, "test gap"]["psi"], reverse=True)
     for name in (*BASELINES, *by_psi):
         row = found[name, "test gap"]
         cells = [*(row[key] for key in WORDS), *(found[name, target]["psi"] for target in grid.targets[1:])]
-        cells += [found[name, ERROR][key] for key in OF_ERROR]
+        cells += [found[name, error][key] for error in grid.error for key in OF_ERROR]
         called = name if name in BASELINES else f"`{name}`"
         lines.append(f"| {called} | {' | '.join('–' if math.isnan(cell) else f'{cell:.2f}' for cell in cells)} |")
     return "\n".join(lines)
@@ -359,12 +372,12 @@ EXPERIMENT = Experiment(
     small={
         **{"widths": [8, 32], "depths": [1, 2], "batch_sizes": [16, 64], "learning_rates": [0.5, 2.0]},
         **{"weight_decays": [0.0], "optimizers": ["sgd", "adam"], "seeds": 2},
-        **{"samples": 600, "loss": 0.05, "steps": 20_000},
+        **{"samples": 600, "loss": 0.05, "steps": 20_000, "measures": "all"},
     },
     paper={
         **{"widths": [16, 32, 64], "depths": [1, 2, 3], "batch_sizes": [32, 128], "learning_rates": [0.5, 1.0, 2.0]},
         **{"weight_decays": [0.0, 1.0], "optimizers": ["sgd", "momentum", "adam"], "seeds": 2},
-        **{"samples": 2000, "loss": 0.05, "steps": 20_000},
+        **{"samples": 2000, "loss": 0.05, "steps": 20_000, "measures": "all"},
     },
     data="MNIST",
 )

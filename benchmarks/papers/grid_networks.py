@@ -4,7 +4,7 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +57,12 @@ def made(bench: Bench) -> tuple[dict[str, list[Any]], dict[str, str]]:
     folder = bench.kept(f"grid-{bench.scale}", {name: settings[name] for name in ("samples", "loss", "steps")})
     kept, failures = trained(settings, train, folder, bench.shown)
     store = folder.with_suffix(".sqlite")
+    measures = _NAMES if settings["measures"] == "all" else settings["measures"].split(",")
     names = [*kept]
     with progress.bar("scoring", len(names), bench.shown) as advance:
         for start in range(0, len(names), _TOGETHER):
             some = {name: _read(kept[name], train, folder) for name in names[start : start + _TOGETHER]}
-            for name, cells in scored(some, train, tests, store, failures).items():
+            for name, cells in scored(some, train, tests, store, failures, measures).items():
                 kept[name] |= cells
             advance(len(some), names[start])
     columns = {
@@ -157,12 +158,17 @@ def _read(row: Mapping[str, Any], train: Data, folder: Path) -> nn.Module:
 
 
 def scored(
-    networks: Mapping[str, nn.Module], train: Data, tests: Mapping[str, Data], store: Path, failures: dict[str, str]
+    networks: Mapping[str, nn.Module],
+    train: Data,
+    tests: Mapping[str, Data],
+    store: Path,
+    failures: dict[str, str],
+    measures: Sequence[str],
 ) -> dict[str, dict[str, float]]:
-    """Return by network its losses on test sets, its test error, and the values of all measures, by column."""
+    """Return by network its losses on test sets, its test error, and the values of measures, by column."""
     heads = {name: [*dict(network.named_children())][-1] for name, network in networks.items()}
     found: dict[str, dict[str, float]] = {name: {} for name in networks}
-    for row in score(networks, "cross_entropy", train, measures=_NAMES, store=store):
+    for row in score(networks, "cross_entropy", train, measures=measures, store=store):
         if row.error:
             note(failures, row.checkpoint, f"{row.measure} {row.layer or 'network'}: {row.error}")
         elif row.value is not None and not row.layer:

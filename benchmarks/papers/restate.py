@@ -5,8 +5,8 @@
     python -m benchmarks.papers.restate --from FOLDER NAME …     # results of a run with --out FOLDER, taken over
 
 Each file's findings, verdict and figure are made anew, and the verdict becomes the text behind the file's link in
-docs/papers-figures.md, or with tables stands in docs/grid-tables.md. Files of the tables in docs/zoo take the place of
-a run; their points are in the tables.
+docs/papers-figures.md, or that of the grid stands in docs/grid-tables.md. Tables stand where comments mark their
+places. Files of the tables in docs/zoo take the place of a run; their points are in the tables.
 """
 
 import json
@@ -42,8 +42,10 @@ def main(names: tuple[str, ...], source: Path) -> None:
         for kind in (".json", ".png") if (source / f"{name}.png").exists() else (".json",):
             (FOLDER / f"{name}{kind}").write_bytes(next(c for file, c in files.items() if file.endswith(kind)))
         text, count = stated(text, name, found.verdict)
-        if found.tables:
-            GRID.write_text(filled(GRID.read_text(encoding="utf-8"), name, found), encoding="utf-8")
+        if count:
+            text = filled(text, name, found.tables)
+        elif found.tables:
+            GRID.write_text(filled(GRID.read_text(encoding="utf-8"), name, placed(found)), encoding="utf-8")
         where = "" if count or found.tables else " (docs/papers-figures.md does not have it)"
         click.echo(f"{name}: {found.verdict}{where}")
     PAGE.write_text(text, encoding="utf-8")
@@ -64,10 +66,15 @@ def stated(page: str, name: str, verdict: str) -> tuple[str, int]:
     return item.subn(anew, page)
 
 
-def filled(page: str, name: str, found: Found) -> str:
-    """Return the page with the verdict and tables of a file of points in the places that comments mark."""
-    texts = (textwrap.fill(found.verdict, 120, break_long_words=False, break_on_hyphens=False), *found.tables)
-    for place, text in zip(("verdict", "measures", "settings"), texts, strict=True):
+def placed(found: Found) -> dict[str, str]:
+    """Return the verdict and the tables by the names of their places on a page."""
+    verdict = textwrap.fill(found.verdict, 120, break_long_words=False, break_on_hyphens=False)
+    return {"verdict": verdict, **found.tables}
+
+
+def filled(page: str, name: str, texts: Mapping[str, str]) -> str:
+    """Return the page with texts of a file of points in the places that comments mark."""
+    for place, text in texts.items():
         mark = re.compile(rf"(<!-- {name}: {place} -->\n\n).*?(\n\n<!-- end -->)", re.S)
         page, count = mark.subn(lambda match, text=text: match[1] + text + match[2], page)  # type: ignore[misc]
         assert count == 1, (name, place)

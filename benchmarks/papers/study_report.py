@@ -26,7 +26,7 @@ from . import claims, correlating, reproducing, study
 from .claims import Claim
 from .experiment import Finding, Found
 from .grid import FEWEST
-from .restate import filled
+from .restate import filled, placed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -357,15 +357,15 @@ def found(path: Path = FOLDER / "networks.csv") -> Found:
     settings = settings_with_pairs(frame)
     two = {name: [pairs[name][setting] for setting in settings] for name in order}
     three = {name: [targets[target][name] for target in targets] for name in order}
-    tables = (
-        markdown(heads, one),
-        "\n\n".join(
+    tables = {
+        "measures": markdown(heads, one),
+        "settings": "\n\n".join(
             (
                 markdown(("ψ (pairs of recipes)", *(f"{name} ({count})" for name, count in settings.items())), two),
                 markdown(("τ", *targets), three),
             )
         ),
-    )
+    }
     parts = ((heads[1:], one), ([*settings], two), ([f"τ, {target}" for target in targets], three))
     cells = [
         replace(cell, what=f"{name}: {head}")
@@ -424,5 +424,5 @@ def restate() -> str:
     (FOLDER / "taus.png").write_bytes(reproducing.image(said))
     rows = [*map(vars, said.findings)]
     pandas.DataFrame(rows).drop(columns="paper").to_csv(FOLDER / "findings.csv", index=False, float_format="%.6g")
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), "study", said), encoding="utf-8")
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), "study", placed(said)), encoding="utf-8")
     return said.verdict

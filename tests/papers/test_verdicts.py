@@ -8,6 +8,7 @@ import pytest
 from scipy import stats
 
 from benchmarks.papers import (
+    beside,
     c24,
     c24_pairs,
     c24_tightness,
@@ -118,6 +119,30 @@ def test_all_reasons_of_a_network_are_kept():
     assert failures == {"a": "one; two; three; thre"}
 
 
+def test_a_measure_stands_beside_the_settings_another_seed_and_chance():
+    """In a study whose seeds decide the gap: the same seed elsewhere says it, and the settings do not."""
+    generator = np.random.default_rng(0)
+    rows = [(rate, size, seed) for rate in (1, 2, 3) for size in (8, 16) for seed in range(6)]
+    of_seed = generator.normal(size=6)
+    gap = [of_seed[seed] + 0.1 * value for (*_, seed), value in zip(rows, generator.normal(size=36), strict=True)]
+    measure = [value + 0.5 * noise for value, noise in zip(gap, generator.normal(size=36), strict=True)]
+    columns = {name: [row[place] for row in rows] for place, name in enumerate(("rate", "size", "seed"))}
+    table = {"name": [*map(str, rows)], **columns, "gap": gap, "m": [*measure[:-1], math.nan]}
+    found, text = beside.table(table, {"m": "mine"}, "gap", ("rate", "size"))
+    by_name = {item.what: item.value for item in found}
+    assert by_name["mine with the gap: Pearson"] == pytest.approx(stats.pearsonr(measure[:-1], gap[:-1]).statistic)
+    assert by_name["the gap of the seed in other recipes with the gap: Pearson"] > 0.95
+    assert abs(by_name["settings alone with the gap: Pearson"]) < 0.5
+    assert "settings alone with the gap: Pearson, one recipe" not in by_name
+    others = beside.of_seed(table, "gap", ("rate", "size"))
+    assert others[0] == pytest.approx(np.mean(gap[6::6]))  # of the first network, whose recipe is the first
+    lines = text.splitlines()
+    assert [line.split(" | ")[0].strip("| ") for line in lines[2:]] == [
+        *("settings alone", "the gap of another seed", "random numbers", "the gap of the seed in other recipes", "mine")
+    ]
+    assert {line.count("|") for line in lines} == {9}
+
+
 DIVERGED = {"classes": [3, 8], "samples": 40, "measured": 20, "steps": 20, "snapshots": 4, "seeds": 1, "width": 8}
 
 
@@ -180,11 +205,11 @@ def test_what_is_late_is_a_mean_over_recipes():
 def test_a_grid_with_a_network_without_relative_flatness():
     columns = {"name": ["a", "b", "c"], "train_loss": [0.1] * 3, "test gap": [1.0, 2.0, 3.0], "trace": [1.0, 2.0, 4.0]}
     columns |= {"relative_flatness": [1.0, 2.0, 3.0], "relative_flatness head": [1.0, math.nan, 3.0]}
-    columns |= {"mls": [1.0, 1.0, math.inf], "width": [8, 8, 16]}
+    columns |= {"mls": [1.0, 1.0, math.inf], "width": [8, 8, 16], "test error": [0.1, 0.2, 0.3]}
+    columns |= {grid.PER_FEATURE: [1 / 16, math.nan, 3 / 32]}
     found = grid.compared_networks(Points(columns, {}, "small", {}))
     assert found.columns["name"] == ["a", "c"]
     assert found.measures == ("trace", "relative_flatness", "relative_flatness head", grid.PER_FEATURE)
-    assert found.columns[grid.PER_FEATURE] == [1 / 16, 3 / 32]
     assert found.failures == {
         "b": "no finite relative_flatness head: not compared",
         "mls": "no finite number for 1 of 2 networks: not compared",
