@@ -10,29 +10,19 @@ from ..scoring import page
 from ..scoring.store import Store
 from ..statistics import correlations, plot_correlation
 from ..statistics.tables import is_store
-from .options import PATH, json_option, several
+from .options import PATH, json_option, several_option
 from .output import finite, prepare_file, show_json
 
 
 @click.command()
 @click.argument("table", type=PATH)
 @click.option("--test", type=PATH, help="Table or store of the same networks on test data, for the gap.")
-@click.option(
-    "--measures", "x", metavar="NAME,…", multiple=True, callback=several, help="Columns, as 'trace network'.  [all]"
-)
+@several_option("--measures", "x", help="Columns, as 'trace network'.  [all]")
 @click.option("--against", "y", metavar="COLUMN", default="gap", show_default=True, help="What they are held against.")
-@click.option("--exclude", metavar="NAME,…", multiple=True, callback=several, help="Networks to leave out.")
-@click.option(
-    "--settings", metavar="COLUMN,…", multiple=True, callback=several, help="Columns in which dependent networks agree."
-)
-@click.option("--given", metavar="COLUMN,…", multiple=True, callback=several, help="Columns that are held fixed.")
-@click.option(
-    "--strata",
-    metavar="COLUMN,…",
-    multiple=True,
-    callback=several,
-    help="Columns; networks equal in them are compared.",
-)
+@several_option("--exclude", help="Networks to leave out.")
+@several_option("--settings", metavar="COLUMN,…", help="Columns in which dependent networks agree.")
+@several_option("--given", metavar="COLUMN,…", help="Columns that are held fixed.")
+@several_option("--strata", metavar="COLUMN,…", help="Columns; networks equal in them are compared.")
 @click.option("--seeds", metavar="COLUMN", help="The seeds, where recipes share them.")
 @click.option("--interval", type=click.Choice(["bootstrap", "fisher"]), default="bootstrap", show_default=True)
 @click.option("--plot", type=PATH, help="Figure to write, of one measure.")

@@ -133,12 +133,9 @@ def spectrum(
 @given.config_option
 @given.model_option
 @given.asked_of_a_network
-@click.option(
+@given.several_option(
     "--formats",
-    metavar="NAME,…",
-    multiple=True,
     required=True,
-    callback=given.several,
     help="Formats to choose from: int2 to int8, int4-g128 and the like, fp8, mxfp4, nvfp4, 2:4, rank-16, keep.",
 )
 @click.option("--bits", type=float, help="Budget in bits a weight. One of --bits and --size is needed.")

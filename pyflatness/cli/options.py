@@ -98,6 +98,27 @@ def _given(parameter: click.Parameter, value: Any) -> Any:
     return json.dumps(value) if isinstance(value, (dict, list)) else value
 
 
+def several(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+    """Return names that may come several in one, with commas between them, but in brackets and ``re:…``."""
+    split = [[text] if text.startswith("re:") else re.split(r",(?![^\[{(]*[\]})])", text) for text in given]
+    return tuple(name.strip() for names in split for name in names if name.strip())
+
+
+def several_option(*names: str, metavar: str = "NAME,…", **more: Any) -> Callable[[C], C]:
+    """Return an option of names, see :func:`several`; it may be repeated."""
+    return click.option(*names, metavar=metavar, multiple=True, callback=several, **more)
+
+
+def json_value(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
+    """Return the value of an option that takes keyword arguments, each time as JSON or as ``k=v``."""
+    return {name: value for text in given for name, value in _usage(json_object, text).items()}
+
+
+def keywords_option(name: str, what: str) -> Callable[[C], C]:
+    """Return an option of keyword arguments, see :func:`json_value`."""
+    return click.option(name, metavar="K=V,…|JSON", multiple=True, callback=json_value, help=what)
+
+
 def spec_option(
     name: str, what: str, resolve: Callable[[str], Function] = specs.resolve, more: str = "", *, required: bool = True
 ) -> Callable[[Function], Function]:
@@ -108,13 +129,8 @@ def spec_option(
         return None if text is None else _usage(resolve, text)
 
     def add(command: Function) -> Function:
-        arguments = click.option(
-            f"--{name}-args",
-            metavar="K=V,…|JSON",
-            multiple=True,
-            callback=json_value,
-            help="Keyword arguments of that callable: k=v, with commas or repeated, or a JSON object.",
-        )
+        what_it_takes = "Keyword arguments of that callable: k=v, with commas or repeated, or a JSON object."
+        arguments = keywords_option(f"--{name}-args", what_it_takes)
         spec = click.option(
             f"--{name}",
             metavar="SPEC",
@@ -155,11 +171,6 @@ def _usage(convert: Callable[[str], Any], text: str) -> Any:
         raise click.BadParameter(str(error)) from None
 
 
-def json_value(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
-    """Return the value of an option that takes keyword arguments, each time as JSON or as ``k=v``."""
-    return {name: value for text in given for name, value in _usage(json_object, text).items()}
-
-
 _PAIR = re.compile(r"(\w+)=(.*?)(?=,\w+=|$)", re.DOTALL)
 
 
@@ -182,12 +193,6 @@ def _plain(text: str) -> Any:
         return words[text] if text in words else json.loads(text)
     except ValueError:
         return text
-
-
-def several(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
-    """Return names that may come several in one, with commas between them, but in brackets and ``re:…``."""
-    split = [[text] if text.startswith("re:") else re.split(r",(?![^\[{(]*[\]})])", text) for text in given]
-    return tuple(name.strip() for names in split for name in names if name.strip())
 
 
 def numbers(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> tuple[int, ...]:
@@ -300,19 +305,10 @@ _NETWORK: tuple[Callable[[Any], Any], ...] = (
         help="The loss it was trained with: cross_entropy, mse_loss, … or a class of torch.nn: HuberLoss, …; auto: "
         "that of a Hugging Face model.",
     ),
-    click.option(
-        "--loss-args",
-        metavar="K=V,…|JSON",
-        multiple=True,
-        callback=json_value,
-        help="Options of that loss: k=v, with commas or repeated, or a JSON object.",
-    ),
-    click.option(
-        "--layers",
-        "selectors",
+    keywords_option("--loss-args", "Options of that loss: k=v, with commas or repeated, or a JSON object."),
+    several_option(
+        *("--layers", "selectors"),
         metavar="SELECTOR,…",
-        multiple=True,
-        callback=several,
         help="Layers: name, glob, re:… or type:…; with commas or repeated.  [default: all that can be measured]",
     ),
     click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random numbers of estimates."),

@@ -38,12 +38,8 @@ from .output import show, show_json
 @click.option(
     "--probes", metavar="K", default="8", show_default=True, help="Number of random probes of each sample, or 'exact'."
 )
-@click.option(
-    "--layers",
-    metavar="SELECTOR,…",
-    multiple=True,
-    callback=given.several,
-    help="Layers to measure, with commas or repeated; all by default.",
+@given.several_option(
+    "--layers", metavar="SELECTOR,…", help="Layers to measure, with commas or repeated; all by default."
 )
 @given.dtype_option
 @click.option(

@@ -10,7 +10,7 @@ from ..scoring import metadata, page
 from ..scoring.page import Choices
 from ..scoring.store import Store
 from ..training.history import History
-from .options import PATH, metadata_option, several
+from .options import PATH, metadata_option, several_option
 from .output import echo, prepare_file, write_whole
 
 
@@ -23,13 +23,7 @@ from .output import echo, prepare_file, write_whole
 )
 @click.option("--test", type=PATH, help="Store or CSV file of the same checkpoints on test data, for the gap.")
 @metadata_option()
-@click.option(
-    "--exclude",
-    metavar="NAME,…",
-    multiple=True,
-    callback=several,
-    help="Checkpoints to leave out of the correlations; with commas or repeated.",
-)
+@several_option("--exclude", help="Checkpoints to leave out of the correlations; with commas or repeated.")
 @click.option(
     "--history", type=PATH, multiple=True, help="JSON file that a pf.results.History wrote, to show; may be repeated."
 )

@@ -82,12 +82,8 @@ _OF_A_LAUNCHER = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
     show_default=True,
     help="What runs the workers: processes of this machine, this process alone, ray or slurm. (with --store)",
 )
-@click.option(
-    "--executor-args",
-    metavar="K=V,…|JSON",
-    multiple=True,
-    callback=given.json_value,
-    help="Options of ray or slurm, such as partition, time in minutes, cpus_per_task. (with --store)",
+@given.keywords_option(
+    "--executor-args", "Options of ray or slurm, such as partition, time in minutes, cpus_per_task. (with --store)"
 )
 @click.option(
     "--ray-address",

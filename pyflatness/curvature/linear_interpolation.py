@@ -4,26 +4,31 @@
 
 over α from 0 to 1 (Frankle et al. 2020, https://arxiv.org/abs/1912.05671; Entezari et al. 2022,
 https://arxiv.org/abs/2110.06296). Two minima without a barrier are connected. Between them the statistics of BatchNorm
-that either was trained with are not those of its activations, and are computed anew at each point.
+that either was trained with are not those of its activations, and are computed anew at each point: means of those of
+batches, as SWA takes them (Izmailov et al. 2018, https://arxiv.org/abs/1803.05407; ``swa_utils.update_bn`` of torch).
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import Unpack
 
 from .. import progress as bars
-from ..errors import InputError
+from ..errors import InputError, NotYetError
 from ..messages import shown
+from ..model import calling
+from ..model.parameters import Parameters
 from ..model.selectors import Selector
 from ..options import CALL, How, Options, check_count, check_flag, check_progress
+from ..passes.task import Task
 from ..report import Result, views
 from ..session import public, session
-from . import batch_statistics
 from . import directions as making
 from .points import PointLosses, Points
 
@@ -168,7 +173,7 @@ def linear_interpolation(
         raise InputError(f"other={shown(other)}: a module or a state dict is wanted")
     options = Options.of(how, nan_policy="propagate")
     with session(model, loss, data, options, {**how, "progress": False}, reads=3) as task:
-        there = bool(batch_statistics.norms(task.model))
+        there = bool(_norms(task.model))
         anew = there if update_bn is None else update_bn
         if anew and not there:
             raise InputError("update_bn=True: the model has no BatchNorm with running statistics")
@@ -184,7 +189,7 @@ def linear_interpolation(
             for some in coefficients.split(min(each.at_once(theta) for each in evaluated)):
                 networks = [making.moved(theta, [direction], [alpha]) for alpha in some.tolist()]
                 if anew:
-                    networks = [values | batch_statistics.refreshed(task, values) for values in networks]
+                    networks = [values | _refreshed(task, values) for values in networks]
                 for own, held in zip(evaluated, found, strict=True):
                     held.append(own(networks))
                 advance(len(some), "")
@@ -208,3 +213,50 @@ def _joined(parts: Sequence[PointLosses]) -> PointLosses:
 
 def _barrier(coefficients: Tensor, values: Tensor) -> float:
     return float((values - torch.lerp(values[0], values[-1], coefficients)).max())
+
+
+_MEAN, _VARIANCE, _CALLS = "running_mean", "running_var", "num_batches_tracked"
+
+
+def _norms(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Return the BatchNorm layers with running statistics by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and module.running_mean is not None and module.num_batches_tracked is not None
+    }
+
+
+def _refreshed(task: Task, values: Parameters) -> Parameters:
+    """Return the statistics by name of buffer: means over all calls of a layer on batches, by one read of the data."""
+    own, buffers = _norms(task.model), dict(task.model.named_buffers())
+    synchronised = next((name for name, norm in own.items() if isinstance(norm, nn.SyncBatchNorm)), None)
+    if synchronised is not None and not task.batches.shard.ranks.alone:
+        raise NotYetError(f"{synchronised!r} (SyncBatchNorm): its statistics are not refreshed over several ranks")
+    names = [(f"{name}.{_CALLS}", [f"{name}.{key}" for key in (_MEAN, _VARIANCE)]) for name in own]
+    sums: dict[str, Tensor] = {}
+    with _of_batches(own.values()), calling.dry_run():
+        for batch in task.batches:
+            fresh = {key: torch.zeros_like(buffers[key]) for calls, of in names for key in (calls, *of)}
+            task.run(batch, {**values, **fresh})
+            for calls, of in names:
+                sums[calls] = sums.get(calls, 0) + fresh[calls].double()
+                for key in of:
+                    sums[key] = sums.get(key, 0) + fresh[calls] * fresh[key].double()
+    sums = task.batches.shard.sum("the statistics of BatchNorm", sums)
+    return {
+        key: (sums[key] / sums[calls]).to(buffers[key].dtype) for calls, of in names if int(sums[calls]) for key in of
+    }
+
+
+@contextlib.contextmanager
+def _of_batches(found: Iterable[_BatchNorm]) -> Iterator[None]:
+    """Let BatchNorm layers, and these alone, normalise by the batch and average its statistics, inside."""
+    before = [(norm, norm.training, norm.momentum) for norm in found]
+    try:
+        for norm, _, _ in before:
+            norm.training, norm.momentum = True, None
+        yield
+    finally:
+        for norm, training, momentum in before:
+            norm.training, norm.momentum = training, momentum

@@ -127,9 +127,7 @@ def _of_layer(net: NetworkTerms, layer: LayerTerms, behind: LayerTerms | None, l
     volume, both = net.log_volumes([layer]), mean(layer.jacobian * layer.x)
     rows = [
         row("5", "mean s_max, by |∂f/∂W|/|x|: B of Eq. 48", A, layer.sensitivity),
-        row(
-            "6, W", "mean s_max², by the smallest |x| and W", mean(layer.s.square()), product(factor, layer.weights**2)
-        ),
+        row("6, W", "mean s_max², by the smallest |x| and W", square, product(factor, layer.weights**2)),
         row("6", "mean s_max², by the smallest |x| and S", square, product(factor, net.sharpness)),
         row("9, middle", "log of the mean volume, by |J|_F", volume, net.log_norms([layer]), log=True),
         row("9", "log of the mean volume, by S", volume, net.log_volume([layer]), log=True),

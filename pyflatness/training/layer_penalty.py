@@ -6,20 +6,24 @@ is the layer's relative flatness in the GGN of the loss, with δ^(c) what arrive
 square-root factor S_i (see :mod:`.sweep`). In place of the columns one cotangent v_i = S_i r_i with independent random
 signs r_i goes backward: the mean over signs is κ. That backward pass is made with a graph, so that the gradient of the
 estimate is an unbiased estimate of the gradient of κ. One such pass serves several layers: the mean over signs of each
-layer's term is its κ, whatever signs the others have.
+layer's term is its κ, whatever signs the others have. In plain torch, differentiable as often as is wanted,
+
+    |wᵀ M|² = ⟨M, w wᵀ M⟩ = Σ_pp' ⟨φ_p, φ_p'⟩ ⟨wᵀ δ_p, wᵀ δ_p'⟩
 """
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .. import interrupts, losses
-from ..contractions import full_precision, promoted, promoted_dtype
+from ..contractions import Geometry, full_precision, product, promoted, promoted_dtype
 from ..errors import InputError, NotYetError
 from ..losses import auto
 from ..messages import check_module, check_tensor, second_derivatives, shown
@@ -28,10 +32,10 @@ from ..model.layers import unwrap
 from ..model.outputs import refusal, single
 from ..model.selectors import Selector
 from ..options import Options, check_probes
+from ..passes import normalize
+from ..passes.batch_layout import Layout
 from ..passes.recorder import RecordedCall
-from .at_layer import AtLayer, squared_norms
 from .layer_call import LayerCalls, graph_as_recorded, not_compiled
-from .loss_terms import LossTerms
 
 
 class FlatnessPenalty:
@@ -262,3 +266,118 @@ def _check_kind(name: str, module: nn.Module) -> None:
             f"layer {name!r} is {what}; FlatnessPenalty takes linear, bilinear, convolutional and transposed "
             "convolutional layers"
         )
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """Hold a batch's loss terms, which of them the loss does not ignore (terms,), and its outputs, with their graph."""
+
+    used: Tensor
+    _outputs: Tensor
+    _rows: losses.Rows
+    _loss: losses.Known
+
+    @classmethod
+    def of(cls, outputs: Tensor, targets: Tensor, loss: losses.Known) -> "LossTerms":
+        """Return the terms of outputs (n, C, …), or (n,)."""
+        rows = losses.rows(outputs, targets, loss)
+        used = torch.ones_like(rows.terms.scale, dtype=torch.bool) if rows.terms.used is None else rows.terms.used
+        return cls(used, outputs, rows, loss)
+
+    def reduced(self, total: Tensor) -> Tensor:
+        """Return a sum over the terms as the loss reduces it; a mean over none is NaN, with gradients of 0."""
+        if self._loss.reduction == "sum":
+            return total
+        weight = self._rows.terms.weights.sum()
+        return torch.where(weight == 0, torch.nan, total) / weight
+
+    def cotangent(self, signs: Callable[[Tensor], Tensor]) -> tuple[Tensor | float, Tensor]:
+        """Return a number and a cotangent like the outputs, whose product is v, by ``signs`` like a tensor."""
+        rows, terms = promoted(self._rows.of(self._outputs)), self._rows.terms
+        counted = (terms.scale != 0).unsqueeze(1)
+        whole = bool(counted.all())
+        rows = rows if whole else torch.where(counted, rows, 0.0)  # NaN in an ignored row goes nowhere
+        mixed = self._loss.sampled(rows, terms, signs(rows.detach()))
+        mixed = mixed if whole else torch.where(counted, mixed, 0.0)
+        size: Tensor | float = 1.0
+        if self._outputs.dtype is torch.float16:  # the small ones would underflow on their way
+            size = mixed.detach().abs().amax().clamp_min(torch.finfo(mixed.dtype).tiny)
+        return size, self._shaped(mixed / size).to(self._outputs.dtype)
+
+    def _shaped(self, rows: Tensor) -> Tensor:
+        if self._outputs.ndim == 1:
+            return rows.view_as(self._outputs)
+        return rows.view(self._outputs.movedim(self._rows.dim, -1).shape).movedim(-1, self._rows.dim)
+
+
+@dataclass(frozen=True)
+class AtLayer:
+    """Bring a layer's call into the form that :func:`squared_norms` takes."""
+
+    call: RecordedCall
+    layout: Layout
+    samples: int
+
+    def factors(self, weight: Tensor, module: nn.Module, used: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return w (G, d, m) and φ (n, G, m, P), a column for each position.
+
+        With ``used``, which loss terms are not ignored, both are rescaled by the deviations of the input's channels.
+        """
+        kind, inputs = self.call.kind, promoted(self.call.inputs)
+        matrix = promoted(kind.as_matrix(weight)).unflatten(0, (kind.groups, -1))
+        if used is not None:
+            scale = self._deviations(inputs, used)
+            matrix = matrix * normalize.of_columns(module, scale).to(matrix.dtype)
+            inputs = kind.divided(inputs, scale)
+        padded = self.layout.samples_first(kind.pad(inputs, self.call.output), self.samples)
+        return matrix, _joined([columns(part, kind.geometry) for part in kind.in_common_form(padded)], 3)
+
+    def deltas(self, gradient: Tensor) -> Tensor:
+        """Return a gradient in the layer's output as δ (n, G, P, d)."""
+        kind = self.call.kind
+        parts = kind.in_common_form(self.layout.samples_first(gradient, self.samples))
+        return _joined([kind.geometry.rows(part) for part in parts], 2)
+
+    def _deviations(self, inputs: Tensor, used: Tensor) -> Tensor:
+        kind = self.call.kind
+        rows = kind.input_rows(inputs, None, lambda tensor: self.layout.samples_first(tensor, self.samples))
+        mask = normalize.rows_used(used.view(self.samples, -1), rows.shape[1], kind.pointwise)
+        eps = torch.finfo(self.call.inputs.dtype).eps
+        return normalize.differentiable_scale(rows.flatten(0, 1), mask.flatten(), eps)
+
+
+def squared_norms(weight: Tensor, columns: Tensor, deltas: Tensor) -> Tensor:
+    """Return |wᵀ M|² of each sample, summed over groups, (n,), for w (G, d, m), φ (n, G, m, P) and δ (n, G, P, d)."""
+    groups, d, m = weight.shape
+    if groups == 1:  # products with w are then one of matrices, for all samples together
+        weight, columns, deltas = weight.squeeze(0), columns.squeeze(1), deltas.squeeze(1)
+    positions, rank = deltas.shape[-2], min(d, m)
+    if positions == 1:
+        return _summed(columns.square().sum(dim=-2) * product(deltas, weight).square().sum(dim=-1))
+    if positions**2 * (d + m) + rank * d * positions < positions * d * m + rank * d * m:
+        if m <= d:
+            left = right = product(deltas, weight)
+        else:
+            left, right = deltas, product(deltas, product(weight, weight.mT))
+        return _summed(product(columns.mT, columns) * product(left, right.mT))
+    gradients = product(columns, deltas)  # Mᵀ: so that the gradient in the columns comes in their own order
+    if m < d:
+        return _summed(product(gradients, weight).square())
+    return _summed(gradients * product(gradients, product(weight, weight.mT)))
+
+
+def columns(inputs: Tensor, geometry: Geometry) -> Tensor:
+    """Return the patches of padded inputs as columns (n, G, m, P), of images by torch's own, faster function."""
+    if geometry.kernel_elements == 1 or geometry.kernel[0] > 1 or inputs.shape[2] > 1:
+        return geometry.patches(inputs).mT
+    found = F.unfold(inputs.squeeze(2), geometry.kernel[1:], dilation=geometry.dilation[1:], stride=geometry.stride[1:])
+    grouped: Tensor = found.unflatten(1, (geometry.groups, -1))
+    return grouped
+
+
+def _summed(values: Tensor) -> Tensor:
+    return values.flatten(1).sum(dim=1)
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
