@@ -35,8 +35,7 @@ class NotTheHeadError(InputError):
     """Report that a layer's output is not the model's."""
 
 
-Made = Callable[[], losses.Terms]
-"""Make the terms of a batch."""
+Made = Callable[[], losses.Terms]  # make the terms of a batch
 
 
 @dataclass

@@ -43,8 +43,7 @@ from .output import finite, prepare_folder, show, show_json, write_whole
 TARGET_LOSS, MAX_EPOCHS = 0.05, 600
 MEASURES = ("relative_flatness", "relative_flatness_std")
 
-Data = tuple[Tensor, Tensor]
-"""Images (n, 1, 8, 8) with values from 0 to 1, and their digits (n,)."""
+Data = tuple[Tensor, Tensor]  # images (n, 1, 8, 8) with values from 0 to 1, and their digits (n,)
 
 _TRAINING_IMAGES = 700  # of 1797: few enough that the gap to the test loss is real
 _NETWORKS = {made.__name__: made for made in (example_networks.mlp_1, example_networks.mlp_2, example_networks.cnn)}

@@ -26,14 +26,11 @@ from .routes import Calls, Carried, LayerRoute, OnePosition, PreparedWeight, Sta
 
 ROUTES = ("direct", "gram")
 
-_FEWEST = 4
-"""Cotangents of one position that are worth being contracted together."""
+_FEWEST = 4  # cotangents of one position that are worth being contracted together
 
-_ANY_NUMBER = 2**31
-"""Of cotangents: more share what is made of the inputs, and make it worth while."""
+_ANY_NUMBER = 2**31  # of cotangents: more share what is made of the inputs, and make it worth while
 
-Sign = Tensor | float | None
-"""Of a cotangent: one number, (n,), or None for +1."""
+Sign = Tensor | float | None  # of a cotangent: one number, (n,), or None for +1
 
 Precision = Callable[[], contextlib.AbstractContextManager[Any]]
 

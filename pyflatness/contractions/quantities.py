@@ -28,16 +28,11 @@ from .precision import product
 class Forms(NamedTuple):
     """Hold what is made of each sample's M, (n, …) float64; None where not asked for."""
 
-    squares: Tensor | None = None
-    """``|M|²``, (n,)."""
-    gram_weighted: Tensor | None = None
-    """``|R M|²``, (n,)."""
-    weighted: Tensor | None = None
-    """``|w ∘ M|²``, (n,)."""
-    by_column: Tensor | None = None
-    """``Σ w ∘ M`` over the rows, and the kernel elements, of each input channel, (n, G c)."""
-    by_row: Tensor | None = None
-    """``Σ w ∘ M`` over the columns of each row, (n, G d)."""
+    squares: Tensor | None = None  # |M|², (n,)
+    gram_weighted: Tensor | None = None  # |R M|², (n,)
+    weighted: Tensor | None = None  # |w ∘ M|², (n,)
+    by_column: Tensor | None = None  # Σ w ∘ M over the rows, and the kernel elements, of each input channel, (n, G c)
+    by_row: Tensor | None = None  # Σ w ∘ M over the columns of each row, (n, G d)
 
     @classmethod
     def joined(cls, parts: Sequence["Forms"]) -> "Forms":
@@ -76,8 +71,7 @@ class RowHessian:
         return self.weight[self.group, self.row, self.columns].double()
 
 
-Sizes = tuple[int, int, int, int]
-"""Of a layer: G, d, m, and the kernel elements of an input channel."""
+Sizes = tuple[int, int, int, int]  # of a layer: G, d, m, and the kernel elements of an input channel
 
 
 @dataclass(frozen=True)
@@ -119,8 +113,7 @@ class LayerQuantity:
 class Contribution(NamedTuple):
     """Hold what one cotangent, or several, add to a layer's quantities."""
 
-    values: Tensor
-    """(quantities, n) float64."""
+    values: Tensor  # (quantities, n) float64
     parts: dict[str, Tensor]
     """By quantity, float64: of neurons the summands (n, neurons); of entries Σ_i M_i ∘ M_i, (G, d, m)."""
 

@@ -20,8 +20,7 @@ from .routes import LibraryRoutes
 
 DEFAULT_MEMORY = 24 * 2**20  # bytes that working buffers may take: near to what a processor's caches hold
 
-FUSED_OUTPUTS = 64
-"""Outputs of a head whose curvature one kernel computes."""
+FUSED_OUTPUTS = 64  # outputs of a head whose curvature one kernel computes
 
 _PROMOTED = 2**20  # elements of a weight that are promoted at once
 _ALIGNED = 64  # classes, see `_aligned`

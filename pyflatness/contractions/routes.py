@@ -38,11 +38,9 @@ if TYPE_CHECKING:
 Calls = Sequence[Tensor]
 """One tensor in the form of :mod:`.geometry`, or one for each call of the layer where they cannot be joined."""
 
-_ENTRIES = 2**20
-"""Of a weight that are squared at a time."""
+_ENTRIES = 2**20  # of a weight that are squared at a time
 
-_MANY = 1024
-"""Matrices whose inner products fill a GPU."""
+_MANY = 1024  # matrices whose inner products fill a GPU
 
 
 @dataclass(frozen=True)

@@ -36,11 +36,9 @@ class Blocks(NamedTuple):
 
     rows: int
     classes: int
-    depth: int
-    """Features at once."""
+    depth: int  # features at once
     warps: int
-    stages: int
-    """Blocks of features that are in shared memory or on their way there."""
+    stages: int  # blocks of features that are in shared memory or on their way there
 
 
 LARGE, SMALL = Blocks(128, 256, 64, 8, 3), Blocks(128, 128, 32, 8, 2)

@@ -44,21 +44,16 @@ _NARROW, _WIDE = 64, 4096  # classes of a tile to choose
 class Bounded(NamedTuple):
     """Hold values of rows, and what they can be off by."""
 
-    values: Tensor
-    """(n,) float64."""
-    bounds: Tensor | None
-    """(n,) float64, on each error besides rounding; None where nothing is left out."""
+    values: Tensor  # (n,) float64
+    bounds: Tensor | None  # (n,) float64, on each error besides rounding; None where nothing is left out
 
 
 class AtOnce(NamedTuple):
     """Hold how much is done at once."""
 
-    rows: int
-    """Rows of features."""
-    tile: int
-    """Classes."""
-    bytes: int
-    """What that takes on top of features and weight."""
+    rows: int  # rows of features
+    tile: int  # classes
+    bytes: int  # what that takes on top of features and weight
 
 
 def plan(

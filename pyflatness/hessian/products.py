@@ -31,10 +31,8 @@ from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from . import block_traces
 
-Names = tuple[str, ...]
-"""Layers whose joint block is meant."""
-Vectors = dict[Names, Tensor]
-"""For a block: (b, N), some vectors in the space of its weights."""
+Names = tuple[str, ...]  # layers whose joint block is meant
+Vectors = dict[Names, Tensor]  # for a block: (b, N), some vectors in the space of its weights
 
 _GRAPHS = 4  # the graph of second derivatives takes about so many times the memory of the forward pass's
 

@@ -109,8 +109,7 @@ class HeadSource(Protocol):
         """Return what a reader of the value should know."""
 
 
-Error = Callable[[HeadBatch, Tensor], NonFiniteError]
-"""Make the error of a batch's bad rows, (rows,) bool."""
+Error = Callable[[HeadBatch, Tensor], NonFiniteError]  # make the error of a batch's bad rows, (rows,) bool
 
 
 def total(source: HeadSource, loss: losses.Loss, options: Options) -> "Total":

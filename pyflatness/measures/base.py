@@ -10,8 +10,7 @@ from ..passes.task import Task
 from ..report import Estimate
 from ..sweep.jacobians import Samples
 
-Values = dict[str, Estimate]
-"""By layer, ``""`` the network; those of a measure's granularity."""
+Values = dict[str, Estimate]  # by layer, "" the network; those of a measure's granularity
 
 
 WHOLE = "of the whole model"

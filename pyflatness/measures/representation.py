@@ -48,8 +48,7 @@ COST = "one forward pass and one backward pass per output of the model, shared b
 _SOURCE = "From Loss Flatness to Compressed Representations"
 _NO_INPUT = "the model's input has no derivative (no floating-point tensor among a batch's inputs): layers only"
 
-Of = Callable[[Samples, str], Tensor]
-"""The values of samples at a place, (n,)."""
+Of = Callable[[Samples, str], Tensor]  # the values of samples at a place, (n,)
 
 
 def _largest(samples: Samples, place: str) -> Tensor:

@@ -15,8 +15,7 @@ from ..errors import InputError, NoGraphError
 from . import data, hugging_face, spread
 from .outputs import refusal, single
 
-Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
-"""(model, batch) -> (outputs, targets)."""
+Forward = Callable[[nn.Module, Any], tuple[Any, Any]]  # (model, batch) -> (outputs, targets)
 
 
 @dataclass(frozen=True)

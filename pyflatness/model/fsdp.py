@@ -25,8 +25,7 @@ from ..numerics.ranks import Ranks
 from . import spread
 from .spread import WHOLE, Part
 
-Group = Any
-"""FSDP's parameters of one module, which are gathered together: an ``FSDPParamGroup``."""
+Group = Any  # FSDP's parameters of one module, which are gathered together: an FSDPParamGroup
 
 
 def is_sharded(model: nn.Module) -> bool:

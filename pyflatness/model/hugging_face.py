@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 
-IGNORED = -100
-"""The label of what has no part in a loss."""
+IGNORED = -100  # the label of what has no part in a loss
 
 _CAUSAL = (
     *("ForCausalLM", "LMHeadModel", "ModelWithLMHead", "DoubleHeadsModel"),

@@ -28,8 +28,7 @@ _SMALL = torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps
 
 Error = Callable[[], NonFiniteError]
 """Make the error for "raise". It may raise another itself, of weights, where leaving out samples would not help."""
-BySample = Callable[[Tensor], Tensor]
-"""Make of which rows are fine, (rows,) bool, which samples are, (n,) bool."""
+BySample = Callable[[Tensor], Tensor]  # make of which rows are fine, (rows,) bool, which samples are, (n,) bool
 
 
 def omits(policy: str) -> bool:

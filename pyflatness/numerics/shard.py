@@ -14,8 +14,7 @@ from torch import Tensor
 from ..errors import RankError
 from .ranks import ALONE, Ranks
 
-Key = Any
-"""A string, or a tuple of strings."""
+Key = Any  # A string, or a tuple of strings
 Parts = Mapping[Key, Tensor]
 
 _CHUNK = 2**23  # numbers of all ranks that are summed at a time

@@ -29,8 +29,7 @@ from .recorder import RecordedCall, Recorder
 Calls = Mapping[str, Sequence[RecordedCall]]
 Edges = Mapping[str, Sequence[GradientEdge]]
 Gradients = Mapping[str, Sequence[Tensor]]
-Users = Mapping[Node, Sequence[Node]]
-"""For each node of a graph, the nodes that take its result."""
+Users = Mapping[Node, Sequence[Node]]  # for each node of a graph, the nodes that take its result
 
 
 CUSTOM, RECURRENT, NONLINEAR, UNASKED = "custom", "recurrent", "nonlinear", "unasked"

@@ -506,5 +506,4 @@ def _width(header: str, width: int) -> int:
     return max(width, *map(len, header.splitlines())) + _BETWEEN
 
 
-_Rows = dict[str, dict[str, Estimate]]
-"""Estimates by the name of a row, and measure."""
+_Rows = dict[str, dict[str, Estimate]]  # estimates by the name of a row, and measure

@@ -26,8 +26,7 @@ from .described import Description, Facts, of_json, plain
 VALUES_VERSION = 1
 """Raised by a release in which a value changes by more than rounding; then all values are computed again."""
 
-UNREADABLE = "unreadable: "
-"""Begins the key of a file that cannot be read."""
+UNREADABLE = "unreadable: "  # begins the key of a file that cannot be read
 
 _NOT_IN_VALUES = (
     "memory",

@@ -62,8 +62,7 @@ def _submitted(executor: Executor, setup: Setup, job: Job) -> "Future[Outcome]":
         raise InputError(f"executor: it is broken and takes no more units ({error}); what was done is kept") from error
 
 
-Models = Mapping[str, Path | nn.Module]
-"""By name, which rows have: the path of a checkpoint, or the network itself."""
+Models = Mapping[str, Path | nn.Module]  # by name, which rows have: the path of a checkpoint, or the network itself
 
 
 class ScoringRun:

@@ -32,8 +32,7 @@ from . import checkpoints, cutting, data_specs, described, keys, pretrained, spe
 from .cutting import Cut
 from .units import NO_FIT, Fit, Held, Pair, Request, Row, WorkUnit
 
-Step = Callable[[float], None]
-"""Called after each batch, with the part of the unit that a whole read of the data is."""
+Step = Callable[[float], None]  # called after each batch, with the part of the unit that a whole read of the data is
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,7 @@ ACTIVATIONS = (OUTPUTS, INPUTS)
 
 _OF_ACTIVATIONS = 2**33  # between the streams of signs of weights and of activations
 
-Calls = Sequence[Tensor]
-"""What is of a layer's outputs, or inputs: of each call, (n, q, …)."""
+Calls = Sequence[Tensor]  # what is of a layer's outputs, or inputs: of each call, (n, q, …)
 
 
 class Activations:

@@ -37,8 +37,7 @@ PLAN, _PLANS = 1.2e6, 5e8
 """Multiply-adds of a backward pass in the time that the plan for a sample takes, and that of all data besides. Measured
 on one thread of a CPU: perceptrons of 10 to 100 classes and LeNet5, 64 to 2,000 samples."""
 
-Found = tuple[Tensor, Mapping[int, Tensor]]
-"""Places of samples, and by number of a layer values (k, quantities, s)."""
+Found = tuple[Tensor, Mapping[int, Tensor]]  # places of samples, and by number of a layer values (k, quantities, s)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from ..passes.tail import Tail
 Arrivals = Iterator[tuple[str, Callable[[Any, Any], Contribution | None], Any, Any]]
 """What arrives at layers: its name, what contracts it, with one cotangent and its sign or several of them."""
 
-_AT_ONCE = 16
-"""Cotangents that go through a model's last operations at once, at most."""
+_AT_ONCE = 16  # cotangents that go through a model's last operations at once, at most
 
 
 class Contracted:

@@ -26,11 +26,9 @@ from ..passes.cotangents import Cotangents
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run
 
-_FEWEST = 64
-"""Cotangents from which directions are thought of: below there is little to gain."""
+_FEWEST = 64  # cotangents from which directions are thought of: below there is little to gain
 
-_FEWER = 0.8
-"""Directions for each cotangent, at most; by measurement each takes about as long."""
+_FEWER = 0.8  # directions for each cotangent, at most; by measurement each takes about as long
 
 _DIRECTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gram_weighted": lambda weight: gram_factor(weight).squeeze(0),

@@ -10,8 +10,7 @@ from ..report.intervals import AGREEING
 from .layer_sweep import Parts
 from .totals import Sums
 
-Draw = int | slice
-"""The number of a draw; all of them for what is exact."""
+Draw = int | slice  # the number of a draw; all of them for what is exact
 
 _MEAN, _VARIANCE = "mean", "variance"
 

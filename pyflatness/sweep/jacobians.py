@@ -27,8 +27,7 @@ from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from .jacobian_rows import QUANTITIES, PlaceRows, WeightGradient
 
-INPUT = ""
-"""The place of the model's input; a layer's input has the layer's name."""
+INPUT = ""  # the place of the model's input; a layer's input has the layer's name
 
 
 @dataclass(frozen=True)

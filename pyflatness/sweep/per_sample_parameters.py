@@ -25,8 +25,7 @@ from ..passes.second_derivatives import WrittenOut
 from ..passes.task import Task
 
 Result = TypeVar("Result")
-Leaves = dict[str, Tensor]
-"""Parameters by name, in a graph."""
+Leaves = dict[str, Tensor]  # parameters by name, in a graph
 
 _COPIES = 6  # of a sample's parameters there are at a time, about: they, their gradients, directions, changes
 _GRAPHS = 3  # about the memory that a graph takes together with that of its derivatives

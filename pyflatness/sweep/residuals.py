@@ -35,8 +35,7 @@ _PILOT = 2  # probes of every sample: one has no variance of its own
 _AT_LEAST = 64  # probes of the pilot over all data
 _MOST = 2**31  # so that they are integers
 
-Rounds = Mapping[int, range | None]
-"""By number of a layer which probes to send; None: exact values."""
+Rounds = Mapping[int, range | None]  # by number of a layer which probes to send; None: exact values
 
 
 def of_run(run: Run, loss: Loss) -> tuple[Value, Tensor]:

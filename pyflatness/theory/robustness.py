@@ -71,8 +71,7 @@ PROBES = 16
 _MEMORY = 2**28  # bytes of the turned weights that are kept for one read of the data
 _RISE = 1e-9  # by which a step has to raise the loss to go on, relatively
 
-Labels = Callable[[Tensor], Tensor]
-"""Features (n, m) -> targets as the loss takes them, (n, …)."""
+Labels = Callable[[Tensor], Tensor]  # features (n, m) -> targets as the loss takes them, (n, …)
 
 
 @dataclass(frozen=True, repr=False, eq=False)

@@ -48,8 +48,7 @@ FOLDS, PROBES = 3, 32
 _TOGETHER = 2**18  # numbers among the outputs of all probes that are looked at together
 _PAIRS = 2**18  # of samples, looked at together
 
-Fit = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
-"""(features, targets) -> (weight, bias)."""
+Fit = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]  # (features, targets) -> (weight, bias)
 
 
 @dataclass(frozen=True)

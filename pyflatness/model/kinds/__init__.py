@@ -98,8 +98,7 @@ _OF_CLASS: dict[type[nn.Module], _Row] = {
     nn.EmbeddingBag: _Row(lambda module: _bags(module.mode == "mean", module.padding_idx), obstacle=_bag),
 }
 
-CLASSES = tuple(_OF_CLASS)
-"""torch's classes of layers that can be measured."""
+CLASSES = tuple(_OF_CLASS)  # torch's classes of layers that can be measured
 
 
 def base(module: nn.Module) -> type[nn.Module] | None:

@@ -35,8 +35,7 @@ class Operation:
     back: Transform = lambda result: result  # a layer's output -> the operation's
 
 
-Found = Operation | str
-"""An operation, or why one is not linear in its weight, or not in a way that a layer has."""
+Found = Operation | str  # an operation, or why one is not linear in its weight, or not in a way that a layer has
 
 
 _ONES, _NONE = (1,), (0,)

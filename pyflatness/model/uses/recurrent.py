@@ -17,8 +17,7 @@ from .replaced import Replaced
 
 _CLASSES = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 
-State = tuple[Tensor, ...]
-"""What a cell hands on from step to step: h, and c of an LSTM."""
+State = tuple[Tensor, ...]  # what a cell hands on from step to step: h, and c of an LSTM
 
 
 def weights(module: nn.Module) -> tuple[str, ...]:

@@ -31,10 +31,8 @@ class WeightOwner(Protocol):
     """Own a watched weight."""
 
     parameter: Tensor
-    effective: bool
-    """Whether what is computed of the weight, of as many entries, counts as the weight."""
-    route: Any
-    """Which rows of the operation to come are of which sample, see :class:`.experts.Route`; None where that shows."""
+    effective: bool  # whether what is computed of the weight, of as many entries, counts as the weight
+    route: Any  # which rows of the operation to come are of which sample, see experts.Route; None where that shows
 
     @property
     def name(self) -> str:

@@ -14,8 +14,7 @@ from typing import Any
 from ...errors import MissingExtraError
 from .tables import Record
 
-DATA = "points"
-"""The name of the data in a specification."""
+DATA = "points"  # the name of the data in a specification
 
 Rows = list[dict[str, Any]]
 Spec = dict[str, Any]

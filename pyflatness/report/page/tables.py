@@ -19,8 +19,7 @@ Record = Mapping[str, Any]
 """A value of a model, by name: ``checkpoint``, ``layer`` (``""`` the network), ``measure``, ``value``, ``stderr``,
 ``low``, ``high``, ``exact``, ``method``, ``samples`` and ``error``, which is empty where there is a value."""
 
-NETWORK = "network"
-"""Stands for the layer of the network's values."""
+NETWORK = "network"  # stands for the layer of the network's values
 
 LEGEND = (
     "A plain number is exact up to rounding. ± is the standard error of a sampled value, and the brackets are its 95 % "
