@@ -51,22 +51,6 @@ _NO_INPUT = "the model's input has no derivative (no floating-point tensor among
 Of = Callable[[Samples, str], Tensor]  # the values of samples at a place, (n,)
 
 
-def _largest(samples: Samples, place: str) -> Tensor:
-    return samples.each(place, "largest")
-
-
-def _normalized(samples: Samples, place: str) -> Tensor:
-    return samples.each(place, "size") * samples.each(place, "largest").square()
-
-
-def _scaled(samples: Samples, place: str) -> Tensor:
-    return samples.each(place, "scaled")
-
-
-def _log_volume(samples: Samples, place: str) -> Tensor:
-    return samples.each(place, "log_volume")
-
-
 def _volume(samples: Samples, place: str) -> Tensor:
     return samples.each(place, "log_volume").exp()
 
@@ -87,10 +71,6 @@ def _at_places(of: Of, samples: Samples) -> Values:
 def _summed(of: Of, samples: Samples) -> Values:
     """Return the sum over layers alone, as the network's value."""
     return {"": estimate(samples, torch.stack([of(samples, name) for name in samples.layers]).sum(dim=0), "")}
-
-
-def _volumes(samples: Samples) -> Values:
-    return {**_at_places(_volume, samples), **_summed(_volume, samples)}
 
 
 def estimate(samples: Samples, each: Tensor, place: str) -> Estimate:
@@ -124,14 +104,14 @@ MLS = Measure(
     formula="mean_i s_max(∂f_i/∂x_i)",
     source=f"{_SOURCE}, Definition 3.7",
     of_layers=False,
-    of_jacobians=partial(_at_places, _largest),
+    of_jacobians=partial(_at_places, lambda samples, place: samples.each(place, "largest")),
     cost=COST,
 )
 NMLS = Measure(
     name="nmls",
     formula="Σ_l mean_i s_max(∂f_i/∂x_i^l), x^l the input of layer l",
     source=f"{_SOURCE}, Definition 3.9",
-    of_jacobians=partial(_summed, _largest),
+    of_jacobians=partial(_summed, lambda samples, place: samples.each(place, "largest")),
     granularity="network",
     cost=COST,
 )
@@ -140,7 +120,7 @@ NORMALIZED_MLS = Measure(
     formula="mean_i |x_i|² s_max(∂f_i/∂x_i)²",
     source=f"{_SOURCE}, Definition F.1",
     of_layers=False,
-    of_jacobians=partial(_at_places, _normalized),
+    of_jacobians=partial(_at_places, lambda own, at: own.each(at, "size") * own.each(at, "largest").square()),
     invariant="layer-wise",
     cost=COST,
 )
@@ -149,7 +129,7 @@ INPUT_INVARIANT_MLS = Measure(
     formula="mean_i |∂f_i/∂x_i diag(x_i)|_F²",
     source=f"{_SOURCE}, Definition E.3",
     of_layers=False,
-    of_jacobians=partial(_at_places, _scaled),
+    of_jacobians=partial(_at_places, lambda samples, place: samples.each(place, "scaled")),
     needs=("scaled",),
     invariant="layer-wise, neuron-wise",
     cost=COST,
@@ -158,7 +138,7 @@ LOG_VOLUME = Measure(
     name="log_volume",
     formula="mean_i Σ_c log s_c(∂f_i/∂x_i)",
     source=f"{_SOURCE}, Definition 3.1 and Eq. 7",
-    of_jacobians=partial(_at_places, _log_volume),
+    of_jacobians=partial(_at_places, lambda samples, place: samples.each(place, "log_volume")),
     needs=("log_volume",),
     cost=COST,
     network_of=WHOLE,
@@ -167,7 +147,7 @@ VOLUME = Measure(
     name="volume",
     formula="mean_i Π_c s_c(∂f_i/∂x_i); of the network Σ_l of its layers",
     source=f"{_SOURCE}, Definitions 3.3 and 3.5",
-    of_jacobians=_volumes,
+    of_jacobians=lambda samples: {**_at_places(_volume, samples), **_summed(_volume, samples)},
     needs=("log_volume",),
     cost=COST,
 )

@@ -171,10 +171,6 @@ def largest_scaled(measure: str, model: nn.Module, options: Options, values: Val
     return {"": replace(largest, exact=exact, layer="", notes=(f"{measure}: that of layer {name!r}",))}
 
 
-def _per_feature(module: nn.Module) -> float:
-    return 1 / (2 * layers.matrix(module)[0].shape[-1])
-
-
 def _by_layer(times: Callable[[nn.Module], float], model: nn.Module, options: Options, values: Values) -> Values:
     found = {}
     for name in [name for name in values if name] or [""]:  # a model that is a layer itself has no other name
@@ -209,7 +205,7 @@ RELATIVE_FLATNESS_PER_FEATURE = Measure(
     formula="κ / (2m) for a weight w (d, m); network: their sum",
     source="Petzka et al. 2021, Theorem 5",
     base=RELATIVE_FLATNESS.name,
-    derive=functools.partial(scaled, _per_feature),
+    derive=functools.partial(scaled, lambda module: 1 / (2 * layers.matrix(module)[0].shape[-1])),
     invariant="layer-wise",
     cost="that of relative_flatness, shared",
 )
