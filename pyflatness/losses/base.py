@@ -40,13 +40,9 @@ class Mixtures:
     """Hold square-root factors S of the loss Hessian for a batch's rows, whose columns random signs add up.
 
     For each row i, scale_i ∂²ℓ_i/∂f_i² = Σ_c σ_ic s_ic s_icᵀ. Any S Q with an orthogonal Q does; the variance of what
-    signs give depends on it (docs/numerics.md).
-
-    Attributes:
-        mixed: signs r (rows, C) -> Σ_c r_c s_·c, (rows, C), over the columns of one sign σ together, with that σ; a
-            column whose r is 0 is left out.
-        weights: () -> (rows, C) float64: how much each column that :attr:`mixed` adds up counts, about σ |s_·c|²; 0
-            for a place in r that has none.
+    signs give depends on it (docs/numerics.md). ``mixed`` takes signs r (rows, C) and gives Σ_c r_c s_·c, (rows, C),
+    over the columns of one sign σ together, with that σ; a column whose r is 0 is left out. ``weights`` gives (rows, C)
+    float64, how much each column that is added up counts, about σ |s_·c|²; 0 for a place in r that has none.
     """
 
     mixed: Callable[[Tensor], list[tuple[Tensor, float]]]
@@ -59,12 +55,9 @@ class Mixtures:
 class Factors:
     """Hold square-root factors of the loss Hessian for a batch's rows, made a column at a time.
 
-    For each row i, scale_i ∂²ℓ_i/∂f_i² = Σ_c σ_ic s_ic s_icᵀ.
-
-    Attributes:
-        column: c -> s_·c, (rows, C) in at least float32, and its signs σ_·c, (rows,) float64; None if all are +1.
-        form: changes v (rows, C) of the outputs -> Σ_c σ_c ⟨s_c, v⟩², (rows,) float64; None where only columns are
-            known.
+    For each row i, scale_i ∂²ℓ_i/∂f_i² = Σ_c σ_ic s_ic s_icᵀ. ``column`` takes c and gives s_·c, (rows, C) in at least
+    float32, and its signs σ_·c, (rows,) float64, None if all are +1. ``form`` takes changes v (rows, C) of the outputs
+    and gives Σ_c σ_c ⟨s_c, v⟩², (rows,) float64; it is None where only columns are known.
     """
 
     count: int  # columns

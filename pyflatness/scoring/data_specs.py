@@ -35,12 +35,8 @@ _MODES = {1: "L", 3: "RGB"}
 class Transform:
     """Turn an image of Pillow's into a float32 tensor (channels, height, width).
 
-    Args:
-        size: height and width, or one number for both, that images are resized to (bilinear, with antialiasing); None
-            leaves them as they are.
-        channels: 3 for colours, 1 for grey.
-        mean: what is subtracted from each channel, after whole numbers up to 255 became numbers from 0 to 1.
-        std: what each channel is divided by after that.
+    It is resized to ``size``, height and width or one number for both (bilinear, with antialiasing). Of each channel,
+    whose whole numbers up to 255 became numbers from 0 to 1, ``mean`` is subtracted, and it is divided by ``std``.
     """
 
     def __init__(
@@ -141,12 +137,7 @@ _ON_DISK = ("dataset_dict.json", "dataset_info.json")  # what save_to_disk of Hu
 
 
 def resolve(spec: str) -> specs.Function:
-    """Return the callable that a SPEC of data names: a reader of a file or folder, or a callable of the user's.
-
-    Args:
-        spec: an ``.npz``, ``.parquet``, ``.txt`` or ``.jsonl`` file, a folder of images or one of a Hugging Face data
-            set, or what :func:`.specs.resolve` takes.
-    """
+    """Return the callable that a SPEC of data names: a reader of a file or folder, or a :func:`.specs.resolve` one."""
     path = Path(spec)
     if path.suffix in (".npz", ".parquet", ".txt", ".jsonl") and not path.is_file():
         raise InputError(f"{spec!r}: there is no such file")
@@ -183,10 +174,7 @@ def read_npz(
 ) -> Any:
     """Return the arrays of inputs and targets in an ``.npz`` file, or batches of tokens, if it has ``input_ids``.
 
-    Args:
-        inputs: name of an array; by default that of :data:`INPUTS` which is there. Without it, those of :data:`TOKENS`
-            are taken together if ``input_ids`` is there.
-        targets: the same for :data:`TARGETS`.
+    Names are by default those of :data:`INPUTS` and :data:`TARGETS` that are there, or of :data:`TOKENS` together.
     """
     texts.check_sizes(count, batch_size)
 
@@ -224,11 +212,9 @@ def read_parquet(
 ) -> Any:
     """Return columns of a Parquet file as inputs (n, columns), and one as targets (n,); or batches of its texts.
 
-    Args:
-        inputs: names of columns of numbers, or of one column of lists of one length; by default all but the targets.
-        targets: name of a column; by default that of :data:`TARGETS` which is there, of texts none.
-        text: name of the column of texts; by default ``text``, if it is there and no inputs are named.
-        **tokens: of texts, see :func:`.texts.batches`.
+    Inputs are columns of numbers, or one of lists of one length; by default all but the targets, the column of
+    :data:`TARGETS` that is there. Texts are of the column ``text`` if it is there and no inputs are named, without
+    targets by default; for further options see :func:`.texts.batches`.
     """
     import pyarrow
     from pyarrow import parquet
@@ -270,15 +256,8 @@ def read_hugging_face(
     """Return batches of a data set that ``save_to_disk`` of Hugging Face's datasets has written.
 
     Rows with ``input_ids`` become mappings of all columns of numbers, and texts those of tokens. Of other data sets a
-    batch is a pair of inputs and targets; images are treated as those of :func:`read_images`.
-
-    Args:
-        split: for data sets that have several.
-        inputs: name of a column; by default that of :data:`INPUTS` which is there.
-        targets: the same for :data:`TARGETS`.
-        dtype: what floating-point numbers become; images are float32.
-        text: as in :func:`read_parquet`.
-        **more: of images, see :class:`Transform`, or of texts, see :func:`.texts.batches`.
+    batch is a pair of inputs and targets, by default of the columns of :data:`INPUTS` and :data:`TARGETS`; images are
+    treated as those of :func:`read_images`, and are float32 whatever ``dtype`` is.
     """
     import datasets
 

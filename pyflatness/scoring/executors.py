@@ -33,12 +33,7 @@ _EXTRAS = {"ray": "ray", "slurm": "submitit"}  # of a name, what has to be insta
 
 
 def named(name: str, workers: int, options: Mapping[str, Any] | None = None) -> Executor:
-    """Return an executor by its name.
-
-    Args:
-        name: ``"serial"`` (in this process, one unit after the other), ``"processes"``, ``"ray"`` or ``"slurm"``.
-        options: further arguments of :class:`.ray_executor.Ray` or :class:`.slurm_executor.Slurm`; others have none.
-    """
+    """Return an executor by its name, one of :data:`NAMES`; options are further arguments of Ray's or Slurm's."""
     made = _class(name)
     arguments = {**({} if name == "serial" else {"workers": workers}), **(options or {})}
     try:

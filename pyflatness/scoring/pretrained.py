@@ -64,12 +64,9 @@ def hugging_face(
 ) -> nn.Module:
     """Return a model of transformers from a folder, or from the local cache of Hugging Face's hub.
 
-    Args:
-        revision: a branch, tag or commit.
-        architecture: the class in transformers; by default the one that the model was saved from.
-        weights: False: random weights, for checkpoints to be put in; then only ``config.json`` has to be there.
-        download: whether what is not in the cache may be fetched.
-        trust_remote_code: refused.
+    ``architecture`` is by default the class that the model was saved from. Without ``weights`` these are random, for
+    checkpoints to be put in, and only ``config.json`` has to be there. What is not in the cache may be fetched with
+    ``download``.
     """
     if trust_remote_code:
         raise InputError("trust_remote_code: code that comes with a model is never run; write the model as a callable")
@@ -112,11 +109,7 @@ def of_torchvision(name: str, *, dtype: str | None = None, device: str = "cpu", 
 
 
 def tokenizer(name: str) -> Any:
-    """Return a tokenizer.
-
-    Args:
-        name: ``hf:folder`` or ``hf:org/name@revision``, also without ``hf:``, or a file ``tokenizer.json``.
-    """
+    """Return the tokenizer of ``hf:folder`` or ``hf:org/name@revision``, also without ``hf:``, or of a ``.json`` file."""
     _check_transformers()
     import transformers
 

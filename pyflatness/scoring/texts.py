@@ -57,21 +57,15 @@ def batches(
 ) -> list[Batch]:
     """Return texts as batches of a model's keyword arguments.
 
-    Without ``length`` a sample is a text; those of a batch are padded on the right to the longest of them, and
-    ``attention_mask`` leaves the padding out. With it all texts are packed: their tokens follow each other, with the
-    token that ends a text between them where the tokenizer has one, and a sample is ``length`` of them; what is left at
-    the end is dropped.
+    Without ``length`` a sample is a text, cut to ``truncate`` tokens; those of a batch are padded on the right to the
+    longest of them, and ``attention_mask`` leaves the padding out. With it all texts are packed: their tokens follow
+    each other, with the token that ends a text between them where the tokenizer has one, and a sample is ``length`` of
+    them; what is left at the end is dropped.
 
-    With ``mask`` tokens are drawn for a masked language model to find, by transformers' own collator: of those that are
-    drawn 80 % are masked, 10 % are replaced by random ones, and the labels of all others are ignored. The same seed
-    draws the same, text by text, whatever the batches are.
-
-    Args:
-        labels: a number, or several, for each text, or a text that is to be made of it; None: none.
-        tokenizer: see :func:`.pretrained.tokenizer`.
-        length: tokens of a packed sample.
-        truncate: tokens that a text is cut to.
-        mask: the probability with which a token is drawn, in (0, 1); None: none is.
+    With ``mask``, a probability, tokens are drawn for a masked language model to find, by transformers' own collator:
+    of those that are drawn 80 % are masked, 10 % are replaced by random ones, and the labels of all others are ignored.
+    The same seed draws the same, text by text, whatever the batches are. Labels are a number, or several, for each
+    text, or a text that is to be made of it.
     """
     if tokenizer is None:
         raise InputError(
@@ -126,16 +120,10 @@ def read_file(
     batch_size: int = 8,
     **tokens: Any,
 ) -> list[Batch]:
-    """Return batches of the texts in a ``.txt`` or ``.jsonl`` file.
+    """Return batches of the texts in a ``.txt`` or ``.jsonl`` file, in UTF-8, of the first ``count``.
 
-    Args:
-        path: of the file, in UTF-8. Of JSON lines each is an object, or a text itself.
-        text: the key of JSON objects that has the text.
-        targets: the key that has the label of a text, or the text that is to be made of it; none are taken unless it is
-            given.
-        sample_by: what a text of ``.txt`` is: a ``line``, a ``paragraph`` between empty lines, or the ``file``.
-        count: take so many texts, from the first on.
-        **tokens: see :func:`batches`.
+    See :func:`batches`. Of JSON lines each is a text, or an object whose key ``text`` has it, and ``targets`` the
+    label. A text of ``.txt`` is a ``line``, a ``paragraph`` between empty lines, or the ``file``.
     """
     check_sizes(count, batch_size)
     try:
