@@ -42,9 +42,8 @@ Made = Callable[[], losses.Terms]  # make the terms of a batch
 class HeadBatch:
     """Hold the rows of one batch at a head.
 
-    Attributes:
-        labels: class indices of rows that all count the same, not yet checked: the terms are made of them only where
-            they are asked for. None where that does not say all.
+    ``labels`` are class indices of rows that all count the same, not yet checked: the terms are made of them only where
+    they are asked for. None where that does not say all.
     """
 
     features: Tensor  # (rows, m), a row per loss term; (rows, …, m) for a term of several positions
@@ -61,14 +60,7 @@ class HeadBatch:
 
 
 class Head:
-    """Observe one layer of a model, batch by batch, while it is established to be the head.
-
-    Args:
-        layer: its qualified name, or None for the last Linear that ran.
-
-    Raises:
-        InputError: no Linear layer, bad batches, targets or dtypes, or a layer that is not the head (while iterating).
-    """
+    """Observe one layer, or the last Linear that ran, batch by batch, while it is established to be the head."""
 
     def __init__(self, task: Task, layer: str | None) -> None:
         model = task.model

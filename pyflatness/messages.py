@@ -156,11 +156,7 @@ def check_module(what: str, model: object) -> nn.Module:
 def check_choice(
     option: str, given: object, choices: Collection[str | None], error: type[FlatnessError] = InputError
 ) -> None:
-    """Raise if an option is none of its choices.
-
-    Raises:
-        FlatnessError: of the type ``error``, with the choices.
-    """
+    """Raise if an option is none of its choices."""
     if not (given is None or isinstance(given, str)) or given not in choices:
         raise error(f"{option}={shown(given)} does not exist; choose one of {', '.join(map(repr, choices))}")
 

@@ -264,11 +264,7 @@ def check_number(
     wanted: str = "a positive number",
     fits: Callable[[float], bool] = lambda value: 0 < value < math.inf,
 ) -> float:
-    """Return an option that is a real number, or an estimate of one, as a float.
-
-    Raises:
-        InputError: no number, or one that does not fit; the message says which is ``wanted``.
-    """
+    """Return an option that is a real number, or an estimate of one, as a float."""
     given = _plain(value)
     if not _is_real(given) or not fits(float(given)):
         raise InputError(f"{name}={shown(value)}: {wanted} is wanted")

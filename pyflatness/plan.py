@@ -42,12 +42,9 @@ class Plan:
 
 
 def plan(wanted: Sequence[Measure], options: Options, *, networks: bool = False) -> Plan:
-    """Return the steps that measures take.
+    """Return the steps that measures take, those among them that some are derived from.
 
-    Args:
-        wanted: the measures; those that some of them are derived from are added.
-        options: of the user.
-        networks: whether a network's value is wanted where it takes a sweep of its own.
+    ``networks``: a network's value is wanted where it takes a sweep of its own.
     """
     rows = with_bases(wanted)
     sweeps: dict[str | None, tuple[Measure, ...]] = {}
@@ -103,15 +100,10 @@ def of_layer(row: Measure, task: Task, layer: Selector | None) -> tuple["Measure
 class Measurement:
     """Take the steps of a plan on a task.
 
-    Args:
-        named: the measures were asked for by name, so that what cannot be had is an error. Else such a measure is left
-            out and the reason kept, but for what stands in the way of relative flatness too: errors of its sweep
-            concern the model, loss and data, and NaN under ``nan_policy="raise"`` concerns them as well.
-        source: the one layer of the task, where the head's formula takes the place of its sweep if it is the head in
-            all batches.
-
-    Attributes:
-        measured: layers that values are of, those of the network alone too.
+    Of measures ``named`` by the user what cannot be had is an error. Else such a measure is left out and the reason
+    kept, but for what stands in the way of relative flatness too: errors of its sweep concern the model, loss and data,
+    and NaN under ``nan_policy="raise"`` concerns them as well. ``source`` is the one layer of the task, where the
+    head's formula takes the place of its sweep if it is the head in all batches.
     """
 
     def __init__(self, steps: Plan, task: Task, *, named: bool, source: head.Head | None = None) -> None:
@@ -253,10 +245,8 @@ class Measurement:
     def _attempt(self, *rows: Measure, together: bool = True) -> Iterator[None]:
         """Let what stands in the way of these measures inside be an error if they were named, else a reason.
 
-        Args:
-            rows: the measures.
-            together: whether ranks have to agree on it: not where all find the same by themselves, out of the same
-                options, weights and sums.
+        Ranks have to agree on it ``together``, but where all find the same by themselves, out of the same options,
+        weights and sums.
         """
         names = ", ".join(row.name for row in rows)
         try:

@@ -14,12 +14,7 @@ _EVERY = 30.0  # seconds between lines where standard error is no terminal
 
 
 class Lines:
-    """Print how many are done, on standard error, when half a minute has gone by since the line before.
-
-    Args:
-        title: text in front.
-        total: how many there are; 0 if unknown.
-    """
+    """Print how many are done, on standard error, when half a minute has gone by since the line before."""
 
     def __init__(self, title: str, total: int) -> None:
         self._title, self._total, self._done, self._text = title, total, 0.0, ""
@@ -59,10 +54,7 @@ Advance = Callable[[int, str], None]
 def bar(title: str, total: int, shown: bool | None) -> Iterator[Advance]:
     """Show a bar with the time that is left on standard error, inside a ``with`` block.
 
-    Args:
-        title: text before the bar.
-        total: how many there are to do.
-        shown: as for :func:`track`.
+    ``shown`` as for :func:`track`.
     """
     if shown is False:
         yield lambda count, text: None

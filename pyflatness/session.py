@@ -172,17 +172,9 @@ def session(
 ) -> Iterator[Task]:
     """Hold the user's model, loss and data ready to be measured; afterwards everything is as it was.
 
-    Args:
-        loss: see :func:`.losses.resolve`; or ``"auto"``, see :func:`.auto.of_model`.
-        data: see :class:`.data.Batches`.
-        options: of the user; None: all as they are by default.
-        how: of the call's options those of :data:`.options.CALL` count here.
-        sharded: whether the model's parameters may be spread over these ranks, see :mod:`.spread`.
-
-    Raises:
-        InputError: a model, loss or data that cannot be measured, see :func:`.state.observing`,
-            :func:`.losses.resolve`, :func:`.shards.batches` and :class:`.guards.Checked`.
-        RankError: another rank fails or does not come; the ranks' models or options differ.
+    The loss is what :func:`.losses.resolve` or :func:`.auto.of_model` takes, data what :class:`.data.Batches` takes; of
+    the call's options those of :data:`.options.CALL` count here. With ``sharded`` the model's parameters may be spread
+    over these ranks, see :mod:`.spread`.
     """
     reduction, forward, process_group = (how.get(name) for name in ("reduction", "forward", "process_group"))
     resolved = None if auto.is_auto(loss) else losses.resolve(loss, reduction)

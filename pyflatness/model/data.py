@@ -33,19 +33,10 @@ _BATCH_SIZE = 256  # samples of a tuple of tensors that go through the model tog
 class Batches:
     """Iterate over the user's data as often as a measure needs.
 
-    Args:
-        data: a tuple of tensors with the samples in dimension 0, or an iterable of batches.
-        reads: how often the data will be read; a one-shot iterator is refused for more than one, and what a loader
-            gives at a later read is held against what it gave at the first.
-        ordered: whether the samples have to come in the same order at each read.
-        shown: whether reading shows a progress bar; see :func:`.progress.track`.
-
-    Attributes:
-        shard: which part of all data it is, where they are spread over ranks.
-        say: puts a text beside the progress bar of a read.
-
-    Raises:
-        InputError: no data, tensors of different lengths, or something that cannot be iterated (as often as needed).
+    They are a tuple of tensors with the samples in dimension 0, or an iterable of batches. A one-shot iterator is
+    refused for more than one of ``reads``, and what a loader gives at a later read is held against what it gave at the
+    first. Samples have to come in the same order at each read if they are ``ordered``. ``shard`` is which part of all
+    data it is, where they are spread over ranks; ``say`` puts a text beside the progress bar of a read.
     """
 
     def __init__(

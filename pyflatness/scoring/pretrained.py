@@ -109,7 +109,7 @@ def of_torchvision(name: str, *, dtype: str | None = None, device: str = "cpu", 
 
 
 def tokenizer(name: str) -> Any:
-    """Return the tokenizer of ``hf:folder`` or ``hf:org/name@revision``, also without ``hf:``, or of a ``.json`` file."""
+    """Return the tokenizer of ``hf:folder`` or ``hf:org/name@revision``, also without ``hf:``, or of a JSON file."""
     _check_transformers()
     import transformers
 

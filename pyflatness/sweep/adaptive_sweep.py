@@ -42,23 +42,14 @@ Found = tuple[Tensor, Mapping[int, Tensor]]  # places of samples, and by number 
 
 @dataclass(frozen=True)
 class _Begun:
-    """Hold what a micro-batch's graph gave for sampled values.
+    """Hold what a micro-batch's graph gave for sampled values."""
 
-    Attributes:
-        part: the GGN's probes.
-        forms: of the layers that take them.
-        rest: the residuals' of layers in whose weight the model is not linear; None without such a layer.
-        prints: these layers' fingerprints of their rows.
-        left_out: (n,), see :meth:`Sweep._left_out`.
-        nonlinear: the layers with residuals.
-    """
-
-    part: adaptive.Grouped
-    forms: Mapping[str, LayerForm]
-    rest: Residuals | None
-    prints: Mapping[str, Tensor]
-    left_out: Tensor
-    nonlinear: Sequence[str]
+    part: adaptive.Grouped  # the GGN's probes
+    forms: Mapping[str, LayerForm]  # of the layers that take them
+    rest: Residuals | None  # the residuals' of layers in whose weight the model is not linear, if there are such
+    prints: Mapping[str, Tensor]  # these layers' fingerprints of their rows
+    left_out: Tensor  # (n,), see Sweep._left_out
+    nonlinear: Sequence[str]  # the layers with residuals
 
 
 class AdaptiveSweep(Sweep):
@@ -73,9 +64,6 @@ class AdaptiveSweep(Sweep):
         Columns of square-root factors are sent in groups, and residuals, see :mod:`.residuals`, are sampled. Where
         exact values cost less, see :meth:`_is_cheap`, these are handed over. Where the samples are a part of the data,
         ``subset``, each counts by the inverse of its chance to be in that.
-
-        Raises:
-            InputError: as :meth:`work`; losses for which there are no such columns, or negative weights.
         """
         self._runner.batches.shard.ranks.refuse("probes='adaptive'", "pass probes=k, a number of probes, ")
         rtol = self._options.rtol or groups.RTOL

@@ -32,18 +32,10 @@ _CHOICE = -2  # the stream that says which samples are in the part
 
 
 class Subset:
-    """Choose samples of the data by the traces of their loss's Hessians.
+    """Choose samples of the data by the traces t of their loss's Hessians, ``sizes`` (N,) float64 on the CPU.
 
-    Args:
-        sizes: t of all samples, (N,) float64 on the CPU.
-        places: (n,) int64, of this rank's samples among these.
-        over: all samples.
-        seed: of the user.
-
-    Attributes:
-        over: all samples.
-        chosen: (n,) bool, of this rank's samples those in the part.
-        count: how many are in the part, of all ranks.
+    ``places`` (n,) int64 are those of this rank's samples, of which ``chosen`` are in the part; ``count`` is of all
+    ranks.
     """
 
     chosen: Tensor
@@ -56,12 +48,7 @@ class Subset:
     @classmethod
     @torch.no_grad()
     def of(cls, task: Task) -> "Subset":
-        """Return that of a task's data, after a forward pass over all of them.
-
-        Raises:
-            InputError: targets that do not fit.
-            NonFiniteError: NaN or infinity in outputs or targets.
-        """
+        """Return that of a task's data, after a forward pass over all of them."""
         over, own = Accumulator(task.options.nan_policy, task.loss.reduction), list[Tensor]()
         for number, part in task.parts().numbered(task.batches):
             outputs, targets = task.run(part)
@@ -80,11 +67,7 @@ class Subset:
         return cls(sizes, places, over, task.options.seed)
 
     def choose(self, count: float) -> bool:
-        """Choose about so many samples; return False where these are all whose loss is curved.
-
-        Raises:
-            InputError: none is drawn.
-        """
+        """Choose about so many samples; return False where these are all whose loss is curved."""
         if count >= int((self._sizes > 0).sum()):
             return False
         sizes = self._sizes.sort(descending=True).values
