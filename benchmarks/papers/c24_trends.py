@@ -50,9 +50,15 @@ def judge(points: Points) -> Found:
         f"nothing of other settings. {claims.grouped(claims_made)}"
     )
     free = _late_correlation(table, "local_dimension", "unpredictable", failures)
+    volume, sharpness = _second_half(table, failures)
+    verdict += (
+        f" The paper says that volume goes on to decrease where sharpness does no more. {claims.grouped([volume])} "
+        f"Beside it: {sharpness.what} {claims.shown(sharpness)}. Local dimension is not explained by sharpness in the "
+        f"paper; here: {free.what} {claims.shown(free)}."
+    )
     return Found(
         table,
-        (*(claim.finding for claim in claims_made), free),
+        (*(claim.finding for claim in claims_made), free, volume.finding, sharpness),
         verdict,
         lambda figure: draw(figure, table),
         failures,
@@ -76,6 +82,19 @@ def _late(table: Mapping[str, Sequence[Any]], failures: dict[str, str]) -> list[
     change = _over_recipes("late change of sharpness, ratio of last to first", ratios, "below 1")
     along = [_late_correlation(table, quantity, "positive", failures) for quantity in ("log_volume", "mls", "nmls")]
     return [Claim(change, -1, 1.0), *map(Claim, along)]
+
+
+def _second_half(table: Mapping[str, Sequence[Any]], failures: dict[str, str]) -> tuple[Claim, Finding]:
+    """Return what becomes of volume in the second half of the snapshots since the data are fitted, and of sharpness."""
+    volumes, ratios = {}, {}
+    for owner, places in late_places(table, failures).items():
+        first, last = places[len(places) // 2], places[-1]
+        change = table["log_volume"][last] - table["log_volume"][first]
+        if math.isfinite(change) and last != first:
+            volumes[owner] = change
+            ratios[owner] = table["sharpness"][last] / table["sharpness"][first]
+    volume = _over_recipes("change of log volume in the second half of what is late", volumes, "below 0")
+    return Claim(volume, -1), _over_recipes("change of sharpness in that half, ratio of last to first", ratios, "1")
 
 
 def _late_correlation(

@@ -92,9 +92,11 @@ def judge(
     if less:
         higher = [Claim(row, named=row.what.removesuffix(", Pearson")) for row in less]
         parts.append(f"By how much they are higher than those of layers. {claims.grouped(higher)}")
+    held = correlating.baselines(found, shown[0])
+    parts.append(correlating.held_against(held))
     return Found(
         found.columns,
-        (*correlating.findings(with_gap, shown, dict.fromkeys(shown, paper)), *less, *alone),
+        (*correlating.findings(with_gap, shown, dict.fromkeys(shown, paper)), *less, *alone, *held),
         f"Correlations with the gap over {with_gap.points} networks (Pearson, {correlating.intervals(found)}), which "
         "are positive in the paper. " + " ".join(parts),
         lambda figure: correlating.scatter(figure, found, shown, columns=2),

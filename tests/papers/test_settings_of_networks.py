@@ -7,7 +7,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import pyflatness as pf
-from benchmarks.papers import c24, c24_pairs, c24_transformers, c24_trends, correlating, grid, grid_networks, zoo
+from benchmarks.papers import (
+    c24,
+    c24_pairs,
+    c24_transformers,
+    c24_trends,
+    correlating,
+    grid,
+    grid_networks,
+    image_data,
+    p21_fig6,
+    p21_minima,
+    zoo,
+)
 from benchmarks.papers.experiment import Bench, Finding
 from benchmarks.papers.grid import Grid
 from benchmarks.papers.networks import fully_connected
@@ -47,6 +59,21 @@ def test_a_table_of_other_classes_and_descents(tmp_path):
     assert losses({"classes": [0, 1]}, Descent(0.1, 20, 0)) == other != first
     assert losses({}, Descent(0.2, 10, 0), Descent(0.1, 20, 0)) != losses({}, Descent(0.1, 10, 0), Descent(0.2, 20, 0))
     assert losses({}, Descent(0.1, 20, 0)) == first
+
+
+def test_minima_by_the_papers_own_rates(tmp_path, monkeypatch):
+    images = torch.zeros(4, 3, 32, 32, dtype=torch.uint8), torch.arange(4)
+    monkeypatch.setattr(image_data, "read", lambda folder, name: (images, images))
+
+    def recipes(changes):
+        settings = p21_fig6.EXPERIMENT.settings("paper", changes)
+        return [*p21_minima.zoo(Bench("paper", settings, tmp_path, tmp_path)).recipes.values()]
+
+    ours, paper = recipes({}), recipes({"rates": "paper", "seeds": 2})
+    assert (len(ours), len(paper)) == (110, 2 * 3 * 5 * 3)
+    assert {recipe.learning_rate for recipe in paper} == {0.0001, 0.02, 0.05}
+    assert {recipe.batch_size for recipe in paper} == {64, 128, 256, 512, 1024}
+    assert {recipe.optimizer for recipe in paper} == {"sgd", "adam", "rmsprop"}
 
 
 def test_other_weights_of_a_network_that_was_trained_anew(tmp_path):
