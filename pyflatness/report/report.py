@@ -448,15 +448,19 @@ class Report(Readable):
         for header, width in zip(headers.values(), widths, strict=True):
             lines = (line.rjust(width) for line in header.splitlines())  # rich would take spaces behind numbers away
             table.add_column("\n".join(lines), no_wrap=True)
-        table.add_column("value of", min_width=self._longest_method())
+        methods = {name: ", ".join(dict.fromkeys(e.method for e in held[name])) for name in rows}
+        alike = len(rows) > 2 and len({*methods.values()}) == 1 and ", " in methods[next(iter(rows))]
+        if not alike:
+            table.add_column("value of", min_width=self._longest_method())
         table.add_column("exact", no_wrap=True)
         for name, *cells in zip(rows, *columns.values(), strict=True):
             if name == "network":
                 table.add_section()
-            methods = ", ".join(dict.fromkeys(e.method for e in held[name]))
             numbers = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-            table.add_row(name, *numbers, methods, "yes" if all(e.exact for e in held[name]) else "no")
-        return views.text(table, _WIDTH)
+            of = () if alike else (methods[name],)
+            table.add_row(name, *numbers, *of, "yes" if all(e.exact for e in held[name]) else "no")
+        lines = views.text(table, _WIDTH)
+        return [*lines, f"value of, in every row: {methods[next(iter(rows))]}"] if alike else lines
 
     def _longest_method(self) -> int:
         several = len({estimate.method for estimate in self._estimates.values()}) > 1  # with a comma behind it

@@ -19,6 +19,7 @@ from .coefficients import STATISTICS, coefficients, whole
 from .tables import Networks, Vector, listed, one_name, read
 
 _PERFECT = 1.99  # the sum of ends that are both written as 1.00, or both as -1.00
+_LEAST = 5  # networks or clusters for an interval
 _EQUAL = 1.5  # training losses within this factor count as equal
 
 
@@ -110,7 +111,16 @@ class Correlations(Result):
         clusters = "" if self.clusters is None else f" in {self.clusters} clusters"
         out = f", {len(self.excluded)} excluded: {', '.join(self.excluded)}" if self.excluded else ""
         head = f"with {self.y}{given}, {self.points} networks{clusters}{out}; {self.method}"
-        return "\n".join([head, *lines, *([self.note] if self.note else [])])
+        return "\n".join([head, *lines, *self._what_is_missing(), *([self.note] if self.note else [])])
+
+    def _what_is_missing(self) -> list[str]:
+        """Return why a value or an interval is not there, a line for each reason."""
+        few, what = (self.points, "networks") if self.clusters is None else (self.clusters, "clusters")
+        undefined = any(math.isnan(row.value) for row in self.rows)
+        missing = any(math.isnan(row.low) and not math.isnan(row.value) for row in self.rows)
+        same = ", or in the order of what is held fixed" if self.given else ""
+        lines = [f"nan: not defined where a column is constant{same}"] if undefined else []
+        return [*lines, *([f"[–]: {few} {what} are too few for an interval"] if missing and few < _LEAST else [])]
 
 
 def correlations(

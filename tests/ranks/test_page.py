@@ -23,7 +23,8 @@ def test_every_call_on_data_is_listed():
 
 
 def test_every_measure_is_listed():
-    assert [*rows("measure")] == [row.name for row in MEASURES]
+    said = "docs/sweep.md, Which calls and measures: a row for each measure is wanted, in the order of MEASURES"
+    assert [*rows("measure")] == [row.name for row in MEASURES], said
 
 
 def test_measures_that_are_refused_are_those_of_the_page():

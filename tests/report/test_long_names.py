@@ -101,3 +101,13 @@ def test_measures_stand_in_one_table_where_their_headers_in_two_lines_fit(deep):
     assert sum(line.startswith(" 0 ") for line in lines) == 1
     lines = str(pf.measure(*given)).splitlines()
     assert lines[0].split() == ["layer", "relative_flatness", "trace", "value", "of", "exact"]
+
+
+def test_what_all_rows_are_of_is_said_once(deep):
+    lines = str(pf.cost_of_change(*deep, four_bits(deep), probes=2, curvature="ggn")).splitlines()
+    headers = [line for line in lines if line.split()[:1] == ["layer"]]
+    assert headers
+    assert not any("value of" in line for line in headers)
+    assert sum(line.startswith("value of, in every row: ") for line in lines) == len(headers)
+    assert sum(line.startswith(f" {NAMES[0]} ") for line in lines) == len(headers)
+    assert not any(line.strip() in ("definition", "ggn-sampled") for line in lines)  # no row of its own
