@@ -459,8 +459,8 @@ class Report(Readable):
             numbers = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
             of = () if alike else (methods[name],)
             table.add_row(name, *numbers, *of, "yes" if all(e.exact for e in held[name]) else "no")
-        lines = views.text(table, _WIDTH)
-        return [*lines, f"value of, in every row: {methods[next(iter(rows))]}"] if alike else lines
+        said = [f"value of, in every row: {methods[next(iter(rows))]}"] if alike else []
+        return [*views.text(table, _WIDTH), *said]
 
     def _longest_method(self) -> int:
         several = len({estimate.method for estimate in self._estimates.values()}) > 1  # with a comma behind it
