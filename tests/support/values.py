@@ -73,9 +73,9 @@ def _printed(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, str):
-        return _ADDRESS.sub("0x…", value)
-    return float(value).hex() if isinstance(value, float | np.floating) else repr(value)
+    if isinstance(value, float | np.floating):
+        return float(value).hex()
+    return _ADDRESS.sub("0x…", value if isinstance(value, str) else repr(value))
 
 
 def recorded(call: Callable[[], Any]) -> Facts:
