@@ -74,17 +74,25 @@ void make_tile(const T* signal, int64_t rows, int64_t depth, const T* patches, i
       });
 }
 
-// |root tile|^2
+// |root tile|^2. The sums of a panel of rows go to double: a tile has up to 4,032 terms a lane.
 template <typename T>
 double rooted_squares(const T* root, int64_t roots, int64_t rows, const T* tile, int64_t rows_ld, int64_t columns) {
   using S = Simd<T>;
-  typename S::Vec sums[2] = {};
+  constexpr int64_t kPanel = kPanelVectors * S::kLanes;
   double total = 0;
-  multiply(
-      root, roots, rows, tile, rows_ld, columns,
-      [&](int64_t, int64_t c, typename S::Vec sum) __attribute__((always_inline)) { sums[c % 2] += sum * sum; },
-      [&](int64_t, int64_t, T sum) __attribute__((always_inline)) { total += static_cast<double>(sum * sum); });
-  return total + S::sum(sums[0] + sums[1]);
+  if (few_rows<T>(roots))
+    multiply(
+        root, roots, rows, tile, rows_ld, columns, [](int64_t, int64_t, typename S::Vec) {},
+        [&](int64_t, int64_t, T sum) __attribute__((always_inline)) { total += static_cast<double>(sum * sum); });
+  else
+    for (int64_t first = 0; first < roots; first += kPanel) {
+      typename S::Vec sums[2] = {};
+      multiply_panels<false>(root + first * rows, minimum(kPanel, roots - first), rows, tile, rows_ld, columns,
+                             [&](int64_t, int64_t c, typename S::Vec sum)
+                                 __attribute__((always_inline)) { sums[c % 2] += sum * sum; });
+      total += S::sum(sums[0] + sums[1]);
+    }
+  return total;
 }
 
 // Adds to totals[0] the squares of a tile of M; with its weight, laid out as the tile, the three weighted reductions.

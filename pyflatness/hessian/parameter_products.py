@@ -39,9 +39,9 @@ class ParameterProducts(Products):
         self.names: Names = tuple(self._theta)
         self._all = some is None
         self._weight_norms = False  # whether the model has such, in what was run so far
-        self._convolutions: list[nn.Module] = []  # none where the graph is looked at: it is to be torch's
+        self._replaced: list[nn.Module] = []  # none where the graph is looked at: it is to be torch's
         super().__init__(task)
-        self._convolutions = second_derivatives.convolutions(self._model)
+        self._replaced = second_derivatives.convolutions(self._model) + second_derivatives.batch_norms(self._model)
 
     def notes(self, name: str) -> tuple[str, ...]:
         """Return what a reader of a value should know."""
@@ -85,7 +85,8 @@ class ParameterProducts(Products):
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
                 stack.enter_context(calling.differentiated_in_all_parameters())
                 stack.enter_context(parameters.inside(self._model, self._leaves))
-                stack.enter_context(second_derivatives.of_convolutions(self._convolutions))
+                second_derivatives.replace(self._replaced)
+                stack.callback(second_derivatives.put_back, self._replaced)
                 if self._weight_norms:  # every operation takes a little longer there
                     stack.enter_context(second_derivatives.WrittenOut())
                 yield

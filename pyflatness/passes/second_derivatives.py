@@ -1,4 +1,4 @@
-"""Have second derivatives of what torch gets wrong, or makes slowly, by other ways: weight_norm and convolutions.
+"""Have second derivatives of what torch gets wrong or makes slowly by other ways: weight_norm, convolutions, BatchNorm.
 
 Torch's second derivative of a convolution (2.13) takes the gradient in the weight, of a gradient in the input, as a
 convolution with a kernel of the size of an image, which its fast kernels do not do: on a processor a Hessian product
@@ -6,16 +6,26 @@ takes 1.1 to 1.4 times as long. It is the same bilinear map as the first gradien
 
     y = x ∗ w      ∂⟨g, y⟩/∂x = X(g, w)      ∂⟨g, y⟩/∂w = W(g, x)
     of ⟨a, X(g, w)⟩ + ⟨b, W(g, x)⟩:   in g   a ∗ w + x ∗ b      in x   X(g, b)      in w   W(g, a)
+
+That of BatchNorm (2.13) is some thirty operations on tensors of the input's size. With x̂ = r (x − μ), r = 1/σ, and sums
+Σ over the N entries of a channel it is a first derivative, one sum and a combination of three tensors:
+
+    y = γ x̂ + β      ∂⟨g, y⟩/∂x = X(g) = γ r P g,   P u = u − Σu/N − x̂ Σ(x̂u)/N      ∂⟨g, y⟩/∂γ = Σ g x̂     in β   Σ g
+    of ⟨a, X(g)⟩ + ⟨b, Σ g x̂⟩ + ⟨c, Σ g⟩:   in g   X(a) + b x̂ + c      in γ   r D,   D = ⟨a, P g⟩
+                                            in x   r P[b g − γ r (a Σ(g x̂) + g Σ(a x̂))/N] − γ r² x̂ D/N
+
+With the running statistics μ and σ are constants: P is the identity, and in x remains r b g.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 _CLASSES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -102,20 +112,6 @@ def convolutions(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-@contextlib.contextmanager
-def of_convolutions(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let modules of :func:`convolutions` have them, inside; also where checkpointing runs them again."""
-    modules = [*modules]
-    for module in modules:
-        own: Any = module._conv_forward
-        module.__dict__["_conv_forward"] = partial(_convolved, module, own)
-    try:
-        yield
-    finally:
-        for module in modules:
-            del module.__dict__["_conv_forward"]
-
-
 def _convolved(module: Any, own: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return what a module computes."""
     plain = x.ndim == weight.ndim and x.dtype == weight.dtype and not torch.is_autocast_enabled(x.device.type)
@@ -124,6 +120,161 @@ def _convolved(module: Any, own: Callable[..., Tensor], x: Tensor, weight: Tenso
     form = _Form(module.stride, module.padding, module.dilation, module.groups)
     found: Tensor = _Convolution.apply(x, weight, bias, form)
     return found
+
+
+class _Norm(NamedTuple):
+    """Hold what a BatchNorm has besides its tensors: are its statistics those of the batch, and ε."""
+
+    of_batch: bool
+    eps: float
+
+    def gradients(self, g: Tensor, x: Tensor, weight: Tensor | None, first: Tensor, second: Tensor) -> tuple[Any, ...]:
+        """Return X(g), Σ g x̂ and Σ g, by the batch's μ and r or by the running μ and σ² − ε."""
+        statistics = (None, None, first, second) if self.of_batch else (first, second, None, None)
+        found: tuple[Any, ...] = torch.ops.aten.native_batch_norm_backward(
+            g, x, weight, *statistics, *self, [True, True, True]
+        )
+        return found
+
+    def twice_by_torch(
+        self, g: Tensor, x: Tensor, weight: Tensor | None, first: Tensor, second: Tensor, arrived: _Gradients
+    ) -> list[Tensor | None]:
+        """Return the gradients in g, x and the weight of what arrived at X(g), Σ g x̂ and Σ g, with their graph."""
+        leaves = [tensor.view_as(tensor) for tensor in (g, x, weight) if tensor is not None]
+        affine = [] if weight is None else [leaves[2], torch.zeros_like(weight, requires_grad=True)]
+        mean, variance = (None, None) if self.of_batch else (first, second)
+        batch_norm: Any = F.batch_norm
+        y = batch_norm(leaves[1], mean, variance, *affine, training=self.of_batch, eps=self.eps)
+        gradients = torch.autograd.grad(y, [leaves[1], *affine], leaves[0], create_graph=True)
+        products = [(one * other).sum() for one, other in zip(gradients, arrived, strict=False) if other is not None]
+        found = torch.autograd.grad(torch.stack(products).sum(), leaves, create_graph=True, allow_unused=True)
+        return [*found, *[None] * (3 - len(found))]
+
+
+class _BatchNorm(Function):
+    """Normalise, and update the running statistics."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, running: Any, form: _Norm, momentum: float
+    ) -> Tensor:
+        y, *statistics = torch.ops.aten.native_batch_norm(x, weight, bias, *running, form.of_batch, momentum, form.eps)
+        ctx.save_for_backward(x, weight, *(statistics if form.of_batch else running))
+        ctx.form = form
+        return y  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        return (*_NormGradient.apply(g, *ctx.saved_tensors, ctx.form), None, None, None)
+
+
+class _NormGradient(Function):
+    """Take the gradients of a BatchNorm."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, g: Tensor, x: Tensor, weight: Tensor | None, first: Tensor, second: Tensor, form: _Norm
+    ) -> _Gradients:
+        found = form.gradients(g, x, weight, first, second)
+        ctx.save_for_backward(g, x, weight, first, second, *found[1:])
+        ctx.form = form
+        ctx.set_materialize_grads(False)
+        return (found[0], None, None) if weight is None else found
+
+    @staticmethod
+    def backward(ctx: Any, a: Tensor | None, b: Tensor | None, c: Tensor | None) -> tuple[Any, ...]:
+        g, x, weight, mean, scale, sum_gx, sum_g = ctx.saved_tensors
+        form, n = ctx.form, x.numel() // x.shape[1]
+        if torch.is_grad_enabled():  # for third derivatives, which are torch's
+            return (*form.twice_by_torch(g, x, weight, mean, scale, (a, b, c)), None, None, None)
+        r = scale if form.of_batch else (scale + form.eps).rsqrt()
+        gamma_r = r if weight is None else weight * r
+
+        def along(channels: Tensor) -> Tensor:
+            return channels.view(-1, *[1] * (x.ndim - 2))
+
+        a = torch.zeros_like(g) if a is None else a
+        in_g, sum_ax, sum_a = form.gradients(a, x, weight, mean, scale)
+        inner = (a * g).transpose(0, 1).flatten(1).sum(1)
+        centred = x - along(mean)
+        if b is not None:
+            in_g = in_g.addcmul_(centred, along(b * r))
+        if c is not None:
+            in_g = in_g.add_(along(c))
+        in_x = None if b is None else g * along(b * r)
+        if form.of_batch:
+            inner = inner - (sum_a * sum_g + sum_ax * sum_gx) / n
+            of_a, of_g = -gamma_r * sum_gx / n, -gamma_r * sum_ax / n
+            of_g = of_g if b is None else of_g + b
+            of_x = -(of_a * sum_ax + of_g * sum_gx + gamma_r * inner) / n
+            constant = -(of_a * sum_a + of_g * sum_g) / n
+            in_x = centred.mul_(along(of_x * r * r)).add_(along(constant * r))
+            in_x = in_x.addcmul_(a, along(of_a * r)).addcmul_(g, along(of_g * r))
+        return in_g, in_x, None if weight is None else r * inner, None, None, None
+
+
+def _batch_norm(
+    x: Tensor,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Return what F.batch_norm does."""
+    plain = x.requires_grad and x.dtype in (torch.float32, torch.float64) and x.numel() > x.shape[1]
+    plain = plain and (weight is None) == (bias is None) and (weight is None or weight.dtype == x.dtype)
+    if not plain or eps <= 0 or torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling():
+        return F.batch_norm(x, mean, variance, weight, bias, training, momentum, eps)
+    found: Tensor = _BatchNorm.apply(x, weight, bias, (mean, variance), _Norm(training, eps), momentum)
+    return found
+
+
+class _ByOwnBatchNorm(TorchFunctionMode):
+    """Let F.batch_norm be this module's, inside."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return (_batch_norm if func is F.batch_norm else func)(*args, **(kwargs or {}))
+
+
+def _normalised(module: Any, in_eval: bool, x: Tensor) -> Tensor:
+    """Return what a module computes."""
+    wanted = torch.is_grad_enabled() and (module.training or in_eval)
+    own = wanted and not torch._C._are_functorch_transforms_active()
+    with _ByOwnBatchNorm() if own else contextlib.nullcontext():
+        found: Tensor = type(module).forward(module, x)
+    return found
+
+
+def batch_norms(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model that compute what BatchNorm1d to BatchNorm3d do."""
+    return [
+        module
+        for module in model.modules()
+        if getattr(type(module), "forward", None) is nn.BatchNorm2d.forward and "forward" not in module.__dict__
+    ]
+
+
+def replace(modules: Iterable[nn.Module], in_eval: bool = True) -> None:
+    """Let modules of :func:`convolutions` and :func:`batch_norms`, these ``in_eval`` mode too, have them.
+
+    That is until :func:`put_back`, as activation checkpointing runs them again in the backward pass.
+    """
+    for module in modules:
+        if isinstance(module, _CLASSES):
+            module.__dict__["_conv_forward"] = partial(_convolved, module, module._conv_forward)
+        else:
+            module.__dict__["forward"] = partial(_normalised, module, in_eval)
+
+
+def put_back(modules: Iterable[nn.Module]) -> None:
+    """Let modules compute what they did."""
+    for module in modules:
+        module.__dict__.pop("_conv_forward" if isinstance(module, _CLASSES) else "forward", None)
 
 
 class WrittenOut(TorchFunctionMode):

@@ -35,6 +35,7 @@ from ..options import Options, check_probes
 from ..passes import normalize
 from ..passes.batch_layout import Layout
 from ..passes.recorder import RecordedCall
+from ..passes.second_derivatives import batch_norms, put_back, replace
 from .layer_call import LayerCalls, graph_as_recorded, not_compiled
 
 
@@ -126,11 +127,14 @@ class FlatnessPenalty:
         self._names = f"layer{'s' * (len(chosen) > 1)} {', '.join(map(repr, chosen))}"
         self._is_new = True
         self._by_items = True  # whether the model's own loss is divided by the items that it is told of
-        weakref.finalize(self, _remove, self._watched).atexit = False  # the model has the hooks, and these keep tensors
+        self._norms = batch_norms(self._model)
+        # The model has the hooks, and these keep tensors.
+        weakref.finalize(self, _remove, self._watched, self._norms).atexit = False
         try:
             with interrupts.held():
                 for watched in self._watched:
                     watched.hook(self._model)
+                replace(self._norms, in_eval=False)  # in eval mode layouts are read off torch's graph
         except BaseException:  # of a signal's handler: nobody has the penalty, to remove it
             self.remove()
             raise
@@ -204,7 +208,7 @@ class FlatnessPenalty:
 
         A penalty that is deleted takes them off by itself.
         """
-        _remove(self._watched)
+        _remove(self._watched, self._norms)
 
     def __enter__(self) -> "FlatnessPenalty":
         return self
@@ -243,9 +247,10 @@ class FlatnessPenalty:
             torch.autograd.grad(value, weights, retain_graph=True, allow_unused=True)
 
 
-def _remove(every: list[LayerCalls]) -> None:
+def _remove(every: list[LayerCalls], norms: list[nn.Module]) -> None:
     for watched in every:
         watched.remove()
+    put_back(norms)
 
 
 def _one_tensor(outputs: Any) -> Tensor:
