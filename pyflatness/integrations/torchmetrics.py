@@ -50,7 +50,8 @@ class RelativeFlatness(Metric):
             the metric's ``state_dict`` and ``parameters()``; copies of the metric are of the same head, unless that is
             copied along with them.
         bias: (d,), beside a weight that is a tensor.
-        loss: as for :func:`pyflatness.head_flatness`, like all that follow.
+        loss: ``"cross_entropy"``, ``"mse_loss"``, ``"binary_cross_entropy_with_logits"``, the ``F`` function, an ``nn``
+            loss module with its options, or a callable (outputs, targets) -> scalar.
         reduction: ``"mean"`` or ``"sum"``, if the loss does not say or means another.
         nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``, sample by sample.
         backend: ``"auto"``, ``"compiled"``, ``"triton"`` or ``"reference"``.

@@ -51,7 +51,8 @@ def reparameterize(
             branches and eval BatchNorm between. How its layers are connected is observed on two samples.
         factors: layer (name or module) -> λ > 0: a number for all its rows (layer-wise), or (d,) numbers, one for each
             (neuron-wise). The layers that take its output get 1/λ on their columns; several layers at once are fine.
-        data: as for :func:`pyflatness.relative_flatness`, or a tensor of inputs. The function is compared on all of it.
+        data: a tuple of tensors (inputs, targets), an iterable of such batches, or a tensor of inputs. The function is
+            compared on all of it.
         inplace: change the model's own weights; else a copy's.
 
     Returns:

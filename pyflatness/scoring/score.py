@@ -58,9 +58,10 @@ def score(
         models: networks or paths of checkpoints by name; or paths alone, which are then the names: files, folders and
             patterns such as ``"runs/*/epoch_*.pt"``. A network can be named, too: ``"hf:folder"``,
             ``"hf:org/name@revision"`` from the local cache of Hugging Face's hub. All that are named are held at once.
-        loss: as for :func:`pyflatness.measure`; a network of Hugging Face's has its own.
-        data: as for :func:`pyflatness.measure`; or a function that returns it, or its name ``"file.py:function"``,
-            which every worker calls once.
+        loss: an ``nn`` loss module, an ``F`` function, its name (``"cross_entropy"``), or a callable
+            (outputs, targets) -> scalar. ``"auto"``: that of a network of Hugging Face's.
+        data: a tuple of tensors (inputs, targets), or an iterable of batches, such as a DataLoader; or a function that
+            returns it, or its name ``"file.py:function"``, which every worker calls once.
         model: what makes the network that paths are checkpoints of: a class or function that is called without
             arguments, or its name, ``"file.py:callable"`` or ``"hf:folder"``.
         layers: names, globs, ``re:…`` or ``type:…``; None: all that can be measured, as for

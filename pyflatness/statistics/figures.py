@@ -97,7 +97,8 @@ def plot_correlation_matrix(
     """Draw the correlations of measures with each other, as a matrix of colours.
 
     Args:
-        table: as for :func:`pyflatness.statistics.correlations`.
+        table: a pandas data frame or dict of lists with a row for each network, or the path of a CSV file of
+            ``pyflatness score`` or ``store export``.
         columns: from left to right; None: the gap, if there is one, and all measures.
         statistic: ``"Pearson"``, ``"Spearman"`` or ``"Kendall"`` (τ_b).
         exclude: names of rows to leave out.

@@ -246,7 +246,8 @@ def sign_error(
     in g is; here all pairs count alike, and ``fewest=`` takes environments together in place of leaving them out.
 
     Args:
-        table: as for :func:`pyflatness.statistics.granulated_kendall`, like all that follow.
+        table: a pandas data frame or dict of lists with a row for each network, or the path of a CSV file of
+            ``pyflatness score`` or ``store export``.
         measure: a column.
         target: a column, such as ``"gap"``.
         settings: columns of hyperparameters, without the seed.
@@ -351,7 +352,8 @@ def conditional_mutual_information(
     Few networks in a group of equal settings make Î too large: two networks alone always have Î = 1.
 
     Args:
-        table: as for :func:`pyflatness.statistics.granulated_kendall`, like all that follow.
+        table: a pandas data frame or dict of lists with a row for each network, or the path of a CSV file of
+            ``pyflatness score`` or ``store export``.
         measure: a column.
         target: a column, such as ``"gap"``.
         settings: columns of hyperparameters.

@@ -134,7 +134,7 @@ def generalization_gap(
 
     Args:
         loss: … The values are means over its terms.
-        train: a tuple of tensors, or batches, as for :func:`pyflatness.relative_flatness`.
+        train: a tuple of tensors (inputs, targets), or an iterable of such batches.
         test: the same.
         nan_policy: ``"raise"``; ``"propagate"``: a loss that is NaN makes the mean NaN; ``"omit"``: samples whose loss
             is NaN or infinite are left out, of the accuracy too, and counted.

@@ -179,7 +179,8 @@ def generalization_bound(
 
     Args:
         loss: … All values are means over its terms.
-        train: the training data, as for :func:`pyflatness.relative_flatness`; read several times.
+        train: the training data: a tuple of tensors (inputs, targets), or an iterable of such batches that can be read
+            several times.
         layer: a Linear layer that gets one feature vector a sample; None takes the last Linear that ran.
         test: test data, for the measured gap and its decomposition E_gen = E_Rep + E_F.
         uniform: Theorem 15: δ² d/2 κ^φ in the place of δ² κ/(2m), at a minimum, and of four bandwidths of the noise

@@ -104,10 +104,12 @@ def invariances(
     and the columns behind divided by them, and the measures are taken before and after.
 
     Args:
-        model: as for :func:`pyflatness.reparameterize`.
+        model: an ``nn.Module`` in eval mode; linear layers and convolutions with ReLU, LeakyReLU, pooling, reshapes,
+            factors of other branches and eval BatchNorm between.
         data: … They are read several times.
-        measures: names, None, ``"sweep"`` or ``"all"``, as for :func:`pyflatness.measure`.
-        layers: that are measured, as for :func:`pyflatness.measure`; all that can be get new weights.
+        measures: a name or several; None: relative flatness and the trace; ``"sweep"``: all that one sweep gives;
+            ``"all"``: every measure that applies.
+        layers: selectors of those that are measured; None: all that can be. All that can be get new weights.
         factors: between which the factors are drawn, uniformly.
         seed: of the factors, and of what is random in the measures.
 

@@ -559,7 +559,8 @@ def label_constancy(
         bias: (d,) or None.
         targets: y_i, what ``loss`` takes, one per sample; None: ``labels(features)``.
         labels: y[·], a function from features (n, m) to targets.
-        loss: as for :func:`pyflatness.head_flatness`; not a callable.
+        loss: ``"cross_entropy"``, ``"mse_loss"``, ``"binary_cross_entropy_with_logits"``, the ``F`` function, or an
+            ``nn`` loss module with its options; not a callable.
         rho: δ, positive.
         probes: of Δ for each sample, at least 2; more of them find more of the supremum.
 

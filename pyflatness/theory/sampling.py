@@ -149,7 +149,8 @@ def representativeness(
         weight: w, (d, m).
         bias: (d,) or None.
         targets: what ``loss`` takes, one per sample.
-        loss: as for :func:`pyflatness.head_flatness`.
+        loss: ``"cross_entropy"``, ``"mse_loss"``, ``"binary_cross_entropy_with_logits"``, the ``F`` function, an ``nn``
+            loss module with its options, or a callable (outputs, targets) -> scalar.
         rho: δ; None: n^(-1/(4+m)), as in Theorem 6.
         folds: k, at least 2.
         probes: pairs ±ξ for each sample, at least 2.
@@ -390,7 +391,9 @@ def authors_representativeness(
         weight: w, (d, m).
         bias: (d,) or None.
         targets: one per sample.
-        loss: as for :func:`pyflatness.head_flatness`; every sample counts the same.
+        loss: ``"cross_entropy"``, ``"mse_loss"``, ``"binary_cross_entropy_with_logits"``, the ``F`` function, an ``nn``
+            loss module with its options, or a callable (outputs, targets) -> scalar; every sample counts
+            the same.
         folds: k, at least 2.
         fit: (features, targets) -> (weight, bias) on the sample of each fold, as in the authors' notebook.
         process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.

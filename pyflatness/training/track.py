@@ -49,16 +49,17 @@ def track(
         loss: …
         data: read at each record, so a tuple of tensors, a list of batches or a DataLoader, and no iterator. It may be
             the DataLoader that a training loop is in the middle of.
-        measures: names; None, ``"sweep"`` and ``"all"`` as for :func:`pyflatness.measure`.
+        measures: a name or several; None: relative flatness and the trace; ``"sweep"``: all that one sweep gives;
+            ``"all"``: every measure that applies.
         weights: of which weights: ``"live"``, those of ``model``; ``"ema"`` or ``"swa"``, those of ``averaged``; or
             several of these. Averaged weights are left out of records before their first update.
         averaged: a ``torch.optim.swa_utils.AveragedModel`` of the model, or another module with its layers that holds
             averaged weights. Statistics of BatchNorm are measured as it has them: call ``update_bn`` first, or make it
             with ``use_buffers=True``.
         history: one to go on with, as :meth:`.History.from_json` returns it; it is not changed.
-        layers: as for :func:`pyflatness.measure`; as names where averaged weights are measured.
-        process_group: as for :func:`pyflatness.measure`: every rank records, with its own data, and has the values of
-            the whole.
+        layers: selectors; None: every layer that can be measured. Names where averaged weights are measured.
+        process_group: whose ranks make the call together; None: all, where ``torch.distributed`` is initialised. Every
+            rank records, with its own data, and has the values of the whole.
 
     Returns:
         The history, without a record or with those of ``history``.
