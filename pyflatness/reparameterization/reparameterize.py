@@ -193,7 +193,8 @@ def _followed(
         if not held:
             continue
         source = held[0].source
-        channels = [label.channels(_channel_dim(module)) for label in held]
+        dim = 1 if isinstance(module, _BatchNorm) else layers.kind_of(module).class_dim
+        channels = [label.channels(dim) for label in held]
         if any(rows is None for rows in channels):
             raise InputError(f"layer {source!r}: one feature of {name!r} behind it gets several of its rows")
         if len(held) < len(labels) or any(
@@ -232,10 +233,6 @@ def _multiply(model: nn.Module, factors: Mapping[str, Tensor], found: Mapping[st
         for tensor in (module.running_mean, module.bias):
             if tensor is not None:
                 tensor.copy_(tensor.double() * values)
-
-
-def _channel_dim(module: nn.Module) -> int:
-    return 1 if isinstance(module, _BatchNorm) else layers.kind_of(module).class_dim
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -63,10 +63,6 @@ def _by_parts(of: Callable[..., Tensor], *matrices: Tensor) -> Tensor:
     return torch.cat([of(*(part.double() for part in some)) for some in parts])
 
 
-def _squared_norms(matrix: Tensor) -> Tensor:
-    return _by_parts(lambda rows: rows.square().sum(dim=1), matrix)
-
-
 def _scaled(at: Jacobian) -> Tensor:
     return at.total(lambda row: _by_parts(lambda rows, x: (rows * x).square().sum(dim=1), row, at.x))
 
@@ -92,7 +88,7 @@ def _past(at: Jacobian) -> Tensor | None:
 
 
 QUANTITIES = {
-    "size": Quantity(lambda at: _squared_norms(at.x), always=True),
+    "size": Quantity(lambda at: _by_parts(lambda rows: rows.square().sum(dim=1), at.x), always=True),
     "largest": Quantity(lambda at: at.squares[:, -1].sqrt(), always=True),
     "trace": Quantity(lambda at: at.gram.diagonal(dim1=1, dim2=2).sum(dim=1), always=True),
     "square": Quantity(lambda at: at.gram.square().sum(dim=(1, 2)), always=True),

@@ -81,11 +81,6 @@ def matmul(kind: type[Tensor], left: Tensor, right: Tensor) -> Found | None:
     return Operation(right, left, None, LINEAR, lambda inputs, weight, _: torch.matmul(inputs, weight), _transposed)
 
 
-def rmatmul(kind: type[Tensor], right: Tensor, left: Tensor) -> Found | None:
-    """Read ``left @ right``, of which torch asks the right one."""
-    return matmul(kind, left, right)
-
-
 def addmm(
     kind: type[Tensor],
     input: Tensor,  # noqa: A002
@@ -372,7 +367,7 @@ _READERS: dict[Any, Callable[..., Found | None]] = {
     torch.matmul: matmul,
     Tensor.matmul: matmul,
     Tensor.__matmul__: matmul,
-    Tensor.__rmatmul__: rmatmul,
+    Tensor.__rmatmul__: lambda kind, right, left: matmul(kind, left, right),
     torch.mm: matmul,
     Tensor.mm: matmul,
     torch.bmm: matmul,
