@@ -108,6 +108,8 @@ def test_the_papers_local_minima():
     found = interval(minima, lambda part: pearson(part["relative_flatness fc3"], part["gap"]), "recipe")
     assert found in page("README.md")
     assert f"not decided on 110 LeNet5: {found}" in page("docs/papers.md")
+    sensitivity = interval(minima, lambda part: kendall(part["mls network"], 1 - part["test_accuracy"]), "recipe")
+    assert sensitivity.split(",")[0] in page("docs/papers.md")
     norm = interval(minima, lambda part: pearson(part["weight_norm network"], part["gap"]), "recipe")
     assert f"weight_norm network {norm}" in page("docs/papers-figures.md")
 
@@ -154,9 +156,15 @@ def test_local_minima_of_the_zoo():
     recipe, seed = (zoo["checkpoint"].str.rsplit("_", n=1).str[part] for part in (0, 1))
     zoo = pandas.concat([zoo, recipe.rename("recipe"), seed.rename("seed")], axis=1)
     for name in ("relative_flatness fc3", "mls network", "weight_norm network"):
-        column = name if name in zoo else name.removesuffix(" network")
-        text = interval(zoo, lambda part, column=column: kendall(part[column], part["gap"]), "recipe")
+        text = interval(zoo, lambda part, name=name: kendall(part[name], part["gap"]), "recipe")
         assert text in page("docs/zoo.md"), name
+    minima = points("p21-fig6-paper").set_index("name")["test_accuracy"]
+    error = 1 - minima[zoo["checkpoint"].str.removeprefix("lenet5_cifar10k_")].to_numpy()
+    zoo = pandas.concat([zoo, pandas.Series(error, name="error")], axis=1)
+    for name in ("relative_flatness fc3", "mls network", "weight_norm network"):
+        assert interval(zoo, lambda part, name=name: kendall(part[name], part["error"]), "recipe") in page(
+            "docs/zoo.md"
+        )
 
 
 def test_the_study():
