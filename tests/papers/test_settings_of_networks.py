@@ -166,11 +166,16 @@ def test_the_grids_interval_is_over_recipes(tmp_path, monkeypatch):
 def test_what_the_grid_says_of_kappa(ends, said):
     names = ("relative_flatness", "relative_flatness head", grid.PER_FEATURE)
     row = {"tau": 0.3, "psi": 0.2, "information": 0.1, "sign_error": 0.4, "worst": 0.6}
-    table = Grid({"train_loss": [0.05]}, ("test gap",), names, {})
+    table = Grid({"train_loss": [0.05]}, ("test gap",), ("test error",), names, {})
     found = dict.fromkeys([(name, "test gap") for name in (*names, *grid.BASELINES)], row)
-    kinds = [(name, kind) for name in grid.KAPPAS for kind in ("all", "inside", "partial", "less")]
+    kinds = [(name, kind) for name in grid.KAPPAS for kind in ("all", "inside", "depth", "error", "partial", "less")]
     text = grid.verdict(table, found, dict.fromkeys(kinds, Finding("", 0.3, *ends)), {names[1]: {"width": -0.6}})
     assert said in text
+    error = "With the test error in the gap's place, over networks of one width and depth, it is 0.30"
+    assert error in text
+    of_old_points = Grid({"train_loss": [0.05]}, ("test gap",), (), names, {})
+    without = {pair: Finding("", 0.3, *ends) for pair in kinds if pair[1] != "error"}
+    assert error not in grid.verdict(of_old_points, found, without, {names[1]: {"width": -0.6}})
     assert "κ of the head width -0.60" in text
     assert "0 of the 3 measures are above 1/width" in text
 
