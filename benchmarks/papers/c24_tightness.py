@@ -97,6 +97,7 @@ EXPERIMENT = Experiment(
     measure=measured,
     judge=judge,
     seconds=12,
+    long="13 min",
     small=c24.SMALL | {"seeds": 5},  # trainings, which intervals are over
     paper=c24.PAPER,
     data="FashionMNIST",
