@@ -168,12 +168,14 @@ def session(
     *,
     reads: int = 1,
     ordered: bool = False,
+    placed: bool = False,
     sharded: bool = False,
 ) -> Iterator[Task]:
     """Hold the user's model, loss and data ready to be measured; afterwards everything is as it was.
 
     The loss is what :func:`.losses.resolve` or :func:`.auto.of_model` takes, data what :class:`.data.Batches` takes; of
-    the call's options those of :data:`.options.CALL` count here. With ``sharded`` the model's parameters may be spread
+    the call's options those of :data:`.options.CALL` count here. Where something is drawn for samples, or with
+    ``placed``, their places in the data of all ranks are known. With ``sharded`` the model's parameters may be spread
     over these ranks, see :mod:`.spread`.
     """
     reduction, forward, process_group = (how.get(name) for name in ("reduction", "forward", "process_group"))
@@ -194,7 +196,7 @@ def session(
             *(data, state.device(module), ranks if parallel.alone else ALONE),
             reads=reads,
             ordered=ordered,
-            placed=options.sampled,
+            placed=placed or options.sampled,
             shown=False if parallel.rank else progress,
         )
         resolved = resolved or auto.of_model(module, batches.peek(), reduction)

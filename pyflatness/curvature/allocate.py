@@ -10,11 +10,11 @@ the loss by
 which :mod:`..numerics.choices` minimises. Sums of what layers cost alone leave out the terms with l ≠ m: rounding
 errors of one layer meet those of the next.
 
-With probes the products are means over random signs. A minimum over noise is too low: so one half of the probes makes
-the choice and the other half, which had no part in it, predicts what it costs. What is noise because the data are few
-is taken back as well: the first order, which at a minimum is little else, and in the choice the products of different
-layers are multiplied by 1 - λ each, λ the share of their squares that is noise by how the samples differ (as Schäfer
-and Strimmer 2005 do with correlations). Without that a choice follows the noise of its data, and other data lose more.
+A minimum over noise is too low, and a choice follows the noise of its data, be it of few samples or of probes: other
+data then lose more than these. So the samples are in folds. How their sums differ tells which share of the first order
+is noise, and of the products of different layers, and the choice takes both less by that (as Schäfer and Strimmer 2005
+do with correlations). What the choice costs other data is predicted by halves: choices made by one half of the folds
+are priced by the other.
 """
 
 import copy
@@ -45,7 +45,7 @@ from ..report import Estimate, intervals, views
 from ..report.result import Result, write_json
 from ..session import public, session
 from . import changes
-from .change_sweep import FIRST, ChangeCosts, ChangeSweep
+from .change_sweep import ChangeSweep
 from .changes import Format
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BUDGETS = 9  # of a frontier
+_FOLDS = 16  # of samples
 
 
 @public(*CALL, "nan_policy", "memory", "seed", "max_passes")
@@ -73,7 +74,7 @@ def allocate(
     """Choose a format for each layer's weights, so that the loss is predicted to change least under a budget of bits.
 
     The prediction is ⟨∇E, Δ⟩ + ½⟨Δ, G Δ⟩ for the changes Δ of all layers together, with the GGN G of the whole loss in
-    the place of its Hessian, from one sweep over the data; of the first term the share that is not noise of few data.
+    the place of its Hessian, from one sweep over the data. It is of other data like these.
 
     Args:
         model: …
@@ -87,8 +88,8 @@ def allocate(
         fixed: by name of a layer, the format that it has; it counts in the budget.
         together: groups of names of layers that get one format, as queries, keys and values do. Layers that share a
             weight are such a group, and their weight is counted once.
-        probes: random signs of each sample, 4 at least, of which one half chooses and the other half predicts; all
-            columns of the loss's square-root factor where these are no more. None: all columns, whatever they are.
+        probes: random signs of each sample; all columns of the loss's square-root factor where these are no more. None:
+            all columns, whatever they are. Four times the samples with a quarter of the probes make better choices.
         nan_policy: ``"raise"``, ``"propagate"`` is of no use here, or ``"omit"``.
 
     Returns:
@@ -118,14 +119,14 @@ def allocate(
         )
     bits = 0.0 if bits is None else check_number("bits", bits, "a number of bits a weight")
     size = None if size is None else check_count("size", size, 1, "a number of bytes")
-    probes = None if probes is None else check_probes("probes", probes, 4)
+    probes = None if probes is None else check_probes("probes", probes, 1)
     options = Options.of(how, curvature="ggn", probes=probes)
     given = [formats] if isinstance(formats, (str, Format)) else [*formats]
     if not given:
         raise InputError("formats: an empty list; pass names such as 'int4' and 'int8'")
     known = [*{made.name: made for made in map(changes.named, given)}.values()]
     of_layer = {name: changes.named(one) for name, one in (fixed or {}).items()}
-    with session(model, loss, data, options, how) as task:
+    with session(model, loss, data, options, how, placed=True) as task:
         plan = _planned(task, layers, known, of_layer, [[*names] for names in together])
     return plan.best(bits if size is None else 8 * size / plan.weights)
 
@@ -141,13 +142,61 @@ class _Option:
 
 
 @dataclass(frozen=True)
+class _Folds:
+    """Hold what folds of the samples give, each its own mean over samples, and the layer of each change."""
+
+    shares: Tensor  # (folds,) of the samples
+    first: Tensor  # (folds, changes)
+    gram: Tensor  # (folds, changes, changes)
+    layer: Tensor  # (changes,)
+
+    def some(self, start: int) -> "_Folds":
+        """Return every second fold."""
+        return _Folds(self.shares[start::2], self.first[start::2], self.gram[start::2], self.layer)
+
+    def prices(self, places: Sequence[int]) -> Tensor:
+        """Return ⟨∇E, Δ⟩ + ½⟨Δ, G Δ⟩ of the sum Δ of some changes, by each fold."""
+        of_some = self.gram[:, [*places]][:, :, [*places]]
+        return self.first[:, [*places]].sum(dim=1) + 0.5 * of_some.sum(dim=(1, 2))
+
+    def problem(self, options: Sequence[_Option], group: Sequence[int]) -> ChoiceProblem:
+        """Return the problem of choosing among options, with the first order and products of layers less their noise.
+
+        The share of noise is of squares, by how folds differ.
+        """
+        weights = self.shares / self.shares.sum()
+        first, gram = weights @ self.first, torch.einsum("f,fab->ab", weights, self.gram)
+        alone = gram.diagonal()
+        alone = alone.where(alone > 0, torch.inf)
+        apart = self.layer.unsqueeze(1) != self.layer
+        sizes = alone, (alone.unsqueeze(1) * alone).where(apart, torch.inf)
+        noise, count = [0.0, 0.0], len(weights)
+        for weight, of_first, of_gram in zip(weights, self.first, self.gram, strict=True):
+            for place, off in enumerate((of_first - first, of_gram - gram)):
+                noise[place] += float(weight.square() * (off.square() / sizes[place]).sum())
+        signal = [1.0, 1.0]  # what one fold tells is taken as it is
+        for place, mean in enumerate((first, gram)):
+            square = float((mean.square() / sizes[place]).sum())
+            if count > 1 and square > 0:
+                signal[place] = max(0.0, 1 - noise[place] * count / (count - 1) / square)
+        of_option = gram.new_zeros(len(gram), len(options))
+        for place, option in enumerate(options):
+            of_option[[*option.places], place] = 1.0
+        products = of_option.t() @ gram @ of_option
+        products = signal[1] * products + (1 - signal[1]) * products.diagonal().diag()
+        costs, size = signal[0] * of_option.t() @ first, np.array([option.bits for option in options])
+        return ChoiceProblem(np.array(group), costs.numpy(), products.numpy(), size)
+
+
+@dataclass(frozen=True)
 class _Plan:
     """Hold what choices are made of."""
 
     options: Sequence[_Option]  # those for one group of layers behind those for another
     choices: ChoiceProblem
-    costs: ChangeCosts  # by the probes that predict
-    signal: float  # the share of the first order that is not noise
+    folds: _Folds
+    halves: Sequence[tuple[ChoiceProblem, _Folds]]  # what one half of the folds chooses by, and the other half
+    places: Mapping[str, range]  # of each layer's changes among all of them
     weights: int  # of all groups of layers
     like: Estimate  # a prediction, whose value and error are to be another's
     convex: bool  # whether the loss is
@@ -165,23 +214,33 @@ class _Plan:
                 f"{math.ceil(least / 8)} bytes: {listed}"
             )
         chosen, gap = self.choices.best(bits * self.weights)
-        return self.made(chosen, gap if self.convex else math.nan)
-
-    def made(self, chosen: Indices, gap: float) -> "Allocation":
-        """Return a choice with what it is predicted to cost."""
         taken = [self.options[place] for place in chosen]
-        places = [place for option in taken for place in option.places]
-        value, stderr, dof = self.costs.second(places)
         by_layer = {name: option.format.name for option in taken for name in option.layers}
         return Allocation(
-            choice={name: by_layer[name] for name in self.costs.places},
+            choice={name: by_layer[name] for name in self.places},
             bits=sum(option.bits for option in taken) / self.weights,
             weights=self.weights,
-            predicted=replace(self.like, value=self.signal * self.costs.first(places) + value, stderr=stderr, dof=dof),
-            gap=gap,
+            predicted=self._predicted(chosen, bits),
+            gap=gap if self.convex else math.nan,
             _formats={option.format.name: option.format for option in taken},
             _plan=self,
         )
+
+    def _predicted(self, chosen: Indices, bits: float) -> Estimate:
+        """Return what choices of so many bits cost data that they were not made by; of one fold, what these cost."""
+        if not self.halves:
+            return replace(self.like, value=float(self.folds.prices(self._changes(chosen))[0]), stderr=math.nan)
+        value = variance = 0.0
+        for problem, other in self.halves:
+            prices = other.prices(self._changes(problem.good(bits * self.weights)))
+            mean, count = float(other.shares @ prices / other.shares.sum()), len(prices)
+            value += float(other.shares @ prices)
+            spread = float((other.shares * (prices - mean)).square().sum())
+            variance += spread * count / (count - 1) if count > 1 else math.nan
+        return replace(self.like, value=value, stderr=math.sqrt(variance), dof=float(len(self.folds.shares) - 2))
+
+    def _changes(self, chosen: Indices) -> list[int]:
+        return [place for option in chosen for place in self.options[option].places]
 
 
 def _planned(
@@ -205,7 +264,7 @@ def _planned(
         for name in first
     }
     task = task.of(None if chosen is None else [*first])
-    costs = ChangeSweep(task, {name: [*each.values()] for name, each in changing.items()}).found()
+    costs = ChangeSweep(task, {name: [*each.values()] for name, each in changing.items()}, folds=_FOLDS).found()
     places = {
         (name, key): place
         for name, each in costs.places.items()
@@ -224,17 +283,20 @@ def _planned(
             changed = tuple(places[name, one.name] for name in names if (name, one.name) in places)
             options.append(_Option(tuple(names), one, bits, changed))
             group.append(number)
-    half = len(costs.gram) // 2 if costs.sampled else 0
-    choosing, predicting = costs.gram[: half or None].mean(dim=0), replace(costs, gram=costs.gram[half:])
-    of_first, of_products = _signal(costs)
+    assert costs.folds is not None
+    owner = torch.tensor([number for number, each in enumerate(costs.places.values()) for _ in each], dtype=torch.int64)
+    shares, of_first = costs.folds
+    folds = _Folds(shares.cpu(), of_first.cpu(), costs.gram.cpu(), owner)
+    halves = [(folds.some(start), folds.some(1 - start)) for start in range(2 if len(folds.shares) > 1 else 0)]
     sums, method = costs.sums, "ggn-sampled" if costs.sampled else "ggn"
     like = Estimate(0.0, None, sums.samples, method, exact=False, backend="reference", omitted=sums.omitted)
     task.unite()
     return _Plan(
         options=options,
-        choices=_problem(options, group, choosing, of_first * costs.sums.values[:-1, FIRST], of_products),
-        costs=predicting,
-        signal=of_first,
+        choices=folds.problem(options, group),
+        folds=folds,
+        halves=[(half.problem(options, group), other) for half, other in halves],
+        places=costs.places,
         weights=weights,
         like=task.noted(like),
         convex=task.loss.convex,
@@ -260,41 +322,6 @@ def _groups(
     return dict.fromkeys(tuple(name for name in ran if name in each) for each in group.values())
 
 
-def _problem(
-    options: Sequence[_Option], group: Sequence[int], gram: Tensor, first: Tensor, of_products: float
-) -> ChoiceProblem:
-    """Return the problem of choosing among options by products of their changes, those of different layers reduced."""
-    of_option = gram.new_zeros(len(gram), len(options))
-    for place, option in enumerate(options):
-        of_option[[*option.places], place] = 1.0
-    products = of_option.t() @ gram @ of_option
-    products = of_products * products + (1 - of_products) * products.diagonal().diag()
-    sizes = np.array([option.bits for option in options])
-    return ChoiceProblem(np.array(group), (of_option.t() @ first).numpy(), products.numpy(), sizes)
-
-
-def _signal(costs: ChangeCosts) -> tuple[float, float]:
-    """Return which shares, of squares, of the first order and of products across layers are not noise."""
-    gram, first = costs.gram.mean(dim=0), costs.sums.values[:-1, FIRST]
-    layer = torch.tensor(
-        [number for number, each in enumerate(costs.places.values()) for _ in each],
-        dtype=torch.int64,
-        device=gram.device,
-    )
-    alone = gram.diagonal()
-    alone = alone.where(alone > 0, torch.inf)
-    apart = layer.unsqueeze(1) != layer
-    shares = [
-        (noise / size).sum() / (found.square() / size).sum()
-        for noise, found, size in (
-            (costs.noise[0], first, alone),
-            (costs.noise[1], gram, (alone.unsqueeze(1) * alone).where(apart, torch.inf)),
-        )
-    ]
-    first_share, products_share = (1 - min(1.0, max(0.0, float(share.nan_to_num(0.0)))) for share in shares)
-    return first_share, products_share
-
-
 @dataclass(frozen=True, repr=False, eq=False)
 class Allocation(Result):
     """Hold a format for each layer's weights; ``str(plan)`` is a table.
@@ -303,10 +330,12 @@ class Allocation(Result):
         choice: by layer, the name of its format.
         bits: of a weight in the mean over the weights of these layers, scales of groups included.
         weights: of these layers; one that layers share counts once.
-        predicted: the change of the loss, by probes that had no part in the choice: ½⟨Δ, G Δ⟩ and the share of ⟨∇E, Δ⟩
-            that is not noise by how the samples' gradients differ. Its error is that of the probes, given the data.
-        gap: how much better than this choice another one could be at most, of the prediction that was minimised, that
-            is by the other half of the probes; NaN for a loss that is not convex in the outputs.
+        predicted: the change ⟨∇E, Δ⟩ + ½⟨Δ, G Δ⟩ of the loss on other data: choices made by one half of the samples are
+            priced by the other half, and the two are averaged. It is rather too high, since half of the samples make
+            worse choices. Its error is that of other samples and probes. Of fewer than 4 samples it has no interval,
+            and of one it is the change on that sample.
+        gap: how much better than this choice another one could be at most, of what was minimised; NaN for a loss that
+            is not convex in the outputs.
     """
 
     choice: Mapping[str, str]

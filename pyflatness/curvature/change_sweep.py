@@ -9,7 +9,8 @@ that weight enters through
 
 The products Δ φ do not depend on the cotangent: they are made once a micro-batch, and each cotangent then takes a
 scalar product with them. M is never written out. With random signs over the columns the cotangents are as many as
-probes, and the second order is right in the mean: its draws over probes tell its standard error.
+probes, and the second order is right in the mean: its draws over probes tell its standard error. In folds of the
+samples it is kept for each fold, and says how sums would differ for other data.
 """
 
 import itertools
@@ -38,7 +39,7 @@ from ..sweep.totals import Sums, Totals, layer_error
 
 FIRST, SECOND = 0, 1  # the columns of the values of samples: ⟨∇E, Δ⟩, and ½⟨Δ, G Δ⟩ of each change by itself
 _GRAM, _ROWS = ("", "gram"), "rows"
-_SQUARES_OF_FIRST, _SQUARES = ("", "squares of the first order"), ("", "squares")
+_FIRST_OF_FOLDS, _SHARES = ("", "first order of folds"), ("", "shares of folds")
 _PER_PRODUCT = 3  # backward passes that take as long as a Hessian product, about
 
 
@@ -56,16 +57,12 @@ def as_called(name: str, module: nn.Module, change: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ChangeCosts:
-    """Hold the sums over the data.
-
-    ``noise`` has the variances, of the first order (changes,) and of the mean of the draws, that they have because the
-    data are samples, probes included; by how the samples' values differ, NaN of a single sample.
-    """
+    """Hold the sums over the data."""
 
     sums: Sums  # a row for each change and a last one, the sum of all; of the column FIRST
-    gram: Tensor  # (draws, changes, changes), Δ_aᵀ G Δ_b of all pairs; one draw if they are exact
+    gram: Tensor  # (draws or folds, changes, changes), Δ_aᵀ G Δ_b of all pairs; one draw if they are exact
+    folds: tuple[Tensor, Tensor] | None  # of folds: each one's share of the data, and its ⟨∇E, Δ_a⟩ (folds, changes)
     sampled: bool  # whether the draws differ
-    noise: tuple[Tensor, Tensor]
     places: Mapping[str, range]  # of each layer's changes among all of them
     by_factors: frozenset[str]  # layers whose second order is in the Gram matrix
     together: bool  # whether that of all changes together is, as the GGN has it
@@ -89,22 +86,18 @@ class ChangeCosts:
         return self.sums.parts.get((name, _ROWS)) if name in self.by_factors else None
 
 
-def _noise(sums: Sums, key: tuple[str, str], mean: Tensor) -> Tensor:
-    """Return the variance of sums over samples, over the normaliser, by the sum of the samples' squares."""
-    samples = float(sums.samples)
-    return (sums.parts[key] * samples / sums.normaliser - mean.square()) / (samples - 1 or math.nan)
-
-
 class ChangeSweep:
     """Sweep once over a task's data, for one or more changes of each of its layers.
 
     With ``probes=`` cotangents are random signs of a sample's columns, unless its columns are no more than that. With
     ``products`` second orders are left to Hessian products where the model is not certified to be linear, and where
-    these are less work than all cotangents.
+    these are less work than all cotangents. With ``folds`` sample i is one of fold i modulo their number.
     """
 
-    def __init__(self, task: Task, changes: Mapping[str, Sequence[Tensor]], *, products: bool = False) -> None:
-        self._task, self._changes, self._options = task, changes, task.options
+    def __init__(
+        self, task: Task, changes: Mapping[str, Sequence[Tensor]], *, products: bool = False, folds: int = 0
+    ) -> None:
+        self._task, self._changes, self._options, self._folds = task, changes, task.options, folds
         self._forms: dict[str, LayerForm] = {}
         ends = [0, *itertools.accumulate(len(changes.get(name, ())) for name in task.selection.modules)]
         self._places = {name: range(*ends[i : i + 2]) for i, name in enumerate(task.selection.modules)}
@@ -116,7 +109,7 @@ class ChangeSweep:
         self._runner = Runner(
             task,
             partial(linearity.refuse_custom_functions, task.options),
-            order_matters=task.options.by_sample or not task.loss.convex,
+            order_matters=folds > 0 or task.options.by_sample or not task.loss.convex,
             certify=products,
             # Of outputs, which are about as large as inputs, each change's, and in float64 for the cotangents' passes.
             reserve=lambda found: 7 * several * found.inputs,
@@ -140,9 +133,13 @@ class ChangeSweep:
         together = not many and (self._options.by_ggn or (len(names) == 1 and by_factors == names))
         sums, sampled = totals.sums(), any(fact["sampled"] for fact in every)
         places = {name: place for name, place in self._places.items() if name in names}
-        gram, first = sums.parts[_GRAM], sums.values[:-1, FIRST]
-        noise = _noise(sums, _SQUARES_OF_FIRST, first), _noise(sums, _SQUARES, gram.mean(dim=0))
-        return ChangeCosts(sums, gram, sampled, noise, places, by_factors, together, linear)
+        gram, folds = sums.parts[_GRAM], None
+        if self._folds:
+            shares = sums.parts[_SHARES] / sums.parts[_SHARES].sum()
+            some = shares > 0
+            shares, gram = shares[some], gram[some] / shares[some, None, None]
+            folds = shares, sums.parts[_FIRST_OF_FOLDS][some] / shares[:, None]
+        return ChangeCosts(sums, gram, folds, sampled, places, by_factors, together, linear)
 
     def _values(self, run: Run) -> Values:
         sent = cotangents.of_run(run, self._task.loss)
@@ -151,14 +148,16 @@ class ChangeSweep:
         for name, along in self._along(run, self._loss_gradient(run), changed).items():
             values[0, self._places[name].start : self._places[name].stop, FIRST] = along.sum(dim=2)
         self._many = self._many or (self._most is not None and sent.passes > self._most)
-        draws = 1 if self._signs is None else len(self._signs.draws)
-        none = values.new_zeros(self._count, self._count)
-        parts = {_GRAM: none.expand(draws, -1, -1), _SQUARES: none}
+        parts = {_GRAM: values.new_zeros(self._groups, self._count, self._count)}
         if not self._many:
             parts |= self._second_order(run, sent, changed, values)
         values = sent.marked(values)
-        first = values[0, :, FIRST, counting(self._options.nan_policy, values)]
-        parts |= {_SQUARES_OF_FIRST: first.square().sum(dim=1)}
+        if self._folds:
+            kept = counting(self._options.nan_policy, values)
+            of_fold = self._fold_of(run)[kept]
+            first = values.new_zeros(self._folds, self._count).index_add_(0, of_fold, values[0, :, FIRST, kept].t())
+            weights = sent.sample_weights[kept].to(first)
+            parts |= {_FIRST_OF_FOLDS: first, _SHARES: first.new_zeros(self._folds).index_add_(0, of_fold, weights)}
         return Values(values, sent.sample_weights, run.number, parts=parts, lost=sent.bad)
 
     def _second_order(
@@ -181,18 +180,26 @@ class ChangeSweep:
             values[0, :, SECOND] += half * whole.square() / draws
             found.append((draw, whole, half))
         kept = counting(self._options.nan_policy, sent.marked(values))
-        gram = values.new_zeros(draws, self._count, self._count)
-        squares = torch.zeros_like(gram[0])
+        of_fold = self._fold_of(run) if self._folds else None
+        gram = values.new_zeros(self._groups, self._count, self._count)
         for draw, whole, half in found:
-            some = whole[:, kept]
-            gram[draw] += (2 * half[kept] * some) @ some.t()
-        for sample in kept.nonzero().flatten():
-            own = torch.stack([whole[:, sample] for _, whole, _ in found]) if found else squares[:0]
-            weights = torch.stack([2 * half[sample] for *_, half in found]) if found else squares[:0, 0]
-            squares += ((own.t() * weights) @ own / draws).square_()
-        parts = {(name, _ROWS): each[:, kept].sum(dim=1) for name, each in of_rows.items()}
-        every = gram.expand(1 if self._signs is None else len(self._signs.draws), -1, -1)
-        return {**parts, _GRAM: every, _SQUARES: squares}
+            if of_fold is None:
+                gram[draw] += (2 * half[kept] * whole[:, kept]) @ whole[:, kept].t()
+            else:
+                for fold in of_fold.unique().tolist():
+                    own = kept & (of_fold == fold)
+                    gram[fold] += (2 / draws * half[own] * whole[:, own]) @ whole[:, own].t()
+        if of_fold is None and draws < self._groups:
+            gram = gram[:1].expand_as(gram)
+        return {**{(name, _ROWS): each[:, kept].sum(dim=1) for name, each in of_rows.items()}, _GRAM: gram}
+
+    @property
+    def _groups(self) -> int:
+        """Return how many Gram matrices are kept: one for each draw, or for each fold."""
+        return self._folds or (1 if self._signs is None else len(self._signs.draws))
+
+    def _fold_of(self, run: Run) -> Tensor:
+        return run.numbers.to(run.outputs.device) % self._folds
 
     def _along(self, run: Run, cotangent: Tensor, changed: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
         """Return Σ_p δ_p ∘ (Δ φ_p) of each layer's changes for a cotangent, (changes, n, G d) float64."""

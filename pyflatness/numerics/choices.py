@@ -52,6 +52,10 @@ class ChoiceProblem:
         """Return the best choice if options of different groups had nothing to do with each other."""
         return self._program(self.costs + 0.5 * np.diagonal(self.products), budget)[0]
 
+    def good(self, budget: float) -> Indices:
+        """Return a choice that exchanges do not make better, by a single program."""
+        return self._exchanged(self.by_single_costs(budget), budget)
+
     def best(self, budget: float) -> tuple[Indices, float]:
         """Return the best choice that is found, an option of each group, and by how much another could be better."""
         chosen = self.by_single_costs(budget)

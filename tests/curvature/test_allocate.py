@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
+from pyflatness.curvature import allocate
 from pyflatness.numerics.choices import ChoiceProblem
 
 CE = nn.CrossEntropyLoss()
@@ -87,28 +88,84 @@ def test_products_of_all_pairs_are_those_of_the_dense_ggn(case):
     gradient, products = _dense(model, data, changes)
     batches = [tuple(part[:2] for part in data), tuple(part[2:] for part in data)]
 
-    exact = pf.allocate(model, CE, batches, formats, bits=64, probes=None)
-    costs = exact._plan.costs
-    torch.testing.assert_close(costs.gram[0], products, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(costs.sums.values[:-1, 0], gradient, rtol=1e-9, atol=1e-12)
-    taken = [keys.index(pair) for pair in exact.choice.items() if pair in keys]
-    assert 0 <= exact._plan.signal <= 1
-    predicted = exact._plan.signal * gradient[taken].sum() + products[taken][:, taken].sum() / 2
-    assert exact.predicted == pytest.approx(float(predicted), rel=1e-9)
-    assert (exact.predicted.stderr, exact.predicted.exact) == (None, False)
+    def folds(**how):
+        return pf.allocate(model, CE, batches, formats, bits=64, **how)._plan.folds
 
-    how, seeds = {"bits": 64, "probes": 16}, range(1 if case is _images else 4)
-    draws = torch.cat([pf.allocate(model, CE, batches, formats, seed=k, **how)._plan.costs.gram for k in seeds])
+    exact = folds(probes=None)
+    assert len(exact.shares) == len(data[0])  # fewer samples than folds: each is one
+    torch.testing.assert_close(exact.shares.sum(), torch.ones((), dtype=torch.float64))
+    torch.testing.assert_close(total(exact), (gradient, products), rtol=1e-9, atol=1e-12)
+    for sample in range(len(data[0])):
+        own = _dense(model, tuple(part[sample : sample + 1] for part in data), changes)
+        torch.testing.assert_close((exact.first[sample], exact.gram[sample]), own, rtol=1e-9, atol=1e-12)
+
+    found = torch.stack([total(folds(probes=16, seed=seed))[1] for seed in range(1 if case is _images else 16)])
     if case is _images:  # its 3 columns are no more than the probes, and all sent
-        torch.testing.assert_close(draws[0], products, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(found[0], products, rtol=1e-9, atol=1e-12)
         return
-    off = (draws.mean(dim=0) - products).abs() / (draws.std(dim=0) / len(draws) ** 0.5)
+    off = (found.mean(dim=0) - products).abs() / (found.std(dim=0) / len(found) ** 0.5)
     assert off.max() < 5
     assert 0.5 < off.square().mean().sqrt() < 1.5
-    sampled = pf.allocate(model, CE, batches, formats, **how)
-    assert sampled.predicted.method == "ggn-sampled"
-    low, high = sampled.predicted.interval(0.999)
-    assert low < sampled.predicted < high
+
+
+def total(folds):
+    """The first order and the products of all samples."""
+    return folds.shares @ folds.first, torch.einsum("f,fab->ab", folds.shares, folds.gram)
+
+
+@pytest.mark.parametrize("case", [_images, _texts])
+def test_without_a_choice_the_prediction_is_the_expansion(case):
+    model, data = case()
+    changes = [*pf.changes.of_format(model, "int3").items()]
+    plan = pf.allocate(model, CE, data, ["int3"], bits=3, probes=None)
+    gradient, products = _dense(model, data, changes)
+    assert plan.predicted == pytest.approx(float(gradient.sum() + products.sum() / 2), rel=1e-9)
+    each = []
+    for sample in range(len(data[0])):
+        first, second = _dense(model, tuple(part[sample : sample + 1] for part in data), changes)
+        each.append(float(first.sum() + second.sum() / 2))
+    halves = each[::2], each[1::2]
+    variance = sum(np.var(half, ddof=1) * len(half) for half in halves) / len(each) ** 2
+    assert plan.predicted.stderr == pytest.approx(variance**0.5, rel=1e-9)
+    assert (plan.predicted.exact, plan.predicted.dof, plan.predicted.method) == (False, len(each) - 2, "ggn")
+    one = pf.allocate(model, CE, tuple(part[:1] for part in data), ["int3"], bits=3, probes=None)
+    assert one.predicted == pytest.approx(each[0], rel=1e-9)
+    assert one.predicted.interval() is None
+
+
+def test_choices_are_priced_by_samples_that_had_no_part_in_them():
+    """What a choice costs its own data is too little for others; what is predicted is not. Of drawn derivatives."""
+    generator = torch.Generator().manual_seed(0)
+    layers, kept = 8, (2.0, 3.0, 4.0)
+    sizes = torch.tensor([1.0, 0.8, 0.6] * layers).double()  # of the derivatives along each change
+    options = [
+        allocate._Option((f"{layer}",), pf.changes.named(f"int{bits:.0f}"), bits, (3 * layer + place,))
+        for layer in range(layers)
+        for place, bits in enumerate(kept)
+    ]
+    group, like = [layer for layer in range(layers) for _ in kept], pf.results.Estimate(0.0, None, 64, "ggn", False, "")
+    own = predicted = truth = 0.0
+    for _ in range(50):
+        along = (sizes * torch.randn(16, 3 * layers, dtype=torch.float64, generator=generator)).view(16, 1, -1)
+        gram = torch.einsum("fna,fnb->fab", along, along)
+        first = torch.zeros(16, 3 * layers, dtype=torch.float64)
+        folds = allocate._Folds(torch.full((16,), 1 / 16).double(), first, gram, torch.tensor(group))
+        halves = [(folds.some(start).problem(options, group), folds.some(1 - start)) for start in range(2)]
+        plan = allocate._Plan(options, halves[0][0], folds, halves, {}, layers, like, True, frozenset())
+        predicted += plan._predicted(np.array([]), 3.0).value
+        for start, (problem, _) in enumerate(halves):
+            chosen, half = problem.good(3.0 * layers), folds.some(start)
+            own += float(half.shares @ half.prices([*chosen]))
+            truth += 0.25 * float(sizes[chosen].square().sum())
+    assert own < 0.9 * truth
+    assert 0.9 * truth < predicted < 1.1 * truth
+
+
+def test_folds_are_the_same_however_batches_are_cut():
+    model, data = _images()
+    cut = [tuple(part[:1] for part in data), tuple(part[1:] for part in data)]
+    found = [pf.allocate(model, CE, each, ["int2", "int3"], bits=2.5)._plan.folds for each in (data, cut)]
+    torch.testing.assert_close(found[0].gram, found[1].gram, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -172,7 +229,7 @@ def test_layers_of_one_weight_and_layers_named_together_have_one_format():
     # Both uses of the weight change: the prediction is of the whole weight.
     gradient, products = _dense_of_tied(model, data, change)
     alone = pf.allocate(model, CE, data, [plan.choice["embed"]], bits=4, layers=["embed", "head"], probes=None)
-    assert alone.predicted == pytest.approx(alone._plan.signal * gradient + products / 2, rel=1e-9)
+    assert alone.predicted == pytest.approx(gradient + products / 2, rel=1e-9)
 
     model, data = _images()
     plan = pf.allocate(model, CE, data, ["int2", "int4"], size=80, together=[["0", "5"]], fixed={"3": "int3"})
@@ -232,7 +289,7 @@ BAD = {
     "fixed": ({"bits": 4, "fixed": {"9": "int4"}}, "'9' is none of these layers"),
     "together": ({"bits": 4, "together": [["0", "7"]]}, "'7' is none of these layers"),
     "fixed apart": ({"bits": 4, "together": [["0", "3"]], "fixed": {"0": "int4", "3": "int5"}}, "'0', '3' have one"),
-    "probes": ({"bits": 4, "probes": 2}, "probes=2"),
+    "probes": ({"bits": 4, "probes": 0}, "probes=0"),
 }
 
 
