@@ -58,7 +58,7 @@ class Case:
     samples: Callable[[Any], Iterator[Callable[[], Tensor]]]
 
 
-def resnet20(bits: Sequence[int], planned: int = 256, judged: int = 2000) -> Case:
+def resnet20(bits: Sequence[int], planned: int, judged: int) -> Case:
     """Return ResNet-20 on images of CIFAR-10."""
     model, loss, (x, y) = published(20), nn.CrossEntropyLoss(), cifar10(judged + 8 * planned)
 
@@ -105,7 +105,7 @@ def of_language(model: nn.Module, tokens: Tensor, planned: int, judged: int, for
 
 
 def of_folder(
-    folder: Path, text: Path | None, bits: Sequence[int], planned: int = 4, judged: int = 16, length: int = 128
+    folder: Path, text: Path | None, bits: Sequence[int], planned: int, judged: int, length: int = 128
 ) -> Case:
     """Return a language model of a folder, on a text that is cut into sequences."""
     import transformers
@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("network", default="resnet20", nargs="?")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--probes", type=int, default=16)
+    parser.add_argument("--probes", type=int, default=4)
     parser.add_argument("--budgets", type=float, nargs="+", default=BUDGETS, help="bits a weight")
     parser.add_argument("--formats", type=int, nargs="+", default=BITS, help="bits of those to choose among")
     parser.add_argument("--planned", type=int, help="samples to plan with")
@@ -224,13 +224,13 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS, help="beside same and ours")
     options = parser.parse_args()
     if options.network == "resnet20":
-        case = resnet20(options.formats, options.planned or 256, options.judged or 2000)
+        case = resnet20(options.formats, options.planned or 1024, options.judged or 2000)
     elif options.network == "stories":
         named = tuple(f"int{bits}" for bits in options.formats)
-        case = of_language(storyteller(), stories(256), options.planned or 8, options.judged or 64, named)
+        case = of_language(storyteller(), stories(256), options.planned or 32, options.judged or 64, named)
     else:
         case = of_folder(
-            Path(options.network), options.text, options.formats, options.planned or 4, options.judged or 16
+            Path(options.network), options.text, options.formats, options.planned or 16, options.judged or 32
         )
     found: dict[tuple[str, float], list[tuple[float, float]]] = defaultdict(list)
     before = case.judge(case.model)
