@@ -144,7 +144,7 @@ def spectrum(
     "--together", metavar="NAME,…", multiple=True, help="Layers that get one format, by their names; may be repeated."
 )
 @click.option(
-    "--probes", type=click.IntRange(4), default=16, show_default=True, help="Number of random probes of each sample."
+    "--probes", type=click.IntRange(1), default=16, show_default=True, help="Number of random probes of each sample."
 )
 @click.option("--frontier", is_flag=True, help="Show what other budgets are predicted to cost too.")
 @click.option(
