@@ -54,6 +54,11 @@ if TYPE_CHECKING:
 
 _BUDGETS = 9  # of a frontier
 _FOLDS = 16  # of samples
+_LARGE = 0.5  # of the loss: on three networks changes that were predicted to be so large were about twice as large
+_TOO_LARGE = (
+    "the change is predicted to be more than half of the loss, where second order is no guide: plan without the "
+    "coarsest format too, and compare both plans by the loss"
+)
 
 
 @public(*CALL, "nan_policy", "memory", "seed", "max_passes")
@@ -199,6 +204,7 @@ class _Plan:
     places: Mapping[str, range]  # of each layer's changes among all of them
     weights: int  # of all groups of layers
     like: Estimate  # a prediction, whose value and error are to be another's
+    loss: float  # before
     convex: bool  # whether the loss is
     parts: frozenset[str]  # layers that are parts of a parameter, and no module
 
@@ -229,7 +235,7 @@ class _Plan:
     def _predicted(self, chosen: Indices, bits: float) -> Estimate:
         """Return what choices of so many bits cost data that they were not made by; of one fold, what these cost."""
         if not self.halves:
-            return replace(self.like, value=float(self.folds.prices(self._changes(chosen))[0]), stderr=math.nan)
+            return self._noted(float(self.folds.prices(self._changes(chosen))[0]), math.nan, None)
         value = variance = 0.0
         for problem, other in self.halves:
             prices = other.prices(self._changes(problem.good(bits * self.weights)))
@@ -237,7 +243,11 @@ class _Plan:
             value += float(other.shares @ prices)
             spread = float((other.shares * (prices - mean)).square().sum())
             variance += spread * count / (count - 1) if count > 1 else math.nan
-        return replace(self.like, value=value, stderr=math.sqrt(variance), dof=float(len(self.folds.shares) - 2))
+        return self._noted(value, math.sqrt(variance), float(len(self.folds.shares) - 2))
+
+    def _noted(self, value: float, stderr: float, dof: float | None) -> Estimate:
+        notes = (_TOO_LARGE,) if value > _LARGE * self.loss else ()
+        return replace(self.like, value=value, stderr=stderr, dof=dof, notes=(*self.like.notes, *notes))
 
     def _changes(self, chosen: Indices) -> list[int]:
         return [place for option in chosen for place in self.options[option].places]
@@ -299,6 +309,7 @@ def _planned(
         places=costs.places,
         weights=weights,
         like=task.noted(like),
+        loss=costs.loss,
         convex=task.loss.convex,
         parts=frozenset(
             name

@@ -39,7 +39,7 @@ from ..sweep.totals import Sums, Totals, layer_error
 
 FIRST, SECOND = 0, 1  # the columns of the values of samples: ⟨∇E, Δ⟩, and ½⟨Δ, G Δ⟩ of each change by itself
 _GRAM, _ROWS = ("", "gram"), "rows"
-_FIRST_OF_FOLDS, _SHARES = ("", "first order of folds"), ("", "shares of folds")
+_LOSS, _FIRST_OF_FOLDS, _SHARES = ("", "loss"), ("", "first order of folds"), ("", "shares of folds")
 _PER_PRODUCT = 3  # backward passes that take as long as a Hessian product, about
 
 
@@ -59,6 +59,7 @@ def as_called(name: str, module: nn.Module, change: Tensor) -> Tensor:
 class ChangeCosts:
     """Hold the sums over the data."""
 
+    loss: float  # E
     sums: Sums  # a row for each change and a last one, the sum of all; of the column FIRST
     gram: Tensor  # (draws or folds, changes, changes), Δ_aᵀ G Δ_b of all pairs; one draw if they are exact
     folds: tuple[Tensor, Tensor] | None  # of folds: each one's share of the data, and its ⟨∇E, Δ_a⟩ (folds, changes)
@@ -139,16 +140,17 @@ class ChangeSweep:
             some = shares > 0
             shares, gram = shares[some], gram[some] / shares[some, None, None]
             folds = shares, sums.parts[_FIRST_OF_FOLDS][some] / shares[:, None]
-        return ChangeCosts(sums, gram, folds, sampled, places, by_factors, together, linear)
+        return ChangeCosts(float(sums.parts[_LOSS]), sums, gram, folds, sampled, places, by_factors, together, linear)
 
     def _values(self, run: Run) -> Values:
         sent = cotangents.of_run(run, self._task.loss)
         changed = {name: self._changed(run, name) for name, each in self._places.items() if each and run.calls(name)}
         values = sent.sample_weights.new_zeros(1, self._count, 2, run.samples)
-        for name, along in self._along(run, self._loss_gradient(run), changed).items():
+        value, gradient = self._loss(run)
+        for name, along in self._along(run, gradient, changed).items():
             values[0, self._places[name].start : self._places[name].stop, FIRST] = along.sum(dim=2)
         self._many = self._many or (self._most is not None and sent.passes > self._most)
-        parts = {_GRAM: values.new_zeros(self._groups, self._count, self._count)}
+        parts = {_LOSS: values.new_tensor(value), _GRAM: values.new_zeros(self._groups, self._count, self._count)}
         if not self._many:
             parts |= self._second_order(run, sent, changed, values)
         values = sent.marked(values)
@@ -244,10 +246,10 @@ class ChangeSweep:
         values = torch.stack([each.sum(dim=1) for each in by_layer], dim=1)  # NaN where one is
         return layer_error(self._runner.selected, replace(part, values=values), fine)
 
-    def _loss_gradient(self, run: Run) -> Tensor:
-        """Return the derivative of the loss terms' sum in the outputs."""
+    def _loss(self, run: Run) -> tuple[float, Tensor]:
+        """Return the loss terms' sum, and its derivative in the outputs."""
         outputs = run.outputs.detach().requires_grad_()
         with torch.enable_grad():
             value = self._task.loss.value(outputs, run.targets.detach())
         (gradient,) = torch.autograd.grad(value, outputs)
-        return gradient
+        return float(value), gradient

@@ -151,7 +151,7 @@ def test_choices_are_priced_by_samples_that_had_no_part_in_them():
         first = torch.zeros(16, 3 * layers, dtype=torch.float64)
         folds = allocate._Folds(torch.full((16,), 1 / 16).double(), first, gram, torch.tensor(group))
         halves = [(folds.some(start).problem(options, group), folds.some(1 - start)) for start in range(2)]
-        plan = allocate._Plan(options, halves[0][0], folds, halves, {}, layers, like, True, frozenset())
+        plan = allocate._Plan(options, halves[0][0], folds, halves, {}, layers, like, 1.0, True, frozenset())
         predicted += plan._predicted(np.array([]), 3.0).value
         for start, (problem, _) in enumerate(halves):
             chosen, half = problem.good(3.0 * layers), folds.some(start)
@@ -159,6 +159,21 @@ def test_choices_are_priced_by_samples_that_had_no_part_in_them():
             truth += 0.25 * float(sizes[chosen].square().sum())
     assert own < 0.9 * truth
     assert 0.9 * truth < predicted < 1.1 * truth
+
+
+def test_a_change_as_large_as_the_loss_is_said_to_be_beyond_second_order():
+    model, data = _images()
+    notes = {}
+    for kept in ("int2", "int8"):
+        plan = pf.allocate(model, CE, data, [kept], bits=8)
+        assert plan._plan.loss == pytest.approx(CE(model(data[0]), data[1]).item(), rel=1e-9)
+        notes[kept] = [note for note in plan.predicted.notes if "half of the loss" in note]
+        assert bool(notes[kept]) == (plan.predicted > 0.5 * plan._plan.loss)
+    assert not notes["int8"]
+    model[5].weight.data *= 20  # far from a minimum of the loss
+    plan = pf.allocate(model, CE, data, ["int2"], bits=2)
+    assert plan.predicted > 0.5 * plan._plan.loss
+    assert "compare both plans by the loss" in str(plan)
 
 
 def test_folds_are_the_same_however_batches_are_cut():
