@@ -294,9 +294,9 @@ def _planned(
             options.append(_Option(tuple(names), one, bits, changed))
             group.append(number)
     assert costs.folds is not None
-    owner = torch.tensor([number for number, each in enumerate(costs.places.values()) for _ in each], dtype=torch.int64)
+    owner = [number for number, each in enumerate(costs.places.values()) for _ in each]
     shares, of_first = costs.folds
-    folds = _Folds(shares.cpu(), of_first.cpu(), costs.gram.cpu(), owner)
+    folds = _Folds(shares.cpu(), of_first.cpu(), costs.gram.cpu(), torch.tensor(owner, dtype=torch.int64, device="cpu"))
     halves = [(folds.some(start), folds.some(1 - start)) for start in range(2 if len(folds.shares) > 1 else 0)]
     sums, method = costs.sums, "ggn-sampled" if costs.sampled else "ggn"
     like = Estimate(0.0, None, sums.samples, method, exact=False, backend="reference", omitted=sums.omitted)
