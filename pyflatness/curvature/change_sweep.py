@@ -182,17 +182,17 @@ class ChangeSweep:
             values[0, :, SECOND] += half * whole.square() / draws
             found.append((draw, whole, half))
         kept = counting(self._options.nan_policy, sent.marked(values))
-        of_fold = self._fold_of(run) if self._folds else None
         gram = values.new_zeros(self._groups, self._count, self._count)
-        for draw, whole, half in found:
-            if of_fold is None:
-                gram[draw] += (2 * half[kept] * whole[:, kept]) @ whole[:, kept].t()
-            else:
-                for fold in of_fold.unique().tolist():
-                    own = kept & (of_fold == fold)
+        if self._folds:
+            of_fold = self._fold_of(run)
+            for fold in of_fold.unique().tolist():
+                own = kept & (of_fold == fold)
+                for _, whole, half in found:
                     gram[fold] += (2 / draws * half[own] * whole[:, own]) @ whole[:, own].t()
-        if of_fold is None and draws < self._groups:
-            gram = gram[:1].expand_as(gram)
+        else:
+            for draw, whole, half in found:
+                gram[draw] += (2 * half[kept] * whole[:, kept]) @ whole[:, kept].t()
+            gram = gram if draws == len(gram) else gram[:1].expand_as(gram)
         return {**{(name, _ROWS): each[:, kept].sum(dim=1) for name, each in of_rows.items()}, _GRAM: gram}
 
     @property

@@ -195,14 +195,15 @@ class _NormGradient(Function):
 
         a = torch.zeros_like(g) if a is None else a
         in_g, sum_ax, sum_a = form.gradients(a, x, weight, mean, scale)
-        inner = (a * g).transpose(0, 1).flatten(1).sum(1)
-        centred = x - along(mean)
+        inner, in_x = (a * g).transpose(0, 1).flatten(1).sum(1), None
+        centred: Any = x - along(mean) if form.of_batch or b is not None else None
         if b is not None:
             in_g = in_g.addcmul_(centred, along(b * r))
         if c is not None:
             in_g = in_g.add_(along(c))
-        in_x = None if b is None else g * along(b * r)
-        if form.of_batch:
+        if not form.of_batch:
+            in_x = None if b is None else g * along(b * r)
+        else:
             inner = inner - (sum_a * sum_g + sum_ax * sum_gx) / n
             of_a, of_g = -gamma_r * sum_gx / n, -gamma_r * sum_ax / n
             of_g = of_g if b is None else of_g + b
