@@ -68,6 +68,8 @@ PRODUCTS = {  # by name: what is done, the weight's shape, the weight as (groups
     "of each head, rows first": (
         lambda net, x: torch.einsum("hkm,hnqm->nqhk", net.w, heads(x).movedim(2, 0)).flatten(2), (2, 3, 2),
         lambda w: w),
+    "a filter for each position": (lambda net, x: torch.einsum("npmk,pdmk->npd", x.unfold(1, 2, 1), net.w),
+        (2, 6, 4, 2), lambda w: w.flatten(2)),
     "an ellipsis": (lambda net, x: torch.einsum("...m, dm -> ...d", x, net.w), (6, 4), d_m),
     "an ellipsis and heads": (lambda net, x: torch.einsum("mhk,...m->...hk", net.w, x).flatten(2), (4, 2, 3), m_d),
     "no result": (lambda net, x: torch.einsum("abm,mz", x, net.w), (4, 6), m_d),

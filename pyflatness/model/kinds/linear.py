@@ -23,7 +23,7 @@ class Linear:
         space: dimensions of space that inputs and outputs have, behind their channels; 0: channels are last.
         tokens: whether inputs are numbers of columns, one-hot vectors φ.
         has_input: whether φ is one tensor that the model makes, with a derivative in it.
-        least_dims: that inputs have, with one for samples.
+        least_dims: that what :meth:`inputs_of` returns has, with one for samples.
         groups: separate matrices that the weight is made of.
         class_dim: the dimension of the output that holds rows.
         row_dims: dimensions of the output that rows take where they are last.
