@@ -1,14 +1,14 @@
 """Bits for each layer under a budget: ``pf.allocate`` against single costs, measured or predicted, and other estimates.
 
-Run from the project's root: ``python benchmarks/allocation.py [resnet20 | stories | FOLDER] [--seeds K]``. FOLDER is a
-language model in Hugging Face's layout, such as ``benchmarks/smollm2.py fetch`` writes; its text is that of a file
-(``--text``), or Python's language reference. Formats are symmetric integers with a scale for each row (of a FOLDER for
-each 64 entries of a row), the budget is 3 to 6 bits a weight. Choices are made on some data, and judged by the loss,
-and the accuracy of ResNet-20, on other data that all of them share:
+Run from the project's root: ``python benchmarks/allocation.py [resnet20 | resnet56 | stories | FOLDER] [--seeds K]``.
+FOLDER is a language model in Hugging Face's layout, such as ``benchmarks/smollm2.py fetch`` writes; its text is that of
+a file (``--text``), or Python's language reference. Formats are symmetric integers with a scale for each row (of a
+FOLDER for each 64 entries of a row), the budget is 3 to 6 bits a weight. Choices are made on some data, and judged by
+the loss, and the accuracy of ResNet-20, on other data that all of them share:
 
 - same: the same bits for all layers;
 - single: an integer linear program (scipy.optimize.milp) over what ``pf.cost_of_change`` predicts of each layer alone;
-- ours: ``pf.allocate``;
+- ours: ``pf.allocate``, and by second order alone, with ``measured=False``;
 - measured: that program over the measured change of the loss when one layer alone is rounded;
 - HAWQ-V2, Fisher: over Tr(H_l) |Δ|² / (2 d m), and ½ Σ_j F_j Δ_j² with squared gradients of single samples.
 
@@ -58,9 +58,9 @@ class Case:
     samples: Callable[[Any], Iterator[Callable[[], Tensor]]]
 
 
-def resnet20(bits: Sequence[int], planned: int, judged: int) -> Case:
-    """Return ResNet-20 on images of CIFAR-10."""
-    model, loss, (x, y) = published(20), nn.CrossEntropyLoss(), cifar10(judged + 8 * planned)
+def resnet(depth: int, bits: Sequence[int], planned: int, judged: int) -> Case:
+    """Return a published ResNet on images of CIFAR-10."""
+    model, loss, (x, y) = published(depth), nn.CrossEntropyLoss(), cifar10(judged + 8 * planned)
 
     def plan_with(seed: int) -> Any:
         start = judged + seed * planned
@@ -188,21 +188,18 @@ def seed_of(
 ) -> Iterator[tuple[str, float, float, float, str]]:
     """Yield method, budget, loss, accuracy, and a remark."""
     data = case.plan_with(seed)
-    start = time.process_time()
-    plan = pf.allocate(case.model, case.loss, data, case.formats, bits=max(budgets), probes=probes, seed=seed)
-    ours = time.process_time() - start
     single = Single(case, data, probes, methods)
-    yield "seconds", 0.0, ours, single.seconds, ""
     least = single._bits(case.formats[0]) - int(case.formats[0][3])
-    frontier = plan.frontier([budget + least for budget in budgets])
-    for budget, found in zip(budgets, frontier.plans, strict=True):
+    for budget in budgets:
+        start = time.process_time()
+        found = pf.allocate(case.model, case.loss, data, case.formats, bits=budget + least, probes=probes, seed=seed)
+        yield "seconds", 0.0, time.process_time() - start, single.seconds, ""
         remark = f"predicted {pf.report.intervals.shown(found.predicted.value, found.predicted.interval())}"
-        yield (
-            "ours",
-            budget,
-            *case.judge(found.apply(case.model)),
-            f"{remark}, gap {found.gap:.2g}, {found.bits:.3f} bits",
-        )
+        remark += f", on its own data {found.loss_change:.4f}"
+        remark += f", gap {found.gap:.2g}, {found.bits:.3f} bits"
+        yield "ours", budget, *case.judge(found.apply(case.model)), remark
+        (by_order,) = found.frontier([budget + least]).plans
+        yield "by second order", budget, *case.judge(by_order.apply(case.model)), ""
         for by in single.found:
             yield by, budget, *case.judge(applied(case.model, single.choice(by, budget + least))), ""
         same = next((name for name in case.formats if name.partition("-")[0] == f"int{budget:g}"), None)
@@ -223,8 +220,8 @@ def main() -> None:
     parser.add_argument("--judged", type=int, help="samples to judge with")
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS, help="beside same and ours")
     options = parser.parse_args()
-    if options.network == "resnet20":
-        case = resnet20(options.formats, options.planned or 1024, options.judged or 2000)
+    if options.network in ("resnet20", "resnet56"):
+        case = resnet(int(options.network[6:]), options.formats, options.planned or 1024, options.judged or 2000)
     elif options.network == "stories":
         named = tuple(f"int{bits}" for bits in options.formats)
         case = of_language(storyteller(), stories(256), options.planned or 32, options.judged or 64, named)

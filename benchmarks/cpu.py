@@ -11,7 +11,8 @@ has the shares of the figure that parts of further calls take: every millisecond
 
 import argparse
 import json
-import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -36,7 +37,7 @@ IN_PARTS, LAST_LAYERS = {"fc2": 0.8, "fc3": 0.9}, {4: 1.4, 6: 1.8}
 HEADS = ("head (1, ", "head (50000, ", "LeNet5")  # beginnings of the rows of the head's table
 
 # By a name for it, a part's functions: the end of their file's path, and how their names begin. What these call is of
-# the part too, whatever it is.
+# the part too, unless it is of one that stands above it here.
 LAYERS = {
     "some samples first": [("dry_run.py", "run")],
     "forward": [("guards.py", "_watched")],
@@ -49,7 +50,7 @@ PRODUCTS = {
     "some samples first": [("dry_run.py", "run")],
     "forward": [("guards.py", "_watched")],
     "certificate": [("linearity.py", "nonlinear_layers")],
-    "products": [("block_traces.py", "derivatives"), ("block_traces.py", "gradients")],
+    "products": [("linear_map.py", "__call__"), ("block_traces.py", "gradients")],
     "basis": [("block_traces.py", "_basis")],
 }
 
@@ -76,39 +77,42 @@ class Figure:
 def parts_of(call: Callable[[], object], figure: float, named: Mapping[str, list[tuple[str, str]]]) -> str:
     """Return where the time of calls goes: their parts' shares of a figure, by what runs every millisecond.
 
-    Python looks when an operation of torch is over, so that a look counts for all of the time since the last one.
+    Another thread looks, where this one leaves Python for an operation of torch: a signal would wait until the call
+    is over.
     """
-    times = dict.fromkeys([*named, "the rest"], 0.0)
-    start = last = time.perf_counter()
+    looks, caller, over = dict.fromkeys([*named, "the rest"], 0.0), threading.get_ident(), threading.Event()
 
-    def look(number: int, frame: FrameType | None) -> None:
-        nonlocal last
-        now = time.perf_counter()
-        times[_part(frame, named)] += now - last
-        last = now
+    def look() -> None:
+        last = time.perf_counter()
+        while not over.wait(_INTERVAL):
+            part = _part(sys._current_frames()[caller], named)
+            now = time.perf_counter()
+            looks[part] += now - last
+            last = now
 
-    before = signal.signal(signal.SIGALRM, look)
-    signal.setitimer(signal.ITIMER_REAL, _INTERVAL, _INTERVAL)
+    watcher = threading.Thread(target=look)
+    start = time.perf_counter()
+    watcher.start()
     try:
         while time.perf_counter() - start < _PROFILED:
             call()
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    whole = sum(times.values())
-    return ", ".join(f"{part} {figure * seconds / whole:.2f}" for part, seconds in times.items())
+        over.set()
+        watcher.join()
+    whole = sum(looks.values())
+    return ", ".join(f"{part} {figure * seconds / whole:.2f}" for part, seconds in looks.items())
 
 
 def _part(frame: FrameType | None, named: Mapping[str, list[tuple[str, str]]]) -> str:
-    """Return the outermost part whose function is running."""
-    found = "the rest"
+    """Return the first part of which a function is running."""
+    running = []
     while frame is not None:
-        path, function = frame.f_code.co_filename, frame.f_code.co_name
-        for part, functions in named.items():
-            if any(path.endswith(end) and function.startswith(begin) for end, begin in functions):
-                found = part
+        running.append((frame.f_code.co_filename, frame.f_code.co_name))
         frame = frame.f_back
-    return found
+    for part, functions in named.items():
+        if any(path.endswith(end) and name.startswith(begin) for path, name in running for end, begin in functions):
+            return part
+    return "the rest"
 
 
 def heads(rounds: int) -> Iterator[Figure]:
@@ -197,9 +201,9 @@ def traces(rounds: int) -> Iterator[Figure]:
 GROUPS: dict[str, Callable[[int], Iterator[Figure]]] = {
     "head": heads,
     "lenet": lenet,
-    "resnet8": _resnet18(8, 1.35),
+    "resnet8": _resnet18(8, 1.45),
     "resnet32": _resnet18(32, 1.3),
-    "resnet128": _resnet18(128, 1.25),
+    "resnet128": _resnet18(128, 1.35),
     "resnet20": published,
     "backpack": backpack,
     "hessian": products,

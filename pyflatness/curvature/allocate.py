@@ -18,10 +18,11 @@ are priced by the other.
 """
 
 import copy
+import itertools
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,25 +40,26 @@ from ..model import layers as kinds
 from ..model.selectors import Selector
 from ..model.uses import Use
 from ..numerics.choices import ChoiceProblem, Indices
-from ..options import CALL, How, Options, check_count, check_number, check_numbers, check_probes
+from ..options import CALL, How, Options, check_count, check_flag, check_number, check_numbers, check_probes
 from ..passes.task import Task
 from ..report import Estimate, intervals, views
 from ..report.result import Result, write_json
 from ..session import public, session
 from . import changes
-from .change_sweep import ChangeSweep
+from .change_sweep import ChangeSweep, risk_at
 from .changes import Format
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+LossChange = Callable[[Mapping[str, str]], float]
 _BUDGETS = 9  # of a frontier
 _FOLDS = 16  # of samples
 _LARGE = 0.5  # of the loss: what was predicted to be so large came to 0.6 to 2.3 times that (docs/quantisation.md)
 _TOO_LARGE = (
-    "the change is predicted to be more than half of the loss, where second order is a poor guide: plan without the "
-    "coarsest format too, and compare both plans by the loss"
+    "the change is predicted to be more than half of the loss, where second order is a poor guide: loss_change is what "
+    "measured=True finds"
 )
 
 
@@ -74,17 +76,20 @@ def allocate(
     fixed: Mapping[str, str | Format] | None = None,
     together: Iterable[Iterable[str]] = (),
     probes: int | None = 16,
+    measured: bool = True,
     **how: Unpack[How],
 ) -> "Allocation":
     """Choose a format for each layer's weights, so that the loss is predicted to change least under a budget of bits.
 
     The prediction is ⟨∇E, Δ⟩ + ½⟨Δ, G Δ⟩ for the changes Δ of all layers together, with the GGN G of the whole loss in
-    the place of its Hessian, from one sweep over the data. It says what the choice costs on other data like these.
+    the place of its Hessian, from one sweep over the data. It says what the choice costs on other data like these. The
+    coarsest formats change weights too much for a second order. So the best choices without them are found too, and of
+    all these the one is taken whose loss on the data is least.
 
     Args:
         model: …
         loss: …
-        data: … They are read once.
+        data: … They are read once, and with ``measured`` once more for each choice that is tried.
         formats: names such as ``"int4"``, ``"int4-g128"``, ``"fp8"`` or ``"keep"``, all in ``pf.changes``, and formats
             of your own, ``pf.changes.Format(name, bits, function)``.
         bits: the budget, in bits a weight in the mean over the weights of these layers.
@@ -95,12 +100,14 @@ def allocate(
             weight are such a group, and their weight is counted once.
         probes: random signs of each sample; all columns of the loss's square-root factor where these are no more. None:
             all columns, whatever they are. More samples with fewer probes make better choices in the same time.
-        nan_policy: ``"raise"``, ``"propagate"`` is of no use here, or ``"omit"``.
+        measured: also try the best choices without the coarsest formats, without the two coarsest and so on, and take
+            the one that the data show to be best, by a forward pass each.
+        nan_policy: ``"raise"``, ``"propagate"`` is of no use here, or ``"omit"``, only without ``measured``.
 
     Returns:
         ``choice``, the name of each layer's format; ``bits`` of a weight in the mean; ``predicted``, the change of the
-        loss; ``gap``, by which another choice could at most be better as these probes see it; ``frontier()`` over
-        budgets; ``apply(model)``, a changed copy; and ``export(tool, path)``.
+        loss; ``loss_change``, what it is on these data; ``gap``, by which another choice could at most be better as
+        these probes see it; ``frontier()`` over budgets; ``apply(model)``, a changed copy; and ``export(tool, path)``.
 
     Raises:
         InputError: no budget, or one below the cheapest choice, which is named; formats or layers that do not exist; a
@@ -125,15 +132,19 @@ def allocate(
     bits = 0.0 if bits is None else check_number("bits", bits, "a number of bits a weight")
     size = None if size is None else check_count("size", size, 1, "a number of bytes")
     probes = None if probes is None else check_probes("probes", probes, 1)
-    options = Options.of(how, curvature="ggn", probes=probes)
+    measured, options = check_flag("measured", measured), Options.of(how, curvature="ggn", probes=probes)
     given = [formats] if isinstance(formats, (str, Format)) else [*formats]
     if not given:
         raise InputError("formats: an empty list; pass names such as 'int4' and 'int8'")
     known = [*{made.name: made for made in map(changes.named, given)}.values()]
     of_layer = {name: changes.named(one) for name, one in (fixed or {}).items()}
-    with session(model, loss, data, options, how, placed=True) as task:
-        plan = _planned(task, layers, known, of_layer, [[*names] for names in together])
-    return plan.best(bits if size is None else 8 * size / plan.weights)
+    reads = 1 + (len(known) + len(of_layer) if measured else 0)
+    with session(model, loss, data, options, how, reads=reads, placed=True) as task:
+        plan, loss_change = _planned(task, layers, known, of_layer, [[*names] for names in together])
+        budget = bits if size is None else 8 * size / plan.weights
+        found = _tried(plan, budget, loss_change) if measured else plan.best(budget)
+        task.unite()
+    return found
 
 
 @dataclass(frozen=True)
@@ -208,11 +219,36 @@ class _Plan:
     convex: bool  # whether the loss is
     parts: frozenset[str]  # layers that are parts of a parameter, and no module
 
+    def without(self, formats: Collection[str]) -> "_Plan":
+        """Return the plan without some formats, but for groups of layers that have no other."""
+        others = {
+            group
+            for group, option in zip(self.choices.group, self.options, strict=True)
+            if option.format.name not in formats
+        }
+        kept = np.array(
+            [
+                place
+                for place, option in enumerate(self.options)
+                if option.format.name not in formats or self.choices.group[place] not in others
+            ]
+        )
+        return replace(
+            self,
+            options=[self.options[place] for place in kept],
+            choices=self.choices.some(kept),
+            halves=[(problem.some(kept), other) for problem, other in self.halves],
+        )
+
+    def fits(self, bits: float) -> bool:
+        """Return whether a choice has no more bits a weight."""
+        return float(self.choices.sizes[self.choices.cheapest()].sum()) <= bits * self.weights * (1 + 1e-12)
+
     def best(self, bits: float) -> "Allocation":
         """Return the best choice that is found of so many bits a weight."""
-        cheapest = self.choices.cheapest()
-        least = float(self.choices.sizes[cheapest].sum())
-        if bits * self.weights < least * (1 - 1e-12):
+        if not self.fits(bits):
+            cheapest = self.choices.cheapest()
+            least = float(self.choices.sizes[cheapest].sum())
             names = Counter(self.options[place].format.name for place in cheapest)
             listed = ", ".join(f"{name} for {count} layers" for name, count in names.most_common())
             raise InputError(
@@ -227,6 +263,7 @@ class _Plan:
             bits=sum(option.bits for option in taken) / self.weights,
             weights=self.weights,
             predicted=self._predicted(chosen, bits),
+            loss_change=None,
             gap=gap if self.convex else math.nan,
             _formats={option.format.name: option.format for option in taken},
             _plan=self,
@@ -259,8 +296,8 @@ def _planned(
     formats: Sequence[Format],
     fixed: Mapping[str, Format],
     together: Sequence[Sequence[str]],
-) -> _Plan:
-    """Return what one sweep over a task's data gives."""
+) -> tuple[_Plan, LossChange]:
+    """Return what one sweep over a task's data gives, and what measures a choice by one more."""
     made = {one.name: changes.of_uses(task.model, one, chosen) for one in formats}
     (first, *_) = made.values()
     for name in (*fixed, *(name for names in together for name in names)):
@@ -300,8 +337,7 @@ def _planned(
     halves = [(folds.some(start), folds.some(1 - start)) for start in range(2 if len(folds.shares) > 1 else 0)]
     sums, method = costs.sums, "ggn-sampled" if costs.sampled else "ggn"
     like = Estimate(0.0, None, sums.samples, method, exact=False, backend="reference", omitted=sums.omitted)
-    task.unite()
-    return _Plan(
+    plan = _Plan(
         options=options,
         choices=folds.problem(options, group),
         folds=folds,
@@ -317,6 +353,27 @@ def _planned(
             if isinstance(layer := task.selection.modules[name], Use) and not layer.source.of_module
         ),
     )
+
+    def loss_change(choice: Mapping[str, str]) -> float:
+        chosen = {name: changing[name][key] for name, key in choice.items() if key in changing[name]}
+        return risk_at(task, chosen).value - costs.loss
+
+    return plan, loss_change
+
+
+def _tried(plan: _Plan, bits: float, loss_change: LossChange) -> "Allocation":
+    """Return the choice of the least loss among the best ones with all formats, without the coarsest, and so on."""
+    taken: dict[str, float] = defaultdict(float)
+    for option in plan.options:
+        taken[option.format.name] += option.bits
+    coarsest = sorted(taken, key=taken.__getitem__)
+    finer = itertools.takewhile(
+        lambda each: each.fits(bits), (plan.without(coarsest[:count]) for count in range(1, len(coarsest)))
+    )
+    found = [plan.best(bits), *(each.best(bits) for each in finer)]
+    changes = [loss_change(each.choice) for each in found]
+    least = min(changes)
+    return replace(found[changes.index(least)], loss_change=least, _plan=plan)
 
 
 def _groups(
@@ -345,6 +402,7 @@ class Allocation(Result):
             priced by the other half, and the two are averaged. It is rather too high, since half of the samples make
             worse choices. Its error is that of other samples and probes. Of fewer than 4 samples it has no interval,
             and of one it is the change on that sample.
+        loss_change: by how much the choice changes the loss on the data that it was made by; None: not measured.
         gap: how much better than this choice another one could be at most, of what was minimised; NaN for a loss that
             is not convex in the outputs.
     """
@@ -353,12 +411,13 @@ class Allocation(Result):
     bits: float
     weights: int
     predicted: Estimate
+    loss_change: float | None
     gap: float
     _formats: Mapping[str, Any]  # by name, those chosen
     _plan: Any  # which this is a choice of
 
     def frontier(self, bits: Iterable[float] | None = None) -> "Frontier":
-        """Return the best choices that are found under several budgets, of the same probes.
+        """Return the choices that are predicted to be best under several budgets, of the same probes; none is measured.
 
         Args:
             bits: of a weight; None: from the cheapest choice to the largest in even steps.
@@ -413,7 +472,7 @@ class Allocation(Result):
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes as plain numbers, strings and dicts."""
         held = {"choice": dict(self.choice), "bits": self.bits, "weights": self.weights}
-        return {**held, "predicted": self.predicted.to_dict(), "gap": self.gap}
+        return {**held, "predicted": self.predicted.to_dict(), "loss_change": self.loss_change, "gap": self.gap}
 
     def _rows(self) -> list[dict[str, Any]]:
         return [{"layer": name, "format": chosen} for name, chosen in self.choice.items()]
@@ -424,6 +483,7 @@ class Allocation(Result):
             table.add_row(name or "(the model)", chosen)
         predicted = intervals.shown(self.predicted.value, self.predicted.interval())
         told = f"{self.bits:.6g} bits a weight of {self.weights}; the loss is predicted to change by {predicted}"
+        told += "" if self.loss_change is None else f", and changes by {self.loss_change:.3g} on these data"
         return "\n".join([*views.text(table, 100), told, *self.predicted.notes])
 
 

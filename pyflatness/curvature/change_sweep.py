@@ -13,6 +13,7 @@ probes, and the second order is right in the mean: its draws over probes tell it
 samples it is kept for each fold, and says how sums would differ for other data.
 """
 
+import contextlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from .. import contractions
 from ..contractions import promoted
 from ..errors import InputError, NonFiniteError
-from ..model import layers
+from ..model import calling, layers, uses
 from ..numerics.accumulate import counting
 from ..numerics.signs import Signs
 from ..numerics.variances import standard_error
@@ -33,7 +34,7 @@ from ..passes import cotangents, linearity
 from ..passes.cotangents import Cotangents
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run, Runner
-from ..passes.task import Task
+from ..passes.task import Risk, Task
 from ..sweep.layer_sweep import Values
 from ..sweep.totals import Sums, Totals, layer_error
 
@@ -53,6 +54,24 @@ def as_called(name: str, module: nn.Module, change: Tensor) -> Tensor:
             f"of one of the shape {tuple(change.shape)}; its change has no such form"
         )
     return found
+
+
+def risk_at(task: Task, changes: Mapping[str, Tensor]) -> Risk:
+    """Return the loss at weights of some layers that are changed, by a read of the data."""
+    modules = task.selection.modules
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(calling.dry_run())
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(uses.attached({name: modules[name] for name in changes}))
+        for name, change in changes.items():
+            forward = layers.with_weight(modules[name], partial(_changed, name, modules[name], change))
+            stack.enter_context(calling.replaced_forward(modules[name], forward))
+        (found,) = task.risks([{}], task.options.nan_policy)
+    return found
+
+
+def _changed(name: str, module: nn.Module, change: Tensor, own: Tensor) -> Tensor:
+    return (own + as_called(name, module, change)).to(own.dtype)
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,8 @@ The trace's estimate beside it is that of HAWQ-V2 (Dong et al. 2020, Eq. 5): Tr(
 change would cost on average if its direction were random; half of that is the expectation of the second-order term.
 """
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,13 +32,13 @@ from ..hessian.products import Products
 from ..measures.layer_values import LayerValues
 from ..measures.trace import TRACE
 from ..messages import shown
-from ..model import calling, layers, uses
+from ..model import layers
 from ..options import CALL, MeasureHow, Options, check_flag
-from ..passes.task import Risk, Task
+from ..passes.task import Task
 from ..report import Estimate, Report
 from ..report.intervals import together
 from ..session import public, session
-from .change_sweep import ChangeCosts, ChangeSweep, as_called
+from .change_sweep import ChangeCosts, ChangeSweep, as_called, risk_at
 
 COST, GRADIENT, PREDICTED = "cost_of_change", "gradient_of_change", "predicted"
 MEASURED, BY_TRACE = "loss_change", "cost_by_trace"
@@ -213,27 +211,14 @@ class Costs:
 
     def measured(self) -> dict[tuple[str, str], Estimate]:
         """Return how the loss changes with each layer's change, and with all of them."""
-        before = self._risk({})
+        before = risk_at(self._task, {})
         found = {}
         for name in (*self._modules, ""):
             changes = {name: self._changes[name]} if name else self._changes
-            after = self._risk(changes)
+            after = risk_at(self._task, changes)
             found[name, MEASURED] = Estimate(
                 *(after.value - before.value, None, before.samples, "definition", True, "reference"), layer=name
             )
-        return found
-
-    def _risk(self, changes: Mapping[str, Tensor]) -> Risk:
-        """Return the loss at weights that are changed."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(calling.dry_run())
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(uses.attached({name: self._modules[name] for name in changes}))
-            for name, change in changes.items():
-                module = self._modules[name]
-                forward = layers.with_weight(module, partial(_changed, name, module, change))
-                stack.enter_context(calling.replaced_forward(module, forward))
-            (found,) = self._task.risks([{}], self._task.options.nan_policy)
         return found
 
     def by_trace(self) -> dict[tuple[str, str], Estimate]:
@@ -250,7 +235,3 @@ class Costs:
         value = sum(estimate.value for estimate in found.values())
         found["", BY_TRACE] = replace(traces["", TRACE.name], value=value, stderr=stderr, dof=dof)
         return found
-
-
-def _changed(name: str, module: nn.Module, change: Tensor, own: Tensor) -> Tensor:
-    return (own + as_called(name, module, change)).to(own.dtype)

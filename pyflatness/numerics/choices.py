@@ -39,6 +39,10 @@ class ChoiceProblem:
         """Return E(z)."""
         return float(self.costs @ z + 0.5 * z @ self.products @ z)
 
+    def some(self, kept: Indices) -> "ChoiceProblem":
+        """Return the problem with some of the options, of each group at least one."""
+        return ChoiceProblem(self.group[kept], self.costs[kept], self.products[np.ix_(kept, kept)], self.sizes[kept])
+
     def cheapest(self) -> Indices:
         """Return the smallest option of each group."""
         order = np.lexsort((self.sizes, self.group))

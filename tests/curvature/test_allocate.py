@@ -173,7 +173,31 @@ def test_a_change_as_large_as_the_loss_is_said_to_be_beyond_second_order():
     model[5].weight.data *= 20  # far from a minimum of the loss
     plan = pf.allocate(model, CE, data, ["int2"], bits=2)
     assert plan.predicted > 0.5 * plan._plan.loss
-    assert "compare both plans by the loss" in str(plan)
+    assert "loss_change is what measured=True finds" in str(plan)
+
+
+@pytest.mark.parametrize("case", [_images, _texts])
+def test_of_choices_without_the_coarsest_formats_the_one_of_the_least_loss_is_taken(case):
+    model, data = case()
+    for values in model.parameters():
+        values.data *= 10  # so that second order is a poor guide
+
+    def risk(network):
+        with torch.no_grad():
+            return CE(network(data[0]), data[1]).item()
+
+    formats, found = ["int2", "int3", "int4"], {}
+    for budget in (3, 3.5, 4):
+        given = [formats[start:] for start in range(3) if budget >= int(formats[start][3:])]
+        each = [pf.allocate(model, CE, data, names, bits=budget, measured=False) for names in given]
+        losses = [risk(plan.apply(model)) for plan in each]
+        plan = pf.allocate(model, CE, data, formats, bits=budget)
+        assert plan.loss_change == pytest.approx(min(losses) - risk(model), rel=1e-9)
+        assert risk(plan.apply(model)) == pytest.approx(min(losses), rel=1e-9)
+        assert each[0].loss_change is None
+        assert plan.frontier([budget]).plans[0].choice == each[0].choice
+        found[budget] = losses.index(min(losses))
+    assert any(found.values())
 
 
 def test_folds_are_the_same_however_batches_are_cut():
@@ -220,7 +244,7 @@ def test_errors_that_add_up_are_not_made_together():
 
 def test_frontier_falls_and_keeps_to_its_budgets(tmp_path):
     model, data = _images()
-    plan = pf.allocate(model, CE, data, ["int2", "int3", "int4", "keep"], bits=3)
+    plan = pf.allocate(model, CE, data, ["int2", "int3", "int4", "keep"], bits=3, measured=False)
     frontier = plan.frontier([2, 2.5, 3, 4, 64])
     assert all(plan.bits <= budget + 1e-9 for plan, budget in zip(frontier.plans, [2, 2.5, 3, 4, 64], strict=True))
     assert frontier.plans[0].choice == dict.fromkeys(plan.choice, "int2")
