@@ -81,7 +81,8 @@ def page(title: str, parts: Sequence[SettingValues], choices: Choices, more: Seq
     sections += [section(choices.histories)] if choices.histories else []
     models = len({record["checkpoint"] for record in every})
     measures = [*dict.fromkeys(record["measure"] for record in every)]
-    text = f"{models} models, {len(measures)} measures: {', '.join(measures)}." if every else ""
+    counted = f"{models} model{'s' * (models != 1)}, {len(measures)} measure{'s' * (len(measures) != 1)}"
+    text = f"{counted}: {', '.join(measures)}." if every else ""
     return Page(title, (text,) if text else (), (*sections, *more))
 
 
