@@ -40,6 +40,7 @@ _SLIPS: tuple[tuple[str, Any, str], ...] = (  # the argument, what is often pass
     ("data", Dataset, "it yields single samples: wrap it, DataLoader(dataset, batch_size=256)"),
     ("data", enumerate, "it yields (number, batch) pairs: pass the loader itself"),
     ("data", Mapping, "for one batch pass a list of it, data=[batch]"),
+    ("data", Tensor, "pass (inputs, targets), or for a language model [{'input_ids': tokens}]"),
     ("data", Callable, ORDER),
 )
 

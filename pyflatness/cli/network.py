@@ -179,6 +179,8 @@ def allocate(
     echo(*str(plan).splitlines())
     if frontier:
         echo(*str(plan.frontier()).splitlines())
+    if export is not None:
+        echo(f"wrote {export[1]} for {export[0]}")
 
 
 @click.command()

@@ -217,6 +217,7 @@ class _Plan:
     like: Estimate  # a prediction, whose value and error are to be another's
     loss: float  # before
     convex: bool  # whether the loss is
+    sizes: Mapping[str, int]  # each layer's weights
     parts: frozenset[str]  # layers that are parts of a parameter, and no module
 
     def without(self, formats: Collection[str]) -> "_Plan":
@@ -347,6 +348,7 @@ def _planned(
         like=task.noted(like),
         loss=costs.loss,
         convex=task.loss.convex,
+        sizes={name: kinds.without_entries(task.selection.modules[name]).numel() for name in costs.places},
         parts=frozenset(
             name
             for name in costs.places
@@ -400,9 +402,10 @@ class Allocation(Result):
         weights: of these layers; one that layers share counts once.
         predicted: the change ⟨∇E, Δ⟩ + ½⟨Δ, G Δ⟩ of the loss on other data: choices made by one half of the samples are
             priced by the other half, and the two are averaged. It is rather too high, since half of the samples make
-            worse choices. Its error is that of other samples and probes. Of fewer than 4 samples it has no interval,
-            and of one it is the change on that sample.
-        loss_change: by how much the choice changes the loss on the data that it was made by; None: not measured.
+            worse choices. Its error is that of other samples and probes, not of what lies beyond second order. Of fewer
+            than 4 samples it has no interval, and of one it is the change on that sample.
+        loss_change: by how much the choice changes the loss on the data that it was made by, in all orders; None: not
+            measured.
         gap: how much better than this choice another one could be at most, of what was minimised; NaN for a loss that
             is not convex in the outputs.
     """
@@ -420,14 +423,14 @@ class Allocation(Result):
         """Return the choices that are predicted to be best under several budgets, of the same probes; none is measured.
 
         Args:
-            bits: of a weight; None: from the cheapest choice to the largest in even steps.
+            bits: of a weight; None: from the cheapest choice to the largest, each by the same factor more.
 
         Raises:
             InputError: a budget below the cheapest choice.
         """
         problem, weights = self._plan.choices, self.weights
         least, most = problem.sizes[problem.cheapest()].sum() / weights, problem.largest() / weights
-        budgets = np.linspace(least, most, _BUDGETS) if bits is None else check_numbers("bits", bits)
+        budgets = np.geomspace(least, most, _BUDGETS) if bits is None else check_numbers("bits", bits)
         return Frontier(tuple(self._plan.best(float(budget)) for budget in budgets))
 
     def apply(self, model: nn.Module) -> nn.Module:
@@ -475,12 +478,13 @@ class Allocation(Result):
         return {**held, "predicted": self.predicted.to_dict(), "loss_change": self.loss_change, "gap": self.gap}
 
     def _rows(self) -> list[dict[str, Any]]:
-        return [{"layer": name, "format": chosen} for name, chosen in self.choice.items()]
+        sizes = self._plan.sizes
+        return [{"layer": name, "weights": sizes[name], "format": chosen} for name, chosen in self.choice.items()]
 
     def __str__(self) -> str:
-        table = Table(Column("layer", no_wrap=True), "format", box=box.SIMPLE_HEAD)
+        table = Table(Column("layer", no_wrap=True), Column("weights", justify="right"), "format", box=box.SIMPLE_HEAD)
         for name, chosen in self.choice.items():
-            table.add_row(name or "(the model)", chosen)
+            table.add_row(name or "(the model)", f"{self._plan.sizes[name]:,}", chosen)
         predicted = intervals.shown(self.predicted.value, self.predicted.interval())
         told = f"{self.bits:.6g} bits a weight of {self.weights}; the loss is predicted to change by {predicted}"
         told += "" if self.loss_change is None else f", and changes by {self.loss_change:.3g} on these data"
@@ -513,6 +517,8 @@ class Frontier(Result):
         drawn.errorbar(
             [plan.bits for plan in self.plans], values, [(high - low) / 2 for low, high in ends], marker="o", capsize=2
         )
+        drawn.set_xscale("log", base=2)
+        drawn.xaxis.set_major_formatter("{x:g}")
         drawn.set(xlabel="bits a weight", ylabel="predicted change of the loss")
         drawn.grid(alpha=0.3)
         views.save(figure, path)

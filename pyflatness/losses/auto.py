@@ -106,6 +106,11 @@ def _with_labels(model: nn.Module, batch: Any) -> tuple[nn.Module, dict[str, Any
         labels = {} if prepared.spans else {"labels": prepared.targets}
         return own, {**batch, **labels}, prepared.targets
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        if isinstance(batch[1], Tensor) and batch[1].ndim > 1 and not batch[1].is_floating_point():
+            raise InputError(
+                "data: a tuple has a label of each sample, and here each token has one; pass mappings, as "
+                'data=[{"input_ids": tokens}] for a language model, with "labels" where they are others'
+            )
         return own, {getattr(own, "main_input_name", "input_ids"): batch[0], "labels": batch[1]}, batch[1]
     raise InputError(f"data: batches are mappings with the model's inputs and `labels`, got a {type(batch).__name__}")
 

@@ -101,8 +101,7 @@ class Scores(Result):
             InputError: no rows, no such column, no such model, or a model that is not in ``test``.
             MissingExtraError: without Altair.
         """
-        other = test.columns() if isinstance(test, Scores) else test
-        choices = page.Choices(against, other, exclude, interval, histories or {})
+        choices = page.Choices(against, test, exclude, interval, histories or {})
         return written(page.page(title, [page.SettingValues("", self._rows())], choices), path)
 
     def plot(
@@ -132,8 +131,7 @@ class Scores(Result):
             InputError: no such column or model, or a model that counts and has no value.
             MissingExtraError: without matplotlib.
         """
-        other = None if test is None else test.columns()
-        return plot_correlation(self.columns(), x, y, test=other, exclude=exclude, path=path, axes=axes)
+        return plot_correlation(self, x, y, test=test, exclude=exclude, path=path, axes=axes)
 
     def __str__(self) -> str:
         return "\n".join([*views.text(table(self.rows), 200), *map(printable, self.notes)])

@@ -147,11 +147,12 @@ def correlations(
 
     Args:
         table: a pandas data frame or dict of lists with a column for each measure, or the path of a CSV file, also of
-            one that ``pyflatness score`` wrote. Rows are named by a column ``checkpoint`` or ``name``, or the index.
+            one that ``pyflatness score`` wrote, or what ``pf.score`` returned. Rows are named by a column
+            ``checkpoint`` or ``name``, or the index.
         x: columns; None: all measures.
         y: a column.
         exclude: names of rows to leave out; nothing else is left out.
-        test: a table of the same networks on test data: ``gap`` is its ``loss`` less that of ``table``.
+        test: such a table of the same networks on test data: ``gap`` is its ``loss`` less that of ``table``.
         seed: of the resampling and the permutations.
         interval: ``"bootstrap"``: the percentiles of 2,000 resamples. ``"fisher"``: atanh r is taken as normal.
         settings: columns. Networks that are equal in all of them, such as those of one recipe, are a cluster and not

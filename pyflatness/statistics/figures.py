@@ -79,7 +79,7 @@ def plot_correlation(
     axes.set_ylabel("generalisation gap" if y == "gap" else y)
     axes.grid(alpha=0.3)
     beside = {"fontsize": 7, "loc": "upper left", "bbox_to_anchor": (1.01, 1), "borderaxespad": 0}
-    axes.legend(**(beside if grouping else {}))
+    axes.legend(**(beside | {"title": ", ".join(grouping), "title_fontsize": 7} if grouping else {}))
     views.save(figure, path)
     return figure, axes
 

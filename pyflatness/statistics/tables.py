@@ -166,12 +166,14 @@ def _cells(table: Any, what: str) -> tuple[dict[str, Sequence[Any]], Sequence[An
         if {*rows[0]} >= _SCORED:  # its text is written so that no spreadsheet runs it
             rows = [{name: from_cell(cell or "") for name, cell in row.items()} for row in rows]
         return {name: [row[name] for row in rows] for name in rows[0]}, None
+    if callable(getattr(table, "columns", None)):  # scores, without importing what makes them
+        return table.columns(), None
     if hasattr(table, "columns") and hasattr(table, "to_dict"):  # a data frame, without importing pandas
         return {str(name): column for name, column in table.to_dict(orient="list").items()}, list(table.index)
     if isinstance(table, Mapping):
         return {str(name): check_several(f"{what}: {name}", cells, "cells") for name, cells in table.items()}, None
     raise InputError(
-        f"{what}: a data frame, a dict of lists or the path of a CSV file is wanted, got {type(table).__name__}"
+        f"{what}: a data frame, a dict of lists, scores or the path of a CSV file is wanted, got {type(table).__name__}"
     )
 
 

@@ -251,7 +251,7 @@ def test_data():
     refused(pf.errors.InputError, "no samples", data=[])
     refused(pf.errors.InputError, r"different lengths: \[10, 9\]", data=(X, Y[:9]))
     refused(pf.errors.InputError, "wrap it, DataLoader", data=torch.utils.data.TensorDataset(X, Y))
-    refused(pf.errors.InputError, "an iterable of batches is wanted, got Tensor", data=X)
+    refused(pf.errors.InputError, r"wanted, got Tensor; pass \(inputs, targets\), or .*'input_ids'", data=X)
     refused(pf.errors.InputError, r"wanted, got dict; .*data=\[batch\]", data={"x": X, "labels": Y})
     refused(pf.errors.InputError, r"`labels`, got a tuple of 1", data=(X,))
     refused(pf.errors.InputError, r"`labels`, got a Tensor", data=[X])

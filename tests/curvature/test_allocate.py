@@ -151,7 +151,7 @@ def test_choices_are_priced_by_samples_that_had_no_part_in_them():
         first = torch.zeros(16, 3 * layers, dtype=torch.float64)
         folds = allocate._Folds(torch.full((16,), 1 / 16).double(), first, gram, torch.tensor(group))
         halves = [(folds.some(start).problem(options, group), folds.some(1 - start)) for start in range(2)]
-        plan = allocate._Plan(options, halves[0][0], folds, halves, {}, layers, like, 1.0, True, frozenset())
+        plan = allocate._Plan(options, halves[0][0], folds, halves, {}, layers, like, 1.0, True, {}, frozenset())
         predicted += plan._predicted(np.array([]), 3.0).value
         for start, (problem, _) in enumerate(halves):
             chosen, half = problem.good(3.0 * layers), folds.some(start)

@@ -62,6 +62,12 @@ def test_the_model_inside_of_peft():
     assert found.value == pytest.approx(expected, rel=1e-6)
 
 
+def test_labels_of_tokens_in_a_tuple_are_refused_with_what_to_pass():
+    tokens = torch.ones(2, 3, dtype=torch.int64)
+    with pytest.raises(pf.errors.InputError, match=r'pass mappings, as data=\[\{"input_ids": tokens\}\]'):
+        pf.measure(word_models.llama(), data=(tokens, tokens))
+
+
 def test_without_data():
     with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'data'; .* by name, data="):
         pf.measure(word_models.llama(), [{"input_ids": torch.ones(2, 3, dtype=torch.int64)}])

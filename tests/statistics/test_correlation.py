@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 
 import pyflatness as pf
@@ -76,6 +77,20 @@ def test_every_form_of_table(tmp_path):
         assert pf.statistics.correlations(table, "kappa") == found
         assert pf.statistics.correlations(table, "kappa", exclude=["net3"]).excluded == (NAMES[3],)
     assert list(found.to_frame().columns) == ["measure", "statistic", "value", "low", "high", "y", "points"]
+
+
+def test_scores_are_a_table():
+    torch.manual_seed(0)
+    networks = {f"net{number}": torch.nn.Linear(3, 2) for number in range(6)}
+    train, test = (
+        pf.score(networks, "cross_entropy", (torch.randn(8, 3), torch.randint(2, (8,))), measures=["trace"])
+        for _ in range(2)
+    )
+    found = pf.statistics.correlations(train, "trace", test=test)
+    assert found == pf.statistics.correlations(train.columns(), "trace", test=test.columns())
+    gaps = [test[name, "trace"].loss - train[name, "trace"].loss for name in networks]
+    traces = [train[name, "trace"].value for name in networks]
+    assert found["trace", "Pearson"].value == pytest.approx(stats.pearsonr(traces, gaps).statistic)
 
 
 def test_files_of_score(tmp_path):
