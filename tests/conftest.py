@@ -1,6 +1,7 @@
 """Engines: every backend and instruction set that this machine can run."""
 
 import contextlib
+import gc
 import importlib
 import math
 import os
@@ -20,7 +21,7 @@ from hypothesis import settings
 from pyflatness.contractions.backends import compiled, cuda, reference
 from pyflatness.sweep import adaptive_sweep
 from support import ROOT, emulated, interpreted
-from support.combinations import AT_RANDOM, CUDA_DEVICES, ENGINES, in_soak
+from support.combinations import AT_RANDOM, CUDA_DEVICES, EMULATED_ORDERS, ENGINES, in_soak
 from support.summation import ORDERS
 
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=40)
@@ -90,6 +91,15 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             del sys.modules[name]
 
 
+@pytest.fixture(scope="module")
+def new_objects() -> Iterator[None]:
+    """Of a module's tests the garbage collector knows what was made in them alone: the rest would take seconds."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture
 def benchmark_modules(monkeypatch: pytest.MonkeyPatch):
     """A function that imports a module of the benchmarks, which lie outside the package, by its name."""
@@ -117,9 +127,12 @@ def emulated_cuda(_emulated_cuda):
     return _emulated_cuda
 
 
-@pytest.fixture(params=[*CUDA_DEVICES, *in_soak(AT_RANDOM)])
+@pytest.fixture(params=[*CUDA_DEVICES[:2], *in_soak(*EMULATED_ORDERS, AT_RANDOM)])
 def cuda_device(request):
-    """Where tensors for the CUDA kernels go: a GPU, or the CPU with kernels compiled for it."""
+    """Where tensors for the CUDA kernels go: a GPU, or the CPU with kernels compiled for it, whose threads take turns.
+
+    Of the orders in which they do, each test has one of its own; the soak run has all.
+    """
     if request.param == "cuda":
         reason = cuda.unavailable(torch.device("cuda"), torch.float32) if torch.cuda.is_available() else "no CUDA GPU"
         if reason:
@@ -129,10 +142,10 @@ def cuda_device(request):
     module = request.getfixturevalue("_emulated_cuda")
     if isinstance(module, str):
         pytest.skip(f"the CUDA kernels cannot be compiled for the CPU: {module}")
-    at_random = request.param == AT_RANDOM  # an order of the test's own
-    module.set_order(
-        3 + zlib.crc32(request.node.nodeid.encode()) % 10**6 if at_random else CUDA_DEVICES.index(request.param) - 1
-    )
+    own, known = zlib.crc32(request.node.nodeid.encode()), len(EMULATED_ORDERS)
+    by_itself = {"emulated": own % known, AT_RANDOM: known + own % 10**6}
+    order = by_itself[request.param] if request.param in by_itself else EMULATED_ORDERS.index(request.param)
+    module.set_order(order)
     with cuda.emulated(module):
         yield torch.device("cpu")
 

@@ -20,6 +20,7 @@ def tensors():
     return sum(issubclass(type(held), torch.Tensor) for held in gc.get_objects())
 
 
+@pytest.mark.usefixtures("new_objects")
 @pytest.mark.parametrize(("few", "more"), [(2, 2), pytest.param(5, 45, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("call", CALLS)
 def test_many_calls_leave_no_more_tensors_than_few(call, few, more):

@@ -8,7 +8,7 @@ from torch import nn
 
 import pyflatness as pf
 from support import doors
-from support.combinations import every
+from support.combinations import every, in_soak
 from support.public_calls import CALLS, batches
 from support.residual import X as IMAGES
 from support.residual import Y as LABELS
@@ -180,25 +180,30 @@ SAME = ("relative_flatness", "measure", "block_traces", "fisher_rao", "sharpness
     "sweep", "interpolation_sharpness", "adaptive_sharpness", "weight_norm")  # fmt: skip
 
 
+def values(name, net, x, y):
+    return [text for path, text in facts(EVERY[name](net, LOSS, (x, y))) if "table" not in path]
+
+
+@pytest.mark.parametrize("name", SAME[:2] + tuple(in_soak(*SAME[2:])))
+def test_values_do_not_depend_on_torch_compile(name):
+    model, x, y = place(name)
+    compiled = torch.compile(model, backend="eager")
+    compiled(x)
+    assert values(name, compiled, x, y) == values(name, model, x, y)
+
+
 @pytest.mark.parametrize("name", SAME)
 def test_values_do_not_depend_on_grad_modes_wrappers_and_frozen_parameters(name):
     model, x, y = place(name)
-
-    def values(net, x=x):
-        return [text for path, text in facts(EVERY[name](net, LOSS, (x, y))) if "table" not in path]
-
-    expected = values(model)
+    expected = values(name, model, x, y)
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         with mode():
-            assert values(model) == expected
-            assert values(model, x.clone()) == expected
-    assert values(nn.DataParallel(model)) == expected
-    compiled = torch.compile(model, backend="eager")
-    compiled(x)
-    assert values(compiled) == expected
+            assert values(name, model, x, y) == expected
+            assert values(name, model, x.clone(), y) == expected
+    assert values(name, nn.DataParallel(model), x, y) == expected
     if name in ("relative_flatness", "measure", "block_traces", "sweep"):
         model.requires_grad_(False)
-        assert values(model, x.clone().requires_grad_()) == expected
+        assert values(name, model, x.clone().requires_grad_(), y) == expected
 
 
 def test_values_of_tensors_with_gradients_have_none():

@@ -116,15 +116,6 @@ def test_demo_without_its_extra(missing: str, tmp_path: Path, monkeypatch: pytes
     assert not (tmp_path / "out").exists()
 
 
-def test_an_error_in_a_process_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    done = _run("demo", "--out", str(tmp_path / "file"))
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"Error: --out {tmp_path / 'file'}: ")
-    assert done.stderr.count("\n") == 1
-    assert done.stdout == ""
-
-
 @pytest.mark.parametrize("path", ["file", "file/below"])
 def test_demo_refuses_an_unwritable_folder_before_training(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import io
 import os
 import re
 import resource
@@ -70,27 +71,34 @@ def test_a_file_or_pipe_has_lines_of_one_width(
     assert "\x1b" not in out
 
 
-def _run(*arguments: str, stdout: int | None = subprocess.PIPE, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pyflatness", *arguments],
-        **{"stdout": stdout, "stderr": subprocess.PIPE, "text": True, "check": False},
-        env={**os.environ, **environment},
-    )
+def _run(*arguments: str, stdout: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pyflatness", *arguments]
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
 
 
-def test_other_encodings_get_escapes() -> None:
-    done = _run("measures", PYTHONIOENCODING="ascii")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert r"\u03ba = \u03a3_{s,s'}" in done.stdout
+def test_other_encodings_get_escapes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", printed)
+        assert status("measures") == 0
+    printed.flush()
+    assert rb"\u03ba = \u03a3_{s,s'}" in printed.buffer.getvalue()
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-@pytest.mark.parametrize("arguments", [["measures"], ["measures", "--markdown"], ["--version"]])
-def test_output_without_space_is_one_line(arguments: list[str]) -> None:
+def test_output_without_space_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """At the end of a process too, which writes what is still in the buffer."""
+    said = "Error: the output cannot be written (No space left on device)\n"
     with Path("/dev/full").open("w") as full:
-        done = _run(*arguments, stdout=full.fileno())
-    assert done.returncode == 2
-    assert done.stderr == "Error: the output cannot be written (No space left on device)\n"
+        done = _run("measures", stdout=full.fileno())
+    assert (done.returncode, done.stderr) == (2, said)
+    for arguments in (["measures", "--markdown"], ["--version"]):
+        with Path("/dev/full").open("w") as full, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", full)
+            with pytest.raises(SystemExit) as stop:
+                cli.main(arguments)
+        assert (stop.value.code, capsys.readouterr().err) == (2, said)
 
 
 def test_a_pipe_that_closes_ends_in_silence() -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import pty
 import re
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -149,38 +148,32 @@ def test_json_has_no_nan(capsys):
     assert json.loads(capsys.readouterr().out) == {"a": [None, [1.5, None]], "b": True}
 
 
-def _on_a_terminal(**environment):
-    """Return what ``pyflatness measures --help-me-choose`` writes to a terminal."""
+@pytest.mark.parametrize("plain", [False, True])
+def test_escape_codes_are_for_terminals_and_not_with_no_color(plain, monkeypatch):
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    if plain:
+        monkeypatch.setenv("NO_COLOR", "1")
     ours, theirs = pty.openpty()
-    env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
-    command = [sys.executable, "-m", "pyflatness", "measures", "--help-me-choose"]
-    with subprocess.Popen(command, stdout=theirs, env={**env, "TERM": "xterm-256color", **environment}) as process:
-        os.close(theirs)
-        written = b""
-        while True:
-            try:
-                part = os.read(ours, 65536)
-            except OSError:  # the other end is closed
-                break
-            if not part:
-                break
-            written += part
+    with os.fdopen(theirs, "w", encoding="utf-8") as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal)
+        assert status("layers", *LINEAR) == 0
+        terminal.flush()
+        written = os.read(ours, 65536)
     os.close(ours)
-    assert process.returncode == 0
-    return written.decode()
-
-
-def test_escape_codes_are_for_terminals_and_not_with_no_color():
-    assert "\x1b[" in _on_a_terminal()
-    assert "\x1b" not in _on_a_terminal(NO_COLOR="1")
+    assert b"Linear" in written
+    assert (b"\x1b[" in written) != plain
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("measures",), ("layers", *LINEAR), ("doctor",)])
-def test_no_escape_codes_in_a_pipe(arguments):
-    env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
-    done = subprocess.run([sys.executable, "-m", "pyflatness", *arguments], capture_output=True, env=env, check=True)
-    assert len(done.stdout) > 100
-    assert b"\x1b" not in done.stdout + done.stderr
+def test_no_escape_codes_in_a_pipe(arguments, monkeypatch, capfd):
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    assert status(*arguments) == 0
+    out, err = capfd.readouterr()
+    assert len(out) > 100
+    assert "\x1b" not in out + err
 
 
 def test_main_is_what_the_script_runs():

@@ -211,7 +211,8 @@ def test_wide_losses_have_logarithmic_levels():
 
 @pytest.mark.parametrize("layers", [None, ["0", "2"]])
 def test_eigenvectors_are_computed_once(tmp_path, monkeypatch, layers):
-    options = {"directions": "eigenvectors", "layers": layers, "memory": 1}  # a point at a time
+    held = data(8)
+    options = {"directions": "eigenvectors", "layers": layers, "memory": 1, "held": held}  # a point at a time
     counting = Stopping(1 << 30)
     whole, out = call(tmp_path / "whole.npz", forward=counting, **options), tmp_path / "a.npz"
     with pytest.raises(pf.errors.InputError, match="stopped"):
@@ -233,7 +234,7 @@ def test_eigenvectors_are_computed_once(tmp_path, monkeypatch, layers):
         with pytest.raises(pf.errors.InputError, match="slice of other weights"):
             call(out, mlp(bias=1e-6), **options)
         with pytest.raises(pf.errors.InputError, match="slice of other data"):
-            call(out, held=data(39), **options)
+            call(out, **options | {"held": data(7)})
     with pytest.raises(pf.errors.InputError, match="slice of other directions"):
         call(out, **options | {"layers": "0"})
 

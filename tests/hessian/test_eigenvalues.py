@@ -48,7 +48,7 @@ def test_rows_by_products_and_written_out(name, layer, usual, monkeypatch):
     monkeypatch.setattr("pyflatness.hessian.row_blocks._USUAL", usual)
     case = CASES[name]
     report = pf.measure(case.build(), case.loss, batches(case), layers=layer, measures="relative_flatness_max")
-    expected, size = of_rows(grid.hessian(case, layer), truth.weight_of(case.build(), layer))
+    expected, size = of_rows(grid.hessian(case, layer), grid.weight_of(case, layer))
     assert report[layer, "relative_flatness_max"].value == pytest.approx(expected, abs=1e-9 * size)
     assert any("Lanczos" in note for note in report[layer, "relative_flatness_max"].notes) == (usual == 0)
 
@@ -60,7 +60,7 @@ def test_cuts_change_nothing(size, options):
     report = pf.measure(case.build(), case.loss, batches(case, size), measures=EIGENVALUES, **options)
     for layer in case.layers:
         assert report[layer, "lambda_max"].value == pytest.approx(largest(grid.hessian(case, layer))[0], rel=1e-9)
-        expected = of_rows(grid.hessian(case, layer), truth.weight_of(case.build(), layer))[0]
+        expected = of_rows(grid.hessian(case, layer), grid.weight_of(case, layer))[0]
         assert report[layer, "relative_flatness_max"].value == pytest.approx(expected, rel=1e-9)
 
 
@@ -111,7 +111,7 @@ def test_scaled_sampled_values():
     measures = ["trace", "scaled_trace"]
     report = pf.measure(case.build(), case.loss, batches(case), measures=measures, probes=4, per_sample=True)
     for layer in report.layers:
-        norm = float(truth.weight_of(case.build(), layer).square().sum())
+        norm = float(grid.weight_of(case, layer).square().sum())
         base, estimate = report[layer, "trace"], report[layer, "scaled_trace"]
         assert (base.stderr is None) == (layer == report.layers[-1])  # the head's trace is exact
         stderr = None if base.stderr is None else norm * base.stderr

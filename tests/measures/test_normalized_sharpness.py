@@ -76,7 +76,7 @@ def test_a_minimum_at_infinity_is_said(monkeypatch):
 
 def expected_of(case, layer, matrix):
     """By the general minimiser, group by group; None if it has no lower bound."""
-    weight, diagonal = truth.weight_of(case.build(), layer), truth.diagonal_of(matrix)
+    weight, diagonal = grid.weight_of(case, layer), truth.diagonal_of(matrix)
     rounding = 1e-13 * float(diagonal.abs().max())
     if bool((diagonal < -rounding).any()):
         return None
@@ -133,7 +133,7 @@ MATRIX = ("matrix_normalized_sharpness", "matrix_normalized_sharpness_frobenius"
 
 
 def norms(case, layer):
-    parts = truth.weight_of(case.build(), layer).chunk(grid.groups(case, layer))
+    parts = grid.weight_of(case, layer).chunk(grid.groups(case, layer))
     return max(float(torch.linalg.svdvals(part)[0]) for part in parts), float(torch.cat(parts).norm())
 
 

@@ -6,6 +6,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from benchmarks import papers
+from benchmarks.papers import p21_fig6, p21_fig8, reproducing
 from benchmarks.papers.experiment import Bench
 
 TINY = ["--set", "images=60", "--set", "seeds=1", "--set", "epochs=2", "--set", "measured=30", "--set", "loss=2.2"]
@@ -22,6 +23,7 @@ def test_list(capsys, status):
 def test_a_tiny_experiment(tmp_path, capsys, status):
     assert status("p21-fig6", "--out", str(tmp_path), *TINY) == 0
     shown = capsys.readouterr().out
+    restated(json.loads((tmp_path / "p21-fig6-small.json").read_text()))
     found = json.loads((tmp_path / "p21-fig6-small.json").read_text())
     assert found["verdict"] in shown
     table = found["table"]
@@ -51,6 +53,19 @@ def test_a_tiny_experiment(tmp_path, capsys, status):
         assert pairs[place][0] != pairs[place][1]
         del pairs[place]
         assert all(one == other for one, other in pairs)
+
+
+def restated(facts):
+    """Hold that points state the findings anew, and those of another figure of the same networks."""
+    again, same = reproducing.restated(p21_fig6.EXPERIMENT, facts)
+    assert again.verdict == facts["verdict"]
+    told = json.loads(same["p21-fig6-small.json"])
+    assert {**told, "findings": []} == {**facts, "findings": []}
+    for one, other in zip(told["findings"], facts["findings"], strict=True):
+        value = other["value"] and pytest.approx(other["value"], rel=1e-4, abs=1e-6)  # points have six digits
+        assert one == {**other, "value": value}
+    other, _ = reproducing.restated(p21_fig8.EXPERIMENT, facts)
+    assert "relative flatness of fc3" in other.verdict
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from benchmarks.papers.zoo import BY_LAYERS
 from support.grid import normal
 
 GRID = {
-    **{"widths": [4], "depths": [1], "batch_sizes": [16], "learning_rates": [1.0, 2.0], "optimizers": ["adam"]},
+    **{"widths": [4], "depths": [1], "batch_sizes": [16], "learning_rates": [2.0], "optimizers": ["adam"]},
     **{"seeds": 1, "samples": 60, "loss": 1.0, "steps": 2000},
 }
 
@@ -41,8 +41,8 @@ def test_a_grid_of_another_loss_and_seeds(tmp_path, monkeypatch):
         return grid_networks.made(bench)[0]
 
     first = made({})
-    assert made({"loss": 0.8})["train_loss"] == pytest.approx([0.8, 0.8], rel=2e-4)
-    assert len(made({"seeds": 2})["name"]) == 4
+    assert made({"loss": 0.8})["train_loss"] == pytest.approx([0.8], rel=2e-4)
+    assert len(made({"seeds": 2})["name"]) == 2
     assert made({}) == first
 
 

@@ -10,7 +10,8 @@ import pytest
 ENGINES = ["reference", *(f"compiled-{name}" for name in ("base", "avx2", "avx512"))]
 GPU = "cuda"
 AT_RANDOM = "emulated, threads at random"
-CUDA_DEVICES = [GPU, "emulated", "emulated, threads in reverse", "emulated, odd threads first"]
+EMULATED_ORDERS = ["emulated, threads in order", "emulated, threads in reverse", "emulated, odd threads first"]
+CUDA_DEVICES = [GPU, "emulated", *EMULATED_ORDERS[1:]]
 FIXTURES = ("engine", "cuda_device")
 
 Row = tuple[str, ...]
@@ -64,6 +65,15 @@ def every(together: int = 2, **choices: Mapping[str, Any] | Iterable[Any]) -> py
 
 def _name(value: Any) -> str:
     return str(getattr(value, "__name__", value)).removeprefix("torch.")
+
+
+def in_turn(every: int, names: str | tuple[str, ...], rows: Iterable[Any], first: int = 0) -> pytest.MarkDecorator:
+    """Return a mark that runs a test with one in ``every`` rows of its arguments; with the others in the soak run."""
+    parameters = [
+        pytest.param(*(row if isinstance(names, tuple) else (row,)), marks=pytest.mark.soak if number % every else ())
+        for number, row in enumerate(rows, first)
+    ]
+    return pytest.mark.parametrize(names, parameters)
 
 
 def in_soak(*values: Any) -> list[Any]:

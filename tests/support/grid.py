@@ -41,6 +41,18 @@ class Case:
 
 
 @functools.cache
+def network(case: Case) -> nn.Module:
+    """Return a case's network to look at: the same one at every call."""
+    return case.build()
+
+
+@functools.cache
+def weight_of(case: Case, layer: str) -> Tensor:
+    """Return the weight of a case's layer as a matrix (d, m)."""
+    return truth.weight_of(network(case), layer)
+
+
+@functools.cache
 def hessian(case: Case, layer: str) -> Tensor:
     """Return the truth of a case's layer, (d, m, d, m)."""
     return truth.layer_hessian(case.build(), case.loss, case.inputs, case.targets, layer)
@@ -99,9 +111,8 @@ def checked(model: nn.Module, loss: Any, data: Any, measures: Any = ("relative_f
 @functools.cache
 def expected(case: Case, layer: str, curvature: str = "auto") -> dict[str, Any]:
     """Return the true value of every measure of a case's layer."""
-    module, weight = case.build().get_submodule(layer), truth.weight_of(case.build(), layer)
-    taps = torch.Size(getattr(module, "kernel_size", ())).numel()
-    return values_of(CURVATURES[curvature](case, layer), weight, groups(case, layer), taps)
+    taps = torch.Size(getattr(network(case).get_submodule(layer), "kernel_size", ())).numel()
+    return values_of(CURVATURES[curvature](case, layer), weight_of(case, layer), groups(case, layer), taps)
 
 
 @functools.cache
@@ -138,7 +149,7 @@ def method(case: Case, layer: str, measure: str, curvature: str = "auto") -> str
 
 
 def groups(case: Case, layer: str) -> int:
-    return truth.groups_of(case.build().get_submodule(layer))
+    return truth.groups_of(network(case).get_submodule(layer))
 
 
 def batches(case: Case, size: int = 2) -> list[tuple[Tensor, Tensor]]:

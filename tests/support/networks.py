@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 from support.cases import CLASS_WEIGHTS, INDICES, LOSSES, TOKEN_TARGETS, TOKENS, C, M, N
+from support.combinations import in_turn
 from support.convolutions import batch_norm
 from support.grid import CASES, Net, add, classes, normal
 
@@ -288,10 +289,7 @@ NETWORKS = [name for name in CASES if not name.startswith("loss:")]  # those tha
 
 def networks_in_turn(every: int) -> pytest.MarkDecorator:
     """Return a mark that runs a test with the ``name`` of one network in ``every``; of the others in the soak run."""
-    parameters = [
-        pytest.param(name, marks=pytest.mark.soak if number % every else ()) for number, name in enumerate(CASES)
-    ]
-    return pytest.mark.parametrize("name", parameters)
+    return in_turn(every, "name", CASES)
 
 
 def layers_in_turn(first: int = 0) -> pytest.MarkDecorator:

@@ -60,7 +60,7 @@ def test_exact_where_every_column_is_alone(name):
     layers, data = linear_layers(case), [(case.inputs, case.targets)]
     found = adaptive(case.build(), case.loss, data, layers, rtol=1e-9)
     for layer in layers:
-        matrix, weight = grid.ggn(case, layer), truth.weight_of(case.build(), layer)
+        matrix, weight = grid.ggn(case, layer), grid.weight_of(case, layer)
         expected = truth.relative_flatness_of(matrix, weight, grid.groups(case, layer)), truth.trace_of(matrix)
         for measure, value in zip(MEASURES, expected, strict=True):
             assert found[layer, measure].value == pytest.approx(value, rel=1e-6, abs=1e-12)

@@ -14,7 +14,7 @@ import pyflatness as pf
 from pyflatness.contractions.layer import ROUTES, LayerContraction
 from support import grid, known_stderr, layer_kinds, truth
 from support.cases import to
-from support.combinations import ENGINES, every
+from support.combinations import ENGINES, every, in_turn
 from support.grid import CURVATURES, batches
 from support.networks import CASES, LAYERS, NETWORKS, networks_in_turn
 from support.unchanged import assert_unchanged, snapshot
@@ -69,7 +69,7 @@ def check(report, case, layer, curvature, rel=1e-9, of_size=0.0):
 @functools.cache
 def size_of(case, layer, curvature, measure):
     """Return how large the terms of a measure are, which rounding errors are relative to."""
-    matrix, weight = CURVATURES[curvature](case, layer), truth.weight_of(case.build(), layer)
+    matrix, weight = CURVATURES[curvature](case, layer), grid.weight_of(case, layer)
     if measure in OF_TRACES:
         return float(matrix.abs().max())
     if measure == "relative_flatness_max":
@@ -84,34 +84,45 @@ def measured(case, measures, size=2, **options):
     return pf.measure(case.build(), case.loss, batches(case, size), layers=[*case.layers], measures=measures, **options)
 
 
+CUTS = {  # measures, samples in a batch (0: all), options
+    "traces by sample": (OF_TRACES, 2, {"per_sample": True}),
+    "flatness by sample": (OF_TRACES[:1], 1, {"per_sample": True}),  # another basis for it alone
+    "trace": (OF_TRACES[1:], 0, {}),
+    "of weights": (OF_WEIGHTS, 0, {}),
+    "traces and of weights, by sample": ((*OF_TRACES, *OF_WEIGHTS), 1, {"per_sample": True}),
+}
+
+
 @pytest.mark.parametrize(("name", "curvature"), WAYS)
 def test_every_value(name, curvature):
-    """Alone, together, in any cut, by sample; the model is left as it was."""
+    """Together; the model is left as it was."""
     case, model = ALL[name], ALL[name].build()
     before = snapshot(model)
-    whole = pf.measure(model, case.loss, batches(case, case.samples), layers=[*case.layers], measures=TOGETHER,
+    report = pf.measure(model, case.loss, batches(case, case.samples), layers=[*case.layers], measures=TOGETHER,
         curvature=curvature)  # fmt: skip
     assert_unchanged(model, before)
-    reports = [
-        whole,
-        measured(case, OF_TRACES, 2, curvature=curvature, per_sample=True),
-        measured(case, OF_TRACES[:1], 1, curvature=curvature, per_sample=True),  # another basis for it alone
-        measured(case, OF_TRACES[1:], case.samples, curvature=curvature),
-        measured(case, OF_WEIGHTS, case.samples, curvature=curvature),
-        measured(case, (*OF_TRACES, *OF_WEIGHTS), 1, curvature=curvature, per_sample=True),
-    ]
-    if curvature == "auto":  # linear layers by Gauss-Newton too
-        reports.append(measured(case, OF_TRACES[:1], 2, curvature="hessian"))
     for layer in case.layers:
-        for report in reports[:6]:
-            check(report, case, layer, curvature)
-        for report in reports[6:]:
-            flatness = grid.expected(case, layer, "auto")["relative_flatness"]
-            assert report[layer, "relative_flatness"].value == pytest.approx(flatness, rel=1e-9, abs=1e-12)
-            assert report[layer, "relative_flatness"].exact
+        check(report, case, layer, curvature)
 
 
-@pytest.mark.parametrize(("name", "curvature"), [way for way in WAYS if way[0] in CASES])
+@in_turn(2, ("name", "curvature", "cut"), [(*way, cut) for way in WAYS for cut in CUTS])  # of five, so each cut in turn
+def test_every_value_alone_in_any_cut_and_by_sample(name, curvature, cut):
+    case, (measures, size, options) = ALL[name], CUTS[cut]
+    report = measured(case, measures, size or case.samples, curvature=curvature, **options)
+    for layer in case.layers:
+        check(report, case, layer, curvature)
+
+
+@in_turn(3, "name", ALL)
+def test_linear_layers_by_hessian_products_too(name):
+    report = measured(ALL[name], OF_TRACES[:1], 2, curvature="hessian")
+    for layer in report.layers:
+        flatness = grid.expected(ALL[name], layer, "auto")["relative_flatness"]
+        assert report[layer, "relative_flatness"].value == pytest.approx(flatness, rel=1e-9, abs=1e-12)
+        assert report[layer, "relative_flatness"].exact
+
+
+@in_turn(3, ("name", "curvature"), [way for way in WAYS if way[0] in CASES])
 def test_rows_whose_blocks_do_not_fit(name, curvature, monkeypatch):
     """A sweep for each product; second derivatives in the weights where the GGN is another matrix."""
     monkeypatch.setattr("pyflatness.passes.memory.Budget.blocks", 0)
@@ -127,11 +138,13 @@ def test_samples_that_cannot_be_told_apart():
         pf.measure(case.build(), case.loss, (case.inputs, case.targets), layers=[*case.layers], curvature="ggn")
 
 
-@every(name=NETWORKS, route=ROUTES, engine=ENGINES)
-def test_every_backend_instruction_set_and_route(name, route, engine, monkeypatch):
+TOGETHER_OR_NOT = {"traces": OF_TRACES, "of weights": OF_WEIGHTS, "both": (*OF_TRACES, *OF_WEIGHTS)}
+
+
+@every(name=NETWORKS, route=ROUTES, engine=ENGINES, measures=TOGETHER_OR_NOT)
+def test_every_backend_instruction_set_and_route(name, route, engine, measures, monkeypatch):
     monkeypatch.setattr(LayerContraction, "cheaper", lambda *_: route)
-    for measures in (OF_TRACES, OF_WEIGHTS, (*OF_TRACES, *OF_WEIGHTS)):
-        check_backend(CASES[name], measures, engine)
+    check_backend(CASES[name], measures, engine)
 
 
 @every(together=1, case=OTHERS, route=ROUTES, engine=ENGINES)
@@ -147,19 +160,21 @@ def check_backend(case, measures, engine):
         assert {report[layer, measure].backend for measure in measures} == {engine.backend}
 
 
-@pytest.mark.parametrize(("name", "curvature"), [way for way in WAYS if "peaked" not in way[0] and way[0] in CASES])
-def test_float32(name, curvature):
+@in_turn(3, ("name", "curvature", "measures"), [
+    (*way, measures) for way in WAYS if "peaked" not in way[0] and way[0] in CASES
+    for measures in (OF_TRACES, (*OF_TRACES, *OF_WEIGHTS, *EIGENVALUES))
+])  # fmt: skip
+def test_float32(name, curvature, measures):
     """Against float64 on the same network; the forward and backward passes' own rounding is in it."""
     case = CASES[name]
     data = [(to(torch.float32, x), to(torch.float32, y)) for x, y in batches(case)]
     model, loss = case.build().float(), to(torch.float32, case.loss)
-    for measures in (OF_TRACES, (*OF_TRACES, *OF_WEIGHTS, *EIGENVALUES)):
-        report = pf.measure(model, loss, data, layers=[*case.layers], curvature=curvature, measures=measures)
-        for layer in case.layers:
-            check(report, case, layer, curvature, rel=1e-4, of_size=1e-5)
+    report = pf.measure(model, loss, data, layers=[*case.layers], curvature=curvature, measures=measures)
+    for layer in case.layers:
+        check(report, case, layer, curvature, rel=1e-4, of_size=1e-5)
 
 
-@pytest.mark.parametrize(("name", "curvature"), [*WAYS, *((name, "ggn") for name in ALL if name not in SMOOTH)])
+@in_turn(2, ("name", "curvature"), [*WAYS, *((name, "ggn") for name in ALL if name not in SMOOTH)])
 def test_block_traces(name, curvature):
     case = ALL[name]
     for layer in case.layers:
@@ -175,14 +190,14 @@ def ignores(case):
     return bool((case.targets == getattr(case.loss, "ignore_index", -100)).any())
 
 
-@pytest.mark.parametrize(("name", "curvature"), [way for way in WAYS if not ignores(ALL[way[0]])])
+@in_turn(2, ("name", "curvature"), [way for way in WAYS if not ignores(ALL[way[0]])])
 def test_normalised(name, curvature):
     """All layers by one report, and one of them by a call of its own."""
     case = ALL[name]
     report = measured(case, "relative_flatness_std", curvature=curvature)
     for number, layer in enumerate(case.layers):
         deviation = truth.layer_deviations(case.build(), layer, case.inputs)
-        module, groups = case.build().get_submodule(layer), grid.groups(case, layer)
+        module, groups = grid.network(case).get_submodule(layer), grid.groups(case, layer)
         matrix, weight = truth.scaled(module, CURVATURES[curvature](case, layer), deviation)
         expected = pytest.approx(truth.relative_flatness_of(matrix, weight, groups), rel=1e-8, abs=1e-12)
         assert report[layer, "relative_flatness_std"].value == expected
@@ -244,7 +259,7 @@ DENSE = {
     f"{name}, {layer}": (ALL[name], layer)
     for name, layer in [*LAYERS, *((name, "up") for name in OTHERS if name.startswith("layer: transposed"))]
     if name not in LARGE and not name.endswith(("own output", "told"))
-    if isinstance(ALL[name].build().get_submodule(layer), CONVOLUTIONS)
+    if isinstance(grid.network(ALL[name]).get_submodule(layer), CONVOLUTIONS)
 }
 OPTIONS = {
     "plain": {},
@@ -259,7 +274,7 @@ def test_dense_convolutions(convolution, options):
     """Rows are output pixels and columns input pixels, against the layer as a Linear."""
     case, layer = convolution
     dense, dense_name = truth.affine(case.build(), layer, case.inputs)
-    repeats = case.build().get_submodule(layer).padding_mode != "zeros"
+    repeats = grid.network(case).get_submodule(layer).padding_mode != "zeros"
     measures = tuple(measure for measure in (*OF_TRACES, *OF_WEIGHTS) if not (repeats and measure == OF_WEIGHTS[0]))
     matrix_of = truth.layer_ggn if options.get("curvature") == "ggn" else truth.layer_hessian
     matrix = matrix_of(dense, case.loss, case.inputs, case.targets, dense_name)
@@ -293,7 +308,7 @@ def test_normalized_sharpness_of_a_norm_is_twice_a_weight_times_the_root_of_its_
     case = OTHERS[name]
     report = measured(case, "normalized_sharpness", curvature="ggn")
     for layer in case.layers:
-        weight, diagonal = truth.weight_of(case.build(), layer), truth.diagonal_of(grid.ggn(case, layer))
+        weight, diagonal = grid.weight_of(case, layer), truth.diagonal_of(grid.ggn(case, layer))
         expected = float((2 * weight.abs() * diagonal.clamp_min(0).sqrt()).sum())
         assert report[layer, "normalized_sharpness"].value == pytest.approx(expected, rel=1e-6, abs=1e-12)
 
@@ -304,7 +319,7 @@ def test_matrix_norms_of_a_norm_are_its_largest_weight_and_the_root_of_their_squ
     report = measured(case, names, curvature="ggn")
     for name, order in zip(names, (float("inf"), 2), strict=True):
         expected = sum(
-            float(torch.linalg.vector_norm(truth.weight_of(case.build(), layer), order))
+            float(torch.linalg.vector_norm(grid.weight_of(case, layer), order))
             * truth.trace_of(grid.ggn(case, layer)) ** 0.5
             for layer in case.layers
         )

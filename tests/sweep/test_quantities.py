@@ -24,7 +24,7 @@ OF_DENSE = ("relative_flatness", "trace", *SUMS, *LARGEST)
 def test_error_of_a_sampled_value(seed):
     """Of weights that differ in size, over many draws."""
     case = CASES["mlp Tanh"]
-    expected = truth.adaptive_sharpness_of(grid.hessian(case, "2"), truth.weight_of(case.build(), "2"))
+    expected = truth.adaptive_sharpness_of(grid.hessian(case, "2"), grid.weight_of(case, "2"))
     options = {"layers": "2", "measures": "adaptive_sharpness", "probes": 4_000, "seed": seed}
     estimate = pf.measure(case.build(), case.loss, (case.inputs, case.targets), **options)["2", "adaptive_sharpness"]
     assert estimate.stderr < 0.045 * abs(expected)

@@ -53,7 +53,7 @@ def test_exact_where_that_takes_fewer_products(name, layer):
     found = adaptive(
         case.build(), batches(case), layer, ["relative_flatness", "trace"], case.loss, rtol=1e-9, nan_policy="omit"
     )
-    matrix, weight = grid.hessian(case, layer), truth.weight_of(case.build(), layer)
+    matrix, weight = grid.hessian(case, layer), grid.weight_of(case, layer)
     expected = truth.relative_flatness_of(matrix, weight, grid.groups(case, layer)), truth.trace_of(matrix)
     for measure, value in zip(("relative_flatness", "trace"), expected, strict=True):
         estimate = found[layer, measure]
