@@ -17,7 +17,7 @@ $(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*/*)
 	@$(INSTALL) --upgrade pip
 	@echo "setup 2/3: torch (a download of 0.2 to 3 GB where pip has to)"
 	@$(INSTALL) torch
-	@echo "setup 3/3: the other packages, and the CPU kernels (about half a minute)"
+	@echo "setup 3/3: the other packages, and the CPU kernels (about a minute)"
 	@$(INSTALL) --config-settings=cmake.define.PYFLATNESS_CUDA=OFF -e '.[dev]'
 	@touch $@
 

@@ -227,7 +227,9 @@ class Measurement:
                 self._reasons[row.name] = self._reasons[row.base]
                 continue
             with self._attempt(row, together=False):
-                self._values[row.name] = row.derive(self._task.model, self._task.options, self._values[row.base])
+                values = row.derive(self._task.model, self._task.options, self._values[row.base])
+                assert "" in values, f"{row.name}: derive= gives no value of the network, under the name ''"
+                self._values[row.name] = values
 
     @contextlib.contextmanager
     def _attempt_sweep(self, rows: Sequence[Measure]) -> Iterator[None]:

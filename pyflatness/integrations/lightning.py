@@ -65,7 +65,8 @@ class FlatnessCallback(*_bases()):  # type: ignore[misc]
             Lightning counts them (epochs from 0). It is saved in checkpoints and restored from them.
 
     Raises:
-        InputError: measures or options that do not exist; when a fit begins: no loss, or no such model.
+        InputError: measures or options that do not exist; when a fit begins: no loss, no such model, no such
+            layers.
         MissingExtraError: without Lightning.
 
     Example:
@@ -113,8 +114,10 @@ class FlatnessCallback(*_bases()):  # type: ignore[misc]
         self._watch.history = History.from_json(state_dict["history"])
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Raise before a fit begins if there is no loss, or no such model; the module has made what it makes itself."""
-        self._loss_of(pl_module, self._measured(pl_module))
+        """Raise before a fit begins if there is no loss, model or layer; the module has made what it makes itself."""
+        model = self._measured(pl_module)
+        self._loss_of(pl_module, model)
+        self._watch.check(model)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to count the training's time."""

@@ -97,7 +97,10 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]
         return self._watch.history
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin to count the training's time."""
+        """Raise if there are no such layers or data; begin to count the training's time."""
+        if self._watch.data == "val" and self._trainer.eval_dataset is None:
+            raise InputError("data='val': the trainer has no eval_dataset; pass data='train', or a loader")
+        self._watch.check(self._measured())
         self._watch.begin()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -16,7 +16,7 @@ from ..api import measure
 from ..errors import InputError, NonFiniteError
 from ..measures import are_named, named
 from ..messages import shown, unknown_argument
-from ..model import generators
+from ..model import generators, selectors
 from ..model.data import used_up
 from ..model.selectors import Selector
 from ..model.state import in_eval_mode
@@ -58,6 +58,11 @@ class Watch:
         self.history = History()
         self._said: set[str] = set()
         self.begin()
+
+    def check(self, model: nn.Module) -> None:
+        """Raise if the model has no such layers."""
+        if self.layers is not None:
+            selectors.select(model, self.layers)
 
     def begin(self) -> None:
         """Say that the training begins now, against which the measurements' time is held."""

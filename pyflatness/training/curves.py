@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .history import Record
 
 _COLOURS = 10  # of matplotlib's cycle; more layers are coloured by their place
+_WIDE = 3.0  # times as large as the smallest: values are drawn on a logarithmic axis then
 _INSIDE = 8  # labels that a legend has room for inside of its axes
 
 
@@ -117,7 +118,7 @@ def _draw_measure(
 
 def _finish(panel: "Axes", along: str, name: str) -> None:
     values = [value for line in panel.get_lines() for value in cast("Sequence[float]", line.get_ydata())]
-    if all(value > 0 for value in values):
+    if min(values) > 0 and max(values) > _WIDE * min(values):
         panel.set_yscale("log")
     panel.set_xlabel(along)
     panel.set_ylabel(name)

@@ -80,9 +80,9 @@ class LayerCalls:
             )
         if not calls or weight is None:
             raise InputError(
-                f"{name} did not run in a forward pass with gradients since the penalty was made or removed: call the "
-                "model itself, and then the penalty (hooks do not run where a part of the model is called, or in code "
-                "that torch.compile made before)"
+                f"{name} did not run in the last forward pass with gradients: call the model itself, and then the "
+                "penalty, with no pass under torch.no_grad() between them (hooks do not run where a part of the model "
+                "is called, or in code that torch.compile made before)"
             )
         if len(calls) > 1:
             raise InputError(

@@ -159,6 +159,8 @@ class FlatnessPenalty:
                 targets do not fit; an operation behind the layer has no second derivative.
         """
         outputs, targets, loss, items = self._taken(outputs, targets)
+        if not outputs.is_floating_point():
+            raise InputError(f"outputs: got {outputs.dtype}; the order of arguments is penalty(outputs, targets)")
         terms = LossTerms.of(outputs, check_tensor("targets", targets), loss)
         calls = [watched.last(outputs) for watched in self._watched]
         with torch.enable_grad(), full_precision(outputs), graph_as_recorded(), self._twice_differentiable():

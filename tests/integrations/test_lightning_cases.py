@@ -141,7 +141,6 @@ def test_what_is_refused_is_left_out_with_a_warning():
 CASES = {
     "no loader": (FlatnessCallback, {"limit_val_batches": 0}, "trainer has 0 such loaders"),
     "bad batches": (lambda **k: FlatnessCallback(data=[torch.ones(3)], **k), {}, r"batches are \(inputs, targets\)"),
-    "no layer": (lambda **k: FlatnessCallback("nowhere", **k), {}, "nowhere"),
     "model's own error": (lambda **k: FlatnessCallback(data=[(torch.ones(3, 1), torch.ones(3))], **k), {}, "shapes"),
 }
 
@@ -155,6 +154,13 @@ def test_what_is_not_possible_is_skipped_or_an_error(made, options, message):
     assert len(callback.history) == 0
     with pytest.raises((pf.errors.InputError, RuntimeError), match=message):
         fit([made(strict=True)], **options)
+
+
+def test_layers_that_are_not_there_are_an_error_at_the_beginning():
+    module = lightning_module(pl)
+    with pytest.raises(pf.errors.InputError, match="nothing in the model matches 'nowhere'"):
+        fit([FlatnessCallback("nowhere", every_n_epochs=5)], module)
+    assert not module.losses
 
 
 def test_weights_that_are_spread_are_refused():

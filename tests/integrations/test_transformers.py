@@ -153,7 +153,6 @@ def test_evaluation_alone_is_not_measured(tmp_path):
 
 def test_what_is_not_possible_is_skipped_or_an_error(tmp_path):
     for options, data, message in (
-        ({"eval_dataset": None}, "val", "requires an eval_dataset"),
         ({"eval_dataset": {"a": texts(6, 2), "b": texts(6, 3)}}, "val", "several data sets .'a', 'b'."),
         ({}, [{"input_ids": torch.ones(2, LENGTH, dtype=torch.int64)}], "labels"),
     ):
@@ -163,10 +162,25 @@ def test_what_is_not_possible_is_skipped_or_an_error(tmp_path):
             trained(tmp_path, {"data": data, "strict": True}, max_steps=1, **options)
 
 
+def test_layers_and_data_that_are_not_there_are_an_error_at_the_beginning(tmp_path):
+    steps = []
+
+    class Counted(transformers.Trainer):
+        def training_step(self, *given, **more):
+            steps.append(1)
+            return super().training_step(*given, **more)
+
+    with pytest.raises(pf.errors.InputError, match="nothing in the model matches 'clasifier'; did you mean classifier"):
+        trained(tmp_path, {"layers": "clasifier", "every_n_epochs": 5}, trainer=Counted)
+    with pytest.raises(pf.errors.InputError, match="the trainer has no eval_dataset; pass data='train'"):
+        trained(tmp_path, {}, trainer=Counted, eval_dataset=None)
+    assert not steps
+
+
 def test_what_is_so_in_every_epoch_is_said_once(tmp_path):
     """The reason why nothing is measured, and which weights are not, where no layers were chosen."""
     with pytest.warns(RuntimeWarning, match="is not measured") as said:
-        trained(tmp_path, {}, eval_dataset=None, num_train_epochs=3)
+        trained(tmp_path, {}, eval_dataset={"a": texts(6, 2), "b": texts(6, 3)}, num_train_epochs=3)
     assert sum("is not measured" in str(one.message) for one in said) == 1
 
     class Scaled(transformers.BertForSequenceClassification):
