@@ -56,7 +56,7 @@ def chosen(name, net, count):
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_leaves_nothing(name):
     net = model(CALLS[name][0])
-    count = 4 if name in ("measure all", "sharpness", "measure") else 12
+    count = 4 if name in ("measure all", "sharpness", "measure") else 8
     places = chosen(name, net, count)
     before = everything(net)
     for at in places:

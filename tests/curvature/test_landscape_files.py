@@ -20,7 +20,7 @@ def mlp(seed=0, bias=0.0):
     return model
 
 
-def data(samples=40):
+def data(samples=10):
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(samples, 5, generator=generator, dtype=torch.float64)
     return x, torch.randint(3, (samples,), generator=generator)
@@ -44,7 +44,7 @@ class Stopping:
     def __iter__(self):
         self.count()
         x, y = data()
-        return iter([(x[:25], y[:25]), (x[25:], y[25:])])
+        return iter([(x[:6], y[:6]), (x[6:], y[6:])])
 
 
 def call(out, model=None, held=None, **options):
@@ -64,7 +64,7 @@ def same(one, other):
 
 @pytest.mark.parametrize(
     ("where", "memory", "last", "done"),  # 64 points a read, or one, and then a forward pass for each sample
-    [("forward", None, 1, 64), ("held", None, 1, 64), ("forward", 1, 70, 88), ("held", 1, 7, 83)],
+    [("forward", None, 1, 64), ("held", None, 1, 64), ("forward", 1, 17, 88), ("held", 1, 7, 83)],
 )
 def test_an_interrupted_slice_goes_on_bit_for_bit(tmp_path, memory, last, done, where):
     error = RuntimeError if where == "forward" else KeyboardInterrupt
@@ -93,7 +93,7 @@ def test_a_finished_slice_is_read_from_its_file(tmp_path):
     ("changed", "what"),
     [
         ({"model": mlp(1)}, "weights"),
-        ({"held": data(39)}, "data"),
+        ({"held": data(9)}, "data"),
         ({"loss": nn.CrossEntropyLoss(reduction="sum")}, "loss"),
         ({"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}, "loss"),
         ({"seed": 1}, "directions"),
@@ -156,7 +156,7 @@ def test_numpy_reads_the_file_without_pickle(tmp_path):
             "hessian",
             "losses",
         }
-    regression = pf.landscape(mlp(), nn.MSELoss(), (data()[0], torch.zeros(40, 3).double()), quadratic=False, points=3)
+    regression = pf.landscape(mlp(), nn.MSELoss(), (data()[0], torch.zeros(10, 3).double()), quadratic=False, points=3)
     regression.to_npz(tmp_path / "b.npz")
     again = pf.results.Landscape.from_npz(tmp_path / "b.npz")
     assert again.accuracy is None
@@ -211,8 +211,7 @@ def test_wide_losses_have_logarithmic_levels():
 
 @pytest.mark.parametrize("layers", [None, ["0", "2"]])
 def test_eigenvectors_are_computed_once(tmp_path, monkeypatch, layers):
-    held = data(8)
-    options = {"directions": "eigenvectors", "layers": layers, "memory": 1, "held": held}  # a point at a time
+    options = {"directions": "eigenvectors", "layers": layers, "memory": 1}  # a point at a time
     counting = Stopping(1 << 30)
     whole, out = call(tmp_path / "whole.npz", forward=counting, **options), tmp_path / "a.npz"
     with pytest.raises(pf.errors.InputError, match="stopped"):
@@ -234,7 +233,7 @@ def test_eigenvectors_are_computed_once(tmp_path, monkeypatch, layers):
         with pytest.raises(pf.errors.InputError, match="slice of other weights"):
             call(out, mlp(bias=1e-6), **options)
         with pytest.raises(pf.errors.InputError, match="slice of other data"):
-            call(out, **options | {"held": data(7)})
+            call(out, held=data(9), **options)
     with pytest.raises(pf.errors.InputError, match="slice of other directions"):
         call(out, **options | {"layers": "0"})
 

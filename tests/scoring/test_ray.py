@@ -45,6 +45,7 @@ def test_values_deaths_errors_and_resuming(cluster, tiny: str, capfd: pytest.Cap
     assert capfd.readouterr().out == ""
 
 
+@pytest.mark.soak
 def test_threads_and_errors_of_a_task(cluster) -> None:
     assert cluster.submit(torch.get_num_threads).result() == 1
     with pytest.raises(pf.errors.InputError, match="a loss") as error:

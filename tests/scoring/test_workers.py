@@ -46,7 +46,7 @@ def test_values_are_those_of_this_process_and_a_death_costs_one_unit(tiny: str, 
     state["head.bias"][0] = 99
     save_file(state, deadly := Path(tiny).with_name("deadly.safetensors"))
     torch.set_num_threads(1)
-    options = {"model": f"{edited}:Deadly", "measures": ["trace", "pac_bayes"], "layers": "*"}
+    options = {"model": f"{edited}:Deadly", "measures": ["trace", "relative_flatness"], "layers": "*"}
     here = pf.score(files, "cross_entropy", f"{edited}:data", **options)
     store = Path(tiny).with_name("runs.sqlite")
     found = pf.score(

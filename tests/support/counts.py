@@ -200,13 +200,14 @@ def backend_questions(trees: Mapping[str, ast.Module]) -> list[str]:
     return found
 
 
-def loaded() -> tuple[list[str], float]:
+def loaded(times: int = 3) -> tuple[list[str], float]:
     """Return the package's modules that ``import pyflatness`` loads, and its CPU seconds beyond torch's own import."""
     script = (
         "import time, sys, torch; start = time.process_time(); import pyflatness; end = time.process_time();"
         "print(end - start, *(name for name in sys.modules if name.split('.')[0] == 'pyflatness'))"
     )
-    runs = [subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True) for _ in "123"]
+    command = [sys.executable, "-c", script]
+    runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(times)]
     seconds = min(float(run.stdout.split()[0]) for run in runs)
     return runs[0].stdout.split()[1:], seconds
 
@@ -216,8 +217,8 @@ def deepest(stacks: Iterable[list[str]]) -> list[str]:
     return max(stacks, key=len)[:-1]
 
 
-def counts(package: Path = PACKAGE) -> list[Count]:
-    """Return all counts of the package."""
+def counts(package: Path = PACKAGE, times: int = 3) -> list[Count]:
+    """Return all counts of the package; the import is timed so many times."""
     rooms, files = imports.graph(package), imports.graph(package, rooms=False)
     every_kind = "module", "function", "type checking"
     chain, found = imports.longest_chain(rooms), imports.imports(package)
@@ -230,7 +231,7 @@ def counts(package: Path = PACKAGE) -> list[Count]:
     code = sum(map(code_lines, texts.values()))
     branches = sum(isinstance(node, ast.If | ast.IfExp) for tree in trees.values() for node in ast.walk(tree))
     repeated, asked, backends = repeated_classes(trees), class_questions(trees), backend_questions(trees)
-    at_import, seconds = loaded()
+    at_import, seconds = loaded(times)
     tests = sum(len(path.read_text("utf-8").splitlines()) for path in (ROOT / "tests").rglob("*.py"))
     return [
         Count("lines", sum(len(text.splitlines()) for text in texts.values()), 43_000),

@@ -1,5 +1,6 @@
 """The architectures at the sizes that people have, from their configurations: on the meta device, without memory."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -169,6 +170,7 @@ FULL = {
 }
 
 
+@functools.cache
 def of_full(name: str) -> Coverage:
     """Return what of a full architecture's weights would be measured; nothing is computed for it."""
     with torch.device("meta"):

@@ -6,6 +6,7 @@ package's ``__version__`` is to import none of what the package exports beside i
 """
 
 import ast
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ def room(module: str) -> str:
     return "__init__" if not inner else inner[0]
 
 
+@functools.cache
 def imports(package: Path) -> list[Import]:
     """Return every import of a module of the package by another one."""
     known = modules(package)

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize, prune
 
 from support import grid, networks, truth
+from support.combinations import in_turn
 from support.convolutions import GEOMETRIES
 from support.networks import CASES, LAYERS
 
@@ -19,7 +20,7 @@ FLAT = [
 
 
 def flatness(case, layer):
-    weight = truth.weight_of(case.build(), layer)
+    weight = grid.weight_of(case, layer)
     return truth.relative_flatness_of(grid.hessian(case, layer), weight, grid.groups(case, layer))
 
 
@@ -224,7 +225,7 @@ def test_a_dense_layer_is_the_convolution(name, layer):
     assert torch.equal(model(case.inputs), case.build()(case.inputs))
 
 
-@pytest.mark.parametrize("name", GEOMETRIES)
+@in_turn(2, "name", GEOMETRIES)
 def test_affine_flatness_is_the_laplacian_in_the_pixels(name):
     case = CASES[f"conv {name}"]
     model, linear = truth.affine(case.build(), "0", case.inputs)
