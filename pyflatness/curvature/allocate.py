@@ -83,8 +83,8 @@ def allocate(
 
     The prediction is ⟨∇E, Δ⟩ + ½⟨Δ, G Δ⟩ for the changes Δ of all layers together, with the GGN G of the whole loss in
     the place of its Hessian, from one sweep over the data. It says what the choice costs on other data like these. The
-    coarsest formats change weights too much for a second order. So the best choices without them are found too, and of
-    all these the one is taken whose loss on the data is least.
+    coarsest formats change weights too much for a second order. So the best choices without them are found too, and one
+    of these is taken where its loss on the data is clearly less.
 
     Args:
         model: …
@@ -100,8 +100,8 @@ def allocate(
             weight are such a group, and their weight is counted once.
         probes: random signs of each sample; all columns of the loss's square-root factor where these are no more. None:
             all columns, whatever they are. More samples with fewer probes make better choices in the same time.
-        measured: also try the best choices without the coarsest formats, without the two coarsest and so on, and take
-            the one that the data show to be best, by a forward pass each.
+        measured: also try the best choices without the coarsest format, without the two coarsest and so on, by a
+            forward pass each, and take one whose loss is less by more than the standard error of the prediction.
         nan_policy: ``"raise"``, ``"propagate"`` is of no use here, or ``"omit"``, only without ``measured``.
 
     Returns:
@@ -364,7 +364,10 @@ def _planned(
 
 
 def _tried(plan: _Plan, bits: float, loss_change: LossChange) -> "Allocation":
-    """Return the choice of the least loss among the best ones with all formats, without the coarsest, and so on."""
+    """Return the best choice, or one without the coarsest formats if its loss on the data is less.
+
+    It has to be less by more than the standard error of the prediction: other data differ by as much.
+    """
     taken: dict[str, float] = defaultdict(float)
     for option in plan.options:
         taken[option.format.name] += option.bits
@@ -374,8 +377,11 @@ def _tried(plan: _Plan, bits: float, loss_change: LossChange) -> "Allocation":
     )
     found = [plan.best(bits), *(each.best(bits) for each in finer)]
     changes = [loss_change(each.choice) for each in found]
-    least = min(changes)
-    return replace(found[changes.index(least)], loss_change=least, _plan=plan)
+    noise = found[0].predicted.stderr
+    least = changes.index(min(changes))
+    if noise is not None and changes[0] - changes[least] <= noise:  # not of NaN, where there is none
+        least = 0
+    return replace(found[least], loss_change=changes[least], _plan=plan)
 
 
 def _groups(

@@ -176,28 +176,30 @@ def test_a_change_as_large_as_the_loss_is_said_to_be_beyond_second_order():
     assert "loss_change is what measured=True finds" in str(plan)
 
 
-@pytest.mark.parametrize("case", [_images, _texts])
-def test_of_choices_without_the_coarsest_formats_the_one_of_the_least_loss_is_taken(case):
+@pytest.mark.parametrize(("case", "scale"), [(_images, 40), (_texts, 5)])
+def test_of_choices_without_the_coarsest_formats_one_of_clearly_less_loss_is_taken(case, scale):
     model, data = case()
     for values in model.parameters():
-        values.data *= 10  # so that second order is a poor guide
+        values.data *= scale  # so that second order is a poor guide
 
     def risk(network):
         with torch.no_grad():
             return CE(network(data[0]), data[1]).item()
 
-    formats, found = ["int2", "int3", "int4"], {}
+    formats, found = ["int2", "int3", "int4"], []
     for budget in (3, 3.5, 4):
         given = [formats[start:] for start in range(3) if budget >= int(formats[start][3:])]
         each = [pf.allocate(model, CE, data, names, bits=budget, measured=False) for names in given]
         losses = [risk(plan.apply(model)) for plan in each]
         plan = pf.allocate(model, CE, data, formats, bits=budget)
-        assert plan.loss_change == pytest.approx(min(losses) - risk(model), rel=1e-9)
-        assert risk(plan.apply(model)) == pytest.approx(min(losses), rel=1e-9)
+        clear = losses[0] - min(losses) > each[0].predicted.stderr
+        taken = losses.index(min(losses)) if clear else 0
+        assert plan.loss_change == pytest.approx(losses[taken] - risk(model), rel=1e-9)
+        assert risk(plan.apply(model)) == pytest.approx(losses[taken], rel=1e-9)
         assert each[0].loss_change is None
         assert plan.frontier([budget]).plans[0].choice == each[0].choice
-        found[budget] = losses.index(min(losses))
-    assert any(found.values())
+        found.append(taken)
+    assert any(found)
 
 
 def test_folds_are_the_same_however_batches_are_cut():
