@@ -1,20 +1,17 @@
 """List checkpoints, read them as people have them, and put their weights into a model.
 
 They are read as data only: nothing in a checkpoint's file is ever executed. Torch's weights-only unpickler calls
-nothing but what makes tensors and plain containers. What is left are files that would take all memory or time, or more
-stack than there is: parts that claim sizes, and pickles that hold one thing many times. Both are added up before
-anything is made.
+nothing but what makes tensors and plain containers. The sizes that parts of a file claim are added up before any is
+read.
 """
 
 import argparse
 import glob
 import importlib.util
-import io
 import json
 import os
 import pathlib
 import pickle
-import pickletools
 import re
 import stat
 import sys
@@ -24,7 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -309,21 +306,8 @@ def _shortened(message: str) -> str:
 
 HOLDERS = ("state_dict", "model_state_dict", "model_state", "model", "module", "net", "network", "weights")
 _SETTINGS = ("hyper_parameters", "hparams", "args", "config", "cfg")
-_MORE = 2**26  # what a file may claim beside its own size: bytes of its parts, objects of its pickles
-_DEPTH = 200  # of containers in each other
+_MORE = 2**26  # bytes that parts of a file may claim beside its own size
 _OLDEST = "2.10"  # torch in which CVE-2026-24747 is mended
-_PICKLES = 5  # at the beginning of a file of torch before 1.6; the fourth has the tensors
-_FILLING = ("bytearray", "_rebuild_device_tensor_from_cpu_tensor", "_rebuild_device_tensor_from_numpy")
-
-_EFFECTS = {  # of an operation: how much it takes from the stack, whether also all down to a mark, how much it puts
-    operation.name: (
-        len([thing for thing in before if thing not in (pickletools.markobject, pickletools.stackslice)]),
-        pickletools.markobject in before,
-        len(operation.stack_after),
-    )
-    for operation in pickletools.opcodes
-    for before in [operation.stack_before]
-}
 
 
 class _Placeholder:
@@ -395,9 +379,6 @@ def _check(path: Path) -> bool:
     size = path.stat().st_size
     with path.open("rb") as file:
         if file.peek(4)[:4] != b"PK\x03\x04":
-            for _ in range(_PICKLES):
-                if file.tell() < size or not size:
-                    _check_pickle(file, size)
             return False
         try:
             archive = zipfile.ZipFile(file)
@@ -411,50 +392,7 @@ def _check(path: Path) -> bool:
             damaged = archive.testzip()
             if damaged is not None:
                 raise InputError(f"no torch checkpoint, or a damaged one: the checksum of {damaged} is wrong")
-        else:
-            for part in parts:
-                del part.CRC  # or it would be looked at
-        for part in parts:
-            if part.filename.lower().endswith(".pkl"):
-                _check_pickle(io.BytesIO(archive.read(part)), part.file_size)
     return True
-
-
-def _check_pickle(file: IO[bytes], size: int) -> None:
-    """Raise if a pickle makes what is far larger than itself, or deep.
-
-    Its operations are followed without making anything: of each thing on the stack the depth and the size are known.
-    What is held several times counts as often, for so it is hashed, printed and written.
-    """
-    stack: list[tuple[int, int] | None] = []  # None is a mark
-    memo: dict[int, tuple[int, int]] = {}
-    argument: Any
-    for operation, argument, _ in pickletools.genops(file):
-        name = operation.name
-        if name == "MARK":
-            stack.append(None)
-        elif name.endswith("PUT"):
-            memo[int(argument)] = stack[-1] or (0, 0)
-        elif name.endswith("GET"):
-            stack.append(memo[int(argument)])
-        else:
-            pops, to_mark, pushes = _EFFECTS[name]
-            depth, held = 0, len(argument) if isinstance(argument, str | bytes) else 1
-            while pops or to_mark:
-                thing = stack.pop()
-                if thing is not None:
-                    depth, held = max(depth, thing[0]), held + thing[1]
-                if to_mark:
-                    to_mark = thing is not None
-                else:
-                    pops -= 1
-            if name == "GLOBAL" and argument.endswith(_FILLING):
-                raise InputError(f"refused: not only tensors and plain containers but {argument.replace(' ', '.')}")
-            if depth > _DEPTH or held > size + _MORE:
-                raise InputError(
-                    "no torch checkpoint, or a damaged one: its pickle claims more than a file of its size has"
-                )
-            stack += [(depth + 1, held)] * pushes
 
 
 def _is_state(content: Any) -> bool:
@@ -489,6 +427,8 @@ def _explained(error: Exception, path: Path) -> str:
     message = " ".join(str(error).split())
     if "TorchScript" in message:
         return "a TorchScript archive, which is a program; save the model's state_dict()"
+    if "legacy .tar" in message:
+        return "a .tar file of torch 0.1, which cannot be read as data alone; save it anew by a later release"
     if isinstance(error, pickle.UnpicklingError):
         # torch's own message goes on to recommend weights_only=False.
         named = re.search(r"GLOBAL (\S+)", message)

@@ -140,7 +140,7 @@ def many_dimensions(count: int, tensors: int) -> bytes:
 
 
 def bombs() -> dict[str, bytes]:
-    """Return files that would take all memory, all time or more stack than there is."""
+    """Return files that claim far more than there is."""
     zeros = bytes(2**26)
     doubled = b"\x80\x02)" + b"".join(b"q%ch%c\x86" % (n, n) for n in range(200)) + b"."
     many = "M\x00\x10"
@@ -161,11 +161,7 @@ def bombs() -> dict[str, bytes]:
         "bytes that fill all memory": torch_file(Reduces(bytearray, 2**36)),
         "many dimensions of many tensors": archive(many_dimensions(10**5, 2000), **{"data/0": b"1234"}),
         "deep tuples": archive(b"\x80\x02)" + b"\x85" * 10**6 + b"."),
-        "deep keys": archive(b"\x80\x02})" + b"\x85" * 10**6 + b"Ns."),
         "doubled": archive(doubled),
-        "keys that take for ever": archive(
-            b"\x80\x02})" + b"".join(b"q%ch%ch%c\x87" % (n, n, n) for n in range(100)) + b"Ns."
-        ),
         "a text that is not there": archive(b"\x80\x02X\xff\xff\xff\x7fabc."),
         "no stop": archive(b"\x80\x02" + b"N" * 10**5),
     }
