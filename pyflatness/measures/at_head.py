@@ -18,9 +18,8 @@ No term is negative, so that nothing cancels between the ranks. Of each row of f
 
 import contextlib
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,16 +28,16 @@ from .. import contractions, losses
 from ..contractions import product, promoted
 from ..contractions.wide import Bounded
 from ..errors import InputError, NonFiniteError
-from ..head import HeadBatch
+from ..head import Head, HeadBatch
 from ..losses import Curvature
 from ..model import layers
 from ..model.kinds.deviations import FeatureScale
 from ..numerics.accumulate import Accumulator, masked, non_finite, underflow
-from ..numerics.ranks import Ranks
 from ..numerics.shard import Shard
 from ..options import Options
 from ..passes import normalize
 from ..report import Estimate
+from ..tensor_head import TensorHead
 
 _SENT = 2**22  # numbers of all ranks that are sent at a time
 
@@ -83,32 +82,7 @@ def _moments(features: Tensor, weight: Tensor, bias: Tensor | None, memory: int)
     return torch.cat(sizes), torch.cat(means)
 
 
-class HeadSource(Protocol):
-    """Describe a head and its data: rows of features and loss terms, batch by batch."""
-
-    name: str
-
-    @property
-    def shard(self) -> Shard:
-        """Return which part of all data it is."""
-
-    @property
-    def classes(self) -> Ranks:
-        """Return the ranks that the rows of the weight are spread over."""
-
-    def batches(self) -> Generator[HeadBatch, None, None]:
-        """Read the data once."""
-
-    def matrix(self) -> tuple[Tensor, Tensor | None]:
-        """Return the weight (d, m) and the bias (d,), known once the first batch was read."""
-
-    def expected_rows(self, first: HeadBatch) -> int:
-        """Return about how many rows there will be."""
-
-    def notes(self) -> tuple[str, ...]:
-        """Return what a reader of the value should know."""
-
-
+HeadSource = Head | TensorHead
 Error = Callable[[HeadBatch, Tensor], NonFiniteError]  # make the error of a batch's bad rows, (rows,) bool
 
 

@@ -112,7 +112,7 @@ class Ranks:
         while self._error is None:
             interrupts.check()
             found = self._told(dict(told))
-            errors = {rank: _ToldError(*each["error"]) for rank, each in enumerate(found) if "error" in each}
+            errors = {rank: each["error"] for rank, each in enumerate(found) if "error" in each}
             if errors:
                 self._error = _together(errors, self.size, own)
                 break
@@ -204,6 +204,7 @@ ALONE = Ranks()
 class _ToldError(NamedTuple):
     """Hold what is said of an error: its class, its message, and whether the ranks can go on to other work after it."""
 
+    kind: type[FlatnessError] | None  # of ours
     name: str
     text: str
     passes: bool
@@ -211,7 +212,9 @@ class _ToldError(NamedTuple):
     @classmethod
     def of(cls, error: BaseException) -> "_ToldError":
         """Return what is said of an error: interrupts and disagreement of the ranks are the end."""
-        return cls(type(error).__name__, str(error), isinstance(error, Exception) and not isinstance(error, RankError))
+        kind = type(error) if isinstance(error, FlatnessError) else None
+        passes = isinstance(error, Exception) and not isinstance(error, RankError)
+        return cls(kind, type(error).__name__, str(error), passes)
 
 
 def _together(errors: Mapping[int, _ToldError], size: int, own: BaseException | None) -> BaseException:
@@ -221,20 +224,8 @@ def _together(errors: Mapping[int, _ToldError], size: int, own: BaseException | 
     of_all = len(errors) == size and {*errors.values()} == {first}
     if own is not None and (of_all or not isinstance(own, FlatnessError)):
         return _marked(own, how)
-    kind = _kinds().get(first.name)
-    text = f"rank {rank}: {first.text}" if kind else f"rank {rank}: {first.name}: {first.text}"
-    return _marked((kind or RankError)(text), how)
-
-
-def _kinds() -> dict[str, type[FlatnessError]]:
-    """Return the classes of our own errors by their names."""
-    kinds: dict[str, type[FlatnessError]] = {}
-    left: list[type[FlatnessError]] = [FlatnessError]
-    while left:
-        kind = left.pop()
-        kinds[kind.__name__] = kind
-        left += kind.__subclasses__()
-    return kinds
+    text = f"rank {rank}: {first.text}" if first.kind else f"rank {rank}: {first.name}: {first.text}"
+    return _marked((first.kind or RankError)(text), how)
 
 
 def _marked(error: BaseException, how: str) -> BaseException:

@@ -115,9 +115,9 @@ def attached(modules: Mapping[str, nn.Module]) -> Iterator[None]:
     holders = {module for source in by_source for module, _ in source.places}
     try:
         with contextlib.ExitStack() as stack:
-            for kind in (experts, recurrent):
-                for module in filter(kind.weights, holders):
-                    stack.enter_context(calling.replaced_forward(module, kind.Forward(module)))
+            for weights, forward in ((experts.weights, experts.Forward), (recurrent.weights, recurrent.StepByStep)):
+                for module in filter(weights, holders):
+                    stack.enter_context(calling.replaced_forward(module, forward(module)))
             for source, uses in by_source.items():
                 source.attach(before[source] | uses)
             yield

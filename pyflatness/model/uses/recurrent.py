@@ -23,12 +23,12 @@ State = tuple[Tensor, ...]  # what a cell hands on from step to step: h, and c o
 def weights(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the weights of a recurrent module whose forward is that of its class; none of another."""
     plain = any(isinstance(module, kind) and type(module).forward is kind.forward for kind in _CLASSES)
-    if not plain or not isinstance(vars(module).get("forward"), (Forward, type(None))):
+    if not plain or not isinstance(vars(module).get("forward"), (StepByStep, type(None))):
         return ()
     return tuple(name for name in module._parameters if name.startswith("weight_"))
 
 
-class Forward(Replaced):
+class StepByStep(Replaced):
     """Serve as the ``forward`` of a recurrent module, which computes the same."""
 
     def __init__(self, module: nn.Module) -> None:
