@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from . import head, interrupts, losses, plan, tensor_head
+from . import head, losses, plan, tensor_head
 from .errors import InputError
 from .measures import RELATIVE_FLATNESS, are_named, at_head, named
 from .measures.layer_values import LayerValues
@@ -69,7 +69,7 @@ def head_flatness(
     """
     options = Options.of(how)
     resolved = losses.resolve(loss, how.get("reduction"))
-    with joined(how.get("process_group")) as group, interrupts.held(), torch.inference_mode(False), torch.no_grad():
+    with joined(how.get("process_group")) as group, torch.inference_mode(False), torch.no_grad():
         source = tensor_head.from_tensors(features, weight, bias, targets, resolved, group)
         return at_head.total(source, resolved, options).estimate()
 

@@ -1,36 +1,29 @@
-"""Hold back what signal handlers raise while a call runs, and undo what a call changes however it ends.
+"""Undo what a call changes however it ends, and let signals wait meanwhile.
 
-Python runs the handler of a signal between any two bytecodes of the main thread. One that raises there, as Ctrl-C's or
-a timeout's does, can do so inside of an ``__exit__`` or a ``finally`` too, and what they were about to put back stays
-as it is. Inside :func:`held` signals are only noted, and passed to the handlers that were there before
+Python runs the handler of a signal, such as Ctrl-C's, between any two bytecodes of the main thread, and
+``PyThreadState_SetAsyncExc`` raises in any thread. So an exception can cut off an ``__exit__`` or a ``finally`` too,
+and what they were about to put back stays as it is. What a call changes is therefore noted before (:func:`later`), and
+undone where a public call ends (:func:`undo`); only there do signals wait, and where processes send each other messages
+(:func:`shielded`).
 
-- by :func:`check`, which every loop of long work calls between two steps, and when :func:`held` is left;
-- at once where a batch is waited for (:func:`at_once`);
-- where the user's model or loss runs (:func:`at_second`): when that has run, so that what torch changes meanwhile is
-  put back too; a second one at once, for it may hang.
-
-What a handler raises goes through the package as a :class:`_Signalled`, so that nobody takes it for an error of a
-model's, and comes out as it was raised.
-
-Other threads get no signals. An exception can be raised in any thread by ``PyThreadState_SetAsyncExc``, too, and cannot
-be held back: so what is changed is noted before (:func:`later`), and undone where a public call ends (:func:`undo`).
+A timeout's handler raises an ``Exception``, which those would catch who look for errors of the user's code. From there
+it goes through the package as a :class:`Signalled`, and comes out as it was raised.
 """
 
 import contextlib
-import math
-import os
+import sys
 import threading
+import traceback
 
 # What ``signal.signal`` and ``getsignal`` call; these look each handler up in an enumeration, which takes ten times as
 # long as all the rest here.
 from _signal import NSIG, getsignal, signal  # type: ignore[import-not-found]
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
-_RAISED = "_pyflatness_raised_by_a_signal"
 
-
-class _Signalled(BaseException):
+class Signalled(BaseException):
     """Carry what a handler raised past everything that catches errors."""
 
     def __init__(self, raised: Exception) -> None:
@@ -38,156 +31,102 @@ class _Signalled(BaseException):
 
 
 def is_raised(error: BaseException) -> bool:
-    """Return whether a signal's handler raised an exception that came out of a call."""
-    return hasattr(error, _RAISED)
+    """Return whether an exception comes from a handler of a signal."""
+    handlers: list[Any] = [one for number in range(1, NSIG) if callable(one := getsignal(number))]
+    codes = [getattr(one, "__code__", getattr(type(one).__call__, "__code__", None)) for one in handlers]
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-class _Handler:
-    """Stand for the user's handlers: note signals, and pass them on where there are more than a limit."""
+@contextlib.contextmanager
+def users_code() -> Iterator[None]:
+    """Let what a handler raises inside, where the user's model or loss runs, be taken for no error of theirs."""
+    try:
+        yield
+    except Exception as error:
+        if _here.undo and is_raised(error):  # else nobody would unpack it
+            raise Signalled(error) from error
+        raise
+    check()
+
+
+class _Shield:
+    """Stand for the handlers of signals, and note signals."""
 
     def __init__(self) -> None:
-        self.pending: list[int] = []
-        self.limit = math.inf
-        self.raised: BaseException | None = None  # by a handler, in the user's code
-        self._before = {number: handler for number in range(1, NSIG) if callable(handler := getsignal(number))}
+        self._pending: list[int] = []
+        is_main = threading.current_thread() is threading.main_thread()  # other threads get no signals
+        numbers = range(1, NSIG if is_main else 1)
+        self._before = {number: handler for number in numbers if callable(handler := getsignal(number))}
 
     def install(self) -> None:
-        """Take the place of the user's handlers."""
+        """Take the place of the handlers."""
+        _here.shield = self
         for number in self._before:
             signal(number, self)
 
     def put_back(self) -> None:
-        """Install the user's handlers again, but for those that the user's code set meanwhile."""
+        """Install the handlers again, but for those that the user's code set meanwhile."""
         for number, handler in self._before.items():
             if getsignal(number) is self:
                 signal(number, handler)
+        _here.shield = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.pending.append(number)
-        if len(self.pending) > self.limit:
-            try:
-                self._pass_on(frame)
-            except Exception as error:
-                self.raised = error
-                raise
+        self._pending.append(number)
 
     def deliver(self) -> None:
-        """Pass on what is pending; what a handler raises comes as a :class:`_Signalled` if it could be caught."""
-        try:
-            self._pass_on(None)
-        except Exception as error:
-            raise _Signalled(error) from error
-
-    def _pass_on(self, frame: FrameType | None) -> None:
-        """Call the handlers of before, which raise as a rule; no more until it is dealt with."""
-        limit, self.limit = self.limit, math.inf
-        while self.pending:
-            number = self.pending[0]
-            self.pending = [other for other in self.pending if other != number]
-            self._before[number](number, frame)
-        self.limit = limit
+        """Pass on what is pending to the handlers, which raise as a rule."""
+        while self._pending:
+            number = self._pending[0]
+            self._pending = [other for other in self._pending if other != number]
+            self._before[number](number, None)
 
 
 class _Here(threading.local):
-    handler: _Handler | None = None
+    shield: _Shield | None = None
 
     def __init__(self) -> None:
         self.undo: list[Callable[[], object]] = []
 
 
 _here = _Here()
-_installed: list[_Handler] = []  # by the main thread
 
 
-class _Held:
-    """Hold signals back as :func:`held` says, where no handler of this module is installed yet.
-
-    This and what follows are classes rather than generators because they cost less time.
-    """
-
-    def __enter__(self) -> None:
-        self._handler: _Handler | None = None
-        if threading.current_thread() is threading.main_thread():
-            self._depth = depth()
-            self._handler = handler = _Handler()
-            later(self._put_back)
-            _installed[:] = [handler]
-            handler.install()
-            _here.handler = handler
-
-    def _put_back(self) -> None:
-        assert self._handler is not None
-        _here.handler = None
-        _installed.clear()
-        self._handler.put_back()
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._handler is None:
-            return
-        undo(self._depth)
-        try:
-            self._handler.deliver()
-            if isinstance(error, _Signalled):
-                raise error
-        except _Signalled as signalled:
-            raised = signalled.raised
-            with contextlib.suppress(Exception):  # of a class without attributes
-                setattr(raised, _RAISED, True)
-            raise raised from raised.__cause__
-
-
-def held() -> contextlib.AbstractContextManager[None]:
-    """Hold signals back inside; what is left over is passed on at the end, when all is put back."""
-    return _Held() if _here.handler is None else _Limit(math.inf)  # in a call inside of another
+@contextlib.contextmanager
+def shielded() -> Iterator[None]:
+    """Let signals wait inside until :func:`check`, or the end."""
+    if _here.shield is not None:
+        yield
+        return
+    shield = _Shield()
+    try:
+        with undone():
+            later(shield.put_back)
+            shield.install()
+            yield
+    finally:
+        shield.deliver()
 
 
 def check() -> None:
-    """Pass on signals that were held back, where nothing is half done."""
-    handler = _here.handler
-    if handler is not None and handler.pending:
-        handler.deliver()
-
-
-class _Limit:
-    """Pass signals on at once while more than a limit are pending; pass on what was held back at both ends."""
-
-    def __init__(self, limit: float) -> None:
-        self._limit = limit
-
-    def __enter__(self) -> None:
-        self._handler = handler = _here.handler
-        if handler is not None:
-            if handler.pending:
-                handler.deliver()
-            self._before, handler.limit = handler.limit, self._limit
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        handler = self._handler
-        if handler is not None:
-            handler.limit = self._before
-            raised, handler.raised = handler.raised, None
-            if isinstance(raised, Exception) and raised is error:
-                raise _Signalled(raised) from raised
-            if handler.pending:
-                handler.deliver()
-
-
-def at_once() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which the user's data are waited for: signals are passed on at once."""
-    return _Limit(0)
-
-
-def at_second() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which the user's model or loss runs.
-
-    A signal is passed on when it has run, a second one at once.
-    """
-    return _Limit(1)
+    """Pass on signals that wait, where nothing is half done."""
+    if _here.shield is not None:
+        _here.shield.deliver()
 
 
 def later(step: Callable[[], object]) -> None:
     """Note how to undo what is about to be changed; a step may be cut off and taken again."""
     _here.undo.append(step)
+
+
+@contextlib.contextmanager
+def undone() -> Iterator[None]:
+    """Take at the end, however it comes, the steps that are noted inside."""
+    before = depth()
+    try:
+        yield
+    finally:
+        undo(before)
 
 
 def depth() -> int:
@@ -196,18 +135,16 @@ def depth() -> int:
 
 
 def undo(depth: int) -> None:
-    """Take all steps that were noted since :func:`depth`, the last one first."""
-    steps = _here.undo
+    """Take all steps that were noted since :func:`depth`, the last one first, while signals wait."""
+    steps, shield, error = _here.undo, None, sys.exc_info()[1]
+    if error is not None and (not isinstance(error, Exception) or is_raised(error)):
+        traceback.clear_frames(error.__traceback__)  # a generator that was cut off puts back what it changed now
+    if len(steps) > depth and _here.shield is None:
+        shield = _Shield()
+        steps.insert(depth, shield.put_back)
+        shield.install()
     while len(steps) > depth:
         steps[-1]()
         steps.pop()
-
-
-def _in_child() -> None:
-    """Give a forked process its handlers back, if it was another thread that had held signals back."""
-    if _here.handler is None and _installed:
-        _installed.pop().put_back()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
+    if shield is not None:
+        shield.deliver()

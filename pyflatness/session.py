@@ -3,14 +3,17 @@
 import contextlib
 import functools
 import inspect
+import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
-from torch._C import _len_torch_function_stack, _pop_torch_function_stack
+from torch import _C, Tensor, nn
+from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
 
 from . import interrupts, losses
 from .errors import InputError
@@ -83,18 +86,52 @@ def public(*taken: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                     "tensors have no values to measure: call it outside of that; what can be differentiated and mapped "
                     "is pyflatness.flatness_penalty"
                 )
-            depth, modes = interrupts.depth(), _len_torch_function_stack()
+            switches = _Switches()
             try:
-                return function(*args, **kwargs)
-            finally:
-                interrupts.undo(depth)
-                calling.end_transforms(0)
-                while _len_torch_function_stack() > modes:  # an exception of a signal's came where torch put one back
-                    _pop_torch_function_stack()
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    switches.put_back()
+            finally:  # once more, where an exception from outside cut that off
+                switches.put_back()
 
         return cast(Callable[P, R], untraced(called))
 
     return decorated
+
+
+class _Switches:
+    """Hold what a call turns in this thread and process, as it is when this is made."""
+
+    def __init__(self) -> None:
+        self._depth, self._grad, self._filters = interrupts.depth(), torch.is_grad_enabled(), warnings.filters
+        self._modes, self._dispatches = _get_current_function_mode_stack(), _C._len_torch_dispatch_stack()
+        self._hooks, self._level = _top_hooks(True), forward_ad._current_level
+
+    def put_back(self) -> None:
+        """Undo what a call changed, and what was not put back where an exception came while it was."""
+        interrupts.undo(self._depth)
+        calling.end_transforms(0)
+        if _C._len_torch_function_stack() != len(self._modes):  # a mode is off while it is asked
+            while _C._len_torch_function_stack():
+                _C._pop_torch_function_stack()
+            for mode in self._modes:
+                _C._push_on_torch_function_stack(mode)
+        while _C._len_torch_dispatch_stack() > self._dispatches:
+            _C._pop_torch_dispatch_stack(None)
+        while _top_hooks(True) not in (self._hooks, None):
+            _C._autograd._pop_saved_tensors_default_hooks()
+        for level in range(forward_ad._current_level, self._level, -1):
+            with contextlib.suppress(RuntimeError):  # torch has left it, and not noted that
+                forward_ad.exit_dual_level(level=level)
+            forward_ad._current_level = level - 1
+        if torch.is_grad_enabled() != self._grad:
+            _C._set_grad_enabled(self._grad)
+        if warnings.filters is not self._filters and threading.active_count() == 1:  # else another thread's, maybe
+            warnings.filters = self._filters
+
+
+_top_hooks = getattr(_C._autograd, "_top_saved_tensors_default_hooks", lambda of_tracing: None)  # since torch 2.7
 
 
 class _Needed:

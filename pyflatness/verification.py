@@ -17,7 +17,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from typing_extensions import Unpack
 
-from . import interrupts, losses
+from . import losses
 from . import progress as progress_bar
 from .api import relative_flatness
 from .contractions import backends, promoted_dtype
@@ -227,7 +227,6 @@ class _Passes:
         """Yield the items, a pass each."""
         start = time.monotonic()
         for done, item in enumerate(progress_bar.track(items, total, "backward passes", self._shown)):
-            interrupts.check()
             expected = (time.monotonic() - start) / max(1, done) * total
             if self._seconds is not None and done == min(_TIMED, total - 1) and expected > self._seconds:
                 raise InputError(

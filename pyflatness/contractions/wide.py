@@ -27,7 +27,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import interrupts
 from .precision import CHAIN, product, promoted, promoted_dtype
 from .reference import Backend, ClassSums, shifted
 
@@ -173,7 +172,6 @@ class WideHead:
 
     def _scores(self, features: Tensor, tile: slice, matrix: Tensor) -> Tensor:
         """Return the logits of a tile; in half precision without the bias."""
-        interrupts.check()
         scores = self._room(features, tile.stop - tile.start, self._centre.dtype)
         if matrix.dtype == torch.bfloat16:
             return self._backend.multiply(features, matrix.t(), scores)
@@ -223,7 +221,6 @@ class WideHead:
         backend, weight = self._backend, self._weight
         sums, summed = self._start(features)
         for tile in self._tiles(width, backend.first_tile):
-            interrupts.check()
             matrix = weight[tile]
             made = backend.multiply_exponentiate(features, matrix, self._bias, self._norms, tile.start, sums)
             values, early, late, factor = made

@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import interrupts
 from ..contractions import product, promoted
 from ..contractions.quantities import QUANTITIES, Contribution
 from ..messages import second_derivatives
@@ -333,7 +332,6 @@ def derivatives(gradient: Tensor, inputs: Sequence[Any]) -> Callable[[Tensor], l
         return lambda directions: [None] * len(inputs)
 
     def along(direction: Tensor) -> tuple[Any, ...]:
-        interrupts.check()
         return torch.autograd.grad(gradient, inputs, direction, retain_graph=True, allow_unused=True)
 
     return LinearMap(along)

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from .. import contractions, interrupts
+from .. import contractions
 from ..errors import NotYetError
 from ..losses import Loss
 from ..model import layers
@@ -239,7 +239,6 @@ class RowSweep:
         (call,), dim = run.calls(name), layers.kind_of(self._runner.selected[name]).class_dim
         columns = []
         for s in range(gradient.shape[dim]):
-            interrupts.check()
             derivatives = None
             if gradient.requires_grad:
                 along = gradient.select(dim, s).sum()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .. import interrupts, losses, tensor_head
+from .. import losses, tensor_head
 from ..errors import InputError, MissingExtraError, NotYetError
 from ..measures import at_head
 from ..model import fingerprint, layers, state
@@ -117,7 +117,7 @@ class RelativeFlatness(Metric):
             InputError: shapes, dtypes or targets that do not fit, or a weight that has changed since the first update.
             NonFiniteError: NaN or infinity, under ``nan_policy="raise"``.
         """
-        with interrupts.held(), torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             weight, bias = self._matrix(features)
             read = self._checked_weights(weight, bias)
             source = tensor_head.from_tensors(features, weight, bias, target, self._loss)

@@ -79,18 +79,16 @@ class Watch:
 
         Epoch and step are as the trainer counts them; ``problem`` returns the model and its loss.
         """
-        started, depth = time.perf_counter(), interrupts.depth()
+        started = time.perf_counter()
         try:
-            with interrupts.held():  # what a signal's handler raises is no error of the measurement's
-                try:
-                    report = self._as_found(problem, batches)
-                except Exception as error:  # of whatever kind: hours of training are not to end by it
-                    if self.strict:
-                        raise
-                    self._once(f"epoch {epoch} is not measured: ", f"{type(error).__name__}: {error}")
-                    return {}
+            with interrupts.undone():
+                report = self._as_found(problem, batches)
+        except Exception as error:  # of whatever kind: hours of training are not to end by it
+            if self.strict or interrupts.is_raised(error):
+                raise
+            self._once(f"epoch {epoch} is not measured: ", f"{type(error).__name__}: {error}")
+            return {}
         finally:
-            interrupts.undo(depth)
             spent = time.perf_counter() - started
             self._spent += spent
         if self.layers is None and report.uncovered:

@@ -95,7 +95,7 @@ class CustomLoss:
     def _sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         targets = targets.double() if targets.is_floating_point() else targets
         taken = outputs if self.several is None else self.several.apart(outputs)
-        with advice.on_call(self.loss, taken, targets), interrupts.at_second():
+        with advice.on_call(self.loss, taken, targets), interrupts.users_code():
             value = self.loss(taken, targets)
         if not isinstance(value, Tensor) or value.numel() != 1:
             hint = "" if isinstance(value, Tensor) else "; return the tensor itself, without .item()"
@@ -128,7 +128,6 @@ class CustomLoss:
                 total = logits.new_zeros(len(logits))
                 if gradient.requires_grad:  # a loss that is linear in its input has no curvature
                     for column, u in itertools.product(span.unbind(2), directions):
-                        interrupts.check()
                         direction = column.unsqueeze(2) * u
                         (along,) = torch.autograd.grad(gradient, logits, direction, retain_graph=True)
                         total = total + (along * direction).sum(dim=(1, 2))
@@ -165,7 +164,6 @@ class CustomLoss:
             loss = self._sum(outputs.reshape(-1, *self._shape), targets)
             (gradient,) = torch.autograd.grad(loss, outputs, create_graph=True)
             for c in range(rows.shape[1] if gradient.requires_grad else 0):
-                interrupts.check()
                 (row,) = torch.autograd.grad(gradient[:, c].sum(), outputs, retain_graph=True)
                 hessians[:, c] = row
         return (hessians + hessians.transpose(1, 2)) / 2

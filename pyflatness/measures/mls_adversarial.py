@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from .. import interrupts
 from ..errors import InputError
 from ..model import calling, inputs
 from ..model import data as batching
@@ -138,7 +137,6 @@ class _Ascent:
         direction = start.to(dtype).view(shape)
         best = torch.zeros(len(self._input), dtype=torch.float64, device=device)
         for step in range(steps + 1):
-            interrupts.check()
             displaced = self._displaced(direction).requires_grad_()
             with torch.enable_grad():
                 change = self._outputs(displaced).double() - self._start.double()

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _len_torch_function_stack
+from torch.overrides import TorchFunctionMode
 
 from .. import interrupts
 from ..errors import InputError, NoGraphError
@@ -29,6 +31,19 @@ class Call:
     def changed(self) -> bool:
         """Return whether either tensor was modified in place since."""
         return (version(self.inputs), version(self.output)) != self.versions
+
+
+class Mode(TorchFunctionMode):
+    """Serve as the base of modes; torch takes one off while it is asked, and Ctrl-C can come then."""
+
+    def __enter__(self) -> "Mode":
+        self._below = _len_torch_function_stack()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if _len_torch_function_stack() > self._below:
+            super().__exit__(*exception)
 
 
 def is_transformed() -> bool:
@@ -166,7 +181,7 @@ def run(
     ``tensor`` finds the outputs in what the model returned; a mapping's ``labels`` are the targets.
     """
     count = data.size(batch)
-    with interrupts.at_second(), _let(samples=count, runs=now["runs"] + 1):
+    with interrupts.users_code(), _let(samples=count, runs=now["runs"] + 1):
         result = _run(model, batch, forward, tensor)
     if not now["runs"]:
         now["samples"] = count  # activation checkpointing may run parts of the model on it again

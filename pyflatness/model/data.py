@@ -20,7 +20,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from .. import interrupts, progress
+from .. import progress
 from ..errors import InputError
 from ..messages import check_tensor, received, without_values
 from ..numerics.shard import WHOLE
@@ -78,12 +78,12 @@ class Batches:
         return not taken or size(taken[-1]) == 0
 
     def _fetched(self) -> Iterator[Any]:
-        """Yield the batches; an interrupt is raised at once while one is waited for."""
+        """Yield the batches as the data give them."""
         is_code = not isinstance(self._data, (tuple, list))
-        with interrupts.at_once(), watched() if is_code else contextlib.nullcontext():
+        with watched() if is_code else contextlib.nullcontext():
             source = iter(self._cut())
         while True:
-            with interrupts.at_once(), watched() if is_code else contextlib.nullcontext():
+            with watched() if is_code else contextlib.nullcontext():
                 try:
                     batch = next(source)
                 except StopIteration:

@@ -30,7 +30,6 @@ from .checks import check_modules
 from .generators import Randomness
 
 _turn = threading.RLock()
-_PATIENCE = 0.1  # seconds between looks for an interrupt while another thread has its turn
 
 
 @contextlib.contextmanager
@@ -44,18 +43,13 @@ def observing(
     fine.
     """
     check_module("model", model)
-    with interrupts.held():
-        depth = interrupts.depth()
-        try:
-            if not _has_turn():
-                interrupts.later(_end_turn)
-                while not _turn.acquire(timeout=_PATIENCE):
-                    interrupts.check()
-            if in_eval:
-                _to_eval_mode(model)
-            yield _prepared(model, ranks)
-        finally:
-            interrupts.undo(depth)
+    with interrupts.undone():
+        if not _has_turn():
+            interrupts.later(_end_turn)
+            _turn.acquire()
+        if in_eval:
+            _to_eval_mode(model)
+        yield _prepared(model, ranks)
 
 
 def _has_turn() -> bool:
@@ -172,13 +166,9 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
     Modes are set on each module, past ``eval()`` of the user's, which may merge adapters.
     """
-    with interrupts.held():
-        depth = interrupts.depth()
-        try:
-            _to_eval_mode(model)
-            yield
-        finally:
-            interrupts.undo(depth)
+    with interrupts.undone():
+        _to_eval_mode(model)
+        yield
 
 
 def _to_eval_mode(model: nn.Module) -> None:

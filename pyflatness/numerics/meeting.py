@@ -56,11 +56,12 @@ def _joined(group: Any) -> Iterator[Ranks]:
     if "cpu:" not in dist.get_backend_config(group):
         device = torch.device("cuda", torch.cuda.current_device())
     ranks = Ranks(group, device)
-    interrupt = _meet(ranks, group)
-    with ranks.agreed("the call"):
-        if interrupt is not None:
-            raise interrupt
-        yield ranks
+    with interrupts.shielded():  # messages are whole
+        interrupt = _meet(ranks, group)
+        with ranks.agreed("the call"):
+            if interrupt is not None:
+                raise interrupt
+            yield ranks
 
 
 def _group(process_group: Group) -> Any:

@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._C import _functorch, _len_torch_function_stack
-from torch.overrides import TorchFunctionMode
+from torch._C import _functorch
 
+from .. import interrupts
 from ..errors import FlatnessError, InputError
 from ..losses import Loss, remarks
 from ..losses.closure import REFUSAL, depends_on
@@ -51,12 +51,11 @@ _AS_ANOTHER = {"to", "type_as", "view_as", "reshape_as", "expand_as"}  # whose v
 _OUT_OF_TORCH = {"item", "__float__", "tolist", "numpy", "__array__", "__dlpack__"}
 
 
-class Detached(TorchFunctionMode):
+class Detached(calling.Mode):
     """Watch one forward pass inside; see :meth:`doubts`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._below = _len_torch_function_stack()
         self._held: dict[int, Tensor] = {}  # by id; the tensors are kept so that ids and memory stay theirs
         # Memory of these; false where tensors with a graph share it, so that it is held for those without one alone.
         self._memory: dict[int, bool] = {}
@@ -64,10 +63,6 @@ class Detached(TorchFunctionMode):
         self._is_lost = False  # whether such a tensor, or one with a graph, became a number or an array
         self._script = _last_script()
         self._is_twice_wrong = False
-
-    def __exit__(self, *exception: Any) -> None:
-        if _len_torch_function_stack() > self._below:  # torch takes a mode off while it is asked; Ctrl-C can come then
-            super().__exit__(*exception)
 
     def doubts(self, outputs: Tensor) -> list[str]:
         """Return why derivatives of the outputs may not be those of what was computed."""
@@ -199,7 +194,7 @@ class Spacing:
         return due
 
 
-class Decisions(TorchFunctionMode):
+class Decisions(calling.Mode):
     """Watch whether a forward pass makes truth values, indices or whole numbers of its floating-point values.
 
     What these decide, ``if h.mean() > 0``, the whole batch may decide, and no derivative shows it.
@@ -374,7 +369,7 @@ class Checked:
         before = _versions(given)
         if self._looks and calling.is_dry_run():
             self._looks -= 1
-            with Decisions() as decisions:
+            with (decisions := Decisions()):
                 result = self._run_on(model, given)
             self.decides |= decisions.seen
         else:
@@ -404,7 +399,7 @@ class Checked:
             raise
 
     def _watched(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-        with Detached() as detached:
+        with (detached := Detached()):
             outputs, targets = self._run(model, batch)
         self.doubts = tuple(dict.fromkeys([*self.doubts, *detached.doubts(outputs)]))
         return outputs, targets
@@ -477,6 +472,8 @@ def explained() -> Iterator[None]:
     """Let an error that the user's forward pass raises inside, and that nothing catches, say what was called."""
     try:
         yield
+    except interrupts.Signalled as signalled:
+        raise signalled.raised from signalled.raised.__cause__
     except Exception as error:
         if not hasattr(error, _CALL):
             raise

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from .. import interrupts
 from ..errors import InputError, NoGraphError
 from ..messages import check_tensor
 from ..model import layers, spread
@@ -117,7 +116,6 @@ class Recorder:
             edges[name].append(edge)
         flat = [edge for several in edges.values() for edge in several]
         found: Sequence[Tensor | None] = [None] * len(flat)
-        interrupts.check()
         if outputs.requires_grad:
             found = torch.autograd.grad(
                 outputs, flat, cotangent, create_graph=create_graph, retain_graph=True, allow_unused=True

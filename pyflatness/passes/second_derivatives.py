@@ -26,77 +26,85 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+
+from ..model.calling import Mode
 
 _CLASSES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-class _Form(NamedTuple):
-    """Hold what a convolution has besides its tensors."""
+class _Written(Function):
+    """Compute what a form does, whose first and second derivatives are written out."""
+
+    @staticmethod
+    def forward(ctx: Any, form: Any, *tensors: Tensor | None) -> Tensor:
+        y, kept = form.computed(*tensors)
+        ctx.save_for_backward(*kept)
+        ctx.form = form
+        return y  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        return (None, *_Gradient.apply(ctx.form, ctx.needs_input_grad[1:], g, *ctx.saved_tensors))
+
+
+class _Gradient(Function):
+    """Take the gradients of what a form computes."""
+
+    @staticmethod
+    def forward(ctx: Any, form: Any, wanted: tuple[bool, bool, bool], g: Tensor, *kept: Tensor | None) -> _Gradients:
+        found, more = form.gradients(wanted, g, *kept)
+        ctx.save_for_backward(g, *kept, *more)
+        ctx.form = form
+        ctx.set_materialize_grads(False)
+        return found  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *arrived: Tensor | None) -> tuple[Any, ...]:
+        return (None, None, *ctx.form.twice(ctx.needs_input_grad[2:], arrived, *ctx.saved_tensors))
+
+
+class _Convolution(NamedTuple):
+    """Convolve, with what a convolution has besides its tensors."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
+    bias: list[int] | None  # its shape
 
-    def of(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x ∗ w + bias."""
-        stride, padding, dilation, groups = self
-        return torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+    def computed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return x ∗ w + bias, and what the gradients take."""
+        return self._of(x, weight, bias), (x, weight)
 
     def gradients(
-        self, g: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool], bias: list[int] | None = None
-    ) -> _Gradients:
-        """Return those of X(g, w), W(g, x) and the gradient in the bias, of so many entries, that are wanted."""
-        stride, padding, dilation, groups = self
-        rest = (stride, padding, dilation, False, [0] * len(stride), groups, [*wanted])
-        found: _Gradients = torch.ops.aten.convolution_backward(g, x, weight, bias, *rest)
+        self, wanted: tuple[bool, bool, bool], g: Tensor, x: Tensor, weight: Tensor
+    ) -> tuple[_Gradients, tuple[()]]:
+        """Return those of X(g, w), W(g, x) and the gradient in the bias that are wanted."""
+        rest = (self.stride, self.padding, self.dilation, False, [0] * len(self.stride), self.groups, [*wanted])
+        return torch.ops.aten.convolution_backward(g, x, weight, self.bias, *rest), ()
+
+    def twice(
+        self, needed: Sequence[bool], arrived: _Gradients, g: Tensor, x: Tensor, weight: Tensor
+    ) -> list[Tensor | None]:
+        """Return the gradients in g, x and w of what arrived at the gradients."""
+        a, b, of_bias = arrived
+        found: list[Tensor | None] = [None, None, None]
+        if needed[0]:
+            parts = [self._of(a, weight, of_bias)] if a is not None else []
+            parts += [self._of(x, b, None if parts else of_bias)] if b is not None else []
+            if not parts and of_bias is not None:
+                parts = [of_bias.view(-1, *[1] * len(self.stride)).expand_as(g)]
+            found[0] = sum(parts[1:], parts[0]) if parts else None
+        if needed[1] and b is not None:
+            found[1] = self.gradients((True, False, False), g, x, b)[0][0]
+        if needed[2] and a is not None:
+            found[2] = self.gradients((False, True, False), g, a, weight)[0][1]
         return found
 
-
-class _Convolution(Function):
-    """Convolve."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, form: _Form) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.form, ctx.bias = form, None if bias is None else [*bias.shape]
-        return form.of(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
-        return (*_Gradient.apply(g, x, weight, ctx.form, ctx.needs_input_grad[:3], ctx.bias), None)
-
-
-class _Gradient(Function):
-    """Take the gradients of a convolution."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, g: Tensor, x: Tensor, weight: Tensor, form: _Form, wanted: tuple[bool, bool, bool], bias: Any
-    ) -> _Gradients:
-        ctx.save_for_backward(g, x, weight)
-        ctx.form = form
-        ctx.set_materialize_grads(False)
-        return form.gradients(g, x, weight, wanted, bias)
-
-    @staticmethod
-    def backward(ctx: Any, a: Tensor | None, b: Tensor | None, of_bias: Tensor | None) -> tuple[Any, ...]:
-        g, x, weight = ctx.saved_tensors
-        form, found = ctx.form, [None, None, None]
-        if ctx.needs_input_grad[0]:
-            parts = [form.of(a, weight, of_bias)] if a is not None else []
-            parts += [form.of(x, b, None if parts else of_bias)] if b is not None else []
-            if not parts and of_bias is not None:
-                parts = [of_bias.view(-1, *[1] * len(form.stride)).expand_as(g)]
-            found[0] = sum(parts[1:], parts[0]) if parts else None
-        if ctx.needs_input_grad[1] and b is not None:
-            found[1] = form.gradients(g, x, b, (True, False, False))[0]
-        if ctx.needs_input_grad[2] and a is not None:
-            found[2] = form.gradients(g, a, weight, (False, True, False))[1]
-        return (*found, None, None, None)
+    def _of(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        stride, padding, dilation, groups, _ = self
+        return torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
 
 
 def convolutions(model: nn.Module) -> list[nn.Module]:
@@ -117,91 +125,67 @@ def _convolved(module: Any, own: Callable[..., Tensor], x: Tensor, weight: Tenso
     plain = x.ndim == weight.ndim and x.dtype == weight.dtype and not torch.is_autocast_enabled(x.device.type)
     if not plain or torch._C._are_functorch_transforms_active():
         return own(x, weight, bias)
-    form = _Form(module.stride, module.padding, module.dilation, module.groups)
-    found: Tensor = _Convolution.apply(x, weight, bias, form)
+    shape = None if bias is None else [*bias.shape]
+    form = _Convolution(module.stride, module.padding, module.dilation, module.groups, shape)
+    found: Tensor = _Written.apply(form, x, weight, bias)
     return found
 
 
-class _Norm(NamedTuple):
-    """Hold what a BatchNorm has besides its tensors: are its statistics those of the batch, and ε."""
+class _BatchNorm(NamedTuple):
+    """Normalise, with what a BatchNorm has besides its tensors: are its statistics those of the batch?"""
 
     of_batch: bool
     eps: float
+    momentum: float
+    running: tuple[Tensor | None, Tensor | None]  # statistics, which are updated
 
-    def gradients(self, g: Tensor, x: Tensor, weight: Tensor | None, first: Tensor, second: Tensor) -> tuple[Any, ...]:
-        """Return X(g), Σ g x̂ and Σ g, by the batch's μ and r or by the running μ and σ² − ε."""
+    def computed(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
+        """Return the values, and what the gradients take: the batch's μ and r, or the running μ and σ² − ε."""
+        rest = (*self.running, self.of_batch, self.momentum, self.eps)
+        y, *statistics = torch.ops.aten.native_batch_norm(x, weight, bias, *rest)
+        return y, (x, weight, *(statistics if self.of_batch else self.running))
+
+    def gradients(
+        self, wanted: Any, g: Tensor, x: Tensor, weight: Tensor | None, first: Tensor, second: Tensor
+    ) -> tuple[_Gradients, tuple[Tensor, Tensor]]:
+        """Return X(g), Σ g x̂ and Σ g, and the sums again."""
         statistics = (None, None, first, second) if self.of_batch else (first, second, None, None)
-        found: tuple[Any, ...] = torch.ops.aten.native_batch_norm_backward(
-            g, x, weight, *statistics, *self, [True, True, True]
-        )
-        return found
+        rest = (*statistics, self.of_batch, self.eps, [True, True, True])
+        found = torch.ops.aten.native_batch_norm_backward(g, x, weight, *rest)
+        return (found[0], None, None) if weight is None else found, found[1:]
 
-    def twice_by_torch(
-        self, g: Tensor, x: Tensor, weight: Tensor | None, first: Tensor, second: Tensor, arrived: _Gradients
-    ) -> list[Tensor | None]:
-        """Return the gradients in g, x and the weight of what arrived at X(g), Σ g x̂ and Σ g, with their graph."""
-        leaves = [tensor.view_as(tensor) for tensor in (g, x, weight) if tensor is not None]
-        affine = [] if weight is None else [leaves[2], torch.zeros_like(weight, requires_grad=True)]
-        mean, variance = (None, None) if self.of_batch else (first, second)
-        batch_norm: Any = F.batch_norm
-        y = batch_norm(leaves[1], mean, variance, *affine, training=self.of_batch, eps=self.eps)
-        gradients = torch.autograd.grad(y, [leaves[1], *affine], leaves[0], create_graph=True)
-        products = [(one * other).sum() for one, other in zip(gradients, arrived, strict=False) if other is not None]
-        found = torch.autograd.grad(torch.stack(products).sum(), leaves, create_graph=True, allow_unused=True)
-        return [*found, *[None] * (3 - len(found))]
-
-
-class _BatchNorm(Function):
-    """Normalise, and update the running statistics."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, running: Any, form: _Norm, momentum: float
-    ) -> Tensor:
-        y, *statistics = torch.ops.aten.native_batch_norm(x, weight, bias, *running, form.of_batch, momentum, form.eps)
-        ctx.save_for_backward(x, weight, *(statistics if form.of_batch else running))
-        ctx.form = form
-        return y  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-        return (*_NormGradient.apply(g, *ctx.saved_tensors, ctx.form), None, None, None)
-
-
-class _NormGradient(Function):
-    """Take the gradients of a BatchNorm."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, g: Tensor, x: Tensor, weight: Tensor | None, first: Tensor, second: Tensor, form: _Norm
-    ) -> _Gradients:
-        found = form.gradients(g, x, weight, first, second)
-        ctx.save_for_backward(g, x, weight, first, second, *found[1:])
-        ctx.form = form
-        ctx.set_materialize_grads(False)
-        return (found[0], None, None) if weight is None else found
-
-    @staticmethod
-    def backward(ctx: Any, a: Tensor | None, b: Tensor | None, c: Tensor | None) -> tuple[Any, ...]:
-        g, x, weight, mean, scale, sum_gx, sum_g = ctx.saved_tensors
-        form, n = ctx.form, x.numel() // x.shape[1]
+    def twice(
+        self,
+        needed: Any,
+        arrived: _Gradients,
+        g: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        mean: Tensor,
+        scale: Tensor,
+        sum_gx: Tensor,
+        sum_g: Tensor,
+    ) -> tuple[Any, ...]:
+        """Return the gradients in g, x and the weight of what arrived at the gradients."""
         if torch.is_grad_enabled():  # for third derivatives, which are torch's
-            return (*form.twice_by_torch(g, x, weight, mean, scale, (a, b, c)), None, None, None)
-        r = scale if form.of_batch else (scale + form.eps).rsqrt()
+            return (*self._by_torch(g, x, weight, mean, scale, arrived), None, None)
+        (a, b, c), n = arrived, x.numel() // x.shape[1]
+        r = scale if self.of_batch else (scale + self.eps).rsqrt()
         gamma_r = r if weight is None else weight * r
 
         def along(channels: Tensor) -> Tensor:
             return channels.view(-1, *[1] * (x.ndim - 2))
 
         a = torch.zeros_like(g) if a is None else a
-        in_g, sum_ax, sum_a = form.gradients(a, x, weight, mean, scale)
+        in_a, (sum_ax, sum_a) = self.gradients(None, a, x, weight, mean, scale)
         inner, in_x = (a * g).transpose(0, 1).flatten(1).sum(1), None
-        centred: Any = x - along(mean) if form.of_batch or b is not None else None
+        in_g: Any = in_a[0]
+        centred: Any = x - along(mean) if self.of_batch or b is not None else None
         if b is not None:
             in_g = in_g.addcmul_(centred, along(b * r))
         if c is not None:
             in_g = in_g.add_(along(c))
-        if not form.of_batch:
+        if not self.of_batch:
             in_x = None if b is None else g * along(b * r)
         else:
             inner = inner - (sum_a * sum_g + sum_ax * sum_gx) / n
@@ -211,7 +195,21 @@ class _NormGradient(Function):
             constant = -(of_a * sum_a + of_g * sum_g) / n
             in_x = centred.mul_(along(of_x * r * r)).add_(along(constant * r))
             in_x = in_x.addcmul_(a, along(of_a * r)).addcmul_(g, along(of_g * r))
-        return in_g, in_x, None if weight is None else r * inner, None, None, None
+        return in_g, in_x, None if weight is None else r * inner, None, None
+
+    def _by_torch(
+        self, g: Tensor, x: Tensor, weight: Tensor | None, first: Tensor, second: Tensor, arrived: _Gradients
+    ) -> list[Tensor | None]:
+        """Return the same with its graph."""
+        leaves = [tensor.view_as(tensor) for tensor in (g, x, weight) if tensor is not None]
+        affine = [] if weight is None else [leaves[2], torch.zeros_like(weight, requires_grad=True)]
+        mean, variance = (None, None) if self.of_batch else (first, second)
+        batch_norm: Any = F.batch_norm
+        y = batch_norm(leaves[1], mean, variance, *affine, training=self.of_batch, eps=self.eps)
+        gradients = torch.autograd.grad(y, [leaves[1], *affine], leaves[0], create_graph=True)
+        products = [(one * other).sum() for one, other in zip(gradients, arrived, strict=False) if other is not None]
+        found = torch.autograd.grad(torch.stack(products).sum(), leaves, create_graph=True, allow_unused=True)
+        return [*found, *[None] * (3 - len(found))]
 
 
 def _batch_norm(
@@ -229,11 +227,11 @@ def _batch_norm(
     plain = plain and (weight is None) == (bias is None) and (weight is None or weight.dtype == x.dtype)
     if not plain or eps <= 0 or torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling():
         return F.batch_norm(x, mean, variance, weight, bias, training, momentum, eps)
-    found: Tensor = _BatchNorm.apply(x, weight, bias, (mean, variance), _Norm(training, eps), momentum)
+    found: Tensor = _Written.apply(_BatchNorm(training, eps, momentum, (mean, variance)), x, weight, bias)
     return found
 
 
-class _ByOwnBatchNorm(TorchFunctionMode):
+class _ByOwnBatchNorm(Mode):
     """Let F.batch_norm be this module's, inside."""
 
     def __torch_function__(
@@ -278,7 +276,7 @@ def put_back(modules: Iterable[nn.Module]) -> None:
         module.__dict__.pop("_conv_forward" if isinstance(module, _CLASSES) else "forward", None)
 
 
-class WrittenOut(TorchFunctionMode):
+class WrittenOut(Mode):
     """Write weight_norm out, inside: the second derivative of torch's kernel in its direction is wrong (2.13).
 
     Torch leaves a mode out while it runs a backward pass, so that weight_norm is another function when activation

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from .. import interrupts
 from .linear_map import LinearMap
 from .linearity import Users
 from .recorder import or_zeros
@@ -49,7 +48,6 @@ class Tail:
         wanted = [*self._edges, *self._front]
 
         def gradients(cotangent: Tensor) -> tuple[Tensor, ...]:  # no method: the graph would be in a cycle, and stay
-            interrupts.check()
             return torch.autograd.grad(outputs, wanted, cotangent, retain_graph=True)
 
         self._send = LinearMap(gradients)
@@ -64,7 +62,6 @@ class Tail:
     def _others(self, front: Sequence[Tensor]) -> Iterator[dict[str, Tensor]]:
         edges: Any = self._front  # torch's annotation knows tensors alone
         for each in zip(*front, strict=True) if self._rest else ():
-            interrupts.check()
             found = torch.autograd.grad(edges, [*self._rest.values()], each, retain_graph=True, allow_unused=True)
             yield {name: or_zeros(one, edge) for (name, edge), one in zip(self._rest.items(), found, strict=True)}
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import Unpack
 
+from .. import interrupts
 from ..errors import FlatnessError, InputError
 from ..messages import check_module
 from ..model import calling, layers, selectors, state, uses
@@ -93,9 +94,10 @@ def reparameterize(
             for part, mode in zip(changed.modules(), modes, strict=True):
                 part.training = mode
             return changed
-        for (_, own), (_, other) in zip(_tensors(module), _tensors(changed), strict=True):
-            if not torch.equal(own, other):
-                own.copy_(other)
+        with interrupts.shielded():
+            for (_, own), (_, other) in zip(_tensors(module), _tensors(changed), strict=True):
+                if not torch.equal(own, other):
+                    own.copy_(other)
         return model
 
 

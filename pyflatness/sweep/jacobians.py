@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from .. import contractions, interrupts
+from .. import contractions
 from ..errors import InputError, NonFiniteError
 from ..model import inputs, layers
 from ..numerics import spectra
@@ -199,7 +199,6 @@ class _Sweep:
             raise self._no_places()
         edges = [edge for place in places for edge in place.edges]
         for cotangent in _identity(run.outputs, run.samples):
-            interrupts.check()
             arrived: tuple[Tensor | None, ...] = (None,) * len(edges)
             if run.outputs.requires_grad:
                 arrived = torch.autograd.grad(run.outputs, edges, cotangent, retain_graph=True, allow_unused=True)

@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .. import interrupts
 from ..contractions import promoted
 from ..hessian import block_traces
 from ..hessian.entries import batch_of
@@ -46,7 +45,6 @@ class PerSampleDiagonal:
         sent = cotangents.prepare(group.outputs, group.targets.detach(), self._loss, group.samples)
 
         def send(cotangent: Tensor) -> tuple[Tensor | None, ...]:
-            interrupts.check()
             return torch.autograd.grad(group.outputs, leaves, cotangent, retain_graph=True, allow_unused=True)
 
         for draw, cotangent, sign in sent.sent(signs, self._numbers, self._most, send):

@@ -22,7 +22,6 @@ from rich.table import Table
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from .. import interrupts
 from ..errors import InputError
 from ..measures.base import Measure
 from ..measures.bounds import NEEDS, NO_GUARANTEE, LayerTerms, NetworkTerms, at_interpolation, mean, product
@@ -430,7 +429,6 @@ def _second(task: Task, *, adaptive: bool) -> tuple[float, float]:
         residuals, samples = (outputs - targets).double().flatten(1), samples + len(outputs)
         for name, weight in theta.items():
             for entry in range(weight.numel()):
-                interrupts.check()
                 scale = float(weight.flatten()[entry]) ** 2 if adaptive else 1.0
                 second = scale * _along(task, batch, theta, name, entry).double().flatten(1)
                 total += float((second * residuals).sum(dim=1).abs().sum())

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import interrupts
 from ..contractions import promoted, promoted_dtype
 from ..errors import InputError
 from ..messages import check_tensor
@@ -63,7 +62,6 @@ def kernel_noise(features: Tensor, rho: float, probes: int, generator: torch.Gen
     """Yield probes of ξ for each feature vector of (…, m), in at least float32; small ones are made together."""
     together = max(1, _TOGETHER // max(1, features.numel()))
     for start in range(0, probes, together):
-        interrupts.check()
         yield from _noise(features.expand(min(together, probes - start), *features.shape), rho, generator)
 
 
@@ -155,7 +153,6 @@ class Perturbed:
         delta = None if call is None else change(call.inputs.detach(), call.output)
         shift = None if delta is None else self._of_outputs(delta)
         for scale in scales:
-            interrupts.check()
             if shift is not None:
                 yield self._outputs.double() + scale * shift
                 continue

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from .. import head, interrupts, losses, tensor_head
+from .. import head, losses, tensor_head
 from ..contractions import product, promoted
 from ..errors import InputError
 from ..losses import risk
@@ -592,7 +592,6 @@ def label_constancy(
         for radius in radii:
             largest = torch.zeros(len(phi), dtype=torch.float64, device=phi.device)
             for draw in range(probes):
-                interrupts.check()
                 moved = phi + radius * _within(phi, generator, on_sphere=draw % 2 == 0)
                 outputs = product(moved, w.t()) + shift
                 each = [

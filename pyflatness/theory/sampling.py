@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .. import interrupts, losses, tensor_head
+from .. import losses, tensor_head
 from ..contractions import product, promoted
 from ..errors import InputError
 from ..losses import Loss, risk
@@ -183,7 +183,7 @@ def representativeness(
     rho = None if rho is None else check_number("rho", rho)
     if test is not None and (not isinstance(test, (tuple, list)) or len(test) != 2):
         raise InputError(f"test={shown(test)}: a pair (features, targets) is wanted")
-    with interrupts.held(), torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         psi = _Head(features, weight, bias, targets, resolved)
         n, m = psi.features.shape
         rho = default_rho(n, m) if rho is None else rho
@@ -209,7 +209,7 @@ def default_rho(samples: int, features: int) -> float:
 def refit(fit: Fit, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return the weight and bias that the user's function finds."""
     check_function("fit", fit, "(features, targets) -> (weight, bias)")
-    with torch.enable_grad(), interrupts.at_once():
+    with torch.enable_grad():
         result = fit(features, targets)
     if not isinstance(result, tuple) or len(result) != 2:
         raise InputError(f"fit: a pair (weight, bias) is wanted, got {type(result).__name__}")
@@ -417,7 +417,7 @@ def authors_representativeness(
     features, targets = check_tensor("features", features), check_tensor("targets", targets)
     if features.ndim == 0:
         raise InputError("features: 2 dimensions are wanted, got shape ()")
-    with interrupts.held(), torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         places = assigned(len(features), folds, seed).to(features.device)
         values = []
         for k in range(folds):
@@ -435,7 +435,6 @@ def _fold(features: Tensor, outputs: Tensor, targets: Tensor, held_out: Tensor, 
     own = float(_losses(loss, outputs[held_out], targets[held_out]).mean())
     total, rows = 0.0, max(1, _PAIRS // len(sample))
     for part, labels in zip(other.split(rows), targets[held_out].split(rows), strict=True):
-        interrupts.check()
         kernel = torch.exp(-torch.cdist(part, sample) / 2) / math.sqrt(2 * math.pi)
         crossed = _losses(
             loss,

@@ -131,7 +131,7 @@ class FlatnessPenalty:
         # The model has the hooks, and these keep tensors.
         weakref.finalize(self, _remove, self._watched, self._norms).atexit = False
         try:
-            with interrupts.held():
+            with interrupts.shielded():
                 for watched in self._watched:
                     watched.hook(self._model)
                 replace(self._norms, in_eval=False)  # in eval mode layouts are read off torch's graph

@@ -23,17 +23,13 @@ def as_found(loader: Any) -> Iterator[None]:
     and draw random numbers of their own. New ones are started for a read.
     """
     parts = _parts(loader)
-    with interrupts.held():
-        depth = interrupts.depth()
+    with interrupts.undone():
         for part in parts:
             interrupts.later(_snapshot(part))
-        try:
-            for part in parts:
-                if isinstance(part, DataLoader) and "_iterator" in vars(part):
-                    part._iterator = None
-            yield
-        finally:
-            interrupts.undo(depth)
+        for part in parts:
+            if isinstance(part, DataLoader) and "_iterator" in vars(part):
+                part._iterator = None
+        yield
 
 
 def _parts(loader: Any) -> list[Any]:

@@ -93,8 +93,8 @@ def track(
         raise InputError(f"history: a History is wanted, got {type(history).__name__} {shown(history)}")
 
     def measured() -> dict[str, Report]:
-        reports, depth = {}, interrupts.depth()
-        try:
+        reports = {}
+        with interrupts.undone():
             for name, module in chosen.items():
                 if isinstance(module, AveragedModel):
                     if not module.n_averaged.item():
@@ -102,8 +102,6 @@ def track(
                     module = module.module
                 with in_eval_mode(module), loaders.as_found(data):
                     reports[name] = measure(module, loss, data, measures=measures, layers=layers, **how)
-        finally:
-            interrupts.undo(depth)
         return reports
 
     return History(history or (), measured)

@@ -70,7 +70,8 @@ class Interrupting:
             self._before[1](found)
 
     def _trace(self, frame, event, argument):
-        if frame.f_globals["__name__"] == __name__ or frame.f_globals["__name__"].startswith("test_"):
+        name = frame.f_globals["__name__"]
+        if name in (__name__, "copyreg") or name.startswith("test_"):  # copyreg has an `except` of everything
             return self._trace
         if event == "line":
             self.seen += 1
