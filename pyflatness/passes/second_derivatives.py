@@ -33,7 +33,7 @@ _CLASSES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-class _Written(Function):
+class _Differentiated(Function):
     """Compute what a form does, whose first and second derivatives are written out."""
 
     @staticmethod
@@ -127,7 +127,7 @@ def _convolved(module: Any, own: Callable[..., Tensor], x: Tensor, weight: Tenso
         return own(x, weight, bias)
     shape = None if bias is None else [*bias.shape]
     form = _Convolution(module.stride, module.padding, module.dilation, module.groups, shape)
-    found: Tensor = _Written.apply(form, x, weight, bias)
+    found: Tensor = _Differentiated.apply(form, x, weight, bias)
     return found
 
 
@@ -227,7 +227,7 @@ def _batch_norm(
     plain = plain and (weight is None) == (bias is None) and (weight is None or weight.dtype == x.dtype)
     if not plain or eps <= 0 or torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling():
         return F.batch_norm(x, mean, variance, weight, bias, training, momentum, eps)
-    found: Tensor = _Written.apply(_BatchNorm(training, eps, momentum, (mean, variance)), x, weight, bias)
+    found: Tensor = _Differentiated.apply(_BatchNorm(training, eps, momentum, (mean, variance)), x, weight, bias)
     return found
 
 

@@ -38,7 +38,7 @@ def test_derivatives_are_those_of_finite_differences(shape, training, affine):
         return torch.tanh(norm(x))
 
     found = norm(x)
-    assert found.grad_fn.name() == "_WrittenBackward"
+    assert found.grad_fn.name() == "_DifferentiatedBackward"
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert torch.autograd.gradcheck(outputs, (x, *norm.parameters()))
     assert torch.autograd.gradgradcheck(outputs, (x, *norm.parameters()))
@@ -125,10 +125,10 @@ def _step(model, penalty):
 def test_a_step_with_a_penalty_is_the_one_by_torchs_own(checkpointed, monkeypatch):
     found = Net(checkpointed).double()
     with pf.FlatnessPenalty(found, ["first", "second.0"], LOSS) as penalty:
-        assert found.norm(found.first(X)).grad_fn.name() == "_WrittenBackward"
+        assert found.norm(found.first(X)).grad_fn.name() == "_DifferentiatedBackward"
         gradients, buffers = _step(found, penalty)
     expected = Net(checkpointed).double()
-    monkeypatch.setattr(second_derivatives._Written, "apply", None)
+    monkeypatch.setattr(second_derivatives._Differentiated, "apply", None)
     with pf.FlatnessPenalty(expected, ["first", "second.0"], LOSS) as penalty:
         second_derivatives.put_back(penalty._norms)
         assert expected.norm(expected.first(X)).grad_fn.name() == "NativeBatchNormBackward0"
