@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pyflatness as pf
 from pyflatness.model.data import Batches
+from support.grid import Net
 
 X, Y = torch.randn(10, 4, generator=torch.Generator().manual_seed(4)), torch.arange(10) % 3
 LOSS = nn.CrossEntropyLoss()
@@ -158,23 +159,21 @@ def test_numbers_of_draws():
 
 
 def test_more_passes_than_are_sensible():
-    class Segments(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.head = nn.Conv2d(1, 2, 1), nn.Conv2d(2, 3, 1)
+    def segments():
+        def forward(net, x):
+            return net.head(torch.relu(net.body(x)))
 
-        def forward(self, x):
-            return self.head(torch.relu(self.body(x)))
+        return Net(forward, body=nn.Conv2d(1, 2, 1), head=nn.Conv2d(2, 3, 1))
 
     images, targets = torch.randn(2, 1, 40, 40), torch.zeros(2, 40, 40).long()
     message = (
         r"3200 backward passes a batch \(1600 loss terms of a sample x 2 columns of the loss's factor\), more than "
         r"max_passes=2048, and about \d+ min \d\d s for each 2 samples by .* pass max_passes=3200 .* or probes="
     )
-    refused(pf.errors.InputError, message, Segments(), data=(images, targets), layer="body")
-    assert pf.relative_flatness(Segments(), LOSS, (images, targets), "body", probes=2).stderr > 0
+    refused(pf.errors.InputError, message, segments(), data=(images, targets), layer="body")
+    assert pf.relative_flatness(segments(), LOSS, (images, targets), "body", probes=2).stderr > 0
     targets[:, 1:] = -100  # a sample's terms that count are few
-    assert pf.relative_flatness(Segments(), LOSS, (images, targets), "body").value > 0
+    assert pf.relative_flatness(segments(), LOSS, (images, targets), "body").value > 0
 
 
 class Mixing(Encoder):

@@ -14,6 +14,7 @@ import pyflatness as pf
 from pyflatness.numerics import choices
 from support import doors
 from support.doors import LOSS, ON_MODELS, ON_TENSORS, X, Y
+from support.grid import Net
 
 
 @contextlib.contextmanager
@@ -76,15 +77,13 @@ def test_truncated_normal_noise():
     assert_same(lambda: pf.theory.truncated_normal_noise(X, 0.1, probes=3))
 
 
-class Smooth(nn.Module):
+def smooth():
     """A convolution, attention-free but curved layers, and a head on every position."""
 
-    def __init__(self):
-        super().__init__()
-        self.conv, self.hidden, self.head = nn.Conv1d(2, 4, 2, groups=2), nn.Linear(4, 5), nn.Linear(5, 3)
+    def forward(net, x):
+        return net.head(torch.tanh(net.hidden(torch.tanh(net.conv(x)).transpose(1, 2)))).transpose(1, 2)
 
-    def forward(self, x):
-        return self.head(torch.tanh(self.hidden(torch.tanh(self.conv(x)).transpose(1, 2)))).transpose(1, 2)
+    return Net(forward, conv=nn.Conv1d(2, 4, 2, groups=2), hidden=nn.Linear(4, 5), head=nn.Linear(5, 3))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +101,7 @@ class Smooth(nn.Module):
     ids=str,
 )
 def test_all_measures_of_a_curved_network(options):
-    model, x, y = Smooth().eval(), torch.randn(6, 2, 4), torch.randint(3, (6, 3))
+    model, x, y = smooth().eval(), torch.randn(6, 2, 4), torch.randint(3, (6, 3))
     assert_same(lambda: pf.measure(model, LOSS, (x, y), **{"measures": "sweep", **options}))
 
 
@@ -151,18 +150,9 @@ def test_every_tensor_that_is_made_says_where_and_of_what():
     assert not missing, "\n".join(missing)
 
 
-class TwoWays(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = nn.Linear(4, 3), nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.one(x) + self.other(x)
-
-
 def test_the_largest_of_values_that_agree_to_nine_digits():
     """Both layers have the same trace, and weights of one shape, so that the second's |w|² Tr(H) is 2e-9 larger."""
-    model = TwoWays().double()
+    model = Net(lambda net, x: net.one(x) + net.other(x), one=nn.Linear(4, 3), other=nn.Linear(4, 3)).double()
     with torch.no_grad():
         model.other.weight.copy_(model.one.weight * (1 + 1e-9))
     report = pf.measure(model, LOSS, (X.double(), Y), measures=["scaled_trace", "largest_scaled_trace"])

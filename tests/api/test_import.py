@@ -1,12 +1,15 @@
 """`import pyflatness` takes no time, and the public names are found when they are asked for."""
 
 import dataclasses
+import importlib.metadata
 import inspect
+import re
 import subprocess
 import sys
 import typing
 
 import pyflatness as pf
+from support import ROOT
 from support.public import CALLS
 
 
@@ -67,3 +70,17 @@ def test_every_public_module_says_what_is_public_in_it():
         if inspect.ismodule(module):
             assert module.__all__ == sorted(module.__all__)
             assert all(hasattr(module, each) for each in module.__all__)
+
+
+# --- the release ------------------------------------------------------------------------------------------------------
+
+
+def test_there_is_one_version() -> None:
+    assert importlib.metadata.version("pyflatness") == pf.__version__
+    assert f"\nversion: {pf.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+
+
+def test_the_changelog_begins_with_it() -> None:
+    newest = re.search(r"^## (\S+) \((.*)\)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert newest is not None
+    assert (newest[1] + ".dev0" if newest[2] == "unreleased" else newest[1]) == pf.__version__

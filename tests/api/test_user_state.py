@@ -1,6 +1,7 @@
 """What a measurement must leave alone: the user's model, its gradients, modes and buffers, and the random state."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 import pyflatness as pf
 from support import doors
 from support.combinations import every, in_soak
-from support.public_calls import CALLS, batches
+from support.public_calls import CALLS, batches, network
 from support.residual import X as IMAGES
 from support.residual import Y as LABELS
 from support.residual import residual
@@ -63,6 +64,7 @@ OF_IMAGES = {  # calls on a residual network of convolutions
 }
 OF_ROWS = {
     **CALLS,
+    "measure, adaptive": _measured(measures="trace", rtol=0.1, curvature="ggn"),
     "relative_flatness, std": lambda *arguments, **more: pf.relative_flatness(*arguments, normalize="std", **more),
     "relative_flatness, reference": lambda *arguments, **more: pf.relative_flatness(
         *arguments, per_sample=True, backend="reference", **more
@@ -345,3 +347,31 @@ def test_eval_is_for_all_models_that_are_scored():
         expected = pf.measure(copy.deepcopy(model).eval(), doors.LOSS, (doors.X, doors.Y))
         assert scores[name, "relative_flatness"].value == expected["relative_flatness"].value
     assert "or pass eval=True" in pf.score(models, doors.LOSS, (doors.X, doors.Y)).errors["a"]
+
+
+# --- nothing stays alive ----------------------------------------------------------------------------------------------
+
+
+DATA = batches(samples=3, size=3)
+
+
+def loss(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets)
+
+
+def tensors():
+    gc.collect()
+    return sum(issubclass(type(held), torch.Tensor) for held in gc.get_objects())
+
+
+@pytest.mark.usefixtures("new_objects")
+@pytest.mark.parametrize(("few", "more"), [(2, 2), pytest.param(5, 45, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("call", CALLS)
+def test_many_calls_leave_no_more_tensors_than_few(call, few, more):
+    net = network()
+    for _ in range(few):
+        CALLS[call](net, loss, DATA)
+    before = tensors()
+    for _ in range(more):
+        CALLS[call](net, loss, DATA)
+    assert tensors() <= before

@@ -11,23 +11,17 @@ import torch
 from scipy import stats
 
 import pyflatness as pf
-from pyflatness import cli
 from pyflatness.cli import demo, doctor, output
 from pyflatness.contractions.backends import compiled, cuda
 from pyflatness.statistics.coefficients import STATISTICS
 from pyflatness.statistics.correlation import correlation
+from support.score_runs import status
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "pyflatness", *arguments], capture_output=True, text=True, encoding="utf-8", check=False
     )
-
-
-def _status(*arguments: str) -> object:
-    with pytest.raises(SystemExit) as exit_:
-        cli.main(arguments)
-    return str(exit_.value) if str(exit_.value).startswith("Error: ") else exit_.value.code or 0
 
 
 def test_doctor_in_a_process() -> None:
@@ -50,9 +44,9 @@ def test_doctor_in_a_process() -> None:
 
 
 def test_version_and_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _status("--version") == 0
+    assert status("--version") == 0
     assert capsys.readouterr().out == f"pyflatness, version {pf.__version__}\n"
-    assert _status("docter") == 2
+    assert status("docter") == 2
     assert "docter" in capsys.readouterr().err
 
 
@@ -88,19 +82,17 @@ def test_self_check_heads_are_flat_and_peaked() -> None:
 
 
 @pytest.mark.parametrize("wrong", [1 + 2e-5, math.nan])
-def test_doctor_fails_on_wrong_numbers(
-    wrong: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_fails_on_wrong_numbers(wrong, monkeypatch, capsys):
     right = doctor.SoftmaxVariance.__call__
     monkeypatch.setattr(doctor.SoftmaxVariance, "__call__", lambda self, features: right(self, features) * wrong)
     assert not any(check.ok for check in doctor.self_check())
-    assert _status("doctor") == 1
+    assert status("doctor") == 1
     assert "FAILED" in capsys.readouterr().out
 
 
 def test_doctor_without_compiled_kernels(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(compiled, "missing", "the compiled kernels are not here [for a test]")
-    assert _status("doctor") == 0
+    assert status("doctor") == 0
     out = capsys.readouterr().out
     assert "Warning" in out
     assert "not here" in out
@@ -111,18 +103,16 @@ def test_doctor_without_compiled_kernels(monkeypatch: pytest.MonkeyPatch, capsys
 @pytest.mark.parametrize("missing", ["sklearn", "matplotlib"])
 def test_demo_without_its_extra(missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    message = str(_status("demo", "--out", str(tmp_path / "out")))
+    message = str(status("demo", "--out", str(tmp_path / "out")))
     assert message == f"Error: the demo needs {missing}: pip install 'pyflatness[demo]'"
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("path", ["file", "file/below"])
-def test_demo_refuses_an_unwritable_folder_before_training(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_demo_refuses_an_unwritable_folder_before_training(path, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setattr(demo, "digits", lambda seed: pytest.fail("work began"))
-    assert str(_status("demo", "--out", str(tmp_path / path))).startswith(f"Error: --out {tmp_path / path}: ")
+    assert str(status("demo", "--out", str(tmp_path / path))).startswith(f"Error: --out {tmp_path / path}: ")
 
 
 def test_the_folder_is_tried_and_left_empty(tmp_path: Path) -> None:

@@ -52,18 +52,14 @@ def _printed(command: Callable[[], object], width: int, monkeypatch, capsys) -> 
     ],
     ids=["layers", "measures", "doctor", "environment", "demo", "score"],
 )
-def test_nothing_is_cut_off_on_a_narrow_terminal(
-    command: Callable[[], object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_cut_off_on_a_narrow_terminal(command, monkeypatch, capsys):
     wide = _printed(command, 400, monkeypatch, capsys)
     assert sum(wide.values()) > 20
     for width in (80, 40, 20):
         assert _printed(command, width, monkeypatch, capsys) == wide
 
 
-def test_a_file_or_pipe_has_lines_of_one_width(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_or_pipe_has_lines_of_one_width(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "20")
     output.show_rows([SCORED])
     out = capsys.readouterr().out

@@ -6,22 +6,16 @@ import re
 import pytest
 
 import pyflatness as pf
-from pyflatness import cli
 from pyflatness.cli import measures
 from pyflatness.measures import MEASURES
 from support import ROOT
+from support.score_runs import status
 
 WRITE = "docs/measures.md is not what the measures say; run: pyflatness measures --markdown > docs/measures.md"
 
 
-def _status(*arguments: str) -> object:
-    with pytest.raises(SystemExit) as exit_:
-        cli.main(arguments)
-    return exit_.value.code or 0
-
-
 def test_measures_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _status("measures") == 0
+    assert status("measures") == 0
     out = capsys.readouterr().out
     for measure in MEASURES:
         assert measure.name in out
@@ -34,18 +28,18 @@ def test_the_page_of_measures_is_up_to_date(capsys: pytest.CaptureFixture[str]) 
     titles = [name for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("## ")
         for name in line[3:].split(", ")]  # fmt: skip
     assert sorted(titles) == sorted(measure.name for measure in MEASURES), WRITE
-    assert _status("measures", "--markdown") == 0
+    assert status("measures", "--markdown") == 0
     assert path.read_text(encoding="utf-8") == capsys.readouterr().out, WRITE
 
 
 def test_the_table_to_choose_by_is_that_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs" / "which-measure.md").read_text(encoding="utf-8")
     table = "".join(line for line in page.splitlines(keepends=True) if line.startswith("|"))
-    assert _status("measures", "--help-me-choose", "--markdown") == 0
+    assert status("measures", "--help-me-choose", "--markdown") == 0
     assert capsys.readouterr().out == table, (
         "the table of docs/which-measure.md is another; run: pyflatness measures --help-me-choose --markdown"
     )
-    assert _status("measures", "--help-me-choose") == 0
+    assert status("measures", "--help-me-choose") == 0
     shown = capsys.readouterr().out
     for choice in measures.CHOICES:
         assert {*choice[0].split()} <= {*shown.split()}  # cells are folded

@@ -93,9 +93,7 @@ def test_files_without_checksums_are_read(tiny: str) -> None:
     assert _equal(checkpoints.read(path).state, state)
 
 
-def test_names_reach_terminal_and_table_as_text(
-    tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_reach_terminal_and_table_as_text(tiny, monkeypatch, capsys):
     monkeypatch.chdir(Path(tiny).parent)
     for name in HOSTILE:
         save_file(tiny_net(tiny, 0, "Odd").state_dict(), name)

@@ -62,9 +62,7 @@ def test_a_model_and_texts(folder: Path, data: str, tmp_path: Path) -> None:
         assert float(row["value"]) == pytest.approx(report[key].value, rel=1e-6)
 
 
-def test_checkpoints_of_a_model_in_a_store(
-    folder: Path, data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_checkpoints_of_a_model_in_a_store(folder, data, tmp_path, capsys):
     """Files, and an index of shards; a folder that was moved is the same model."""
     for seed in (1, 2):
         word_models.saved(tmp_path / "runs" / str(seed), seed, **({"max_shard_size": "3KB"} if seed == 2 else {}))
@@ -88,9 +86,7 @@ def test_checkpoints_of_a_model_in_a_store(
         assert found[name] == pytest.approx(pf.relative_flatness(word_models.llama(seed), data=batches).value, rel=1e-6)
 
 
-def test_too_many_passes_are_refused_before_anything_is_measured(
-    folder: Path, data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_many_passes_are_refused_before_anything_is_measured(folder, data, tmp_path, capsys):
     out, given = tmp_path / "out.csv", ("--model", f"hf:{folder}", "--data", data)
     assert status("score", *given, "--max-passes", "50", "--out", str(out)) == 2
     said = " ".join(capsys.readouterr().err.split())
@@ -135,9 +131,7 @@ def test_workers_make_the_model_and_its_tokens_by_themselves(folder: Path, data:
     assert found["2"] == found["serial"]
 
 
-def test_what_cannot_be_done(
-    folder: Path, data: str, tmp_path: Path, tiny: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_done(folder, data, tmp_path, tiny, capsys):
     def refusal(*arguments: str) -> str:
         assert status("score", *arguments, "--store", str(tmp_path / "runs.sqlite")) != 0
         assert not (tmp_path / "runs.sqlite").exists()

@@ -90,9 +90,7 @@ class Slow(Tiny):
 
 
 @every(together=1, number=[signal.SIGINT, signal.SIGTERM], executor=["serial", "processes"])
-def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(
-    executor: str, number: signal.Signals, tiny: str, store: Path
-) -> None:
+def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(executor, number, tiny, store):
     Path(tiny).with_name("slow.py").write_text(SLOW)
     files = [str(saved(tiny, seed, f"{seed}.safetensors")) for seed in range(12)]
     arguments = ["--model", "slow.py:Slow", "--data", "slow.py:data", "--loss", "cross_entropy", "--store", str(store)]
@@ -116,9 +114,7 @@ def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_before_the_first_unit_is_one_too(
-    number: signal.Signals, tiny: str, store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_before_the_first_unit_is_one_too(number, tiny, store, monkeypatch):
     monkeypatch.setattr(keys, "of_file", lambda path: signal.raise_signal(number))
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     assert run(tiny, saved(tiny, 0, "0.safetensors")) == 130
@@ -249,9 +245,7 @@ checkpoints: ['{file.parent}/*.safetensors']
         (["--config", "{folder}/none.yaml"], "cannot be read"),
     ],
 )
-def test_commands_that_do_not_fit(
-    options: list[str], words: str, tiny: str, store: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_that_do_not_fit(options, words, tiny, store, capsys):
     store.with_name("bad.yaml").write_text("modle: x")
     store.with_name("list.yaml").write_text("- x")
     file = saved(tiny, 0, "a.safetensors")

@@ -2,15 +2,11 @@
 
 from pathlib import Path
 
-import pytest
-
-from pyflatness import cli
 from pyflatness.scoring import specs
+from support.score_runs import status
 
 
-def test_a_model_in_a_package_of_the_working_directory(
-    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_in_a_package_of_the_working_directory(tiny, tmp_path, monkeypatch, capsys):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "inner.py").write_text(
         "import functools, torch\n"
@@ -21,22 +17,17 @@ def test_a_model_in_a_package_of_the_working_directory(
     )
     monkeypatch.chdir(tmp_path)
 
-    def layers(*arguments: str) -> object:
-        with pytest.raises(SystemExit) as exit_:
-            cli.main(["layers", "--model", *arguments])
-        return exit_.value.code or 0
-
-    assert layers("package.inner:Nets.convolution", "--model-args", '{"kernel_size": 1}') == 0
+    assert status("layers", "--model", "package.inner:Nets.convolution", "--model-args", '{"kernel_size": 1}') == 0
     out = capsys.readouterr().out
     assert "(the model)" in out
     assert "Conv2d" in out
     assert "7 × 3" in out
-    assert layers("package.inner:lazy") == 0
+    assert status("layers", "--model", "package.inner:lazy") == 0
     out = capsys.readouterr().out
     assert "6 × 3" in out
     assert "LazyLinear" in out
     assert "4 × 3" not in out
-    assert layers("package.inner:Nets.convolution", "--model-args", '{"kernel_size": 3}') == 0
+    assert status("layers", "--model", "package.inner:Nets.convolution", "--model-args", '{"kernel_size": 3}') == 0
     assert "7 × 27" in capsys.readouterr().out
 
 

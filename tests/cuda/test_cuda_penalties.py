@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import pyflatness as pf
+from support.grid import Net
 from support.on_cuda import on_a_gpu, random_states
 
 pytestmark = on_a_gpu
@@ -105,15 +106,9 @@ def test_compiled(cuda_device):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-8, atol=1e-12)
 
 
-class Tokens(nn.Module):
+def tokens(net, x):
     """A layer on tokens in front of a smooth mixing of them."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.head = nn.Linear(3, 5), nn.Linear(5, D)
-
-    def forward(self, x):
-        return self.head((torch.tanh(self.layer(x)).cumsum(1) ** 2).mean(1))
+    return net.head((torch.tanh(net.layer(x)).cumsum(1) ** 2).mean(1))
 
 
 def behind(layer, *size):
@@ -129,7 +124,7 @@ def normalised():
 
 LAYERS = {
     "vectors": lambda: behind(nn.Linear(6, 5), 6),
-    "tokens": lambda: (Tokens(), (7, 3), "layer"),
+    "tokens": lambda: (Net(tokens, layer=nn.Linear(3, 5), head=nn.Linear(5, D)), (7, 3), "layer"),
     "convolution": lambda: behind(nn.Conv2d(2, 3, 3, padding=1), 2, 5, 5),
     "strided, grouped": lambda: behind(nn.Conv2d(4, 6, (2, 3), stride=2, groups=2, padding=(1, 0)), 4, 5, 5),
     "circular": lambda: behind(nn.Conv2d(1, 2, 3, padding=1, padding_mode="circular"), 1, 4, 4),
@@ -191,16 +186,10 @@ def test_signs_are_of_the_outputs_device(cuda_device):
     assert all(map(torch.equal, random_states(), states))
 
 
-class Checkpointed(nn.Module):
+def checkpointed(net, x):
     """A network whose middle is computed again in the backward pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.middle, self.last = nn.Linear(M, 8), nn.Linear(8, 8), nn.Linear(8, D)
-
-    def forward(self, x):
-        h = torch.relu(self.first(x))
-        return self.last(checkpoint(lambda h: torch.relu(self.middle(h)), h, use_reentrant=False))
+    h = torch.relu(net.first(x))
+    return net.last(checkpoint(lambda h: torch.relu(net.middle(h)), h, use_reentrant=False))
 
 
 @pytest.mark.parametrize("layer", ["first", "middle", "last"])
@@ -208,7 +197,7 @@ class Checkpointed(nn.Module):
 def test_training_steps(cuda_device, layer, dtype):
     """With autocast and a scaler of gradients, checkpointing, clipping: finite, and the curvature falls."""
     torch.manual_seed(0)
-    net = Checkpointed().to(cuda_device)
+    net = Net(checkpointed, first=nn.Linear(M, 8), middle=nn.Linear(8, 8), last=nn.Linear(8, D)).to(cuda_device)
     x, y = torch.randn(64, M, device=cuda_device), torch.randint(D, (64,), device=cuda_device)
     loss, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler(cuda_device.type, enabled=dtype is torch.float16, init_scale=2.0**10)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim.swa_utils import update_bn
 
 import pyflatness as pf
+from support.grid import Net
 from support.unchanged import assert_unchanged, snapshot
 
 LOSS = nn.CrossEntropyLoss()
@@ -80,21 +81,14 @@ def test_against_a_loop(refresh, dtype, tolerance):
 
 
 def test_a_norm_that_is_called_twice_counts_both_calls():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.norm, self.idle, self.head = (
-                nn.Linear(4, 4),
-                nn.BatchNorm1d(4),
-                nn.BatchNorm1d(4),
-                nn.Linear(4, 3),
-            )
+    def twice():
+        def forward(net, x):
+            return net.head(net.norm(torch.relu(net.norm(net.body(x)))))
 
-        def forward(self, x):
-            return self.head(self.norm(torch.relu(self.norm(self.body(x)))))
+        return Net(forward, body=nn.Linear(4, 4), norm=nn.BatchNorm1d(4), idle=nn.BatchNorm1d(4), head=nn.Linear(4, 3))
 
     torch.manual_seed(0)
-    one, other = (Twice().double().eval() for _ in range(2))
+    one, other = (twice().double().eval() for _ in range(2))
     x, y = torch.randn(12, 4).double(), torch.arange(12) % 3
     held = [(x[:5], y[:5]), (x[5:], y[5:])]
     expected = copy.deepcopy(other)

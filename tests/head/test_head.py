@@ -23,6 +23,7 @@ from support.cases import (
     to,
 )
 from support.combinations import ENGINES, every
+from support.grid import Net
 
 
 @every(engine=ENGINES, name=[*LOSSES], dtype=[torch.float32, torch.float64])
@@ -164,18 +165,16 @@ def test_probability_targets_of_pixels(engine):
     check_model(Pixels(), loss, torch.randn(2, 2, 3, 2), targets, "head", engine, 2)
 
 
-class Squeezed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 1)
+def squeezed():
+    def forward(net, x):
+        return net.head(torch.relu(net.body(x))).squeeze(-1)
 
-    def forward(self, x):
-        return self.head(torch.relu(self.body(x))).squeeze(-1)
+    return Net(forward, body=nn.Linear(3, 4), head=nn.Linear(4, 1))
 
 
 @pytest.mark.parametrize("loss", [nn.BCEWithLogitsLoss(pos_weight=torch.tensor(3.0)), nn.MSELoss()])
 def test_one_output_squeezed_away(engine, loss):
-    check_model(Squeezed(), loss, torch.randn(5, 3), torch.tensor([0.0, 1, 1, 0, 1]), "head", engine, 5)
+    check_model(squeezed(), loss, torch.randn(5, 3), torch.tensor([0.0, 1, 1, 0, 1]), "head", engine, 5)
 
 
 def test_positions_of_tensors(engine):
@@ -283,14 +282,9 @@ def test_batches_without_positions_add_nothing():
 
 
 def test_pos_weight_of_a_squeezed_output():
-    class Steps(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head = nn.Linear(5, 1)
+    def steps(net, x):
+        return net.head(x).squeeze(-1)
 
-        def forward(self, x):
-            return self.head(x).squeeze(-1)
-
-    model, x, y = Steps().double(), torch.randn(4, 7, 5).double(), torch.rand(4, 7).double()
+    model, x, y = Net(steps, head=nn.Linear(5, 1)).double(), torch.randn(4, 7, 5).double(), torch.rand(4, 7).double()
     loss = nn.BCEWithLogitsLoss(pos_weight=torch.rand(7).double())
     assert pf.relative_flatness(model, loss, (x, y)).value == pytest.approx(truth.of_model(model, loss, x, y, "head"))

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import pyflatness as pf
 from pyflatness.hessian import row_blocks
 from support.functions import Opaque, Relu, network
-from support.grid import CASES
+from support.grid import CASES, Net
 from support.networks import mlp
 
 CASE = CASES["mlp Tanh"]
@@ -204,15 +204,10 @@ def test_transposed_weights():
 
 
 def test_compiled_models_and_keyword_calls():
-    class Keywords(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(5, 6).double(), nn.Linear(6, 4).double()
+    def keywords(net, x):
+        return net.b(input=torch.tanh(net.a(input=x)))
 
-        def forward(self, x):
-            return self.b(input=torch.tanh(self.a(input=x)))
-
-    model = Keywords().eval()
+    model = Net(keywords, a=nn.Linear(5, 6).double(), b=nn.Linear(6, 4).double()).eval()
     plain = nn.Sequential(model.a, nn.Tanh(), model.b).eval()
     expected = pf.measure(plain, LOSS, (X, Y), measures=MEASURES)
     found = pf.measure(torch.compile(model, backend="eager"), LOSS, (X, Y), measures=MEASURES)

@@ -13,7 +13,7 @@ from pyflatness.contractions.factor import gram_factor
 from pyflatness.hessian import block_traces
 from pyflatness.losses.custom import CustomLoss
 from pyflatness.numerics.signs import Signs
-from pyflatness.passes import cotangents
+from pyflatness.passes import cotangents, layer_form
 from support import known_stderr, truth
 from support.grid import batches
 from support.many_samples import seeded
@@ -177,3 +177,26 @@ def test_a_ggn_value_of_one_column_is_the_hessian_s_where_the_model_is_linear(ac
         assert [report[key].stderr for key in (("0", "trace"), ("2", "trace"), "trace")] == [None] * 3
         linear = activation is nn.ReLU
         assert [report[key].exact for key in (("0", "trace"), ("2", "trace"), "trace")] == [linear, True, linear]
+
+
+# --- the loss's factor is taken once ----------------------------------------------------------------------------------
+
+
+def test_the_factor_of_a_weight_is_made_once(monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(9, 4), nn.Tanh(), nn.Linear(4, 3)).double().eval()
+    x, y = torch.randn(12, 9).double(), torch.arange(12) % 3
+    made = []
+
+    def counted(weight):
+        made.append(weight)
+        return gram_factor(weight)
+
+    gram_factor = layer_form.gram_factor
+    monkeypatch.setattr(layer_form, "gram_factor", counted)
+    batches = list(zip(x.split(3), y.split(3), strict=True))
+    value = pf.relative_flatness(model, nn.CrossEntropyLoss(), batches, "0")
+    assert value.method == "hessian"
+    assert len(made) == 1
+    whole = pf.relative_flatness(model, nn.CrossEntropyLoss(), (x, y), "0")
+    assert abs(value.value - whole.value) <= 1e-12 * abs(whole.value)

@@ -4,13 +4,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.data import DataLoader
 
 import pyflatness as pf
 from pyflatness import losses
 from pyflatness.losses import auto, risk
 from pyflatness.model import calling
-from support import truth
-from support.hugging_face import FAMILIES, MORE, more
+from support import truth, word_models
+from support.hugging_face import FAMILIES, LENGTH, MORE, more
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -154,3 +155,125 @@ def test_sequences_of_a_loss_of_ones_own_are_shifted_too():
         return torch.nn.functional.cross_entropy(outputs, targets.clamp(0), reduction="sum") / len(outputs)
 
     assert pf.relative_flatness(net, loss, [batch], "lm_head", probes=2).samples == 3
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+LAYER = "qa_outputs"
+
+
+def answers():
+    net, batch = FAMILIES["BERT, answers"]()
+    return net.double(), batch
+
+
+def hessian_value(net, batches, terms):
+    """Return κ of the layer by the dense Hessian of the model's own losses, with each batch's number of terms."""
+    weight = net.get_submodule(LAYER).weight
+
+    def risk(matrix):
+        values = [
+            torch.func.functional_call(net, {f"{LAYER}.weight": matrix}, (), batch, tie_weights=False).loss
+            for batch in batches
+        ]
+        return sum(value * count for value, count in zip(values, terms, strict=True)) / sum(terms)
+
+    return truth.relative_flatness_of(truth.hessian(risk, weight.detach()), weight.detach())
+
+
+def test_values_are_of_the_models_own_loss_over_batches_of_several_lengths():
+    net, batch = answers()
+    first, second = ({key: part[some] for key, part in batch.items()} for some in (slice(0, 1), slice(1, 3)))
+    second = {key: part[:, :4] if part.ndim == 2 else part for key, part in second.items()}
+    found = pf.relative_flatness(net, data=[first, second], layer=LAYER)
+    assert found.exact
+    assert found.value == pytest.approx(hessian_value(net, [first, second], [2, 4]), rel=1e-6)
+    report = pf.measure(net, data=[batch], probes=2, curvature="ggn", measures="relative_flatness")
+    assert LAYER in report.layers
+
+
+def test_positions_behind_the_text_are_ignored():
+    """Of the mean of both parts the model has the whole batch's; all terms count alike here."""
+    net, batch = answers()
+    batch["end_positions"] = torch.tensor([4, LENGTH, 3])
+    batch["start_positions"] = torch.tensor([1, LENGTH + 2, 3])
+    found = pf.relative_flatness(net, data=[batch], layer=LAYER)
+    assert found.value == pytest.approx(hessian_value(net, [batch], [4]), rel=1e-6)
+
+
+def test_batches_without_positions_are_told_what_is_missing():
+    net, batch = answers()
+    del batch["end_positions"]
+    with pytest.raises(pf.errors.InputError, match="'start_positions' and 'end_positions', one number for each sample"):
+        pf.measure(net, data=[batch])
+    labelled = {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
+    with pytest.raises(pf.errors.InputError, match="there are input_ids, labels"):
+        pf.measure(net, data=[labelled])
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+TEXTS = ["the cat sat on the mat", "a dog ran", "it was happy and then the cat ran under the hill"]
+
+
+def test_batches_of_a_tokenizer_and_of_a_collator():
+    """Padding is left out, by the mask or by the collator's labels; so it makes no difference how texts are batched."""
+    net, tokenizer = word_models.llama().double(), word_models.tokenizer()
+    tokenizer.pad_token = "<unk>"
+    encoded = tokenizer(TEXTS, padding=True, return_tensors="pt")
+    assert isinstance(encoded, transformers.BatchEncoding)
+    expected = pf.relative_flatness(net, data=[encoded]).value
+    collator = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    loader = DataLoader([tokenizer(text) for text in TEXTS], batch_size=2, collate_fn=collator)
+    assert pf.relative_flatness(net, data=loader).value == pytest.approx(expected, rel=1e-9)
+    alone = [tokenizer([text], return_tensors="pt") for text in TEXTS]
+    assert pf.relative_flatness(net, data=alone).value == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_vocabulary_whose_logits_are_not_made():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    net = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=3000, **sizes)).eval()
+    data = [{"input_ids": torch.randint(3000, (4, 5), generator=torch.Generator().manual_seed(0))}]
+    features = net.model(data[0]["input_ids"]).last_hidden_state[:, :-1].detach()
+    expected = pf.head_flatness(features, net.lm_head.weight).value
+    assert pf.relative_flatness(net, data=data).value == pytest.approx(expected, rel=1e-5)
+    scores = pf.score({"a": net}, data=data, layers="lm_head")
+    assert scores["a", "relative_flatness"].value == pytest.approx(expected, rel=1e-5)
+
+
+def test_one_sample_is_enough_where_logits_are_many(monkeypatch):
+    net, sizes = word_models.llama(), []
+    handle = net.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    batch = {"input_ids": torch.ones(3, 4, dtype=torch.int64)}
+    auto.of_model(net, batch)
+    monkeypatch.setattr(auto, "_MOST_LOGITS", 2 * 4 * net.config.vocab_size - 1)
+    auto.of_model(net, batch)
+    handle.remove()
+    assert sizes == [2, 2, 1, 1]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+def test_the_model_inside_of_peft():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    net = word_models.llama()
+    data = [{"input_ids": torch.arange(12).view(2, 6)}]
+    expected = pf.relative_flatness(net, data=data).value
+    wrapped = peft.get_peft_model(net, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])).eval()
+    found = pf.relative_flatness(wrapped, data=data, layer="base_model.model.lm_head")
+    assert found.value == pytest.approx(expected, rel=1e-6)
+
+
+def test_labels_of_tokens_in_a_tuple_are_refused_with_what_to_pass():
+    tokens = torch.ones(2, 3, dtype=torch.int64)
+    with pytest.raises(pf.errors.InputError, match=r'pass mappings, as data=\[\{"input_ids": tokens\}\]'):
+        pf.measure(word_models.llama(), data=(tokens, tokens))
+
+
+def test_without_data():
+    with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'data'; .* by name, data="):
+        pf.measure(word_models.llama(), [{"input_ids": torch.ones(2, 3, dtype=torch.int64)}])

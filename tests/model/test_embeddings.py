@@ -11,47 +11,6 @@ from support.layer_kinds import CASES, WORDS
 LOSS, Y = nn.CrossEntropyLoss(), torch.tensor([0, 2, 1])
 
 
-def classifier(embed):
-    return Net(lambda net, x: net.head(net.embed(x).relu().flatten(1)[:, :3]), embed=embed, head=nn.Linear(3, 3))
-
-
-def offsets(net, x):
-    starts = torch.arange(len(x)) * x.shape[1]
-    return net.head(net.embed(x.flatten(), starts))
-
-
-def bags_by_offsets():
-    return Net(offsets, embed=nn.EmbeddingBag(7, 3), head=nn.Linear(3, 3)).double()
-
-
-@pytest.mark.parametrize(
-    ("embed", "why"),
-    [
-        (nn.Embedding(7, 3, max_norm=1.0), r"Embedding and changes its weight in its forward pass \(max_norm=\)"),
-        (nn.EmbeddingBag(7, 3, mode="max"), r"EmbeddingBag and takes maxima over its bags \(mode='max'\)"),
-        (nn.EmbeddingBag(7, 3, max_norm=1.0), r"EmbeddingBag and changes its weight"),
-    ],
-)
-def test_what_is_not_a_matrix_is_named_and_left_out_of_all_layers(embed, why):
-    model = classifier(embed).double()
-    with pytest.raises(pf.errors.InputError, match=rf"layer 'embed' is of type {why}.*choose other layers"):
-        pf.measure(model, LOSS, (WORDS, Y), layers="embed", measures="trace")
-    report = pf.measure(model, LOSS, (WORDS, Y), measures="trace")
-    assert report.layers == ("head",)
-    assert [*report.uncovered] == ["embed.weight"]
-    assert not report["trace"].exact
-
-
-def test_bags_by_offsets_are_left_out_and_said_to_be():
-    with pytest.raises(
-        pf.errors.InputError, match=r"'embed' did not run .* offsets=, and not as .* cannot be told apart by sample"
-    ):
-        pf.measure(bags_by_offsets(), LOSS, (WORDS, Y), layers="embed", measures="trace")
-    report = pf.measure(bags_by_offsets(), LOSS, (WORDS, Y), measures="trace")
-    assert report.layers == ("head",)
-    assert [*report.uncovered] == ["embed.weight"]
-
-
 def relative(net, x):
     """Codes of pairs of positions, with heads in front, as T5 has them: there is no place for samples."""
     codes = net.bias(torch.arange(4)[:, None] - torch.arange(4) + 3).permute(2, 0, 1)

@@ -40,6 +40,8 @@ def detached(net, x):
 REASONS = {
     "max_norm": (lambda: lookup(nn.Embedding(7, 3, max_norm=1.0)), "embed.weight",
         "its Embedding changes its weight in its forward pass (max_norm=)"),
+    "max_norm of bags": (lambda: lookup(nn.EmbeddingBag(7, 3, max_norm=1.0)), "embed.weight",
+        "its EmbeddingBag changes its weight in its forward pass (max_norm=)"),
     "maxima": (lambda: lookup(nn.EmbeddingBag(7, 3, mode="max")), "embed.weight",
         "its EmbeddingBag takes maxima over its bags (mode='max')"),
     "offsets": (lambda: Net(by_offsets, embed=nn.EmbeddingBag(7, 3), head=nn.Linear(3, 3)), "embed.weight",
@@ -55,12 +57,25 @@ REASONS = {
 }  # fmt: skip
 
 
+REFUSED = {  # what is said where the layer is named
+    "max_norm": r"of type Embedding and changes its weight in its forward pass \(max_norm=\).*choose other layers",
+    "max_norm of bags": "of type EmbeddingBag and changes its weight",
+    "maxima": r"of type EmbeddingBag and takes maxima over its bags \(mode='max'\).*choose other layers",
+    "offsets": "'embed' did not run .* offsets=, and not as .* cannot be told apart by sample",
+}
+
+
 @pytest.mark.parametrize("what", REASONS)
 def test_the_reason_is_there(what):
     make, name, reason = REASONS[what]
     report = pf.measure(make().double(), LOSS, (WORDS, Y), measures="trace")
     assert report.why_uncovered == {name: reason}
     assert [*report.uncovered] == [name]
+    assert not report["trace"].exact
+    if what in REFUSED:
+        assert report.layers == ("head",)
+        with pytest.raises(pf.errors.InputError, match=REFUSED[what]):
+            pf.measure(make().double(), LOSS, (WORDS, Y), layers="embed", measures="trace")
     assert reason in str(report).replace("\n", " ") or reason[:40] in str(report)
 
 

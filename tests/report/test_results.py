@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import pyflatness as pf
+from pyflatness import progress
 from pyflatness.curvature.quadratic import Quadratic
 
 TABLE = {"depth": [2, 2, 4, 4], "rate": [0.1, 0.3, 0.1, 0.3], "kappa": [1, 2, 4, 3], "gap": [5, 6, 7, 8]}
@@ -41,3 +42,29 @@ def test_tensors_and_what_results_hold_become_lists_and_dicts(tmp_path: Path) ->
     assert json.loads(landscape.to_json(tmp_path / "landscape.json")) == found
     assert json.loads((tmp_path / "landscape.json").read_text()) == found
     assert repr(landscape) == str(landscape)
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that goes on by 12 seconds whenever it is read."""
+    seconds = iter(range(0, 10_000, 12))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(seconds)))
+
+
+def test_a_log_gets_a_line_every_half_minute(clock, capsys):
+    assert [*progress.track(range(7), 7, "sweep", None)] == [*range(7)]
+    assert capsys.readouterr().err.splitlines() == ["sweep: 3 of 7 after 36 s", "sweep: 6 of 7 after 72 s"]
+    with progress.bar("plan", 9, None) as advance:
+        for _ in range(4):
+            advance(2, "layer 'a'")
+    assert capsys.readouterr().err.splitlines() == ["plan: layer 'a': 6 of 9 after 36 s"]
+
+
+def test_no_lines_where_they_are_not_wanted_or_not_needed(clock, monkeypatch, capsys):
+    assert [*progress.track(range(7), 7, "sweep", False)] == [*range(7)]
+    monkeypatch.setattr(progress, "_EVERY", 1e9)
+    assert [*progress.track(range(7), 7, "sweep", None)] == [*range(7)]
+    assert capsys.readouterr().err == ""

@@ -123,9 +123,7 @@ def test_what_values_depend_on_is_computed_again(what: str, tiny: str, paths: li
     assert scored(tiny, paths, **change).computed == 0
 
 
-def test_a_release_that_changes_values_computes_them_again(
-    tiny: str, paths: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_release_that_changes_values_computes_them_again(tiny, paths, monkeypatch):
     monkeypatch.setattr(keys, "VALUES_VERSION", keys.VALUES_VERSION + 1)
     assert scored(tiny, paths).computed == 2
 

@@ -293,9 +293,7 @@ def test_results_are_tables_without_javascript(browser: Any, written: Path, resu
     assert f"{float(results['planes']['plain'].losses.max()):.6g}" in text
 
 
-def test_how_long_a_thousand_models_take(
-    browser: Any, tmp_path: Path, record_property: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_how_long_a_thousand_models_take(browser, tmp_path, record_property, capsys):
     scores(1000, 20, ("",)).to_html(tmp_path / "page.html", interval="fisher")
     began = time.perf_counter()
     browser.get((tmp_path / "page.html").as_uri())

@@ -125,9 +125,7 @@ def test_weights_that_would_be_random_are_an_error(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "good"), [("5.4.9", False), ("4.57.1", False), ("5.5.0", True), ("6.0.0.dev0", True)]
 )
-def test_releases_with_known_holes_are_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, version: str, good: bool
-) -> None:
+def test_releases_with_known_holes_are_refused(folder, monkeypatch, version, good):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     if good:
         assert callable(specs.resolve(f"hf:{folder}"))

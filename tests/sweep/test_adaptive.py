@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyflatness as pf
@@ -314,21 +313,6 @@ def test_samples_that_are_not_finite(bad):
     spread = adaptive(model, loss, (x, y), nan_policy="propagate", per_sample=True)["0", "trace"]
     assert torch.equal(spread.per_sample.isfinite(), kept)
     assert math.isnan(spread.stderr)
-
-
-def test_the_user_s_model_is_left_as_it_was():
-    model, data = network(3.0)
-    model[2].weight.requires_grad_(False)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    flags, state = [p.requires_grad for p in model.parameters()], torch.random.get_rng_state()
-    adaptive(model, nn.CrossEntropyLoss(), data)
-    with pytest.raises(pf.errors.InputError):
-        adaptive(model, lambda f, y: -F.cross_entropy(f, y), data)
-    assert torch.equal(state, torch.random.get_rng_state())
-    assert flags == [p.requires_grad for p in model.parameters()]
-    assert all(p.grad is None for p in model.parameters())
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize(("classes", "exact"), [(5, True), (400, False)])

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import pyflatness as pf
 from pyflatness.passes import neighbours
-from support.grid import checked
+from support.grid import Net, checked
 
 
 @pytest.fixture
@@ -94,16 +94,14 @@ def test_groups_stride_padding_and_a_second_convolution(taken):
 
 
 def test_a_layer_that_runs_twice_is_taken_whole(taken):
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.head = nn.Conv2d(2, 3, 2), nn.Linear(18, 6)
+    def twice():
+        def forward(net, x):
+            left, right = (F.max_pool2d(F.relu(net.conv(part)), 2) for part in (x, x.flip(2)))
+            return net.head((left + right).flatten(1))
 
-        def forward(self, x):
-            left, right = (F.max_pool2d(F.relu(self.conv(part)), 2) for part in (x, x.flip(2)))
-            return self.head((left + right).flatten(1))
+        return Net(forward, conv=nn.Conv2d(2, 3, 2), head=nn.Linear(18, 6))
 
-    check(Twice().double().eval(), torch.randn(8, 2, 7, 6).double(), torch.arange(8) % 6)
+    check(twice().double().eval(), torch.randn(8, 2, 7, 6).double(), torch.arange(8) % 6)
     assert taken == []
 
 

@@ -5,24 +5,23 @@ import torch
 from torch import nn
 
 import pyflatness as pf
+from support.grid import Net
 
 
-class Tokens(nn.Module):
+def tokens_forward():
     """A table of tokens, and what is not linear in it; from fewer positions than tokens to more."""
 
-    def __init__(self):
-        super().__init__()
-        self.table, self.layer, self.head = nn.Embedding(100, 6), nn.Linear(6, 8), nn.Linear(8, 3)
+    def forward(net, x):
+        return net.head(torch.tanh(net.layer(net.table(x).tanh())).mean(dim=1))
 
-    def forward(self, x):
-        return self.head(torch.tanh(self.layer(self.table(x).tanh())).mean(dim=1))
+    return Net(forward, table=nn.Embedding(100, 6), layer=nn.Linear(6, 8), head=nn.Linear(8, 3))
 
 
 @pytest.mark.parametrize("positions", [1, 12, 300])
 @pytest.mark.parametrize("measure", ["relative_flatness", "adaptive_sharpness"])
 def test_any_cut_gives_the_same_value(positions, measure):
     torch.manual_seed(0)
-    model, loss = Tokens().double(), nn.CrossEntropyLoss()
+    model, loss = tokens_forward().double(), nn.CrossEntropyLoss()
     tokens = torch.randint(100, (24, positions))
     tokens[:8] %= 4  # of which a micro-batch has few
     classes = torch.randint(3, (24,))
@@ -38,7 +37,7 @@ def test_any_cut_gives_the_same_value(positions, measure):
 
 def test_values_are_right_in_the_mean():
     torch.manual_seed(0)
-    model, loss = Tokens().double(), nn.CrossEntropyLoss()
+    model, loss = tokens_forward().double(), nn.CrossEntropyLoss()
     data = torch.randint(100, (24, 12)), torch.randint(3, (24,))
     ask = {"layers": "table", "measures": ["relative_flatness", "adaptive_sharpness", "trace"]}
     exact, sampled = pf.measure(model, loss, data, **ask), pf.measure(model, loss, data, **ask, probes=200)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import pyflatness as pf
 from pyflatness.passes import tail
 from support import truth
-from support.grid import checked, normal
+from support.grid import Net, checked, normal
 
 QUANTITIES = ["relative_flatness", "trace"]
 
@@ -106,15 +106,10 @@ def test_large_gradients_go_one_by_one(size, sent, monkeypatch):
 
 
 def test_positions_signs_and_layers_that_run_twice(sent):
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+    def twice(net, x):
+        return net.last(F.relu(net.first(x)) + F.relu(net.first(-x)))
 
-        def forward(self, x):
-            return self.last(F.relu(self.first(x)) + F.relu(self.first(-x)))
-
-    check(Twice().double().eval(), X, Y)
+    check(Net(twice, first=nn.Linear(4, 4), last=nn.Linear(4, 3)).double().eval(), X, Y)
     assert sent == []
     positions = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Flatten(), nn.Linear(15, 3)).double().eval()
     check(positions, torch.randn(8, 3, 4).double(), Y)
@@ -129,16 +124,11 @@ def test_positions_signs_and_layers_that_run_twice(sent):
 
 
 def test_a_layer_that_the_outputs_do_not_depend_on(sent):
-    class Idle(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.idle, self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 5), nn.Linear(5, 3)
+    def idle(net, x):
+        net.idle(x)
+        return net.last(F.relu(net.first(x)))
 
-        def forward(self, x):
-            self.idle(x)
-            return self.last(F.relu(self.first(x)))
-
-    report = check(Idle().double().eval(), X, Y)
+    report = check(Net(idle, idle=nn.Linear(4, 4), first=nn.Linear(4, 5), last=nn.Linear(5, 3)).double().eval(), X, Y)
     assert report["idle", "trace"].value == 0
     assert sent == []
 
@@ -147,18 +137,13 @@ def test_a_hook_that_takes_one_gradient_at_a_time(sent):
     """A number of a gradient, which several at once do not have."""
     seen = []
 
-    class Hooked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+    def hooked(net, x):
+        h = net.first(x).relu()
+        if h.requires_grad:
+            h.register_hook(lambda gradient: seen.append(float(gradient.detach().sum())))
+        return net.last(h)
 
-        def forward(self, x):
-            h = self.first(x).relu()
-            if h.requires_grad:
-                h.register_hook(lambda gradient: seen.append(float(gradient.detach().sum())))
-            return self.last(h)
-
-    check(Hooked().double().eval(), X, Y)
+    check(Net(hooked, first=nn.Linear(4, 5), last=nn.Linear(5, 3)).double().eval(), X, Y)
     assert sent
     assert seen
 
@@ -272,17 +257,15 @@ class Stop(torch.autograd.Function):
 def test_a_function_that_hands_no_gradient_on(pooled, size, monkeypatch):
     """It counts as a constant, as in torch: also where cotangents are taken from behind pooling."""
 
-    class Cut(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.last = nn.Conv2d(2, 3, 2), nn.Linear(18 if pooled else 90, 6)
+    def cut():
+        def forward(net, x):
+            h = net.conv(x).relu()
+            return net.last(Stop.apply(F.max_pool2d(h, 2) if pooled else h).flatten(1))
 
-        def forward(self, x):
-            h = self.conv(x).relu()
-            return self.last(Stop.apply(F.max_pool2d(h, 2) if pooled else h).flatten(1))
+        return Net(forward, conv=nn.Conv2d(2, 3, 2), last=nn.Linear(18 if pooled else 90, 6))
 
     monkeypatch.setattr(tail, "_SMALL", size)
-    model, x, y = Cut().double().eval(), torch.randn(8, 2, 7, 6).double(), torch.arange(8) % 6
+    model, x, y = cut().double().eval(), torch.randn(8, 2, 7, 6).double(), torch.arange(8) % 6
     report = check(model, x, y, curvature="ggn")
     assert report["conv", "trace"].value == 0
 

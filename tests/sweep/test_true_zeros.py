@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
+from support.grid import Net
 
 CLASSES, SAMPLES = 60, 240
 
@@ -38,21 +39,15 @@ def test_a_weight_of_zeros_and_a_dead_layer(activation, how):
             assert "standard error unknown since every probe gave 0" in repr(found)
 
 
-class Product(nn.Module):
+def product(net, x):
     """Half of a layer's outputs times the other half: a Hessian with a trace of zero, and probes that differ."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(60, 120, bias=False).double()
-
-    def forward(self, x):
-        first, second = self.layer(x).chunk(2, dim=1)
-        return (first * second).sum(dim=1, keepdim=True)
+    first, second = net.layer(x).chunk(2, dim=1)
+    return (first * second).sum(dim=1, keepdim=True)
 
 
 def test_a_trace_that_is_zero_is_exact_where_it_can_be_and_else_says_which_error_to_pass():
     torch.manual_seed(0)
-    model, x = Product(), torch.randn(200, 60, dtype=torch.float64)
+    model, x = Net(product, layer=nn.Linear(60, 120, bias=False).double()), torch.randn(200, 60, dtype=torch.float64)
     given = (model, lambda outputs, _: outputs.mean(), (x, torch.zeros(200)))
     for how in ({"rtol": 0.05}, {"target_stderr": 1e-3}):
         found = pf.measure(*given, measures=["trace"], **how)["layer", "trace"]

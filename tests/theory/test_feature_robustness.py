@@ -13,7 +13,7 @@ import pyflatness as pf
 from pyflatness.theory import perturbed
 from pyflatness.theory.perturbed import turns
 from support.cases import LOSSES, TOKEN_TARGETS, TOKENS, C, Tokens, to
-from support.grid import classes, normal
+from support.grid import Net, classes, normal
 from support.unchanged import LOSS, X, Y, assert_unchanged, snapshot
 
 
@@ -152,17 +152,11 @@ class Images(nn.Module):
 
 
 def twice():
-    class Twice(nn.Module):
+    def twice_forward(net, x):
         """A layer on its own output."""
+        return net.head(torch.tanh(net.layer(torch.tanh(net.layer(x)))))
 
-        def __init__(self):
-            super().__init__()
-            self.layer, self.head = nn.Linear(5, 5), nn.Linear(5, C)
-
-        def forward(self, x):
-            return self.head(torch.tanh(self.layer(torch.tanh(self.layer(x)))))
-
-    return Twice()
+    return Net(twice_forward, layer=nn.Linear(5, 5), head=nn.Linear(5, C))
 
 
 AVERAGES = {

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pyflatness as pf
-from support.grid import normal
+from support.grid import Net, normal
 
 N, C = 60, 4
 X, Y = normal(1, N, 5), torch.arange(N) % C
@@ -73,20 +73,11 @@ def test_of_the_accuracy():
     assert (one.test.loss_stderr, one.test.accuracy_stderr, one.gap_stderr) == (None, None, None)
 
 
-class Tokens(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(5, C).double()
-
-    def forward(self, x):
-        return self.layer(x).transpose(1, 2)
-
-
 @pytest.mark.parametrize("flat", [False, True])
 def test_tokens_of_a_sample_are_not_independent(flat):
     """All tokens of a sample alike: as much is known as from one token of each."""
     torch.manual_seed(0)
-    model = Tokens()
+    model = Net(lambda net, x: net.layer(x).transpose(1, 2), layer=nn.Linear(5, C).double())
 
     def forward(model, batch):
         outputs, targets = model(batch[0]), batch[1]

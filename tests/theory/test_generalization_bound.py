@@ -13,7 +13,7 @@ import pyflatness as pf
 from pyflatness.theory import perturbed
 from pyflatness.theory.sampling import assigned
 from support.cases import C
-from support.grid import classes, normal
+from support.grid import Net, classes, normal
 from support.unchanged import LOSS, X, Y, assert_unchanged, snapshot
 
 
@@ -138,13 +138,8 @@ def test_no_trace():
     assert_unchanged(model, before)
 
 
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(5, 5)
-
-    def forward(self, x):
-        return self.layer(torch.relu(self.layer(x)))
+def twice(net, x):
+    return net.layer(torch.relu(net.layer(x)))
 
 
 PATCHES = nn.Sequential(nn.Conv1d(1, 2, 3), nn.Flatten(), nn.Linear(6, C)).double()
@@ -157,7 +152,7 @@ POSITIONS = nn.Sequential(nn.Unflatten(1, (5, 1)), nn.Linear(1, C), nn.Flatten()
         (net(), {"layer": "0", "train": iter([DATA])}, "can be read once"),
         (net(), {"folds": 60}, "folds=60: there are 50 samples"),
         (PATCHES, {"layer": "0", "train": (DATA[0][:, None], DATA[1])}, "is a Conv1d"),
-        (Twice().double(), {}, "runs several times"),
+        (Net(twice, layer=nn.Linear(5, 5)).double(), {}, "runs several times"),
         (POSITIONS, {"layer": "1"}, r"\(50, 5, 1\)"),
         (net(), {"rho": 0}, "rho=0"),
     ],

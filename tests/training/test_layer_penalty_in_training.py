@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import pyflatness as pf
+from support.grid import Net
 
 LOSS = nn.CrossEntropyLoss()
 GENERATOR = torch.Generator().manual_seed(2)
@@ -363,18 +364,13 @@ def test_what_cannot_be_penalised_is_refused_at_once():
         pf.FlatnessPenalty(attention, "self_attn.in_proj_weight[q]")
 
 
-class Attending(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x):
-        h = self.first(x).unsqueeze(1)
-        return self.head(nn.functional.scaled_dot_product_attention(h, h, h).squeeze(1).mean(1))
+def attending(net, x):
+    h = net.first(x).unsqueeze(1)
+    return net.head(nn.functional.scaled_dot_product_attention(h, h, h).squeeze(1).mean(1))
 
 
 def test_fused_attention_is_named_in_the_first_call():
-    model, x = Attending(), torch.randn(4, 3, 4, generator=GENERATOR)
+    model, x = Net(attending, first=nn.Linear(4, 4), head=nn.Linear(4, 3)), torch.randn(4, 3, 4, generator=GENERATOR)
     with pf.FlatnessPenalty(model, "first", LOSS) as penalty:
         with pytest.raises(pf.errors.InputError, match=r"layer 'first'.*no second derivative.*sdpa_kernel"):
             penalty(model(x), Y)
@@ -385,16 +381,11 @@ def test_fused_attention_is_named_in_the_first_call():
 
 
 def test_an_input_that_was_modified_in_place():
-    class Overwriting(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.front, self.layer, self.head = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+    def overwriting(net, x):
+        h = net.front(x)
+        return net.head(torch.relu(net.layer(h) + h.mul_(2)))
 
-        def forward(self, x):
-            h = self.front(x)
-            return self.head(torch.relu(self.layer(h) + h.mul_(2)))
-
-    model = Overwriting()
+    model = Net(overwriting, front=nn.Linear(5, 5), layer=nn.Linear(5, 5), head=nn.Linear(5, 3))
     with (
         pf.FlatnessPenalty(model, "layer", LOSS) as penalty,
         pytest.raises(pf.errors.InputError, match=r"'layer'.*in place"),
