@@ -3,7 +3,7 @@
 Every rank makes the same call on its own data. Where a read of the data ends, each adds what the others found to what
 it found itself, so that from there on all hold the same numbers. Sums are taken in float64 and in the order of the
 ranks, whatever the backend does: so they have the same bits on every rank and in every run. What ranks tell each other
-goes by ``all_gather_object``, large tensors by ``all_gather``.
+goes by ``all_gather_object``, sums of many numbers and the parts of tensors by ``all_gather``.
 
 A rank that fails takes part in one more exchange, with its error. The others, who wait for it where they will meet
 next, raise that error too (:meth:`Ranks.agreed`). Before tensors are sent all tell that they have the memory

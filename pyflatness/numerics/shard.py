@@ -6,7 +6,7 @@ Sums are taken in float64 and in the order of the ranks, whatever the backend do
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,10 @@ from .ranks import ALONE, Ranks
 
 Key = Any  # A string, or a tuple of strings
 Parts = Mapping[Key, Tensor]
+_Shapes = dict[Key, tuple[int, ...]]
 
 _CHUNK = 2**23  # numbers of all ranks that are summed at a time
-_FEW = 256  # numbers of a rank that go along with what it says of them
+_FEW = 256  # numbers of a rank that go along with their shapes
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,12 @@ class Shard:
         if self.ranks.alone:
             return dict(parts)
         own = parts if self.counts else {}
-        told = self._told(step, own)
-        shapes = _united(step, told)
-        if all(each.numbers is not None for each in told):
-            flat = _added([_laid_out(each.parts(), shapes) for each in told])
+        shapes = {key: tuple(part.shape) for key, part in own.items()}
+        few = sum(map(math.prod, shapes.values())) <= _FEW
+        told = self.ranks.exchange(step, (shapes, _laid_out(own, shapes) if few else None))
+        shapes = _united(step, (held for held, _ in told))
+        if all(numbers is not None for _, numbers in told):
+            flat = _added([_laid_out(_cut(numbers, held), shapes) for held, numbers in told])
         else:
             flat = self._summed(step, _laid_out(own, shapes))
         return {
@@ -83,23 +86,11 @@ class Shard:
         """Return the parts of every rank that has samples, in float64 on the CPU, in the order of the ranks."""
         if self.ranks.alone:
             return [dict(parts)]
-        told = self._told(step, parts if self.counts else {})
-        if any(each.numbers is None for each in told):
-            flat = torch.zeros(max(each.numel for each in told), dtype=torch.float64, device="cpu")
-            if self.counts:
-                own = _laid_out(parts, {key: tuple(part.shape) for key, part in parts.items()})
-                flat[: len(own)] = own
-            found = self.ranks.gathered(flat, step)
-            told = [each._replace(numbers=numbers) for each, numbers in zip(told, found, strict=True)]
-        return [each.parts() for each in told if each.counts]
-
-    def _told(self, step: str, parts: Parts) -> list["_Told"]:
-        """Return what all ranks tell of their parts."""
-        shapes = {key: tuple(part.shape) for key, part in parts.items()}
-        few = sum(map(math.prod, shapes.values())) <= _FEW
-        told = _Told(self.counts, shapes, _laid_out(parts, shapes) if few else None)
-        found: list[_Told] = self.ranks.exchange(step, told)
-        return found
+        own = {
+            key: part.detach().to("cpu", torch.float64, copy=True, memory_format=torch.contiguous_format)
+            for key, part in (parts if self.counts else {}).items()
+        }
+        return self.every(step, own)
 
     def rows(self, step: str, rows: Tensor) -> Tensor:
         """Return the numbers (…, n) of the samples of all ranks, by their places in all data, on the CPU."""
@@ -115,29 +106,11 @@ class Shard:
 WHOLE = Shard()
 
 
-class _Told(NamedTuple):
-    """Hold what a rank tells of its parts: whether it has samples, their shapes, and their numbers if these are few."""
-
-    counts: bool
-    shapes: dict[Key, tuple[int, ...]]
-    numbers: Tensor | None
-
-    @property
-    def numel(self) -> int:
-        """Return how many numbers they are."""
-        return sum(map(math.prod, self.shapes.values()))
-
-    def parts(self) -> dict[Key, Tensor]:
-        """Return them."""
-        assert self.numbers is not None
-        return _cut(self.numbers[: self.numel], self.shapes)
-
-
-def _united(step: str, told: Iterable[_Told]) -> dict[Key, tuple[int, ...]]:
+def _united(step: str, told: Iterable[_Shapes]) -> _Shapes:
     """Return the shapes of all ranks' parts."""
-    shapes: dict[Key, tuple[int, ...]] = {}
+    shapes: _Shapes = {}
     for each in told:
-        for key, shape in each.shapes.items():
+        for key, shape in each.items():
             if shapes.setdefault(key, shape) != shape:
                 raise RankError(
                     f"ranks have values of different shapes, {shapes[key]} and {shape}, of {key} at {step}; every rank "
@@ -146,7 +119,7 @@ def _united(step: str, told: Iterable[_Told]) -> dict[Key, tuple[int, ...]]:
     return shapes
 
 
-def _laid_out(parts: Parts, shapes: Mapping[Key, tuple[int, ...]]) -> Tensor:
+def _laid_out(parts: Parts, shapes: _Shapes) -> Tensor:
     """Return parts of these shapes one behind the other, in float64 on the CPU; zeros for those that are not there."""
     flat = torch.zeros(sum(map(math.prod, shapes.values())), dtype=torch.float64, device="cpu")
     for key, place in _cut(flat, shapes).items():
@@ -155,7 +128,7 @@ def _laid_out(parts: Parts, shapes: Mapping[Key, tuple[int, ...]]) -> Tensor:
     return flat
 
 
-def _cut(flat: Tensor, shapes: Mapping[Key, tuple[int, ...]]) -> dict[Key, Tensor]:
+def _cut(flat: Tensor, shapes: _Shapes) -> dict[Key, Tensor]:
     """Return views of numbers that lie one behind the other."""
     pieces = flat.split([math.prod(shape) for shape in shapes.values()])
     return {key: piece.view(shape) for (key, shape), piece in zip(shapes.items(), pieces, strict=True)}
