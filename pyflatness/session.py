@@ -12,7 +12,6 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import _C, Tensor, nn
-from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 
 from . import interrupts, losses
@@ -101,12 +100,12 @@ def public(*taken: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 class _Switches:
-    """Hold what a call turns in this thread and process, as it is when this is made."""
+    """Hold what a call turns in this thread, as it is when this is made; of the process see :class:`.state.Found`."""
 
     def __init__(self) -> None:
         self._depth, self._grad, self._filters = interrupts.depth(), torch.is_grad_enabled(), warnings.filters
         self._modes, self._dispatches = _get_current_function_mode_stack(), _C._len_torch_dispatch_stack()
-        self._hooks, self._level = _top_hooks(True), forward_ad._current_level
+        self._hooks = _top_hooks(True)
 
     def put_back(self) -> None:
         """Undo what a call changed, and what was not put back where an exception came while it was."""
@@ -121,10 +120,6 @@ class _Switches:
             _C._pop_torch_dispatch_stack(None)
         while _top_hooks(True) not in (self._hooks, None):
             _C._autograd._pop_saved_tensors_default_hooks()
-        for level in range(forward_ad._current_level, self._level, -1):
-            with contextlib.suppress(RuntimeError):  # torch has left it, and not noted that
-                forward_ad.exit_dual_level(level=level)
-            forward_ad._current_level = level - 1
         if torch.is_grad_enabled() != self._grad:
             _C._set_grad_enabled(self._grad)
         if warnings.filters is not self._filters and threading.active_count() == 1:  # else another thread's, maybe

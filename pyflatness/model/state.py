@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.backends import cuda
 from torch.nn.utils import parametrize
 
@@ -108,6 +109,7 @@ class Found:
         self._values = [(buffer, buffer._version, buffer.clone()) for buffer in buffers]
         self._fastpath = torch.backends.mha.get_fastpath_enabled()
         self._stance, self._attention = torch._dynamo.eval_frame._stance, [enabled() for enabled, _ in _ATTENTION]
+        self._level = forward_ad._current_level
         self._thread = threading.get_ident(), torch.is_grad_enabled(), calling.transforms(), {**calling.now}
         _inside.append(self)
 
@@ -117,6 +119,10 @@ class Found:
         if thread == threading.get_ident():  # and not in a forked process that another one lives on in
             calling.end_transforms(depth)
             torch._C._set_grad_enabled(grad)
+        for level in range(forward_ad._current_level, self._level, -1):
+            with contextlib.suppress(RuntimeError):  # torch has left it, and not noted that
+                forward_ad.exit_dual_level(level=level)
+            forward_ad._current_level = level - 1
         calling.now.update(flags)
         torch.backends.mha.set_fastpath_enabled(self._fastpath)
         torch._dynamo.eval_frame._set_stance(self._stance)
