@@ -138,13 +138,11 @@ def test_samples_that_cannot_be_told_apart():
         pf.measure(case.build(), case.loss, (case.inputs, case.targets), layers=[*case.layers], curvature="ggn")
 
 
-TOGETHER_OR_NOT = {"traces": OF_TRACES, "of weights": OF_WEIGHTS, "both": (*OF_TRACES, *OF_WEIGHTS)}
-
-
-@every(name=NETWORKS, route=ROUTES, engine=ENGINES, measures=TOGETHER_OR_NOT)
-def test_every_backend_instruction_set_and_route(name, route, engine, measures, monkeypatch):
+@every(name=NETWORKS, route=ROUTES, engine=ENGINES)
+def test_every_backend_instruction_set_and_route(name, route, engine, monkeypatch):
     monkeypatch.setattr(LayerContraction, "cheaper", lambda *_: route)
-    check_backend(CASES[name], measures, engine)
+    for measures in (OF_TRACES, OF_WEIGHTS, (*OF_TRACES, *OF_WEIGHTS)):
+        check_backend(CASES[name], measures, engine)
 
 
 @every(together=1, case=OTHERS, route=ROUTES, engine=ENGINES)
