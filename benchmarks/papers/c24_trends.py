@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -109,7 +110,10 @@ def _late_correlation(
             note(failures, owner, f"no late rank correlation of sharpness with {QUANTITIES[quantity]}")
         else:
             ranks[owner] = rank
-    return _over_recipes(f"late rank correlation of sharpness with {QUANTITIES[quantity]}", ranks, paper)
+    found = _over_recipes(f"late rank correlation of sharpness with {QUANTITIES[quantity]}", ranks, paper)
+    if found.low is None or found.high is None:
+        return found
+    return replace(found, low=max(found.low, -1.0), high=min(found.high, 1.0))  # Student's t may go beyond
 
 
 def late_places(table: Mapping[str, Sequence[Any]], failures: dict[str, str]) -> dict[str, list[int]]:
