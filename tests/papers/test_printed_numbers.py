@@ -78,10 +78,11 @@ def test_relative_flatness_over_the_grid(grid):
     over_all = interval(grid, lambda part: kendall(part[SUM], part[GAP]), "recipe")
     for name in ("README.md", "docs/grid.md", "docs/which-measure.md"):
         assert over_all in page(name), name
-        assert f"{kendall(grid[HEAD], grid[GAP]):.2f}" in page(name), name
+        assert name == "README.md" or f"{kendall(grid[HEAD], grid[GAP]):.2f}" in page(name), name
     within = {column: inside(grid, SETTINGS[:2], kendall, column, GAP) for column in (HEAD, SUM)}
     for name in ("README.md", "docs/papers.md", "docs/grid.md"):
-        assert all(f"{value:.2f} [" in page(name) for value in within.values()), name
+        there = within.values() if name != "README.md" else [within[SUM]]  # the figure is of the sum over layers
+        assert all(f"{value:.2f} [" in page(name) for value in there), name
     head, total = (f"{partial(grid, name, GAP):.2f}" for name in (HEAD, SUM))
     assert f"partial correlation of {total}, and that of the head {head}" in page("docs/grid.md")
 
