@@ -174,10 +174,14 @@ def verify(
             )
             found.append((dtype, estimate))
     estimate = found[0][1]
-    with state.observing(double) as (module, _):
+    with state.observing(double) as (module, random):
         target = uses.layer(module, estimate.layer)
         _untie(target)
-        risk = functools.partial(_risk, module, truth_loss, batch64, how.get("forward"))
+
+        def risk() -> Tensor:
+            with random.watched():
+                return _risk(module, truth_loss, batch64, how.get("forward"))
+
         if isinstance(target, uses.Use):
             with uses.attached({estimate.layer: target}):
                 risk()  # after which it knows what it stands for

@@ -324,7 +324,8 @@ class Checked:
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         """See :data:`.calling.Forward`."""
         if calling.is_dry_run():
-            outputs, targets = self._run(model, batch)
+            with self._random.watched():  # a later pass may raise, and the draws of this one be all that there were
+                outputs, targets = self._run(model, batch)
             self._fewest = min(self._fewest, data.size(batch))
         else:
             before, others = self._random.states(), outside() if self._is_first else None
