@@ -134,11 +134,17 @@ def depth() -> int:
     return len(_here.undo)
 
 
+def end_generators() -> None:
+    """End generators that an exception of a signal's has cut off, so that each puts back what it changed."""
+    error = sys.exc_info()[1]
+    if error is not None and (not isinstance(error, Exception) or is_raised(error)):
+        traceback.clear_frames(error.__traceback__)
+
+
 def undo(depth: int) -> None:
     """Take all steps that were noted since :func:`depth`, the last one first, while signals wait."""
-    steps, shield, error = _here.undo, None, sys.exc_info()[1]
-    if error is not None and (not isinstance(error, Exception) or is_raised(error)):
-        traceback.clear_frames(error.__traceback__)  # a generator that was cut off puts back what it changed now
+    steps, shield = _here.undo, None
+    end_generators()
     if len(steps) > depth and _here.shield is None:
         shield = _Shield()
         steps.insert(depth, shield.put_back)

@@ -59,6 +59,8 @@ def transforms() -> int:
 def end_transforms(depth: int) -> None:
     """End those beyond a number of them, which an exception of another thread's kept torch from ending."""
     if transforms() > depth:
+        interrupts.end_generators()  # torch's own, which end a transform each
+    if transforms() > depth:
         torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
 
 
