@@ -115,8 +115,7 @@ def of_depth(options: argparse.Namespace) -> Iterator[str | Table]:
     yield f"{options.sequences} × {options.length} tokens, {options.probes} probes"
     yield f"{time.process_time() - start:.0f} s of CPU"
     yield str(report)
-    for name, found in report.top(8, "relative_flatness").items():
-        yield f"{name}: {pf.report.intervals.shown(found.value, found.interval())}"
+    yield str(report.top(8, "relative_flatness"))
     if options.figure is not None:
         depth.drawn(report, options.figure)
 

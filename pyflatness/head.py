@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import losses
+from . import interrupts, losses
 from .errors import FlatnessError, InputError
 from .messages import check_tensor
 from .model import calling, layers, selectors, spread, state, uses
@@ -109,7 +109,9 @@ class Head:
                 outputs, targets = self._task.run(sample)
             except FlatnessError:
                 raise
-            except Exception:  # not a batch that one sample can be cut from; an error of the model's own comes again
+            except Exception as error:
+                # Not a batch that one sample can be cut from; an error of the model's own comes again.
+                interrupts.pass_on(error)
                 calls.clear()
                 sample = batch
                 outputs, targets = self._task.run(batch)
@@ -178,7 +180,8 @@ class Head:
         try:
             with state.without_product(module, width), calling.dry_run():
                 self._task.run(first(batch, 1))
-        except (RuntimeError, NotImplementedError):
+        except (RuntimeError, NotImplementedError) as error:
+            interrupts.pass_on(error)
             return  # the model looks at its logits: let it have them
         finally:
             calls.clear()

@@ -37,14 +37,40 @@ def is_raised(error: BaseException) -> bool:
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
+def raised_in(error: BaseException | None) -> BaseException | None:
+    """Return what a handler raised: an exception itself, or one in whose place it came, as from torch's ``finally``."""
+    while error is not None and id(error) != _here.handled:
+        if isinstance(error, KeyboardInterrupt) or is_raised(error):
+            return error
+        error = error.__context__
+    return None
+
+
+def pass_on(error: Exception) -> None:
+    """Let what a handler raised go on, where errors of the user's code are caught."""
+    raised = raised_in(error) if _here.undo else None  # else nobody would unpack it
+    if isinstance(raised, Exception):
+        raise Signalled(raised) from error
+    if raised is not None:
+        raise raised
+
+
+@contextlib.contextmanager
+def suppressed() -> Iterator[None]:
+    """Ignore errors of the user's code."""
+    try:
+        yield
+    except Exception as error:
+        pass_on(error)
+
+
 @contextlib.contextmanager
 def users_code() -> Iterator[None]:
     """Let what a handler raises inside, where the user's model or loss runs, be taken for no error of theirs."""
     try:
         yield
     except Exception as error:
-        if _here.undo and is_raised(error):  # else nobody would unpack it
-            raise Signalled(error) from error
+        pass_on(error)
         raise
     check()
 
@@ -87,6 +113,7 @@ class _Here(threading.local):
 
     def __init__(self) -> None:
         self.undo: list[Callable[[], object]] = []
+        self.handled = id(None)  # the exception that the user's code handles while it makes a call
 
 
 _here = _Here()
@@ -130,14 +157,18 @@ def undone() -> Iterator[None]:
 
 
 def depth() -> int:
-    """Return how many steps are noted in this thread."""
+    """Return how many steps are noted in this thread, where a call begins, or a part of it."""
+    if not _here.undo:
+        _here.handled = id(sys.exc_info()[1])
     return len(_here.undo)
 
 
 def end_generators() -> None:
     """End generators that an exception of a signal's has cut off, so that each puts back what it changed."""
     error = sys.exc_info()[1]
-    if error is not None and (not isinstance(error, Exception) or is_raised(error)):
+    if error is None or id(error) == _here.handled:
+        return
+    if not isinstance(error, Exception) or raised_in(error):
         traceback.clear_frames(error.__traceback__)
 
 

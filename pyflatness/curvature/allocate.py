@@ -222,21 +222,11 @@ class _Plan:
 
     def without(self, formats: Collection[str]) -> "_Plan":
         """Return the plan without some formats, but for groups of layers that have no other."""
-        others = {
-            group
-            for group, option in zip(self.choices.group, self.options, strict=True)
-            if option.format.name not in formats
-        }
-        kept = np.array(
-            [
-                place
-                for place, option in enumerate(self.options)
-                if option.format.name not in formats or self.choices.group[place] not in others
-            ]
-        )
+        other = np.array([option.format.name not in formats for option in self.options])
+        kept = np.flatnonzero(other | ~np.isin(self.choices.group, self.choices.group[other]))
         return replace(
             self,
-            options=[self.options[place] for place in kept],
+            options=[self.options[place] for place in kept.tolist()],
             choices=self.choices.some(kept),
             halves=[(problem.some(kept), other) for problem, other in self.halves],
         )
@@ -375,12 +365,15 @@ def _tried(plan: _Plan, bits: float, loss_change: LossChange) -> "Allocation":
     finer = itertools.takewhile(
         lambda each: each.fits(bits), (plan.without(coarsest[:count]) for count in range(1, len(coarsest)))
     )
-    found = [plan.best(bits), *(each.best(bits) for each in finer)]
-    changes = [loss_change(each.choice) for each in found]
-    noise = found[0].predicted.stderr
-    least = changes.index(min(changes))
-    if noise is not None and changes[0] - changes[least] <= noise:  # not of NaN, where there is none
-        least = 0
+    found: dict[tuple[str, ...], Allocation] = {}
+    for each in (plan, *finer):
+        best = each.best(bits)
+        found.setdefault(tuple(best.choice.values()), best)  # each choice is measured once
+    changes = {key: loss_change(best.choice) for key, best in found.items()}
+    first, least = next(iter(changes)), min(changes, key=changes.__getitem__)
+    noise = found[first].predicted.stderr
+    if noise is not None and changes[first] - changes[least] <= noise:  # not of NaN, where there is none
+        least = first
     return replace(found[least], loss_change=changes[least], _plan=plan)
 
 

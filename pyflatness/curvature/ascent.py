@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import interrupts
 from ..errors import InputError, NonFiniteError
 from ..hessian.eigenvalues import tolerance_of
 from ..hessian.parameter_products import ParameterProducts
@@ -124,7 +123,6 @@ class Ascent:
         before, best = u.clone(), u.clone()
         top, size, idle = -math.inf, 2 * self.rho, 0
         for step in range(self.steps + 1):
-            interrupts.check()
             value, gradient = place.risk(u, batches)
             if value > top:
                 top, idle = value, 0

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .. import interrupts
 from ..losses import risk
 from ..model import calling, data
 from ..model.fingerprint import Fingerprint
@@ -119,7 +120,8 @@ class Points:
                 first, _ = self._task.run(batch, points[0])
                 self._together = agree(first, outputs[0], rounding(first.dtype))
                 self._compared = True
-        except Exception:
+        except Exception as error:
+            interrupts.pass_on(error)
             self._together = False
         return (outputs, targets) if self._together else None
 

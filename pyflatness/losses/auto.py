@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import interrupts
 from ..errors import InputError
 from ..messages import is_out_of_memory
 from ..model import calling, data, hugging_face
@@ -108,8 +109,8 @@ def _with_labels(model: nn.Module, batch: Any) -> tuple[nn.Module, dict[str, Any
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         if isinstance(batch[1], Tensor) and batch[1].ndim > 1 and not batch[1].is_floating_point():
             raise InputError(
-                "data: a tuple has a label of each sample, and here each token has one; pass mappings, as "
-                'data=[{"input_ids": tokens}] for a language model, with "labels" where they are others'
+                "data: a tuple has one label for each sample, and these have several, as tokens do; pass mappings, "
+                'as data=[{"input_ids": tokens}] for a language model, with "labels" where they are others'
             )
         return own, {getattr(own, "main_input_name", "input_ids"): batch[0], "labels": batch[1]}, batch[1]
     raise InputError(f"data: batches are mappings with the model's inputs and `labels`, got a {type(batch).__name__}")
@@ -153,6 +154,7 @@ def _own_loss(model: nn.Module, own: nn.Module, inputs: Mapping[str, Any]) -> fl
     try:
         returned = model(**inputs, return_dict=True)
     except Exception as error:
+        interrupts.pass_on(error)
         if is_out_of_memory(error):
             raise
         raise InputError(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode
+from typing_extensions import Self
 
 from .. import interrupts
 from ..errors import InputError, NoGraphError
@@ -36,7 +37,7 @@ class Call:
 class Mode(TorchFunctionMode):
     """Serve as the base of modes; torch takes one off while it is asked, and Ctrl-C can come then."""
 
-    def __enter__(self) -> "Mode":
+    def __enter__(self) -> Self:
         self._below = _len_torch_function_stack()
         super().__enter__()
         return self

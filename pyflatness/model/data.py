@@ -50,7 +50,7 @@ class Batches:
         elif isinstance(data, (Tensor, Mapping, str, Dataset, enumerate)) or not hasattr(data, "__iter__"):
             raise InputError(f"data: a tuple of tensors or an iterable of batches is wanted, {received('data', data)}")
         elif hasattr(data, "__next__") and reads > 1:
-            more = "(normalize=, target_stderr=, fraction= and some measures take more than one)"
+            more = "(normalize=, target_stderr=, fraction=, measured= and some measures take more than one)"
             raise used_up(data, f"and {reads} reads are needed {more}")
         self._data = data
         self._compared = reads > 1 and not isinstance(data, (tuple, list))

@@ -2,10 +2,8 @@
 
 import contextlib
 import random
-import sys
 import threading
 from collections.abc import Collection, Iterator
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -13,14 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_PYTHON = random.random.__self__  # type: ignore[attr-defined]
-
 
 class Randomness:
     """Hold the states of all that a model, its loss and its data may draw from; those of other threads are left alone.
 
-    While no other thread runs, a state that moved says that the call drew from it. Else the user's code is watched:
-    by torch, and by a profiler's hook for Python's generator. NumPy's state is compared.
+    While no other thread runs, a state that moved says that the call drew from it. Else torch tells what the user's
+    code draws, and the states of Python's and NumPy's generators before it and after it are compared. (A profiler's
+    hook would tell Python's draws too, and an interrupt that is raised in one led to memory errors in Python 3.11.)
     """
 
     def __init__(self, modules: Collection[nn.Module]) -> None:
@@ -32,7 +29,7 @@ class Randomness:
         self._shared = [torch.default_generator, *(torch.cuda.default_generators[index] for index in sorted(devices))]
         self._alone = threading.active_count() == 1
         self._before, self._outside = self.states(), outside()
-        self._drew = self._drew_python = self._drew_numpy = False
+        self._drew, self._drew_outside = False, [False, False]
 
     def states(self) -> list[Tensor]:
         """Return the states of torch's generators and the model's own, as they are now."""
@@ -51,20 +48,14 @@ class Randomness:
         if self._alone and threading.active_count() == 1:
             yield
             return
-        self._alone, draws, profiler, before = False, _Draws(), sys.getprofile(), outside()[1]
-        sys.setprofile(self._see)
+        self._alone, draws, before = False, _Draws(), outside()
         try:
             with draws:
                 yield
         finally:
-            sys.setprofile(profiler)
             self._drew |= draws.drew
-            self._drew_numpy |= not equal(before, outside()[1])
-
-    def _see(self, frame: FrameType, event: str, function: Any) -> None:
-        """Notice calls of the generator's methods, which are compiled, in this thread."""
-        if event == "c_call":
-            self._drew_python |= getattr(function, "__self__", None) is _PYTHON
+            for place, (old, new) in enumerate(zip(before, outside(), strict=True)):
+                self._drew_outside[place] |= not equal(old, new)
 
     def put_back(self) -> None:
         """Set those that the call drew from to their states when this was made."""
@@ -72,11 +63,10 @@ class Randomness:
         for place, (generator, state) in enumerate(zip((*self._shared, *self._own), self._before, strict=True)):
             if alone or self._drew or place >= len(self._shared):
                 generator.set_state(state)
-        python, of_numpy = outside()
-        if (alone or self._drew_python) and python != self._outside[0]:
-            random.setstate(self._outside[0])
-        if (alone or self._drew_numpy) and not equal(of_numpy, self._outside[1]):
-            np.random.set_state(self._outside[1])  # noqa: NPY002, the user's
+        put_back = (random.setstate, np.random.set_state)
+        for drew, now, before, put in zip(self._drew_outside, outside(), self._outside, put_back, strict=True):
+            if (alone or drew) and not equal(now, before):
+                put(before)
         if self in _here.held:
             _here.held.remove(self)
 

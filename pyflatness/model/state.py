@@ -10,6 +10,7 @@ import contextlib
 import functools
 import operator
 import os
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -136,9 +137,11 @@ class Found:
         for parameter, flag in self._flags:
             if parameter.requires_grad != flag:
                 parameter.requires_grad_(flag)
+        # An exception between an operation in place and its end, in a dispatch mode, leaves the version as it was.
+        is_cut_off = sys.exc_info()[1] is not None
         with torch.no_grad():
             for buffer, version, value in self._values:
-                if buffer._version != version:
+                if buffer._version != version or (is_cut_off and not buffer.is_meta and not torch.equal(buffer, value)):
                     buffer.copy_(value)
         if self in _inside:
             _inside.remove(self)

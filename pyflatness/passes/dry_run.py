@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import interrupts
 from ..errors import FlatnessError, InputError
 from ..model import calling, data, layers, uses
 from ..model.uses import Use, besides
@@ -56,7 +57,8 @@ def run(
             outputs, stored, largest = _run(model, recorder, data.part(batch, start, start + count), forward, count)
         except FlatnessError:
             raise
-        except Exception:  # not a batch that can be cut; an error of the model's own comes again
+        except Exception as error:  # not a batch that can be cut; an error of the model's own comes again
+            interrupts.pass_on(error)
             start, count, cuttable = 0, samples, False
             outputs, stored, largest = _run(model, recorder, batch, forward, samples)
         check_outputs(outputs, count)
@@ -130,8 +132,8 @@ def _repeatable(
             return True
     except FlatnessError:
         raise
-    except Exception:
-        pass
+    except Exception as error:
+        interrupts.pass_on(error)
     recorder.share(name, shared=False)
     return False
 
@@ -202,7 +204,7 @@ def _check_computed(
         for use in computed.values():
             (holder, _), *_ = use.source.places
             stack.callback(holder.register_forward_pre_hook(other).remove)
-        with contextlib.suppress(Exception), calling.dry_run(), torch.no_grad():  # a model need not take such inputs
+        with interrupts.suppressed(), calling.dry_run(), torch.no_grad():  # a model need not take such inputs
             calling.run(model, batch, forward)
     why = "its weight is computed of its inputs too"
     varying = {name: why for name, use in computed.items() if use.source.varies}

@@ -235,8 +235,9 @@ def alone(batch: Any, run: Callable[[Any], Result]) -> Result | None:
     try:
         with calling.dry_run(), torch.no_grad():
             return run(batch)
-    except Exception:  # not a batch that can be cut; an error of the model's own comes again with the whole batch
-        return None
+    except Exception as error:
+        interrupts.pass_on(error)
+        return None  # not a batch that can be cut; an error of the model's own comes again with the whole batch
 
 
 def two_alone(
@@ -324,12 +325,13 @@ class Checked:
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         """See :data:`.calling.Forward`."""
         if calling.is_dry_run():
-            with self._random.watched():  # a later pass may raise, and the draws of this one be all that there were
-                outputs, targets = self._run(model, batch)
+            outputs, targets = self._run(model, batch)
             self._fewest = min(self._fewest, data.size(batch))
         else:
             before, others = self._random.states(), outside() if self._is_first else None
-            outputs, targets = self._watched(model, batch) if torch.is_grad_enabled() else self._run(model, batch)
+            is_unseen = self._is_first and self._looks == _LOOKS
+            with self._random.watched() if is_unseen else contextlib.nullcontext():
+                outputs, targets = self._watched(model, batch) if torch.is_grad_enabled() else self._run(model, batch)
             if self._random.moved(before) or (others is not None and not equal(others, outside())):
                 self._check_repeated(model, batch, outputs)
             if self._is_first and self._fewest >= data.size(batch):
@@ -339,7 +341,7 @@ class Checked:
                 self._check_decisions(model, batch, outputs)
             if self.notes is None and not outputs.is_meta and isinstance(targets, Tensor):
                 self.notes = (GIVEN_COPIES,) if self._changes_inputs else ()
-                with contextlib.suppress(Exception):  # what does not go together is an error of the measure
+                with interrupts.suppressed():  # what does not go together is an error of the measure
                     self.notes += remarks.of(self._loss, outputs, targets, self._parameters)
         if self._loss_is_open and not outputs.is_meta and isinstance(targets, Tensor):
             self._check_loss(model, batch)
@@ -370,7 +372,8 @@ class Checked:
         before = _versions(given)
         if self._looks and calling.is_dry_run():
             self._looks -= 1
-            with (decisions := Decisions()):
+            # A later pass may raise, and what is drawn in this one be all that is.
+            with Decisions() as decisions, self._random.watched():
                 result = self._run_on(model, given)
             self.decides |= decisions.seen
         else:
@@ -395,12 +398,13 @@ class Checked:
             setattr(stopped, _CALL, (self._call(batch), self._kinds()))
             raise stopped from error
         except Exception as error:
+            interrupts.pass_on(error)
             if not is_out_of_memory(error):
                 setattr(error, _CALL, (self._call(batch), self._kinds()))
             raise
 
     def _watched(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-        with (detached := Detached()):
+        with Detached() as detached:
             outputs, targets = self._run(model, batch)
         self.doubts = tuple(dict.fromkeys([*self.doubts, *detached.doubts(outputs)]))
         return outputs, targets
@@ -453,7 +457,7 @@ class Checked:
             torch.autograd.graph.saved_tensors_hooks, lambda kept: kept.detach(), lambda kept: kept
         )
         for part in (data.first(batch, min(2, data.size(batch))), batch):
-            with contextlib.suppress(Exception), state.made_anew(model), calling.aside(), uncounted():
+            with interrupts.suppressed(), state.made_anew(model), calling.aside(), uncounted():
                 found = depends_on(self._loss, functools.partial(self._run, model, part), held)
                 break
         else:  # a loss that does not take these; the measure says better what is wrong
@@ -476,6 +480,9 @@ def explained() -> Iterator[None]:
     except interrupts.Signalled as signalled:
         raise signalled.raised from signalled.raised.__cause__
     except Exception as error:
+        raised_by_signal = interrupts.raised_in(error)
+        if raised_by_signal not in (None, error):
+            raise raised_by_signal from raised_by_signal.__cause__
         if not hasattr(error, _CALL):
             raise
         raised = error.__cause__ if isinstance(error.__cause__, StopIteration) else error

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .. import interrupts
 from ..messages import is_out_of_memory
 from .guards import agree
 
@@ -45,6 +46,7 @@ class LinearMap:
                 warnings.filterwarnings("ignore", "There is a performance drop")  # not every operation batches
                 parts = iter(torch.func.vmap(present)(vectors))
         except RuntimeError as error:
+            interrupts.pass_on(error)
             if is_out_of_memory(error):
                 raise
             self._at_once = False  # the error comes again with one

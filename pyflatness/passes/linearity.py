@@ -20,6 +20,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .. import interrupts
 from ..errors import InputError
 from ..model import spread
 from ..numerics.directions import Directions
@@ -306,7 +307,8 @@ def _changing(
     where = [edge for name in varied for edge in edges[name]]
     try:
         found = torch.autograd.grad(pushed, where, retain_graph=True, allow_unused=True)
-    except RuntimeError:  # an operation without a second derivative: nothing is certified
+    except RuntimeError as error:  # an operation without a second derivative: nothing is certified
+        interrupts.pass_on(error)
         return set(varied)
     owners = [name for name in varied for _ in edges[name]]
     first = [gradient for name in varied for gradient in gradients[name]]

@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .. import interrupts
 from ..errors import FlatnessError
 from ..model import calling, data
 from .memory import Budget, MicroBatches
@@ -63,7 +64,9 @@ class Parts:
             del kept
         except FlatnessError:
             raise
-        except Exception:  # not a batch that can be cut; an error of the model's own comes again with the whole batch
+        except Exception as error:
+            # Not a batch that can be cut; an error of the model's own comes again with the whole batch.
+            interrupts.pass_on(error)
             cuttable = False
         self._compare()
         self._cuts.plan(needed, cuttable=cuttable)

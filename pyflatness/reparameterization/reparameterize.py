@@ -84,7 +84,8 @@ def reparameterize(
             found = _followed(module, wanted, first(batch, _SAMPLES), task.forward)
         except FlatnessError:
             raise
-        except Exception:  # not a batch that can be cut; an error of the model's own comes again
+        except Exception as error:  # not a batch that can be cut; an error of the model's own comes again
+            interrupts.pass_on(error)
             found = _followed(module, wanted, batch, task.forward)
         changed = duplicate(module)
         _multiply(changed, wanted, found)

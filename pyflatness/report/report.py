@@ -29,7 +29,8 @@ _TENSORS = ("per_sample", "per_neuron")  # of an Estimate
 _BESIDE = ("skipped", "uncovered", "why_uncovered", "network_of")
 _WIDTH = 100  # of a table
 _BETWEEN = 2  # of columns
-_BESIDE_NUMBERS = len("exact") + 3 * _BETWEEN + 1
+_EXACT = {frozenset({True}): "yes", frozenset({False}): "no", frozenset({True, False}): "partly"}
+_BESIDE_NUMBERS = len("partly") + 3 * _BETWEEN + 1
 _LEAST = 68  # for the numbers beside long names of layers: two measures with their intervals
 _MANY = 40  # layers, above which a table has a row for each block of them
 _BLOCKS = r"(?:[^.]+\.)*\d+(?=\.)", r"(?:[^.]+\.)*?\d+(?=\.)"  # a name up to its last number, or its first
@@ -259,16 +260,20 @@ class Report(Readable):
             raise InputError(f"report: {measure!r} has no value of {f'layer {layer!r}' if layer else 'the network'}")
         return self._estimates[layer, measure]
 
-    def top(self, count: int = 5, measure: str | None = None) -> dict[str, Estimate]:
-        """Return the layers with the largest values of a measure, largest first; NaN is in none of them.
+    def top(self, count: int = 5, measure: str | None = None) -> "Report":
+        """Return the report of the layers with the largest values of a measure, largest first, without the network.
+
+        A layer whose value is NaN is none of them.
 
         Args:
             count: how many layers.
             measure: its name; None: the first one that has values of layers.
 
         Raises:
-            InputError: no such measure, or one without values of layers.
+            InputError: no such measure, one without values of layers, or no number of layers.
         """
+        if not isinstance(count, int) or count < 1:
+            raise InputError(f"count: a number of layers from 1 on is wanted, got {shown(count)}")
         by_layer = {
             name: {layer: found for layer, found in held.items() if layer} for name, held in self.by_measure().items()
         }
@@ -277,7 +282,9 @@ class Report(Readable):
             of_layers = [name for name, held in by_layer.items() if held]
             raise InputError(f"report: {measure!r} has no values of layers here; of {', '.join(of_layers)} there are")
         values = [(layer, found) for layer, found in by_layer[name or ""].items() if not math.isnan(found.value)]
-        return dict(sorted(values, key=lambda item: -item[1].value)[: max(count, 0)])
+        layers = tuple(layer for layer, _ in sorted(values, key=lambda item: -item[1].value)[:count])
+        held = {key: estimate for key, estimate in self._estimates.items() if key[0] in layers}
+        return Report(layers, tuple(m for m in self.measures if any((layer, m) in held for layer in layers)), held)
 
     def by_measure(self) -> dict[str, dict[str, Estimate]]:
         """Return the estimates by measure, then layer (``""`` is the network)."""
@@ -458,7 +465,7 @@ class Report(Readable):
                 table.add_section()
             numbers = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
             of = () if alike else (methods[name],)
-            table.add_row(name, *numbers, *of, "yes" if all(e.exact for e in held[name]) else "no")
+            table.add_row(name, *numbers, *of, _EXACT[frozenset(e.exact for e in held[name])])
         said = [f"value of, in every row: {methods[next(iter(rows))]}"] if alike else []
         return [*views.text(table, _WIDTH), *said]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .. import contractions
+from .. import contractions, interrupts
 from ..messages import is_out_of_memory
 from ..model import calling, data, parameters
 from ..passes import dry_run
@@ -115,6 +115,7 @@ class PerSampleParameters:
                 torch.autograd.grad(outputs, [*leaves.values()], cotangent, retain_graph=True, allow_unused=True)
             self._tried = True
         except Exception as error:
+            interrupts.pass_on(error)
             if is_out_of_memory(error):
                 raise
             self._together = False

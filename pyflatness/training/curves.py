@@ -118,7 +118,7 @@ def _draw_measure(
 
 def _finish(panel: "Axes", along: str, name: str) -> None:
     values = [value for line in panel.get_lines() for value in cast("Sequence[float]", line.get_ydata())]
-    if min(values) > 0 and max(values) > _WIDE * min(values):
+    if values and all(value > 0 for value in values) and max(values) > _WIDE * min(values):
         panel.set_yscale("log")
     panel.set_xlabel(along)
     panel.set_ylabel(name)

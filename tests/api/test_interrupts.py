@@ -26,17 +26,29 @@ def lines(call, net):
     return count.seen
 
 
+def comes_of(error, kind):
+    """Whether it is of a kind, or what torch raised while it was passing: some of torch's own ``finally`` do."""
+    while "INTERNAL ASSERT FAILED" in str(error) and error.__context__ is not None:
+        error = error.__context__
+    return isinstance(error, kind)
+
+
 def assert_interrupted(name, net, before, *at, kind="SIGINT"):
     __tracebackhide__ = True
     interrupting = Interrupting(*at, kind=kind)
     try:
         with interrupting:
             CALLS[name][1](net)
-    except interrupting.error:
+    except (interrupting.error, RuntimeError) as error:
+        if not comes_of(error, interrupting.error):
+            raise
         left = changed(before, everything(net))
-        assert left == [], f"{name}, {kind} at {at}"
+        assert left == [] or name == "penalty", f"{name}, {kind} at {at}"
     else:
         assert not interrupting.sent, f"{name}: an interrupt at line {at} was lost"  # else the call had fewer lines
+    # A `with` statement's end can be cut off before `__exit__` has begun; a penalty that is deleted leaves nothing.
+    left = changed(before, everything(net))
+    assert left == [], f"{name}, {kind} at {at}"
 
 
 def chosen(name, net, count):
@@ -105,16 +117,12 @@ def test_a_step_that_is_cut_off_is_taken_again():
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-CAN_BE_CUT = ("penalty", "asynchronous")  # its `with` statement's end, as that of any: before __exit__ has begun
-
-
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
         (name, kind)
         for name in ("head", "adaptive_sharpness_mc", "track", "penalty")
         for kind in ("SIGALRM", "SIGTERM", "asynchronous")
-        if (name, kind) != CAN_BE_CUT
     ],
 )
 def test_other_signals_and_exceptions_leave_nothing(name, kind):
@@ -128,9 +136,7 @@ def test_other_signals_and_exceptions_leave_nothing(name, kind):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    ("name", "kind"), [(name, kind) for name in CALLS for kind in KINDS if (name, kind) != CAN_BE_CUT]
-)
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in CALLS for kind in KINDS])
 def test_1500_interrupts_of_every_kind_leave_nothing(name, kind):
     net = model(CALLS[name][0])
     places = chosen(name, net, 1500 // len(CALLS) // len(KINDS) + 1)

@@ -177,6 +177,20 @@ def test_layers_and_data_that_are_not_there_are_an_error_at_the_beginning(tmp_pa
     assert not steps
 
 
+def test_a_trainer_may_make_its_loader_without_a_data_set(tmp_path):
+    class Own(transformers.Trainer):
+        def get_eval_dataloader(self, eval_dataset=None):
+            return super().get_eval_dataloader(texts(6, 2))
+
+    found, expected = (
+        trained(tmp_path, {"layers": "classifier"}, max_steps=4, **options)[2][0].history
+        for options in ({"trainer": Own, "eval_dataset": None}, {})
+    )
+    assert [record.reports["live"].to_dict() for record in found] == [
+        record.reports["live"].to_dict() for record in expected
+    ]
+
+
 def test_what_is_so_in_every_epoch_is_said_once(tmp_path):
     """The reason why nothing is measured, and which weights are not, where no layers were chosen."""
     with pytest.warns(RuntimeWarning, match="is not measured") as said:

@@ -137,8 +137,13 @@ def test_the_values_of_a_layer_and_the_layers_with_the_largest_ones():
     found = pf.measure(model, nn.CrossEntropyLoss(), data, measures=["fisher_rao", "relative_flatness", "trace"])
     assert found["2"] == {name: found["2", name] for name in ("relative_flatness", "trace")}
     by_layer = {layer: found[layer, "trace"].value for layer in found.layers}
-    assert [*found.top(2, "trace")] == sorted(by_layer, key=by_layer.__getitem__, reverse=True)[:2]
-    assert found.top() == found.top(3, "relative_flatness")  # the first with values of layers
+    top = found.top(2, "trace")
+    assert [*top.layers] == sorted(by_layer, key=by_layer.__getitem__, reverse=True)[:2]
+    assert [*top] == [(layer, name, found[layer, name]) for name in found.measures[1:] for layer in top.layers]
+    assert str(top).splitlines()[2].split()[0] == top.layers[0]
+    assert found.top().layers == found.top(3, "relative_flatness").layers  # the first with values of layers
+    with pytest.raises(pf.errors.InputError, match="count: a number of layers from 1 on is wanted, got 0"):
+        found.top(0)
     assert [*pf.layers(model)] == [*found.layers]
     with pytest.raises(pf.errors.InputError, match="'fisher_rao' has no values of layers here; of relative_flatness"):
         found.top(measure="fisher_rao")

@@ -218,6 +218,10 @@ def test_bad_figures(exact, options, message):
 def test_nothing_to_draw():
     with pytest.raises(pf.errors.InputError, match="nothing was recorded yet"):
         pf.results.History().plot()
+    found = pf.track(classifier(5, 4, 3), LOSS, (X, Y), measures=["trace", "fisher_rao"])
+    found.record(step=0)
+    _, panels = found.plot(layers=["0"])
+    assert [len(panel.get_lines()) for panel in panels] == [1, 0]  # fisher_rao is of the network alone
 
 
 def test_records_are_made_of_what_they_say(exact):
