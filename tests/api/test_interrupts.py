@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyflatness as pf
 from pyflatness import interrupts
@@ -361,6 +362,55 @@ def test_an_interrupt_beside_an_error_is_not_lost(slow):
 
     with pytest.raises(KeyboardInterrupt):
         pf.relative_flatness(slow, torch.nn.CrossEntropyLoss(), DATA, forward=forward)
+
+
+def test_an_interrupt_that_an_error_replaced_is_not_lost(slow):
+    """As some of torch's own ``finally`` raise, where the package looks for errors of the model's."""
+
+    def forward(model, batch):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            raise RuntimeError("of a transform's end")
+
+    for call in (pf.relative_flatness, pf.measure):
+        with pytest.raises(KeyboardInterrupt):
+            call(slow, torch.nn.CrossEntropyLoss(), DATA, forward=forward)
+
+
+def test_a_call_while_an_interrupt_is_handled(slow):
+    """Its errors are its own, and what the user holds of the interrupt stays."""
+
+    def interrupted():
+        held = torch.ones(3)
+        raise KeyboardInterrupt(held.sum())
+
+    try:
+        interrupted()
+    except KeyboardInterrupt as error:
+        handled = error.__traceback__
+        assert pf.relative_flatness(slow, torch.nn.CrossEntropyLoss(), DATA).samples == 5
+        with pytest.raises(pf.errors.InputError, match="raised RuntimeError"):
+            pf.relative_flatness(slow, torch.nn.CrossEntropyLoss(), (DATA[0][:, 1:], DATA[1]))
+    assert "held" in handled.tb_next.tb_frame.f_locals
+
+
+class Cut(TorchDispatchMode):
+    """Is interrupted when a tensor was changed in place, and its version not yet."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.add_.Tensor:
+            raise KeyboardInterrupt
+        return result
+
+
+def test_a_buffer_is_put_back_whose_version_did_not_change():
+    net = model(CALLS["head"][0])
+    before = everything(net)
+    with pytest.raises(KeyboardInterrupt), Cut():
+        CALLS["head"][1](net)
+    assert changed(before, everything(net)) == []
 
 
 def test_an_interrupt_while_another_thread_has_its_turn(slow):
