@@ -21,10 +21,10 @@ def check_modules(named: Sequence[tuple[str, nn.Module]], *, spread: bool = Fals
             check(name, module)
 
 
-def check_kinds(named: Sequence[tuple[str, nn.Module]]) -> None:
+def check_kinds(named: Sequence[tuple[str, nn.Module]], *, spread: bool = False) -> None:
     """Raise for the first of a model's modules that takes no hooks, or whose parameters are not all here."""
     for name, module in named:
-        _check_kind(name, module, spread=False)
+        _check_kind(name, module, spread=spread)
 
 
 def _check_kind(name: str, module: nn.Module, *, spread: bool) -> None:

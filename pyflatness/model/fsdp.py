@@ -6,13 +6,16 @@ out. So FSDP's messages go by way of :meth:`.Ranks.whole` meanwhile: a rank gets
 them, and the others hand over their parts wherever they wait. A layer's weight comes in the same way where it is
 contracted.
 
-What is taken of FSDP besides its public names is in this module: the parameter groups of its states.
+A penalty is computed in a training, where all ranks make the same passes and FSDP's own messages serve; see
+:func:`passes`.
+
+What is taken of FSDP besides its public names is in this module: its states, and their parameter groups.
 """
 
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -78,7 +81,7 @@ def held(model: nn.Module, ranks: Ranks) -> Iterator[None]:
     roots = [state for state in states if state._is_root]
     if not roots:
         raise InputError("model: it is a part of a module under FSDP2, which runs forward as a whole; pass that")
-    groups = [group for state in states for group in state._fsdp_param_groups]
+    groups = _groups(states)
     gathered = [group for group in groups if group.is_unsharded]
     _shard(roots)
     with contextlib.ExitStack() as stack:
@@ -97,9 +100,103 @@ def held(model: nn.Module, ranks: Ranks) -> Iterator[None]:
             yield
         finally:
             _shard(roots)
-        for group in gathered:
-            group.unshard()
-            group.wait_for_unshard()
+        _gather(gathered)
+
+
+def check_trained(model: nn.Module) -> None:
+    """Raise unless :func:`passes` can gather all parameters of a model that are spread over ranks."""
+    of_fsdp = _of_fsdp(_groups(_all_states(model)))
+    found = {id(held): (name, held) for name, held in model.named_parameters() if spread.is_spread(held)}
+    for key, (_, each) in of_fsdp.items():  # those that are gathered now are parameters of another kind
+        found.setdefault(key, (each._param_fqn, each.sharded_param))
+    for key, (name, held) in found.items():
+        if key not in of_fsdp or not _is_plain(*of_fsdp[key]):
+            which = "FlatnessPenalty takes those that fully_shard spreads over one dimension of processes"
+            raise _not_plain(name, held, which, "leave that out, or train with DistributedDataParallel")
+
+
+def versions(model: nn.Module) -> list[int]:
+    """Count in-place changes of what is on this rank of a model's parameters, such as an optimiser's.
+
+    The gathered parameters, of which autograd keeps count, do not change with it before they are gathered again.
+    """
+    return [each.sharded_param._version for group in _groups(_states(model)) for each in group.fsdp_params]
+
+
+@contextlib.contextmanager
+def passes(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[Callable[[Tensor], None]]:
+    """Let backward passes inside go over the graph of the user's forward pass without being steps of the training.
+
+    Nothing is reduced, and what is gathered for a pass stays until the end; so do the parameters of ``layers``. All
+    ranks gather the same, however many passes each makes. Yields a function for a tensor that was computed inside: when
+    that is differentiated, the parameters are gathered again that its graph was made of.
+    """
+    states = _all_states(model)
+    if states:
+        check_trained(model)
+    groups, roots = _groups(states), [state for state in states if state._is_root]
+    sharded = [group for group in groups if not group.is_unsharded]
+    own = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    try:
+        with contextlib.ExitStack() as stack:
+            for root in roots:  # what FSDP prefetches in the user's backward pass is forgotten after the last one
+                _set(stack, root._state_ctx, is_last_backward=False)
+            for group in groups:
+                _set(stack, group, reduce_grads=False, reshard_after_backward=False, _post_forward_indices=[])
+            _gather(group for group in sharded if any(id(each.sharded_param) in own for each in group.fsdp_params))
+            yield lambda value: _gather_before(value, groups, roots)
+            for group in sharded:
+                group.wait_for_unshard()
+                group.reshard()
+    except BaseException:  # a pass that ended by an error leaves FSDP in the middle of it
+        _shard(roots)
+        raise
+
+
+def _gather_before(value: Tensor, groups: Sequence[Group], roots: Sequence[Any]) -> None:
+    """Let the parameters that are gathered now be gathered when a tensor is differentiated."""
+    used = [group for group in groups if group.is_unsharded]
+
+    def before(gradient: Tensor) -> Tensor:
+        _gather(used)
+        for root in roots:  # or a pass that does not begin at the model's outputs would reduce nothing
+            root._register_root_post_backward_final_callback()
+        return gradient
+
+    if groups:
+        value.register_hook(before)
+
+
+def _gather(groups: Iterable[Group]) -> None:
+    for group in groups:
+        group.unshard()
+        group.wait_for_unshard()
+
+
+def _set(stack: contextlib.ExitStack, held: Any, **values: Any) -> None:
+    """Set attributes, until a stack is closed."""
+    stack.callback(vars(held).update, {name: getattr(held, name) for name in values})
+    vars(held).update(values)
+
+
+def _groups(states: Sequence[Any]) -> list[Group]:
+    if any(not hasattr(state, "_fsdp_param_groups") for state in states):
+        raise NotYetError(
+            f"model: it is under FSDP2 of torch {torch.__version__}, which keeps parameters in another way than torch "
+            "2.13, and that one is known here; install torch 2.13 or later"
+        )
+    return [group for state in states for group in state._fsdp_param_groups]
+
+
+def _of_fsdp(groups: Sequence[Group]) -> dict[int, tuple[Group, Any]]:
+    """Return what FSDP has of each parameter, by the identity of the parameter that is spread, and its group."""
+    return {id(each.sharded_param): (group, each) for group in groups for each in group.fsdp_params}
+
+
+def _all_states(model: nn.Module) -> list[Any]:
+    """Return FSDP's states of a model, and of the one that it is a part of, which makes the passes."""
+    states = [each for state in _states(model) for each in state._state_ctx.all_states or [state]]
+    return [*{id(state): state for state in states}.values()]
 
 
 def _states(model: nn.Module) -> list[Any]:
@@ -142,21 +239,26 @@ class _AllGather:
 
 def _weights(model: nn.Module, groups: Sequence[Group], ranks: Ranks) -> dict[int, _Weight]:
     """Return the parameters that are spread, by their identity."""
-    found, of_fsdp = {}, {id(each.sharded_param): (group, each) for group in groups for each in group.fsdp_params}
+    found, of_fsdp = {}, _of_fsdp(groups)
     for name, parameter in model.named_parameters():
         if not spread.is_spread(parameter):
             continue
         held: Any = parameter
         if id(parameter) not in of_fsdp or not _is_plain(*of_fsdp[id(parameter)]):
-            raise NotYetError(
-                f"model: its parameter {name!r} is spread over {held.device_mesh} as {held.placements}; parameters "
-                "can be measured that fully_shard spreads over one dimension of all ranks, without "
-                f"reshard_after_forward=k, offloading or tensor parallelism; {WHOLE}"
-            )
+            which = "parameters can be measured that fully_shard spreads over one dimension of all ranks"
+            raise _not_plain(name, held, which, WHOLE)
         spread.check_processes(name, parameter, ranks, "its part of the data")
         dtype = of_fsdp[id(parameter)][1].param_dtype or parameter.dtype
         found[id(parameter)] = _Weight(f"parameter {name}", held, dtype, ranks)
     return found
+
+
+def _not_plain(name: str, held: Any, which: str, instead: str) -> NotYetError:
+    """Return the error of a parameter that FSDP has otherwise, which says ``which`` are taken."""
+    return NotYetError(
+        f"model: its parameter {name!r} is spread over {held.device_mesh} as {held.placements}; {which}, without "
+        f"reshard_after_forward=k, offloading or tensor parallelism; {instead}"
+    )
 
 
 def _is_plain(group: Group, parameter: Any) -> bool:

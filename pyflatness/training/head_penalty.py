@@ -79,8 +79,9 @@ def flatness_penalty(
     for what, tensor in (("features", features), ("weight", weight), ("bias", bias)):
         if tensor is not None and is_spread(tensor):
             raise NotYetError(
-                f"{what}: it is spread over ranks (a DTensor, as of FSDP2 or tensor parallelism); a penalty takes "
-                "a head that every rank has as a whole, as under DistributedDataParallel"
+                f"{what}: it is spread over ranks (a DTensor, as of FSDP2 or tensor parallelism); a penalty takes a "
+                "head that every rank has as a whole, as under DistributedDataParallel, or between forward() and "
+                "backward() after fully_shard(head, reshard_after_forward=False); pf.FlatnessPenalty gathers it itself"
             )
     if features.numel() == 0:
         raise InputError(f"features: there are no samples in {tuple(features.shape)}")

@@ -16,7 +16,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils import parametrize
 
 from ..errors import InputError
-from ..model import data, layers
+from ..model import data, fsdp, layers
 from ..model.calling import version
 from ..passes import linearity
 from ..passes.batch_layout import Layout, mixed
@@ -43,6 +43,7 @@ class LayerCalls:
         self._calls: list[RecordedCall] = []
         self._weight: Tensor | None = None  # the effective one of the last call, of the shape that the layer keeps
         self._version, self._samples, self._running = 0, -1, False  # of the weight's contents then; of the batch
+        self._spread: list[int] = []  # versions of the parameters that FSDP has spread, when the forward pass began
         self._layout: Layout | None = None
         self._handles: list[Any] = []
         self._cached = contextlib.ExitStack()
@@ -68,7 +69,7 @@ class LayerCalls:
             self._handles.append(layer.register_forward_pre_hook(self._enter))
             self._handles.append(layer.register_forward_hook(self._leave, always_call=True))
 
-    def last(self, outputs: Tensor) -> tuple[RecordedCall, Tensor]:
+    def last(self, model: nn.Module, outputs: Tensor) -> tuple[RecordedCall, Tensor]:
         """Return the layer's only call in the last forward pass, and its weight then."""
         name, calls, weight = f"layer {self.name!r}", self._calls, self._weight
         if not any(parameter.requires_grad for own, parameter in self.layer.named_parameters() if own != "bias"):
@@ -91,7 +92,7 @@ class LayerCalls:
             )
         if version(calls[0].inputs) != calls[0].version:
             raise InputError(f"{name}: its input was modified in place after it ran; leave that input as it is")
-        if version(weight) != self._version:
+        if version(weight) != self._version or fsdp.versions(model) != self._spread:
             raise InputError(
                 f"{name}: its weight was modified in place after the forward pass; call the penalty before "
                 "optimizer.step(), or make another forward pass"
@@ -148,7 +149,7 @@ class LayerCalls:
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._forget()
         self._running = self._layer is not None and torch.is_grad_enabled()
-        self._samples = data.size((args, kwargs))
+        self._samples, self._spread = data.size((args, kwargs)), fsdp.versions(model) if self._running else []
 
     @not_compiled
     def _end(self, *_: Any) -> None:

@@ -27,7 +27,7 @@ from ..contractions import Geometry, full_precision, product, promoted, promoted
 from ..errors import InputError, NotYetError
 from ..losses import auto
 from ..messages import check_module, check_tensor, second_derivatives, shown
-from ..model import checks, kinds, selectors
+from ..model import checks, fsdp, kinds, selectors
 from ..model.layers import unwrap
 from ..model.outputs import refusal, single
 from ..model.selectors import Selector
@@ -62,7 +62,8 @@ class FlatnessPenalty:
     given.
 
     Args:
-        model: trained by the user; ``DistributedDataParallel`` and ``torch.compile`` are looked through.
+        model: trained by the user; ``DistributedDataParallel`` and ``torch.compile`` are looked through. Under FSDP2
+            (``fully_shard``) all ranks call the penalty in each step.
         layers: name, pattern or module of layers, or a sequence of these. The forward pass calls each of them once:
             linear, (transposed) convolutions, bilinear, transformers' ``Conv1D``.
         loss: ``nn.CrossEntropyLoss``, ``nn.MSELoss`` or ``nn.BCEWithLogitsLoss`` with their options, the ``F`` function
@@ -76,7 +77,8 @@ class FlatnessPenalty:
 
     Raises:
         InputError: a layer that does not exist or has no weight matrix, a model or option that does not fit.
-        NotYetError: a loss without differentiable factors; a layer of another kind.
+        NotYetError: a loss without differentiable factors; a layer of another kind; parameters that FSDP2 offloads, or
+            spreads over several dimensions.
 
     Example:
         >>> import torch, pyflatness as pf
@@ -117,7 +119,8 @@ class FlatnessPenalty:
         self._loss = None if auto.is_auto(loss) else losses.known(loss, "sampled factors that can be differentiated")
         if self._loss is None:
             auto.of_transformers(self._model)
-        checks.check_kinds([*self._model.named_modules()])
+        checks.check_kinds([*self._model.named_modules()], spread=fsdp.is_sharded(self._model))
+        fsdp.check_trained(self._model)
         if layers is None:
             raise InputError("layers=None: name the layers to penalise, such as those of pf.layers(model)")
         chosen = selectors.select(self._model, layers).modules
@@ -162,8 +165,15 @@ class FlatnessPenalty:
         if not outputs.is_floating_point():
             raise InputError(f"outputs: got {outputs.dtype}; the order of arguments is penalty(outputs, targets)")
         terms = LossTerms.of(outputs, check_tensor("targets", targets), loss)
-        calls = [watched.last(outputs) for watched in self._watched]
-        with torch.enable_grad(), full_precision(outputs), graph_as_recorded(), self._twice_differentiable():
+        calls = [watched.last(self._model, outputs) for watched in self._watched]
+        layers = [watched.layer for watched in self._watched]
+        with (
+            fsdp.passes(self._model, layers) as gathered_before,
+            torch.enable_grad(),
+            full_precision(outputs),
+            graph_as_recorded(),
+            self._twice_differentiable(),
+        ):
             used = terms.used if self._normalize else None
             at_layers = [
                 AtLayer(call, watched.laid_out(self._model, outputs), watched.samples_of(outputs))
@@ -183,9 +193,10 @@ class FlatnessPenalty:
                 ]
             total = torch.stack(values).sum() / self._probes / items
             value = terms.reduced(total).to(promoted_dtype(outputs.dtype))
-        if self._is_new:
-            self._check_twice_differentiable(value, [weight for _, weight in calls])
-            self._is_new = False
+            if self._is_new:
+                self._check_twice_differentiable(value, [weight for _, weight in calls])
+                self._is_new = False
+            gathered_before(value)
         return value
 
     def _taken(self, outputs: Any, targets: Any) -> tuple[Tensor, Any, losses.Known, Any]:
