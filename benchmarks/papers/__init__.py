@@ -36,6 +36,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     c24_tightness.EXPERIMENT,
     c24_pairs.CONVOLUTIONAL,
     c24_pairs.PERCEPTRON,
+    c24_pairs.LENET,
     c24_trends.PERCEPTRON,
     grid.EXPERIMENT,
 )

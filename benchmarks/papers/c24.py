@@ -2,8 +2,8 @@
 
 C24 is "From Loss Flatness to Compressed Representations in Neural Networks". Its section 4.1 trains by plain stochastic
 gradient descent on squared error, on two classes, and measures on 100 training samples. The convolutional network is
-VGG-11 on CIFAR-10 at paper scale, a small one on scikit-learn's digits at small scale; the multilayer perceptron has
-four layers, on FashionMNIST, or digits. The paper does not say how wide it is, nor how many outputs the networks have;
+VGG-11 or LeNet5 on CIFAR-10 at paper scale, a small one on scikit-learn's digits at small scale; the multilayer
+perceptron has four layers, on FashionMNIST, or digits. The paper does not say how wide it is, nor how many outputs the networks have;
 here they have one for each of two classes.
 """
 
@@ -22,7 +22,7 @@ from pyflatness.errors import InputError
 
 from . import image_data
 from .experiment import Bench, note
-from .networks import fully_connected, small_convolutional, vgg11
+from .networks import fully_connected, lenet5, small_convolutional, small_lenet, vgg11
 from .training import Data, Descent, followed, half_squared_error
 
 SMALL = {"classes": [3, 8], "samples": 240, "measured": 100, "steps": 3000, "snapshots": 10, "seeds": 3, "width": 32}
@@ -43,11 +43,16 @@ QUANTITIES = {
 FITTED = 0.99
 """Accuracy on the training data from which on a network counts as having interpolated them."""
 
+_CONVOLUTIONAL: dict[str, dict[str, Callable[[int], nn.Module]]] = {
+    "convolutional": {"small": small_convolutional, "paper": vgg11},
+    "LeNet": {"small": small_lenet, "paper": lenet5},
+}
+
 _MEASURES = ("interpolation_sharpness", "nmls", "log_volume", "mls", "local_dimension")
 
 
 def problem(bench: Bench, kind: str) -> tuple[Callable[[], nn.Module], Data, Data]:
-    """Return what makes a network of a kind, ``"perceptron"`` or ``"convolutional"``, training data, and test data."""
+    """Return what makes a network of a kind, ``"perceptron"`` or of the table above, training data, and test data."""
     settings = bench.settings
     classes, width = settings["classes"], settings["width"]
     if bench.scale == "small":
@@ -59,7 +64,7 @@ def problem(bench: Bench, kind: str) -> tuple[Callable[[], nn.Module], Data, Dat
     if kind == "perceptron":
         inputs = some[0][0].numel()
         return functools.partial(fully_connected, inputs, width, width, width, len(classes)), some, others
-    made = small_convolutional if bench.scale == "small" else vgg11
+    made = _CONVOLUTIONAL[kind][bench.scale]
     return functools.partial(made, len(classes)), some, others
 
 

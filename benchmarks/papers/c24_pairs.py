@@ -1,4 +1,4 @@
-"""C24, Figures G.5 and G.6: how sharpness, compression, bounds and the gap go along over trained networks."""
+"""C24, Figures G.5 to G.7: how sharpness, compression, bounds and the gap go along over trained networks."""
 
 import functools
 import itertools
@@ -156,4 +156,5 @@ def _experiment(kind: str, name: str, figure: str, data: str, seconds: int) -> E
 
 
 CONVOLUTIONAL = _experiment("convolutional", "c24-figG5", "C24, Figure G.5", "CIFAR-10", 173)
+LENET = _experiment("LeNet", "c24-figG7", "C24, Figure G.7", "CIFAR-10", 120)
 PERCEPTRON = _experiment("perceptron", "c24-figG6", "C24, Figure G.6", "FashionMNIST", 54)

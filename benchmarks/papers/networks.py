@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 
-def lenet5() -> nn.Sequential:
+def lenet5(outputs: int = 10) -> nn.Sequential:
     """Return LeNet5 for images (n, 3, 32, 32), of which ``"fc3"`` is the head.
 
     Names of the layers with weights are those of Petzka et al.'s: conv1, conv2, fc1, fc2, fc3.
@@ -18,7 +18,7 @@ def lenet5() -> nn.Sequential:
         *(("conv1", nn.Conv2d(3, 6, 5)), ("relu1", nn.ReLU()), ("pool1", nn.MaxPool2d(2))),
         *(("conv2", nn.Conv2d(6, 16, 5)), ("relu2", nn.ReLU()), ("pool2", nn.MaxPool2d(2))),
         *(("flatten", nn.Flatten()), ("fc1", nn.Linear(400, 120)), ("relu3", nn.ReLU())),
-        *(("fc2", nn.Linear(120, 84)), ("relu4", nn.ReLU()), ("fc3", nn.Linear(84, 10))),
+        *(("fc2", nn.Linear(120, 84)), ("relu4", nn.ReLU()), ("fc3", nn.Linear(84, outputs))),
     ):
         model.add_module(name, layer)
     return model
@@ -56,6 +56,15 @@ def small_convolutional(outputs: int) -> nn.Sequential:
         *(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, outputs)),
+    )
+
+
+def small_lenet(outputs: int) -> nn.Sequential:
+    """Return LeNet5 for images of 8×8 pixels, with kernels of 3×3: two convolutions and three linear layers."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 6, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(6, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(64, 40), nn.ReLU(), nn.Linear(40, 28), nn.ReLU(), nn.Linear(28, outputs)),
     )
 
 
