@@ -3,8 +3,8 @@
 C24 is "From Loss Flatness to Compressed Representations in Neural Networks". Its section 4.1 trains by plain stochastic
 gradient descent on squared error, on two classes, and measures on 100 training samples. The convolutional network is
 VGG-11 or LeNet5 on CIFAR-10 at paper scale, a small one on scikit-learn's digits at small scale; the multilayer
-perceptron has four layers, on FashionMNIST, or digits. The paper does not say how wide it is, nor how many outputs the networks have;
-here they have one for each of two classes.
+perceptron has four layers, on FashionMNIST, or digits. The paper does not say how wide it is, nor how many outputs the
+networks have; here they have one for each of two classes.
 """
 
 import functools
