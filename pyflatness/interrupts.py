@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from .errors import FlatnessError
+
 
 class Signalled(BaseException):
     """Carry what a handler raised past everything that catches errors."""
@@ -38,21 +40,38 @@ def is_raised(error: BaseException) -> bool:
 
 
 def raised_in(error: BaseException | None) -> BaseException | None:
-    """Return what a handler raised: an exception itself, or one in whose place it came, as from torch's ``finally``."""
+    """Return what a handler raised: an exception itself, or one in whose place it came, as from torch's ``finally``.
+
+    One that the user's code raised ``from`` it is the user's own.
+    """
     while error is not None and id(error) != _here.handled:
         if isinstance(error, KeyboardInterrupt) or is_raised(error):
             return error
-        error = error.__context__
+        is_meant = error.__suppress_context__ and not isinstance(error, FlatnessError)
+        error = None if is_meant else error.__context__
     return None
 
 
 def pass_on(error: Exception) -> None:
     """Let what a handler raised go on, where errors of the user's code are caught."""
-    raised = raised_in(error) if _here.undo else None  # else nobody would unpack it
-    if isinstance(raised, Exception):
-        raise Signalled(raised) from error
-    if raised is not None:
-        raise raised
+    raised = raised_in(error)
+    try:
+        if raised is not None and not isinstance(raised, Exception):
+            raise raised
+        if isinstance(raised, Exception) and _here.undo:  # else nobody would unpack it
+            raise Signalled(raised) from error
+    finally:
+        del raised  # or it would hold this frame, which holds it
+
+
+def replaced(error: Exception) -> None:
+    """Raise what a handler raised, if an error came in its place."""
+    raised = raised_in(error)
+    try:
+        if raised is not None and raised is not error:
+            raise raised
+    finally:
+        del raised
 
 
 @contextlib.contextmanager
@@ -163,12 +182,18 @@ def depth() -> int:
     return len(_here.undo)
 
 
-def end_generators() -> None:
-    """End generators that an exception of a signal's has cut off, so that each puts back what it changed."""
+def cuts_off() -> BaseException | None:
+    """Return the exception that goes through the package, if it is none of an error."""
     error = sys.exc_info()[1]
     if error is None or id(error) == _here.handled:
-        return
-    if not isinstance(error, Exception) or raised_in(error):
+        return None
+    return error if not isinstance(error, Exception) or raised_in(error) else None
+
+
+def end_generators() -> None:
+    """End generators that an exception of a signal's has cut off, so that each puts back what it changed."""
+    error = cuts_off()
+    if error is not None:
         traceback.clear_frames(error.__traceback__)
 
 
@@ -180,8 +205,23 @@ def undo(depth: int) -> None:
         shield = _Shield()
         steps.insert(depth, shield.put_back)
         shield.install()
+    failed = None
     while len(steps) > depth:
-        steps[-1]()
+        failed = _failed(steps[-1]) or failed
         steps.pop()
     if shield is not None:
         shield.deliver()
+    if failed is not None:
+        raise failed
+
+
+def _failed(step: Callable[[], object]) -> Exception | None:
+    """Take a step, again if something cut it off; return the error of one that cannot be taken."""
+    try:
+        step()
+    except Exception:
+        try:
+            step()
+        except Exception as error:
+            return error
+    return None

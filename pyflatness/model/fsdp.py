@@ -115,25 +115,19 @@ def check_trained(model: nn.Module) -> None:
             raise _not_plain(name, held, which, "leave that out, or train with DistributedDataParallel")
 
 
-def versions(model: nn.Module) -> list[int]:
-    """Count in-place changes of what is on this rank of a model's parameters, such as an optimiser's.
-
-    The gathered parameters, of which autograd keeps count, do not change with it before they are gathered again.
-    """
-    return [each.sharded_param._version for group in _groups(_states(model)) for each in group.fsdp_params]
-
-
 @contextlib.contextmanager
-def passes(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[Callable[[Tensor], None]]:
+def passes(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[Callable[[Tensor, Callable[[], None]], None]]:
     """Let backward passes inside go over the graph of the user's forward pass without being steps of the training.
 
     Nothing is reduced, and what is gathered for a pass stays until the end; so do the parameters of ``layers``. All
     ranks gather the same, however many passes each makes. Yields a function for a tensor that was computed inside: when
-    that is differentiated, the parameters are gathered again that its graph was made of.
+    that is differentiated, the parameters are gathered again that its graph was made of, and are to pass a check.
     """
     states = _all_states(model)
     if states:
         check_trained(model)
+    elif any(spread.is_spread(parameter) for layer in layers for parameter in layer.parameters()):
+        raise InputError("model: it is a part of a module under FSDP2, which runs forward as a whole; pass that")
     groups, roots = _groups(states), [state for state in states if state._is_root]
     sharded = [group for group in groups if not group.is_unsharded]
     own = {id(parameter) for layer in layers for parameter in layer.parameters()}
@@ -144,7 +138,7 @@ def passes(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[Callable[[
             for group in groups:
                 _set(stack, group, reduce_grads=False, reshard_after_backward=False, _post_forward_indices=[])
             _gather(group for group in sharded if any(id(each.sharded_param) in own for each in group.fsdp_params))
-            yield lambda value: _gather_before(value, groups, roots)
+            yield lambda value, check: _gather_before(value, groups, roots, check)
             for group in sharded:
                 group.wait_for_unshard()
                 group.reshard()
@@ -153,12 +147,13 @@ def passes(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[Callable[[
         raise
 
 
-def _gather_before(value: Tensor, groups: Sequence[Group], roots: Sequence[Any]) -> None:
+def _gather_before(value: Tensor, groups: Sequence[Group], roots: Sequence[Any], check: Callable[[], None]) -> None:
     """Let the parameters that are gathered now be gathered when a tensor is differentiated."""
     used = [group for group in groups if group.is_unsharded]
 
     def before(gradient: Tensor) -> Tensor:
         _gather(used)
+        check()
         for root in roots:  # or a pass that does not begin at the model's outputs would reduce nothing
             root._register_root_post_backward_final_callback()
         return gradient
@@ -202,7 +197,7 @@ def _all_states(model: nn.Module) -> list[Any]:
 def _states(model: nn.Module) -> list[Any]:
     """Return FSDP's states of a model's modules, in its order."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
+    if fsdp is None or not torch.distributed.is_initialized():  # others are spared the walk
         return []
     states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
     return [*{id(state): state for state in states}.values()]

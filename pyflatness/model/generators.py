@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Randomness:
-    """Hold the states of all that a model, its loss and its data may draw from; those of other threads are left alone.
+    """Hold the states of all that a model, its loss and its data may draw from, so that these can be put back.
 
     While no other thread runs, a state that moved says that the call drew from it. Else torch tells what the user's
     code draws, and the states of Python's and NumPy's generators before it and after it are compared. (A profiler's

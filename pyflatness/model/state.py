@@ -10,7 +10,6 @@ import contextlib
 import functools
 import operator
 import os
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -137,14 +136,19 @@ class Found:
         for parameter, flag in self._flags:
             if parameter.requires_grad != flag:
                 parameter.requires_grad_(flag)
-        # An exception between an operation in place and its end, in a dispatch mode, leaves the version as it was.
-        is_cut_off = sys.exc_info()[1] is not None
+        cut_off = interrupts.cuts_off() is not None
         with torch.no_grad():
             for buffer, version, value in self._values:
-                if buffer._version != version or (is_cut_off and not buffer.is_meta and not torch.equal(buffer, value)):
+                if buffer._version != version or (cut_off and _has_changed(buffer, value)):
                     buffer.copy_(value)
         if self in _inside:
             _inside.remove(self)
+
+
+def _has_changed(buffer: Tensor, value: Tensor) -> bool:
+    """Return whether an operation that was cut off in a dispatch mode changed a buffer, and not its version."""
+    is_plain = type(buffer) is Tensor and buffer.layout is torch.strided and not buffer.is_meta
+    return is_plain and not buffer.is_complex() and not torch.allclose(buffer, value, 0, 0, equal_nan=True)
 
 
 _HOOKS = [name for name in vars(nn.Module()) if name.startswith("_forward") and "hooks" in name]

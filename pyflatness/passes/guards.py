@@ -480,15 +480,16 @@ def explained() -> Iterator[None]:
     except interrupts.Signalled as signalled:
         raise signalled.raised from signalled.raised.__cause__
     except Exception as error:
-        raised_by_signal = interrupts.raised_in(error)
-        if raised_by_signal not in (None, error):
-            raise raised_by_signal from raised_by_signal.__cause__
+        interrupts.replaced(error)
         if not hasattr(error, _CALL):
             raise
         raised = error.__cause__ if isinstance(error.__cause__, StopIteration) else error
         call, parameters_are = getattr(error, _CALL)
-        raise InputError(
-            f"model: {call} raised {type(raised).__name__}: {raised}; pass data that fit the model (its parameters are "
-            f"{parameters_are}), or forward=, a function (model, batch) -> (outputs, targets) that calls it as it "
-            "wants to be called"
-        ) from raised
+        try:
+            raise InputError(
+                f"model: {call} raised {type(raised).__name__}: {raised}; pass data that fit the model (its parameters "
+                f"are {parameters_are}), or forward=, a function (model, batch) -> (outputs, targets) that calls it as "
+                "it wants to be called"
+            ) from raised
+        finally:
+            del raised  # or it would hold this frame, which holds it

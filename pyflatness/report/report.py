@@ -270,9 +270,9 @@ class Report(Readable):
             measure: its name; None: the first one that has values of layers.
 
         Raises:
-            InputError: no such measure, one without values of layers, or no number of layers.
+            InputError: no such measure, one whose values of layers are NaN or not there, or no number of layers.
         """
-        if not isinstance(count, int) or count < 1:
+        if isinstance(count, bool) or not hasattr(count, "__index__") or count < 1:
             raise InputError(f"count: a number of layers from 1 on is wanted, got {shown(count)}")
         by_layer = {
             name: {layer: found for layer, found in held.items() if layer} for name, held in self.by_measure().items()
@@ -282,6 +282,8 @@ class Report(Readable):
             of_layers = [name for name, held in by_layer.items() if held]
             raise InputError(f"report: {measure!r} has no values of layers here; of {', '.join(of_layers)} there are")
         values = [(layer, found) for layer, found in by_layer[name or ""].items() if not math.isnan(found.value)]
+        if not values:
+            raise InputError(f"report: {name!r} is NaN in all layers")
         layers = tuple(layer for layer, _ in sorted(values, key=lambda item: -item[1].value)[:count])
         held = {key: estimate for key, estimate in self._estimates.items() if key[0] in layers}
         return Report(layers, tuple(m for m in self.measures if any((layer, m) in held for layer in layers)), held)

@@ -16,7 +16,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils import parametrize
 
 from ..errors import InputError
-from ..model import data, fsdp, layers
+from ..model import data, layers
 from ..model.calling import version
 from ..passes import linearity
 from ..passes.batch_layout import Layout, mixed
@@ -43,7 +43,7 @@ class LayerCalls:
         self._calls: list[RecordedCall] = []
         self._weight: Tensor | None = None  # the effective one of the last call, of the shape that the layer keeps
         self._version, self._samples, self._running = 0, -1, False  # of the weight's contents then; of the batch
-        self._spread: list[int] = []  # versions of the parameters that FSDP has spread, when the forward pass began
+        self.contents = torch.empty(0)  # what the parameters held then, in short
         self._layout: Layout | None = None
         self._handles: list[Any] = []
         self._cached = contextlib.ExitStack()
@@ -69,7 +69,7 @@ class LayerCalls:
             self._handles.append(layer.register_forward_pre_hook(self._enter))
             self._handles.append(layer.register_forward_hook(self._leave, always_call=True))
 
-    def last(self, model: nn.Module, outputs: Tensor) -> tuple[RecordedCall, Tensor]:
+    def last(self, outputs: Tensor) -> tuple[RecordedCall, Tensor]:
         """Return the layer's only call in the last forward pass, and its weight then."""
         name, calls, weight = f"layer {self.name!r}", self._calls, self._weight
         if not any(parameter.requires_grad for own, parameter in self.layer.named_parameters() if own != "bias"):
@@ -92,13 +92,24 @@ class LayerCalls:
             )
         if version(calls[0].inputs) != calls[0].version:
             raise InputError(f"{name}: its input was modified in place after it ran; leave that input as it is")
-        if version(weight) != self._version or fsdp.versions(model) != self._spread:
-            raise InputError(
-                f"{name}: its weight was modified in place after the forward pass; call the penalty before "
-                "optimizer.step(), or make another forward pass"
-            )
+        if version(weight) != self._version:
+            raise self._modified()
         layers.check_dtype(f"{name}: weight", weight.dtype)
         return calls[0], weight
+
+    def check_contents(self, before: Tensor) -> None:
+        """Raise if the layer's parameters, which are gathered now, do not hold what they did in the forward pass.
+
+        Versions do not tell it of fused optimisers, nor of parameters that FSDP gathers anew.
+        """
+        if not torch.allclose(_norms(self.layer), before, 0, 0, equal_nan=True):
+            raise self._modified()
+
+    def _modified(self) -> InputError:
+        return InputError(
+            f"layer {self.name!r}: its weight was modified in place after the forward pass; call the penalty, and go "
+            "backward, before optimizer.step(), or make another forward pass"
+        )
 
     def samples_of(self, outputs: Tensor) -> int:
         """Return the samples of the batch: those of the model's input, which outputs may have flattened."""
@@ -149,7 +160,7 @@ class LayerCalls:
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._forget()
         self._running = self._layer is not None and torch.is_grad_enabled()
-        self._samples, self._spread = data.size((args, kwargs)), fsdp.versions(model) if self._running else []
+        self._samples = data.size((args, kwargs))
 
     @not_compiled
     def _end(self, *_: Any) -> None:
@@ -172,9 +183,15 @@ class LayerCalls:
         own = with_own_history(output)
         shape = torch.empty_like(own, device="meta", requires_grad=False)
         weight = self._weight = layer.weight
-        self._version = version(weight)
+        self._version, self.contents = version(weight), _norms(layer)
         self._calls.append(RecordedCall(inputs, version(inputs), get_gradient_edge(own), None, shape, kind))
         return None if own is output else own
+
+
+def _norms(layer: nn.Module) -> Tensor:
+    """Return the norms of what a layer's weight is made of, which a step of an optimiser does not leave as they are."""
+    parameters = [parameter.detach() for own, parameter in layer.named_parameters() if own != "bias"]
+    return torch.stack([torch.linalg.vector_norm(parameter, dtype=torch.float64) for parameter in parameters])
 
 
 @contextlib.contextmanager

@@ -165,15 +165,22 @@ class FlatnessPenalty:
         if not outputs.is_floating_point():
             raise InputError(f"outputs: got {outputs.dtype}; the order of arguments is penalty(outputs, targets)")
         terms = LossTerms.of(outputs, check_tensor("targets", targets), loss)
-        calls = [watched.last(self._model, outputs) for watched in self._watched]
-        layers = [watched.layer for watched in self._watched]
+        calls = [watched.last(outputs) for watched in self._watched]
+        contents = [(watched, watched.contents) for watched in self._watched]
+
+        def check_contents() -> None:
+            for watched, before in contents:
+                watched.check_contents(before)
+
         with (
-            fsdp.passes(self._model, layers) as gathered_before,
+            interrupts.undone(),
+            fsdp.passes(self._model, [watched.layer for watched in self._watched]) as gathered_before,
             torch.enable_grad(),
             full_precision(outputs),
             graph_as_recorded(),
             self._twice_differentiable(),
         ):
+            check_contents()
             used = terms.used if self._normalize else None
             at_layers = [
                 AtLayer(call, watched.laid_out(self._model, outputs), watched.samples_of(outputs))
@@ -196,7 +203,7 @@ class FlatnessPenalty:
             if self._is_new:
                 self._check_twice_differentiable(value, [weight for _, weight in calls])
                 self._is_new = False
-            gathered_before(value)
+            gathered_before(value, check_contents)
         return value
 
     def _taken(self, outputs: Any, targets: Any) -> tuple[Tensor, Any, losses.Known, Any]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import os
 import random
 import signal
@@ -393,6 +394,66 @@ def test_a_call_while_an_interrupt_is_handled(slow):
         with pytest.raises(pf.errors.InputError, match="raised RuntimeError"):
             pf.relative_flatness(slow, torch.nn.CrossEntropyLoss(), (DATA[0][:, 1:], DATA[1]))
     assert "held" in handled.tb_next.tb_frame.f_locals
+
+
+def test_what_the_user_s_code_makes_of_an_interrupt_is_its_own(slow, handled):
+    class LateError(Exception):
+        pass
+
+    def late(number, frame):
+        raise LateError
+
+    def forward(model, batch, cause):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except (LateError, KeyboardInterrupt) as error:
+            raise RuntimeError("a limit of the model's") from (error if cause else None)
+
+    for handler, cause in itertools.product((late, signal.default_int_handler), (True, False)):
+        handled(handler)
+        with pytest.raises(pf.errors.InputError, match="a limit of the model's"):
+            pf.measure(
+                slow, torch.nn.CrossEntropyLoss(), DATA, forward=lambda m, batch, cause=cause: forward(m, batch, cause)
+            )
+
+
+class Sparse(Slow):
+    def __init__(self, *layers):
+        super().__init__(*layers)
+        self.register_buffer("graph", torch.eye(5).double().to_sparse())
+
+    def forward(self, x):
+        return super().forward(self.graph @ x)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_buffer_of_another_layout_stays(error):
+    net = Sparse(torch.nn.Linear(4, 3)).double()
+    before = net.graph._version
+
+    def forward(model, batch):
+        raise error("stopped")
+
+    with pytest.raises(error if error is KeyboardInterrupt else pf.errors.InputError, match="stopped"):
+        pf.relative_flatness(net, torch.nn.CrossEntropyLoss(), DATA, forward=forward)
+    assert (net.graph._version, interrupts.depth()) == (before, 0)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_step_that_cannot_be_taken_keeps_no_other_from_it():
+    taken, handler = [], signal.getsignal(signal.SIGINT)
+
+    def impossible():
+        raise ValueError("never")
+
+    depth = interrupts.depth()
+    for step in (functools.partial(taken.append, 0), impossible, functools.partial(taken.append, 2)):
+        interrupts.later(step)
+    with pytest.raises(ValueError, match="never"):
+        interrupts.undo(depth)
+    assert taken == [2, 0]
+    assert interrupts.depth() == depth
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 class Cut(TorchDispatchMode):

@@ -144,6 +144,9 @@ def test_the_values_of_a_layer_and_the_layers_with_the_largest_ones():
     assert found.top().layers == found.top(3, "relative_flatness").layers  # the first with values of layers
     with pytest.raises(pf.errors.InputError, match="count: a number of layers from 1 on is wanted, got 0"):
         found.top(0)
+    missing = dataclasses.replace(found["2", "trace"], value=math.nan)
+    with pytest.raises(pf.errors.InputError, match="'trace' is NaN in all layers"):
+        pf.results.Report(("2",), ("trace",), {("2", "trace"): missing}).top()
     assert [*pf.layers(model)] == [*found.layers]
     with pytest.raises(pf.errors.InputError, match="'fisher_rao' has no values of layers here; of relative_flatness"):
         found.top(measure="fisher_rao")

@@ -1,6 +1,7 @@
 """Steps with a penalty under FSDP2 have the gradients of one process with the whole batch, as DDP's have."""
 
 import functools
+import itertools
 import types
 
 import pytest
@@ -337,17 +338,39 @@ def kept(rank, size):
 
 
 def modified(rank, size):
-    model = sharded(network(), size)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    """Steps between the forward pass and the penalty, and between that and its backward pass."""
+    for how, resharded in itertools.product(({}, {"foreach": True}, {"fused": True}), (True, False)):
+        model = sharded(network(), size, reshard_after_forward=resharded)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **how)
 
-    def act(penalty, x, y):
-        outputs = model(x)
-        LOSS(outputs, y).backward(retain_graph=True)
-        optimizer.step()
-        with pytest.raises(pf.errors.InputError, match="modified in place after the forward pass"):
+        def act(penalty, x, y, model=model, optimizer=optimizer):
+            outputs = model(x)
+            LOSS(outputs, y).backward(retain_graph=True)
+            optimizer.step()
+            with pytest.raises(pf.errors.InputError, match="modified in place after the forward pass"):
+                penalty(outputs, y)
+
+        with_penalty(act, model, HEAD, data(rank, size))
+
+        def late(penalty, x, y, model=model, optimizer=optimizer):
+            outputs = model(x)
+            value = penalty(outputs, y)
+            LOSS(outputs, y).backward(retain_graph=True)
+            optimizer.step()
+            with pytest.raises((pf.errors.InputError, RuntimeError), match="modified"):
+                value.backward()
+
+        with_penalty(late, model, MIDDLE, data(rank, size))
+
+
+def part_of_the_root(rank, size):
+    model = network()
+    with pf.FlatnessPenalty(model, MIDDLE) as penalty:
+        whole = sharded(nn.Sequential(model), size, apart=False, reshard_after_forward=True)
+        x, y, _ = data(rank, size)
+        outputs = whole(x)
+        with pytest.raises(pf.errors.InputError, match="a part of a module under FSDP2, which runs forward as a whole"):
             penalty(outputs, y)
-
-    with_penalty(act, model, HEAD, data(rank, size))
 
 
 def spread_otherwise(rank, size):
@@ -377,7 +400,9 @@ TOLERANCES = {"lower_precision": 1e-4}
 
 @pytest.fixture(scope="module")
 def found():
-    return outcomes("training.test_penalty_under_fsdp", [*CASES, "kept", "modified", "spread_otherwise"], 2)
+    return outcomes(
+        "training.test_penalty_under_fsdp", [*CASES, "kept", "modified", "part_of_the_root", "spread_otherwise"], 2
+    )
 
 
 def of(found, name):
@@ -411,6 +436,10 @@ def test_parameters_are_gathered_for_the_passes_alone(found):
 
 def test_a_penalty_after_the_step_of_the_optimiser_is_refused(found):
     of(found, "modified")
+
+
+def test_a_part_of_what_is_sharded_is_refused(found):
+    of(found, "part_of_the_root")
 
 
 def test_parameters_that_are_spread_otherwise_are_refused(found):
