@@ -22,8 +22,6 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from .errors import FlatnessError
-
 
 class Signalled(BaseException):
     """Carry what a handler raised past everything that catches errors."""
@@ -47,7 +45,7 @@ def raised_in(error: BaseException | None) -> BaseException | None:
     while error is not None and id(error) != _here.handled:
         if isinstance(error, KeyboardInterrupt) or is_raised(error):
             return error
-        is_meant = error.__suppress_context__ and not isinstance(error, FlatnessError)
+        is_meant = error.__suppress_context__ and not type(error).__module__.startswith(f"{__package__}.")
         error = None if is_meant else error.__context__
     return None
 

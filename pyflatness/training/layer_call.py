@@ -32,6 +32,26 @@ def not_compiled(hook: _Hook) -> _Hook:
     return untraced(hook)  # type: ignore[no-any-return]
 
 
+class Contents:
+    """Know of tensors whether they hold what they did when this was made.
+
+    Versions do not tell it of the steps of fused optimisers, nor of parameters that FSDP gathers anew. Norms do, to the
+    last bit.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+        self._norms = self._now()
+
+    def _now(self) -> list[Tensor]:
+        return [torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64) for tensor in self._tensors]
+
+    def changed(self) -> bool:
+        """Return whether any of them holds something else."""
+        pairs = zip(self._norms, self._now(), strict=True)
+        return not all(torch.allclose(before, now, 0, 0, equal_nan=True) for before, now in pairs)
+
+
 class LayerCalls:
     """Hook a model and one of its layers, and keep the layer's calls of the last forward pass with a graph.
 
@@ -43,7 +63,7 @@ class LayerCalls:
         self._calls: list[RecordedCall] = []
         self._weight: Tensor | None = None  # the effective one of the last call, of the shape that the layer keeps
         self._version, self._samples, self._running = 0, -1, False  # of the weight's contents then; of the batch
-        self.contents = torch.empty(0)  # what the parameters held then, in short
+        self.contents = Contents([])  # of the parameters that the weight is made of
         self._layout: Layout | None = None
         self._handles: list[Any] = []
         self._cached = contextlib.ExitStack()
@@ -97,12 +117,9 @@ class LayerCalls:
         layers.check_dtype(f"{name}: weight", weight.dtype)
         return calls[0], weight
 
-    def check_contents(self, before: Tensor) -> None:
-        """Raise if the layer's parameters, which are gathered now, do not hold what they did in the forward pass.
-
-        Versions do not tell it of fused optimisers, nor of parameters that FSDP gathers anew.
-        """
-        if not torch.allclose(_norms(self.layer), before, 0, 0, equal_nan=True):
+    def check_contents(self, contents: "Contents") -> None:
+        """Raise if the layer's parameters, which are gathered now, do not hold what they did in a forward pass."""
+        if contents.changed():
             raise self._modified()
 
     def _modified(self) -> InputError:
@@ -154,7 +171,7 @@ class LayerCalls:
         self._forget()
 
     def _forget(self) -> None:
-        self._calls, self._weight = [], None
+        self._calls, self._weight, self.contents = [], None, Contents([])
 
     @not_compiled
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -183,15 +200,10 @@ class LayerCalls:
         own = with_own_history(output)
         shape = torch.empty_like(own, device="meta", requires_grad=False)
         weight = self._weight = layer.weight
-        self._version, self.contents = version(weight), _norms(layer)
+        self._version = version(weight)
+        self.contents = Contents([parameter for own, parameter in layer.named_parameters() if own != "bias"])
         self._calls.append(RecordedCall(inputs, version(inputs), get_gradient_edge(own), None, shape, kind))
         return None if own is output else own
-
-
-def _norms(layer: nn.Module) -> Tensor:
-    """Return the norms of what a layer's weight is made of, which a step of an optimiser does not leave as they are."""
-    parameters = [parameter.detach() for own, parameter in layer.named_parameters() if own != "bias"]
-    return torch.stack([torch.linalg.vector_norm(parameter, dtype=torch.float64) for parameter in parameters])
 
 
 @contextlib.contextmanager
