@@ -139,7 +139,7 @@ def draw(figure: "Figure", table: Mapping[str, list[Any]]) -> None:
 _VARIED = {"learning_rates": [0.05, 0.1, 0.2], "batch_sizes": [8, 20, 32]}
 
 
-def _experiment(kind: str, name: str, figure: str, data: str, seconds: int) -> Experiment:
+def _experiment(kind: str, name: str, figure: str, data: str, seconds: int, long: str = "not run") -> Experiment:
     return Experiment(
         name=name,
         figure=figure,
@@ -149,6 +149,7 @@ def _experiment(kind: str, name: str, figure: str, data: str, seconds: int) -> E
         measure=functools.partial(measured, kind=kind),
         judge=judge,
         seconds=seconds,
+        long=long,
         small={**c24.SMALL, **_VARIED, "seeds": 11},
         paper={**c24.PAPER, **_VARIED, "seeds": 11},
         data=data,
@@ -156,5 +157,5 @@ def _experiment(kind: str, name: str, figure: str, data: str, seconds: int) -> E
 
 
 CONVOLUTIONAL = _experiment("convolutional", "c24-figG5", "C24, Figure G.5", "CIFAR-10", 173)
-LENET = _experiment("LeNet", "c24-figG7", "C24, Figure G.7", "CIFAR-10", 120)
-PERCEPTRON = _experiment("perceptron", "c24-figG6", "C24, Figure G.6", "FashionMNIST", 54)
+LENET = _experiment("LeNet", "c24-figG7", "C24, Figure G.7", "CIFAR-10", 267)
+PERCEPTRON = _experiment("perceptron", "c24-figG6", "C24, Figure G.6", "FashionMNIST", 54, "50 min")

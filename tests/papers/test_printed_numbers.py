@@ -142,7 +142,7 @@ def test_networks_of_the_paper_of_2019():
 
 def test_convolutional_networks_and_perceptrons_of_2024():
     told = page("docs/papers.md")
-    for name in ("c24-figG5-small", "c24-figG6-small", "c24-figG7-small"):
+    for name in ("c24-figG5-small", "c24-figG6-small", "c24-figG6-paper", "c24-figG7-small"):
         table = points(name)
         table["recipe"] = table["learning_rate"].astype(str) + " " + table["batch_size"].astype(str)
         assert interval(table, lambda part: pearson(part["relative_flatness"], part["gap"]), "recipe") in told
