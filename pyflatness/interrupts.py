@@ -209,17 +209,19 @@ def undo(depth: int) -> None:
         steps.pop()
     if shield is not None:
         shield.deliver()
-    if failed is not None:
-        raise failed
+    try:
+        if failed is not None:
+            raise failed
+    finally:
+        del failed  # or it would hold this frame, which holds it
 
 
 def _failed(step: Callable[[], object]) -> Exception | None:
-    """Take a step, again if something cut it off; return the error of one that cannot be taken."""
+    """Take a step, again if something cut it off; return what did, or the error of one that cannot be taken."""
     try:
         step()
-    except Exception:
-        try:
+    except Exception as error:
+        with contextlib.suppress(Exception):
             step()
-        except Exception as error:
-            return error
+        return error
     return None

@@ -456,6 +456,26 @@ def test_a_step_that_cannot_be_taken_keeps_no_other_from_it():
     assert signal.getsignal(signal.SIGINT) is handler
 
 
+def test_what_cuts_a_step_off_comes_out():
+    """The step that puts the handlers back, for one: a signal can come in it."""
+
+    class LateError(Exception):
+        pass
+
+    todo, taken = [LateError], []
+
+    def step():
+        if todo:
+            raise todo.pop()
+        taken.append(1)
+
+    depth = interrupts.depth()
+    interrupts.later(step)
+    with pytest.raises(LateError):
+        interrupts.undo(depth)
+    assert (taken, interrupts.depth()) == ([1], depth)
+
+
 class Cut(TorchDispatchMode):
     """Is interrupted when a tensor was changed in place, and its version not yet."""
 
