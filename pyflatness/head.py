@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from . import interrupts, losses
-from .errors import FlatnessError, InputError
+from .errors import InputError
 from .messages import check_tensor
 from .model import calling, layers, selectors, spread, state, uses
 from .model.data import first, rows_of, same, size, take
@@ -24,7 +24,7 @@ from .model.generators import Randomness
 from .model.row_order import order_in_memory
 from .numerics.ranks import ALONE, Ranks
 from .numerics.shard import Shard
-from .passes.guards import Spacing, check_unchanged, two_alone
+from .passes.guards import Spacing, check_of_user, check_unchanged, two_alone
 from .passes.task import Task
 
 _SECOND = torch.tensor([1], dtype=torch.int64, device="cpu")  # the place of a sample
@@ -107,11 +107,9 @@ class Head:
         with calling.Calls(self._candidates) as calls, calling.dry_run():
             try:
                 outputs, targets = self._task.run(sample)
-            except FlatnessError:
-                raise
             except Exception as error:
                 # Not a batch that one sample can be cut from; an error of the model's own comes again.
-                interrupts.pass_on(error)
+                check_of_user(error)
                 calls.clear()
                 sample = batch
                 outputs, targets = self._task.run(batch)

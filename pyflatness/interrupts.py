@@ -130,7 +130,7 @@ class _Here(threading.local):
 
     def __init__(self) -> None:
         self.undo: list[Callable[[], object]] = []
-        self.handled = id(None)  # the exception that the user's code handles while it makes a call
+        self.handled = id(None)  # of the exception that the user's code handles while it makes a call
 
 
 _here = _Here()
@@ -181,7 +181,7 @@ def depth() -> int:
 
 
 def cuts_off() -> BaseException | None:
-    """Return the exception that goes through the package, if it is none of an error."""
+    """Return the exception of a signal, or of another thread, that ends the call; None if an error does, or nothing."""
     error = sys.exc_info()[1]
     if error is None or id(error) == _here.handled:
         return None

@@ -98,8 +98,9 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Raise if there are no such layers or data; begin to count the training's time."""
-        loaded = self._trainer.get_eval_dataloader.__module__.startswith("transformers.")  # else by the user's code
-        if self._watch.data == "val" and self._trainer.eval_dataset is None and loaded:
+        # The user's own loader may need none.
+        is_own = not self._trainer.get_eval_dataloader.__module__.startswith("transformers.")
+        if self._watch.data == "val" and self._trainer.eval_dataset is None and not is_own:
             raise InputError("data='val': the trainer has no eval_dataset; pass data='train', or a loader")
         self._watch.check(self._measured())
         self._watch.begin()

@@ -28,6 +28,8 @@ from ..numerics.ranks import Ranks
 from . import spread
 from .spread import WHOLE, Part
 
+_A_PART = "model: it is a part of a module under FSDP2, which runs forward as a whole; pass that"
+
 Group = Any  # FSDP's parameters of one module, which are gathered together: an FSDPParamGroup
 
 
@@ -80,7 +82,7 @@ def held(model: nn.Module, ranks: Ranks) -> Iterator[None]:
             state._lazy_init()  # which the first forward pass would do when nothing requires a gradient
     roots = [state for state in states if state._is_root]
     if not roots:
-        raise InputError("model: it is a part of a module under FSDP2, which runs forward as a whole; pass that")
+        raise InputError(_A_PART)
     groups = _groups(states)
     gathered = [group for group in groups if group.is_unsharded]
     _shard(roots)
@@ -127,7 +129,7 @@ def passes(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[Callable[[
     if states:
         check_trained(model)
     elif any(spread.is_spread(parameter) for layer in layers for parameter in layer.parameters()):
-        raise InputError("model: it is a part of a module under FSDP2, which runs forward as a whole; pass that")
+        raise InputError(_A_PART)
     groups, roots = _groups(states), [state for state in states if state._is_root]
     sharded = [group for group in groups if not group.is_unsharded]
     own = {id(parameter) for layer in layers for parameter in layer.parameters()}

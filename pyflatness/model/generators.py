@@ -63,10 +63,10 @@ class Randomness:
         for place, (generator, state) in enumerate(zip((*self._shared, *self._own), self._before, strict=True)):
             if alone or self._drew or place >= len(self._shared):
                 generator.set_state(state)
-        put_back = (random.setstate, np.random.set_state)
-        for drew, now, before, put in zip(self._drew_outside, outside(), self._outside, put_back, strict=True):
+        setters = (random.setstate, np.random.set_state)
+        for drew, now, before, set_state in zip(self._drew_outside, outside(), self._outside, setters, strict=True):
             if (alone or drew) and not equal(now, before):
-                put(before)
+                set_state(before)
         if self in _here.held:
             _here.held.remove(self)
 

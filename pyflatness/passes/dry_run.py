@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import interrupts
-from ..errors import FlatnessError, InputError
+from ..errors import InputError
 from ..model import calling, data, layers, uses
 from ..model.uses import Use, besides
 from ..numerics.directions import Directions
 from . import batch_layout, kept_rows, linearity
 from .batch_layout import Layout, check_outputs
-from .guards import agree, alone, rounding
+from .guards import agree, alone, check_of_user, rounding
 from .recorder import RecordedCall, Recorder
 
 _SHARE = 16  # one sample of so many of the first batch is looked at, at least two and at most _MOST
@@ -55,10 +55,8 @@ def run(
     with besides.watching(modules) as watches:
         try:
             outputs, stored, largest = _run(model, recorder, data.part(batch, start, start + count), forward, count)
-        except FlatnessError:
-            raise
         except Exception as error:  # not a batch that can be cut; an error of the model's own comes again
-            interrupts.pass_on(error)
+            check_of_user(error)
             start, count, cuttable = 0, samples, False
             outputs, stored, largest = _run(model, recorder, batch, forward, samples)
         check_outputs(outputs, count)
@@ -130,10 +128,8 @@ def _repeatable(
             now, linearity.users_of(now), recorder, layouts, samples, layouts
         ):
             return True
-    except FlatnessError:
-        raise
     except Exception as error:
-        interrupts.pass_on(error)
+        check_of_user(error)
     recorder.share(name, shared=False)
     return False
 

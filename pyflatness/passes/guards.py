@@ -230,6 +230,13 @@ def _by_model() -> bool:
 _TO_PYTHON = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "__array__", "__dlpack__"}
 
 
+def check_of_user(error: Exception) -> None:
+    """Raise an error again that is none of the user's code: one of ours, or what a signal's handler raised."""
+    if isinstance(error, FlatnessError):
+        raise error
+    interrupts.pass_on(error)
+
+
 def alone(batch: Any, run: Callable[[Any], Result]) -> Result | None:
     """Return what ``run`` gives for some samples without the others of their batch; None if it fails on these few."""
     try:

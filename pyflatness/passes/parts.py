@@ -10,9 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .. import interrupts
-from ..errors import FlatnessError
 from ..model import calling, data
+from .guards import check_of_user
 from .memory import Budget, MicroBatches
 
 _FEW = 4  # samples that go through the model first, to see what they take
@@ -62,11 +61,9 @@ class Parts:
                 kept = self._work(data.part(batch, 0, _FEW))
             needed = (alive.most + 2 * self._derivatives * alive.largest) // _FEW
             del kept
-        except FlatnessError:
-            raise
         except Exception as error:
             # Not a batch that can be cut; an error of the model's own comes again with the whole batch.
-            interrupts.pass_on(error)
+            check_of_user(error)
             cuttable = False
         self._compare()
         self._cuts.plan(needed, cuttable=cuttable)

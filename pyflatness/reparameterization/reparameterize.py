@@ -19,13 +19,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import Unpack
 
 from .. import interrupts
-from ..errors import FlatnessError, InputError
+from ..errors import InputError
 from ..messages import check_module
 from ..model import calling, layers, selectors, state, uses
 from ..model.data import first
 from ..model.selectors import Selector
 from ..options import How, check_flag
 from ..passes import normalize
+from ..passes.guards import check_of_user
 from ..session import public, session
 from . import flow
 from .flow import Flow, Label
@@ -82,10 +83,8 @@ def reparameterize(
         batch = task.batches.peek()
         try:
             found = _followed(module, wanted, first(batch, _SAMPLES), task.forward)
-        except FlatnessError:
-            raise
         except Exception as error:  # not a batch that can be cut; an error of the model's own comes again
-            interrupts.pass_on(error)
+            check_of_user(error)
             found = _followed(module, wanted, batch, task.forward)
         changed = duplicate(module)
         _multiply(changed, wanted, found)

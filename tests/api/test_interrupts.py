@@ -44,13 +44,12 @@ def assert_interrupted(name, net, before, *at, kind="SIGINT"):
     except (interrupting.error, RuntimeError) as error:
         if not comes_of(error, interrupting.error):
             raise
-        left = changed(before, everything(net))
-        assert left == [] or name == "penalty", f"{name}, {kind} at {at}"
+        # A `with` statement's end can be cut off before `__exit__` has begun; a penalty that is deleted has no hooks.
+        left = [each for each in changed(before, everything(net)) if name != "penalty" or "/hooks/" not in each]
+        assert left == [], f"{name}, {kind} at {at}"
     else:
         assert not interrupting.sent, f"{name}: an interrupt at line {at} was lost"  # else the call had fewer lines
-    # A `with` statement's end can be cut off before `__exit__` has begun; a penalty that is deleted leaves nothing.
-    left = changed(before, everything(net))
-    assert left == [], f"{name}, {kind} at {at}"
+    assert changed(before, everything(net)) == [], f"{name}, {kind} at {at}"
 
 
 def chosen(name, net, count):
