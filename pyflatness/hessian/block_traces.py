@@ -12,8 +12,9 @@ is relative flatness; for unit rows ⟨w wᵀ, T⟩ is, and the trace of T is th
 Exact, B are the unit vectors: r products for a layer of one position, r min(P, m) for P. Sampled values are in
 :mod:`.probes`.
 
-Where the input of a call depends on the output of another (a recurrence) the outputs' second derivatives are not all
-there is: D is put into the layer itself, with V the unit vectors, which takes r m products.
+Where the input of a call depends on the output of another (a recurrence), or the model takes a derivative in its
+forward pass in which the weight is used again, the outputs' second derivatives are not all there is: D is put into the
+layer itself, with V the unit vectors, which takes r m products.
 
 Quantities that are not of T are in :mod:`.entries`, and those of T beside them, from the same products.
 """
@@ -87,7 +88,7 @@ class BlockTraces:
         if tells_all(quantities):
             self._everything = Entries(self._weight, form.kernel_elements, quantities, whole)
         calls, self._columns = run.calls(form.name), self._weight.shape[2]  # directions of a sample's inputs
-        self.in_weight = form.by_weight or linearity.feeds_itself(calls)
+        self.in_weight = form.by_weight or form.name in run.differentiated or linearity.feeds_itself(calls)
         if not self.in_weight:
             outputs = [call.output for call in calls]  # of their shapes alone
             self._columns = min(form.rows(run, outputs).shape[2], self._columns)

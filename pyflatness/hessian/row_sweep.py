@@ -73,7 +73,7 @@ class RowSweep:
         self._budget = task.budget(halved=True)
         self._runner = Runner(
             task,
-            partial(linearity.refuse_custom_functions, task.options),
+            self._approve,
             second_order=not task.options.by_ggn,
             halved=True,
         )
@@ -86,6 +86,10 @@ class RowSweep:
         self._by_sweeps: set[str] = set()
         self._custom: set[str] = set()
         self.samples, self._normaliser = 0, 1.0
+
+    def _approve(self, nonlinear: Mapping[str, str]) -> None:
+        linearity.refuse_custom_functions(self._options, nonlinear)
+        linearity.refuse_ggn_of_derivatives(self._options, nonlinear)
 
     def rows(self) -> dict[str, LayerRows]:
         """Return what is found of every layer that ran."""
@@ -250,7 +254,7 @@ class RowSweep:
     def _features(self, run: Run, name: str) -> Tensor | None:
         """Return φ (n, m) where the layer sees one position of each sample; None where it sees several."""
         kind, parts = layers.kind_of(self._runner.selected[name]), self._forms[name].inputs(run)
-        if kind.tokens or self._forms[name].by_weight:
+        if kind.tokens or self._forms[name].by_weight or name in run.differentiated:
             return None
         geometry = kind.geometry
         if geometry.groups > 1 or len(parts) > 1 or geometry.places(parts[0].shape[2:]) != (1, 1, 1):

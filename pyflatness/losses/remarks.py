@@ -33,7 +33,8 @@ OF_GGN_ALONE = (
 def of(loss: Loss, outputs: Tensor, targets: Tensor, parameters: Sequence[Tensor]) -> tuple[str, ...]:
     """Return what is to be said, as notes of an estimate, by outputs and targets of some samples."""
     outputs, notes = outputs.detach(), []
-    finer = [part.dtype for part in parameters if torch.promote_types(part.dtype, outputs.dtype) != outputs.dtype]
+    real = [part.dtype for part in parameters if part.is_floating_point()]
+    finer = [dtype for dtype in real if torch.promote_types(dtype, outputs.dtype) != outputs.dtype]
     if finer:
         eps = torch.finfo(outputs.dtype).eps
         notes.append(

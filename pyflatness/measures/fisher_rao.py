@@ -91,8 +91,8 @@ class _Tangent:
             duals = {name: forward_ad.make_dual(values, values) for name, values in self._theta.items()}
             outputs, targets = self._task.run(batch, duals)
             primal, change = forward_ad.unpack_dual(outputs)
-            if change is None:
-                raise calling.without_graph()
+            if change is None:  # also where the model takes a derivative itself, which forward mode does not follow
+                raise NotImplementedError("the outputs have no derivative in forward mode")
             return primal, change, targets
 
     def _by_backward_passes(self, batch: Any) -> tuple[Tensor, Tensor, Any]:
@@ -105,6 +105,8 @@ class _Tangent:
             leaves = [values.detach().requires_grad_() for values in theta]
             named = dict(zip(self._theta, leaves, strict=True))
             outputs, targets = self._task.run(batch, named)
+            if not outputs.requires_grad:
+                raise calling.without_graph()
             v = Directions().like(outputs).requires_grad_()
             try:
                 back = torch.autograd.grad(outputs, leaves, v, create_graph=True, allow_unused=True)

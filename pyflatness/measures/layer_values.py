@@ -60,6 +60,9 @@ class LayerValues:
     def _approve(self, nonlinear: Mapping[str, str]) -> None:
         """Raise if values of layers that are not linear cannot be had."""
         linearity.refuse_custom_functions(self._options, nonlinear)
+        linearity.refuse_ggn_of_derivatives(self._options, nonlinear)
+        if self._options.probes == "adaptive":
+            linearity.refuse_ggn_of_derivatives(replace(self._options, curvature="ggn"), nonlinear, "probes='adaptive'")
         if nonlinear and not self._options.by_ggn:
             first = next(iter(nonlinear))
             if self._options.fraction:

@@ -146,7 +146,12 @@ class _Ascent:
                 if step == steps or not change.requires_grad:
                     break
                 with calling.differentiated():
-                    (gradient,) = torch.autograd.grad(0.5 * rows.square().sum(), displaced)
+                    (gradient,) = torch.autograd.grad(0.5 * rows.square().sum(), displaced, allow_unused=True)
+                if gradient is None:
+                    raise InputError(
+                        "model: its forward pass cuts its inputs off from autograd's graph (x.detach()), so that there "
+                        "is no derivative of the outputs in them; use x.requires_grad_() without detach()"
+                    )
             lost = _norms(gradient) == 0
             direction = torch.where(_like(lost, gradient), direction, gradient.to(dtype))
         return best

@@ -115,7 +115,7 @@ class Calls:
         return keep
 
 
-now = {"dry": 0, "aside": 0, "samples": -1, "runs": 0}
+now = {"dry": 0, "aside": 0, "accounting": 0, "samples": -1, "runs": 0}
 """How batches go through models in this process, where calls of several threads take turns."""
 
 
@@ -147,6 +147,16 @@ def aside() -> contextlib.AbstractContextManager[None]:
 def is_aside() -> bool:
     """Return whether a layer is called inside :func:`aside`."""
     return bool(now["aside"])
+
+
+def accounting() -> contextlib.AbstractContextManager[None]:
+    """Say that the uses of weights are counted inside, so that operations with them stay in autograd's graph."""
+    return _let(dry=1, accounting=1)
+
+
+def is_accounting() -> bool:
+    """Return whether a layer is called inside :func:`accounting`."""
+    return bool(now["accounting"])
 
 
 def samples() -> int:

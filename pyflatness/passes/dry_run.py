@@ -15,8 +15,9 @@ from ..model import calling, data, layers, uses
 from ..model.uses import Use, besides
 from ..numerics.directions import Directions
 from . import batch_layout, kept_rows, linearity
+from .accounting import account
 from .batch_layout import Layout, check_outputs
-from .guards import agree, alone, check_of_user, rounding
+from .guards import agree, check_of_user, rounding
 from .recorder import RecordedCall, Recorder
 
 _SHARE = 16  # one sample of so many of the first batch is looked at, at least two and at most _MOST
@@ -37,6 +38,8 @@ class Findings:
     places: dict[str, int]  # positions of a sample in all calls of each layer
     cuttable: bool  # whether the model runs on micro-batches
     mixed: frozenset[str]  # embeddings whose rows cannot be told apart by sample, and which can be left out
+    differentiated: frozenset[str]  # layers whose weight acts in a derivative that the model itself takes
+    doubts: tuple[str, ...]  # why derivatives may not be those of what the model computes
 
 
 def run(
@@ -52,17 +55,20 @@ def run(
     samples = data.size(batch)
     count = samples if whole else min(samples, max(2, min(_MOST, samples // _SHARE)))
     start, cuttable = int(count < samples), True
-    with besides.watching(modules) as watches:
-        try:
-            outputs, stored, largest = _run(model, recorder, data.part(batch, start, start + count), forward, count)
-        except Exception as error:  # not a batch that can be cut; an error of the model's own comes again
-            check_of_user(error)
-            start, count, cuttable = 0, samples, False
-            outputs, stored, largest = _run(model, recorder, batch, forward, samples)
-        check_outputs(outputs, count)
-        users = linearity.users_of(outputs)
-        besides.note(watches, users.keys())
+    try:
+        outputs, stored, largest = _run(model, recorder, data.part(batch, start, start + count), forward, count)
+    except Exception as error:  # not a batch that can be cut; an error of the model's own comes again
+        check_of_user(error)
+        start, count, cuttable = 0, samples, False
+        outputs, stored, largest = _run(model, recorder, batch, forward, samples)
+    check_outputs(outputs, count)
+    users = linearity.users_of(outputs)
     check_uses(modules, recorder, users)
+    # Of one sample that stands elsewhere in the batch, if the model takes it: its outputs have to be the same there.
+    one = [data.part(batch, 1, 2)] if cuttable and samples > 1 else []
+    found_uses = account(model, modules, recorder, [*one, data.part(batch, start, start + count)], forward)
+    uses.note_flat(model, found_uses.flat)
+    besides.note({modules[name]: found_uses.elsewhere.get(name, "") for name in recorder.calls})
     if samples == 1:  # else samples that run alone show it
         with recorder.paused():
             _check_computed(model, modules, batch, forward)
@@ -89,13 +95,14 @@ def run(
     )
     taken = sum(_bytes(call.inputs) for made in recorder.calls.values() for call in made)
     places = {name: places_of(modules[name], made, count) for name, made in recorder.calls.items() if name in narrowed}
-    if 1 < count == samples and cuttable:  # else the batch itself will show it
-        second = alone(data.part(batch, 1, 2), lambda one: calling.run(model, one, forward)[0])
-        start, outputs = (0, outputs) if second is None else (1, second)
+    if one and count == samples and found_uses.batch == 0:  # else the batch itself will show it
+        assert found_uses.outputs is not None
+        start, outputs = 1, found_uses.outputs
     # Passes backward hold the gradients of the layers' outputs, or a node's gradient in its outputs and its inputs.
     bytes_ = (stored + 2 * max(received, largest)) // count
     inputs = taken // count
-    return Findings(count, start, narrowed, outputs.detach(), bytes_, inputs, places, cuttable, frozenset(mixed))
+    kept = outputs.detach(), bytes_, inputs, places, cuttable, frozenset(mixed)
+    return Findings(count, start, narrowed, *kept, found_uses.differentiated, found_uses.doubts)
 
 
 def places_of(module: nn.Module, calls: Sequence[RecordedCall], samples: int) -> int:
@@ -217,7 +224,7 @@ def matters(
     def nudge(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         if output.numel() == 0 or next(numbers) not in calls:
             return output
-        size = output.abs().amax()
+        size = output.detach().abs().amax()  # no function of the output, of which a model may take derivatives
         return output + _NUDGE * torch.finfo(output.dtype).eps * torch.where(size > 0, size, 1) * random.like(output)
 
     def outputs() -> Tensor:

@@ -303,6 +303,7 @@ def agree(before: Tensor, now: Tensor, tolerance: float) -> bool:
 
 _CALL = "_pyflatness_call"  # an attribute of what a forward pass raised: what was called, and of which parameters
 GIVEN_COPIES = "the model changes its inputs in place, so that it was given copies of them"
+_WITHOUT_GRAPH = "does not require grad and does not have a grad_fn"  # torch's words for a derivative without one
 _LOOKS = 3  # passes of few samples that are watched for decisions by values
 _ALONE = 32  # samples of a batch that run each by itself where there are some
 _ROUNDING = 8  # units of the outputs' rounding that two forward passes of the same batch may differ by
@@ -316,6 +317,7 @@ class Checked:
         self.by_user = forward is not None  # whether the user's own forward says what of a batch are targets
         self._parameters = [p for module in model.modules() for p in module._parameters.values() if p is not None]
         self._changes_inputs: bool | None = None  # whether the model does so in place; not known before it ran
+        self._changes_values = False  # and not only whether they require gradients
         self._looks = _LOOKS  # that are left
         self._batches = 0  # that went through the model to be measured
         self.decides = False  # whether something is decided by values, see :class:`.Decisions`
@@ -324,6 +326,7 @@ class Checked:
         self.notes: tuple[str, ...] | None = None  # of an estimate; known once a batch went through
         self.doubts: tuple[str, ...] = ()  # why derivatives may not be those of what the model computes
         self._loss_is_open = not loss.known  # whether it may depend on more than the outputs
+        self._takes_derivatives = False  # whether the model needs a graph in its forward pass, as for forces
 
     def compare_by_itself(self) -> None:
         """Have the next batch compared with two of its samples alone: no one compares it with what was run so far."""
@@ -347,7 +350,7 @@ class Checked:
             if self.decides:
                 self._check_decisions(model, batch, outputs)
             if self.notes is None and not outputs.is_meta and isinstance(targets, Tensor):
-                self.notes = (GIVEN_COPIES,) if self._changes_inputs else ()
+                self.notes = (GIVEN_COPIES,) if self._changes_values else ()
                 with interrupts.suppressed():  # what does not go together is an error of the measure
                     self.notes += remarks.of(self._loss, outputs, targets, self._parameters)
         if self._loss_is_open and not outputs.is_meta and isinstance(targets, Tensor):
@@ -376,7 +379,7 @@ class Checked:
     def _run(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         """Run a batch, or a copy for a model that may change its inputs in place; the first pass shows whether."""
         given = batch if self._changes_inputs is False else data.copied(batch)
-        before = _versions(given)
+        before, flags = _versions(given), _flags(given)
         if self._looks and calling.is_dry_run():
             self._looks -= 1
             # A later pass may raise, and what is drawn in this one be all that is.
@@ -386,8 +389,9 @@ class Checked:
         else:
             result = self._run_on(model, given)
         if self._changes_inputs is None:
-            self._changes_inputs = _versions(given) != before or not data.same(batch, given)
-        elif given is batch and _versions(batch) != before:
+            self._changes_values = _versions(given) != before or not data.same(batch, given)
+            self._changes_inputs = self._changes_values or _flags(given) != flags
+        elif given is batch and (_versions(batch) != before or _flags(batch) != flags):
             raise InputError(
                 "model: it changes its inputs in place on the batch "
                 f"{data.described(batch)}, which is changed now, and did not on those before; have it work on a copy, "
@@ -397,7 +401,11 @@ class Checked:
 
     def _run_on(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         try:
-            return calling.run(model, batch, self._forward, self._tensor)
+            if torch.is_grad_enabled() or not self._takes_derivatives:
+                return calling.run(model, batch, self._forward, self._tensor)
+            with torch.enable_grad():
+                outputs, targets = calling.run(model, batch, self._forward, self._tensor)
+            return outputs.detach(), targets
         except FlatnessError:
             raise
         except StopIteration as error:  # by itself it would be an error of a generator's, or the end of a loop
@@ -406,6 +414,9 @@ class Checked:
             raise stopped from error
         except Exception as error:
             interrupts.pass_on(error)
+            if _WITHOUT_GRAPH in str(error) and not (torch.is_grad_enabled() or self._takes_derivatives):
+                self._takes_derivatives = True
+                return self._run_on(model, batch)
             if not is_out_of_memory(error):
                 setattr(error, _CALL, (self._call(batch), self._kinds()))
             raise
@@ -477,6 +488,11 @@ class Checked:
 def _versions(batch: Any) -> list[int]:
     """Return how often each tensor of a batch was changed in place."""
     return [calling.version(part) for part in data.leaves(batch) if isinstance(part, Tensor)]
+
+
+def _flags(batch: Any) -> list[bool]:
+    """Return whether each tensor of a batch requires a gradient."""
+    return [part.requires_grad for part in data.leaves(batch) if isinstance(part, Tensor)]
 
 
 @contextlib.contextmanager

@@ -33,13 +33,24 @@ Gradients = Mapping[str, Sequence[Tensor]]
 Users = Mapping[Node, Sequence[Node]]  # for each node of a graph, the nodes that take its result
 
 
-CUSTOM, RECURRENT, NONLINEAR, UNASKED = "custom", "recurrent", "nonlinear", "unasked"
-"""Why a layer is not certified: a function behind it that torch did not write; its own outputs; second derivatives; or
-that nothing rests on it.
+CUSTOM, RECURRENT, DIFFERENTIATED, NONLINEAR, UNASKED = "custom", "recurrent", "differentiated", "nonlinear", "unasked"
+"""Why a layer is not certified: a function behind it that torch did not write; its own outputs; its weight in a
+derivative that the model takes; second derivatives; or that nothing rests on it.
 """
 
 
 TAKEN_AS_THEY_ARE = "second derivatives of functions that torch did not write taken as they are"
+
+
+def refuse_ggn_of_derivatives(options: Options, nonlinear: Mapping[str, str], what: str = "curvature='ggn'") -> None:
+    """Raise if a value is to be the GGN's, of layers whose recorded calls are not all that their weights do."""
+    names = [name for name, why in nonlinear.items() if why == DIFFERENTIATED]
+    if names and options.by_ggn:
+        raise InputError(
+            f"layer {', '.join(map(repr, names[:6]))}: the model takes a derivative in its forward pass "
+            f"(torch.autograd.grad, as for forces), in which the weight is used again, and {what} has no value of "
+            "that: pass curvature='hessian', or choose other layers"
+        )
 
 
 def refuse_custom_functions(options: Options, nonlinear: Mapping[str, str], what: str = "layer") -> None:
@@ -60,6 +71,11 @@ class Certificate:
     def __init__(self) -> None:
         self.reasons: dict[str, str] = {}
         self._twice_differentiable = False  # whether attention is run so that it has second derivatives
+
+    @property
+    def differentiated(self) -> set[str]:
+        """Return the layers whose weight acts in a derivative that the model takes in its forward pass."""
+        return {name for name, why in self.reasons.items() if why == DIFFERENTIATED}
 
     def attention(self) -> contextlib.AbstractContextManager[None]:
         """Run attention by the kernel that has second derivatives, inside, where they will be taken."""

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from ..errors import InputError, NoGraphError
 from ..messages import check_tensor
 from ..model import layers, spread
-from ..model.calling import end_transforms, is_aside, is_transformed, transforms, version
+from ..model.calling import end_transforms, is_accounting, is_aside, is_transformed, transforms, version
 from ..model.kinds import Linear
 from ..model.uses import Use
 from ..model.uses.experts import Route
@@ -39,6 +39,7 @@ class RecordedCall:
     kind: Linear
     coefficients: Tensor | None = None  # of tokens, see :meth:`.kinds.Linear.coefficients`
     route: Route | None = None  # which rows are of which sample, of an expert that tokens are routed to
+    sources: tuple[Node, ...] = ()  # of the tensors that went in; known where uses of weights are counted
 
 
 class Recorder:
@@ -56,6 +57,7 @@ class Recorder:
         self.calls: dict[str, list[RecordedCall]] = {}
         self.empty: set[str] = set()
         self.transformed: set[str] = set()
+        self.running: list[str] = []  # the layers whose calls are under way
 
     @property
     def stand_ins(self) -> list[Use]:
@@ -79,6 +81,7 @@ class Recorder:
     def recording(self, samples: int = 1, *, checking: bool = False) -> Iterator[None]:
         """Keep calls inside, on so many samples, and check that they are W φ + b; not those of recomputation later."""
         self.calls.clear()
+        self.running.clear()
         self._active, self._checking, self._samples = True, checking, samples
         try:
             with torch.enable_grad():
@@ -135,6 +138,7 @@ class Recorder:
 
     def _alias(self, name: str) -> Any:
         def alias(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self.running.append(name)
             if self._paused or is_aside() or is_transformed():
                 return None
             if self._active and not torch.is_grad_enabled():
@@ -159,6 +163,8 @@ class Recorder:
 
     def _keep(self, name: str) -> Any:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
+            if name in self.running:
+                self.running.remove(name)
             if is_transformed():
                 self.transformed |= {name} if self._active else set()
                 return None
@@ -176,7 +182,8 @@ class Recorder:
             if self._active and output.numel() == 0:
                 self.empty.add(name)
             elif self._active:
-                self._take(name, module, inputs, own, coefficients)
+                sources = _sources(module, (*args, *kwargs.values())) if is_accounting() else ()
+                self._take(name, module, inputs, own, coefficients, sources)
             return None if own is output else own
 
         return keep
@@ -188,7 +195,15 @@ class Recorder:
         single = part if dims > 1 and len(part) == 1 else part.unsqueeze(0)
         return single.expand(self._samples, *single.shape[1:]).contiguous()
 
-    def _take(self, name: str, module: nn.Module, inputs: Tensor, output: Tensor, coefficients: Tensor | None) -> None:
+    def _take(
+        self,
+        name: str,
+        module: nn.Module,
+        inputs: Tensor,
+        output: Tensor,
+        coefficients: Tensor | None,
+        sources: tuple[Node, ...],
+    ) -> None:
         kind = layers.kind_of_call(module)
         if inputs.ndim < kind.least_dims:
             raise InputError(
@@ -212,7 +227,7 @@ class Recorder:
             shape = torch.empty(output.shape, dtype=output.dtype, device="meta")
         route = module.route if isinstance(module, Use) else None
         edge = get_gradient_edge(output)
-        call = RecordedCall(kept, version(kept), edge, input_edge, shape, kind, coefficients, route)
+        call = RecordedCall(kept, version(kept), edge, input_edge, shape, kind, coefficients, route, sources)
         self.calls.setdefault(name, []).append(call)
 
     def _check_weight(self, name: str, module: nn.Module) -> None:
@@ -226,6 +241,12 @@ class Recorder:
                 "(torch.func.functional_call with other parameters, or an assignment); load these into the model, or "
                 "choose other layers"
             )
+
+
+def _sources(module: nn.Module, given: tuple[Any, ...]) -> tuple[Node, ...]:
+    """Return the nodes of what a layer's call was given, with the bias of an operation that has one."""
+    bias = (module.bias,) if isinstance(module, Use) else ()
+    return tuple(part.grad_fn for part in (*given, *bias) if isinstance(part, Tensor) and part.grad_fn is not None)
 
 
 @contextlib.contextmanager

@@ -40,6 +40,7 @@ class Run:
     layouts: dict[str, Layout]  # where each layer keeps the samples
     users: linearity.Users  # of the nodes in the outputs' graph
     nonlinear: frozenset[str]  # layers in whose weight the model is not certified to be locally linear
+    differentiated: frozenset[str]  # layers of these whose weight acts in a derivative that the model takes
     again: Callable[[], tuple[Tensor, Any]]  # the model on these samples once more, unrecorded
 
     def calls(self, name: str) -> list[RecordedCall]:
@@ -93,7 +94,7 @@ class Runner:
         halved: bool = False,
     ) -> None:
         selection, self._forward = task.selection, forward or task.forward
-        self._options = task.options
+        self._options, self._checked = task.options, task.forward
         self.model, self.batches, self.selected = task.model, task.batches, selection.modules
         self._approve, self._reserve, self._inside = approve, reserve, inside
         self._second_order, self._by_sample, self._certify = second_order, by_sample, certify
@@ -288,6 +289,7 @@ class Runner:
             known.layouts(),
             users,
             frozenset(self._certificate.reasons).intersection(recorder.calls),
+            self._certificate.differentiated.intersection(recorder.calls),
             partial(self._again, batch),
         )
 
@@ -326,6 +328,11 @@ class Runner:
         with calling.differentiated(), _checkpointing():
             found = self._found(batch, whole=not first)
         self._known.add(found, first=first)
+        self._checked.doubts = tuple(dict.fromkeys([*self._checked.doubts, *found.doubts]))
+        if found.differentiated:
+            names = filter(found.differentiated.__contains__, self.selected)
+            self._certificate.reasons |= dict.fromkeys(names, linearity.DIFFERENTIATED)
+            self._approve(self._certificate.reasons)
         if first:
             self._micro_batches.plan(found.bytes + self._reserve(found), cuttable=found.cuttable)
         return found

@@ -125,7 +125,7 @@ class Diagonal:
         """Return the layers whose parameters' squared gradients are taken from the layers' inputs and cotangents."""
         with contractions.full_precision(run.outputs):
             self._layers.check(run, self._per_sample)
-        usable = self._layers.usable(run)
+        usable = [name for name in self._layers.usable(run) if name not in run.differentiated]
         for name in usable:
             if name in run.nonlinear:
                 self._note(dict.fromkeys(self._layers.parameters(name), self._runner.why_not_linear(name)))

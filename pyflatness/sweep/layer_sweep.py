@@ -151,7 +151,7 @@ class Sweep:
             self.exact_passes = max(self.exact_passes, sent.passes)
         split = signs is not None and self._loss.known  # into the GGN and the rest
         if split and self._of_weights:
-            forms = forms | {name: self._forms[name] for name in nonlinear}
+            forms = forms | {name: self._forms[name] for name in nonlinear if name not in run.differentiated}
         by_directions = self._by_directions(run, sent, forms) if forms and signs is None and not active else None
         for name, value in (by_directions or {}).items():
             values[0, places[name], : len(value)] += value
@@ -165,7 +165,11 @@ class Sweep:
             values[:, places[name], self._heads.columns] = value
         if nonlinear:
             with block_traces.differentiable(nonlinear), contractions.full_precision(run.outputs):
-                self._add_hessian(run, signs, {name: values[:, places[name]] for name in nonlinear}, parts, split)
+                for whole in (False, True):  # the whole Hessian's value, where the GGN has not all uses of the weight
+                    names = [name for name in nonlinear if (name in run.differentiated) == whole]
+                    found = {name: values[:, places[name]] for name in names}
+                    if found:
+                        self._add_hessian(run, signs, found, parts, split and not whole)
         self.by_hessian.update(nonlinear)
         self._mark_underflow(run, values[:, :, : len(self._of_weights)])
         values = self._marked(values, sent, self._left_out(run, sent), run.number)

@@ -123,5 +123,8 @@ def test_a_frozen_parameter_that_is_changed_in_place():
         pf.measure(net, LOSS, (X, Y), layers="a.table", measures="trace")
     report = pf.measure(net, LOSS, (X, Y), measures="trace")
     assert report.layers == ("head",)
+    assert report.uncovered == {}, "it is not trained, and others are"
+    report = pf.measure(net.requires_grad_(False), LOSS, (X, Y), measures="trace")
     assert report.why_uncovered["a.table"] == "the forward pass changes its weight in place, by clamp_"
+    assert not report["trace"].exact
     assert not net.a.table.requires_grad

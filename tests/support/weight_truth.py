@@ -77,11 +77,12 @@ def rows_of(module: nn.Module, weight: Tensor) -> Tensor:
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return all that counts as a weight: matrices, kernels and tables, but no biases and no scales of norms."""
+    """Return all that counts as a weight: matrices, kernels, tables, scales of layers; no biases, no scales of norms."""
     found = {}
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
-            is_one = parameter is not None and parameter.ndim >= 2 and not name.startswith("bias")
+            is_one = parameter is not None and not name.startswith("bias")
+            is_one = is_one and (parameter.ndim >= 2 or name == "layer_scale_parameter")
             if is_one and not isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
                 found[f"{prefix}.{name}" if prefix else name] = parameter
     return found

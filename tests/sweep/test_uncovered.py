@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils import rnn
 
 import pyflatness as pf
@@ -125,3 +126,93 @@ def test_representation():
     assert sorted(report.uncovered) == ["place"]
     assert not report["nmls"].exact
     assert report["mls"].exact
+
+
+class Flat(nn.Module):
+    """A matrix kept in one dimension, as e3nn keeps its weights; a bias; a normalisation of the user's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.flat, self.shift = nn.Parameter(torch.randn(12)), nn.Parameter(torch.randn(4))
+        self.norm, self.head = UnitNorm(), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.norm(x @ self.flat.view(3, 4) + self.shift)))
+
+
+class UnitNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return self.scale * x / x.norm(dim=-1, keepdim=True)
+
+
+class Vectors(nn.Module):
+    """An adapter of two trained vectors between fixed matrices, as VeRA has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.head = nn.Linear(3, 4).requires_grad_(False), nn.Linear(4, 3)
+        self.down = nn.Parameter(torch.randn(2, 3), requires_grad=False)
+        self.up = nn.Parameter(torch.randn(4, 2), requires_grad=False)
+        self.d, self.b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        change = self.b * F.linear(self.d * F.linear(x, self.down), self.up)
+        return self.head(torch.tanh(self.base(x) + change))
+
+
+class Spectral(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.spectrum, self.head = nn.Parameter(torch.randn(2, 2, dtype=torch.cdouble)), nn.Linear(2, 3)
+
+    def forward(self, x):
+        return self.head(torch.fft.irfft(torch.fft.rfft(x) @ self.spectrum, n=2))
+
+
+class Quantised(nn.Module):
+    """A linear layer that keeps its weight in bytes, as bitsandbytes and others do."""
+
+    def __init__(self):
+        super().__init__()
+        self.in_features, self.out_features = 3, 4
+        self.weight = nn.Parameter(torch.randint(255, (6, 1), dtype=torch.uint8), requires_grad=False)
+
+    def forward(self, x):
+        both = torch.cat([self.weight & 15, self.weight >> 4]).view(4, 3)
+        return x @ (both.to(x.dtype) / 8 - 1).t()
+
+
+UNUSUAL = {  # the entries left out, how many entries all weights have, and why
+    "in one dimension": (Flat, {"flat": 12}, 24, "its entries, in one dimension, are used in mm"),
+    "vectors": (Vectors, {"d": 2, "b": 4}, 12 + 12 + 6 + 8 + 6, "its entries, in one dimension, are used in mul"),
+    "complex": (Spectral, {"spectrum": 4}, 10, "its numbers are complex"),
+    "quantised": (
+        lambda: nn.Sequential(Quantised(), nn.Tanh(), nn.Linear(4, 3)),
+        {"0.weight": 12}, 24, "its Quantised keeps it quantised, in integers",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_weights_that_are_no_matrices_of_real_numbers_are_named(kind):
+    make, entries, total, why = UNUSUAL[kind]
+    torch.manual_seed(0)
+    model = make().double().eval()
+    report = pf.measure(model, LOSS, (normal(0, 6, 3), Y))
+    assert report.uncovered == pytest.approx({name: size / total for name, size in entries.items()})
+    assert set(report.why_uncovered.values()) == {why}
+    assert not report["trace"].exact
+    assert not any("autocast" in note for note in report["trace"].notes)
+
+
+def test_what_is_not_trained_does_not_count_where_others_are():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double().eval()
+    model.grid = nn.Parameter(torch.rand(5, 7), requires_grad=False)
+    report = pf.measure(model, LOSS, (normal(0, 6, 3), Y))
+    assert report.uncovered == {}
+    assert report["trace"].exact
+    assert [*pf.measure(model.requires_grad_(False), LOSS, (normal(0, 6, 3), Y)).uncovered] == ["grid"]

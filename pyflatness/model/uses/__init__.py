@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from .. import calling, kinds, spread
@@ -44,6 +44,7 @@ class _Known:
     uses: dict[str, Use] | None = None  # None as long as they were not asked for
     whole: dict[int, Use] = field(default_factory=dict)  # all uses, by the identity of the parameter's places
     left_out: dict[nn.Module, str] = field(default_factory=dict)  # layers without a value, and why
+    flat: dict[int, tuple[Tensor, str]] = field(default_factory=dict)  # weights of one dimension, and in what they act
 
 
 _held: "weakref.WeakKeyDictionary[nn.Module, _Known]" = weakref.WeakKeyDictionary()
@@ -132,6 +133,12 @@ def leave_out(model: nn.Module, layer: nn.Module, why: str) -> None:
         _held[model].left_out[layer] = why
 
 
+def note_flat(model: nn.Module, found: Mapping[Tensor, str]) -> None:
+    """Keep which parameters of one dimension a forward pass used as weights, and in what."""
+    if model in _held:
+        _held[model].flat |= {id(parameter): (parameter, functions) for parameter, functions in found.items()}
+
+
 def otherwise(modules: Mapping[str, nn.Module], called: Collection[str], nodes: Collection[Node]) -> dict[str, str]:
     """Return the attached stand-ins that do not have all uses of their weights in a run, and why.
 
@@ -182,19 +189,27 @@ def left_out(model: nn.Module, layers: Collection[nn.Module]) -> dict[str, float
     """Return the weights that some layers, which were measured, do not have; see :func:`.candidates.uncovered`."""
     if not layers:
         return {}
-    return candidates.uncovered(model, entries(layers), {(layer, "weight") for layer in layers if besides.of(layer)})
+    twice = {(layer, "weight") for layer in layers if besides.of(layer)}
+    flat = [parameter for parameter, _ in _known(model).flat.values()]
+    return candidates.uncovered(model, entries(layers), twice, flat)
 
 
 def reasons(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Return why no layer has some of a measured model's parameters, where that is known, by their names."""
-    modules, left_out = dict(model.named_modules()), _known(model).left_out
+    modules, left_out, flat = dict(model.named_modules()), _known(model).left_out, _known(model).flat
     by_place = {place: use.source for use in of(model).values() for place in use.source.places}
     found = {}
     for name in names:
         place, _, key = name.rpartition(".")
         module = modules[place]
-        source, parameter = by_place.get((module, key)), module._parameters[key]
-        if source is None and isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        source, parameter = by_place.get((module, key)), module._parameters.get(key)
+        if key in candidates.packed(module):
+            found[name] = f"its {type(module).__name__} keeps it quantised, in integers"
+        elif parameter is not None and parameter.is_complex():
+            found[name] = "its numbers are complex"
+        elif id(parameter) in flat:
+            found[name] = f"its entries, in one dimension, are used in {flat[id(parameter)][1]}"
+        elif source is None and isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             found[name] = f"nn.{type(module).__name__} computes with it in a kernel of its own"
         elif others := besides.of(module):
             found[name] = f"its weight is used in {others} outside of the layer too"

@@ -102,6 +102,7 @@ def _is_candidate(module: nn.Module, key: str, parameter: Tensor) -> bool:
         not nn.parameter.is_lazy(parameter)
         and not is_spread(parameter)
         and is_weight(module, key, parameter)
+        and parameter.is_floating_point()
         and parameter.ndim <= _MOST_DIMENSIONS
         and parameter.layout == torch.strided
         and parameter.is_contiguous()
@@ -124,28 +125,69 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 
 def uncovered(
-    model: nn.Module, covered: Mapping[tuple[nn.Module, str], int], besides: Collection[tuple[nn.Module, str]] = ()
+    model: nn.Module,
+    covered: Mapping[tuple[nn.Module, str], int],
+    besides: Collection[tuple[nn.Module, str]] = (),
+    flat: Collection[Tensor] = (),
 ) -> dict[str, float]:
-    """Return the weights that no measured layer has, each with its share of all; those used ``besides`` count twice."""
-    sizes, left = 0, {}
+    """Return the weights that no measured layer has, each with its share of all; those used ``besides`` count twice.
+
+    Weights are parameters of two dimensions or more, real or complex, the ``flat`` ones of these, and what modules keep
+    in integers. Where some parameters require a gradient, of the others only what layers measure counts.
+    """
+    held = [(prefix, module, *item) for prefix, module in model.named_modules() for item in module._parameters.items()]
+    trained = any(parameter is not None and parameter.requires_grad for *_, parameter in held)
+    of_vectors, sizes, left = {id(parameter) for parameter in flat}, 0, {}
+    for prefix, module, name, parameter in held:
+        if parameter is None or not (is_weight(module, name, parameter) or id(parameter) in of_vectors):
+            continue
+        count, own = (1 + ((module, name) in besides)) * parameter.numel(), covered.get((module, name), 0)
+        if trained and not parameter.requires_grad:
+            count = min(count, own)
+        sizes += max(count, own)
+        if count > own:
+            left[f"{prefix}.{name}" if prefix else name] = count - own
     for prefix, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None or not is_weight(module, name, parameter):
-                continue
-            count = (1 + ((module, name) in besides)) * parameter.numel()
-            sizes += count
-            missing = count - covered.get((module, name), 0)
-            if missing > 0:
-                left[f"{prefix}.{name}" if prefix else name] = missing
+        for name, size in packed(module).items():
+            sizes += size
+            left[f"{prefix}.{name}" if prefix else name] = size
     return {name: size / sizes for name, size in left.items()}
+
+
+def packed(module: nn.Module) -> dict[str, int]:
+    """Return the weights that a quantised module keeps in integers, by name, with how many entries they stand for."""
+    tensors = {**module._parameters, **{name: held for name, held in module._buffers.items() if "weight" in name}}
+    found = {
+        name: held.numel()
+        for name, held in tensors.items()
+        if held is not None and held.ndim >= 2 and not (held.is_floating_point() or held.is_complex())
+    }
+    size = getattr(module, "in_features", 0) * getattr(module, "out_features", 0)
+    if size and hasattr(module, "_packed_params"):  # as torch's own quantised layers
+        found["weight"] = size
+    return dict.fromkeys(found, size) if size and len(found) == 1 else found
 
 
 def is_weight(module: nn.Module, name: str, parameter: Tensor) -> bool:
     """Return whether a parameter, of this name in its module, is a weight."""
     return (
-        parameter.is_floating_point()
+        (parameter.is_floating_point() or parameter.is_complex())
         and parameter.ndim >= 2
         and not name.startswith("bias")
         and not name.endswith("_bias")
         and not isinstance(module, _NORMS)
     )
+
+
+def may_be_flat_weights(model: nn.Module) -> list[Tensor]:
+    """Return the parameters of one dimension that may be weights: of other modules than torch's and normalisations.
+
+    Those are weights with which the forward pass multiplies, and no biases.
+    """
+    return [
+        parameter
+        for module in model.modules()
+        if not (type(module).__module__.startswith("torch.nn.modules") or "norm" in type(module).__name__.lower())
+        for parameter in module._parameters.values()
+        if parameter is not None and parameter.ndim == 1 and parameter.numel() > 1 and parameter.is_floating_point()
+    ]

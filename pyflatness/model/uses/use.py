@@ -186,7 +186,7 @@ class Source:
             return None
         if torch._C._functorch.is_functorch_wrapped_tensor(operation.inputs):
             return None  # vmap does not go with hooks
-        weight = operation.weight.detach()
+        weight = operation.weight if calling.is_accounting() else operation.weight.detach()
         part = watched.view_of(operation.weight)  # type: ignore[arg-type]
         if part is not None:
             return self._part(operation, weight, part)
@@ -231,7 +231,7 @@ class Source:
         ]
         inside = [use for use in touched if use.entries.start in entries and use.entries.stop <= entries.stop]
         if not touched:  # a result without a graph would look as if the model's own code had detached it
-            weight.requires_grad_(not operation.inputs.requires_grad)
+            weight = operation.weight.detach().requires_grad_(not operation.inputs.requires_grad)
             return operation.back(operation.run(operation.inputs, weight, operation.bias))
         if not inside or kind is not LINEAR or weight.shape != rows.shape:
             self._functions[_OF_A_PART] = None
@@ -252,7 +252,7 @@ class Source:
         for part, place in parts:
             bias = None if operation.bias is None else operation.bias[place]
             if part is None:
-                results.append(operation.run(operation.inputs, weight[place], bias))
+                results.append(operation.run(operation.inputs, weight[place].detach(), bias))
                 continue
             some = Operation(operation.weight, operation.inputs, bias, operation.kind, operation.run)
             result = self._called(part, LINEAR, rows[place], some, weight[place])
@@ -276,7 +276,7 @@ class Source:
         if self not in sources and torch.is_grad_enabled():
             return None
         self.behind |= {source for source in sources if isinstance(source, Source) and source is not self}
-        return self._called(use, operation.kind, weight, operation, weight)
+        return self._called(use, operation.kind, weight.detach(), operation, weight)
 
     def _called(self, use: Use, kind: Linear, rows: Tensor, operation: Operation, weight: Tensor) -> Tensor | None:
         if not use.takes(kind, rows, operation.inputs, operation.bias):

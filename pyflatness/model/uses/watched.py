@@ -20,11 +20,11 @@ from ...errors import InputError
 from . import operations
 from .operations import Operation, each_of
 
-_VIEWS = {"t", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "permute", "view", "reshape", "flatten"}
-_VIEWS |= {"unflatten", "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "select", "narrow", "unsqueeze"}
-_VIEWS |= {"squeeze", "expand", "expand_as", "view_as", "reshape_as", "__getitem__", "adjoint"}
-_TRANSPOSES = {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
-_COPIES = {"contiguous", "clone", "to", "type", "type_as", "float", "double", "half", "bfloat16"}
+VIEWS = {"t", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "permute", "view", "reshape", "flatten"}
+VIEWS |= {"unflatten", "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "select", "narrow", "unsqueeze"}
+VIEWS |= {"squeeze", "expand", "expand_as", "view_as", "reshape_as", "__getitem__", "adjoint"}
+TRANSPOSES = {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
+COPIES = {"contiguous", "clone", "to", "type", "type_as", "float", "double", "half", "bfloat16"}
 
 
 class WeightOwner(Protocol):
@@ -123,9 +123,9 @@ def _followed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: 
     weight, name = given[0], getattr(func, "__name__", "")
     view = view_of(weight)
     if len(given) == 1 and view is not None:
-        if name in _COPIES and result.shape == weight.shape:
+        if name in COPIES and result.shape == weight.shape:
             return _as_watched(result, weight.source, view, result._version)
-        if name in _VIEWS or func in _TRANSPOSES:
+        if name in VIEWS or func in TRANSPOSES:
             seen = [view if part is weight else part for part in args]
             parts = func(*seen, **kwargs)
             if isinstance(result, Tensor):

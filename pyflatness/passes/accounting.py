@@ -1,0 +1,224 @@
+"""Account for every use of the layers' weights: walk the outputs' graph and find the edges that no recorded call has.
+
+A layer's value is made of the inputs and output gradients of its recorded calls. A weight may act otherwise too: in a
+function outside of the layer, or in the backward pass of a model that differentiates itself (forces of an energy, a
+score, a physics-informed residual), which no hook and no function mode sees. Autograd's graph has every such use as an
+edge. So a sample goes through the model with the layers' parameters requiring gradients, and the graph is walked from
+the outputs; at the output of a recorded call the walk goes on at the call's inputs. A parameter that it still reaches
+has a use that no call accounts for.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+from ..model import calling, data, spread
+from ..model.uses import Use, candidates
+from ..model.uses.operations import each_of
+from ..model.uses.watched import COPIES, TRANSPOSES, VIEWS
+from .guards import check_of_user
+from .recorder import Recorder
+
+UNSEEN = (
+    "whether the model uses its weights outside of the layers' calls is not known: with weights that require "
+    "gradients its forward pass raises an error"
+)
+_DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+
+
+@dataclass(frozen=True)
+class Account:
+    """Hold what one pass showed of the layers' weights."""
+
+    batch: int | None = None  # which of the batches went through the model; None if it took none of them so
+    outputs: Tensor | None = None  # the model's for that batch, without their graph
+    differentiated: frozenset[str] = frozenset()  # layers whose weight acts in a derivative that the model takes
+    elsewhere: Mapping[str, str] = field(default_factory=dict)  # by layer, the functions outside that have its weight
+    flat: Mapping[Tensor, str] = field(default_factory=dict)  # weights of one dimension, and the operations with them
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Return why values may not be those of all uses of the weights."""
+        return (UNSEEN,) if self.batch is None else ()
+
+
+def account(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    recorder: Recorder,
+    batches: Sequence[Any],
+    forward: calling.Forward | None,
+) -> Account:
+    """Account for the uses of the layers' weights on the first of some batches that the model takes."""
+    recorded = dict(recorder.calls)
+    vectors = candidates.may_be_flat_weights(model)
+    try:
+        for number, batch in enumerate(batches):
+            leaves = _Leaves(model, {name: module for name, module in modules.items() if name in recorded}, vectors)
+            try:
+                with calling.accounting(), recorder.recording(data.size(batch)), leaves.in_place():
+                    with _Watch(leaves.of_layers, recorder) as watch:
+                        outputs, _ = calling.run(model, batch, forward)
+                    nodes = leaves.nodes()
+                    of_vectors = [(vector, get_gradient_edge(vector).node) for vector in vectors]
+            except Exception as error:  # a batch that cannot be cut, or a weight that changes in place
+                check_of_user(error)
+                continue
+            reached = _reached(outputs, recorder)
+            unaccounted = {name for name, ends in nodes.items() if not ends.isdisjoint(reached)}
+            elsewhere = {name: ", ".join(watch.functions[name]) for name in unaccounted if watch.functions[name]}
+            differentiated = {name for name in unaccounted if watch.differentiates or name not in elsewhere}
+            acting = ((vector, _functions_of(node, reached)) for vector, node in of_vectors)
+            flat = {vector: ", ".join(functions) for vector, functions in acting if functions}
+            return Account(number, outputs.detach(), frozenset(differentiated), elsewhere, flat)
+    finally:
+        recorder.calls.clear()
+        recorder.calls.update(recorded)
+    return Account()
+
+
+class _Leaves:
+    """Hold the leaves of autograd's graph that layers' weights are, or are computed of, and other parameters.
+
+    A weight that several modules share is another leaf in each layer, since the value is of this layer's use.
+    """
+
+    def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module], others: Sequence[Tensor]) -> None:
+        shared = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+        self._modules, self._required = modules, [*others]
+        self._places: list[tuple[nn.Module, str, Tensor, Tensor]] = []  # with the parameter, and the leaf of the place
+        self.of_layers: dict[str, list[Tensor]] = {name: [] for name in modules}
+        for name, module in modules.items():
+            for part in [] if isinstance(module, Use) else module.modules():  # a stand-in has a leaf as it is
+                for key, parameter in part._parameters.items():
+                    if parameter is None or key == "bias" or spread.is_spread(parameter) or not _is_real(parameter):
+                        continue
+                    leaf = _twin(parameter) if shared[id(parameter)] > 1 else parameter
+                    self._places.append((part, key, parameter, leaf))
+                    self._required.append(leaf)
+                    self.of_layers[name].append(leaf)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let the leaves be in the places of the parameters, and require gradients, inside."""
+        flags = [parameter.requires_grad for parameter in self._required]
+        try:
+            for part, key, _, leaf in self._places:
+                part._parameters[key] = leaf  # type: ignore[assignment]
+            for parameter in self._required:
+                parameter.requires_grad_()
+            yield
+        finally:
+            for part, key, parameter, leaf in self._places:
+                if part._parameters.get(key) is leaf:  # else the forward pass has put another one there
+                    part._parameters[key] = parameter  # type: ignore[assignment]
+            for parameter, flag in zip(self._required, flags, strict=True):
+                parameter.requires_grad_(flag)
+
+    def nodes(self) -> dict[str, set[Node]]:
+        """Return where autograd's graph ends in each layer's weight; inside :meth:`in_place`."""
+        return {
+            name: module.source.nodes if isinstance(module, Use) else {get_gradient_edge(leaf).node for leaf in leaves}
+            for (name, module), leaves in zip(self._modules.items(), self.of_layers.values(), strict=True)
+        }
+
+
+def _is_real(parameter: Tensor) -> bool:
+    return parameter.is_floating_point() and not parameter.is_inference()
+
+
+def _twin(parameter: Tensor) -> Tensor:
+    """Return another leaf with a parameter's memory, class and attributes."""
+    twin = torch.Tensor._make_subclass(type(parameter), parameter.detach())
+    twin.__dict__.update(parameter.__dict__)
+    return twin
+
+
+def _reached(outputs: Tensor, recorder: Recorder) -> dict[Node, list[tuple[Node, int]]]:
+    """Return the nodes of the outputs' graph, without those inside of recorded calls, each with those that take it.
+
+    These come with the place of the input as which they do.
+    """
+    inputs = {call.edge.node: call.sources for calls in recorder.calls.values() for call in calls}
+    takers: dict[Node, list[tuple[Node, int]]] = {}
+    stack = []
+    if outputs.grad_fn is not None:
+        takers[outputs.grad_fn] = []
+        stack.append(outputs.grad_fn)
+    while stack:
+        node = stack.pop()
+        sources = inputs[node] if node in inputs else [source for source, _ in node.next_functions]
+        for place, source in enumerate(sources):
+            if source is None:
+                continue
+            if source not in takers:
+                takers[source] = []
+                stack.append(source)
+            takers[source].append((node, place))
+    return takers
+
+
+def _functions_of(leaf: Node, takers: Mapping[Node, Sequence[tuple[Node, int]]]) -> list[str]:
+    """Return in which operations a parameter takes part otherwise than as a bias, through views, copies and casts."""
+    found: dict[str, None] = {}
+    stack, seen = [*takers.get(leaf, ())], set()
+    while stack:
+        node, place = stack.pop()
+        if node in seen:
+            continue
+        name = node.name().rstrip("0123456789").removesuffix("Backward")
+        if name in _SAME_ENTRIES:
+            seen.add(node)
+            stack += takers.get(node, ())
+        elif place not in _BIAS_AT.get(name, ()):
+            found[name.lower()] = None
+    return [*found]
+
+
+_SAME_ENTRIES = {"View", "UnsafeView", "ReshapeAlias", "Reshape", "Expand", "Unsqueeze", "Squeeze", "T", "Transpose"}
+_SAME_ENTRIES |= {"Permute", "Slice", "Select", "Split", "SplitWithSizes", "Unbind", "Alias", "AsStrided", "Clone"}
+_SAME_ENTRIES |= {"ToCopy", "Repeat", "Cat", "Stack", "Index"}
+_BIAS_AT = dict.fromkeys(("Add", "Sub", "Rsub"), (0, 1))  # the places of biases, and of a normalisation's scale
+_BIAS_AT |= dict.fromkeys(("Addmm", "Addmv", "Addbmm", "Baddbmm"), (0,)) | {"Convolution": (2,)}
+_BIAS_AT |= dict.fromkeys(("NativeLayerNorm", "NativeGroupNorm", "NativeBatchNorm"), (1, 2))
+
+
+class _Watch(calling.Mode):
+    """Note in which functions the weights take part outside of their layers, and whether the model differentiates."""
+
+    def __init__(self, owned: Mapping[str, Sequence[Tensor]], recorder: Recorder) -> None:
+        super().__init__()
+        self.functions: dict[str, dict[str, None]] = {name: {} for name in owned}
+        self.differentiates = False
+        self._recorder = recorder
+        self._weights: dict[int, tuple[Tensor, list[str]]] = {}  # and their views, by id, with the layers' names
+        for name, held in owned.items():
+            for parameter in held:
+                self._weights.setdefault(id(parameter), (parameter, []))[1].append(name)
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.differentiates |= func in _DERIVATIVES
+        given = [part for several in (*args, *kwargs.values()) for part in each_of(several)]
+        names = {name for part in given if id(part) in self._weights for name in self._weights[id(part)][1]}
+        outside = names.difference(self._recorder.running)
+        if outside:
+            self._take(func, getattr(func, "__name__", ""), outside, result)
+        return result
+
+    def _take(self, func: Any, function: str, names: set[str], result: Any) -> None:
+        parts = [part for part in each_of(result) if isinstance(part, Tensor) and part.is_floating_point()]
+        if function in VIEWS | COPIES or func in TRANSPOSES:
+            self._weights |= {id(part): (part, [*names]) for part in parts}
+        else:
+            for name in names if parts else ():
+                self.functions[name][function.strip("_")] = None

@@ -1,0 +1,171 @@
+"""Models that take a derivative in their forward pass, in which weights are used again: forces, scores, residuals."""
+
+import pytest
+import torch
+from torch import nn
+
+import pyflatness as pf
+from support import truth
+from support.grid import Net, normal
+
+X = normal(0, 8, 3)
+
+
+def energy_and_forces(net, x):
+    x = x.requires_grad_()
+    energy = net.out(net.act(net.inner(x)))
+    (gradient,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+    return torch.cat([energy, -gradient], dim=1)
+
+
+def forces(net, x):
+    return energy_and_forces(net, x)[:, 1:]
+
+
+def hamiltonian(net, x):
+    """Return (∂H/∂p, -∂H/∂q) of a scalar, with a Linear behind it."""
+    field = forces(net, x)
+    return net.behind(torch.cat([field[:, 1:], -field[:, :1]], dim=1))
+
+
+def residual(net, x):
+    """Return u'' + u of a network of one input, by two derivatives."""
+    x = x[:, :1].clone().requires_grad_()
+    u = net.out(net.act(net.inner(x.expand(-1, 3))))
+    (first,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x, create_graph=True)
+    return second + u
+
+
+def bare(net, x):
+    """Return a score by weights that no module calls."""
+    x = x.requires_grad_()
+    value = torch.tanh(x @ net.w.t()) @ net.v.t()
+    (score,) = torch.autograd.grad(value.sum(), x, create_graph=True)
+    return score
+
+
+def convolutional(net, x):
+    x = x.view(-1, 1, 3).requires_grad_()
+    energy = net.out(net.act(net.conv(x)).flatten(1))
+    (gradient,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+    return torch.cat([energy, gradient.flatten(1)], dim=1)
+
+
+def network(forward, act, **modules):
+    torch.manual_seed(0)
+    net = Net(forward, act=act, **({"inner": nn.Linear(3, 5), "out": nn.Linear(5, 1)} | modules))
+    if forward is bare:
+        net.w, net.v = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(1, 5))
+    return net.double().eval()
+
+
+CASES = {
+    "energy and forces, tanh": lambda: network(energy_and_forces, nn.Tanh()),
+    "energy and forces, relu": lambda: network(energy_and_forces, nn.ReLU()),
+    "forces alone": lambda: network(forces, nn.Tanh()),
+    "forces alone, relu": lambda: network(forces, nn.ReLU()),
+    "hamiltonian": lambda: network(hamiltonian, nn.Softplus(), behind=nn.Linear(3, 2)),
+    "second derivative": lambda: network(residual, nn.Tanh()),
+    "convolution": lambda: network(
+        convolutional, nn.Tanh(), inner=nn.Identity(), conv=nn.Conv1d(1, 2, 2), out=nn.Linear(4, 1)
+    ),
+    "weights of no module": lambda: network(bare, nn.Tanh(), inner=nn.Identity(), out=nn.Identity()),
+}
+LOSS = nn.MSELoss()
+
+
+def data_of(model):
+    with torch.enable_grad():
+        outputs = model(X.clone())
+    return X.clone(), normal(1, *outputs.shape)
+
+
+def risk_of(model, x, y, **parameters):
+    return LOSS(torch.func.functional_call(model, parameters, (x.clone(),)), y)
+
+
+def expected(model, x, y, layer):
+    """Return κ and the trace of a layer's weight, by the Hessian in the parameter itself."""
+    name = layer if layer in dict(model.named_parameters()) else f"{layer}.weight"
+    weight = model.get_parameter(name).detach()
+    hessian = torch.autograd.functional.hessian(lambda w: risk_of(model, x, y, **{name: w}), weight)
+    rows, columns = len(weight), weight[0].numel()
+    traces = hessian.reshape(rows, columns, rows, columns).diagonal(dim1=1, dim2=3).sum(-1)
+    flat = weight.flatten(1)
+    return float((flat @ flat.t() * traces).sum()), float(traces.trace())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_layer_has_the_hessian_of_its_parameter(name: str) -> None:
+    model = CASES[name]()
+    x, y = data_of(model)
+    report = pf.measure(model, LOSS, (x, y))
+    assert len(report.layers) >= 2
+    assert report.uncovered == {}
+    for layer in report.layers:
+        found = [report[layer, measure] for measure in ("relative_flatness", "trace")]
+        assert [estimate.value for estimate in found] == pytest.approx(expected(model, x, y, layer), rel=1e-9)
+        assert all(estimate.exact for estimate in found)
+    assert not x.requires_grad, "the model set this on what it was given"
+
+
+@pytest.mark.parametrize("name", ["energy and forces, tanh", "forces alone, relu"])
+def test_sampled_values_are_within_their_errors(name: str) -> None:
+    model = CASES[name]()
+    x, y = data_of(model)
+    report = pf.measure(model, LOSS, (x, y), probes=2000)
+    for layer in report.layers:
+        found = report[layer, "relative_flatness"]
+        assert abs(found.value - expected(model, x, y, layer)[0]) < 4 * found.stderr
+
+
+@pytest.mark.parametrize("how", [{"curvature": "ggn"}, {"rtol": 0.1}, {"curvature": "ggn", "fraction": 0.5}])
+def test_values_of_the_recorded_calls_alone_are_refused(how: dict[str, object]) -> None:
+    model = CASES["energy and forces, tanh"]()
+    with pytest.raises(pf.errors.InputError, match="layer 'inner', 'out': the model takes a derivative in its forward"):
+        pf.measure(model, LOSS, data_of(model), **how)
+
+
+def test_measures_of_the_network_are_those_of_the_parameters() -> None:
+    model = CASES["energy and forces, tanh"]()
+    x, y = data_of(model)
+    theta = dict(model.named_parameters())
+    names = ["sharpness", "adaptive_sharpness", "lambda_max", "relative_flatness_max", "fisher_rao"]
+    report = pf.measure(model, LOSS, (x, y), measures=names)
+    flat = torch.cat([p.detach().flatten() for p in theta.values()])
+
+    def risk(vector):
+        parts = vector.split([p.numel() for p in theta.values()])
+        return risk_of(model, x, y, **{n: v.view_as(p) for (n, p), v in zip(theta.items(), parts, strict=True)})
+
+    hessian = torch.autograd.functional.hessian(risk, flat)
+    assert report["sharpness"].value == pytest.approx(float(hessian.trace()), rel=1e-9)
+    assert report["adaptive_sharpness"].value == pytest.approx(float(hessian.diagonal() @ flat.square()), rel=1e-9)
+    weights = torch.cat([torch.full((p.numel(),), p.ndim == 2) for p in theta.values()])
+    largest = float(torch.linalg.eigvalsh(hessian[weights][:, weights])[-1])
+    assert report["lambda_max"].value == pytest.approx(largest, rel=1e-6)
+    inner = hessian[:15, :15].view(5, 3, 5, 3)
+    rows = theta["inner.weight"].detach().square().sum(1)
+    of_rows = torch.stack([torch.linalg.eigvalsh(inner[s, :, s, :])[-1] for s in range(5)])
+    assert report["inner", "relative_flatness_max"].value == pytest.approx(float(rows @ of_rows), rel=1e-6)
+
+
+def test_what_a_model_does_with_its_inputs_requiring_gradients_is_no_change_of_their_values() -> None:
+    model = CASES["energy and forces, tanh"]()
+    report = pf.measure(model, LOSS, data_of(model))
+    assert not any("in place" in note for note in report["inner", "trace"].notes)
+
+
+def test_a_derivative_that_has_no_weight_in_the_outputs_changes_nothing() -> None:
+    def forward(net, x):
+        h = torch.relu(net.inner(x.requires_grad_()))
+        torch.autograd.grad(h.sum(), x, retain_graph=True)
+        return net.out(h)
+
+    model = network(forward, nn.ReLU())
+    x, y = data_of(model)
+    report = pf.measure(model, LOSS, (x, y))
+    assert report["inner", "trace"].method == "ggn"
+    hessian = truth.layer_hessian(model, LOSS, x, y, "inner")
+    assert report["inner", "trace"].value == pytest.approx(truth.trace_of(hessian))
