@@ -184,7 +184,9 @@ def _functions_of(leaf: Node, takers: Mapping[Node, Sequence[tuple[Node, int]]])
 _SAME_ENTRIES = {"View", "UnsafeView", "ReshapeAlias", "Reshape", "Expand", "Unsqueeze", "Squeeze", "T", "Transpose"}
 _SAME_ENTRIES |= {"Permute", "Slice", "Select", "Split", "SplitWithSizes", "Unbind", "Alias", "AsStrided", "Clone"}
 _SAME_ENTRIES |= {"ToCopy", "Repeat", "Cat", "Stack", "Index"}
-_BIAS_AT = dict.fromkeys(("Add", "Sub", "Rsub"), (0, 1))  # the places of biases, and of a normalisation's scale
+_BIAS_AT: dict[str, tuple[int, ...]] = dict.fromkeys(
+    ("Add", "Sub", "Rsub"), (0, 1)
+)  # the places of biases, and of a normalisation's scale
 _BIAS_AT |= dict.fromkeys(("Addmm", "Addmv", "Addbmm", "Baddbmm"), (0,)) | {"Convolution": (2,)}
 _BIAS_AT |= dict.fromkeys(("NativeLayerNorm", "NativeGroupNorm", "NativeBatchNorm"), (1, 2))
 

@@ -289,7 +289,7 @@ class Runner:
             known.layouts(),
             users,
             frozenset(self._certificate.reasons).intersection(recorder.calls),
-            self._certificate.differentiated.intersection(recorder.calls),
+            frozenset(self._certificate.differentiated.intersection(recorder.calls)),
             partial(self._again, batch),
         )
 

@@ -77,7 +77,7 @@ def rows_of(module: nn.Module, weight: Tensor) -> Tensor:
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return all that counts as a weight: matrices, kernels, tables, scales of layers; no biases, no scales of norms."""
+    """Return all that counts as a weight: matrices, kernels, tables, scales of layers; no biases or norms."""
     found = {}
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
