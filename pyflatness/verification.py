@@ -302,7 +302,8 @@ def _untie(layer: nn.Module) -> None:
     """Give the layer a separate copy of its weight, so that derivatives are through this use only."""
     weight = layer._parameters.get("weight")
     if weight is not None:
-        layer._parameters["weight"] = nn.Parameter(weight.detach().clone())
+        layer._parameters["weight"] = untied = nn.Parameter(weight.detach().clone())
+        vars(untied).update(vars(weight))
 
 
 def _definition(layer: nn.Module, risk: Callable[[], Tensor], passes: _Passes) -> float:

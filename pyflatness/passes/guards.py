@@ -278,9 +278,18 @@ def check_unchanged(before: Tensor, now: Tensor, what: str = "outputs") -> None:
     if not agree(before, now, rounding(before.dtype, now.dtype)):
         raise InputError(
             f"the model's {what} for the same samples change with the batch they are in, or from call to call: it "
-            "mixes samples, decides by all of them (if h.mean() > 0), draws random numbers, or its batches cannot be "
-            "cut into samples (tensors of other things whose first dimension is as long as the batch)"
+            f"{_keeps()}mixes samples, decides by all of them (if h.mean() > 0), draws random numbers, or its batches "
+            "cannot be cut into samples (tensors of other things whose first dimension is as long as the batch)"
         )
+
+
+def _keeps() -> str:
+    """Return in words what forward passes have kept in the model, and what to do about it; empty for nothing."""
+    kept = state.kept()
+    if not kept:
+        return ""
+    listed = ", ".join(map(repr, kept[:_LISTED])) + (", …" if kept[_LISTED:] else "")
+    return f"keeps {listed} from call to call (reset it in forward=, a function that then calls the model), "
 
 
 def rounding(*dtypes: torch.dtype) -> float:
@@ -305,6 +314,8 @@ _CALL = "_pyflatness_call"  # an attribute of what a forward pass raised: what w
 GIVEN_COPIES = "the model changes its inputs in place, so that it was given copies of them"
 _LOOKS = 3  # passes of few samples that are watched for decisions by values
 _ALONE = 32  # samples of a batch that run each by itself where there are some
+_LISTED = 4  # names in a message
+_REPEATS = 3  # passes of the same batch after which a model that keeps something may show that its outputs depend on it
 _ROUNDING = 8  # units of the outputs' rounding that two forward passes of the same batch may differ by
 
 
@@ -320,6 +331,7 @@ class Checked:
         self._batches = 0  # that went through the model to be measured
         self.decides = False  # whether something is decided by values, see :class:`.Decisions`
         self._is_first = True  # whether no batch was run yet, but to find something out
+        self._has_run = False  # whether any was, so that the model may have kept something of it
         self._fewest = math.inf  # samples that were run to find something out
         self.notes: tuple[str, ...] | None = None  # of an estimate; known once a batch went through
         self.doubts: tuple[str, ...] = ()  # why derivatives may not be those of what the model computes
@@ -332,7 +344,10 @@ class Checked:
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         """See :data:`.calling.Forward`."""
         if calling.is_dry_run():
+            before = self._random.states()
             outputs, targets = self._run(model, batch)
+            if not (self._has_run or self._random.moved(before)):
+                self._check_state(model, batch, outputs)
             self._fewest = min(self._fewest, data.size(batch))
         else:
             before, others = self._random.states(), outside() if self._is_first else None
@@ -341,6 +356,8 @@ class Checked:
                 outputs, targets = self._watched(model, batch) if torch.is_grad_enabled() else self._run(model, batch)
             if self._random.moved(before) or (others is not None and not equal(others, outside())):
                 self._check_repeated(model, batch, outputs)
+            elif not self._has_run:
+                self._check_state(model, batch, outputs)
             if self._is_first and self._fewest >= data.size(batch):
                 self._check_independent(model, batch, outputs)
             self._is_first = False
@@ -350,6 +367,7 @@ class Checked:
                 self.notes = (GIVEN_COPIES,) if self._changes_inputs else ()
                 with interrupts.suppressed():  # what does not go together is an error of the measure
                     self.notes += remarks.of(self._loss, outputs, targets, self._parameters)
+        self._has_run = True
         if self._loss_is_open and not outputs.is_meta and isinstance(targets, Tensor):
             self._check_loss(model, batch)
         return outputs, targets
@@ -418,20 +436,31 @@ class Checked:
 
     def _check_repeated(self, model: nn.Module, batch: Any, outputs: Tensor) -> None:
         """Raise if a second forward pass of a batch, in which random numbers were drawn, has other outputs."""
-        outputs = outputs.detach()
-        if not outputs.is_meta:
-            with calling.aside(), torch.no_grad(), self._random.watched():
-                again, _ = self._run(model, batch)
-            if agree(
-                outputs, again, _ROUNDING * torch.finfo(outputs.dtype).eps if outputs.is_floating_point() else 0.0
-            ):
-                return
+        if not outputs.is_meta and self._is_repeated(model, batch, outputs):
+            return
         mode = f"it {IN_TRAINING}, and " if model.training else ""
         raise InputError(
             f"model: it draws random numbers in its forward pass: on the same batch, {data.described(batch)}, a second "
             f"pass has other outputs, so that a value would be one of many; {mode}switch off what draws them (dropout "
             "that does not ask for self.training, added noise, sampling), or have it draw the same at every call"
         )
+
+    def _check_state(self, model: nn.Module, batch: Any, outputs: Tensor) -> None:
+        """Raise if the first forward pass kept something in the model that later ones of the same batch depend on."""
+        if outputs.is_meta or not state.kept():
+            return
+        if not all(self._is_repeated(model, batch, outputs) for _ in range(_REPEATS)):
+            raise InputError(
+                f"model: its outputs depend on the calls before: it {_keeps()}and on the same batch, "
+                f"{data.described(batch)}, a later pass has other outputs"
+            )
+
+    def _is_repeated(self, model: nn.Module, batch: Any, outputs: Tensor) -> bool:
+        """Return whether one more forward pass of a batch has the same outputs."""
+        outputs = outputs.detach()
+        with calling.aside(), torch.no_grad(), self._random.watched():
+            again, _ = self._run(model, batch)
+        return agree(outputs, again, _ROUNDING * torch.finfo(outputs.dtype).eps if outputs.is_floating_point() else 0.0)
 
     def _check_independent(self, model: nn.Module, batch: Any, outputs: Tensor) -> None:
         """Raise if two samples of a batch have other outputs without the others."""
