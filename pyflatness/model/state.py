@@ -71,6 +71,10 @@ def _prepared(model: nn.Module, ranks: Ranks | None) -> tuple[nn.Module, Randomn
     named = [*model.named_modules()]  # a walk takes long for what it is
     modules = [module for _, module in named]
     check_modules(named, spread=ranks is not None)
+    for module in modules:
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:  # gradients of another layout
+            interrupts.later(functools.partial(setattr, module, "sparse", True))
+            module.sparse = False
     interrupts.later(Found(named).put_back)
     stack = contextlib.ExitStack()
     interrupts.later(stack.close)

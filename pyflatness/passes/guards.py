@@ -32,7 +32,8 @@ from ..losses.closure import REFUSAL, depends_on
 from ..messages import IN_TRAINING, is_out_of_memory
 from ..model import calling, data, state
 from ..model.generators import Randomness, equal, outside
-from ..model.outputs import single
+from ..model.outputs import meant
+from .linearity import users_of
 
 TAKEN_AS_CONSTANT = (
     "the model's outputs may depend on tensors that its forward pass takes out of autograd's graph (detach, .data, "
@@ -331,6 +332,7 @@ class Checked:
         self._batches = 0  # that went through the model to be measured
         self.decides = False  # whether something is decided by values, see :class:`.Decisions`
         self._is_first = True  # whether no batch was run yet, but to find something out
+        self._has_dtypes = False  # whether those of the outputs' graph were looked at
         self._has_run = False  # whether any was, so that the model may have kept something of it
         self._fewest = math.inf  # samples that were run to find something out
         self.notes: tuple[str, ...] | None = None  # of an estimate; known once a batch went through
@@ -367,6 +369,9 @@ class Checked:
                 self.notes = (GIVEN_COPIES,) if self._changes_inputs else ()
                 with interrupts.suppressed():  # what does not go together is an error of the measure
                     self.notes += remarks.of(self._loss, outputs, targets, self._parameters)
+            if self.notes is not None and not self._has_dtypes and outputs.requires_grad:
+                self._has_dtypes = True
+                self.notes += _coarser(outputs, self._parameters)
         self._has_run = True
         if self._loss_is_open and not outputs.is_meta and isinstance(targets, Tensor):
             self._check_loss(model, batch)
@@ -374,7 +379,7 @@ class Checked:
 
     def _tensor(self, returned: Any) -> Tensor:
         """Return the outputs in what the model returned: side by side if there are several and the loss takes all."""
-        found = single(returned)
+        found = meant(returned, self._loss.known)
         return self._loss.side_by_side(returned) if found is None else found
 
     def _call(self, batch: Any) -> str:
@@ -501,6 +506,20 @@ class Checked:
         self._loss_is_open = False
         if found:
             raise InputError(REFUSAL)
+
+
+def _coarser(outputs: Tensor, parameters: Sequence[Tensor]) -> tuple[str, ...]:
+    """Return a note on what a float64 model computes in fewer bits, as a softmax that is kept in float32."""
+    if any(parameter.dtype != torch.float64 for parameter in parameters if parameter.is_floating_point()):
+        return ()
+    nodes = [node for node in (outputs.grad_fn, *users_of(outputs)) if node is not None]
+    found = {entry.dtype for node in nodes for entry in node._input_metadata}
+    coarse = [dtype for dtype in (torch.float32, torch.float16, torch.bfloat16) if dtype in found]
+    return tuple(
+        f"the model computes in {str(dtype).removeprefix('torch.')} in places, though its parameters are float64: "
+        "values have that rounding"
+        for dtype in coarse
+    )
 
 
 def _versions(batch: Any) -> list[int]:

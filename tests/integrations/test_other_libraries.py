@@ -3,6 +3,7 @@
 A case is a row of the table in ``docs/models.md``. It skips where its package is not installed.
 """
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -98,11 +99,31 @@ def snntorch_not_reset() -> Network:
     return Network(_leaky(), (X.float(), Y), {"curvature": "ggn"}, refusal="depend on the calls before: it keeps '1.")
 
 
+def torchao(fp8: bool) -> Network:
+    from torchao import quantization
+
+    model, config = _tanh().float(), quantization.Float8WeightOnlyConfig if fp8 else quantization.Int8WeightOnlyConfig
+    quantization.quantize_(model[0:1], config())
+    return Network(model, (X.float(), Y), uncovered=("0.weight",), tolerance=1e-4)
+
+
+def quanto() -> Network:
+    from optimum import quanto
+
+    model = _tanh().float()
+    quanto.quantize(model, weights=quanto.qint8)
+    quanto.freeze(model)
+    return Network(model, (X.float(), Y), refusal="keeps its weight as a WeightQBytesTensor of optimum")
+
+
 CASES = [
     Case("opacus", "1.6.0", "opacus", opacus),
     Case("mup", "1.0.0", "mup", mup),
     Case("spikingjelly", "2.0.0", "spikingjelly", spikingjelly),
     Case("spikingjelly", "2.0.0", "spikingjelly", spikingjelly_not_reset, "not reset"),
+    Case("torchao", "0.18.0", "torchao", functools.partial(torchao, fp8=False), "int8"),
+    Case("torchao", "0.18.0", "torchao", functools.partial(torchao, fp8=True), "fp8"),
+    Case("optimum-quanto", "0.2.7", "optimum.quanto", quanto),
     Case("snntorch", "1.0.0", "snntorch", snntorch),
     Case("snntorch", "1.0.0", "snntorch", snntorch_not_reset, "not reset"),
 ]
