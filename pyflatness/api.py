@@ -13,6 +13,7 @@ from .measures import RELATIVE_FLATNESS, are_named, at_head, named
 from .measures.layer_values import LayerValues
 from .messages import check_module
 from .model import selectors, uses
+from .model.checks import check_kinds
 from .model.layers import unwrap
 from .model.selectors import Selector
 from .numerics.meeting import joined
@@ -187,8 +188,8 @@ def measure(
         layers: a selector or several, each a name, glob, ``re:…``, ``type:…`` or module; None: every layer that can be
             measured and ran.
         measures: a name or several, as ``pyflatness measures`` lists them. None: relative flatness and the trace.
-            ``"sweep"``: all that one sweep gives. ``"all"``: every measure. A named measure that cannot be had is an
-            error; of the sets such a measure is left out, and ``report.skipped`` says why.
+            ``"sweep"``: all that one sweep gives. ``"all"``: every measure. A measure that cannot be had is left
+            out, and ``report.skipped`` says why; it is an error if none that was named can be had.
         target_stderr: an absolute standard error, which every value of a sweep is to have, the network's too. Values
             derived from one (the trace scaled by weights) have its error, scaled alike.
         nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``; a sample is left out of all layers.
@@ -251,4 +252,6 @@ def layers(model: nn.Module) -> dict[str, nn.Module]:
         >>> [*pf.layers(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)))]
         ['0', '2']
     """
-    return selectors.layers(unwrap(check_module("model", model)))
+    model = unwrap(check_module("model", model))
+    check_kinds([*model.named_modules()], spread=True)
+    return selectors.layers(model)

@@ -100,16 +100,17 @@ def of_layer(row: Measure, task: Task, layer: Selector | None) -> tuple["Measure
 class Measurement:
     """Take the steps of a plan on a task.
 
-    Of measures ``named`` by the user what cannot be had is an error. Else such a measure is left out and the reason
-    kept, but for what stands in the way of relative flatness too: errors of its sweep concern the model, loss and data,
-    and NaN under ``nan_policy="raise"`` concerns them as well. ``source`` is the one layer of the task, where the
-    head's formula takes the place of its sweep if it is the head in all batches.
+    A measure that cannot be had is left out and the reason kept, but for what stands in the way of relative flatness
+    too: errors of its sweep concern the model, loss and data, and NaN under ``nan_policy="raise"`` concerns them as
+    well. Where none of measures ``named`` by the user can be had, the first reason is an error. ``source`` is the one
+    layer of the task, where the head's formula takes the place of its sweep if it is the head in all batches.
     """
 
     def __init__(self, steps: Plan, task: Task, *, named: bool, source: head.Head | None = None) -> None:
         self._steps, self._task, self._named, self._source = steps, task, named, source
         self._values: dict[str, Values] = {}
         self._reasons: dict[str, str] = {}
+        self._first: InputError | None = None  # of what stood in the way of a measure
         self.measured: set[str] = set()
 
     @property
@@ -147,6 +148,8 @@ class Measurement:
         self._take_jacobians()
         self._derive()
         self.measured.update(name for values in self._values.values() for name in values)
+        if self._named and not self._values and self._first is not None:
+            raise self._first
         self._task.unite()
         return {
             (name, row.name): self._task.noted(estimate)
@@ -239,13 +242,13 @@ class Measurement:
             with self._ranks.agreed("a sweep"), alone:
                 yield
         except NoGraphError as error:
-            if self._named or not self._steps.networks:
+            if not self._steps.networks:
                 raise
-            self._reasons.update((row.name, str(error)) for row in rows)
+            self._leave_out(rows, error)
 
     @contextlib.contextmanager
     def _attempt(self, *rows: Measure, together: bool = True) -> Iterator[None]:
-        """Let what stands in the way of these measures inside be an error if they were named, else a reason.
+        """Let what stands in the way of these measures inside be a reason to leave them out.
 
         Ranks have to agree on it ``together``, but where all find the same by themselves, out of the same options,
         weights and sums.
@@ -256,6 +259,8 @@ class Measurement:
                 yield
         except InputError as error:
             check_followed(self._task.options.nan_policy, error)
-            if self._named:
-                raise
-            self._reasons.update((row.name, str(error)) for row in rows)
+            self._leave_out(rows, error)
+
+    def _leave_out(self, rows: Sequence[Measure], error: InputError) -> None:
+        self._first = self._first or error
+        self._reasons.update((row.name, str(error)) for row in rows)

@@ -26,7 +26,7 @@ from .losses import auto, risk
 from .messages import check_tensor
 from .model import calling, layers, state, uses
 from .model.data import copied, first, leaves, map_tensors
-from .model.outputs import single
+from .model.outputs import meant
 from .model.uses import experts
 from .numerics import meeting
 from .options import CALL, How, check_count, check_number
@@ -180,7 +180,7 @@ def verify(
 
         def risk() -> Tensor:
             with random.watched():
-                return _risk(module, truth_loss, batch64, how.get("forward"))
+                return _risk(module, truth_loss, batch64, how.get("forward"), known=task.loss.known)
 
         if isinstance(target, uses.Use):
             with uses.attached({estimate.layer: target}):
@@ -255,10 +255,10 @@ def _truth(estimate: Estimate, layer: nn.Module, risk: Callable[[], Tensor], pas
     )
 
 
-def _risk(model: nn.Module, loss: Any, batch: Any, forward: calling.Forward | None) -> Tensor:
+def _risk(model: nn.Module, loss: Any, batch: Any, forward: calling.Forward | None, *, known: bool) -> Tensor:
     def taken(returned: Any) -> Any:
         """Return what the user's loss is called on: all outputs, where it is not clear which one is meant."""
-        one = single(returned)
+        one = meant(returned, known)
         return returned if one is None else one
 
     outputs, targets = calling.run(model, copied(batch), forward, taken)  # which it may change in place
@@ -302,7 +302,8 @@ def _untie(layer: nn.Module) -> None:
     """Give the layer a separate copy of its weight, so that derivatives are through this use only."""
     weight = layer._parameters.get("weight")
     if weight is not None:
-        layer._parameters["weight"] = nn.Parameter(weight.detach().clone())
+        layer._parameters["weight"] = untied = nn.Parameter(weight.detach().clone())
+        vars(untied).update(vars(weight))
 
 
 def _definition(layer: nn.Module, risk: Callable[[], Tensor], passes: _Passes) -> float:

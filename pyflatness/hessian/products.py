@@ -224,7 +224,8 @@ class Products:
     def as_weights(self, names: Names, vector: Tensor) -> dict[str, Tensor]:
         """Return a vector (N,) as tensors of the shape of the layers' weights."""
         parts = zip(names, vector.split([self.size((name,)) for name in names]), strict=True)
-        return {name: self._as_weight(name, entries.view(self._shape(name))) for name, entries in parts}
+        aligned = {name: part.clone() if part.storage_offset() % 2 else part for name, part in parts}  # as pairs are
+        return {name: self._as_weight(name, part.view(self._shape(name))) for name, part in aligned.items()}
 
     def as_parameters(self, names: Names, vector: Tensor) -> dict[str, Tensor]:
         """Return a vector (N,) as tensors of the shape of the layers' parameters, or of their rows of them."""

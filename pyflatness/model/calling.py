@@ -322,6 +322,11 @@ def causal_lm(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
     Models of transformers need it no more; their labels are shifted as they do it themselves. Without ``labels`` a
     batch's ``input_ids`` take their place, where ``attention_mask`` does not leave them out.
     """
+    if not isinstance(batch, Mapping):
+        raise InputError(
+            f"forward: causal_lm takes batches that are mappings with `input_ids`, got a {type(batch).__name__}; pass "
+            'such batches, as {"input_ids": tokens}, or a forward= of your own'
+        )
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     prepared = hugging_face.Prepared(inputs, hugging_face.causal_labels(batch), shifted=True)
     return arranged(model(**inputs), prepared)

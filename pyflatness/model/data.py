@@ -297,10 +297,12 @@ def size(batch: Any) -> int:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch with every tensor in it on ``device``, and no graph in front of it."""
+    """Return the batch with every tensor in it on ``device``, ready for autograd, and no graph in front of it."""
 
     def moved(tensor: Tensor) -> Tensor:
         tensor = tensor.to(device, non_blocking=True)
+        if tensor.is_inference():
+            return tensor.clone()
         return tensor.detach() if tensor.requires_grad else tensor
 
     return map_tensors(moved, batch)

@@ -29,8 +29,7 @@ class Inputs:
                 if kind is not None and kind.tokens:
                     module.weight.requires_grad_(True)
         else:
-            start = found.clone() if found.is_inference() else found.detach()
-            self.tensor = start.requires_grad_()
+            self.tensor = found.detach().requires_grad_()
             batch = replaced(batch, found, self.tensor.clone())  # a leaf itself could not be changed in place
         return calling.run(model, batch, self._forward)
 

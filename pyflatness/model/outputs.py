@@ -29,6 +29,11 @@ def single(outputs: Any) -> Tensor | None:
     return None if any(part.is_floating_point() for part in others) else outputs[0]
 
 
+def meant(outputs: Any, loss_is_known: bool) -> Tensor | None:
+    """Return the tensor that a loss is taken of, see :func:`single`; a loss of the user's may read a tuple's fields."""
+    return single(outputs if loss_is_known or not isinstance(outputs, tuple) else tuple(outputs))
+
+
 def refusal(outputs: Any, way_out: str = _WAY_OUT) -> InputError:
     """Return the error that asks which tensor is meant."""
     found = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]

@@ -61,6 +61,7 @@ def inside(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
         for module in model.modules():
             for places in (module._parameters, module._buffers):
                 for key, held in places.items():
-                    if id(held) in by_tensor:
-                        places[key] = by_tensor[id(held)]  # type: ignore[assignment]
+                    if held is not None and id(held) in by_tensor:
+                        places[key] = value = by_tensor[id(held)]  # type: ignore[assignment]
+                        vars(value).update(vars(held))  # libraries mark parameters, and their modules read that
         yield

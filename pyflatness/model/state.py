@@ -11,7 +11,7 @@ import functools
 import operator
 import os
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
@@ -71,7 +71,11 @@ def _prepared(model: nn.Module, ranks: Ranks | None) -> tuple[nn.Module, Randomn
     named = [*model.named_modules()]  # a walk takes long for what it is
     modules = [module for _, module in named]
     check_modules(named, spread=ranks is not None)
-    interrupts.later(Found(modules).put_back)
+    for module in modules:
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:  # gradients of another layout
+            interrupts.later(functools.partial(setattr, module, "sparse", True))
+            module.sparse = False
+    interrupts.later(Found(named).put_back)
     stack = contextlib.ExitStack()
     interrupts.later(stack.close)
     if ranks is not None:
@@ -99,19 +103,30 @@ def _prepared(model: nn.Module, ranks: Ranks | None) -> tuple[nn.Module, Randomn
 class Found:
     """Hold what a call may change in modules and in torch, as it is when this is made."""
 
-    def __init__(self, modules: Collection[nn.Module]) -> None:
-        self._attributes = attributes(modules)
-        hooks = [vars(m)[name] for m in modules for name in _HOOKS]
-        self._hooks = [(held, {**held}) for held in hooks]
+    def __init__(self, named: Collection[tuple[str, nn.Module]]) -> None:
+        modules = [module for _, module in named]
+        self._containers, tensors = _held(named)
         parameters = [p for m in modules for p in m._parameters.values() if p is not None]
         self._flags = [(parameter, parameter.requires_grad) for parameter in parameters]
-        buffers = [buffer for m in modules for buffer in m._buffers.values() if buffer is not None]
-        self._values = [(buffer, buffer._version, buffer.clone()) for buffer in buffers]
+        self._values = [(name, tensor, tensor._version, tensor.clone()) for name, tensor in tensors.items()]
         self._fastpath = torch.backends.mha.get_fastpath_enabled()
         self._stance, self._attention = torch._dynamo.eval_frame._stance, [enabled() for enabled, _ in _ATTENTION]
         self._level = forward_ad._current_level
         self._thread = threading.get_ident(), torch.is_grad_enabled(), calling.transforms(), {**calling.now}
         _inside.append(self)
+
+    def kept(self) -> list[str]:
+        """Return the names of what forward passes have kept in modules since: tensors, numbers, entries of lists."""
+        names = [name for name, tensor, version, _ in self._values if tensor._version != version]
+        for name, held, before in self._containers:
+            if name is None or _is_same(held, before):
+                continue
+            if isinstance(held, dict) and isinstance(before, dict):
+                keys = [key for key, value in held.items() if not callable(value) and before.get(key) is not value]
+                names += [_joined(name, key) for key in keys if name[-1:] not in ("", ".") or key not in _OF_TORCH]
+            else:
+                names.append(name)
+        return [*dict.fromkeys(names)]
 
     def put_back(self) -> None:
         """Make it as it was, in so far as it was changed."""
@@ -128,30 +143,30 @@ class Found:
         torch._dynamo.eval_frame._set_stance(self._stance)
         for (_, enable), enabled in zip(_ATTENTION, self._attention, strict=True):
             enable(enabled)
-        put_back(self._attributes)
-        for hooks, before in self._hooks:
-            if hooks != before:
-                hooks.clear()
-                hooks.update(before)
+        put_back((held, before) for _, held, before in self._containers)
         for parameter, flag in self._flags:
             if parameter.requires_grad != flag:
                 parameter.requires_grad_(flag)
         cut_off = interrupts.cuts_off() is not None
         with torch.no_grad():
-            for buffer, version, value in self._values:
-                if buffer._version != version or (cut_off and _has_changed(buffer, value)):
-                    buffer.copy_(value)
+            for _, tensor, version, value in self._values:
+                if tensor._version != version or (cut_off and _has_changed(tensor, value)):
+                    tensor.copy_(value)
         if self in _inside:
             _inside.remove(self)
 
 
-def _has_changed(buffer: Tensor, value: Tensor) -> bool:
-    """Return whether an operation that was cut off in a dispatch mode changed a buffer, and not its version."""
-    is_plain = type(buffer) is Tensor and buffer.layout is torch.strided and not buffer.is_meta
-    return is_plain and not buffer.is_complex() and not torch.allclose(buffer, value, 0, 0, equal_nan=True)
+def _has_changed(tensor: Tensor, value: Tensor) -> bool:
+    """Return whether an operation that was cut off in a dispatch mode changed a tensor, and not its version."""
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
+    return is_plain and not tensor.is_complex() and not torch.allclose(tensor, value, 0, 0, equal_nan=True)
 
 
-_HOOKS = [name for name in vars(nn.Module()) if name.startswith("_forward") and "hooks" in name]
+def kept() -> list[str]:
+    """Return what the forward passes of the call under way have kept, see :meth:`Found.kept`."""
+    return _inside[-1].kept() if _inside else []
+
+
 _ATTENTION: list[tuple[Callable[[], bool], Callable[[bool], None]]] = [  # that torch may choose among
     (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
     (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
@@ -256,15 +271,82 @@ def without_product(module: nn.Module, outputs: int) -> Iterator[None]:
         yield
 
 
+Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)  # a class of the user's may do more than hold things
+_OF_TORCH = frozenset(vars(nn.Module()))  # what every module has
+
+
+def _held(
+    named: Iterable[tuple[str, nn.Module]],
+) -> tuple[list[tuple[str | None, Container, Container]], dict[str, Tensor]]:
+    """Return the containers in which modules and parameters hold something, however deep, each with a copy of it.
+
+    Beside them are buffers, and the tensors in containers that are no parameters and have no graph. What is the
+    modules' state has a name; one that ends in a point, or is empty, is that of a module, or its buffers.
+    """
+    containers: list[tuple[str | None, Container, Container]] = []
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+
+    def add(name: str | None, value: Any) -> None:
+        if type(value) in _CONTAINERS:
+            if id(value) not in seen:
+                seen.add(id(value))
+                containers.append((name, value, value.copy()))
+                for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+                    add(None if name is None else _joined(name, key), inner)
+        elif name is not None and type(value) is Tensor and not value.requires_grad:
+            add_tensor(name, value)
+
+    def add_tensor(name: str, tensor: Tensor) -> None:
+        if id(tensor) not in seen and not tensor.is_inference():  # which cannot be changed here
+            seen.add(id(tensor))
+            tensors[name] = tensor
+
+    for module_name, module in named:
+        prefix, held = module_name and f"{module_name}.", vars(module)
+        containers += [(prefix, held, {**held}), (prefix, module._buffers, {**module._buffers})]
+        seen |= {id(held), id(module._buffers)}
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                add_tensor(prefix + key, buffer)
+        for key, value in held.items():
+            add(None if key in _OF_TORCH else prefix + key, value)
+        for parameter in module._parameters.values():
+            if parameter is not None and vars(parameter):
+                add(None, vars(parameter))
+    return containers, tensors
+
+
+def _joined(name: str, key: Any) -> str:
+    return f"{name}{key}" if name[-1:] in ("", ".") else f"{name}[{key!r}]"
+
+
+def _is_same(held: Container, before: Container) -> bool:
+    """Return whether a container holds the very things that it held before."""
+    if isinstance(held, set) or isinstance(before, set):
+        return held == before
+    same = len(held) == len(before) and all(map(operator.is_, held, before))
+    if not isinstance(held, dict) or not isinstance(before, dict):
+        return same
+    return same and all(map(operator.is_, held.values(), before.values()))
+
+
 def attributes(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Return what :func:`put_back` takes: where modules hold their attributes, and these."""
     return [(held, {**held}) for m in modules for held in (vars(m), m._parameters, m._buffers)]
 
 
-def put_back(kept: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+def put_back(kept: Iterable[tuple[Container, Container]]) -> None:
     """Put back what modules set in themselves, as a table and its length: all of it or nothing."""
     for held, before in kept:
-        if len(held) != len(before) or not all(map(operator.is_, held.values(), before.values())):
+        if _is_same(held, before):
+            continue
+        if isinstance(held, dict) and isinstance(before, dict):
             for name in held.keys() - before.keys():
                 del held[name]
             held.update(before)
+            if _is_same(held, before):
+                continue
+        held.clear()
+        (held.extend if isinstance(held, list | deque) else held.update)(before)  # type: ignore[arg-type]

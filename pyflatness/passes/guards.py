@@ -32,7 +32,8 @@ from ..losses.closure import REFUSAL, depends_on
 from ..messages import IN_TRAINING, is_out_of_memory
 from ..model import calling, data, state
 from ..model.generators import Randomness, equal, outside
-from ..model.outputs import single
+from ..model.outputs import meant
+from .linearity import users_of
 
 TAKEN_AS_CONSTANT = (
     "the model's outputs may depend on tensors that its forward pass takes out of autograd's graph (detach, .data, "
@@ -278,9 +279,18 @@ def check_unchanged(before: Tensor, now: Tensor, what: str = "outputs") -> None:
     if not agree(before, now, rounding(before.dtype, now.dtype)):
         raise InputError(
             f"the model's {what} for the same samples change with the batch they are in, or from call to call: it "
-            "mixes samples, decides by all of them (if h.mean() > 0), draws random numbers, or its batches cannot be "
-            "cut into samples (tensors of other things whose first dimension is as long as the batch)"
+            f"{_keeps()}mixes samples, decides by all of them (if h.mean() > 0), draws random numbers, or its batches "
+            "cannot be cut into samples (tensors of other things whose first dimension is as long as the batch)"
         )
+
+
+def _keeps() -> str:
+    """Return in words what forward passes have kept in the model, and what to do about it; empty for nothing."""
+    kept = state.kept()
+    if not kept:
+        return ""
+    listed = ", ".join(map(repr, kept[:_LISTED])) + (", …" if kept[_LISTED:] else "")
+    return f"keeps {listed} from call to call (reset it in forward=, a function that then calls the model), "
 
 
 def rounding(*dtypes: torch.dtype) -> float:
@@ -306,6 +316,8 @@ GIVEN_COPIES = "the model changes its inputs in place, so that it was given copi
 _WITHOUT_GRAPH = "does not require grad and does not have a grad_fn"  # torch's words for a derivative without one
 _LOOKS = 3  # passes of few samples that are watched for decisions by values
 _ALONE = 32  # samples of a batch that run each by itself where there are some
+_LISTED = 4  # names in a message
+_REPEATS = 3  # passes of the same batch after which a model that keeps something may show that its outputs depend on it
 _ROUNDING = 8  # units of the outputs' rounding that two forward passes of the same batch may differ by
 
 
@@ -322,6 +334,8 @@ class Checked:
         self._batches = 0  # that went through the model to be measured
         self.decides = False  # whether something is decided by values, see :class:`.Decisions`
         self._is_first = True  # whether no batch was run yet, but to find something out
+        self._has_dtypes = False  # whether those of the outputs' graph were looked at
+        self._has_run = False  # whether any was, so that the model may have kept something of it
         self._fewest = math.inf  # samples that were run to find something out
         self.notes: tuple[str, ...] | None = None  # of an estimate; known once a batch went through
         self.doubts: tuple[str, ...] = ()  # why derivatives may not be those of what the model computes
@@ -335,7 +349,10 @@ class Checked:
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         """See :data:`.calling.Forward`."""
         if calling.is_dry_run():
+            before = self._random.states()
             outputs, targets = self._run(model, batch)
+            if not (self._has_run or self._random.moved(before)):
+                self._check_state(model, batch, outputs)
             self._fewest = min(self._fewest, data.size(batch))
         else:
             before, others = self._random.states(), outside() if self._is_first else None
@@ -344,6 +361,8 @@ class Checked:
                 outputs, targets = self._watched(model, batch) if torch.is_grad_enabled() else self._run(model, batch)
             if self._random.moved(before) or (others is not None and not equal(others, outside())):
                 self._check_repeated(model, batch, outputs)
+            elif not self._has_run:
+                self._check_state(model, batch, outputs)
             if self._is_first and self._fewest >= data.size(batch):
                 self._check_independent(model, batch, outputs)
             self._is_first = False
@@ -353,13 +372,17 @@ class Checked:
                 self.notes = (GIVEN_COPIES,) if self._changes_values else ()
                 with interrupts.suppressed():  # what does not go together is an error of the measure
                     self.notes += remarks.of(self._loss, outputs, targets, self._parameters)
+            if self.notes is not None and not self._has_dtypes and outputs.requires_grad:
+                self._has_dtypes = True
+                self.notes += _coarser(outputs, self._parameters)
+        self._has_run = True
         if self._loss_is_open and not outputs.is_meta and isinstance(targets, Tensor):
             self._check_loss(model, batch)
         return outputs, targets
 
     def _tensor(self, returned: Any) -> Tensor:
         """Return the outputs in what the model returned: side by side if there are several and the loss takes all."""
-        found = single(returned)
+        found = meant(returned, self._loss.known)
         return self._loss.side_by_side(returned) if found is None else found
 
     def _call(self, batch: Any) -> str:
@@ -429,20 +452,31 @@ class Checked:
 
     def _check_repeated(self, model: nn.Module, batch: Any, outputs: Tensor) -> None:
         """Raise if a second forward pass of a batch, in which random numbers were drawn, has other outputs."""
-        outputs = outputs.detach()
-        if not outputs.is_meta:
-            with calling.aside(), torch.no_grad(), self._random.watched():
-                again, _ = self._run(model, batch)
-            if agree(
-                outputs, again, _ROUNDING * torch.finfo(outputs.dtype).eps if outputs.is_floating_point() else 0.0
-            ):
-                return
+        if not outputs.is_meta and self._is_repeated(model, batch, outputs):
+            return
         mode = f"it {IN_TRAINING}, and " if model.training else ""
         raise InputError(
             f"model: it draws random numbers in its forward pass: on the same batch, {data.described(batch)}, a second "
             f"pass has other outputs, so that a value would be one of many; {mode}switch off what draws them (dropout "
             "that does not ask for self.training, added noise, sampling), or have it draw the same at every call"
         )
+
+    def _check_state(self, model: nn.Module, batch: Any, outputs: Tensor) -> None:
+        """Raise if the first forward pass kept something in the model that later ones of the same batch depend on."""
+        if outputs.is_meta or not state.kept():
+            return
+        if not all(self._is_repeated(model, batch, outputs) for _ in range(_REPEATS)):
+            raise InputError(
+                f"model: its outputs depend on the calls before: it {_keeps()}and on the same batch, "
+                f"{data.described(batch)}, a later pass has other outputs"
+            )
+
+    def _is_repeated(self, model: nn.Module, batch: Any, outputs: Tensor) -> bool:
+        """Return whether one more forward pass of a batch has the same outputs."""
+        outputs = outputs.detach()
+        with calling.aside(), torch.no_grad(), self._random.watched():
+            again, _ = self._run(model, batch)
+        return agree(outputs, again, _ROUNDING * torch.finfo(outputs.dtype).eps if outputs.is_floating_point() else 0.0)
 
     def _check_independent(self, model: nn.Module, batch: Any, outputs: Tensor) -> None:
         """Raise if two samples of a batch have other outputs without the others."""
@@ -483,6 +517,20 @@ class Checked:
         self._loss_is_open = False
         if found:
             raise InputError(REFUSAL)
+
+
+def _coarser(outputs: Tensor, parameters: Sequence[Tensor]) -> tuple[str, ...]:
+    """Return a note on what a float64 model computes in fewer bits, as a softmax that is kept in float32."""
+    if any(parameter.dtype != torch.float64 for parameter in parameters if parameter.is_floating_point()):
+        return ()
+    nodes = [node for node in (outputs.grad_fn, *users_of(outputs)) if node is not None]
+    found = {entry.dtype for node in nodes for entry in node._input_metadata}
+    coarse = [dtype for dtype in (torch.float32, torch.float16, torch.bfloat16) if dtype in found]
+    return tuple(
+        f"the model computes in {str(dtype).removeprefix('torch.')} in places, though its parameters are float64: "
+        "values have that rounding"
+        for dtype in coarse
+    )
 
 
 def _versions(batch: Any) -> list[int]:

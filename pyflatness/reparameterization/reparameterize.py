@@ -107,9 +107,12 @@ def duplicate(model: nn.Module) -> nn.Module:
     made = [tensor for tensor in held if tensor.grad_fn is not None]  # by hooks of the older weight_norm, for one
     try:
         with state.made_anew(model):
-            return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in made})
+            copied = copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in made})
     except (RuntimeError, TypeError) as error:
         raise InputError(f"model: it cannot be copied ({error})") from None
+    for own, other in zip(model.parameters(), copied.parameters(), strict=True):
+        vars(other).update(vars(own))  # torch copies parameters without what libraries mark them by
+    return copied
 
 
 def check_same(

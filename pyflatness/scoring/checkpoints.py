@@ -29,13 +29,18 @@ from torch import Tensor, nn
 from ..errors import InputError, MissingExtraError
 from ..messages import shown
 from ..model import layers
+from . import pretrained
 
 State = dict[str, Tensor]
 
 ENDINGS = (".safetensors", ".pt", ".pth", ".pth.tar", ".ckpt", ".bin")
 INDEX = ".index.json"
 _LONGEST_INDEX = 2**27  # bytes
-_BESIDE = re.compile(r"(optimizer|scheduler|scaler|random_states|rng_state|training_args|trainer_state)")
+_BESIDE = re.compile(
+    r"(optimizer|scheduler|scaler|random_states|rng_state|training_args|trainer_state)"
+    r"|(criterion\.pt|(sampler|dl_state_dict)(_\d+)?\.bin)$"  # skorch's and accelerate's
+)
+_ADAPTER = "adapter_config.json"
 
 
 def find(paths: Iterable[str | Path]) -> list[Path]:
@@ -145,6 +150,8 @@ def _read_file(path: Path) -> Checkpoint:
         _check_file(path)
         raise InputError(f"{path.suffix or 'no'!r} is no known ending; {', '.join(ENDINGS)} files are read")
     _check_file(path)
+    if path.name.startswith("adapter_model.") and path.with_name(_ADAPTER).exists():
+        raise InputError(f"it is {pretrained.AN_ADAPTER}")
     return _read_safetensors(path) if path.name.endswith(_SAFE) else Checkpoint(*unpickled(path))
 
 
@@ -156,7 +163,7 @@ def _check_file(path: Path) -> None:
     except OSError as error:  # a link to itself, a folder that may not be entered
         raise InputError(f"it cannot be read ({error.strerror})") from None
     if not stat.S_ISREG(mode):
-        raise InputError("it is a folder, without a checkpoint" if stat.S_ISDIR(mode) else "it is no regular file")
+        raise InputError(_what_folder(path) if stat.S_ISDIR(mode) else "it is no regular file")
     try:
         with path.open("rb") as file:
             start = file.read(40)
@@ -164,6 +171,17 @@ def _check_file(path: Path) -> None:
         raise InputError(f"it cannot be read ({error.strerror})") from None
     if start.startswith(b"version https://git-lfs"):
         raise InputError("it is Git LFS's note of where the file is; git lfs pull brings the file")
+
+
+def _what_folder(path: Path) -> str:
+    """Return what a folder without checkpoints is."""
+    parts = next((file.parent for file in _files(path) if file.suffix == ".distcp"), None)
+    if parts is None:
+        return "it is a folder, without a checkpoint"
+    return (
+        f"{'it' if parts == path else parts} is a folder of torch.distributed.checkpoint, whose parts are no "
+        "checkpoints; torch.distributed.checkpoint.format_utils.dcp_to_torch_save(folder, file) makes one file of them"
+    )
 
 
 def _read_safetensors(path: Path) -> Checkpoint:
@@ -211,11 +229,24 @@ def load(model: nn.Module, state: State) -> tuple[str, ...]:
 
     A file may hold any of the names of weights that are one parameter in the model (tied). Where the names are those of
     the model but for one prefix in front of all, as ``module.`` or ``net.``, or ``_orig_mod.`` in between, these are
-    taken off; one that all of the model's names have is put in front: notes say so. After an error the model is left
-    with a part of the weights.
+    taken off; one that all of the model's names have is put in front: notes say so. Of an average that is kept beside
+    what it is made of, the average is taken. Where a model of transformers has other names and shapes than those it
+    saves, as fused experts, its own conversion makes them. After an error the model is left with a part of the weights.
     """
     model = layers.unwrap(model)
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    state, notes = _averaged(own, state)
+    notes += _unscaled(own, state)
+    try:
+        return notes + _put(model, own, state)
+    except InputError:
+        converted = pretrained.converted(model, state)
+        if converted is None:
+            raise
+        return (*notes, "transformers' own conversion named the weights", *_put(model, own, converted))
+
+
+def _put(model: nn.Module, own: State, state: State) -> tuple[str, ...]:
     note, fitting = next(
         ((note, names) for note, names in _renamed([*state], [*own]) if own.keys() >= {*names}), ("", [*state])
     )
@@ -228,6 +259,35 @@ def load(model: nn.Module, state: State) -> tuple[str, ...]:
     except RuntimeError as error:
         raise InputError(f"does not fit the model: {_shortened(str(error))}{_nearest(own, state)}") from None
     return (note,) if note else ()
+
+
+_AVERAGES = {"n_averaged": "module.", "initted": "ema_model."}  # torch's AveragedModel, ema-pytorch's EMA
+
+
+def _averaged(own: State, state: State) -> tuple[State, tuple[str, ...]]:
+    """Return the weights of an average without what is kept beside it, and a note on that."""
+    for mark, prefix in _AVERAGES.items():
+        average = {name: tensor for name, tensor in state.items() if name.startswith(prefix)}
+        if average and mark in state and mark not in own:
+            others = dict.fromkeys(name.partition(".")[0] for name in state if name not in average)
+            return average, (f"the average under {prefix!r} was taken, not {', '.join(map(repr, others))} beside it",)
+    return state, ()
+
+
+def _unscaled(own: State, state: State) -> tuple[str, ...]:
+    """Return a note on 8-bit floats in a file, which mostly want a scale; raise where there is one."""
+    small = [name for name, tensor in state.items() if tensor.is_floating_point() and tensor.itemsize == 1]
+    small = [name for name in small if name not in own or own[name].itemsize > 1]
+    if not small:
+        return ()
+    listed = ", ".join(small[:3]) + (", …" if small[3:] else "")
+    scales = [name for name in state if name not in own and "scale" in name.rpartition(".")[2]]
+    if scales:
+        raise InputError(
+            f"{listed} are 8-bit floats with scales beside them ({scales[0]}); multiply these out, and save the "
+            "weights that they stand for"
+        )
+    return (f"{listed} are 8-bit floats without a scale, by which a quantised weight is multiplied: taken as they are",)
 
 
 def _renamed(names: list[str], own: list[str]) -> Iterator[tuple[str, list[str]]]:
@@ -349,13 +409,21 @@ def unpickled(path: Path) -> tuple[dict[str, Tensor], dict[str, str], tuple[str,
         raise InputError(f"no state dict but a {type(content).__name__}")
     if _is_state(content):
         return _dense(content), {}, ()
-    holder = next((key for key in HOLDERS if _is_state(content.get(key))), None)
+    inner = [value for value in content.values() if isinstance(value, dict)]  # as of torch.distributed.checkpoint
+    held, holder = next(
+        ((held, key) for held in (content, *inner) for key in HOLDERS if _is_state(held.get(key))), (content, None)
+    )
     if holder is None:
+        if _has_list(content):
+            raise InputError(
+                "averages of weights in a list, shadow_params, without names; put them into the model by the average's "
+                "own copy_to(model.parameters()), and save the model's state_dict()"
+            )
         keys = ", ".join(repr(key) for key in [*content][:8] if isinstance(key, str)) or "no names"
         raise InputError(f"no state dict, alone or under {', '.join(map(repr, HOLDERS))}; there are {keys}")
-    others = [repr(key) for key, value in content.items() if key != holder and _is_state(value)]
+    others = [repr(key) for key, value in held.items() if key != holder and (_is_state(value) or _has_list(value))]
     notes = (f"the weights under {holder!r} were taken, not those under {' or '.join(others)}",) if others else ()
-    return _dense(content[holder]), dict(_scalars(content)), notes
+    return _dense(held[holder]), dict(_scalars(content)), notes
 
 
 def _loaded(path: Path, *, mmap: bool) -> Any:
@@ -385,6 +453,11 @@ def _check(path: Path) -> bool:
         except zipfile.BadZipFile:
             raise InputError("a damaged torch checkpoint: the archive's end, with its directory, is missing") from None
         parts = archive.infolist()
+        if any(part.filename.endswith("/archive_format") for part in parts):
+            raise InputError(
+                "a program of torch.export (.pt2), which is no file of weights; save the model's state_dict(), or "
+                "torch.export.load(…).state_dict"
+            )
         claimed = sum(part.file_size for part in parts)
         if claimed > size + _MORE:
             raise InputError(f"a damaged torch checkpoint: its parts claim {claimed} bytes in a file of {size}")
@@ -403,13 +476,27 @@ def _is_state(content: Any) -> bool:
     )
 
 
+def _has_list(content: Any) -> bool:
+    """Return whether an optimiser's or a trainer's averages of weights are in it, as a list."""
+    return isinstance(content, dict) and isinstance(content.get("shadow_params"), list)
+
+
 def _dense(state: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in state.items():
+        if type(tensor) not in (Tensor, nn.Parameter):  # whose class a library has let torch read
+            raise InputError(_of_subclass(f"{name} is a {type(tensor).__module__}.{type(tensor).__name__}"))
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
             raise InputError(f"{name} is no dense tensor of numbers")
         if tensor.nbytes > tensor.untyped_storage().nbytes() + _MORE:
             raise InputError(f"{name} claims {tensor.nbytes} bytes and has {tensor.untyped_storage().nbytes()}")
     return {name: tensor.detach() for name, tensor in state.items()}
+
+
+def _of_subclass(what: str) -> str:
+    return (
+        f"{what}, no plain tensor: a weight that is quantised or spread over processes; where its library is "
+        "installed, save weights that are dequantised (w.dequantize()) or whole (w.full_tensor())"
+    )
 
 
 def _scalars(content: dict[Any, Any]) -> Iterator[tuple[str, str]]:
@@ -434,10 +521,15 @@ def _explained(error: Exception, path: Path) -> str:
         named = re.search(r"GLOBAL (\S+)", message)
         if named is not None:
             refused = f"refused, or damaged: not only tensors and plain containers but {named[1]}"
+            if named[1].startswith(_TENSORS):
+                return _of_subclass(refused)
             return refused + (_converted(path) if _may_be_a_model(named[1]) else "")
         found = re.search(r"WeightsUnpickler error: (.+?)(?:\. | Check the documentation|$)", message)
         message = found[1] if found is not None else ""
     return f"no torch checkpoint, or a damaged one: {type(error).__name__}: {message}"
+
+
+_TENSORS = ("torchao.", "optimum.quanto.", "torch.distributed.tensor.")  # modules of subclasses of tensors
 
 
 def _may_be_a_model(name: str) -> bool:

@@ -150,6 +150,7 @@ def _imagine(model: nn.Module) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 fake = made.setdefault(id(parameter), nn.Parameter(_like(parameter), parameter.requires_grad))
+                vars(fake).update(vars(parameter))
                 module._parameters[name] = fake  # type: ignore[assignment]
         for name, buffer in module._buffers.items():
             if buffer is not None:

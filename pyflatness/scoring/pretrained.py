@@ -5,6 +5,7 @@ run: what transformers would fetch and run by itself is switched off, and releas
 """
 
 import contextlib
+import copy
 import functools
 import importlib.metadata
 import importlib.util
@@ -13,15 +14,21 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from .. import interrupts
 from ..errors import InputError, MissingExtraError
 from ..messages import reason, shown
+from ..model import hugging_face as models
 from ..options import check_dtype
 
 KINDS = ("hf", "timm", "torchvision")
 _OLDEST = (5, 5)  # CVE-2026-4372 is mended in transformers 5.3.0, CVE-2026-5241 in 5.5.0
 _INSTALL = {"transformers": "'pyflatness[hf]'", "timm": "timm", "torchvision": "torchvision"}
+AN_ADAPTER = (
+    "an adapter of PEFT, the change of a network and not one; "
+    "PeftModel.from_pretrained(network, folder).merge_and_unload().save_pretrained(another) makes one of it"
+)
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 
 
@@ -71,6 +78,8 @@ def hugging_face(
     if trust_remote_code:
         raise InputError("trust_remote_code: code that comes with a model is never run; write the model as a callable")
     if Path(where).is_dir() and not Path(where, "config.json").is_file():
+        if Path(where, "adapter_config.json").is_file():
+            raise InputError(f"hf:{where}: it is {AN_ADAPTER}")
         raise InputError(f"hf:{where}: the folder has no config.json; one that save_pretrained has written is wanted")
     import transformers
 
@@ -92,6 +101,22 @@ def hugging_face(
             part.name_or_path = part.config._name_or_path = ""
     moved: nn.Module = model.to(device).eval()
     return moved
+
+
+def converted(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """Return the weights of a file with the names and shapes that a model of transformers has for them in memory.
+
+    None is of another model, and of weights that transformers does not make exactly those of the model.
+    """
+    if models.inner(model) is not model:
+        return None
+    with _quiet(), interrupts.suppressed():
+        made, found = type(model).from_pretrained(  # type: ignore[attr-defined]
+            None, config=copy.deepcopy(model.config), state_dict={**state}, output_loading_info=True
+        )
+        if not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")):
+            return {**made.state_dict()}
+    return None
 
 
 def of_timm(name: str, *, dtype: str | None = None, device: str = "cpu", **options: Any) -> nn.Module:

@@ -77,11 +77,9 @@ class PerSampleParameters:
         No backward pass of the run itself belongs in it: checkpointing calls the layers again there.
         """
         leaves = {name: w.clone().requires_grad_() for name, w in values.items()}
-        batch = data.map_tensors(_outside_inference, run.batch)
-
         with _undisturbed(run), parameters.inside(self._task.model, leaves):
             with torch.enable_grad():
-                outputs, _ = self._task.run(batch)
+                outputs, _ = self._task.run(run.batch)
             return work(outputs, leaves)
 
     def _most(self, run: Run, values: Mapping[str, Tensor]) -> int:
@@ -98,7 +96,7 @@ class PerSampleParameters:
         samples = place.stop - place.start
         leaves = {name: w.expand(samples, *w.shape).clone().requires_grad_() for name, w in values.items()}
         held: list[Tensor] = []
-        _changed_samples(run, lambda tensor: held.append(_outside_inference(tensor[place])))
+        _changed_samples(run, lambda tensor: held.append(tensor[place]))
 
         def one(own: dict[str, Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, Any]:
             parts = iter(inputs)
@@ -124,7 +122,7 @@ class PerSampleParameters:
 
     def _alone(self, run: Run, values: Mapping[str, Tensor], place: slice, work: Callable[[Group], None]) -> None:
         leaves = {name: w.unsqueeze(0).clone().requires_grad_() for name, w in values.items()}
-        batch = _changed_samples(run, lambda tensor: _outside_inference(tensor[place]))
+        batch = _changed_samples(run, lambda tensor: tensor[place])
 
         with torch.enable_grad():
             own = {name: leaf[0] for name, leaf in leaves.items()}
@@ -150,10 +148,6 @@ def _undisturbed(run: Run) -> Iterator[None]:
 def _changed_samples(run: Run, change: Callable[[Tensor], Any]) -> Any:
     """Return the run's batch with every tensor that holds its samples changed."""
     return data.map_tensors(lambda held: change(held) if held.ndim and len(held) == run.samples else held, run.batch)
-
-
-def _outside_inference(tensor: Tensor) -> Tensor:
-    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def _rows(run: Run, place: slice) -> Tensor:

@@ -1,6 +1,7 @@
 """What a model sets in itself while it runs is as it was afterwards; weights that it computes are those in question."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import pyflatness as pf
+from pyflatness.errors import InputError
+from pyflatness.reparameterization.reparameterize import duplicate
 from support.traces import LOSS, changed, everything, of_model
 
 X = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -154,3 +157,127 @@ def test_parameters_are_others_wherever_the_model_is_called_from(elsewhere):
     expected = pf.relative_flatness(plain, LOSS, (X, Y), "0")
     if elsewhere != "method":  # which no hook sees
         assert float(pf.relative_flatness(net, LOSS, (X, Y), net.body, forward=forward)) == float(expected)
+
+
+class Leaky(nn.Module):
+    """A neuron whose potential is kept from call to call, where spiking libraries keep theirs."""
+
+    def __init__(self, kept, rate=0.5):
+        super().__init__()
+        self.kept, self.rate = kept, rate
+
+    def forward(self, x):
+        before = self.kept["v"] if isinstance(self.kept, dict) else self.kept[-1]
+        v = x + (self.rate * before if isinstance(before, float) or before.shape == x.shape else 0)
+        if isinstance(self.kept, dict):
+            self.kept["v"] = v.detach()
+        else:
+            self.kept.append(v.detach())
+        return v.tanh()
+
+
+def leaky(kept, rate=0.5):
+    return nn.Sequential(nn.Linear(4, 5), Leaky(kept, rate), nn.Linear(5, 3)).double()
+
+
+@pytest.mark.parametrize("kept", [{"v": torch.zeros(6, 5)}, [0.0], {"v": 0.0}])
+def test_a_model_that_keeps_its_state_is_refused_and_left_as_it_was(kept):
+    model, before = leaky(kept), kept.copy()
+    name = "1.kept['v']" if isinstance(kept, dict) else "1.kept"
+    with pytest.raises(InputError, match="its outputs depend on the calls before: it keeps") as why:
+        pf.measure(model, LOSS, (X, Y))
+    assert name in str(why.value)
+    assert "from call to call (reset it in forward=" in str(why.value)
+    assert len(kept) == len(before)
+    assert [*map(id, kept.values() if isinstance(kept, dict) else kept)] == [
+        *map(id, before.values() if isinstance(before, dict) else before)
+    ]
+    assert model[1].kept is kept
+
+
+def test_one_that_is_reset_has_the_values_of_one_call_alone():
+    def forward(model, batch):
+        model[1].kept["v"] = 0.0
+        return model(batch[0]), batch[1]
+
+    model, plain = leaky({"v": torch.ones(6, 5)}), leaky({"v": 0.0}, rate=0.0)
+    plain.load_state_dict(model.state_dict())
+    held = model[1].kept["v"]
+    found = pf.measure(model, LOSS, [(X[:4], Y[:4]), (X[4:], Y[4:])], measures=["trace"], forward=forward)
+    expected = pf.measure(plain, LOSS, (X, Y), measures=["trace"])
+    for layer in ("0", "2"):
+        assert found[layer, "trace"].value == pytest.approx(expected[layer, "trace"].value, rel=1e-12)
+    assert model[1].kept["v"] is held
+
+
+def test_what_is_kept_beside_the_outputs_is_put_back_and_no_reason_to_refuse():
+    class Noting(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 3)
+            self.calls, self.log, self.sum = 0, [], torch.zeros(3, dtype=torch.float64)
+            self.nested = {"of": {"rows": [1]}}
+
+        def forward(self, x):
+            y = super().forward(x)
+            self.calls += 1
+            self.log.append(y.detach())
+            self.sum += y.detach().sum(0)
+            self.nested["of"]["rows"].append(len(x))
+            return y
+
+    model = Noting().double()
+    pf.measure(model, LOSS, (X, Y))
+    assert (model.calls, model.log, model.nested) == (0, [], {"of": {"rows": [1]}})
+    assert not model.sum.any()
+
+
+class Marked(nn.Linear):
+    """A layer that asks its parameters for what a library has marked them by."""
+
+    def forward(self, x):
+        return super().forward(x / self.weight.width + self.bias.shift)
+
+
+@pytest.fixture
+def marked():
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), Marked(5, 3)).double()
+    model[2].weight.width, model[2].bias.shift = 2.0, 0.5
+    return model
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pf.measure,
+        functools.partial(pf.measure, measures="adaptive_sharpness"),
+        functools.partial(pf.measure, measures="sharpness"),
+        functools.partial(pf.measure, per_sample=True),
+        functools.partial(pf.verify, layer="2"),
+        pf.importance,
+        functools.partial(pf.importance, kind="hessian"),
+        functools.partial(pf.importance, kind="fisher"),
+        pf.spectrum,
+        pf.worst_case_sharpness,
+    ],
+)
+def test_stand_ins_of_parameters_have_their_marks(marked, call):
+    before = [{**vars(parameter)} for parameter in marked.parameters()]
+    call(marked, LOSS, (X, Y))
+    assert [vars(parameter) for parameter in marked.parameters()] == before
+
+
+def test_a_copy_has_the_marks_of_parameters_too(marked):
+    copied = duplicate(marked)
+    assert copied[2].weight.width == 2.0
+    assert torch.equal(copied(X), marked(X))
+
+
+def test_marks_that_the_forward_pass_changes_are_put_back(marked):
+    marked[2].weight.calls = 0
+
+    def count(module, args):
+        module.weight.calls += 1
+
+    marked[2].register_forward_pre_hook(count)
+    pf.measure(marked, LOSS, (X, Y))
+    assert marked[2].weight.calls == 0

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from .bilinear import Bilinear
 from .convolution import Convolution
@@ -31,6 +31,7 @@ __all__ = [
     "TransposedLinear",
     "base",
     "find",
+    "is_packed",
     "is_plain",
     "is_scale",
     "obstacle",
@@ -123,14 +124,26 @@ def is_plain(module: nn.Module) -> bool:
     found = base(module)
     if found is None:
         return isinstance(module, AnyUse) or _is_transposed(module)
-    row = _OF_CLASS[found]
-    return all(getattr(type(module), name) is getattr(found, name) for name in row.methods) and not row.obstacle(module)
+    own = any(getattr(type(module), name) is not getattr(found, name) for name in _OF_CLASS[found].methods)
+    return not own and not obstacle(module)
 
 
 def obstacle(module: nn.Module) -> str:
     """Return what a module of a kind does that is not measured; empty if there is no such thing."""
     found = base(module)
-    return "" if found is None else _OF_CLASS[found].obstacle(module)
+    if found is None:
+        return ""
+    weight = module._parameters.get("weight")
+    if weight is not None and is_packed(weight):
+        library = type(weight).__module__.partition(".")[0]
+        return f"keeps its weight as a {type(weight).__name__} of {library}, which no derivative is taken in"
+    return _OF_CLASS[found].obstacle(module)
+
+
+def is_packed(parameter: Tensor) -> bool:
+    """Return whether a parameter is of a class that computes in a way of its own, as quantised weights are."""
+    own = type(parameter).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return own and type(parameter).__module__.partition(".")[0] not in ("torch", "pyflatness")
 
 
 def _is_transposed(module: nn.Module) -> bool:

@@ -101,6 +101,7 @@ def _is_candidate(module: nn.Module, key: str, parameter: Tensor) -> bool:
     return (
         not nn.parameter.is_lazy(parameter)
         and not is_spread(parameter)
+        and not kinds.is_packed(parameter)
         and is_weight(module, key, parameter)
         and parameter.is_floating_point()
         and parameter.ndim <= _MOST_DIMENSIONS

@@ -229,7 +229,10 @@ def _product(
         pair = (given.back(inputs), weight) if place else (weight, given.back(inputs))
         return of_outputs.there(run(*pair, bias))
 
-    return Operation(weight, given.there(inputs), bias, kind, layer, view, of_outputs.back)
+    def back(result: Tensor) -> Tensor:
+        return of_outputs.back(result).contiguous()  # as torch's products are, of which the model may take a view
+
+    return Operation(weight, given.there(inputs), bias, kind, layer, view, back)
 
 
 def _kept(

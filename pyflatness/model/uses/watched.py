@@ -98,6 +98,7 @@ def leaf(weight: Tensor, source: WeightOwner) -> tuple[Watched, Node]:
     """Return a tensor that stands for a weight, with the same memory, and its node in autograd's graph."""
     values = weight.detach()
     made: Watched = torch.Tensor._make_subclass(Watched, values, True)
+    vars(made).update(vars(weight))  # libraries mark parameters, and their modules read that
     made._is_param = True  # for isinstance(…, nn.Parameter)
     made.source, made.part, made.version = source, values, values._version
     with torch._C.DisableTorchFunctionSubclass():
