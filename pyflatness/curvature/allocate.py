@@ -369,7 +369,8 @@ def _planned(
         rest=tuple(
             name
             for name, layer in selectors.layers(task.model).items()
-            if not any(name in weight.modules for weight in weights.values()) and kinds.is_linear(layer)
+            if not any(name in weight.modules for weight in weights.values())
+            and whole_weights.kind_name(layer) in exports.LINEAR
         ),
         tool=tool,
         uncovered=uncovered,

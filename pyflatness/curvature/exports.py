@@ -5,6 +5,7 @@ each layer what means this layer and no other.
 """
 
 import glob
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -126,14 +127,17 @@ def _for_transformers(choice: Choice, rest: Rest) -> Any:
 
 
 def _for_bitsandbytes(choice: Choice, rest: Rest) -> Any:
-    """Return a ``quantization_config`` whose list of skipped modules is all that the plan does not quantise."""
+    """Return a ``quantization_config`` whose list of skipped modules is all that the plan does not quantise.
+
+    Names without ``^`` would mean all modules whose names end so.
+    """
     kept = [name for name, held in choice.items() if not held.scheme]
     return {
         "quant_method": "bitsandbytes",
         "load_in_4bit": True,
         "bnb_4bit_quant_type": "nf4",
         "bnb_4bit_use_double_quant": False,
-        "llm_int8_skip_modules": [*kept, *rest],
+        "llm_int8_skip_modules": [f"^{re.escape(name)}$" for name in (*kept, *rest)],
     }
 
 
@@ -148,18 +152,20 @@ def _of_auto_round(held: Format) -> dict[str, Any]:
     return {"bits": held.scheme["bits"], "group_size": held.scheme["group_size"] or -1, "sym": True}
 
 
-def _for_modelopt(choice: Choice, rest: Rest) -> Any:
-    """Return a configuration for ``mtq.quantize``, of which later entries count."""
+def _for_modelopt(choice: Choice, rest: Rest) -> str:
+    """Return a configuration for ``mtq.quantize`` as YAML, which has keys that are numbers; later entries count."""
     entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
     for name, held in choice.items():
         if not held.scheme:
             continue
         size, bits = held.scheme["group_size"], held.scheme["bits"]
-        cfg = {"num_bits": bits, **({"axis": 0} if size is None else {"block_sizes": {"-1": size}})}
+        cfg = {"num_bits": bits, **({"axis": 0} if size is None else {"block_sizes": {_LAST: size}})}
         entries.append({"quantizer_name": f"{glob.escape(name)}.weight_quantizer", "cfg": cfg, "enable": True})
-    return {"quant_cfg": entries, "algorithm": "max"}
+    text = json.dumps({"quant_cfg": entries, "algorithm": "max"}, indent=2)
+    return text.replace(f'"{_LAST}":', "-1:") + "\n"
 
 
+_LAST = "the last axis"
 _OF_LAYER = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -219,11 +225,12 @@ def _bytes_as_planned(held: Format, rows: int, columns: int, own: int) -> int:
     return -(-int(bits * rows * columns) // 8)
 
 
+LINEAR = ("Linear", "TransposedLinear")
 _LINEAR = ("Linear",)
 _TABLES = ("Linear", "Embedding")
 TOOLS = {
     "llm-compressor": Tool(_for_llm_compressor, "llm-compressor", _TABLES, unties=True),
-    "gptqmodel": Tool(_for_gptqmodel, "gptqmodel", ("Linear", "TransposedLinear")),
+    "gptqmodel": Tool(_for_gptqmodel, "gptqmodel", LINEAR),
     "torchao": Tool(_for_torchao, "torchao", _TABLES, unties=True, stored=_bytes_of_torchao),
     "transformers": Tool(_for_transformers, "torchao", _TABLES, unties=True, stored=_bytes_of_torchao),
     "bitsandbytes": Tool(_for_bitsandbytes, "bitsandbytes", _LINEAR, stored=_bytes_as_planned),

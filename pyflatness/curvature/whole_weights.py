@@ -115,7 +115,7 @@ class Weight:
         every = model.named_parameters(remove_duplicate=False)
         parameters = tuple(key for key, other in every if other is held)
         modules, named = modules_of(model, name, module), selectors.layers(model)
-        kinds_ = tuple(_kind(named.get(other, module)) for other in modules)
+        kinds_ = tuple(kind_name(named.get(other, module)) for other in modules)
         kind, rows = layers.kind_of(module), module.rows if isinstance(module, Use) else None
         none = torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
         matrix, stride = kind.as_rows(none), tuple(weight.stride())
@@ -136,7 +136,7 @@ class Weight:
         return own if own.shape == self.size else own.as_strided(self.size, self.stride)
 
 
-def _kind(module: nn.Module) -> str:
+def kind_name(module: nn.Module) -> str:
     """Return the name of the kind of a layer; empty for a parameter, or a part of one, that is no module's."""
     if isinstance(module, Use) and not module.source.of_module:
         return ""

@@ -241,7 +241,6 @@ def test_changes_of_half_precision_keep_their_digits():
     weight = model[0].weight.detach()
     for change in (pf.changes.rounded(model, 8)["0"], pf.changes.of_rank(model, 2)["0"]):
         assert change.dtype == torch.float32
-    scale = weight.double().abs().amax(1, keepdim=True) / 127
     change = pf.changes.rounded(model, 8)["0"]
     wanted = pf.changes.named("int8").kept(weight).double()  # which is of bfloat16, as tools keep it
     torch.testing.assert_close(weight.double() + change, wanted, rtol=0, atol=1e-7)

@@ -176,7 +176,7 @@ def test_what_can_be_measured_gets_a_plan_and_the_rest_a_reason(case):
 
 
 def test_rows_of_a_weight_are_those_of_the_operation():
-    """x @ w has outputs in the columns of w; each has a scale of its own."""
+    """The outputs of x @ w are in the columns of w, each of which has a scale."""
     torch.manual_seed(0)
     model, data = Stacked().double().eval(), (torch.randn(12, 4).double(), torch.randint(3, (12,)))
     made = pf.allocate(model, CE, data, ["int3"], bits=3).apply(model)
