@@ -3,7 +3,7 @@
 A :class:`Format` is a way to keep a weight: :func:`pyflatness.allocate` chooses one for each layer. By name there are::
 
     name        a weight is kept as                                                bits of each entry
-    int2…int8   integers times a scale for each row, symmetric, as by rounded()    the integers': no row's scale counts
+    int2…int8   integers times a scale for each row, as by rounded()               the integers': no row's scale counts
     int4-g128   integers times a scale of 16 bits for each 128 entries of a row    4.125: with that of the scales
     fp8         E4M3 numbers times a scale for each row                            8
     mxfp4       E2M1 numbers times a power of two for each 32 entries of a row     4.25: with 8 for each scale
@@ -12,17 +12,17 @@ A :class:`Format` is a way to keep a weight: :func:`pyflatness.allocate` chooses
     rank-16     two factors of the nearest matrix of that rank                     the factors', of its dtype
     keep        itself                                                             its dtype's
 
-Each function returns a mapping from names of layers to Δ, of the shape of the layer's weight, so that w + Δ is the
-changed weight; in float32 for weights of half precision. No model is changed. Rows of a weight are its outputs
-(filters, of a convolution).
+They are torchao's, mxfp4 and nvfp4 llm-compressor's; ``"modelopt:int4"`` is another tool's, see :mod:`.formats`.
 
-``layers=None`` takes every module that is a layer, and the weights of torch's attention and recurrent modules, in which
-the rows for queries, keys and values are layers of their own. A weight that several modules share is one layer in all
-of its uses, called by the parameter's name (``"lm_head.weight"``), since no tool rounds one use of a tensor. That of an
-embedding and a head has the head's rows, one for each token. Its uses have rows of their own where they are named:
-``layers=["embed", "lm_head"]``. Other weights that no module of a known kind has, such as those of experts or of a
-model's own functions, are taken by their names (``pyflatness layers`` lists them): whether they are layers shows when
-the model runs.
+Each function returns a mapping from names of layers to Δ, of the shape of the layer's weight, so that w + Δ is the
+changed weight; in float32 for weights of half precision. Its ``uncovered`` names the weights without a change. No model
+is changed. Rows of a weight are its outputs (filters, of a convolution; tokens, of an embedding).
+
+``layers=None`` takes every layer that :func:`pyflatness.layers` lists, experts of a mixture one by one; of a parameter
+that may be used whole or in parts it is the whole, but for torch's attention, of which the rows for queries, keys and
+values are layers of their own. A weight that several modules share is one layer, called by the parameter's name
+(``"lm_head.weight"``): a change of it is one of all its uses, by whatever name. Whether a parameter that no module
+calls is a layer shows when the model runs; its rows are those of the first dimension until then.
 """
 
 from collections.abc import Callable, Mapping, Sequence

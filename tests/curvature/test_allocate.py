@@ -299,9 +299,7 @@ def test_formats_are_what_their_names_say():
     kept = {name: pf.changes.named(name).function(w) for name in ("int3", "fp8", "mxfp4", "nvfp4", "2:4", "keep")}
     torch.testing.assert_close(kept["int3"][0], 0.9 * torch.tensor([6 / 7, -2 / 7, 0.0, 0.0]))  # -1 and 3 times 1.8 / 7
     # 0.9 is 1.8 times a power of two, and from 1.75 times on the scale is the next, 2^-2, in which it is 3.6.
-    torch.testing.assert_close(
-        kept["mxfp4"].float(), torch.tensor([[1.0, -0.25, 0.0, 0.0], [2.0, 1.0, -0.5, 0.25]])
-    )
+    torch.testing.assert_close(kept["mxfp4"].float(), torch.tensor([[1.0, -0.25, 0.0, 0.0], [2.0, 1.0, -0.5, 0.25]]))
     torch.testing.assert_close(kept["2:4"], torch.tensor([[0.9, -0.3, 0.0, 0.0], [2.0, 1.0, 0.0, 0.0]]))
     assert (kept["fp8"] - w).abs().max() < w.abs().max() / 16
     assert (kept["nvfp4"] - w).abs().max() < w.abs().max() / 5
