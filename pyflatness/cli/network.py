@@ -12,6 +12,7 @@ from torch import nn
 from .. import api
 from ..curvature import allocate as allocation
 from ..curvature import spectrum as eigenvalues
+from ..curvature.exports import TOOLS as EXPORTS
 from ..errors import InputError
 from ..messages import printable
 from ..model import layers as model_layers
@@ -141,14 +142,20 @@ def spectrum(
 @click.option("--bits", type=float, help="Budget in bits a weight. One of --bits and --size is needed.")
 @click.option("--size", type=int, help="Budget in bytes of the layers' weights.")
 @click.option(
-    "--together", metavar="NAME,…", multiple=True, help="Layers that get one format, by their names; may be repeated."
+    "--together",
+    metavar="NAME,…",
+    multiple=True,
+    help="Layers that get one format, by their names or globs; may be repeated. 'vllm': what vLLM runs as one.",
 )
 @click.option(
     "--probes", type=click.IntRange(1), default=16, show_default=True, help="Number of random probes of each sample."
 )
 @click.option("--frontier", is_flag=True, help="Show what other budgets are predicted to cost too.")
 @click.option(
-    "--export", nargs=2, metavar="TOOL FILE", help="Write the choice for llm-compressor, gptqmodel or torchao."
+    "--export",
+    nargs=2,
+    metavar="TOOL FILE",
+    help=f"Plan for a tool, with its formats, and write the choice for it: {', '.join(EXPORTS)}.",
 )
 @json_option
 @click.argument("checkpoint", required=False, type=PATH)
@@ -169,8 +176,11 @@ def allocate(
     if export is not None:
         prepare_file(Path(export[1]))
     network, loss, data, how = taken(checkpoint, **asked)
-    groups = [[name.strip() for name in names.split(",")] for names in together]
-    plan = allocation.allocate(network, loss, data, formats, layers=selectors or None, together=groups, **how)
+    groups = "vllm" if together == ("vllm",) else [[name.strip() for name in names.split(",")] for names in together]
+    tool = None if export is None else export[0]
+    plan = allocation.allocate(
+        network, loss, data, formats, layers=selectors or None, together=groups, tool=tool, **how
+    )
     if export is not None:
         plan.export(*export)
     if as_json:

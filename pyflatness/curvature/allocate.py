@@ -18,6 +18,8 @@ are priced by the other.
 """
 
 import copy
+import fnmatch
+import functools
 import itertools
 import math
 import re
@@ -35,25 +37,27 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ..errors import InputError
-from ..messages import check_choice, check_module, instead, shown
+from ..messages import check_choice, check_module, check_path, instead, shown
 from ..model import layers as kinds
-from ..model.selectors import Selector
-from ..model.uses import Use
+from ..model import selectors, uses
+from ..model.selectors import Selection, Selector
 from ..numerics.choices import ChoiceProblem, Indices
 from ..options import CALL, How, Options, check_count, check_flag, check_number, check_numbers, check_probes
 from ..passes.task import Task
 from ..report import Estimate, intervals, views
 from ..report.result import Result, write_json
 from ..session import public, session
-from . import changes
+from . import changes, exports, whole_weights
 from .change_sweep import ChangeSweep, risk_at
 from .changes import Format
+from .whole_weights import Weight
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LossChange = Callable[[Mapping[str, str]], float]
+LossChange = Callable[[Mapping[str, Format]], float]
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"), ("w1", "w3"))
 _BUDGETS = 9  # of a frontier
 _FOLDS = 16  # of samples
 _LARGE = 0.5  # of the loss: what was predicted to be so large came to 0.6 to 2.3 times that (docs/quantisation.md)
@@ -74,9 +78,10 @@ def allocate(
     size: int | None = None,
     layers: Selector | Sequence[Selector] | None = None,
     fixed: Mapping[str, str | Format] | None = None,
-    together: Iterable[Iterable[str]] = (),
+    together: str | Iterable[Iterable[str]] = (),
     probes: int | None = 16,
     measured: bool = True,
+    tool: str | None = None,
     **how: Unpack[How],
 ) -> "Allocation":
     """Choose a format for each layer's weights, so that the loss is predicted to change least under a budget of bits.
@@ -95,13 +100,17 @@ def allocate(
         bits: the budget, in bits a weight in the mean over the weights of these layers.
         size: the budget in bytes of these weights, in the place of ``bits``.
         layers: selectors; None: all that have changes by ``pf.changes`` and run. The rest stays as it is, uncounted.
-        fixed: by name of a layer, the format that it has; it counts in the budget.
-        together: groups of names of layers that get one format, as queries, keys and values do. Layers that share a
-            weight are such a group, and their weight is counted once.
+        fixed: by name of a layer, or a glob, the format that it has; it counts in the budget. A name counts more than a
+            glob.
+        together: groups of names of layers, or globs, that get one format, as queries, keys and values do; ``"vllm"``:
+            those that vLLM runs as one, queries, keys and values, gates and ups, and all experts of a mixture. A weight
+            that layers share has one format, changes in all of its uses, and is counted once.
         probes: random signs of each sample; all columns of the loss's square-root factor where these are no more. None:
             all columns, whatever they are. More samples with fewer probes make better choices in the same time.
         measured: also try the best choices without the coarsest format, without the two coarsest and so on, by a
             forward pass each, and take one whose loss is less by more than the standard error of the prediction.
+        tool: whose formats the names of formats mean, and for which layers get no format that it does not keep them in;
+            see :meth:`Allocation.export`. None: those of :mod:`pyflatness.changes`, for all layers.
         nan_policy: ``"raise"``, ``"propagate"`` is of no use here, or ``"omit"``, only without ``measured``.
 
     Returns:
@@ -136,12 +145,15 @@ def allocate(
     given = [formats] if isinstance(formats, (str, Format)) else [*formats]
     if not given:
         raise InputError("formats: an empty list; pass names such as 'int4' and 'int8'")
-    known = [*{made.name: made for made in map(changes.named, given)}.values()]
-    of_layer = {name: changes.named(one) for name, one in (fixed or {}).items()}
+    if tool is not None:
+        exports.check_tool(tool)
+    whose = None if tool is None else exports.TOOLS[tool].formats
+    known = [*{made.name: made for made in (changes.named(one, whose) for one in given)}.values()]
+    of_layer = {name: changes.named(one, whose) for name, one in (fixed or {}).items()}
     reads = 1 + (len(known) + len(of_layer) if measured else 0)
     with session(model, loss, data, options, how, reads=reads, placed=True) as task:
-        plan, loss_change = _planned(task, layers, known, of_layer, [[*names] for names in together])
-        budget = bits if size is None else 8 * size / plan.weights
+        plan, loss_change = _planned(task, layers, known, of_layer, together, tool)
+        budget = bits if size is None else 8 * size / plan.entries
         found = _tried(plan, budget, loss_change) if measured else plan.best(budget)
         task.unite()
     return found
@@ -212,13 +224,15 @@ class _Plan:
     choices: ChoiceProblem
     folds: _Folds
     halves: Sequence[tuple[ChoiceProblem, _Folds]]  # what one half of the folds chooses by, and the other half
-    places: Mapping[str, range]  # of each layer's changes among all of them
-    weights: int  # of all groups of layers
+    weights: Mapping[str, Weight]  # by the names of layers
+    entries: int  # of all weights
     like: Estimate  # a prediction, whose value and error are to be another's
     loss: float  # before
     convex: bool  # whether the loss is
-    sizes: Mapping[str, int]  # each layer's weights
-    parts: frozenset[str]  # layers that are parts of a parameter, and no module
+    rest: tuple[str, ...]  # linear modules that are not in the plan
+    tool: str | None
+    uncovered: Mapping[str, float]  # weights that have no layer here
+    why_uncovered: Mapping[str, str]
 
     def without(self, formats: Collection[str]) -> "_Plan":
         """Return the plan without some formats, but for groups of layers that have no other."""
@@ -233,7 +247,7 @@ class _Plan:
 
     def fits(self, bits: float) -> bool:
         """Return whether a choice has no more bits a weight."""
-        return float(self.choices.sizes[self.choices.cheapest()].sum()) <= bits * self.weights * (1 + 1e-12)
+        return float(self.choices.sizes[self.choices.cheapest()].sum()) <= bits * self.entries * (1 + 1e-12)
 
     def best(self, bits: float) -> "Allocation":
         """Return the best choice that is found of so many bits a weight."""
@@ -243,20 +257,22 @@ class _Plan:
             names = Counter(self.options[place].format.name for place in cheapest)
             listed = ", ".join(f"{name} for {count} layers" for name, count in names.most_common())
             raise InputError(
-                f"bits={bits:.6g}: the cheapest choice takes {least / self.weights:.6g} bits a weight, "
+                f"bits={bits:.6g}: the cheapest choice takes {least / self.entries:.6g} bits a weight, "
                 f"{math.ceil(least / 8)} bytes: {listed}"
             )
-        chosen, gap = self.choices.best(bits * self.weights)
+        chosen, gap = self.choices.best(bits * self.entries)
         taken = [self.options[place] for place in chosen]
-        by_layer = {name: option.format.name for option in taken for name in option.layers}
+        formats = {name: option.format for option in taken for name in option.layers}
         return Allocation(
-            choice={name: by_layer[name] for name in self.places},
-            bits=sum(option.bits for option in taken) / self.weights,
-            weights=self.weights,
+            choice={layer: formats[name].name for name, weight in self.weights.items() for layer in weight.modules},
+            bits=sum(option.bits for option in taken) / self.entries,
+            weights=self.entries,
+            uncovered=self.uncovered,
+            why_uncovered=self.why_uncovered,
             predicted=self._predicted(chosen, bits),
             loss_change=None,
             gap=gap if self.convex else math.nan,
-            _formats={option.format.name: option.format for option in taken},
+            _formats={name: formats[name] for name in self.weights},
             _plan=self,
         )
 
@@ -266,7 +282,7 @@ class _Plan:
             return self._noted(float(self.folds.prices(self._changes(chosen))[0]), math.nan, None)
         value = variance = 0.0
         for problem, other in self.halves:
-            prices = other.prices(self._changes(problem.good(bits * self.weights)))
+            prices = other.prices(self._changes(problem.good(bits * self.entries)))
             mean, count = float(other.shares @ prices / other.shares.sum()), len(prices)
             value += float(other.shares @ prices)
             spread = float((other.shares * (prices - mean)).square().sum())
@@ -286,71 +302,164 @@ def _planned(
     chosen: Selector | Sequence[Selector] | None,
     formats: Sequence[Format],
     fixed: Mapping[str, Format],
-    together: Sequence[Sequence[str]],
+    together: str | Iterable[Iterable[str]],
+    tool: str | None,
 ) -> tuple[_Plan, LossChange]:
     """Return what one sweep over a task's data gives, and what measures a choice by one more."""
-    made = {one.name: changes.of_uses(task.model, one, chosen) for one in formats}
-    (first, *_) = made.values()
-    for name in (*fixed, *(name for names in together for name in names)):
-        if name not in first:
-            raise InputError(f"fixed=, together=: {shown(name)} is none of these layers; {instead(name, first)}")
-    for name, one in fixed.items():
-        made[one.name] = made.get(one.name, {}) | changes.of_format(task.model, one, layers=[name])
-    formats_of = {name: [fixed[name]] if name in fixed else formats for name in first}
-    changing = {
-        name: {one.name: made[one.name][name] for one in formats_of[name] if made[one.name][name].any()}
-        for name in first
+    task, _ = whole_weights.taken(task.of(chosen))
+    task, computed = whole_weights.stored(task)
+    modules = task.selection.modules
+    owner = {
+        layer: name
+        for name, module in modules.items()
+        for layer in (*whole_weights.modules_of(task.model, name, module), name)
     }
-    task = task.of(None if chosen is None else [*first])
-    costs = ChangeSweep(task, {name: [*each.values()] for name, each in changing.items()}, folds=_FOLDS).found()
+    own, groups = _fixed(fixed, owner), _groups(together, owner)
+    formats_of: dict[str, Sequence[Format]] = {name: [own[name]] if name in own else formats for name in modules}
+    if tool is not None:
+        task, formats_of, refused = _of_tool(task, tool, formats_of)
+        modules, computed = task.selection.modules, computed | refused
+    changing = {name: [one for one in each if one.changes] for name, each in formats_of.items()}
+
+    @functools.cache
+    def made(name: str) -> list[Tensor]:
+        with torch.no_grad():
+            return [changes.of_layer(name, modules[name], one.change) for one in changing[name]]
+
+    costs = ChangeSweep(task, {name: len(each) for name, each in changing.items()}, made, folds=_FOLDS).found()
+    weights = {name: Weight.of(task.model, name, modules[name]) for name in costs.places}
     places = {
-        (name, key): place
+        (name, one.name): place
         for name, each in costs.places.items()
-        for key, place in zip(changing[name], each, strict=True)
+        for one, place in zip(changing[name], each, strict=True)
     }
-    options, group, weights = [], [], 0
-    for number, names in enumerate(_groups(first, [*costs.places], together)):
-        own = {first[name]: kinds.without_entries(task.selection.modules[name]) for name in reversed(names)}
-        weights += sum(matrix.numel() for matrix in own.values())
+    options, group, entries = [], [], 0
+    for number, names in enumerate(_united(weights, groups)):
+        once = {weights[name].key: weights[name].matrix for name in reversed(names)}.values()
+        entries += sum(matrix.numel() for matrix in once)
         keys = [{one.name for one in formats_of[name]} for name in names]
         common = [one for one in formats_of[names[0]] if all(one.name in each for each in keys)]
         if not common:
             raise InputError(f"fixed=: {', '.join(map(repr, names))} have one format together, and others here")
         for one in common:
-            bits = sum(one.bits_of(matrix) * matrix.numel() for matrix in own.values())
+            bits = sum(one.bits_of(matrix) * matrix.numel() for matrix in once)
             changed = tuple(places[name, one.name] for name in names if (name, one.name) in places)
             options.append(_Option(tuple(names), one, bits, changed))
             group.append(number)
     assert costs.folds is not None
-    owner = [number for number, each in enumerate(costs.places.values()) for _ in each]
     shares, of_first = costs.folds
-    folds = _Folds(shares.cpu(), of_first.cpu(), costs.gram.cpu(), torch.tensor(owner, dtype=torch.int64, device="cpu"))
+    of_change = torch.full((of_first.shape[1],), -1, device="cpu")  # those of layers that did not run are of none
+    for number, each in enumerate(costs.places.values()):
+        of_change[each.start : each.stop] = number
+    folds = _Folds(shares.cpu(), of_first.cpu(), costs.gram.cpu(), of_change)
     halves = [(folds.some(start), folds.some(1 - start)) for start in range(2 if len(folds.shares) > 1 else 0)]
     sums, method = costs.sums, "ggn-sampled" if costs.sampled else "ggn"
     like = Estimate(0.0, None, sums.samples, method, exact=False, backend="reference", omitted=sums.omitted)
+    uncovered = uses.left_out(task.model, [modules[name] for name in weights]) if chosen is None else {}
     plan = _Plan(
         options=options,
         choices=folds.problem(options, group),
         folds=folds,
         halves=[(half.problem(options, group), other) for half, other in halves],
-        places=costs.places,
         weights=weights,
+        entries=entries,
         like=task.noted(like),
         loss=costs.loss,
         convex=task.loss.convex,
-        sizes={name: kinds.without_entries(task.selection.modules[name]).numel() for name in costs.places},
-        parts=frozenset(
+        rest=tuple(
             name
-            for name in costs.places
-            if isinstance(layer := task.selection.modules[name], Use) and not layer.source.of_module
+            for name, layer in selectors.layers(task.model).items()
+            if not any(name in weight.modules for weight in weights.values())
+            and whole_weights.kind_name(layer) in exports.LINEAR
         ),
+        tool=tool,
+        uncovered=uncovered,
+        why_uncovered=uses.reasons(task.model, uncovered)
+        | {key: computed[own] for key in uncovered for own in (key, key.rpartition(".")[0]) if own in computed},
     )
 
-    def loss_change(choice: Mapping[str, str]) -> float:
-        chosen = {name: changing[name][key] for name, key in choice.items() if key in changing[name]}
-        return risk_at(task, chosen).value - costs.loss
+    def loss_change(choice: Mapping[str, Format]) -> float:
+        taken = {name: (changing[name].index(one), name) for name, one in choice.items() if one in changing[name]}
+        return risk_at(task, {name: made(name)[place] for place, name in taken.values()}).value - costs.loss
 
     return plan, loss_change
+
+
+def _of_tool(
+    task: Task, tool: str, formats_of: Mapping[str, Sequence[Format]]
+) -> tuple[Task, dict[str, Sequence[Format]], dict[str, str]]:
+    """Return the task with the layers that a tool keeps in some of the formats, these, and why it does not the others.
+
+    Raises:
+        InputError: a layer that was named, or every layer, is among these.
+    """
+    selection, refused = task.selection, {}
+    kept: dict[str, Sequence[Format]] = {}
+    for name, formats in formats_of.items():
+        weight = Weight.of(task.model, name, selection.modules[name])
+        reasons = {one.name: exports.why_not(tool, weight, one) for one in formats}
+        able = [one for one in formats if not reasons[one.name]]
+        if able:
+            kept[name] = able
+        else:
+            refused[name] = reasons[formats[0].name]
+    wrong = [name for name in refused if name in selection.named or not kept]
+    if wrong:
+        raise InputError(f"layer {wrong[0]!r}: {refused[wrong[0]]}")
+    modules = {name: selection.modules[name] for name in kept}
+    return replace(task, selection=Selection(modules, selection.named, selection.optional)), kept, refused
+
+
+def _fixed(fixed: Mapping[str, Format], owner: Mapping[str, str]) -> dict[str, Format]:
+    """Return the formats that layers have, by the names of their weights; a name counts more than a glob."""
+    found: dict[str, tuple[str, str, Format]] = {}
+    for pattern, one in sorted(fixed.items(), key=lambda item: item[0] not in owner):
+        for layer in _matching(pattern, owner):
+            other, by, earlier = found.setdefault(owner[layer], (layer, pattern, one))
+            if earlier != one and (by not in owner or pattern in owner):
+                same = f"{other!r} and {layer!r} are one weight" if other != layer else f"{layer!r} is meant by both"
+                raise InputError(f"fixed=: {by!r} is {earlier.name!r} and {pattern!r} is {one.name!r}, but {same}")
+    return {name: one for name, (_, _, one) in found.items()}
+
+
+def _matching(pattern: str, owner: Mapping[str, str]) -> list[str]:
+    """Return the layers that a name or glob of ``fixed=`` or ``together=`` means."""
+    found = [pattern] if pattern in owner else [name for name in owner if fnmatch.fnmatchcase(name, pattern)]
+    if not found:
+        raise InputError(f"fixed=, together=: {shown(pattern)} is none of these layers; {instead(pattern, owner)}")
+    return found
+
+
+def _groups(together: str | Iterable[Iterable[str]], owner: Mapping[str, str]) -> list[set[str]]:
+    """Return the names of the weights that are to have one format, for each group of them."""
+    if isinstance(together, str):
+        check_choice("together", together, ("vllm",))
+        fused: dict[object, set[str]] = {}
+        for layer, name in owner.items():
+            fused.setdefault(_fused(layer), set()).add(name)
+        return [*fused.values()]
+    return [{owner[name] for pattern in patterns for name in _matching(pattern, owner)} for patterns in together]
+
+
+def _fused(layer: str) -> object:
+    """Return what layers have in common that vLLM runs as one: projections of one input, experts of one mixture."""
+    experts = re.match(r"(.*\bexperts)[.\[]", layer)
+    if experts:
+        return experts[1]
+    parent, _, last = layer.rpartition(".")
+    return (parent, next((names for names in _FUSED if last in names), layer))
+
+
+def _united(weights: Mapping[str, Weight], groups: Iterable[Collection[str]]) -> Iterable[tuple[str, ...]]:
+    """Return the layers that have one format, in groups: those named, and those of one weight."""
+    sharing: dict[object, list[str]] = {}
+    for name, weight in weights.items():
+        sharing.setdefault(weight.key, []).append(name)
+    group = {name: {name} for name in weights}
+    for names in (*sharing.values(), *groups):
+        united = set().union(*(group[name] for name in names if name in group))
+        group |= dict.fromkeys(united, united)
+    return dict.fromkeys(tuple(name for name in weights if name in each) for each in group.values())
 
 
 def _tried(plan: _Plan, bits: float, loss_change: LossChange) -> "Allocation":
@@ -369,26 +478,12 @@ def _tried(plan: _Plan, bits: float, loss_change: LossChange) -> "Allocation":
     for each in (plan, *finer):
         best = each.best(bits)
         found.setdefault(tuple(best.choice.values()), best)  # each choice is measured once
-    changes = {key: loss_change(best.choice) for key, best in found.items()}
+    changes = {key: loss_change(best._formats) for key, best in found.items()}
     first, least = next(iter(changes)), min(changes, key=changes.__getitem__)
     noise = found[first].predicted.stderr
     if noise is not None and changes[first] - changes[least] <= noise:  # not of NaN, where there is none
         least = first
     return replace(found[least], loss_change=changes[least], _plan=plan)
-
-
-def _groups(
-    owned: Mapping[str, Tensor], ran: Sequence[str], together: Sequence[Sequence[str]]
-) -> Iterable[tuple[str, ...]]:
-    """Return the layers that have one format, in groups: those named, and those of one weight, which has one change."""
-    sharing: dict[Tensor, list[str]] = {}
-    for name in ran:
-        sharing.setdefault(owned[name], []).append(name)
-    group = {name: {name} for name in ran}
-    for names in (*sharing.values(), *together):
-        united = set().union(*(group[name] for name in names if name in group))
-        group |= dict.fromkeys(united, united)
-    return dict.fromkeys(tuple(name for name in ran if name in each) for each in group.values())
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -399,6 +494,9 @@ class Allocation(Result):
         choice: by layer, the name of its format.
         bits: of a weight in the mean over the weights of these layers, scales of groups included.
         weights: of these layers; one that layers share counts once.
+        uncovered: weights of the model that stay as they are since they are in no layer that can be changed, by the
+            name of the parameter, each with its share of all weights; empty where layers were chosen.
+        why_uncovered: for some of these the reason.
         predicted: the change ⟨∇E, Δ⟩ + ½⟨Δ, G Δ⟩ of the loss on other data: choices made by one half of the samples are
             priced by the other half, and the two are averaged. It is rather too high, since half of the samples make
             worse choices. Its error is that of other samples and probes, not of what lies beyond second order. Of fewer
@@ -412,10 +510,12 @@ class Allocation(Result):
     choice: Mapping[str, str]
     bits: float
     weights: int
+    uncovered: Mapping[str, float]
+    why_uncovered: Mapping[str, str]
     predicted: Estimate
     loss_change: float | None
     gap: float
-    _formats: Mapping[str, Any]  # by name, those chosen
+    _formats: Mapping[str, Any]  # by the name of a weight in the plan
     _plan: Any  # which this is a choice of
 
     def frontier(self, bits: Iterable[float] | None = None) -> "Frontier":
@@ -439,37 +539,49 @@ class Allocation(Result):
             InputError: it has no such layers, or a weight that is computed of others.
         """
         made = copy.deepcopy(check_module("model", model))
-        for format_name, held in self._formats.items():
-            names = [name for name, chosen in self.choice.items() if chosen == format_name]
-            changes.add(made, changes.of_format(made, held, layers=names))
+        weights = self._plan.weights
+        once = {weights[name].key: (weights[name], held) for name, held in self._formats.items()}
+        with torch.no_grad():
+            for weight, held in once.values():
+                own = weight.in_model(kinds.unwrap(made))
+                own.copy_(weight.kind.from_rows(held.kept(weight.kind.as_rows(own))))
         return made
 
     def export(self, tool: str, path: str | Path) -> None:
-        """Write the choice as a file that another tool reads, which rounds by its own algorithm.
+        """Write the choice as a file that another tool reads; see ``docs/allocation.md`` for how each is used.
 
-        - ``"llm-compressor"``: a recipe with a ``QuantizationModifier``, as JSON, which is YAML too:
-          ``oneshot(model, recipe=path)``.
-        - ``"gptqmodel"``: a ``quantize_config.json`` with a ``dynamic`` rule for each layer; layers that are not of the
-          plan are left as they are.
         - ``"torchao"``: an ``FqnToConfig``: ``quantize_(model, config_from_dict(json.load(file)), filter_fn=None)``.
+        - ``"transformers"``: the same as a ``quantization_config`` for ``from_pretrained``.
+        - ``"bitsandbytes"``: a ``quantization_config`` with nf4 and a list of modules that are skipped.
+        - ``"llm-compressor"``: a recipe with a ``QuantizationModifier``, as JSON, which is YAML too.
+        - ``"gptqmodel"``: a ``quantize_config.json`` with a ``dynamic`` rule for each layer; ``"auto-round"``: a
+          ``layer_config``. Both round by data of their own, on the grid of the plan.
+        - ``"modelopt"``: a configuration for ``mtq.quantize``.
+        - ``"gguf"``: lines for ``llama-quantize --tensor-type-file``, with llama.cpp's names of tensors.
 
-        Recipes were held against the schemas of compressed-tensors 0.20, and the last against torchao 0.18. The file
-        for GPTQModel follows its documentation (7.7); it was not read by that tool itself.
+        Layers that are not of the plan are left as they are. A weight that several modules share is given to each.
 
         Raises:
-            InputError: a tool that is none of these; a layer with a format that the tool cannot be told of, or that is
-                no module.
+            InputError: a tool that is none of these; a layer with a format that is not the tool's, or that the tool
+                does not keep in it, with the reason.
         """
-        check_choice("tool", tool, tuple(_TOOLS))
-        unsaid = {name: self._formats[key] for name, key in self.choice.items()}
-        for name, held in unsaid.items():
-            if name in self._plan.parts:
-                raise InputError(
-                    f"layer {name!r} is a part of a parameter and no module, which {tool} cannot be told of"
-                )
-            if held.scheme is None or not _TOOLS[tool].takes(held):
-                raise InputError(f"layer {name!r}: {tool} cannot be told of its format {held.name!r}")
-        write_json(_TOOLS[tool].written(self.choice, self._formats), path)
+        exports.check_tool(tool)
+        weights = self._plan.weights
+        for name, held in self._formats.items():
+            why = exports.why_not(tool, weights[name], held)
+            if why:
+                raise InputError(f"layer {name!r}: {why}")
+        of_modules = {
+            layer: held
+            for name, held in self._formats.items()
+            for layer, kind in zip(weights[name].modules, weights[name].kinds, strict=True)
+            if kind
+        }
+        written = exports.TOOLS[tool].written(of_modules, self._plan.rest)
+        if isinstance(written, str):
+            check_path("path", path).write_text(written, "utf-8")
+        else:
+            write_json(written, path)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes as plain numbers, strings and dicts."""
@@ -477,17 +589,43 @@ class Allocation(Result):
         return {**held, "predicted": self.predicted.to_dict(), "loss_change": self.loss_change, "gap": self.gap}
 
     def _rows(self) -> list[dict[str, Any]]:
-        sizes = self._plan.sizes
-        return [{"layer": name, "weights": sizes[name], "format": chosen} for name, chosen in self.choice.items()]
+        rows = []
+        for name, weight in self._plan.weights.items():
+            held = self._formats[name]
+            for place, layer in enumerate(weight.modules):
+                row = {"layer": layer, "weights": weight.matrix.numel(), "format": held.name}
+                row["bits"] = held.bits_of(weight.matrix)
+                if self._stored is not None:
+                    d, m = weight.matrix.shape
+                    row["bytes"] = self._stored(held, d, m, weight.matrix.itemsize)
+                rows.append(row | ({"shared": weight.modules[0]} if place else {}))
+        return rows
+
+    @property
+    def _stored(self) -> Callable[[Format, int, int, int], int] | None:
+        """Return what says how many bytes the tool of the plan keeps of a matrix; None where that is not known."""
+        return None if self._plan.tool is None else exports.TOOLS[self._plan.tool].stored
 
     def __str__(self) -> str:
-        table = Table(Column("layer", no_wrap=True), Column("weights", justify="right"), "format", box=box.SIMPLE_HEAD)
-        for name, chosen in self.choice.items():
-            table.add_row(name or "(the model)", f"{self._plan.sizes[name]:,}", chosen)
+        right = [Column(name, justify="right") for name in ("bits", *(["bytes"] if self._stored else []))]
+        table = Table(
+            Column("layer", no_wrap=True), Column("weights", justify="right"), "format", *right, box=box.SIMPLE_HEAD
+        )
+        rows = self._rows()
+        for row in rows:
+            stored = [f"{row['bytes']:,}"] if "bytes" in row else []
+            cells = f"{row['weights']:,}", row["format"], f"{row['bits']:.4g}", *stored
+            table.add_row(row["layer"] or "(the model)", *cells)
+        planned = math.ceil(self.bits * self.weights / 8)
+        size = [f"{planned:,} bytes as planned"]
+        if self._stored is not None:
+            size.append(f"{sum(row['bytes'] for row in rows):,} as {self._plan.tool} stores them")
         predicted = intervals.shown(self.predicted.value, self.predicted.interval())
         told = f"{self.bits:.6g} bits a weight of {self.weights}; the loss is predicted to change by {predicted}"
+        why = {name: self.why_uncovered.get(name, "in no layer that can be changed") for name in self.uncovered}
+        left_out = [f"without {names}: {reason}" for names, reason in views.by_reason(why)]
         told += "" if self.loss_change is None else f", and changes by {self.loss_change:.3g} on these data"
-        return "\n".join([*views.text(table, 100), told, *self.predicted.notes])
+        return "\n".join([*views.text(table, 100), told, ", ".join(size), *left_out, *self.predicted.notes])
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -536,74 +674,3 @@ class Frontier(Result):
             predicted = intervals.shown(plan.predicted.value, plan.predicted.interval())
             table.add_row(f"{plan.bits:.4g}", predicted, f"{plan.gap:.2g}")
         return "\n".join(views.text(table, 100))
-
-
-@dataclass(frozen=True)
-class _Tool:
-    """Represent another tool: which formats it can be told of, and what it reads."""
-
-    takes: Callable[[Format], bool]
-    written: Callable[[Mapping[str, str], Mapping[str, Format]], Any]
-
-
-def _for_llm_compressor(choice: Mapping[str, str], formats: Mapping[str, Format]) -> Any:
-    groups = {}
-    for key, held in formats.items():
-        if held.scheme:
-            kind, bits, size = (held.scheme[name] for name in ("type", "bits", "group_size"))
-            weights = {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": False}
-            weights["strategy"] = "channel" if size is None else "group"
-            weights |= {} if size is None else {"group_size": size}
-            scale = held.scheme.get("scale")
-            if scale is not None:
-                weights |= {"scale_dtype": f"torch.{scale}", "zp_dtype": f"torch.{scale}"}
-                weights["strategy"] = "tensor_group" if scale == "float8_e4m3fn" else "group"
-            targets = [f"re:^{re.escape(name)}$" for name, chosen in choice.items() if chosen == key]
-            groups[key] = {"targets": targets, "weights": weights}
-    modifier = {"QuantizationModifier": {"config_groups": groups, "ignore": []}}
-    return {"allocation_stage": {"allocation_modifiers": modifier}}
-
-
-def _for_gptqmodel(choice: Mapping[str, str], formats: Mapping[str, Format]) -> Any:
-    rules = {
-        name: {"bits": held.scheme["bits"], "group_size": held.scheme["group_size"] or -1} if held.scheme else None
-        for name, held in ((name, formats[key]) for name, key in choice.items())
-    }
-    dynamic = {f"{'-' if rule is None else '+'}:^{re.escape(name)}$": rule or {} for name, rule in rules.items()}
-    default = next((rule for rule in rules.values() if rule), {"bits": 4, "group_size": -1})
-    others: dict[str, Any] = {"-:.*": {}}  # the first rule that matches counts
-    whole = {"quant_method": "gptq", "checkpoint_format": "gptq", "sym": True, "desc_act": False}
-    return {**default, **whole, "dynamic": {**dynamic, **others}}
-
-
-def _for_torchao(choice: Mapping[str, str], formats: Mapping[str, Format]) -> Any:
-    def config(held: Format) -> Any:
-        if not held.scheme:
-            return None
-        bits, size = held.scheme["bits"], held.scheme["group_size"]
-        if held.scheme["type"] == "float":
-            rows = {"_type": "PerRow", "_version": 1, "_data": {"dim": -1}}
-            return _torchao("Float8WeightOnlyConfig", weight_dtype=_torch_dtype("float8_e4m3fn"), granularity=rows)
-        kind, data = ("PerAxis", {"axis": 0}) if size is None else ("PerGroup", {"group_size": size})
-        granularity = {"_type": kind, "_version": 1, "_data": data}
-        return _torchao("IntxWeightOnlyConfig", weight_dtype=_torch_dtype(f"int{bits}"), granularity=granularity)
-
-    by_name = {name: config(formats[key]) for name, key in choice.items()}
-    return {"_type": "FqnToConfig", "_version": 1, "_data": {"fqn_to_config": by_name, "module_fqn_to_config": by_name}}
-
-
-def _torchao(kind: str, **data: Any) -> dict[str, Any]:
-    return {"_type": kind, "_version": 2, "_data": data}
-
-
-def _torch_dtype(name: str) -> dict[str, str]:
-    return {"_type": "torch.dtype", "_data": name}
-
-
-_TOOLS = {
-    "llm-compressor": _Tool(lambda held: True, _for_llm_compressor),
-    "gptqmodel": _Tool(lambda held: not held.scheme or held.scheme["type"] == "int", _for_gptqmodel),
-    "torchao": _Tool(
-        lambda held: not held.scheme or held.scheme["type"] == "int" or held.scheme["bits"] == 8, _for_torchao
-    ),
-}

@@ -16,7 +16,7 @@ samples it is kept for each fold, and says how sums would differ for other data.
 import contextlib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -107,7 +107,7 @@ class ChangeCosts:
 
 
 class ChangeSweep:
-    """Sweep once over a task's data, for one or more changes of each of its layers.
+    """Sweep once over a task's data, for so many changes of each of its layers, which are made once it runs.
 
     With ``probes=`` cotangents are random signs of a sample's columns, unless its columns are no more than that. With
     ``products`` second orders are left to Hessian products where the model is not certified to be linear, and where
@@ -115,17 +115,23 @@ class ChangeSweep:
     """
 
     def __init__(
-        self, task: Task, changes: Mapping[str, Sequence[Tensor]], *, products: bool = False, folds: int = 0
+        self,
+        task: Task,
+        counts: Mapping[str, int],
+        made: Callable[[str], Sequence[Tensor]],
+        *,
+        products: bool = False,
+        folds: int = 0,
     ) -> None:
-        self._task, self._changes, self._options, self._folds = task, changes, task.options, folds
+        self._task, self._made, self._options, self._folds = task, made, task.options, folds
         self._forms: dict[str, LayerForm] = {}
-        ends = [0, *itertools.accumulate(len(changes.get(name, ())) for name in task.selection.modules)]
+        ends = [0, *itertools.accumulate(counts.get(name, 0) for name in task.selection.modules)]
         self._places = {name: range(*ends[i : i + 2]) for i, name in enumerate(task.selection.modules)}
         self._count, draws = ends[-1], task.options.draws
         self._signs = None if draws is None else Signs(task.options.seed, draws)
         self._most = _PER_PRODUCT * (self._count + 1) if products and draws is None else None
         self._many = self._sampled = False
-        several = max(len(each) for each in changes.values())
+        several = max(counts.values())
         self._runner = Runner(
             task,
             partial(linearity.refuse_custom_functions, task.options),
@@ -166,11 +172,11 @@ class ChangeSweep:
         changed = {name: self._changed(run, name) for name, each in self._places.items() if each and run.calls(name)}
         values = sent.sample_weights.new_zeros(1, self._count, 2, run.samples)
         value, gradient = self._loss(run)
-        for name, along in self._along(run, gradient, changed).items():
+        for name, along in self._along(run, gradient, changed).items() if changed else ():
             values[0, self._places[name].start : self._places[name].stop, FIRST] = along.sum(dim=2)
         self._many = self._many or (self._most is not None and sent.passes > self._most)
         parts = {_LOSS: values.new_tensor(value), _GRAM: values.new_zeros(self._groups, self._count, self._count)}
-        if not self._many:
+        if changed and not self._many:
             parts |= self._second_order(run, sent, changed, values)
         values = sent.marked(values)
         if self._folds:
@@ -237,7 +243,7 @@ class ChangeSweep:
         if name not in self._forms:
             self._forms[name] = LayerForm(name, module, (), self._options)
         found = []
-        for change in self._changes[name]:
+        for change in self._made(name):
             delta = promoted(as_called(name, module, change))
             with contractions.full_precision(run.outputs):
                 outputs = [

@@ -32,12 +32,14 @@ from ..hessian.products import Products
 from ..measures.layer_values import LayerValues
 from ..measures.trace import TRACE
 from ..messages import shown
-from ..model import layers
+from ..model import layers, uses
+from ..model.selectors import Selection
 from ..options import CALL, MeasureHow, Options, check_flag
 from ..passes.task import Task
 from ..report import Estimate, Report
 from ..report.intervals import together
 from ..session import public, session
+from . import whole_weights
 from .change_sweep import ChangeCosts, ChangeSweep, as_called, risk_at
 
 COST, GRADIENT, PREDICTED = "cost_of_change", "gradient_of_change", "predicted"
@@ -65,7 +67,8 @@ def cost_of_change(
         data: … They are read twice for the second order, and with ``measured`` once for each change and twice
             more.
         changes: by the name of a layer, the change of its weight, of the weight's shape; ``pf.changes`` makes such of
-            quantisation, pruning, lower ranks and other checkpoints.
+            quantisation, pruning, lower ranks and other checkpoints. The weight changes in all of its uses, also where
+            other layers share it, or the model uses it outside of layers.
         measured: also evaluate the loss at the changed weights.
         by_trace: also return Tr(H) |Δ|² / (d m) of each layer, what the change would cost twice over if its direction
             were random.
@@ -108,7 +111,9 @@ def cost_of_change(
     reads = 3 + bool(by_trace) + (len(changes) + 2 if measured else 0)
     with session(model, loss, data, options, how, reads=reads) as task:
         task = task.of([*changes])
-        costs = Costs(task, _checked(task.selection.modules, changes))
+        made = _checked(task.selection.modules, changes)
+        task, names = whole_weights.taken(replace(task, selection=Selection(task.selection.modules, frozenset())))
+        costs = Costs(task, _united(made, names, task.model))
         found = costs.second_order()
         if measured:
             found |= costs.measured()
@@ -116,8 +121,31 @@ def cost_of_change(
             found |= costs.by_trace()
         task.unite()
         found = {key: task.noted(estimate) for key, estimate in found.items()}
-    names = tuple(dict.fromkeys(measure for _, measure in found))
-    return Report(tuple(task.selection.modules), names, found)
+    rows = {name: own for name, own in names.items() if (own, PREDICTED) in found} | {"": ""}
+    measures = tuple(dict.fromkeys(measure for _, measure in found))
+    values = {
+        (name, measure): replace(found[own, measure], layer=name)
+        for measure in measures
+        for name, own in rows.items()
+        if (own, measure) in found
+    }
+    idle = dict.fromkeys(names.keys() - rows.keys(), "it did not run, and its change changes nothing")
+    return Report(tuple(name for name in rows if name), measures, values, why_uncovered=idle)
+
+
+def _united(made: Mapping[str, Tensor], names: Mapping[str, str], model: nn.Module) -> dict[str, Tensor]:
+    """Return the changes by the names of weights in all of their uses."""
+    found: dict[str, str] = {}
+    for name in made:
+        if name not in names:
+            use = uses.layer(model, name)
+            raise InputError(f"changes: {name!r} is no layer here: {getattr(use, 'refusal', '')}")
+        other = found.setdefault(names[name], name)
+        if not torch.equal(made[other], made[name]):
+            raise InputError(
+                f"changes: {other!r} and {name!r} are one weight, and have two changes; give one, which is of all uses"
+            )
+    return {own: made[name] for own, name in found.items()}
 
 
 def _checked(modules: Mapping[str, nn.Module], changes: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -149,7 +177,13 @@ class Costs:
 
     def second_order(self) -> dict[tuple[str, str], Estimate]:
         """Return both terms of the expansion and their sum, of each layer and of all of them together."""
-        found = ChangeSweep(self._task, {name: [one] for name, one in self._changes.items()}, products=True).found()
+        sweep = ChangeSweep(
+            self._task, dict.fromkeys(self._modules, 1), lambda name: [self._changes[name]], products=True
+        )
+        found = sweep.found()
+        self._modules = {name: self._modules[name] for name in found.places}
+        self._changes = {name: self._changes[name] for name in found.places}
+        self._task = replace(self._task, selection=Selection(self._modules, frozenset()))
         every = [place for places in found.places.values() for place in places]
         rest = [name for name in found.places if name not in found.by_factors]
         by_product = self._by_products(rest, together=not found.together)

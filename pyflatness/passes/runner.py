@@ -128,6 +128,11 @@ class Runner:
         """Return whether the model is locally linear in the layer's weight at all samples so far."""
         return name not in self._certificate.reasons
 
+    def look(self) -> None:
+        """Make the dry run of the first batch alone, which is not taken from the data."""
+        with self._recorder.attached(), frozen(self.model), uses.attached(self.selected):
+            self._dry_run(self.batches.peek(), first=True)
+
     def each(
         self,
         work: Callable[[Run], Result | None],

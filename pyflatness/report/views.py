@@ -124,13 +124,13 @@ def remarks(report: "Report") -> list[str]:
         if layer in held
         for note in held[layer].notes
     )
-    left_out = [f"skipped {names}: {reason}" for names, reason in _by_reason(report.skipped)]
-    left_out += [f"without {names}: {reason}" for names, reason in _by_reason(report.why_uncovered)]
-    kinds = [textwrap.fill(f"network, {what}: {names}", 100) for names, what in _by_reason(report.network_of)]
+    left_out = [f"skipped {names}: {reason}" for names, reason in by_reason(report.skipped)]
+    left_out += [f"without {names}: {reason}" for names, reason in by_reason(report.why_uncovered)]
+    kinds = [textwrap.fill(f"network, {what}: {names}", 100) for names, what in by_reason(report.network_of)]
     return [*notes, *(kinds if len(kinds) > 1 else ()), *left_out]
 
 
-def _by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
+def by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return what has the same reason together, as a list in words."""
     together: dict[str, list[str]] = {}
     for name, reason in reasons.items():

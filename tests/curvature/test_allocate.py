@@ -151,7 +151,7 @@ def test_choices_are_priced_by_samples_that_had_no_part_in_them():
         first = torch.zeros(16, 3 * layers, dtype=torch.float64)
         folds = allocate._Folds(torch.full((16,), 1 / 16).double(), first, gram, torch.tensor(group))
         halves = [(folds.some(start).problem(options, group), folds.some(1 - start)) for start in range(2)]
-        plan = allocate._Plan(options, halves[0][0], folds, halves, {}, layers, like, 1.0, True, {}, frozenset())
+        plan = allocate._Plan(options, halves[0][0], folds, halves, {}, layers, like, 1.0, True, (), None, {}, {})
         predicted += plan._predicted(np.array([]), 3.0).value
         for start, (problem, _) in enumerate(halves):
             chosen, half = problem.good(3.0 * layers), folds.some(start)
@@ -171,7 +171,7 @@ def test_a_change_as_large_as_the_loss_is_said_to_be_beyond_second_order():
         assert bool(notes[kept]) == (plan.predicted > 0.5 * plan._plan.loss)
     assert not notes["int8"]
     model[5].weight.data *= 20  # far from a minimum of the loss
-    plan = pf.allocate(model, CE, data, ["int2"], bits=2)
+    plan = pf.allocate(model, CE, data, ["modelopt:int2"], bits=2)
     assert plan.predicted > 0.5 * plan._plan.loss
     assert "loss_change is what measured=True finds" in str(plan)
 
@@ -186,9 +186,9 @@ def test_of_choices_without_the_coarsest_formats_one_of_clearly_less_loss_is_tak
         with torch.no_grad():
             return CE(network(data[0]), data[1]).item()
 
-    formats, found = ["int2", "int3", "int4"], []
+    formats, found = ["modelopt:int2", "modelopt:int3", "modelopt:int4"], []  # whose lowest bits are the coarsest
     for budget in (3, 3.5, 4):
-        given = [formats[start:] for start in range(3) if budget >= int(formats[start][3:])]
+        given = [formats[start:] for start in range(3) if budget >= int(formats[start][-1])]
         each = [pf.allocate(model, CE, data, names, bits=budget, measured=False) for names in given]
         losses = [risk(plan.apply(model)) for plan in each]
         plan = pf.allocate(model, CE, data, formats, bits=budget)
@@ -297,11 +297,9 @@ def _dense_of_tied(model, data, change):
 def test_formats_are_what_their_names_say():
     w = torch.tensor([[0.9, -0.3, 0.05, 0.0], [2.0, 1.0, -0.5, 0.25]])
     kept = {name: pf.changes.named(name).function(w) for name in ("int3", "fp8", "mxfp4", "nvfp4", "2:4", "keep")}
-    torch.testing.assert_close(kept["int3"][0].float(), torch.tensor([0.9, -0.3, 0.0, 0.0]))
-    # The first is 7.2 in units of its scale, 2^-3, and E2M1 ends at 6.
-    torch.testing.assert_close(
-        kept["mxfp4"].float(), torch.tensor([[0.75, -0.25, 0.0625, 0.0], [2.0, 1.0, -0.5, 0.25]])
-    )
+    torch.testing.assert_close(kept["int3"][0], 0.9 * torch.tensor([6 / 7, -2 / 7, 0.0, 0.0]))  # -1 and 3 times 1.8 / 7
+    # 0.9 is 1.8 times a power of two, and from 1.75 times on the scale is the next, 2^-2, in which it is 3.6.
+    torch.testing.assert_close(kept["mxfp4"].float(), torch.tensor([[1.0, -0.25, 0.0, 0.0], [2.0, 1.0, -0.5, 0.25]]))
     torch.testing.assert_close(kept["2:4"], torch.tensor([[0.9, -0.3, 0.0, 0.0], [2.0, 1.0, 0.0, 0.0]]))
     assert (kept["fp8"] - w).abs().max() < w.abs().max() / 16
     assert (kept["nvfp4"] - w).abs().max() < w.abs().max() / 5
@@ -347,7 +345,7 @@ def _exported(tmp_path, tool, formats, bits):
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)).eval()
     data = torch.randn(20, 32), torch.randint(32, (20,))
     fixed = dict(zip(("0", "2", "4"), formats, strict=True))
-    plan = pf.allocate(model, CE, data, formats, bits=bits, fixed=fixed)
+    plan = pf.allocate(model, CE, data, formats, bits=bits, fixed=fixed, tool=tool)
     plan.export(tool, tmp_path / "plan.json")
     return json.loads((tmp_path / "plan.json").read_text())
 
@@ -396,7 +394,7 @@ def test_exports_for_torchao_are_read_by_it(tmp_path):
 
 def test_a_format_or_layer_that_a_tool_has_no_word_for_is_named(tmp_path):
     model, data = _images()
-    plan = pf.allocate(model, CE, data, ["int3", "rank-1"], bits=64, fixed={"3": "rank-1"})
+    plan = pf.allocate(model, CE, data, ["int3", "rank-1"], bits=64, layers=["3", "5"], fixed={"3": "rank-1"})
     with pytest.raises(pf.errors.InputError, match="layer '3': torchao cannot be told of its format 'rank-1'"):
         plan.export("torchao", tmp_path / "plan.json")
     with pytest.raises(pf.errors.InputError, match="choose one of"):

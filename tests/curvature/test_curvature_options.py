@@ -56,8 +56,9 @@ def test_a_tied_weight_is_one_layer_of_changes():
     model, data = Tied().double().eval(), (torch.tensor([0, 1, 2, 3]), torch.tensor([1, 0, 3, 1]))
     changes = pf.changes.rounded(model, bits=3)
     assert [*changes] == ["head.weight", "hidden"]
-    scale = model.head.weight.detach().abs().amax(dim=1, keepdim=True) / 3  # a row is a token
-    torch.testing.assert_close(changes["head.weight"], scale * (model.head.weight / scale).round() - model.head.weight)
+    scale = model.head.weight.detach().abs().amax(dim=1, keepdim=True) / 3.5  # a row is a token
+    levels = (changes["head.weight"] + model.head.weight.detach()) / scale
+    torch.testing.assert_close(levels, levels.round(), atol=1e-9, rtol=0)
     report = pf.cost_of_change(model, LOSS, data, changes)
 
     def risk(table):
@@ -74,8 +75,8 @@ def test_a_tied_weight_is_one_layer_of_changes():
     assert "this use only" not in str(report)
 
 
-def test_uses_of_a_tied_weight_have_rows_where_they_are_named():
-    """All changes together are those of the parameter, although the layers' matrices are each other's transpose."""
+def test_a_tied_weight_has_one_change_by_whatever_name():
+    """Each row is of all uses, and the network counts the change once."""
     model, data = Tied().double().eval(), (torch.tensor([0, 1, 2, 3]), torch.tensor([1, 0, 3, 1]))
     changes = pf.changes.rounded(model, bits=3, layers=["embedding", "hidden", "head"])
     assert changes["embedding"] is changes["head"]
@@ -87,6 +88,11 @@ def test_uses_of_a_tied_weight_have_rows_where_they_are_named():
         changed.hidden.weight += changes["hidden"]
         expected = LOSS(changed(data[0]), data[1]) - LOSS(model(data[0]), data[1])
     assert float(report["loss_change"]) == pytest.approx(expected.item(), rel=1e-9)
+    for measure in ("cost_of_change", "gradient_of_change", "loss_change"):
+        both = report["embedding", measure], report["head", measure]
+        assert float(both[0]) == float(both[1])
+    with pytest.raises(pf.errors.InputError, match="'embedding' and 'head' are one weight, and have two changes"):
+        pf.cost_of_change(model, LOSS, data, changes | {"head": 2 * changes["head"]})
 
 
 @pytest.mark.parametrize("key", ["embedding.weight", "head.weight"])
@@ -235,9 +241,8 @@ def test_changes_of_half_precision_keep_their_digits():
     weight = model[0].weight.detach()
     for change in (pf.changes.rounded(model, 8)["0"], pf.changes.of_rank(model, 2)["0"]):
         assert change.dtype == torch.float32
-    scale = weight.double().abs().amax(1, keepdim=True) / 127
     change = pf.changes.rounded(model, 8)["0"]
-    wanted = (weight.double() / scale).round() * scale
+    wanted = pf.changes.named("int8").kept(weight).double()  # which is of bfloat16, as tools keep it
     torch.testing.assert_close(weight.double() + change, wanted, rtol=0, atol=1e-7)
     data = _data()[0].bfloat16(), _data()[1]
     report = pf.cost_of_change(model, LOSS, data, {"0": change})

@@ -34,6 +34,13 @@ class Embedding(Linear):
     def as_weight(self, matrix: Tensor) -> Tensor:
         return matrix.t()
 
+    def as_rows(self, weight: Tensor) -> Tensor:
+        """Return the table, a token to a row."""
+        return weight
+
+    def from_rows(self, matrix: Tensor) -> Tensor:
+        return matrix
+
     def coefficients(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
         inputs = self.inputs_of(args, kwargs)
         return None if inputs is None or self._padding is None else inputs != self._padding

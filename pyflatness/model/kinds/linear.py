@@ -63,6 +63,14 @@ class Linear:
         """Return a (d, m) matrix as a tensor of the shape of the weight; undoes :meth:`as_matrix`."""
         return matrix
 
+    def as_rows(self, weight: Tensor) -> Tensor:
+        """Return a tensor of the shape of the weight as the matrix each of whose rows a quantiser scales by itself."""
+        return self.as_matrix(weight)
+
+    def from_rows(self, matrix: Tensor) -> Tensor:
+        """Undo :meth:`as_rows`."""
+        return self.as_weight(matrix)
+
     def inputs_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
         """Return what φ is made of among the arguments of a call; None for a call that is none of a layer."""
         first = args[0] if args else next(iter(kwargs.values()), None)

@@ -36,6 +36,12 @@ class Together(Linear):
     def as_weight(self, matrix: Tensor) -> Tensor:
         return self._home.as_weight(matrix)
 
+    def as_rows(self, weight: Tensor) -> Tensor:
+        return self._home.as_rows(weight)
+
+    def from_rows(self, matrix: Tensor) -> Tensor:
+        return self._home.from_rows(matrix)
+
     def contraction(self, given: Ingredients) -> Contractor:
         return WrittenContraction(given, self.geometry)
 

@@ -1,0 +1,240 @@
+"""Write a choice of formats as a file that another tool reads, and say what that tool can be told of.
+
+Tools match names each in their own way: by regular expressions, globs, parts of names or quantisers. A file has for
+each layer what means this layer and no other.
+"""
+
+import glob
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InputError
+from .formats import Format
+from .whole_weights import Weight
+
+Choice = Mapping[str, Format]  # by the name of a module
+Rest = Sequence[str]  # modules that the plan has no format for, and that are to stay as they are
+
+
+@dataclass(frozen=True)
+class Tool:
+    """Say what a tool can be told of, and how."""
+
+    written: Callable[[Choice, Rest], Any]  # a text, or what is written as JSON
+    formats: str  # the tool of whose formats it has
+    kinds: tuple[str, ...]  # of modules, that it quantises
+    unties: bool = False  # whether it quantises every module of a weight that several have
+    demand: Callable[[Weight], str] = lambda weight: ""  # why it does not quantise a weight; empty where it does
+    stored: Callable[[Format, int, int, int], int] | None = None  # bytes of (rows, columns) of a dtype of so many
+
+
+def check_tool(tool: str) -> None:
+    """Raise unless a plan can be written for a tool."""
+    if tool not in TOOLS:
+        raise InputError(f"tool={tool!r}: choose one of {', '.join(map(repr, TOOLS))}")
+
+
+def why_not(tool: str, weight: Weight, held: Format) -> str:
+    """Return why a tool does not keep a weight in a format; empty where it does."""
+    made, (_, columns) = TOOLS[tool], weight.matrix.shape
+    if not held.changes:
+        return ""
+    if held.scheme is None:
+        return f"{tool} cannot be told of its format {held.name!r}"
+    if held.tool not in ("", made.formats):
+        return (
+            f"its format {held.name!r} is rounded as {held.tool} rounds, and {tool} rounds otherwise; plan with "
+            f"tool={tool!r}"
+        )
+    if not all(weight.kinds):
+        return f"it is a part of a parameter and no module, which {tool} cannot be told of"
+    other = [kind for kind in weight.kinds if kind not in made.kinds]
+    if other:
+        return f"{tool} quantises no {other[0]} layers in this way, but {', '.join(made.kinds)}"
+    if len(weight.kinds) > 1 and not made.unties:
+        return f"{' and '.join(map(repr, weight.modules))} are one weight, of which {tool} would quantise a part alone"
+    size = held.scheme.get("group_size")
+    if size and columns % size:
+        return f"{tool} takes no groups of {size} in rows of {columns} entries"
+    return made.demand(weight)
+
+
+def _for_llm_compressor(choice: Choice, rest: Rest) -> Any:
+    groups: dict[str, Any] = {}
+    for name, held in choice.items():
+        if not held.scheme:
+            continue
+        kind, bits, size = (held.scheme[key] for key in ("type", "bits", "group_size"))
+        weights = {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": False}
+        weights["strategy"] = "channel" if size is None else "group"
+        weights |= {} if size is None else {"group_size": size}
+        scale = held.scheme.get("scale")
+        if scale is not None:
+            weights |= {"scale_dtype": f"torch.{scale}", "zp_dtype": f"torch.{scale}"}
+            weights["strategy"] = "tensor_group" if scale == "float8_e4m3fn" else "group"
+        groups.setdefault(held.name, {"targets": [], "weights": weights})["targets"].append(f"re:^{re.escape(name)}$")
+    modifier = {"QuantizationModifier": {"config_groups": groups, "ignore": []}} if groups else {}
+    return {"allocation_stage": {"allocation_modifiers": modifier}}
+
+
+def _for_gptqmodel(choice: Choice, rest: Rest) -> Any:
+    rules = {
+        name: {"bits": held.scheme["bits"], "group_size": held.scheme["group_size"] or -1} if held.scheme else None
+        for name, held in choice.items()
+    }
+    dynamic = {f"{'-' if rule is None else '+'}:^{re.escape(name)}$": rule or {} for name, rule in rules.items()}
+    default = next((rule for rule in rules.values() if rule), {"bits": 4, "group_size": -1})
+    others: dict[str, Any] = {"-:.*": {}}  # the first rule that matches counts
+    whole = {"quant_method": "gptq", "checkpoint_format": "gptq", "sym": True, "desc_act": False}
+    return {**default, **whole, "dynamic": {**dynamic, **others}}
+
+
+def _for_torchao(choice: Choice, rest: Rest) -> Any:
+    by_name = {name: _of_torchao(held) for name, held in choice.items()}
+    return {"_type": "FqnToConfig", "_version": 1, "_data": {"fqn_to_config": by_name, "module_fqn_to_config": by_name}}
+
+
+def _of_torchao(held: Format) -> Any:
+    if not held.scheme:
+        return None
+    bits, size = held.scheme["bits"], held.scheme["group_size"]
+    if held.scheme["type"] == "float":
+        rows = {"_type": "PerRow", "_version": 1, "_data": {"dim": -1}}
+        return _torchao("Float8WeightOnlyConfig", weight_dtype=_torch_dtype("float8_e4m3fn"), granularity=rows)
+    kind, data = ("PerAxis", {"axis": 0}) if size is None else ("PerGroup", {"group_size": size})
+    granularity = {"_type": kind, "_version": 1, "_data": data}
+    return _torchao("IntxWeightOnlyConfig", weight_dtype=_torch_dtype(f"int{bits}"), granularity=granularity)
+
+
+def _torchao(kind: str, **data: Any) -> dict[str, Any]:
+    return {"_type": kind, "_version": 2, "_data": data}
+
+
+def _torch_dtype(name: str) -> dict[str, str]:
+    return {"_type": "torch.dtype", "_data": name}
+
+
+def _for_transformers(choice: Choice, rest: Rest) -> Any:
+    """Return a ``quantization_config``; without its empty list transformers leaves a head that is named as it is."""
+    return {
+        "quant_method": "torchao",
+        "quant_type": {"default": _for_torchao(choice, rest)},
+        "modules_to_not_convert": [],
+    }
+
+
+def _for_bitsandbytes(choice: Choice, rest: Rest) -> Any:
+    """Return a ``quantization_config`` whose list of skipped modules is all that the plan does not quantise.
+
+    Names without ``^`` would mean all modules whose names end so.
+    """
+    kept = [name for name, held in choice.items() if not held.scheme]
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": False,
+        "llm_int8_skip_modules": [f"^{re.escape(name)}$" for name in (*kept, *rest)],
+    }
+
+
+def _for_auto_round(choice: Choice, rest: Rest) -> Any:
+    """Return a ``layer_config``; it has each layer by its full name, which counts more than a part of a name."""
+    return {name: _of_auto_round(held) for name, held in choice.items()} | {name: {"bits": 16} for name in rest}
+
+
+def _of_auto_round(held: Format) -> dict[str, Any]:
+    if not held.scheme:
+        return {"bits": 16}
+    return {"bits": held.scheme["bits"], "group_size": held.scheme["group_size"] or -1, "sym": True}
+
+
+def _for_modelopt(choice: Choice, rest: Rest) -> str:
+    """Return a configuration for ``mtq.quantize`` as YAML, which has keys that are numbers; later entries count."""
+    entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
+    for name, held in choice.items():
+        if not held.scheme:
+            continue
+        size, bits = held.scheme["group_size"], held.scheme["bits"]
+        cfg = {"num_bits": bits, **({"axis": 0} if size is None else {"block_sizes": {_LAST: size}})}
+        entries.append({"quantizer_name": f"{glob.escape(name)}.weight_quantizer", "cfg": cfg, "enable": True})
+    text = json.dumps({"quant_cfg": entries, "algorithm": "max"}, indent=2)
+    return text.replace(f'"{_LAST}":', "-1:") + "\n"
+
+
+_LAST = "the last axis"
+_OF_LAYER = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name: str) -> str | None:
+    """Return the name that llama.cpp has for a weight of a model like Llama; None where none is known."""
+    if name in ("model.embed_tokens", "lm_head"):
+        return "token_embd" if name.startswith("model") else "output"
+    found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+    own = _OF_LAYER.get(found[2]) if found else None
+    return f"blk.{found[1]}.{own}" if found and own else None
+
+
+def _gguf_demand(weight: Weight) -> str:
+    if weight.matrix.shape[1] % 32:
+        return f"blocks of 32 do not divide its rows of {weight.matrix.shape[1]} entries"
+    return "" if gguf_name(weight.modules[0]) else "the name of its tensor in a GGUF file is not known"
+
+
+def _for_gguf(choice: Choice, rest: Rest) -> str:
+    """Return the lines of a ``--tensor-type-file``: patterns that llama-quantize searches for, the first counts."""
+    names = {name: gguf_name(name) for name in choice}
+    types = {
+        own: held.scheme["type"] if held.scheme else "f16" for name, held in choice.items() if (own := names[name])
+    }
+    return "".join(f"^{re.escape(name)}\\.weight$={kind}\n" for name, kind in types.items())
+
+
+def _demand_of_auto_round(weight: Weight) -> str:
+    rows, columns = weight.matrix.shape
+    return (
+        f"auto-round leaves a layer of {rows} × {columns} at 16 bits: not multiples of 32"
+        if rows % 32 or columns % 32
+        else ""
+    )
+
+
+def _bytes_of_torchao(held: Format, rows: int, columns: int, own: int) -> int:
+    """Return a byte for each weight, and a scale and a zero point of a byte for each row or group."""
+    if not held.scheme:
+        return rows * columns * own
+    if held.scheme["type"] == "float":
+        return rows * (columns + 4)
+    size = held.scheme["group_size"] or columns
+    return rows * columns + rows * -(-columns // size) * (own + 1)
+
+
+def _bytes_as_planned(held: Format, rows: int, columns: int, own: int) -> int:
+    bits = held.bits(rows, columns, 8 * own) if callable(held.bits) else held.bits
+    return -(-int(bits * rows * columns) // 8)
+
+
+LINEAR = ("Linear", "TransposedLinear")
+_LINEAR = ("Linear",)
+_TABLES = ("Linear", "Embedding")
+TOOLS = {
+    "llm-compressor": Tool(_for_llm_compressor, "llm-compressor", _TABLES, unties=True),
+    "gptqmodel": Tool(_for_gptqmodel, "gptqmodel", LINEAR),
+    "torchao": Tool(_for_torchao, "torchao", _TABLES, unties=True, stored=_bytes_of_torchao),
+    "transformers": Tool(_for_transformers, "torchao", _TABLES, unties=True, stored=_bytes_of_torchao),
+    "bitsandbytes": Tool(_for_bitsandbytes, "bitsandbytes", _LINEAR, stored=_bytes_as_planned),
+    "auto-round": Tool(_for_auto_round, "auto-round", _LINEAR, demand=_demand_of_auto_round),
+    "modelopt": Tool(_for_modelopt, "modelopt", _LINEAR),
+    "gguf": Tool(_for_gguf, "gguf", _TABLES, unties=True, demand=_gguf_demand, stored=_bytes_as_planned),
+}

@@ -1,0 +1,152 @@
+"""Take each weight in all of its uses: a change of a tensor is a change wherever the model uses it."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from ..model import kinds, layers, selectors, uses
+from ..model.kinds import Linear
+from ..model.selectors import Selection
+from ..model.uses import Use, besides
+from ..passes.runner import Runner
+from ..passes.task import Task
+
+_COMPUTED = (
+    "its weight is computed of parameters, so that no change of one is a change of it; make it a parameter, as by "
+    "torch.nn.utils.parametrize.remove_parametrizations(module, 'weight')"
+)
+
+
+def of_layer(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
+    """Return what stands for the weight of a layer in all of its uses; the layer itself where there is no such thing.
+
+    Its rows are those of the first module that has the weight and is no embedding, if there is one.
+    """
+    others = [name, *uses.ties(model, module)]
+    if len(others) == 1 and not besides.of(module):
+        return module
+    plain = [other for other, layer in model.named_modules() if other in others and kinds.is_plain(layer)]
+    plain.sort(key=lambda other: kinds.base(model.get_submodule(other)) in (nn.Embedding, nn.EmbeddingBag))
+    found = (uses.whole(model, f"{other}.weight" if other else "weight") for other in plain)
+    return next(filter(None, found), module)
+
+
+def taken(task: Task) -> tuple[Task, dict[str, str]]:
+    """Return the task with all uses of each chosen weight, and the new name of each layer that was chosen.
+
+    A dry run of the first batch shows which weights are used outside of their layers too.
+    """
+    names = {name: name for name in task.selection.modules}
+    for look in (False, True):
+        if look:
+            Runner(task, certify=False).look()
+        modules: dict[str, nn.Module] = {}
+        new = {}
+        for name, module in task.selection.modules.items():
+            if isinstance(module, Use) and module.refusal and name not in task.selection.named:
+                continue
+            whole = of_layer(task.model, name, module)
+            new[name] = whole.name if whole is not module and isinstance(whole, Use) else name
+            modules[new[name]] = whole
+        named = frozenset(new[name] for name in task.selection.named)
+        names = {name: new[own] for name, own in names.items() if own in new}
+        task = replace(task, selection=Selection(modules, named, task.selection.optional))
+    for name, module in modules.items():
+        missing = [other for other in uses.ties(task.model, module) if other not in modules]
+        elsewhere = f"used in {besides.of(module)} too" if besides.of(module) else ""
+        if missing or elsewhere:
+            why = elsewhere or f"that of {', '.join(map(repr, missing))} too"
+            raise InputError(
+                f"layer {name!r}: its weight is {why}, so that what a change of it costs is not that of this use; "
+                "choose layers without it"
+            )
+    return task, names
+
+
+def stored(task: Task) -> tuple[Task, dict[str, str]]:
+    """Return the task with those layers whose weight is a parameter, and by the names of the others why they are not.
+
+    Raises:
+        InputError: a layer that was named, or each, has a weight that is computed.
+    """
+    modules, named = task.selection.modules, task.selection.named
+    computed = {name: _COMPUTED for name, module in modules.items() if _parameter(module) is None}
+    kept = {name: module for name, module in modules.items() if name not in computed}
+    wrong = [name for name in computed if name in named] if kept else [*computed]
+    if wrong:
+        raise InputError(f"layer {wrong[0]!r}: {_COMPUTED}")
+    return replace(task, selection=Selection(kept, named, task.selection.optional)), computed
+
+
+def modules_of(model: nn.Module, name: str, module: nn.Module) -> list[str]:
+    """Return the names by which layers of the model have a weight, in its order."""
+    if not isinstance(module, Use) or module.source.of_module or module.rows is not None:
+        return [name]
+    found = {other: layer for other, layer in selectors.layers(model).items() if getattr(layer, "rows", None) is None}
+    return [other for other, layer in found.items() if _parameter(layer) is module.source.parameter] or [name]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Say where a model has the weight of a layer that ran, and how it is a matrix."""
+
+    name: str
+    modules: tuple[str, ...]  # the layers that have it
+    kinds: tuple[str, ...]  # of these, "" for what is no module
+    parameters: tuple[str, ...]  # its names
+    rows: slice | int | None  # of the parameter, None all
+    size: torch.Size
+    stride: tuple[int, ...]
+    kind: Linear
+    matrix: Tensor  # of the form of its rows and of its dtype, without entries
+
+    @property
+    def key(self) -> object:
+        """Return what two layers of one weight have in common."""
+        return self.parameters, str(self.rows)
+
+    @classmethod
+    def of(cls, model: nn.Module, name: str, module: nn.Module) -> "Weight":
+        """Return that of a layer."""
+        weight, held = module.weight, _parameter(module)
+        assert isinstance(weight, Tensor)
+        every = model.named_parameters(remove_duplicate=False)
+        parameters = tuple(key for key, other in every if other is held)
+        modules, named = modules_of(model, name, module), selectors.layers(model)
+        kinds_ = tuple(kind_name(named.get(other, module)) for other in modules)
+        kind, rows = layers.kind_of(module), module.rows if isinstance(module, Use) else None
+        none = torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+        matrix, stride = kind.as_rows(none), tuple(weight.stride())
+        return cls(name, tuple(modules), kinds_, parameters, rows, weight.shape, stride, kind, matrix)
+
+    def in_model(self, model: nn.Module) -> Tensor:
+        """Return the weight in a model, as a view of its parameter.
+
+        Raises:
+            InputError: the model has no such parameter, or one of another shape.
+        """
+        named = dict(model.named_parameters(remove_duplicate=False))
+        parameter = named.get(self.parameters[0])
+        own = None if parameter is None else parameter.data if self.rows is None else parameter.data[self.rows]
+        if own is None or own.numel() != self.size.numel():
+            got = "none" if own is None else f"one of shape {tuple(own.shape)}"
+            raise InputError(f"model: a parameter {self.parameters[0]!r} as in the plan is wanted, got {got}")
+        return own if own.shape == self.size else own.as_strided(self.size, self.stride)
+
+
+def kind_name(module: nn.Module) -> str:
+    """Return the name of the kind of a layer; empty for a parameter, or a part of one, that is no module's."""
+    if isinstance(module, Use) and not module.source.of_module:
+        return ""
+    return type(layers.kind_of(module)).__name__
+
+
+def _parameter(module: nn.Module) -> Tensor | None:
+    """Return the parameter that has a layer's weight; None where the weight is computed, as far as runs have shown."""
+    if not isinstance(module, Use):
+        return module._parameters.get("weight")
+    own, weight = module.source.parameter, module.weight
+    computed = module.source.effective and not (module.ran and weight.data_ptr() == own.data_ptr())
+    return None if computed else own

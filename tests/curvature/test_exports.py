@@ -1,0 +1,229 @@
+"""Files for other tools: exactly the planned layers have exactly the planned bits, by each tool's own rules."""
+
+import json
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import pyflatness as pf
+
+CE = nn.CrossEntropyLoss()
+
+
+def _numbered(count=12):
+    """Layers whose names are prefixes of one another: 0.1 and 0.11, say."""
+    torch.manual_seed(0)
+    layers = [part for _ in range(count) for part in (nn.Linear(32, 32), nn.Tanh())]
+    return nn.Sequential(nn.Sequential(*layers), nn.Linear(32, 32)).eval()
+
+
+DATA = torch.randn(20, 32), torch.randint(32, (20,))
+
+
+def _plan(tool, formats, model=None, **how):
+    model = model or _numbered()
+    names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    fixed = {name: formats[place % len(formats)] for place, name in enumerate(names)}
+    return pf.allocate(model, CE, DATA, formats, bits=64, fixed=fixed, tool=tool, measured=False, probes=1, **how)
+
+
+def _written(tmp_path, plan, tool):
+    plan.export(tool, tmp_path / "plan")
+    return (tmp_path / "plan").read_text()
+
+
+TOOLS = {
+    "torchao": ["int4", "int3-g16", "keep"],
+    "transformers": ["int4", "int3-g16", "keep"],
+    "llm-compressor": ["int4", "fp8", "keep"],
+    "gptqmodel": ["int4", "int3-g16", "keep"],
+    "auto-round": ["int4-g32", "int2-g32", "keep"],
+    "modelopt": ["int4", "int3-g16", "keep"],
+    "bitsandbytes": ["nf4", "keep"],
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_plan_of_nothing_but_keep_is_written_for_each_tool(tool, tmp_path):
+    assert _written(tmp_path, _plan(tool, ["keep"]), tool)
+
+
+@pytest.mark.parametrize("tool", [tool for tool in TOOLS if tool != "torchao"])
+def test_formats_of_another_tool_are_refused(tool, tmp_path):
+    plan = pf.allocate(_numbered(1), CE, DATA, ["torchao:fp8"], bits=8, measured=False)
+    if tool == "transformers":
+        plan.export(tool, tmp_path / "plan")
+        return
+    with pytest.raises(pf.errors.InputError, match=r"layer '0\.0': its format 'torchao:fp8' is rounded as torchao"):
+        plan.export(tool, tmp_path / "plan")
+
+
+def test_what_a_tool_does_not_keep_is_named(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 96), nn.ReLU(), nn.Linear(96, 32), nn.Linear(32, 30)).eval()
+    data = DATA[0], torch.randint(30, (20,))
+    plan = pf.allocate(model, CE, data, ["int4-g64", "keep"], bits=64, fixed={"2": "int4-g64", "*": "keep"})
+    with pytest.raises(pf.errors.InputError, match="layer '2': torchao takes no groups of 64 in rows of 96"):
+        plan.export("torchao", tmp_path / "plan")
+    plan = pf.allocate(model, CE, data, ["int4-g32"], bits=64, tool="auto-round")
+    assert [*plan.choice] == ["0", "2"]
+    assert "auto-round leaves a layer of 30 × 32 at 16 bits" in plan.why_uncovered["3.weight"]
+    with pytest.raises(pf.errors.InputError, match="layer '3': auto-round leaves a layer of 30 × 32"):
+        pf.allocate(model, CE, data, ["int4-g32"], bits=64, tool="auto-round", layers="3")
+
+
+def test_the_table_has_what_the_tool_stores():
+    plan = _plan("torchao", ["int3"], _numbered(1))
+    rows = plan.to_frame()
+    assert rows["bits"].tolist() == [3, 3]
+    assert rows["bytes"].tolist() == [32 * 32 + 32 * 5] * 2
+    assert "768 bytes as planned, 2,368 as torchao stores them" in str(plan)
+
+
+class Llama(nn.Module):
+    """The names of a Llama, its head tied or not."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.model, self.lm_head = nn.Module(), nn.Linear(32, 32, bias=False)
+        self.model.embed_tokens, self.model.layers = nn.Embedding(32, 32), nn.ModuleList()
+        for _ in range(12):
+            block = nn.Module()
+            block.self_attn, block.mlp = nn.Module(), nn.Module()
+            block.self_attn.q_proj, block.self_attn.k_proj = nn.Linear(32, 32), nn.Linear(32, 32)
+            block.mlp.gate_proj, block.mlp.up_proj = nn.Linear(32, 32), nn.Linear(32, 32)
+            self.model.layers.append(block)
+        if tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, tokens):
+        h = self.model.embed_tokens(tokens)
+        for block in self.model.layers:
+            h = h + (block.self_attn.q_proj(h) + block.self_attn.k_proj(h)).tanh()
+            h = h + block.mlp.gate_proj(h).sigmoid() * block.mlp.up_proj(h)
+        return self.lm_head(h)
+
+
+def _llama(tied):
+    torch.manual_seed(0)
+    return Llama(tied).eval(), (torch.randint(32, (20,)), torch.randint(32, (20,)))
+
+
+def test_layers_that_vllm_runs_as_one_have_one_format():
+    model, data = _llama(tied=True)
+    plan = pf.allocate(model, CE, data, ["int2", "int4", "int8"], bits=4, probes=1, together="vllm", measured=False)
+    for layer in range(12):
+        one, other = (plan.choice[f"model.layers.{layer}.self_attn.{key}_proj"] for key in "qk")
+        assert one == other
+        one, other = (plan.choice[f"model.layers.{layer}.mlp.{key}_proj"] for key in ("gate", "up"))
+        assert one == other
+    assert len({*plan.choice.values()}) > 1
+    assert plan.choice["lm_head"] == plan.choice["model.embed_tokens"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gguf_has_one_line_for_each_tensor(tied, tmp_path):
+    model, data = _llama(tied)
+    plan = pf.allocate(model, CE, data, ["q4_0", "q8_0", "keep"], bits=7, tool="gguf", probes=1, measured=False)
+    rules = dict(line.rsplit("=", 1) for line in _written(tmp_path, plan, "gguf").splitlines())
+    names = {"model.embed_tokens": "token_embd", "lm_head": "token_embd" if tied else "output"}
+    own = {
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+    }
+    names |= {f"model.layers.{n}.{key}": f"blk.{n}.{name}" for n in range(12) for key, name in own.items()}
+    for layer, chosen in plan.choice.items():
+        (kind,) = (kind for pattern, kind in rules.items() if re.search(pattern, f"{names[layer]}.weight"))
+        assert kind == ("f16" if chosen == "keep" else chosen)
+
+
+@pytest.mark.soak
+def test_names_of_gguf_are_llama_cpps():
+    gguf = pytest.importorskip("gguf", reason="gguf is not installed")
+    from pyflatness.curvature.exports import gguf_name
+
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 12)
+    own = [f"self_attn.{key}_proj" for key in "qkvo"] + [f"mlp.{key}_proj" for key in ("gate", "up", "down")]
+    for name in ("model.embed_tokens", "lm_head", *(f"model.layers.11.{key}" for key in own)):
+        assert gguf_name(name) == names.get_name(name)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("tied", [None, False, True])
+def test_torchao_makes_of_its_file_what_was_planned(tied, tmp_path):
+    core = pytest.importorskip("torchao.core.config", reason="torchao is not installed")
+    from torchao.quantization import quantize_
+
+    if tied is None:
+        model, plan = _numbered(), _plan("torchao", TOOLS["torchao"])
+    else:
+        model, data = _llama(tied)
+        formats = ["int2", "int4-g16", "int8"]
+        plan = pf.allocate(model, CE, data, formats, bits=4, tool="torchao", probes=1, measured=False)
+        assert len({*plan.choice.values()}) > 1
+    made = plan.apply(model)
+    quantize_(model, core.config_from_dict(json.loads(_written(tmp_path, plan, "torchao"))), filter_fn=None)
+    stored = 0
+    for name, chosen in plan.choice.items():
+        weight = model.get_submodule(name).weight
+        assert hasattr(weight, "dequantize") == (chosen != "keep") or chosen == "keep"
+        kept = weight if chosen == "keep" else weight.dequantize()
+        assert torch.equal(kept, made.get_submodule(name).weight), name
+        parts = [weight] if chosen == "keep" else [weight.qdata, weight.scale, weight.zero_point]
+        stored += sum(part.numel() * part.element_size() for part in parts)
+    assert f"{stored:,} as torchao stores them" in str(plan)
+
+
+@pytest.mark.soak
+def test_transformers_reads_its_file(tmp_path):
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    plan = _plan("transformers", TOOLS["transformers"])
+    read = transformers.TorchAoConfig.from_dict(json.loads(_written(tmp_path, plan, "transformers")))
+    assert read.modules_to_not_convert == []
+    by_name = read.get_apply_tensor_subclass().fqn_to_config
+    assert {name for name, config in by_name.items() if config is None} == {
+        name for name, chosen in plan.choice.items() if chosen == "keep"
+    }
+
+
+def test_bitsandbytes_skips_what_is_kept(tmp_path):
+    matching = pytest.importorskip("transformers.quantizers.quantizers_utils", reason="transformers is not installed")
+    model = _numbered()
+    plan = pf.allocate(
+        model, CE, DATA, ["nf4", "keep"], bits=64, layers=["0.*"], fixed={"0.2": "nf4", "0.*": "keep", "0.20": "nf4"},
+        tool="bitsandbytes", measured=False, probes=1,
+    )  # fmt: skip
+    skipped = json.loads(_written(tmp_path, plan, "bitsandbytes"))["llm_int8_skip_modules"]
+    every = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    assert [name for name in every if matching.should_convert_module(name, skipped)] == ["0.2", "0.20"]
+
+
+@pytest.mark.soak
+def test_model_optimizer_quantises_what_was_planned(tmp_path):
+    mtq = pytest.importorskip("modelopt.torch.quantization", reason="nvidia-modelopt is not installed")
+    model, plan = _numbered(), _plan("modelopt", TOOLS["modelopt"])
+    made = plan.apply(model)
+    yaml = pytest.importorskip("yaml", reason="pyyaml is not installed")
+    config = yaml.safe_load(_written(tmp_path, plan, "modelopt"))
+    mtq.quantize(model, config, lambda network: network(DATA[0]))
+    for name in plan.choice:
+        layer = model.get_submodule(name)
+        assert torch.equal(layer.weight_quantizer(layer.weight), made.get_submodule(name).weight), name
+        assert not layer.input_quantizer.is_enabled
+
+
+@pytest.mark.soak
+def test_llm_compressor_means_each_layer_by_its_own_pattern(tmp_path):
+    utils = pytest.importorskip("compressed_tensors.utils", reason="compressed-tensors is not installed")
+    plan, model = _plan("llm-compressor", TOOLS["llm-compressor"]), _numbered()
+    recipe = json.loads(_written(tmp_path, plan, "llm-compressor"))
+    groups = recipe["allocation_stage"]["allocation_modifiers"]["QuantizationModifier"]["config_groups"]
+    found = {
+        name: key for key, group in groups.items() for name, _ in utils.match_named_modules(model, group["targets"])
+    }
+    assert found == {name: chosen for name, chosen in plan.choice.items() if chosen != "keep"}
