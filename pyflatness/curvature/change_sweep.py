@@ -87,6 +87,9 @@ class ChangeCosts:
     by_factors: frozenset[str]  # layers whose second order is in the Gram matrix
     together: bool  # whether that of all changes together is, as the GGN has it
     linear: frozenset[str]  # layers in whose weight the model is certified to be locally linear; all where not asked
+    differentiated: frozenset[
+        str
+    ]  # layers whose weight acts in a derivative that the model takes, of which FIRST is not
 
     def first(self, chosen: Sequence[int]) -> float:
         """Return ⟨∇E, Δ⟩ of the sum Δ of some changes."""
@@ -130,16 +133,26 @@ class ChangeSweep:
         self._count, draws = ends[-1], task.options.draws
         self._signs = None if draws is None else Signs(task.options.seed, draws)
         self._most = _PER_PRODUCT * (self._count + 1) if products and draws is None else None
+        self._by_products = products
         self._many = self._sampled = False
         several = max(counts.values())
         self._runner = Runner(
             task,
-            partial(linearity.refuse_custom_functions, task.options),
+            self._approve,
             order_matters=folds > 0 or task.options.by_sample or not task.loss.convex,
             certify=products,
             # Of outputs, which are about as large as inputs, each change's, and in float64 for the cotangents' passes.
             reserve=lambda found: 7 * several * found.inputs,
         )
+
+    def _approve(self, nonlinear: Mapping[str, str]) -> None:
+        """Raise where a value cannot be had: of weights whose calls are not all of their uses, without products too."""
+        linearity.refuse_custom_functions(self._options, nonlinear)
+        if self._by_products:
+            linearity.refuse_ggn_of_derivatives(self._options, nonlinear)
+        else:
+            what = "the cost of all pairs of changes"
+            linearity.refuse_ggn_of_derivatives(replace(self._options, curvature="ggn"), nonlinear, what)
 
     def found(self) -> ChangeCosts:
         """Return the sums."""
@@ -151,6 +164,7 @@ class ChangeSweep:
             "many": self._many,
             "sampled": self._sampled,
             "linear": {name: self._runner.is_linear(name) for name in names},
+            "differentiated": {name for name in names if self._runner.why_not_linear(name) == linearity.DIFFERENTIATED},
         }
         every = shard.every("what changes take", facts)
         many = any(fact["many"] for fact in every)
@@ -165,7 +179,8 @@ class ChangeSweep:
             some = shares > 0
             shares, gram = shares[some], gram[some] / shares[some, None, None]
             folds = shares, sums.parts[_FIRST_OF_FOLDS][some] / shares[:, None]
-        return ChangeCosts(float(sums.parts[_LOSS]), sums, gram, folds, sampled, places, by_factors, together, linear)
+        kinds = by_factors, together, linear, frozenset().union(*(fact["differentiated"] for fact in every))
+        return ChangeCosts(float(sums.parts[_LOSS]), sums, gram, folds, sampled, places, *kinds)
 
     def _values(self, run: Run) -> Values:
         sent = cotangents.of_run(run, self._task.loss)

@@ -11,7 +11,8 @@ whole block of the Hessian, and not bounded by a trace. In the GGN
 
 takes the cotangents of one sweep, for each layer and for all of them together; see :mod:`.change_sweep`. This is the
 Hessian's value for a layer in whose weight the model is locally linear. Elsewhere, for all layers together, and where
-cotangents would be more work, it is a Hessian product H Δ for each layer and one for all. With probes the cotangents
+cotangents would be more work, it is a Hessian product H Δ for each layer and one for all. So it is for weights that act
+in a derivative that the model takes, whose ⟨∇E, Δ⟩ comes from the gradient in the weights. With probes the cotangents
 are random, and as many as these.
 
 The trace's estimate beside it is that of HAWQ-V2 (Dong et al. 2020, Eq. 5): Tr(H_l) / (d m) · |Δ_l|², what the
@@ -187,9 +188,11 @@ class Costs:
         every = [place for places in found.places.values() for place in places]
         rest = [name for name in found.places if name not in found.by_factors]
         by_product = self._by_products(rest, together=not found.together)
+        firsts = self._along_gradient() if found.differentiated else {}
         estimates: dict[tuple[str, str], Estimate] = {}
         for name, places in {**found.places, "": every}.items():
-            first = self._estimate(name, found.first(places), "definition", exact=True, found=found)
+            value = firsts.get(name, found.first(places))
+            first = self._estimate(name, value, "definition", exact=True, found=found)
             second = by_product.get(name) or self._by_factors(name, places, found)
             estimates[name, GRADIENT], estimates[name, COST] = first, second
             estimates[name, PREDICTED] = replace(second, value=first.value + second.value, per_neuron=None)
@@ -236,6 +239,14 @@ class Costs:
                 notes=products.notes(name),
             )
         return estimates
+
+    def _along_gradient(self) -> dict[str, float]:
+        """Return ⟨∇E, Δ⟩ of each layer and of all together, by the gradient in the weights themselves."""
+        products = Products(self._task)
+        names, gradient = [*self._modules], products.gradient()
+        parts = gradient.split([products.size((name,)) for name in names])
+        found = {n: float(g @ self._vector((n,), products.device)) for n, g in zip(names, parts, strict=True)}
+        return found | {"": sum(found.values())}
 
     def _vector(self, names: tuple[str, ...], device: torch.device) -> Tensor:
         """Return the changes of some layers as one vector (N,) float64."""

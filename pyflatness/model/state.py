@@ -349,4 +349,4 @@ def put_back(kept: Iterable[tuple[Container, Container]]) -> None:
             if _is_same(held, before):
                 continue
         held.clear()
-        (held.extend if isinstance(held, list | deque) else held.update)(before)  # type: ignore[arg-type]
+        (held.extend if isinstance(held, list | deque) else held.update)(before)

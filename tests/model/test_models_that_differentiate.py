@@ -169,3 +169,30 @@ def test_a_derivative_that_has_no_weight_in_the_outputs_changes_nothing() -> Non
     assert report["inner", "trace"].method == "ggn"
     hessian = truth.layer_hessian(model, LOSS, x, y, "inner")
     assert report["inner", "trace"].value == pytest.approx(truth.trace_of(hessian))
+
+
+@pytest.mark.parametrize("name", ["energy and forces, tanh", "forces alone, relu"])
+def test_the_cost_of_a_change_is_that_of_the_parameter(name: str) -> None:
+    model = CASES[name]()
+    x, y = data_of(model)
+    changes = {layer: 1e-3 * normal(2, *model.get_parameter(f"{layer}.weight").shape) for layer in ("inner", "out")}
+    report = pf.cost_of_change(model, LOSS, (x, y), changes)
+    for layer in ("inner", "out", ""):
+        chosen = {f"{n}.weight": change for n, change in changes.items() if layer in ("", n)}
+
+        def risk(step, chosen=chosen):
+            moved = {n: model.get_parameter(n).detach() + step * change for n, change in chosen.items()}
+            return risk_of(model, x, y, **moved)
+
+        zero = torch.zeros((), dtype=torch.float64)
+        first = float(torch.autograd.functional.jacobian(risk, zero))
+        second = float(torch.autograd.functional.hessian(risk, zero)) / 2
+        assert report[layer, "gradient_of_change"].value == pytest.approx(first, rel=1e-9)
+        assert report[layer, "cost_of_change"].value == pytest.approx(second, rel=1e-9)
+        assert report[layer, "loss_change"].value == pytest.approx((risk(1.0) - risk(0.0)).item(), rel=1e-9)
+
+
+def test_a_plan_of_the_calls_alone_is_refused() -> None:
+    model = CASES["energy and forces, tanh"]()
+    with pytest.raises(pf.errors.InputError, match="in which the weight is used again, and the cost of all pairs"):
+        pf.allocate(model, LOSS, data_of(model), ["int4", "int8"], bits=6)
