@@ -103,9 +103,9 @@ class Head:
 
     def established(self, batch: Any) -> bool:
         """Return whether the layer is the head, judged by one sample of a batch; its name is known afterwards."""
-        sample = take(batch, _SECOND) if size(batch) > 1 else batch  # it has lost what was in front of it and behind
         with calling.Calls(self._candidates) as calls, calling.dry_run():
-            try:
+            try:  # one that has lost what was in front of it and behind
+                sample = take(batch, _SECOND) if size(batch) > 1 else batch
                 outputs, targets = self._task.run(sample)
             except Exception as error:
                 # Not a batch that one sample can be cut from; an error of the model's own comes again.

@@ -19,7 +19,7 @@ from .errors import InputError
 from .losses import auto
 from .messages import shown, unknown_argument
 from .model import calling, fingerprint, shards, spread, state
-from .model.data import Batches, first, leaves
+from .model.data import Batches, Whole, first, leaves
 from .numerics.meeting import joined
 from .numerics.ranks import ALONE, Ranks
 from .options import EVERY, How, MeasureHow, Options, check_flag, check_function, check_progress
@@ -214,6 +214,7 @@ def session(
     resolved = None if auto.is_auto(loss) else losses.resolve(loss, reduction)
     if forward is not None:
         check_function("forward", forward, "(model, batch) -> (outputs, targets)")
+        forward = calling.of_user(forward)
     progress, in_eval = check_progress(how), check_flag("eval", how.get("eval", False))
     options = options or Options()
     with (
@@ -233,9 +234,17 @@ def session(
         )
         resolved = resolved or auto.of_model(module, batches.peek(), reduction)
         checked = Checked(module, resolved, forward, random)
+        batches.count_by = functools.partial(_count, module, checked)
         if not parallel.alone:
             _check_same_outputs(parallel, module, batches, checked)
         yield Task(module, resolved, batches, checked, options, progress)
+
+
+def _count(model: nn.Module, forward: calling.Forward, batch: Whole) -> int:
+    """Return the samples of a batch that is not cut, which are those of the model's outputs."""
+    with calling.aside(), torch.no_grad():
+        outputs, _ = calling.run(model, batch, forward)
+    return len(outputs) if outputs.ndim else 0
 
 
 def _check_same(ranks: Ranks, model: nn.Module, loss: losses.Loss | None, options: Options, reads: int) -> None:

@@ -180,7 +180,7 @@ def verify(
 
         def risk() -> Tensor:
             with random.watched():
-                return _risk(module, truth_loss, batch64, how.get("forward"), known=task.loss.known)
+                return _risk(module, truth_loss, batch64, calling.of_user(how.get("forward")), known=task.loss.known)
 
         if isinstance(target, uses.Use):
             with uses.attached({estimate.layer: target}):

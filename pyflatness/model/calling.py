@@ -201,12 +201,20 @@ def run(
     return result
 
 
+def of_user(forward: Forward | None) -> Forward | None:
+    """Return the user's ``forward``, which takes batches that are not cut as the user has them."""
+    if forward is None:
+        return None
+    return lambda model, batch: forward(model, batch.batch if isinstance(batch, data.Whole) else batch)
+
+
 def _run(model: nn.Module, batch: Any, forward: Forward | None, tensor: Callable[[Any], Tensor]) -> tuple[Tensor, Any]:
     if forward is not None:
         result = forward(model, batch)
         if not isinstance(result, tuple) or len(result) != 2:
             raise InputError(f"forward: a pair (outputs, targets) is wanted, got {type(result).__name__}")
         return tensor(result[0]), result[1]
+    batch = batch.batch if isinstance(batch, data.Whole) else batch
     if isinstance(batch, Mapping) and ("labels" in batch or hugging_face.inner(model) is not None):
         prepared = hugging_face.prepared(model, batch)
         return arranged(model(**prepared.inputs), prepared, tensor)

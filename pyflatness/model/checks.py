@@ -35,6 +35,15 @@ def _check_kind(name: str, module: nn.Module, *, spread: bool) -> None:
             f"model: {what} compiled by torch.jit ({type(module).__name__}), which calls its layers past all hooks; "
             "pass the nn.Module that it was made from, with the same weights (load_state_dict)"
         )
+    if "_torch_params" in module._modules and any(
+        kind.__module__.startswith("keras.") for kind in type(module).__mro__
+    ):
+        what = f"{name!r} is" if name else "it is"
+        raise InputError(
+            f"model: {what} a Keras model ({type(module).__name__}), whose layers read variables of Keras's own and "
+            "not the parameters of modules, so that what functional_call puts in for these has no effect; "
+            "write it with torch's layers, whose weights are Keras's kernels transposed"
+        )
     if type(module).__name__ == "FullyShardedDataParallel":
         what = f"{name!r} is" if name else "it is"
         raise InputError(

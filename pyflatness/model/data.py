@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -44,6 +45,7 @@ class Batches:
     ) -> None:
         self._device, self._shown, self._ordered, self.shard = device, shown, ordered, WHOLE
         self.say: Callable[[str], None] = lambda text: None
+        self.count_by: Callable[[Whole], int] | None = None  # counts the samples of a batch that is not cut
         self._tensors: tuple[Tensor, ...] = ()
         if isinstance(data, tuple) and data and isinstance(data[0], (Tensor, np.ndarray)):
             self._tensors = _parts(data)
@@ -88,7 +90,15 @@ class Batches:
                     batch = next(source)
                 except StopIteration:
                     return
-            yield batch
+            yield self._whole(batch)
+
+    def _whole(self, batch: Any) -> Any:
+        """Return a batch, as one that is not cut where it has to be."""
+        if self.count_by is None or not any(map(_holds_tensors, leaves(batch))):
+            return batch
+        whole = to_device(Whole(batch), self._device)
+        whole.samples = self.count_by(whole)
+        return whole
 
     def __len__(self) -> int:
         """Return the number of batches; 0 if the data cannot tell."""
@@ -127,7 +137,7 @@ class Batches:
                 if samples > 0:
                     empty = False
                     if self._compared:
-                        read.add(with_samples(batch, samples), samples)
+                        read.add(with_samples(batch, samples), samples, whole=isinstance(batch, Whole))
                     yield to_device(batch, self._device)
                 advance(1, "")
         if empty:
@@ -264,14 +274,76 @@ def _checked_size(batch: Any, number: int) -> int:
 
 
 def with_samples(batch: Any, samples: int) -> Iterator[Tensor]:
-    """Return the tensors of a batch that have its samples in dimension 0."""
+    """Return the tensors of a batch that have its samples in dimension 0, or of one that is not cut all, each a row."""
+    if isinstance(batch, Whole):
+        yield from (tensor.reshape(1, -1) for tensor in batch.tensors)
+        return
     for part in leaves(batch):
         if isinstance(part, Tensor) and part.ndim and len(part) == samples:
             yield part
 
 
+class Whole:
+    """Hold a batch that is not cut: of objects that hold tensors in ways of their own, as a batch of graphs does.
+
+    Its samples are those of the model's outputs.
+    """
+
+    def __init__(self, batch: Any, samples: int = 0) -> None:
+        self.batch, self.samples = batch, samples
+        self.tensors: list[Tensor] = []
+        _mapped(self.tensors.append, batch)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "Whole":
+        """Return the batch with every tensor in it changed, or itself where none is."""
+        changed = {id(tensor): change(tensor) for tensor in self.tensors}
+        if all(changed[id(tensor)] is tensor for tensor in self.tensors):
+            return self
+        return Whole(_mapped(lambda tensor: changed.get(id(tensor), tensor), self.batch), self.samples)
+
+
+class NotCutError(InputError):
+    """Say that some samples of a batch were wanted that is not cut."""
+
+    def __init__(self, batch: Any) -> None:
+        super().__init__(
+            f"data: some samples of a batch are wanted by themselves here, and a {type(batch).__name__} that holds its "
+            "tensors in a way of its own is not cut; pass smaller batches, down to one sample each"
+        )
+
+
+class _Changing(TorchFunctionMode):
+    """Have a deep copy of an object hold, inside, what ``change`` makes of each tensor in the place of copies."""
+
+    def __init__(self, change: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self._change = change
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._change(args[0]) if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
+
+
+def _mapped(change: Callable[[Tensor], Any], batch: Any) -> Any:
+    """Return a copy of any object with its tensors changed."""
+    with _Changing(change):
+        return copy.deepcopy(batch)
+
+
+def _holds_tensors(leaf: Any) -> bool:
+    """Return whether an object that is no tensor holds some."""
+    if leaf is None or isinstance(leaf, (Tensor, str, bytes, int, float, complex, np.ndarray, np.generic)):
+        return False
+    try:
+        return bool(Whole(leaf).tensors)
+    except Exception:  # it cannot be copied
+        return False
+
+
 def leaves(batch: Any, holders: tuple[Any, ...] = ()) -> Iterator[Any]:
     """Return what is in a batch, whatever holds it."""
+    if isinstance(batch, Whole):
+        yield from batch.tensors
+        return
     if isinstance(batch, Tensor) or not isinstance(batch, (tuple, list, Mapping)):
         yield batch
         return
@@ -285,6 +357,8 @@ def size(batch: Any) -> int:
     """Count the samples of a batch: entries of dimension 0 of its ``labels``, or first tensor (-1 if it holds none)."""
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.ndim else -1
+    if isinstance(batch, Whole):
+        return batch.samples
     parts: Iterable[Any] = ()
     if isinstance(batch, (tuple, list)):  # asked first: it is asked often
         parts = batch
@@ -312,6 +386,8 @@ def map_tensors(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
     """Apply ``change`` to every tensor of a batch; tuples, lists and mappings keep their type."""
     if isinstance(batch, Tensor):
         return change(batch)
+    if isinstance(batch, Whole):
+        return batch.mapped(change)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(map_tensors(change, part) for part in batch))
     if isinstance(batch, (tuple, list)):
@@ -329,12 +405,20 @@ def part(batch: Any, start: int, stop: int) -> Any:
     samples = size(batch)
     if stop - start == samples:
         return batch
+    check_cut(batch)
     return map_tensors(lambda held: held[start:stop] if held.ndim and len(held) == samples else held, batch)
+
+
+def check_cut(batch: Any) -> None:
+    """Raise for a batch that is not cut."""
+    if isinstance(batch, Whole):
+        raise NotCutError(batch.batch)
 
 
 def take(batch: Any, index: Tensor) -> Any:
     """Return samples of a batch by their places in it, which may come more than once."""
     samples = size(batch)
+    check_cut(batch)
     return map_tensors(lambda held: held[index.to(held.device)] if held.ndim and len(held) == samples else held, batch)
 
 
@@ -360,6 +444,8 @@ def rows_of(tensor: Tensor, samples: int, index: Tensor) -> Tensor:
 
 def described(batch: Any) -> str:
     """Return in words what is in a batch: shapes and dtypes of tensors, types of all else."""
+    if isinstance(batch, Whole):
+        return described(batch.batch)
     if isinstance(batch, Tensor):
         return f"{tuple(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
     if isinstance(batch, Mapping):
@@ -384,5 +470,5 @@ def copied(batch: Any) -> Any:
 
 
 def first(batch: Any, count: int) -> Any:
-    """Return the first ``count`` samples of a batch."""
-    return part(batch, 0, count)
+    """Return the first ``count`` samples of a batch, or all of one that is not cut."""
+    return batch if isinstance(batch, Whole) else part(batch, 0, count)

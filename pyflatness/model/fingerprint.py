@@ -27,8 +27,11 @@ class Fingerprint:
         self._sum: Tensor | int = 0
         self._in_order: Tensor | int = 0
 
-    def add(self, tensors: Iterator[Tensor], samples: int) -> None:
-        """Take in a batch: those of its tensors that have the samples in dimension 0."""
+    def add(self, tensors: Iterator[Tensor], samples: int, *, whole: bool = False) -> None:
+        """Take in a batch: those of its tensors that have the samples in dimension 0, or as a ``whole`` that has them.
+
+        Of the latter another order, and other batches of the same samples, cannot be told from other samples.
+        """
         shapes, number = [], None
         for tensor in tensors:
             shapes.append(tensor.shape[1:])
@@ -40,7 +43,7 @@ class Fingerprint:
             self._sum = self._sum + number.sum()
             self._in_order = self._in_order + _mixed(number + _mixed(places)).sum()
         self._samples += samples
-        self._shapes.add(tuple(shapes))
+        self._shapes |= {tuple(shapes), ()} if whole else {tuple(shapes)}
 
     def __str__(self) -> str:
         """Return what two reads of the same samples share, in any order."""

@@ -37,6 +37,8 @@ class Inputs:
 def first_floating(batch: Any, by_user: bool) -> Tensor | None:
     """Return the first floating-point tensor among the inputs of a batch that has its samples in dimension 0."""
     samples = data.size(batch)
+    if isinstance(batch, data.Whole):  # which of its tensors are inputs is not known
+        return None
     if isinstance(batch, Mapping):
         parts = [part for key, part in batch.items() if key != "labels"]
     elif isinstance(batch, (tuple, list)) and len(batch) > 1:

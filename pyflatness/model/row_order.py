@@ -1,9 +1,42 @@
-"""Find rows of one tensor among those of another that shares its memory."""
+"""Know where rows are: those of each sample among all of a tensor's, and of one tensor in another's memory."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
+
+
+@dataclass(frozen=True)
+class SampleRows:
+    """Say which sample each row of a tensor belongs to, where samples have different numbers of rows, in any order."""
+
+    sample: Tensor  # (r,) of each row
+    rank: Tensor  # (r,) the place of each among those of its sample
+    place: Tensor  # (n, P) the row that is laid out there; r where there is none
+
+    @classmethod
+    def of(cls, sample: Tensor, samples: int, **besides: Any) -> Self:
+        """Return the rows of so many samples, of each row's (r,)."""
+        of_sample, order = sample.sort(stable=True)
+        counts = torch.bincount(sample, minlength=samples)
+        starts = counts.cumsum(0) - counts
+        rank = torch.empty_like(order)
+        rank[order] = torch.arange(len(sample), device=sample.device) - starts[of_sample]
+        place = sample.new_full((samples, int(counts.max())), len(sample))
+        place[sample, rank] = torch.arange(len(sample), device=sample.device)
+        return cls(sample, rank, place, **besides)
+
+    def laid_out(self, rows: Tensor) -> Tensor:
+        """Return rows (r, …) as (n, P, …), padded with zeros."""
+        padded = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
+        laid_out: Tensor = padded.index_select(0, self.place.flatten()).unflatten(0, self.place.shape)
+        return laid_out
+
+    def taken_back(self, laid_out: Tensor) -> Tensor:
+        """Return the rows (r, …) of (n, P, …); undoes :meth:`laid_out`."""
+        return laid_out[self.sample, self.rank]
 
 
 def order_in_memory(outputs: Tensor, output: Tensor) -> Tensor | None:

@@ -3,14 +3,21 @@
 A measurement needs each sample's own positions. Most layers keep samples in dimension 0, but models flatten them
 (n T, m), cut windows (n W, P, m), or go position first (T, n, m). A layout says how; it is found by sending cotangents
 from some samples only: they must reach none of the others' rows.
+
+Of a batch that is not cut, as one of graphs, a sample may have any rows. There the cotangents are sent from all samples
+once as they are and once more multiplied by a power of two, which is a digit of the sample's number. Whatever is behind
+a row, what arrives there is multiplied by exactly this power, if it comes from one sample.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..model.row_order import SampleRows
 
 
 @dataclass(frozen=True)
@@ -28,9 +35,106 @@ class Layout:
         first: Tensor = split.movedim((own, self.dim + 1 - self.inner), (0, 1))
         return first
 
+    def entries(self, tensor: Tensor, samples: int) -> int:
+        """Return how many entries a sample has where a tensor is laid out so."""
+        return tensor.numel() // samples
+
     def fits(self, tensor: Tensor, samples: int) -> bool:
         """Return whether a tensor of a batch of so many samples can be laid out so."""
         return self.dim < tensor.ndim and tensor.shape[self.dim] % samples == 0
+
+
+@dataclass(frozen=True)
+class ByRow(Layout):
+    """Say which sample each row of a layer's calls is of, rows being places in the first ``dims`` dimensions."""
+
+    dims: int = 1
+    rows: Mapping[int, SampleRows] = field(default_factory=dict)  # of the calls, by how many rows they have
+    sure: bool = True  # whether every row answers to a sample
+
+    def samples_first(self, tensor: Tensor, samples: int) -> Tensor:
+        """Return (n, P, …), a sample's rows one after another, padded with zeros."""
+        flat = tensor.flatten(0, self.dims - 1)
+        return self.rows[len(flat)].laid_out(flat)
+
+    def entries(self, tensor: Tensor, samples: int) -> int:
+        """Return how many entries a sample has where a tensor is laid out so, padding included."""
+        return self.present(tensor).shape[1] * math.prod(tensor.shape[self.dims :])
+
+    def present(self, tensor: Tensor) -> Tensor:
+        """Return which of the rows that are laid out for a tensor, (n, P), are no padding."""
+        count = math.prod(tensor.shape[: self.dims])
+        return self.rows[count].place < count
+
+    def fits(self, tensor: Tensor, samples: int) -> bool:
+        """Return whether it is known of which sample a tensor's rows are."""
+        return math.prod(tensor.shape[: self.dims]) in self.rows
+
+
+Sent = Callable[[Tensor], Mapping[str, Sequence[Tensor]]]
+"""Send a cotangent of the outputs back, and return what arrives at the output of each call of some layers."""
+
+
+def by_row(layouts: Mapping[str, ByRow], cotangent: Tensor, send: Sent) -> dict[str, tuple[ByRow, ...]]:
+    """Return which sample each row is of; a layer has no layout if one of its rows answers to several.
+
+    A row that nothing arrives at, as behind a ReLU that is off, is taken with the one in front of it.
+    """
+    samples, base = len(cotangent), _DIGITS if torch.finfo(cotangent.dtype).max > 1e30 else _FEW_DIGITS
+    numbers = torch.arange(samples, device=cotangent.device)
+    arrived = {name: [(_flat(part, layouts[name].dims)) for part in parts] for name, parts in send(cotangent).items()}
+    largest = {name: [part.abs().argmax(dim=1, keepdim=True) for part in parts] for name, parts in arrived.items()}
+    found = {
+        name: [torch.zeros(len(part), dtype=torch.int64, device=part.device) for part in parts]
+        for name, parts in arrived.items()
+    }
+    mixed = {name: numbers.new_zeros((), dtype=torch.bool) for name in arrived}
+    place = 1
+    while place < samples:
+        powers = torch.exp2((numbers // place % base - base // 2).to(cotangent.dtype))
+        for name, parts in send(cotangent * powers.view(-1, *(1,) * (cotangent.ndim - 1))).items():
+            for call, part in enumerate(parts):
+                whole, at = arrived[name][call], largest[name][call]
+                size, coded = whole.gather(1, at), _flat(part, layouts[name].dims)
+                power = torch.where(size == 0, 0.0, (coded.gather(1, at) / size).log2().round())
+                digits = power.squeeze(1) + base // 2
+                off = (coded - whole * power.exp2()).abs() > coded.abs().amax(dim=1, keepdim=True) * _near(coded.dtype)
+                mixed[name] |= off.any() | ~((digits >= 0) & (digits < base)).all()
+                found[name][call] += digits.nan_to_num(0).long() * place
+        place *= base
+    rows: dict[str, tuple[ByRow, ...]] = {}
+    for name, parts in arrived.items():
+        owners = [_filled(own, part.any(dim=1)) for part, own in zip(parts, found[name], strict=True)]
+        sure = all(bool(part.any(dim=1).all()) for part in parts)
+        known = {len(own): own for own in owners}
+        one = all(own.equal(known[len(own)]) for own in owners)
+        in_range = all(bool((own < samples).all()) for own in owners)
+        laid_out = {count: SampleRows.of(own, samples) for count, own in known.items()} if in_range else {}
+        rows[name] = (
+            (ByRow(dims=layouts[name].dims, rows=laid_out, sure=sure),)
+            if one and in_range and not bool(mixed[name])
+            else ()
+        )
+    return rows
+
+
+_DIGITS, _FEW_DIGITS = 32, 4  # of a sample's number in one cotangent, as far as powers of two go in a dtype
+
+
+def _flat(tensor: Tensor, dims: int) -> Tensor:
+    """Return the rows that a gradient has in its first dimensions, (rows, entries); NaN is taken for 0."""
+    return tensor.flatten(0, dims - 1).flatten(1).nan_to_num(0.0, 0.0, 0.0)
+
+
+def _filled(owners: Tensor, known: Tensor) -> Tensor:
+    """Return each row's number, that of the last known row in front of it (or the first one) where it has none."""
+    places = torch.where(known, torch.arange(len(known), device=known.device), -1).cummax(dim=0).values
+    return owners[torch.where(places < 0, known.int().argmax(), places)]
+
+
+def _near(dtype: torch.dtype) -> float:
+    """Return how far, relatively, two numbers may be apart that are the same but for rounding."""
+    return math.sqrt(torch.finfo(dtype).eps)
 
 
 def candidates(shape: Sequence[int], samples: int, dims: int) -> Iterator[Layout]:

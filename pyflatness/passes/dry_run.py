@@ -16,7 +16,7 @@ from ..model.uses import Use, besides
 from ..numerics.directions import Directions
 from . import batch_layout, kept_rows, linearity
 from .accounting import account
-from .batch_layout import Layout, check_outputs
+from .batch_layout import ByRow, Layout, check_outputs
 from .guards import agree, check_of_user, rounding
 from .recorder import RecordedCall, Recorder
 
@@ -66,7 +66,8 @@ def run(
     check_uses(modules, recorder, users)
     # Of one sample that stands elsewhere in the batch, if the model takes it: its outputs have to be the same there.
     one = [data.part(batch, 1, 2)] if cuttable and samples > 1 else []
-    found_uses = account(model, modules, recorder, [*one, data.part(batch, start, start + count)], forward)
+    several = data.part(batch, start, start + count) if cuttable else batch
+    found_uses = account(model, modules, recorder, [*one, several], forward)
     uses.note_flat(model, found_uses.flat)
     besides.note({modules[name]: found_uses.elsewhere.get(name, "") for name in recorder.calls})
     if samples == 1:  # else samples that run alone show it
@@ -76,7 +77,8 @@ def run(
     once = kept_rows.repeated(outputs, users, lookups, count)
     for name in once:
         recorder.share(name, shared=True)
-    layouts = {name: found for name, found in layouts_of(recorder, count).items() if name not in once}
+    whole = isinstance(batch, data.Whole)
+    layouts = {name: found for name, found in layouts_of(recorder, count, whole=whole).items() if name not in once}
     narrowed = narrow(outputs, users, recorder, layouts, count, lookups) | dict.fromkeys(once, (Layout(),))
     mixed = lookups.keys() - narrowed.keys()
     if mixed:
@@ -87,7 +89,7 @@ def run(
         mixed = {name for name in mixed if not _repeatable(recorder, name, outputs, count, again)}
         outputs, stored, largest = again()
         users, once = linearity.users_of(outputs), set()
-        narrowed = narrow(outputs, users, recorder, layouts_of(recorder, count), count, mixed)
+        narrowed = narrow(outputs, users, recorder, layouts_of(recorder, count, whole=whole), count, mixed)
     received = sum(
         call.output.numel() * call.output.element_size() * (count if name in once else 1)
         for name, made in recorder.calls.items()
@@ -110,13 +112,13 @@ def places_of(module: nn.Module, calls: Sequence[RecordedCall], samples: int) ->
     return sum(call.output.numel() for call in calls) // (samples * len(layers.without_entries(module)))
 
 
-def layouts_of(recorder: Recorder, samples: int) -> dict[str, tuple[Layout, ...]]:
-    """Return the layouts that layers which ran may have, by the shapes of their outputs."""
-    found = {}
+def layouts_of(recorder: Recorder, samples: int, *, whole: bool = False) -> dict[str, tuple[Layout, ...]]:
+    """Return the layouts that layers which ran may have, by the shapes of their outputs; ``whole`` is not cut."""
+    found: dict[str, tuple[Layout, ...]] = {}
     for name, calls in recorder.calls.items():
         output, kinds = calls[0].output, [call.kind for call in calls]
         dims = min(1 if kind.class_dim == 1 else output.ndim - kind.row_dims for kind in kinds)
-        found[name] = tuple(batch_layout.candidates(output.shape, samples, dims))
+        found[name] = (ByRow(dims=dims),) if whole else tuple(batch_layout.candidates(output.shape, samples, dims))
     return found
 
 
@@ -155,14 +157,23 @@ def narrow(
     halves if need be; none does where the graph shows what would come of it.
     """
     if samples == 1 or not layouts:
-        return dict(layouts)
+        return {
+            name: (Layout(),) if several and isinstance(several[0], ByRow) else several
+            for name, several in layouts.items()
+        }
     shown = kept_rows.in_place(outputs, users, {name: recorder.calls[name] for name in layouts}, samples)
     left = {name: (Layout(),) if name in shown else several for name, several in layouts.items()}
-    asked = [name for name in layouts if name not in shown]
-    if not asked:
-        return left
-    place = torch.arange(samples, device=outputs.device)
+    by_row = {name: several[0] for name, several in left.items() if several and isinstance(several[0], ByRow)}
+    asked = [name for name in layouts if name not in shown | by_row.keys()]
     cotangent = Directions().like(outputs)
+    if by_row:
+        left |= batch_layout.by_row(by_row, cotangent, lambda sent: recorder.gradients(outputs, sent, by_row))
+        for name in by_row:
+            if not left[name] and name not in may_mix:
+                raise batch_layout.mixed(name, recorder.calls[name][0].output.shape, samples)
+    if not asked:
+        return {name: several for name, several in left.items() if several}
+    place = torch.arange(samples, device=outputs.device)
     for number, senders in enumerate((place % 2 == 0, place % 2 == 1, place < samples // 2, place >= samples // 2)):
         if number == 2 and (samples == 2 or all(len(left[name]) == 1 for name in asked if name in left)):
             break

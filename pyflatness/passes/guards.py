@@ -233,7 +233,7 @@ _TO_PYTHON = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist",
 
 def check_of_user(error: Exception) -> None:
     """Raise an error again that is none of the user's code: one of ours, or what a signal's handler raised."""
-    if isinstance(error, FlatnessError):
+    if isinstance(error, FlatnessError) and not isinstance(error, data.NotCutError):
         raise error
     interrupts.pass_on(error)
 
@@ -261,7 +261,7 @@ def two_alone(
     samples = data.size(batch)
     # Two that have lost what was in front of them, or behind.
     two = torch.tensor([1, samples - 1], dtype=torch.int64, device="cpu")
-    found = alone(data.take(batch, two), run) if samples > 2 else None
+    found = alone(data.take(batch, two), run) if samples > 2 and not isinstance(batch, data.Whole) else None
     if found is None:
         return unchecked
     before = read(*found)
@@ -488,7 +488,13 @@ class Checked:
     def _check_decisions(self, model: nn.Module, batch: Any, outputs: Tensor) -> None:
         """Raise if samples of a batch have other outputs by themselves: many of some batches, one of each other."""
         samples, self._batches = data.size(batch), self._batches + 1
-        if outputs.is_meta or outputs.ndim == 0 or samples < 2 or len(outputs) % samples:
+        if (
+            outputs.is_meta
+            or outputs.ndim == 0
+            or samples < 2
+            or len(outputs) % samples
+            or isinstance(batch, data.Whole)
+        ):
             return
         is_power_of_two = self._batches & (self._batches - 1) == 0
         count = min(samples, _ALONE)

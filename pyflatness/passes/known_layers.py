@@ -179,9 +179,16 @@ class KnownLayers:
             return True
         return False
 
-    def narrow(self, outputs: Tensor, users: linearity.Users, samples: int) -> None:
-        """Hold the layouts against a run, wherever lengths or the order of rows could differ from before."""
+    def narrow(self, outputs: Tensor, users: linearity.Users, samples: int, *, whole: bool) -> None:
+        """Hold the layouts against a run, wherever lengths or the order of rows could differ from before.
+
+        Of a batch that is ``whole``, and not cut, they are those of this run alone.
+        """
         made = self._recorder.calls
+        if whole:
+            possible = dry_run.layouts_of(self._recorder, samples, whole=True)
+            self._layouts |= dry_run.narrow(outputs, users, self._recorder, possible, samples)
+            return
         gathered = len(outputs) != samples or self._order_matters
         doubtful = {
             name: layouts

@@ -21,6 +21,7 @@ from ..model.kinds.deviations import ULPS, Deviations
 from ..numerics import accumulate
 from ..numerics.accumulate import non_finite, omits
 from . import cotangents
+from .batch_layout import ByRow
 from .cotangents import Cotangents
 from .runner import Run, Runner
 
@@ -155,7 +156,15 @@ def _by_sample(run: Run, name: str) -> Tensor:
 
 def _counted(run: Run, name: str, used: Tensor, rows: int, pointwise: bool) -> Tensor:
     """Return which of a layer's rows count, (n, rows)."""
-    routes = [call.route for call in run.calls(name) if call.route is not None]
+    layout, routes = run.layouts[name], [call.route for call in run.calls(name) if call.route is not None]
+    if isinstance(layout, ByRow):
+        if not layout.sure and not bool(used.any(dim=1).all()):
+            raise InputError(
+                f"layer {name!r}: nothing comes back to some of its rows, so that it is not known whether they are of "
+                "a sample without a target, which normalize='std' would leave out; leave such samples out of the data"
+            )
+        present = torch.cat([layout.present(call.output) for call in run.calls(name)], dim=1)
+        return present.repeat_interleave(rows // present.shape[1], dim=1) & used.any(dim=1, keepdim=True)
     if not routes:
         return _mask(run, used, rows, pointwise)
     tokens = [route.tokens for route in routes]

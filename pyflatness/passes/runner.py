@@ -274,7 +274,7 @@ class Runner:
         if known.find_otherwise_used(users) or known.find_without_path(outputs, users, batch):
             return None
         if self._by_sample:
-            known.narrow(outputs, users, samples)
+            known.narrow(outputs, users, samples, whole=isinstance(batch, data.Whole))
         if self._certify and self._is_sampled(outputs, samples):
             self._certificate.reasons |= dict.fromkeys(
                 recorder.calls.keys() - self._certificate.reasons, linearity.UNASKED

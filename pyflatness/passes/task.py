@@ -104,6 +104,7 @@ class Task:
         found = shards.batches(
             other, state.device(self.model), self.batches.shard.ranks, reads=reads, shown=self.progress
         )
+        found.count_by = self.batches.count_by
         return replace(self, batches=found)
 
     def unite(self) -> None:

@@ -84,7 +84,8 @@ class Activations:
 
     def products(self, name: str) -> int:
         """Return how many Hessian products a layer's exact values take: one for each entry of a sample's outputs."""
-        return sum(call.output.numel() for call in self._run.calls(name)) // self._run.samples
+        run = self._run
+        return sum(run.layouts[name].entries(call.output, run.samples) for call in run.calls(name))
 
     def by_hessian(
         self, name: str, gradients: Sequence[Tensor], signs: Signs | None, stream: int, most: int

@@ -147,6 +147,7 @@ def _undisturbed(run: Run) -> Iterator[None]:
 
 def _changed_samples(run: Run, change: Callable[[Tensor], Any]) -> Any:
     """Return the run's batch with every tensor that holds its samples changed."""
+    data.check_cut(run.batch)
     return data.map_tensors(lambda held: change(held) if held.ndim and len(held) == run.samples else held, run.batch)
 
 

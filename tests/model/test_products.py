@@ -93,8 +93,19 @@ PRODUCTS = {  # by name: what is done, the weight's shape, the weight as (groups
         lambda w: w[0].transpose(1, 2)),
     "matmul of each and one input": (lambda net, x: (x.unsqueeze(1) @ net.w).transpose(1, 2).flatten(2), (2, 4, 3),
         lambda w: w.transpose(1, 2).flatten(0, 1)[None]),
+    "entry by entry": (lambda net, x: F.pad(x * net.w, (0, 2)), (3, 4), lambda w: w.reshape(12, 1, 1)),
+    "a row of each feature": (lambda net, x: (net.w * x[..., None]).sum(2), (4, 6), lambda w: w[..., None]),
+    "the same, with a bias": (lambda net, x: torch.addcmul(net.bias, net.w, x[..., None]).sum(2), (4, 6),
+        lambda w: w[..., None]),
+    "of an ensemble": (
+        lambda net, x: F.pad((x[:, None].expand(-1, 2, -1, -1) * net.w[:, None]).sum(1), (0, 2)), (2, 4),
+        lambda w: w.reshape(8, 1, 1)),
 }  # fmt: skip
-BIASES = {"baddbmm": {"b": (6,)}, "baddbmm of each": {"bias_of_each": (2, 1, 3)}}
+BIASES = {
+    "the same, with a bias": {"bias": (4, 6)},
+    "baddbmm": {"b": (6,)},
+    "baddbmm of each": {"bias_of_each": (2, 1, 3)},
+}
 
 
 def using(name):
@@ -197,6 +208,8 @@ OTHERWISE = {
         2), (2, 2, 3), "einsum with an ellipsis for the weight"),
     "by vectors": (lambda net, x: torch.einsum("nqm,m->nq", x, net.w[0])[..., None] * net.b, (2, 4),
         "einsum over other indices"),
+    "masked": (lambda net, x: x @ (net.w * torch.ones(4, 6).double()), (4, 6),
+        "mul with what has no dimension for samples"),
     "columns": (lambda net, x: x @ net.w[:, :6], (4, 8), "an operation on a part of it"),
     "rows": (lambda net, x: F.linear(x, net.w[2:]), (8, 4), "an operation on a part of it"),
 }  # fmt: skip

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import calling
+from ..row_order import SampleRows
 from .replaced import Replaced
 from .watched import Watched
 
@@ -46,39 +47,15 @@ def compute_plainly(module: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class Route:
+class Route(SampleRows):
     """Say which tokens come to one expert, and where they are laid out."""
 
-    pairs: Tensor  # (r,) places of its (token, expert) pairs among all T k of them
-    sample: Tensor  # (r,) of each
-    rank: Tensor  # (r,) the place of each among those of its sample
     token: Tensor  # (r,) the place of each among all tokens of its sample
-    samples: int
     tokens: int  # of a sample
-
-    @classmethod
-    def of(cls, pairs: Tensor, experts: int, samples: int, tokens: int) -> "Route":
-        """Return the route of some pairs, in their order, of tokens that are routed to so many ``experts`` each."""
-        sample, token = (pairs // experts).div(tokens, rounding_mode="floor"), (pairs // experts) % tokens
-        counts = torch.bincount(sample, minlength=samples)
-        starts = counts.cumsum(0) - counts
-        rank = torch.arange(len(pairs), device=pairs.device) - starts[sample]
-        return cls(pairs, sample, rank, token, samples, tokens)
-
-    def laid_out(self, rows: Tensor) -> Tensor:
-        """Return the tokens' rows (r, m) as (n, P, m), padded with zeros."""
-        size = int(self.rank.max()) + 1
-        place = self.rank.new_full((self.samples, size), len(rows))
-        place[self.sample, self.rank] = torch.arange(len(rows), device=rows.device)
-        return torch.cat([rows, rows.new_zeros(1, rows.shape[1])])[place]
 
     def of_tokens(self, mask: Tensor) -> Tensor:
         """Return which of the rows that are laid out, (n, P), are of tokens in ``mask``, (n, T)."""
-        return self.laid_out(mask[self.sample, self.token, None]).squeeze(2)
-
-    def taken_back(self, laid_out: Tensor) -> Tensor:
-        """Return the tokens' rows (r, d) of (n, P, d); undoes :meth:`laid_out`."""
-        return laid_out[self.sample, self.rank]
+        return self.laid_out(mask[self.sample, self.token])
 
 
 class Forward(Replaced):
@@ -104,7 +81,7 @@ class Forward(Replaced):
 
     def _mixed(self, tokens: Tensor, index: Tensor, shares: Tensor, samples: int) -> Tensor:
         """Return Σ_k shares_k · expert_k(token), for each token."""
-        experts = index.shape[1]
+        experts, each = index.shape[1], len(tokens) // samples
         if index.is_meta:  # there are no numbers to route by
             index = (torch.arange(index.numel(), device="cpu") % self._count).view(index.shape)
         sorted_index, order = index.flatten().sort(stable=True)
@@ -112,7 +89,12 @@ class Forward(Replaced):
         results = []
         for expert, pairs in enumerate(order[: sum(counts)].split(counts)):
             if len(pairs):
-                route = Route.of(pairs, experts, samples, len(tokens) // samples)
+                route = Route.of(
+                    (pairs // experts).div(each, rounding_mode="floor"),
+                    samples,
+                    token=pairs // experts % each,
+                    tokens=each,
+                )
                 results.append(self._of_expert(expert, tokens[pairs // experts], route))
         elsewhere = len(order) - sum(counts)  # on another device, with which the experts are shared
         results += [tokens.new_zeros(elsewhere, tokens.shape[1])] if elsewhere else []

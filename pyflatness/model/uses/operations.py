@@ -2,7 +2,8 @@
 
 A product is written with an index for each dimension, as in einsum's ``"nqm,mhk->nqhk"``: those of the weight that are
 summed over are its columns, those that the result has its rows. An index that all three have numbers separate matrices,
-the groups of a convolution of one pixel.
+the groups of a convolution of one pixel. They have one row, or one column, where no index says more: a product entry by
+entry is with as many matrices of one entry.
 """
 
 import functools
@@ -168,6 +169,49 @@ def tensordot(kind: type[Tensor], a: Tensor, b: Tensor, dims: Any = 2, out: Tens
     return _product(place, weight, inputs, terms, sizes, lambda a, b, _: torch.tensordot(a, b, dims))
 
 
+def mul(
+    kind: type[Tensor],
+    input: Any,  # noqa: A002
+    other: Any,
+    bias: Tensor | None = None,
+    run: Callable[..., Tensor] = lambda first, second, _: first * second,
+) -> Found | None:
+    """Read a product entry by entry, to which a ``bias`` of the weight's shape may be added."""
+    if not isinstance(input, Tensor) or not isinstance(other, Tensor):
+        return None
+    place = int(isinstance(other, kind))
+    weight, inputs = (other, input) if place else (input, other)
+    shape, terms, sizes = torch.broadcast_shapes(weight.shape, inputs.shape), ["", "", ""], {}
+    for index, back in zip(string.ascii_letters, range(len(shape)), strict=False):
+        of_each = [part.shape[-1 - back] if back < part.ndim else 1 for part in (weight, inputs)]
+        for term, size in enumerate((*of_each, max(of_each))):
+            terms[term] = index * (size > 1) + terms[term]
+        sizes[index] = max(of_each)
+    if not {*terms[1]} - {*terms[0]}:
+        return "with what has no dimension for samples"
+    of_weight, of_inputs, of_result = terms
+    return _product(place, weight, inputs, (of_weight, of_inputs, of_result), sizes, run, bias, shape)
+
+
+def addcmul(
+    kind: type[Tensor],
+    input: Tensor,  # noqa: A002
+    tensor1: Tensor,
+    tensor2: Tensor,
+    *,
+    value: float = 1,
+) -> Found | None:
+    """Read ``input + tensor1 * tensor2``, ``input`` a bias for each entry of the weight."""
+    weight = tensor2 if isinstance(tensor2, kind) else tensor1
+    if input.shape != weight.shape or isinstance(input, kind) or value != 1:
+        return "of other than inputs, a weight and its bias"
+
+    def run(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        return a * b if bias is None else torch.addcmul(bias.view(input.shape), a, b)
+
+    return mul(kind, tensor1, tensor2, input.reshape(-1), run)
+
+
 def _batched(kind: type[Tensor], left: Tensor, right: Tensor, bias: Tensor | None, run: Callable[..., Tensor]) -> Found:
     """Read a product of batches of matrices, of which the weight has several."""
     place, count = int(isinstance(right, kind)), max(left.ndim, right.ndim) - 2
@@ -209,7 +253,8 @@ def _product(
         (of_inputs, groups + columns + kept),
         (of_result, groups + rows + kept),
     )
-    if not rows or not columns or any(sorted(term) != sorted(found) for term, found in parts):
+    several = rows and columns
+    if not (several or groups) or any(sorted(term) != sorted(found) for term, found in parts):
         return "over other indices than those of a layer"
     found = _kept(of_weight, sizes, groups, rows, columns)
     if found is None:
@@ -379,6 +424,12 @@ _READERS: dict[Any, Callable[..., Found | None]] = {
     Tensor.addmm: addmm,
     torch.baddbmm: baddbmm,
     Tensor.baddbmm: baddbmm,
+    torch.mul: mul,
+    Tensor.mul: mul,
+    Tensor.__mul__: mul,
+    Tensor.__rmul__: mul,
+    torch.addcmul: addcmul,
+    Tensor.addcmul: addcmul,
     torch.einsum: einsum,
     torch.tensordot: tensordot,
     F.embedding: _embedding,
