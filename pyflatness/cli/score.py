@@ -58,8 +58,8 @@ _OF_A_LAUNCHER = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 @click.option(
     "--version",
     metavar="TEXT",
-    help="What stands for your code: values stay until it changes, whatever is edited. (with --store)  [default: the "
-    "code itself]",
+    help="What stands for your code: values stay until it changes, whatever is edited. (with --store)  [default: your "
+    "source files]",
 )
 @click.option(
     "--spectrum",

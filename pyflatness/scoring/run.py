@@ -16,7 +16,7 @@ from ..errors import InputError
 from ..measures import named
 from ..messages import printable
 from ..numerics.ranks import ALONE, Ranks
-from . import attached, described, keys, worker
+from . import attached, keys, worker
 from .executors import Serial
 from .store import Store
 from .units import Pair, Request, WorkUnit
@@ -212,14 +212,14 @@ def keep(run: ScoringRun, store: Store, *, retry: bool = False, ends: bool = Fal
     missing = store.ask(setting, {content: run.pairs(name) for content, name in first.items()}, retry=retry)
     jobs = [job for content, pairs in missing.items() for job in run.jobs(first[content], pairs, content)]
     said = tuple(
-        f"{what}: it cannot be described, and values that depend on it are computed anew by each run; pass a version "
-        "(version=, --version) that stands for your code"
+        f"{what}: values that depend on it are computed anew by each run; put it into a file that is imported, or pass "
+        "a version (version=, --version) that stands for your code"
         for what in dict.fromkeys([*code.unknown, *notes])
     )
     if not spectrum:
         return Kept(setting, contents, jobs, said)
     options = {"curvature": run.request.options.curvature, "seed": run.request.options.seed, "k": spectrum}
-    of_all = f"{described.of_json({**key, 'options': {}})} {described.of_json(options)}"
+    of_all = f"{keys.of_json({**key, 'options': {}})} {keys.of_json(options)}"
     there = attached.there(store, "spectrum", of_all, failed=not retry)
     jobs += [
         Job(WorkUnit((), None), run.models[name], content, spectrum=spectrum)
@@ -229,7 +229,7 @@ def keep(run: ScoringRun, store: Store, *, retry: bool = False, ends: bool = Fal
     return Kept(setting, contents, jobs, said, attached.Entry("", "", "spectrum", setup.data.text(), of_all, b""))
 
 
-def _once(unknown: Sequence[str]) -> dict[str, str]:
+def _once(unknown: Sequence[str] | str) -> dict[str, str]:
     """Return what makes a key that no other run has, if there is anything unknown."""
     return {"once": uuid.uuid4().hex} if unknown else {}
 
@@ -238,8 +238,7 @@ def _content(held: Path | nn.Module, version: str | None, unknown: list[str], fo
     """Return the content of a model; add what is unknown of a network in memory, and the folders of its code."""
     if not isinstance(held, nn.Module):
         return keys.of_file(held)
-    about = described.Description(version)
-    facts = keys.of_network(about, held)
-    unknown += about.unknown
-    folders |= about.folders
-    return described.of_json([keys.of_state(held), facts, _once(about.unknown)])
+    found = keys.Described.network(held, version=version)
+    unknown += filter(None, [found.unknown])
+    folders |= found.folders
+    return keys.of_json([keys.of_state(held), found.facts, _once(found.unknown)])

@@ -32,7 +32,7 @@ import torch
 from .. import __version__
 from ..errors import StoreError
 from ..messages import shown
-from . import described, keys
+from . import keys
 from .units import Fit, Held, Pair, Row, kinds
 from .worker import Outcome
 
@@ -266,9 +266,9 @@ class Store:
         with self._explained():
             return self._connection.execute(query, values).fetchall()
 
-    def setting(self, facts: described.Facts) -> int:
+    def setting(self, facts: keys.Facts) -> int:
         """Return the number of a setting, which is noted if it is new."""
-        key, text = described.of_json(facts["key"]), json.dumps(facts, sort_keys=True)
+        key, text = keys.of_json(facts["key"]), json.dumps(facts, sort_keys=True)
         with self.changes() as connection:
             connection.execute("INSERT OR IGNORE INTO settings (key, facts) VALUES (?, ?)", (key, text))
         return int(self.select("SELECT id FROM settings WHERE key = ?", (key,))[0]["id"])
@@ -354,7 +354,7 @@ class Store:
             raise self._damaged(f"values of {content[:16]} in units of others")
         return {Pair.of(json.loads(row["place"]), row["measure"]): _held(row, units[row["unit"]]) for row in found}
 
-    def settings(self) -> dict[int, described.Facts]:
+    def settings(self) -> dict[int, keys.Facts]:
         """Return what is the same for the values of a setting, by its number."""
         return {
             row["id"]: json.loads(row["facts"]) for row in self.select("SELECT id, facts FROM settings ORDER BY id")

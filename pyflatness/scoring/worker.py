@@ -28,7 +28,7 @@ from ..model import calling, state
 from ..model.data import Batches, size, used_up
 from ..numerics.ranks import ALONE, Ranks, is_the_end
 from ..session import session
-from . import checkpoints, cutting, data_specs, described, keys, pretrained, specs
+from . import checkpoints, cutting, data_specs, keys, pretrained, specs
 from .cutting import Cut
 from .units import NO_FIT, Fit, Held, Pair, Request, Row, WorkUnit
 
@@ -256,8 +256,8 @@ class Maker:
         """Return the callable, or the data themselves."""
         return data_specs.resolve(self.maker) if isinstance(self.maker, str) else self.maker
 
-    def described(self) -> Any:
-        """Return what it is, besides what it makes, for a store's keys; nothing of a library's network by name."""
+    def identity(self) -> Any:
+        """Return what it is for a store's keys; None for a library's network, which is what it makes."""
         return None if pretrained.is_named(self.maker) else [self.function(), {**self.arguments}]
 
     def text(self) -> str:
@@ -282,7 +282,7 @@ class Setup:
     request: Request  # what is asked of each checkpoint
     batch_size: int | str | None = None  # most samples of a batch; "auto": half as many where memory does not suffice
     limit: float | None = None  # the first so many samples of the data, or this part of them; None: all
-    fingerprint: described.Facts | None = None  # of the data, which every worker's are held against; None: not kept
+    fingerprint: keys.Facts | None = None  # of the data, which every worker's are held against; None: not kept
     code: keys.Code | None = None  # of model and loss, likewise
     version: str | None = None  # what stands for the user's code; None: it is looked at
 
@@ -331,7 +331,7 @@ class Bench:
     def code(self, folders: Iterable[Path] = ()) -> keys.Code:
         """Return what the user's code is here, with the source files in these folders."""
         setup = self.setup
-        made = None if setup.model is None else setup.model.described()
+        made = None if setup.model is None else setup.model.identity()
         return keys.Code.of(self.network, made, setup.request.loss, setup.data.function(), setup.version, folders)
 
     def check(self) -> None:

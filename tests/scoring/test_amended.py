@@ -89,6 +89,12 @@ def _changed_source(tiny: str, paths: list[Path]) -> dict[str, object]:
     return {"model": f"{other}:Tiny"}
 
 
+def _changed_dtype(tiny: str, paths: list[Path]) -> dict[str, object]:
+    other = Path(tiny).with_name("doubled.py")
+    other.write_text("from tiny import Tiny\n\ndef doubled():\n    return Tiny().double()\n")
+    return {"model": f"{other}:doubled"}
+
+
 def _changed_sample(tiny: str, paths: list[Path]) -> dict[str, object]:
     batches = specs.resolve(f"{tiny}:data")()
     batches[2][0][3, 1] += 1e-3
@@ -99,7 +105,7 @@ CHANGES = {
     "weights": _changed_weight,
     "source of the model": _changed_source,
     "another model": lambda tiny, paths: {"model": f"{tiny}:Curved", "expected": 2},
-    "dtype": lambda tiny, paths: {"model": lambda: specs.resolve(f"{tiny}:Tiny")().double()},
+    "dtype": _changed_dtype,
     "one sample": _changed_sample,
     "targets": lambda tiny, paths: {"data": [(x, (y + 1) % 3) for x, y in specs.resolve(f"{tiny}:data")()]},
     "fewer data": lambda tiny, paths: {"data": specs.resolve(f"{tiny}:data")(count=36)},
