@@ -195,15 +195,6 @@ def _plain(text: str) -> Any:
         return text
 
 
-def numbers(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> tuple[int, ...]:
-    """Return whole numbers above zero that may come several in one, with commas between them."""
-    texts = several(context, parameter, given)
-    odd = next((text for text in texts if not text.isdecimal() or int(text) < 1), None)
-    if odd is not None:
-        raise click.BadParameter(f"{odd!r}: a whole number above zero is wanted, or several with commas between them")
-    return tuple(map(int, texts))
-
-
 def measures(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of measures, which may come several in one, with commas between them."""
     names = several(context, parameter, given)
