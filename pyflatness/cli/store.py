@@ -150,7 +150,7 @@ def add(store: Path, name: str, files: tuple[Path, ...], label: str) -> None:
 @json_option
 def verify(store: Path, as_json: bool) -> None:
     """Check the file of STORE and what is in it; exits with status 1 if something is wrong."""
-    with Store(store, checked=False) as held:
+    with Store(store) as held:
         problems = stores.problems(held)
         orphans = [] if problems else stores.orphans(held)
     if as_json:
