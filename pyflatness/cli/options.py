@@ -33,6 +33,12 @@ def metadata_option(more: str = "") -> Callable[[C], C]:
     return click.option("--metadata", "table", type=PATH, help=what + more)
 
 
+max_loss_option = click.option(
+    "--max-loss",
+    type=float,
+    help="Leave out networks with a larger loss; inf leaves none out.  [default: those at chance, or with a loss above "
+    "five times the median]",
+)
 device_option = click.option("--device", metavar="DEVICE", help="Where the model runs: cpu, cuda, cuda:1, …")
 dtype_option = click.option("--dtype", help="Dtype of the weights, such as bfloat16.  [default: as the model is made]")
 

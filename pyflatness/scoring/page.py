@@ -36,8 +36,8 @@ _BESIDE, _OF_TEST = ("loss", "accuracy"), ("test loss", "gap")
 _FLATNESS = ("relative_flatness", "trace", "scaled_trace", "lambda_max", "sharpness")
 
 HOLLOW = (
-    "Hollow points are models that do not count in the correlations: they were excluded by name, or one of their two "
-    "numbers is missing, and then they are drawn at the left or lower edge."
+    "Hollow points are models that do not count in the correlations: they were excluded by name, are not trained, or "
+    "one of their two numbers is missing, and then they are drawn at the left or lower edge."
 )
 _FEWEST = 5  # networks for an interval
 _TOO_FEW = "too few networks for an interval"
@@ -55,6 +55,7 @@ class Choices:
     against: str | None = None  # what measures are held against; None: the first of :data:`_GAPS` that there is
     test: Any = None  # a table of the same networks on test data; ``gap`` is its loss less that of the models
     exclude: Collection[str] = ()  # names of models that do not count in the correlations
+    max_loss: float | None = None  # of models that count; None: see :meth:`.tables.Networks.untrained`
     interval: str = "bootstrap"  # how the intervals of correlations are made, ``"bootstrap"`` or ``"fisher"``
     histories: Mapping[str, History] = field(default_factory=dict)  # of trainings, by the names to show
 
@@ -94,7 +95,7 @@ def _sections(part: SettingValues, choices: Choices, *, several: bool) -> Iterat
     yield Section(
         f"Values{suffix}",
         (tables.LEGEND,),
-        tables=(tables.values(against.with_test(), "Values by model and layer", (*_BESIDE, *_OF_TEST, *settings)),),
+        tables=(tables.values(against.with_test(), "Values by model and layer", (*_BESIDE, *_OF_TEST), settings),),
     )
     of_layers = charts.profiles(part.records)
     if of_layers.specs:
@@ -115,6 +116,7 @@ class _Against:
     networks: Networks
     y: str
     kept: NDArray[np.bool_]
+    left_out: Mapping[str, str]  # networks that do not count, each with the reason
     interval: str
 
     @classmethod
@@ -123,7 +125,9 @@ class _Against:
         networks = networks_tables.read({name: [record[name] for record in records] for name in columns}, choices.test)
         y = choices.against or next((name for name in _GAPS if name in networks.columns), "loss")
         networks.column(y)  # raises if there is none
-        return cls(records, networks, y, networks.kept(_among(choices.exclude, records)), choices.interval)
+        excluded = networks.named(~networks.kept(_among(choices.exclude, records)))
+        left_out = networks.untrained(choices.max_loss) | dict.fromkeys(excluded, "excluded by name")
+        return cls(records, networks, y, networks.kept([*left_out]), left_out, choices.interval)
 
     def with_test(self) -> list[Record]:
         """Return the values with the test loss and the gap of their networks, where these are known."""
@@ -164,7 +168,10 @@ class _Against:
         how = next((f"{one.method}." for one in found.values() if one is not None), "")
         hollow = any(not self.counting(x).all() for x in found)
         x = next(iter(found))
-        texts = (*self._flattest(x), _answer(x, title, found[x]), self._fair(), how, HOLLOW if hollow else "")
+        out = "; ".join(f"{name} ({why})" for name, why in self.left_out.items())
+        left_out = printable(f"Left out of what is said here and of the correlations: {out}.") if out else ""
+        answers = (*self._flattest(x), _answer(x, title, found[x]))
+        texts = (*answers, left_out, self._fair(), how, HOLLOW if hollow else "")
         return Section(f"Flatness and {title}{suffix}", (*filter(None, texts),), self._charts(found, title), (table,))
 
     def _flattest(self, x: str) -> Iterator[str]:
@@ -200,7 +207,8 @@ class _Against:
             return ""
         unequal = unequal_losses(losses)
         if unequal:
-            return f"⚠ The comparison may not be fair: {unequal}."
+            fixed = "pyflatness correlate --given loss holds them fixed"
+            return f"⚠ The comparison may not be fair: {unequal}; {fixed}."
         return f"The comparison is at nearly equal losses: at most a factor of {losses.max() / losses.min():.3g} apart."
 
     def _row(self, x: str, found: Correlations | None) -> tuple[Cell, ...]:
@@ -280,7 +288,7 @@ def _left_out(records: Sequence[Record], against: _Against, suffix: str) -> Iter
         for record in records
         if record["error"]
     ]
-    rows += [(name, "", "", "excluded by name") for name in against.networks.named(~against.kept)]
+    rows += [(name, "", "", why) for name, why in against.left_out.items()]
     missing = ~np.isfinite(against.networks.column(against.y))
     rows += [(name, "", against.y, "no number") for name in against.networks.named(missing)]
     if rows:
@@ -316,7 +324,7 @@ def section(histories: Mapping[str, History]) -> Section:
             ]
     numbers = [*dict.fromkeys(name for history in histories.values() for record in history for name in record.numbers)]
     title = next(iter(histories)) if len(histories) == 1 else f"{len(histories)} histories"
-    table = tables.values(values, f"What was recorded: {title}", numbers)
+    table = tables.values(values, f"What was recorded: {title}", settings=numbers)
     drawn = _charts(" or ".join(steps), [*histories], values, points, numbers)
     return Section(f"Training · {title}", charts=drawn, tables=(table,), closed=True)
 

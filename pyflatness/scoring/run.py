@@ -82,11 +82,14 @@ class ScoringRun:
         batch_size: int | str | None = None,
         limit: float | None = None,
         version: str | None = None,
+        progress: bool = False,
         ranks: Ranks = ALONE,
     ) -> None:
         ranks.check_alike("the models", {"models": ", ".join(models), "measures": request.measures})
         self.models, self.request, self.ranks = models, request, ranks
-        self.setup = Setup(uuid.uuid4().hex, model, data, request, batch_size, limit, version=version)
+        self.setup = Setup(
+            uuid.uuid4().hex, model, data, request, batch_size, limit, version=version, progress=progress
+        )
         self.bench = Bench(self.setup, ranks)
         self._units: dict[tuple[int, tuple[Pair, ...]], list[WorkUnit]] = {}
 
@@ -115,7 +118,14 @@ class ScoringRun:
         key = id(network), wanted  # most models have the same to do, and the same network
         if key not in self._units:
             self._units[key] = self.request.units(network, wanted)
-        return [Job(unit, self.models[name], content) for unit in self._units[key]]
+        units = self._units[key]
+        # Of units that read no data themselves, the first one reads them for loss and accuracy, if no other unit does.
+        reading = [any(row.reads for row in named(unit.measures)) for unit in units]
+        first = units[reading.index(True) if any(reading) else 0] if units else None
+        return [
+            Job(unit, self.models[name], content, fit=reads or unit is first)
+            for unit, reads in zip(units, reading, strict=True)
+        ]
 
     def reads(self, jobs: Iterable[Job]) -> int:
         """Return how often units read the data; those of spectra are not known before, and not counted."""

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,8 @@ _APPLICATION = 0x666C6174  # "flat", in the header of the file
 
 _SQL = {float: "REAL", int: "INTEGER", bool: "INTEGER", str: "TEXT"}
 _KEY = "setting = :setting AND content = :content AND place = :place AND measure = :measure"  # of a result
-_NUMBERS = {name: kind for name, kind in kinds().items() if name not in ("checkpoint", "measure", "loss", "accuracy")}
+_OF_UNITS = tuple(field.name for field in fields(Fit))
+_NUMBERS = {name: kind for name, kind in kinds().items() if name not in ("checkpoint", "measure", *_OF_UNITS)}
 """The columns of a row that are a value's own: others are its key, or its unit's."""
 
 _TABLES = f"""
@@ -55,7 +56,8 @@ CREATE TABLE checkpoints (
 CREATE INDEX checkpoints_by_content ON checkpoints (content);
 CREATE TABLE units (
     id INTEGER PRIMARY KEY, setting INTEGER NOT NULL REFERENCES settings, content TEXT NOT NULL,
-    loss REAL, accuracy REAL, seconds REAL NOT NULL, batch_size INTEGER, versions TEXT NOT NULL, finished REAL NOT NULL,
+    {", ".join(f"{name} REAL" for name in _OF_UNITS)},
+    seconds REAL NOT NULL, batch_size INTEGER, versions TEXT NOT NULL, finished REAL NOT NULL,
     digest TEXT NOT NULL DEFAULT ''
 );
 CREATE INDEX units_by_content ON units (content);
@@ -141,9 +143,7 @@ class Store:
         elif version != SCHEMA:
             what = "a later" if version > SCHEMA else "an earlier"
             raise StoreError(f"store: {self.path} is of {what} release of pyflatness (schema {version}, here {SCHEMA})")
-        elif {row["sql"] for row in self.select("SELECT sql FROM sqlite_master WHERE sql NOT NULL")} != {
-            *_statements()
-        }:
+        elif {*_statements()} != {row["sql"] for row in self.select("SELECT sql FROM sqlite_master") if row["sql"]}:
             raise self._damaged("tables of another form than they were made")
         self._connection.execute(f"PRAGMA query_only = {'OFF' if self._write else 'ON'}")
 
@@ -368,7 +368,7 @@ def _held(row: sqlite3.Row, unit: sqlite3.Row) -> Held:
         cells["value"] = math.nan
     if cells["stderr"] is None and str(cells["method"]).endswith("-sampled"):
         cells["stderr"] = math.nan
-    return Held(Row(measure=row["measure"], **cells), Fit(unit["loss"], unit["accuracy"]), unit["versions"])
+    return Held(Row(measure=row["measure"], **cells), Fit(*(unit[name] for name in _OF_UNITS)), unit["versions"])
 
 
 def _state(row: Row) -> str:

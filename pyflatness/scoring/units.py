@@ -137,6 +137,7 @@ class Row:
         samples: how many the value is over.
         loss: mean loss of the network on the data.
         accuracy: on the data, where targets are classes.
+        chance: the accuracy of always giving the most frequent class.
         seconds: what the measures took that were measured together, with this one among them; longer for the first of
             a process, as torch is slower the first time that it runs an operation.
         error: why there is no value; empty if there is one.
@@ -154,6 +155,7 @@ class Row:
     samples: int | None = None
     loss: float | None = None
     accuracy: float | None = None
+    chance: float | None = None
     seconds: float | None = None
     error: str = ""
     low: float | None = None
@@ -171,6 +173,7 @@ class Fit:
 
     loss: float | None = None
     accuracy: float | None = None
+    chance: float | None = None  # the accuracy of always giving the most frequent class
 
 
 NO_FIT = Fit()

@@ -277,10 +277,9 @@ def test_an_interrupt_keeps_the_rows_so_far(tiny: str, capsys: pytest.CaptureFix
     assert "interrupted; wrote" in capsys.readouterr().out
 
 
-def test_progress_on_a_terminal(tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
+def test_progress_on_a_terminal(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     files = [saved(tiny, seed, f"{seed}.safetensors") for seed in (1, 2)]
-    assert status(*arguments_of(tiny, *files)) == 0
+    assert status(*arguments_of(tiny, "--progress", *files)) == 0
     err = capsys.readouterr().err
     for word in ("scoring", "2.0 of 2 rows", "rows/min", "0:00:00"):
         assert word in err
