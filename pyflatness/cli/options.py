@@ -353,11 +353,6 @@ _VALUES: tuple[Callable[[Any], Any], ...] = (
         help="Estimate values by so many random probes of each sample, with standard errors.  [default: exact values]",
     ),
     click.option(
-        "--target-stderr",
-        type=float,
-        help="Estimate every value to this absolute standard error, by as many probes as that takes.",
-    ),
-    click.option(
         "--rtol",
         type=float,
         help="Estimate every value to about this relative standard error, as --probes adaptive does for 0.01; of heads "

@@ -315,14 +315,14 @@ def _check_there(found: list[Path]) -> None:
 
 def _by_option(message: str) -> str:
     """Return an error of :class:`Options` with the names that the command line has: ``--rtol 2`` for ``rtol=2``."""
-    named = re.sub(r"\b(probes|target_stderr|rtol|fraction|max_passes|seed)=", lambda found: f"--{found[1]} ", message)
-    return named.replace("_stderr", "-stderr").replace("_passes", "-passes").replace("  ", " ")
+    named = re.sub(r"\b(probes|rtol|fraction|max_passes|seed)=", lambda found: f"--{found[1]} ", message)
+    return named.replace("_passes", "-passes").replace("  ", " ")
 
 
 def _check_passes(run: ScoringRun) -> None:
     """Raise if exact values of a language model take too many passes, by one sample, before anything is measured."""
     request, one = run.request, replace(run.request.options, max_passes=1)
-    if one.probes is not None or one.target_stderr is not None:
+    if one.probes is not None:
         return
     network = run.network(next(iter(run.models)))
     try:

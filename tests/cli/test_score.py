@@ -240,7 +240,6 @@ def test_usage_errors(options: list[str], words: list[str], tiny: str, capsys: p
     [
         (["--layers", "heads"], ["'heads'", "did you mean head"]),
         (["--layers", "re:("], ["'re:('", "is not a regular expression"]),
-        (["--target-stderr", "0.1", "--probes", "3"], ["pass one of them"]),
         (["--data", "{tiny}:once"], ["--data", "read once"]),
         (["--data", "{tiny}:failing"], ["--data", "OSError: no such disk"]),
         (["--data", "{tiny}:Tiny"], ["data", "got Tiny"]),
