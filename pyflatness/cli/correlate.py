@@ -90,7 +90,7 @@ def correlate(
     show(_table(found))
     more = len(found) // len(STATISTICS) - _SHOWN
     echo(*([f"and {more} weaker ones, which --measures or --json shows"] if more > 0 else []))
-    echo(*(line.replace('given="loss"', "--given loss") for line in found.remarks()))
+    echo(*(line.replace('given="loss"', "--given loss") for line in found.footnotes()))
 
 
 def _is_of_a_layer(name: str, networks: tables.Networks) -> bool:

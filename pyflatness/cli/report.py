@@ -7,7 +7,7 @@ import click
 
 from ..report.page import charts
 from ..scoring import metadata, page
-from ..scoring.page import Choices
+from ..scoring.page import PageOptions
 from ..scoring.store import Store
 from ..training.history import History
 from . import options as given
@@ -63,9 +63,9 @@ def report(
     if test is not None and test.suffix != ".csv":
         with Store(test) as held:
             other = page.table(held)
-    choices = Choices(against, other, exclude, max_loss, interval, histories)
+    options = PageOptions(against, other, exclude, max_loss, interval, histories)
     with Store(store) as held:
         more = metadata.of_store(held, table)
-        text = page.of_store(held, title or f"Results in {store.name}", choices, more).html()
+        text = page.of_store(held, title or f"Results in {store.name}", options, more).html()
     write_whole(out, text.encode())
     echo(f"wrote {out}: {len(text) / 1e6:.1f} MB")

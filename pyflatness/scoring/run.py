@@ -16,8 +16,9 @@ from ..errors import InputError
 from ..measures import named
 from ..messages import printable
 from ..numerics.ranks import ALONE, Ranks
-from . import attached, keys, worker
+from . import keys, result_files, worker
 from .executors import Serial
+from .result_files import ResultFile
 from .store import Store
 from .units import Pair, Request, WorkUnit
 from .worker import Bench, Job, Maker, Outcome, Setup, measure
@@ -172,7 +173,7 @@ class Kept:
     contents: dict[str, str]  # of the checkpoints, by name
     jobs: list[Job]  # what is to be computed
     notes: tuple[str, ...]  # why values will not be found again
-    spectra: attached.Entry | None = None  # what they are written as, but for weights and result; None: none are wanted
+    spectra: ResultFile | None = None  # what they are written as, but for weights and result; None: none are wanted
 
     def commit(self, store: Store, job: Job, outcome: Outcome) -> None:
         """Write what came of a job into the store."""
@@ -180,13 +181,13 @@ class Kept:
             store.commit(self.setting, job.content, outcome)
         else:
             held = self.spectra._replace(content=job.content, file=outcome.file, error=outcome.error)
-            attached.put(store, held)
+            result_files.put(store, held)
 
     def failures(self, store: Store) -> list[tuple[str, str]]:
         """Return the models whose spectrum could not be computed, each with its error."""
         if self.spectra is None:
             return []
-        return attached.failures(store, self.spectra.setting, self.contents.values())
+        return result_files.failures(store, self.spectra.setting, self.contents.values())
 
 
 def keep(run: ScoringRun, store: Store, *, retry: bool = False, ends: bool = False, spectrum: int = 0) -> Kept:
@@ -230,13 +231,13 @@ def keep(run: ScoringRun, store: Store, *, retry: bool = False, ends: bool = Fal
         return Kept(setting, contents, jobs, said)
     options = {"curvature": run.request.options.curvature, "seed": run.request.options.seed, "k": spectrum}
     of_all = f"{keys.of_json({**key, 'options': {}})} {keys.of_json(options)}"
-    there = attached.there(store, "spectrum", of_all, failed=not retry)
+    there = result_files.there(store, "spectrum", of_all, failed=not retry)
     jobs += [
         Job(WorkUnit((), None), run.models[name], content, spectrum=spectrum)
         for content, name in first.items()
         if content not in there
     ]
-    return Kept(setting, contents, jobs, said, attached.Entry("", "", "spectrum", setup.data.text(), of_all, b""))
+    return Kept(setting, contents, jobs, said, ResultFile("", "", "spectrum", setup.data.text(), of_all, b""))
 
 
 def _once(unknown: Sequence[str] | str) -> dict[str, str]:

@@ -104,8 +104,8 @@ class Scores(Result):
             InputError: no rows, no such column, no such model, or a model that is not in ``test``.
             MissingExtraError: without Altair.
         """
-        choices = page.Choices(against, test, exclude, max_loss, interval, histories or {})
-        return written(page.page(title, [page.SettingValues("", self._rows())], choices), path)
+        options = page.PageOptions(against, test, exclude, max_loss, interval, histories or {})
+        return written(page.page(title, [page.SettingValues("", self._rows())], options), path)
 
     def plot(
         self,

@@ -74,7 +74,7 @@ CREATE INDEX results_by_unit ON results (unit);
 CREATE TABLE runs (
     id INTEGER PRIMARY KEY, command TEXT NOT NULL, began REAL NOT NULL, versions TEXT NOT NULL, UNIQUE (command, began)
 );
-CREATE TABLE attached (
+CREATE TABLE result_files (
     id INTEGER PRIMARY KEY, content TEXT NOT NULL, training TEXT NOT NULL, kind TEXT NOT NULL, label TEXT NOT NULL,
     setting TEXT NOT NULL, file BLOB NOT NULL, error TEXT NOT NULL, versions TEXT NOT NULL, added REAL NOT NULL,
     UNIQUE (content, training, kind, label)
@@ -395,7 +395,7 @@ _ORPHANS = {
     "units without a value": "units WHERE id NOT IN (SELECT unit FROM results WHERE unit NOT NULL)",
     "values of weights that no checkpoint has": "results WHERE content NOT IN (SELECT content FROM checkpoints)",
     "spectra and landscapes of weights that no checkpoint has": (
-        "attached WHERE content != '' AND content NOT IN (SELECT content FROM checkpoints)"
+        "result_files WHERE content != '' AND content NOT IN (SELECT content FROM checkpoints)"
     ),
     "settings without a value": "settings WHERE id NOT IN (SELECT setting FROM results)",
 }
@@ -427,7 +427,7 @@ def merge(store: Store, other: Store) -> int:
         units: dict[int, int] = {}
         for row in other.select("SELECT * FROM results ORDER BY id"):
             taken += _take(connection, other, row, settings, units)
-        taken += _take_attached(connection, other)
+        taken += _take_result_files(connection, other)
         for row in other.select("SELECT command, began, versions FROM runs ORDER BY began"):
             connection.execute("INSERT OR IGNORE INTO runs (command, began, versions) VALUES (?, ?, ?)", (*row,))
         if taken:
@@ -435,15 +435,15 @@ def merge(store: Store, other: Store) -> int:
     return taken
 
 
-def _take_attached(connection: sqlite3.Connection, other: Store) -> int:
+def _take_result_files(connection: sqlite3.Connection, other: Store) -> int:
     taken = 0
-    for row in other.select("SELECT * FROM attached ORDER BY id"):
+    for row in other.select("SELECT * FROM result_files ORDER BY id"):
         key = "content = :content AND training = :training AND kind = :kind AND label = :label"
         cells = {**dict(row), "id": None}
-        own = connection.execute(f"SELECT error = '' AS good, added FROM attached WHERE {key}", cells).fetchone()
+        own = connection.execute(f"SELECT error = '' AS good, added FROM result_files WHERE {key}", cells).fetchone()
         if own is None or (own["good"], own["added"]) < (row["error"] == "", row["added"]):
-            connection.execute(f"DELETE FROM attached WHERE {key}", cells)
-            _insert(connection, "attached", cells)
+            connection.execute(f"DELETE FROM result_files WHERE {key}", cells)
+            _insert(connection, "result_files", cells)
             taken += 1
     return taken
 

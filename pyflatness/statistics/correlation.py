@@ -111,9 +111,9 @@ class Correlations(Result):
         clusters = "" if self.clusters is None else f" in {self.clusters} clusters"
         out = f", {len(self.excluded)} excluded: {', '.join(self.excluded)}" if self.excluded else ""
         head = f"with {self.y}{given}, {self.points} networks{clusters}{out}; {self.method}"
-        return "\n".join([head, *lines, *self.remarks()])
+        return "\n".join([head, *lines, *self.footnotes()])
 
-    def remarks(self) -> list[str]:
+    def footnotes(self) -> list[str]:
         """Return why a value or an interval is not there, a line for each reason, and the note."""
         few, what = (self.points, "networks") if self.clusters is None else (self.clusters, "clusters")
         undefined = any(math.isnan(row.value) for row in self.rows)

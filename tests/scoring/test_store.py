@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import pyflatness as pf
-from pyflatness.scoring import attached, keys, store
+from pyflatness.scoring import keys, result_files, store
 from pyflatness.scoring import store as stores
 from pyflatness.scoring.store import SCHEMA, Store, check_local
 from pyflatness.scoring.units import Fit, Pair, Row
@@ -207,7 +207,7 @@ def test_every_flip_of_a_bit_is_noticed_or_changes_no_value(tmp_path: Path) -> N
         store.commit(setting, "content", OUTCOME)
         store.commit(setting, "later", Outcome({PAIRS[0]: Row(error="failed")}))
         result = pf.spectrum(torch.nn.Linear(2, 2), "mse_loss", (torch.ones(3, 2), torch.ones(3, 2)), k=1)
-        attached.add(store, "a", result)
+        result_files.add(store, "a", result)
     whole, before, noticed = path.read_bytes(), values_of(path), 0
     assert len(before) == 5
     used = [place for place, byte in enumerate(whole) if byte]  # most of a page is empty
