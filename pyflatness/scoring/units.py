@@ -137,12 +137,12 @@ class Row:
         samples: how many the value is over.
         loss: mean loss of the network on the data.
         accuracy: on the data, where targets are classes.
-        chance: the accuracy of always giving the most frequent class.
         seconds: what the measures took that were measured together, with this one among them; longer for the first of
             a process, as torch is slower the first time that it runs an operation.
         error: why there is no value; empty if there is one.
         low: lower end of the 95 % interval.
         high: its upper end.
+        chance: the accuracy of always giving the most frequent class.
     """
 
     checkpoint: str = ""
@@ -155,11 +155,11 @@ class Row:
     samples: int | None = None
     loss: float | None = None
     accuracy: float | None = None
-    chance: float | None = None
     seconds: float | None = None
     error: str = ""
     low: float | None = None
     high: float | None = None
+    chance: float | None = None
 
     @property
     def is_there(self) -> bool:
