@@ -57,7 +57,7 @@ def test_bad_checkpoints_between_good_ones(tiny: str) -> None:
     folder, bad = Path(tiny).parent, _bad_safetensors(tiny)
     first, last = saved(tiny, 1, "first.safetensors"), saved(tiny, 2, "last.safetensors")
     every = [first, *(folder / name for name in bad), last]
-    arguments = arguments_of(tiny, *every, *(f"--measures={name}" for name in CHOICES))
+    arguments = arguments_of(tiny, "--no-progress", *every, *(f"--measures={name}" for name in CHOICES))
     done = subprocess.run(
         [sys.executable, "-m", "pyflatness", *arguments], capture_output=True, text=True, encoding="utf-8", check=False
     )
