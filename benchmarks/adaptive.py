@@ -300,8 +300,6 @@ def settings() -> Iterator[tuple[str, str, int, Options]]:
         yield "fraction=0.3", kind, 400, {"fraction": 0.3}
         yield "fraction=0.3, probes=1", kind, 400, {"fraction": 0.3, "probes": 1}
         yield 'fraction="auto", rtol=0.1', kind, 2000, {"fraction": "auto", "rtol": 0.1}
-    for kind in ("peaked", "tanh"):
-        yield "target_stderr", kind, 60, {"target_stderr": 0.0}  # two thirds of that of four probes
 
 
 def estimates(kind: str, samples: int, options: Options, seeds: int) -> Iterator[dict[str, list[Any]]]:
@@ -309,9 +307,6 @@ def estimates(kind: str, samples: int, options: Options, seeds: int) -> Iterator
     work, exact = made(kind, samples)
     found: dict[str, list[Any]] = {}
     more: Options = {"layers": ["0", "2"]}
-    if "target_stderr" in options:  # of one layer, since the target is for each
-        pilot = work.report({"layers": "2", "probes": 4})["2", "relative_flatness"]
-        more = {"layers": "2", "target_stderr": pilot.stderr / 1.5}
     with mock.patch.object(adaptive_sweep, "PLAN", -math.inf):
         for seed in range(seeds):
             report = work.report({**options, **more, "seed": seed})
@@ -354,7 +349,6 @@ def unbiased(options: argparse.Namespace) -> Iterator[Line]:
         ("rtol=0.1", "peaked", 60, {"rtol": 0.1}),
         ("rtol=0.1", "tanh", 60, {"rtol": 0.1}),
         ("probes=2", "tanh", 20, {"probes": 2}),
-        ("target_stderr", "tanh", 60, {"target_stderr": 0.0}),
         ("fraction=0.3", "peaked", 400, {"fraction": 0.3}),
         ("fraction=0.3, probes=1", "peaked", 400, {"fraction": 0.3, "probes": 1}),
     ]

@@ -8,9 +8,8 @@ figure is a ratio within one run, alternatives in turn. curvlinops and PyHessian
 it. ``products`` takes these alone, from that layer's outputs, one after the other; ``forward`` is one forward pass.
 
 ``transformer``: the trace of one layer's Hessian to a standard error of 1 %: by ``probes="adaptive", rtol=0.01``, the
-time of what came out times (error / 1 %)² where it is above; and by ``target_stderr=``. The others' estimators draw one
-direction for all samples together: ``draws`` is what 1 % takes by the deviation of 64 draws, and their time that many
-times a draw's.
+time of what came out times (error / 1 %)² where it is above. The others' estimators draw one direction for all samples
+together: ``draws`` is what 1 % takes by the deviation of 64 draws, and their time that many times a draw's.
 
 Notes, experiments (transformer, layers up and qkv; probes for each of 256 sequences that 1 % takes, by the deviations
 of 48 probes, all probes counted):
@@ -201,8 +200,6 @@ def estimators(rounds: int, n: int = 256, length: int = 16) -> Iterator[Estimato
             _seconds(lambda seed=seed: ours(probes="adaptive", rtol=0.01, seed=seed)) for seed in range(rounds)
         ) * max(1.0, error**2)
         yield Estimator(name, f"pyflatness, adaptive, ± {error:.2f} %", seconds)
-        stage = _seconds(lambda target=target: ours(target_stderr=target))
-        yield Estimator("", "pyflatness, target_stderr", stage, over=stage / seconds)
         for title, make in (("curvlinops", by_curvlinops), ("PyHessian", by_pyhessian)):
             try:
                 draw = make(model, weight, x, y)

@@ -31,7 +31,7 @@ import peak
 import torch
 from rich.console import Console
 from rich.table import Table
-from timing import Timing, in_turn
+from timing import Timing
 from torch import Tensor, nn
 
 import pyflatness as pf
@@ -175,7 +175,7 @@ def of_copies(options: argparse.Namespace) -> Iterator[str | Table]:
 
 
 def of_store(options: argparse.Namespace) -> Iterator[str | Table]:
-    """Score the model and a copy by the command line, and hold ``pyflatness plan`` against the run."""
+    """Score the model and a copy by the command line."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         data = tokens(options.folder, options.sequences, options.length)
@@ -186,13 +186,6 @@ def of_store(options: argparse.Namespace) -> Iterator[str | Table]:
         model = language(options.folder)
         changed(model, COPIES["rounded to 4 bits"]).save_pretrained(folder / "rounded")
         transformers.AutoTokenizer.from_pretrained(options.folder).save_pretrained(folder / "rounded")
-        x, y = torch.randn(2, 1024, 1024)
-        timed = in_turn({"product": lambda: x @ y}, 5, clock=time.process_time)["product"].median
-        rate = 2 * 1024**3 / timed
-        planned = ["--samples", options.sequences, "--length", options.length, "--probes", options.probes]
-        planned += ["--ranks", 1, "--flops-per-second", rate]
-        yield f"a product of 1024 × 1024 does {rate:.3g} operations a second of CPU"
-        yield _pyflatness("plan", "--model", f"hf:{options.folder}", *planned)[0]
         for each in (options.folder, folder / "rounded"):
             given = ["--model", f"hf:{each}", "--data", folder / "tokens.npz", "--store", folder / "store"]
             how = ["--probes", options.probes, "--curvature", "ggn", "--measures", "relative_flatness"]

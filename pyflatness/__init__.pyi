@@ -21,7 +21,7 @@ from .curvature.worst_case import worst_case_sharpness as worst_case_sharpness
 from .measures.representation import representation as representation
 from .model.calling import causal_lm as causal_lm
 from .reparameterization.reparameterize import reparameterize as reparameterize
-from .scoring.attached import add_to_store as add_to_store
+from .scoring.result_files import add_to_store as add_to_store
 from .scoring.score import score as score
 from .theory.gap import generalization_gap as generalization_gap
 from .theory.invariance import invariances as invariances

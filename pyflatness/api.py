@@ -190,8 +190,6 @@ def measure(
         measures: a name or several, as ``pyflatness measures`` lists them. None: relative flatness and the trace.
             ``"sweep"``: all that one sweep gives. ``"all"``: every measure. A measure that cannot be had is left
             out, and ``report.skipped`` says why; it is an error if none that was named can be had.
-        target_stderr: an absolute standard error, which every value of a sweep is to have, the network's too. Values
-            derived from one (the trace scaled by weights) have its error, scaled alike.
         nan_policy: ``"raise"``, ``"propagate"`` or ``"omit"``; a sample is left out of all layers.
         memory: bytes to hold at a time beside model, data and result (512 MiB, on a GPU a quarter of its memory),
             shared out among a micro-batch's graph, to which batches are cut, and what is made of it. It does not go

@@ -79,8 +79,6 @@ class MeasureHow(How, total=False):
             which the loss has a large gradient. How data is cut into batches may then change the value, within its
             standard error; exact, without one, where each column is alone, and where exact Hessian products are fewer
             than probes. A head needs no passes and stays exact.
-        target_stderr: an absolute standard error for every value asked for, by as many probes as that takes: a first
-            few say how many, so the data are read more than once. Exact values where these take fewer passes.
         rtol: a standard error aimed at, relative to the value of each layer; it means ``probes="adaptive"``, which has
             0.01 unless this is given. How many probes that takes is found from the outputs and the probes so far, so
             what is reached differs a little; ``stderr`` says what was. The relative flatness of a head alone has an
@@ -99,7 +97,6 @@ class MeasureHow(How, total=False):
 
     curvature: str
     probes: int | str | None
-    target_stderr: float | None
     rtol: float | None
     fraction: float | str | None
     conv: str
@@ -118,7 +115,6 @@ class Options:
 
     curvature: str = "auto"
     probes: int | str | None = None
-    target_stderr: float | None = None
     conv: str = "filter"
     normalize: str | None = None
     per_sample: bool = False
@@ -148,10 +144,6 @@ class Options:
         if self.probes is not None and not (isinstance(self.probes, str) and self.probes == "adaptive"):
             wanted = "a number of random probes for each sample or 'adaptive'"
             self._set("probes", check_probes("probes", self.probes, 1, wanted))
-        if self.target_stderr is not None:
-            self._set("target_stderr", check_number("target_stderr", self.target_stderr, "a standard error above zero"))
-        if self.probes is not None and self.target_stderr is not None:
-            raise InputError("probes= and target_stderr= both say how many probes to take; pass one of them")
         if self.fraction is not None:
             self._check_fraction()
         if self.rtol is not None:
@@ -168,7 +160,6 @@ class Options:
             self._set("probes", 1)
         others = {
             "probes='adaptive'": self.probes == "adaptive",
-            "target_stderr=": self.target_stderr is not None,
             "rtol= (but fraction='auto')": self.rtol is not None and self.fraction != "auto",
             "per_sample=True": self.per_sample,
             f"nan_policy={self.nan_policy!r}": not raises(self.nan_policy),
@@ -178,9 +169,7 @@ class Options:
 
     def _check_rtol(self) -> None:
         if self.probes != "adaptive" and self.fraction != "auto" and self.sampled:
-            raise InputError(
-                f"rtol={self.rtol!r} says how many probes to take; pass it without probes= and target_stderr="
-            )
+            raise InputError(f"rtol={self.rtol!r} says how many probes to take; pass it without probes=")
         if self.sampled:
             wanted = "a relative standard error between 0 and 1"
             self._set("rtol", check_number("rtol", self.rtol, wanted, lambda rtol: 0 < rtol < 1))
@@ -212,7 +201,7 @@ class Options:
     @property
     def sampled(self) -> bool:
         """Return whether values are to be sampled."""
-        return not (self.probes is None and self.target_stderr is None and self.fraction is None)
+        return not (self.probes is None and self.fraction is None)
 
     @property
     def by_ggn(self) -> bool:
@@ -227,7 +216,7 @@ class Options:
     @property
     def reads(self) -> int:
         """Return how often one sweep reads the data."""
-        return 1 + sum(option is not None for option in (self.normalize, self.target_stderr, self.fraction))
+        return 1 + sum(option is not None for option in (self.normalize, self.fraction))
 
 
 def check_progress(how: Mapping[str, Any]) -> bool | None:

@@ -58,7 +58,7 @@ def plan(wanted: Sequence[Measure], options: Options, *, networks: bool = False)
     alone = sum(row.reads for row in computed) + len(of_network)
     swept = sum(options.normalized(how).reads for how in sweeps)
     jacobians = bool(of_jacobians) + sum(row.reads - 1 for row in of_jacobians)
-    reads = swept + jacobians + alone + (options.target_stderr is not None and bool(computed or of_network))
+    reads = swept + jacobians + alone
     derived = tuple(row for row in rows if row.derive is not None)
     return Plan(tuple(wanted), sweeps, of_network, computed, of_jacobians, derived, reads)
 

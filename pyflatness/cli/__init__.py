@@ -21,7 +21,6 @@ _SECTIONS = {
         "measure": "Measure one network, and print the table of its layers.",
         "spectrum": "Show the Hessian's largest eigenvalues and its density.",
         "layers": "List the layers of a network that can be measured.",
-        "plan": "Say what a measurement would take on other machines.",
         "allocate": "Choose bits for each layer under a budget.",
     },
     "Read and keep values": {

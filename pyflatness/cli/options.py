@@ -33,6 +33,12 @@ def metadata_option(more: str = "") -> Callable[[C], C]:
     return click.option("--metadata", "table", type=PATH, help=what + more)
 
 
+max_loss_option = click.option(
+    "--max-loss",
+    type=float,
+    help="Leave out networks with a larger loss; inf leaves none out.  [default: those at chance, or with a loss above "
+    "five times the median]",
+)
 device_option = click.option("--device", metavar="DEVICE", help="Where the model runs: cpu, cuda, cuda:1, …")
 dtype_option = click.option("--dtype", help="Dtype of the weights, such as bfloat16.  [default: as the model is made]")
 
@@ -195,15 +201,6 @@ def _plain(text: str) -> Any:
         return text
 
 
-def numbers(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> tuple[int, ...]:
-    """Return whole numbers above zero that may come several in one, with commas between them."""
-    texts = several(context, parameter, given)
-    odd = next((text for text in texts if not text.isdecimal() or int(text) < 1), None)
-    if odd is not None:
-        raise click.BadParameter(f"{odd!r}: a whole number above zero is wanted, or several with commas between them")
-    return tuple(map(int, texts))
-
-
 def measures(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of measures, which may come several in one, with commas between them."""
     names = several(context, parameter, given)
@@ -354,11 +351,6 @@ _VALUES: tuple[Callable[[Any], Any], ...] = (
         metavar="K|adaptive",
         callback=probes,
         help="Estimate values by so many random probes of each sample, with standard errors.  [default: exact values]",
-    ),
-    click.option(
-        "--target-stderr",
-        type=float,
-        help="Estimate every value to this absolute standard error, by as many probes as that takes.",
     ),
     click.option(
         "--rtol",

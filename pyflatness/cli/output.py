@@ -1,4 +1,4 @@
-"""Bring results out: tables, rows and JSON to standard output, a bar to standard error, and files, whole or not at all.
+"""Bring results out: tables, rows and JSON to standard output, and files, whole or not at all.
 
 Where standard output or a file cannot be written this is an error that says so.
 """
@@ -15,9 +15,7 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from rich.text import Text
 
 from ..errors import InputError
 from ..messages import printable
@@ -109,26 +107,6 @@ class Notes:
         """Print the lines."""
         for line in self.lines():
             click.echo(line)
-
-
-class _Rate(ProgressColumn):
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self._what = what
-
-    def render(self, task: Task) -> Text:
-        """Return how many are done in a minute."""
-        speed = task.finished_speed or task.speed
-        return Text("" if speed is None else f"{60 * speed:.3g} {self._what}/min")
-
-
-def bar(what: str, shown: bool | None) -> Progress:
-    """Return a bar for so many of something; None: on a terminal. A log then gets nothing, not even an empty line."""
-    console = Console(stderr=True, force_terminal=True if shown else None)
-    console.quiet = not (console.is_terminal if shown is None else shown)
-    count = TextColumn("{task.completed:.1f} of {task.total} " + what)
-    columns = (TextColumn("{task.description}"), BarColumn(), count, _Rate(what), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True, disable=console.quiet)
 
 
 def prepare_folder(path: Path) -> None:

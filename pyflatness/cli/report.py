@@ -7,9 +7,10 @@ import click
 
 from ..report.page import charts
 from ..scoring import metadata, page
-from ..scoring.page import Choices
+from ..scoring.page import PageOptions
 from ..scoring.store import Store
 from ..training.history import History
+from . import options as given
 from .options import PATH, metadata_option, several_option
 from .output import echo, prepare_file, write_whole
 
@@ -19,11 +20,15 @@ from .output import echo, prepare_file, write_whole
 @click.option("--out", type=PATH, required=True, help="HTML file to write.")
 @click.option("--title", help="Heading of the page.  [default: Results in STORE]")
 @click.option(
-    "--against", metavar="COLUMN", help="What measures are held against.  [default: gap, generalization_gap or loss]"
+    *("--against",),
+    metavar="COLUMN",
+    help="What measures are held against: gap, test_error, test_accuracy, test_loss with --test, or any other column.  "
+    "[default: gap, generalization_gap or loss]",
 )
-@click.option("--test", type=PATH, help="Store or CSV file of the same checkpoints on test data, for the gap.")
+@click.option("--test", type=PATH, help="Store or CSV file of the same checkpoints on test data.")
 @metadata_option()
 @several_option("--exclude", help="Checkpoints to leave out of the correlations; with commas or repeated.")
+@given.max_loss_option
 @click.option(
     "--history", type=PATH, multiple=True, help="JSON file that a pf.results.History wrote, to show; may be repeated."
 )
@@ -42,6 +47,7 @@ def report(
     test: Path | None,
     table: Path | None,
     exclude: tuple[str, ...],
+    max_loss: float | None,
     history: tuple[Path, ...],
     interval: str,
 ) -> None:
@@ -57,9 +63,9 @@ def report(
     if test is not None and test.suffix != ".csv":
         with Store(test) as held:
             other = page.table(held)
-    choices = Choices(against, other, exclude, interval, histories)
+    options = PageOptions(against, other, exclude, max_loss, interval, histories)
     with Store(store) as held:
         more = metadata.of_store(held, table)
-        text = page.of_store(held, title or f"Results in {store.name}", choices, more).html()
+        text = page.of_store(held, title or f"Results in {store.name}", options, more).html()
     write_whole(out, text.encode())
     echo(f"wrote {out}: {len(text) / 1e6:.1f} MB")

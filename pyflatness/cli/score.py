@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from click.core import ParameterSource
 
+from .. import progress
 from ..api import measure
 from ..errors import InputError, PassesError
 from ..losses import auto
@@ -41,7 +42,7 @@ from ..scoring.worker import Job, Maker, Outcome
 from . import options as given
 from .group import command_line
 from .options import PATH, json_option
-from .output import Notes, append_whole, bar, echo, is_same_file, prepare_file, show_json, show_rows
+from .output import Notes, append_whole, echo, is_same_file, prepare_file, show_json, show_rows
 
 _OF_A_LAUNCHER = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 
@@ -58,8 +59,8 @@ _OF_A_LAUNCHER = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 @click.option(
     "--version",
     metavar="TEXT",
-    help="What stands for your code: values stay until it changes, whatever is edited. (with --store)  [default: the "
-    "code itself]",
+    help="What stands for your code: values stay until it changes, whatever is edited. (with --store)  [default: your "
+    "source files]",
 )
 @click.option(
     "--spectrum",
@@ -113,7 +114,12 @@ _OF_A_LAUNCHER = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
     is_flag=True,
     help="Say what there is to do and how long it will take, and keep nothing. (with --store)",
 )
-@click.option("--progress/--no-progress", default=None, help="Show a progress bar.  [default: on a terminal]")
+@click.option(
+    "--progress/--no-progress",
+    "progress_shown",
+    default=None,
+    help="Show a progress bar.  [default: on a terminal; elsewhere a line every half minute]",
+)
 @json_option
 @click.argument("paths", metavar="[CHECKPOINT]...", nargs=-1, type=PATH)
 def score(
@@ -143,7 +149,7 @@ def score(
     settings: bool,
     fingerprint: str,
     dry_run: bool,
-    progress: bool | None,
+    progress_shown: bool | None,
     as_json: bool,
     paths: tuple[Path, ...],
     **how: Any,
@@ -219,6 +225,7 @@ def score(
             batch_size=batch_size,
             limit=limit,
             version=version,
+            progress=progress_shown is not False,
             ranks=ranks,
         )
         if auto.is_auto(criterion) and hugging_face.inner(unwrap(run.network(next(iter(run.models))))) is None:
@@ -228,10 +235,10 @@ def score(
         if auto.is_auto(criterion):
             _check_passes(run)
         if out is not None:
-            file, shown = (out, progress) if ranks.rank == 0 else (Path(os.devnull), False)
+            file, shown = (out, progress_shown) if ranks.rank == 0 else (Path(os.devnull), False)
             to_csv(run, file, shown, as_json=as_json)
         elif store is None:
-            to_csv(run, None, progress if ranks.rank == 0 else False, as_json=as_json)
+            to_csv(run, None, progress_shown if ranks.rank == 0 else False, as_json=as_json)
         if store is not None:
             columns = metadata.read(table, run.models) if table else {}
             if settings:
@@ -246,7 +253,7 @@ def score(
                 status = to_store(
                     *(run, path, columns),
                     lambda units: executors.named(name, min(workers, units), arguments),
-                    progress,
+                    progress_shown,
                     dry_run=dry_run,
                     retry=retry,
                     ends=fingerprint == "ends",
@@ -308,14 +315,14 @@ def _check_there(found: list[Path]) -> None:
 
 def _by_option(message: str) -> str:
     """Return an error of :class:`Options` with the names that the command line has: ``--rtol 2`` for ``rtol=2``."""
-    named = re.sub(r"\b(probes|target_stderr|rtol|fraction|max_passes|seed)=", lambda found: f"--{found[1]} ", message)
-    return named.replace("_stderr", "-stderr").replace("_passes", "-passes").replace("  ", " ")
+    named = re.sub(r"\b(probes|rtol|fraction|max_passes|seed)=", lambda found: f"--{found[1]} ", message)
+    return named.replace("_passes", "-passes").replace("  ", " ")
 
 
 def _check_passes(run: ScoringRun) -> None:
     """Raise if exact values of a language model take too many passes, by one sample, before anything is measured."""
     request, one = run.request, replace(run.request.options, max_passes=1)
-    if one.probes is not None or one.target_stderr is not None:
+    if one.probes is not None:
         return
     network = run.network(next(iter(run.models)))
     try:
@@ -367,28 +374,32 @@ def to_csv(run: ScoringRun, out: Path | None, shown: bool | None = None, *, as_j
 def _append(run: ScoringRun, out: Path, found: list[Row], notes: Notes, shown: bool | None) -> None:
     """Append each checkpoint's rows to the file and, as far as they are in it, to the list; take the notes."""
     batches = run.bench.batches()
+    done, end = 0.0, 0
 
     def step(part: float) -> None:
+        nonlocal done
         if batches:
-            progress.advance(task, part * len(job.unit.pairs) / batches)
+            more = min(part * len(job.unit.pairs) / batches, end - done)
+            done += more
+            advance(more, "")
 
-    done = 0
     each = {name: run.pairs(name) for name in run.models}
-    with out.open("wb", buffering=0) as file, bar("rows", shown) as progress:
-        task = progress.add_task("scoring", total=sum(map(len, each.values())))
+    total = sum(map(len, each.values()))
+    with out.open("wb", buffering=0) as file, progress.bar("scoring", total, shown, "rows") as advance:
         append_whole(file, csv_line(field.name for field in fields(Row)))
         for name, pairs in each.items():
             held: dict[Pair, Held] = {}
+            end += len(pairs)
             for job in run.jobs(name, pairs):
                 known = any(one.fit != NO_FIT for one in held.values())
-                outcome = run.bench.outcome(replace(job, fit=not known), step)
+                outcome = run.bench.outcome(replace(job, fit=job.fit and not known), step)
                 held |= outcome.held
                 notes.add(name, outcome.notes)
             for row in rows(name, pairs, held):
                 append_whole(file, csv_line(asdict(row).values()))
                 found.append(row)
-            done += len(pairs)
-            progress.update(task, completed=done)
+            advance(end - done, "")
+            done = float(end)
 
 
 def to_store(
@@ -410,6 +421,11 @@ def to_store(
             click.echo(printable(note), err=True)
         store.describe(columns)
         echo(_summary(run, kept, path))
+        spectra = [job for job in kept.jobs if job.spectrum]
+        seconds = run.bench.spectrum_seconds(spectra[0]) if spectra and run.ranks.alone else None
+        if seconds is not None:
+            all_of_them = f"about {duration(seconds * len(spectra))} one after the other"
+            echo(f"{len(spectra)} spectra, by a trial {seconds:.3g} s each: {all_of_them}")
         if dry_run:
             _estimate(run, kept.jobs)
             return 0
@@ -466,10 +482,9 @@ def _measured(
         kept.commit(store, job, outcome)
         notes.add(str(job.weights), outcome.notes)
         done += 1
-        progress.advance(task)
+        advance(1, "")
 
-    with bar("units", shown) as progress:
-        task = progress.add_task("scoring", total=len(kept.jobs))
+    with progress.bar("scoring", len(kept.jobs), shown, "units") as advance:
         workers = executor(len(kept.jobs)) if kept.jobs else executors.Serial()
         try:
             run.go(kept.jobs, workers, take)

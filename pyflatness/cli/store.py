@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ..errors import InputError
 from ..messages import printable
-from ..scoring import attached, export, metadata
+from ..scoring import export, metadata, result_files
 from ..scoring import store as stores
 from ..scoring.store import Store
 from ..scoring.units import rows
@@ -82,7 +82,7 @@ def show(store: Path, checkpoint: str, as_json: bool) -> None:
     """Show the values, errors and metadata that STORE has of a CHECKPOINT: its name, or that of its file."""
     with Store(store) as held:
         every = {row["name"]: row for row in held.select("SELECT * FROM checkpoints ORDER BY id")}
-        name = attached.meant(checkpoint, [*every])
+        name = result_files.meant(checkpoint, [*every])
         content, columns = every[name]["content"], json.loads(every[name]["columns"])
         settings = held.settings()
         texts = export.setting_texts(settings)
@@ -91,7 +91,7 @@ def show(store: Path, checkpoint: str, as_json: bool) -> None:
             for number, facts in settings.items()
             if (values := held.values(number, content))
         ]
-        results = [one for one in attached.found(held) if one.name == name]
+        results = [one for one in result_files.found(held) if one.name == name]
     if as_json:
         held_of: Any = [{**shown, "rows": [*map(asdict, of)]} for shown, of in found]
         others = [{"kind": one.kind, "label": one.label, "text": one.error or str(one.result)} for one in results]
@@ -137,20 +137,20 @@ def add(store: Path, name: str, files: tuple[Path, ...], label: str) -> None:
     results = {}
     for file in files:
         try:
-            results[file] = attached.read(file.read_bytes(), str(file))
+            results[file] = result_files.read(file.read_bytes(), str(file))
         except OSError as error:
             raise InputError(f"{file} cannot be read ({error.strerror})") from None
     with Store(store, write=True, command=command_line()) as held:
         for file, result in results.items():
-            attached.add(held, name, result, label)
-            output.echo(f"{file}: {attached.kind_of(result)[0]} of {name}")
+            result_files.add(held, name, result, label)
+            output.echo(f"{file}: {result_files.kind_of(result)[0]} of {name}")
 
 
 @_command("Check that a store is whole.")
 @json_option
 def verify(store: Path, as_json: bool) -> None:
     """Check the file of STORE and what is in it; exits with status 1 if something is wrong."""
-    with Store(store, checked=False) as held:
+    with Store(store) as held:
         problems = stores.problems(held)
         orphans = [] if problems else stores.orphans(held)
     if as_json:

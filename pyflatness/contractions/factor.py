@@ -35,11 +35,6 @@ def gram_factor(weight: Tensor) -> Tensor:
     return found
 
 
-def multiply_adds(d: int, m: int) -> int:
-    """Return about how many multiply-adds the factor takes: the lower half of w wᵀ, and its Cholesky factor."""
-    return 0 if m <= d else d**2 * (3 * m + d) // 6
-
-
 def lower_gram(weight: Tensor) -> Tensor:
     """Return the lower half of w wᵀ, (G, d, d) float64; what is above it is not to be read."""
     groups, d, _ = weight.shape

@@ -159,7 +159,7 @@ def product(factor: float, *others: float) -> float:
 
 def at_interpolation(task: Task, *, adaptive: bool = False, per_sample: bool = False) -> Estimate:
     """Return the exact interpolation sharpness over all trainable parameters, whatever is sampled of other measures."""
-    options = replace(task.options, probes=None, target_stderr=None, per_sample=per_sample)
+    options = replace(task.options, probes=None, per_sample=per_sample)
     return of_outputs(replace(task, options=options), adaptive=adaptive)
 
 

@@ -21,7 +21,6 @@ from ..report import Estimate
 from ..sweep.activations import ACTIVATIONS, INPUTS
 from ..sweep.adaptive_sweep import AdaptiveSweep
 from ..sweep.layer_sweep import Sweep, Values
-from ..sweep.stages import Stages
 from ..sweep.subset import Subset
 from ..sweep.totals import Sums, Totals, layer_error
 from . import Measure
@@ -83,43 +82,35 @@ class LayerValues:
         wanted = self._wanted = tuple(dict.fromkeys(measure.quantity for measure in measures if measure.quantity))
         kind = AdaptiveSweep if self._options.probes == "adaptive" else Sweep
         sweep = kind(self._runner, self._loss, self._options, wanted)
-        stages = Stages(self._options, lambda: sweep.exact_passes, lambda sums: self._agree(sweep, sums))
-        for draws in stages:
-            for chosen, share in self._parts(stages):
-                if share is not None:
-                    options = replace(self._options, probes="adaptive", fraction=None)
-                    sweep = AdaptiveSweep(self._runner, self._loss, options, wanted)
-                by_groups = isinstance(sweep, AdaptiveSweep)
-                totals = self._totals(sampled=draws is not None and not by_groups)
-                if isinstance(sweep, AdaptiveSweep):
-                    sweep.by_groups(totals.add, self._subset, share or 1.0)
-                else:
-                    self._runner.each(sweep.work(draws), totals.add, chosen=chosen)
-                sweep.unite()
-                stages.sums = totals.sums()
+        draws = self._options.draws
+        for chosen, share in self._parts():
+            if share is not None:
+                options = replace(self._options, probes="adaptive", fraction=None)
+                sweep = AdaptiveSweep(self._runner, self._loss, options, wanted)
+            by_groups = isinstance(sweep, AdaptiveSweep)
+            totals = self._totals(sampled=draws is not None and not by_groups)
+            if isinstance(sweep, AdaptiveSweep):
+                sweep.by_groups(totals.add, self._subset, share or 1.0)
+            else:
+                self._runner.each(sweep.work(draws), totals.add, chosen=chosen)
+            sweep.unite()
+            self._sums = totals.sums()
         found: dict[tuple[str, str], Estimate] = {}
         rows = {name: self._runner.places[name] for name in self._runner.modules} | {"": -1}
         for measure in measures:
             quantity = str(measure.quantity)
-            estimates = {name: self._estimate(row, name, quantity, sweep, stages.sums) for name, row in rows.items()}
+            estimates = {name: self._estimate(row, name, quantity, sweep, self._sums) for name, row in rows.items()}
             with attempt(measure):
                 if measure.of_parts is not None:
-                    estimates = self._of_parts(measure, stages.sums, sweep, estimates)
+                    estimates = self._of_parts(measure, self._sums, sweep, estimates)
                 found.update(((name, measure.name), estimate) for name, estimate in estimates.items())
         return found
 
-    def _agree(self, sweep: Sweep, sums: Sums) -> bool:
-        return any(
-            sums.agree(self._runner.places[name], column) and sweep.draws([name], quantity)
-            for name in self._runner.modules
-            for column, quantity in enumerate(sweep.quantities)
-        )
-
-    def _parts(self, stages: Stages) -> Iterator[tuple[Tensor | None, float | None]]:
+    def _parts(self) -> Iterator[tuple[Tensor | None, float | None]]:
         """Yield which samples each read of the data sends backward, (n,), None: all, and by what their number is.
 
-        That is None for the options' probes, or the fraction of the variance that is left to groups of columns. Sums
-        are set as in a stage.
+        That is None for the options' probes, or the fraction of the variance that is left to groups of columns. The
+        sums of a read are set before the next one.
         """
         fraction, rtol = self._options.fraction, self._options.rtol or 0.0
         if fraction is None:
@@ -138,7 +129,7 @@ class LayerValues:
                 yield None, 1.0 if rtol else None
                 return
             yield subset.chosen, share
-            excess = stages.sums.relative_error / rtol if rtol else 0.0
+            excess = self._sums.relative_error / rtol if rtol else 0.0
             if excess <= _CLOSE:
                 return
             growth = _MARGIN * excess**2
@@ -198,8 +189,7 @@ class LayerValues:
         quantity = QUANTITIES[measure.quantity]
         if self._options.sampled and not quantity.sampled:
             raise InputError(
-                f"{measure.name} has no sampled value: pass probes=None, target_stderr=None and fraction=None, or "
-                "leave it out of measures="
+                f"{measure.name} has no sampled value: pass probes=None and fraction=None, or leave it out of measures="
             )
         if quantity.entries and omits(self._options.nan_policy):
             raise InputError(f"{measure.name} is of all samples together: nan_policy='omit' can leave none of them out")

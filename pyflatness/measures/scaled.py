@@ -161,8 +161,8 @@ def largest_scaled(measure: str, model: nn.Module, options: Options, values: Val
     found = _by_layer(squared_norm, model, options, values)
     if any(estimate.stderr is not None for estimate in found.values()):
         raise InputError(
-            f"{measure} has no sampled value: the largest of several is too large in the mean; pass probes=None and "
-            "target_stderr=None, or leave it out of measures="
+            f"{measure} has no sampled value: the largest of several is too large in the mean; pass probes=None, or "
+            "leave it out of measures="
         )
     sizes = torch.tensor([estimate.value for estimate in found.values()], dtype=torch.float64, device="cpu")
     place = int(sizes.argmax())  # that of a NaN, if there is one

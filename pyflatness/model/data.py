@@ -52,7 +52,7 @@ class Batches:
         elif isinstance(data, (Tensor, Mapping, str, Dataset, enumerate)) or not hasattr(data, "__iter__"):
             raise InputError(f"data: a tuple of tensors or an iterable of batches is wanted, {received('data', data)}")
         elif hasattr(data, "__next__") and reads > 1:
-            more = "(normalize=, target_stderr=, fraction=, measured= and some measures take more than one)"
+            more = "(normalize=, fraction=, measured= and some measures take more than one)"
             raise used_up(data, f"and {reads} reads are needed {more}")
         self._data = data
         self._compared = reads > 1 and not isinstance(data, (tuple, list))
@@ -166,7 +166,7 @@ class Batches:
                 "data: they are read several times, and a later read gave other samples than the first (an "
                 "augmentation, noise, or a draw of samples at each read), so that the value would be of no one data "
                 "set; pass the batches of one read, as list(loader), or switch that off. What reads the data once: "
-                "relative_flatness, and pf.measure without measures=, both without normalize= and target_stderr="
+                "relative_flatness, and pf.measure without measures=, both without normalize="
             )
         elif self._ordered and not read.same_order(self._first):
             raise InputError(

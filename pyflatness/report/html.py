@@ -36,7 +36,7 @@ def of_estimate(estimate: "Estimate") -> str:
 
 def of_report(report: "Report") -> str:
     """Return a report's values as a table for a notebook's cell."""
-    return tables.fragment(_values(report), [tables.LEGEND, *views.remarks(report)])
+    return tables.fragment(_values(report), [tables.LEGEND, *views.footnotes(report)])
 
 
 def page(report: "Report", title: str) -> Page:
@@ -44,7 +44,7 @@ def page(report: "Report", title: str) -> Page:
     own = _records(report)
     sections = [Section("Values", (tables.LEGEND,), charts.profiles(own), (_values(report),))]
     sections.append(Section("How the values came about", (), tables=(tables.summary(own),)))
-    return Page(title, tuple(views.remarks(report)), tuple(sections))
+    return Page(title, tuple(views.footnotes(report)), tuple(sections))
 
 
 def _values(report: "Report") -> tables.Table:

@@ -383,7 +383,7 @@ class Report(Readable):
         sampled = any(estimate.stderr is not None for estimate in self._estimates.values())
         brackets = ", [95 % intervals]" if sampled else ""
         ends = [f"{samples}{omitted}, {first.backend} backend{brackets}", *self._of_blocks(rows)]
-        return "\n".join([*lines[1:], *ends, *views.remarks(self)])
+        return "\n".join([*lines[1:], *ends, *views.footnotes(self)])
 
     def _folded(self) -> "_Rows":
         """Return the estimates of each row by its name: layers, or blocks of them where there are many, the network."""

@@ -114,7 +114,7 @@ def save(figure: "Figure", path: Any) -> None:
         figure.savefig(path if hasattr(path, "write") else check_path("path", path))
 
 
-def remarks(report: "Report") -> list[str]:
+def footnotes(report: "Report") -> list[str]:
     """Return what a reader of the values should know: the notes on them, and what was left out, with the reasons."""
     by_measure = report.by_measure().values()
     notes = dict.fromkeys(

@@ -23,7 +23,7 @@ from ..errors import InputError, MissingExtraError
 from ..messages import shown
 from ..options import check_count, check_dtype
 from ..report import arrays
-from . import pretrained, specs, texts
+from . import pretrained, specs, text_data
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -73,7 +73,7 @@ class Transform:
         return ((values - self._mean) / self._std).contiguous()
 
 
-@texts.taking(Transform)
+@text_data.taking(Transform)
 def read_images(path: Path, *, batch_size: int = 256, **form: Any) -> "DataLoader[tuple[Tensor, int]]":
     """Return batches of the images in a folder that has a folder for each class.
 
@@ -142,7 +142,7 @@ def resolve(spec: str) -> specs.Function:
     if path.suffix in (".npz", ".parquet", ".txt", ".jsonl") and not path.is_file():
         raise InputError(f"{spec!r}: there is no such file")
     if path.suffix in (".txt", ".jsonl"):
-        return functools.partial(texts.read_file, path)
+        return functools.partial(text_data.read_file, path)
     if path.suffix == ".npz":
         return functools.partial(read_npz, path)
     if path.suffix == ".parquet":
@@ -176,7 +176,7 @@ def read_npz(
 
     Names are by default those of :data:`INPUTS` and :data:`TARGETS` that are there, or of :data:`TOKENS` together.
     """
-    texts.check_sizes(count, batch_size)
+    text_data.check_sizes(count, batch_size)
 
     def wanted(there: Collection[str]) -> list[str]:
         if inputs is None and "input_ids" in there:
@@ -195,10 +195,10 @@ def read_npz(
     for name, tensor in tensors.items():
         if len(tensor) != len(tensors[first]):
             raise InputError(f"{path}: {len(tensors[first])} samples in {first!r} and {len(tensor)} in {name!r}")
-    return texts.cut(tensors, batch_size) if first == TOKENS[0] and inputs is None else tuple(tensors.values())
+    return text_data.cut(tensors, batch_size) if first == TOKENS[0] and inputs is None else tuple(tensors.values())
 
 
-@texts.taking(texts.batches)
+@text_data.taking(text_data.batches)
 def read_parquet(
     path: Path,
     *,
@@ -214,19 +214,19 @@ def read_parquet(
 
     Inputs are columns of numbers, or one of lists of one length; by default all but the targets, the column of
     :data:`TARGETS` that is there. Texts are of the column ``text`` if it is there and no inputs are named, without
-    targets by default; for further options see :func:`.texts.batches`.
+    targets by default; for further options see :func:`.text_data.batches`.
     """
     import pyarrow
     from pyarrow import parquet
 
-    texts.check_sizes(count, batch_size)
+    text_data.check_sizes(count, batch_size)
     try:
         file = parquet.ParquetFile(path)
         wanted = _of_text(file.schema_arrow.names, text, inputs, targets)
         if wanted:
             table = file.read(columns=wanted).slice(0, count)
             words, *labels = (table[name].to_pylist() for name in wanted)
-            return texts.batches(words, *(labels or [None]), **tokens, batch_size=batch_size)
+            return text_data.batches(words, *(labels or [None]), **tokens, batch_size=batch_size)
         target = _chosen(file.schema_arrow.names, targets, TARGETS, "targets")
         rest = [name for name in file.schema_arrow.names if name != target]
         names = rest if inputs is None else [inputs] if isinstance(inputs, str) else [*inputs]
@@ -240,7 +240,7 @@ def read_parquet(
     return _tensor(rows, dtype, str(path)), _tensor(columns[target], dtype, f"{path}: {target}")
 
 
-@texts.taking(Transform, texts.batches)
+@text_data.taking(Transform, text_data.batches)
 def read_hugging_face(
     path: Path,
     *,
@@ -261,7 +261,7 @@ def read_hugging_face(
     """
     import datasets
 
-    texts.check_sizes(count, batch_size)
+    text_data.check_sizes(count, batch_size)
     try:
         found = datasets.load_from_disk(str(path))
     except Exception as error:  # of pyarrow, of JSON, of the library's own
@@ -277,7 +277,7 @@ def read_hugging_face(
     wanted = _of_text(found.column_names, text, inputs, targets)
     if wanted:
         words, *labels = (found[name][:] for name in wanted)
-        return texts.batches(words, *(labels or [None]), **_of(texts.batches, more), batch_size=batch_size)
+        return text_data.batches(words, *(labels or [None]), **_of(text_data.batches, more), batch_size=batch_size)
     first = _chosen(found.column_names, inputs, INPUTS, "inputs")
     second = _chosen(found.column_names, targets, TARGETS, "targets")
     if isinstance(found.features[first], datasets.Image):

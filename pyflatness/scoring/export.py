@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import InputError, MissingExtraError
 from ..options import Options
-from .described import of_json
+from .keys import of_json
 from .store import Store
 from .units import csv_line, kinds, rows
 

@@ -1,14 +1,18 @@
 """Identify what a value depends on by content, so that a value that is there already is not computed again.
 
 Paths and times are no part of it: a file that was moved or touched is the same file, and one whose bytes changed is
-another. Hashes are SHA-256.
+another. The user's code is its source files (:mod:`.user_files`) and the names of what is used of them; objects are
+what they hold. Where code has no such name, as in a notebook, values are computed anew by each run. Hashes are SHA-256.
 """
 
 import hashlib
+import json
 import stat
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -20,8 +24,10 @@ from ..losses import auto
 from ..model.data import Batches, leaves, size
 from ..model.layers import unwrap
 from ..options import Options
-from . import checkpoints, described
-from .described import Description, Facts, of_json, plain
+from . import checkpoints, user_files
+from .user_files import NotFoundAgainError, in_closure, is_own_module, name_of
+
+Facts = dict[str, Any]
 
 VALUES_VERSION = 1
 """Raised by a release in which a value changes by more than rounding; then all values are computed again."""
@@ -58,34 +64,156 @@ def of_file(path: Path) -> str:
 
 def of_state(module: nn.Module) -> str:
     """Return the hash of a module's weights and buffers: names, shapes, dtypes and values."""
-    return of_json([(name, plain(value)) for name, value in module.state_dict().items()])
+    return of_json([(name, described(value)) for name, value in module.state_dict().items()])
 
 
-def of_network(about: Description, network: nn.Module, made: Any = None) -> Facts:
-    """Return what makes a network besides its weights: classes, attributes, hooks, dtypes and shapes."""
-    network = unwrap(network)
-    state = network.state_dict(keep_vars=True)
-    of_all = (held for name, held in vars(nn.modules.module).items() if "_hooks" in name and isinstance(held, dict))
-    # The file's weights, wherever else the network holds them.
-    for weight in (*network.parameters(), *(held for name, held in network.named_buffers() if name in state)):
-        about.meet(weight)
-    return {
-        "entries": [(name, described.kind(value)) for name, value in state.items()],
-        "network": of_json(about.of(network)),
-        "made": of_json(about.of(made)),
-        "hooks": of_json(about.of([[*hooks.values()] for hooks in of_all])),
-    }
+def of_json(facts: Any) -> str:
+    """Return the hash of what JSON can hold; the order of a mapping's keys does not matter."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def of_loss(about: Description, loss: Any) -> Facts:
-    """Return what a loss is; a name, its function and its module with the same options are the same."""
-    if auto.is_auto(loss):  # what it is follows from the model and the data
-        return {"name": auto.AUTO}
-    resolved = losses.resolve(loss)
-    if resolved.known:
-        return {"name": type(resolved).__name__, **_attributes(resolved)}
-    name = getattr(loss, "__qualname__", type(loss).__qualname__)
-    return {"name": name, "loss": of_json(about.of(loss)), "reduction": resolved.reduction}
+def described(held: Any) -> Any:
+    """Return what an object holds as JSON.
+
+    Raises:
+        NotFoundAgainError: there is something in it that another run cannot be told to be the same.
+    """
+    return Description().of(held)
+
+
+class Description:
+    """Describe objects by what they hold, and the functions and classes in them by their names.
+
+    The second time that an object is met its number is enough. ``version`` stands for the user's code: then whatever
+    has a name is taken for what had it before. ``folders`` are of the source files of functions and classes.
+    """
+
+    def __init__(self, version: str | None = None, known: Iterable[Any] = ()) -> None:
+        self.version, self.folders = version, set[Path]()
+        self._met = {id(held): (number, held) for number, held in enumerate(known)}  # held, so that no id is another's
+
+    def of(self, held: Any, name: str = "") -> Any:
+        """Return what an object holds, which has this name where it was found."""
+        if type(held) in (type(None), bool, int, float, str):
+            return held
+        if type(held) in (bytes, complex):
+            return repr(held)
+        if id(held) in self._met:
+            return {"again": self._met[id(held)][0]}
+        if type(held) is tuple:  # whether two equal ones are one is the compiler's choice
+            return ["tuple", *map(self.of, held)]
+        self._met[id(held)] = len(self._met), held
+        try:
+            return self._of(held)
+        except NotFoundAgainError:
+            raise
+        except Exception as error:  # of the user's objects: they nest too deep, say, or pickle refuses them
+            what = name or getattr(held, "__qualname__", type(held).__qualname__)
+            raise NotFoundAgainError(f"{what} ({type(error).__name__}: {error})") from error
+
+    def _of(self, held: Any) -> Any:
+        if isinstance(held, Tensor):
+            return [*kind(held), hashlib.sha256(content(held).numpy().data).hexdigest()]
+        if hasattr(held, "dtype") and hasattr(held, "tobytes"):  # of numpy, where objects' bytes are addresses
+            inside = self.of(held.tolist()) if held.dtype.hasobject else hashlib.sha256(held.tobytes()).hexdigest()
+            return [str(held.dtype), [*held.shape], inside]
+        if isinstance(held, FunctionType | type):
+            return self._by_name(held)
+        if isinstance(held, MethodType):
+            return [self.of(held.__self__), held.__name__]
+        if isinstance(held, weakref.ref):  # of torch's recurrences to their weights
+            return ["reference", self.of(held())]
+        if type(held) is list:
+            return ["list", *map(self.of, held)]
+        if type(held) is dict:
+            return ["dict", *([self.of(key), self.of(value)] for key, value in held.items())]
+        if type(held) in (set, frozenset):
+            return ["set", *sorted(json.dumps(Description(self.version).of(each)) for each in held)]
+        facts = [self.of(type(held))]
+        if isinstance(held, nn.Module):
+            return [*facts, self._attributes(held)]
+        if is_own_module(type(held).__module__):
+            facts.append(self._attributes(held))
+        reduced = held.__reduce_ex__(4)
+        if isinstance(reduced, str):  # the name of a global
+            return [*facts, reduced, self.of(getattr(held, "__wrapped__", None))]
+        return [*facts, *(self.of([*part] if hasattr(part, "__next__") else part) for part in reduced)]
+
+    def _by_name(self, made: FunctionType | type) -> Any:
+        inside = [self.of(held) for held in in_closure(made)]
+        if self.version is not None:
+            return [made.__qualname__, *inside]
+        self.folders |= user_files.folder(made)
+        return [*name_of(made), *inside]
+
+    def _attributes(self, held: Any) -> Facts:
+        slots = [getattr(base, "__slots__", ()) for base in type(held).__mro__]
+        names = [name for own in slots for name in ((own,) if isinstance(own, str) else own)]
+        found = {name: getattr(held, name) for name in names if hasattr(held, name)} | getattr(held, "__dict__", {})
+        if isinstance(held, nn.Module):  # the keys of hooks are numbers that no other process has
+            hooks = {name: [*inside.values()] for name, inside in found.items() if "hooks" in name and inside}
+            found = {name: inside for name, inside in found.items() if "hooks" not in name} | hooks
+        return {name: self.of(inside, name) for name, inside in found.items()}
+
+
+def kind(value: Any) -> Any:
+    """Return the dtype and shape of a tensor, and of anything else what it is."""
+    return [str(value.dtype), [*value.shape]] if isinstance(value, Tensor) else described(value)
+
+
+def content(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor."""
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous().view(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class Described:
+    """Hold what a network or a loss is besides its weights, for keys.
+
+    Attributes:
+        facts: as JSON.
+        folders: of the source files of its functions and classes.
+        unknown: what in it no other run would find again, in words; empty if there is nothing.
+    """
+
+    facts: Facts
+    folders: frozenset[Path] = frozenset()
+    unknown: str = ""
+
+    @classmethod
+    def network(cls, network: nn.Module, made: Any = None, version: str | None = None) -> "Described":
+        """Return what a network is: by what makes it, a callable and its arguments, or else by its attributes."""
+        network = unwrap(network)
+        state = network.state_dict(keep_vars=True)
+        # The file's weights, wherever else the network holds them.
+        buffers = (held for name, held in network.named_buffers() if name in state)
+        description = Description(version, (*network.parameters(), *buffers))
+        hooks = [held for name, held in vars(nn.modules.module).items() if "_hooks" in name and isinstance(held, dict)]
+        facts: Facts = {"entries": [(name, kind(value)) for name, value in state.items()]}
+        return cls._of(description, facts, [made or network, [[*each.values()] for each in hooks]], network)
+
+    @classmethod
+    def loss(cls, loss: Any, version: str | None = None) -> "Described":
+        """Return what a loss is; a name, its function and its module with the same options are the same."""
+        if auto.is_auto(loss):  # what it is follows from the model and the data
+            return cls({"name": auto.AUTO})
+        resolved = losses.resolve(loss)
+        if resolved.known:
+            options = {name: described(held) for name, held in vars(resolved).items() if not name.startswith("_")}
+            return cls({"name": type(resolved).__name__, **options})
+        name = getattr(loss, "__qualname__", type(loss).__qualname__)
+        return cls._of(Description(version), {"name": name, "reduction": resolved.reduction}, loss)
+
+    @classmethod
+    def _of(cls, description: Description, facts: Facts, held: Any, network: nn.Module | None = None) -> "Described":
+        try:
+            facts = {**facts, "held": of_json(description.of(held))}
+            put_in = next(user_files.put_into_libraries(network), "") if description.version is None else ""
+            unknown = put_in and f"{put_in}, which was set by a program"
+        except NotFoundAgainError as error:
+            unknown = str(error)
+        return cls(facts, frozenset(description.folders), unknown)
 
 
 @dataclass(frozen=True)
@@ -94,8 +222,8 @@ class Code:
 
     model: Facts | None  # of the network that checkpoints are of
     loss: Facts
-    files: Mapping[str, str]  # hashes of source files, by their paths
-    unknown: tuple[str, ...]  # what cannot be described, in words; values that depend on it cannot be found again
+    files: Mapping[str, str]  # hashes of source files, by their paths; or the version that stands for them
+    unknown: tuple[str, ...]  # what no other run would find again, in words; values that depend on it are not reused
 
     @classmethod
     def of(
@@ -108,12 +236,13 @@ class Code:
         folders: Iterable[Path] = (),
     ) -> "Code":
         """Return the code of a run."""
-        of_model, of_loss_ = Description(version), Description(version)
-        model = None if network is None else of_network(of_model, network, made)
-        found = of_loss(of_loss_, loss)
-        places = {*folders, *of_model.folders, *of_loss_.folders, *described.folder(data)}
-        files = {"": version} if version is not None else described.files(places)
-        return cls(model, found, files, (*of_model.unknown, *of_loss_.unknown))
+        model = None if network is None else Described.network(network, made, version)
+        found = Described.loss(loss, version)
+        both = [found] if model is None else [model, found]
+        places = {*folders, *user_files.folder(data)}.union(*(each.folders for each in both))
+        files = {"": version} if version is not None else user_files.hashes(places)
+        unknown = tuple(each.unknown for each in both if each.unknown)
+        return cls(None if model is None else model.facts, found.facts, files, unknown)
 
     def differs(self, other: "Code") -> bool:
         """Return whether another process has other code, as far as it has loaded the same files."""
@@ -140,13 +269,20 @@ def of_data(data: Any, *, ordered: bool, ends: bool = False) -> Facts:
         count = size(batch)
         parts = [*leaves(batch)]
         own = [tensor for tensor in parts if isinstance(tensor, Tensor) and tensor.ndim and len(tensor) == count]
-        beside.update(of_json(plain(other)) for other in parts if not any(other is tensor for tensor in own))
+        beside.update(_known(other) for other in parts if not any(other is tensor for tensor in own))
         for digest in _digests(own, count):
             in_order.update(digest)
             total += int.from_bytes(digest, "little")
         samples += count
     facts: Facts = {"samples": samples, "content": f"{total % 2**256:064x}", "beside": sorted(beside)}
     return facts | ({"order": in_order.hexdigest()} if ordered else {}) | ({"ends": True} if ends else {})
+
+
+def _known(beside: Any) -> str:
+    try:
+        return of_json(described(beside))
+    except NotFoundAgainError:
+        return type(beside).__qualname__
 
 
 def _ends(data: Any) -> Any:
@@ -161,17 +297,10 @@ def _ends(data: Any) -> Any:
 
 
 def _digests(tensors: list[Tensor], count: int) -> Iterator[bytes]:
-    rows = [
-        (f"{described.kind(tensor[:1])}".encode(), described.content(tensor).reshape(count, -1).numpy())
-        for tensor in tensors
-    ]
+    rows = [(f"{kind(tensor[:1])}".encode(), content(tensor).reshape(count, -1).numpy()) for tensor in tensors]
     for place in range(count):
         digest = hashlib.sha256()
-        for kind, row in rows:
-            digest.update(kind)
+        for what, row in rows:
+            digest.update(what)
             digest.update(row[place])
         yield digest.digest()
-
-
-def _attributes(held: Any) -> Facts:
-    return {name: plain(value) for name, value in vars(held).items() if not name.startswith("_")}

@@ -18,7 +18,7 @@ from ..curvature.spectra import Spectrum
 from ..errors import InputError
 from ..messages import printable
 from ..report import html
-from ..report.page import Cell, Page, Section, Table, charts, choosing, tables
+from ..report.page import Cell, Page, Section, Table, charts, interactive, tables
 from ..report.page.charts import Axis, Charts
 from ..statistics import tables as networks_tables
 from ..statistics.coefficients import STATISTICS
@@ -26,9 +26,9 @@ from ..statistics.correlation import Correlations, correlations, unequal_losses
 from ..statistics.tables import Networks, Vector
 from ..training import curves
 from ..training.history import History
-from . import attached
-from .attached import Attached
+from . import result_files
 from .export import COLUMNS, Record, records, setting_hash, setting_texts
+from .result_files import NamedResult
 from .store import Store
 
 _GAPS = ("gap", "generalization_gap", "loss")  # what measures are held against, unless that is said: the first there is
@@ -36,8 +36,8 @@ _BESIDE, _OF_TEST = ("loss", "accuracy"), ("test loss", "gap")
 _FLATNESS = ("relative_flatness", "trace", "scaled_trace", "lambda_max", "sharpness")
 
 HOLLOW = (
-    "Hollow points are models that do not count in the correlations: they were excluded by name, or one of their two "
-    "numbers is missing, and then they are drawn at the left or lower edge."
+    "Hollow points are models that do not count in the correlations: they were excluded by name, are not trained, or "
+    "one of their two numbers is missing, and then they are drawn at the left or lower edge."
 )
 _FEWEST = 5  # networks for an interval
 _TOO_FEW = "too few networks for an interval"
@@ -49,12 +49,13 @@ OF_TRAININGS = (
 
 
 @dataclass(frozen=True)
-class Choices:
+class PageOptions:
     """Hold how a page of models is made."""
 
     against: str | None = None  # what measures are held against; None: the first of :data:`_GAPS` that there is
     test: Any = None  # a table of the same networks on test data; ``gap`` is its loss less that of the models
     exclude: Collection[str] = ()  # names of models that do not count in the correlations
+    max_loss: float | None = None  # of models that count; None: see :meth:`.tables.Networks.untrained`
     interval: str = "bootstrap"  # how the intervals of correlations are made, ``"bootstrap"`` or ``"fisher"``
     histories: Mapping[str, History] = field(default_factory=dict)  # of trainings, by the names to show
 
@@ -68,17 +69,18 @@ class SettingValues:
     made: Sequence[tuple[str, object]] = ()
 
 
-def page(title: str, parts: Sequence[SettingValues], choices: Choices, more: Sequence[Section] = ()) -> Page:
+def page(title: str, settings: Sequence[SettingValues], options: PageOptions, more: Sequence[Section] = ()) -> Page:
     """Return a page."""
-    every = [record for part in parts for record in part.records]
-    if not every and not choices.histories:
+    every = [record for setting in settings for record in setting.records]
+    if not every and not options.histories:
         raise InputError("page: there are no values to show")
-    unknown = [name for name in choices.exclude if not _among([name], every)]
+    unknown = [name for name in options.exclude if not _among([name], every)]
     if unknown:
         such = f", such as {every[0]['checkpoint']!r}" if every else ""
         raise InputError(f"exclude: {unknown[0]!r} is none of the models{such}")
-    sections = [section for part in parts for section in _sections(part, choices, several=len(parts) > 1)]
-    sections += [section(choices.histories)] if choices.histories else []
+    several = len(settings) > 1
+    sections = [section for setting in settings for section in _sections(setting, options, several=several)]
+    sections += [section(options.histories)] if options.histories else []
     models = len({record["checkpoint"] for record in every})
     measures = [*dict.fromkeys(record["measure"] for record in every)]
     counted = f"{models} model{'s' * (models != 1)}, {len(measures)} measure{'s' * (len(measures) != 1)}"
@@ -86,15 +88,15 @@ def page(title: str, parts: Sequence[SettingValues], choices: Choices, more: Seq
     return Page(title, (text,) if text else (), (*sections, *more))
 
 
-def _sections(part: SettingValues, choices: Choices, *, several: bool) -> Iterator[Section]:
+def _sections(part: SettingValues, options: PageOptions, *, several: bool) -> Iterator[Section]:
     suffix = f" · {part.name}" if several and part.name else ""
     settings = [name for name in part.records[0] if name not in {*COLUMNS, *_BESIDE}]
-    against = _Against.of(part.records, choices)
+    against = _Against.of(part.records, options)
     yield against.section(suffix)
     yield Section(
         f"Values{suffix}",
         (tables.LEGEND,),
-        tables=(tables.values(against.with_test(), "Values by model and layer", (*_BESIDE, *_OF_TEST, *settings)),),
+        tables=(tables.values(against.with_test(), "Values by model and layer", (*_BESIDE, *_OF_TEST), settings),),
     )
     of_layers = charts.profiles(part.records)
     if of_layers.specs:
@@ -115,15 +117,18 @@ class _Against:
     networks: Networks
     y: str
     kept: NDArray[np.bool_]
+    left_out: Mapping[str, str]  # networks that do not count, each with the reason
     interval: str
 
     @classmethod
-    def of(cls, records: Sequence[Record], choices: Choices) -> "_Against":
+    def of(cls, records: Sequence[Record], options: PageOptions) -> "_Against":
         columns = [name for name in records[0] if name != "setting"]
-        networks = networks_tables.read({name: [record[name] for record in records] for name in columns}, choices.test)
-        y = choices.against or next((name for name in _GAPS if name in networks.columns), "loss")
+        networks = networks_tables.read({name: [record[name] for record in records] for name in columns}, options.test)
+        y = options.against or next((name for name in _GAPS if name in networks.columns), "loss")
         networks.column(y)  # raises if there is none
-        return cls(records, networks, y, networks.kept(_among(choices.exclude, records)), choices.interval)
+        excluded = networks.named(~networks.kept(_among(options.exclude, records)))
+        left_out = networks.untrained(options.max_loss) | dict.fromkeys(excluded, "excluded by name")
+        return cls(records, networks, y, networks.kept([*left_out]), left_out, options.interval)
 
     def with_test(self) -> list[Record]:
         """Return the values with the test loss and the gap of their networks, where these are known."""
@@ -140,7 +145,8 @@ class _Against:
     def measures(self) -> list[str]:
         """Return the columns that are measures: those of whole networks first, then those of layers."""
         return sorted(
-            (name for name in self.networks.measures if name != self.y), key=lambda x: _parts(x)[1] != tables.NETWORK
+            (name for name in self.networks.measures if name != self.y),
+            key=lambda x: _measure_and_layer(x)[1] != tables.NETWORK,
         )
 
     def counting(self, x: str) -> NDArray[np.bool_]:
@@ -164,7 +170,10 @@ class _Against:
         how = next((f"{one.method}." for one in found.values() if one is not None), "")
         hollow = any(not self.counting(x).all() for x in found)
         x = next(iter(found))
-        texts = (*self._flattest(x), _answer(x, title, found[x]), self._fair(), how, HOLLOW if hollow else "")
+        out = "; ".join(f"{name} ({why})" for name, why in self.left_out.items())
+        left_out = printable(f"Left out of what is said here and of the correlations: {out}.") if out else ""
+        answers = (*self._flattest(x), _answer(x, title, found[x]))
+        texts = (*answers, left_out, self._fair(), how, HOLLOW if hollow else "")
         return Section(f"Flatness and {title}{suffix}", (*filter(None, texts),), self._charts(found, title), (table,))
 
     def _flattest(self, x: str) -> Iterator[str]:
@@ -173,7 +182,7 @@ class _Against:
         if not ends:
             return
         (least, low), (most, high) = ends
-        measure, layer = _parts(x)
+        measure, layer = _measure_and_layer(x)
         flatter = " A smaller value is a flatter network." if measure in _FLATNESS else ""
         of = "" if layer == tables.NETWORK else f" of {layer}"
         yield printable(f"Smallest {measure}{of}: {least}, {low:.4g}. Largest: {most}, {high:.4g}.{flatter}")
@@ -200,7 +209,8 @@ class _Against:
             return ""
         unequal = unequal_losses(losses)
         if unequal:
-            return f"⚠ The comparison may not be fair: {unequal}."
+            fixed = "pyflatness correlate --given loss holds them fixed"
+            return f"⚠ The comparison may not be fair: {unequal}; {fixed}."
         return f"The comparison is at nearly equal losses: at most a factor of {losses.max() / losses.min():.3g} apart."
 
     def _row(self, x: str, found: Correlations | None) -> tuple[Cell, ...]:
@@ -209,7 +219,7 @@ class _Against:
         short = charts.short(self.networks.names)
         ends = [Cell(printable(short[name]), note=f"{value:.6g}") for name, value in self._ends(x)] or [Cell("")] * 2
         return (
-            *map(Cell, map(printable, _parts(x))),
+            *map(Cell, map(printable, _measure_and_layer(x))),
             *rows,
             tables.text(counts),
             tables.text(len(self.kept) - counts),
@@ -236,7 +246,7 @@ class _Against:
         ]
 
 
-def _parts(column: str) -> tuple[str, str]:
+def _measure_and_layer(column: str) -> tuple[str, str]:
     """Return the measure and the layer of a column."""
     measure, _, layer = column.partition(" ")
     return measure, layer or tables.NETWORK
@@ -280,7 +290,7 @@ def _left_out(records: Sequence[Record], against: _Against, suffix: str) -> Iter
         for record in records
         if record["error"]
     ]
-    rows += [(name, "", "", "excluded by name") for name in against.networks.named(~against.kept)]
+    rows += [(name, "", "", why) for name, why in against.left_out.items()]
     missing = ~np.isfinite(against.networks.column(against.y))
     rows += [(name, "", against.y, "no number") for name in against.networks.named(missing)]
     if rows:
@@ -316,7 +326,7 @@ def section(histories: Mapping[str, History]) -> Section:
             ]
     numbers = [*dict.fromkeys(name for history in histories.values() for record in history for name in record.numbers)]
     title = next(iter(histories)) if len(histories) == 1 else f"{len(histories)} histories"
-    table = tables.values(values, f"What was recorded: {title}", numbers)
+    table = tables.values(values, f"What was recorded: {title}", settings=numbers)
     drawn = _charts(" or ".join(steps), [*histories], values, points, numbers)
     return Section(f"Training · {title}", charts=drawn, tables=(table,), closed=True)
 
@@ -380,12 +390,12 @@ def _charts(
             for value in own
         ]
         upward = Axis.of(f"m{place}", measure, [value["value"] for value in own])
-        specs.append(choosing.over_training(along, upward, trainings, layers=layers, weights=weights))
+        specs.append(interactive.over_training(along, upward, trainings, layers=layers, weights=weights))
     for place, name in enumerate(numbers):
         there = [(point, y) for point in points if (y := charts.finite(point.get(name))) is not None]
         data += [{"training": point["training"], "x": point["x"], f"n{place}": y} for point, y in there]
         if there:
-            specs.append(choosing.over_training(along, Axis.of(f"n{place}", name, [y for _, y in there]), trainings))
+            specs.append(interactive.over_training(along, Axis.of(f"n{place}", name, [y for _, y in there]), trainings))
     return Charts(data, tuple(specs))
 
 
@@ -396,7 +406,9 @@ WHERE setting = ?
 _VERSIONS = "SELECT versions, count(*) AS units FROM units WHERE setting = ? GROUP BY versions ORDER BY min(finished)"
 
 
-def of_store(store: Store, title: str, choices: Choices, more: Mapping[str, Mapping[str, Any]] | None = None) -> Page:
+def of_store(
+    store: Store, title: str, options: PageOptions, more: Mapping[str, Mapping[str, Any]] | None = None
+) -> Page:
     """Return a page of all that a store has."""
     found = [*records(store, more)]
     settings = [*dict.fromkeys(record["setting"] for record in found)]
@@ -404,14 +416,14 @@ def of_store(store: Store, title: str, choices: Choices, more: Mapping[str, Mapp
     every = store.settings()
     numbers = {setting_hash(facts): number for number, facts in every.items()}
     texts = setting_texts(every)
-    parts = [
+    values = [
         SettingValues(texts[numbers[key]], own[key], _facts(store, numbers[key], every[numbers[key]]))
         for key in settings
     ]
-    held = attached.found(store)
+    held = result_files.found(store)
     stored = {one.name: one.result for one in held if isinstance(one.result, History)}
-    choices = replace(choices, histories={**stored, **choices.histories})
-    return page(title, parts, choices, [*sections(held), *_runs(store), _checkpoints(store)])
+    options = replace(options, histories={**stored, **options.histories})
+    return page(title, values, options, [*sections(held), *_runs(store), _checkpoints(store)])
 
 
 def table(store: Store) -> dict[str, list[Any]]:
@@ -481,7 +493,7 @@ _POINTS = 200  # of a density, whose Gaussian is a hundredth of the range wide
 _BEYOND = 0.2  # of the losses' range: so far beyond them a quadratic model is drawn
 
 
-def sections(held: Sequence[Attached]) -> Iterator[Section]:
+def sections(held: Sequence[NamedResult]) -> Iterator[Section]:
     """Yield a section of the spectra and one of the landscapes, where there are any."""
     spectra = {_name(one): one.result for one in held if isinstance(one.result, Spectrum)}
     landscapes = {_name(one): one.result for one in held if isinstance(one.result, Landscape)}
@@ -498,7 +510,7 @@ def sections(held: Sequence[Attached]) -> Iterator[Section]:
         yield Section("Landscapes", (), _of_landscapes(landscapes), (_table_of_landscapes(landscapes),))
 
 
-def _name(one: Attached) -> str:
+def _name(one: NamedResult) -> str:
     return f"{one.name}, {one.label}" if one.label else one.name
 
 
@@ -512,10 +524,10 @@ def _of_spectra(spectra: Mapping[str, Spectrum]) -> Charts:
     peaks = [one.density.peak(one.width()) for one in spectra.values() if one.density is not None]
     if peaks:
         named = [name for name, one in spectra.items() if one.density is not None]
-        specs.append(choosing.density(named, min(peaks)))
+        specs.append(interactive.density(named, min(peaks)))
     if any(len(one.eigenvalues) for one in spectra.values()):
         every = [value for one in spectra.values() for value in one.eigenvalues.tolist()]
-        specs.append(choosing.eigenvalues(Axis.of("value", "eigenvalue", every), len(spectra)))
+        specs.append(interactive.eigenvalues(Axis.of("value", "eigenvalue", every), len(spectra)))
     return Charts(data, tuple(specs))
 
 
@@ -557,9 +569,9 @@ def _of_landscapes(landscapes: Mapping[str, Landscape]) -> Charts:
     data += [row for name, one in surfaces.items() for row in _lines(name, one)]
     specs = []
     if curves:
-        specs.append(choosing.curve([*curves], _loss(curves)))
+        specs.append(interactive.curve([*curves], _loss(curves)))
     if surfaces:
-        specs.append(choosing.surface([*surfaces], log=_loss(surfaces).log))
+        specs.append(interactive.surface([*surfaces], log=_loss(surfaces).log))
     return Charts(data, tuple(specs))
 
 

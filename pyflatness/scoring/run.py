@@ -16,8 +16,9 @@ from ..errors import InputError
 from ..measures import named
 from ..messages import printable
 from ..numerics.ranks import ALONE, Ranks
-from . import attached, described, keys, worker
+from . import keys, result_files, worker
 from .executors import Serial
+from .result_files import ResultFile
 from .store import Store
 from .units import Pair, Request, WorkUnit
 from .worker import Bench, Job, Maker, Outcome, Setup, measure
@@ -82,11 +83,14 @@ class ScoringRun:
         batch_size: int | str | None = None,
         limit: float | None = None,
         version: str | None = None,
+        progress: bool = False,
         ranks: Ranks = ALONE,
     ) -> None:
         ranks.check_alike("the models", {"models": ", ".join(models), "measures": request.measures})
         self.models, self.request, self.ranks = models, request, ranks
-        self.setup = Setup(uuid.uuid4().hex, model, data, request, batch_size, limit, version=version)
+        self.setup = Setup(
+            uuid.uuid4().hex, model, data, request, batch_size, limit, version=version, progress=progress
+        )
         self.bench = Bench(self.setup, ranks)
         self._units: dict[tuple[int, tuple[Pair, ...]], list[WorkUnit]] = {}
 
@@ -115,7 +119,14 @@ class ScoringRun:
         key = id(network), wanted  # most models have the same to do, and the same network
         if key not in self._units:
             self._units[key] = self.request.units(network, wanted)
-        return [Job(unit, self.models[name], content) for unit in self._units[key]]
+        units = self._units[key]
+        # Of units that read no data themselves, the first one reads them for loss and accuracy, if no other unit does.
+        reading = [any(row.reads for row in named(unit.measures)) for unit in units]
+        first = units[reading.index(True) if any(reading) else 0] if units else None
+        return [
+            Job(unit, self.models[name], content, fit=reads or unit is first)
+            for unit, reads in zip(units, reading, strict=True)
+        ]
 
     def reads(self, jobs: Iterable[Job]) -> int:
         """Return how often units read the data; those of spectra are not known before, and not counted."""
@@ -162,7 +173,7 @@ class Kept:
     contents: dict[str, str]  # of the checkpoints, by name
     jobs: list[Job]  # what is to be computed
     notes: tuple[str, ...]  # why values will not be found again
-    spectra: attached.Entry | None = None  # what they are written as, but for weights and result; None: none are wanted
+    spectra: ResultFile | None = None  # what they are written as, but for weights and result; None: none are wanted
 
     def commit(self, store: Store, job: Job, outcome: Outcome) -> None:
         """Write what came of a job into the store."""
@@ -170,13 +181,13 @@ class Kept:
             store.commit(self.setting, job.content, outcome)
         else:
             held = self.spectra._replace(content=job.content, file=outcome.file, error=outcome.error)
-            attached.put(store, held)
+            result_files.put(store, held)
 
     def failures(self, store: Store) -> list[tuple[str, str]]:
         """Return the models whose spectrum could not be computed, each with its error."""
         if self.spectra is None:
             return []
-        return attached.failures(store, self.spectra.setting, self.contents.values())
+        return result_files.failures(store, self.spectra.setting, self.contents.values())
 
 
 def keep(run: ScoringRun, store: Store, *, retry: bool = False, ends: bool = False, spectrum: int = 0) -> Kept:
@@ -212,24 +223,24 @@ def keep(run: ScoringRun, store: Store, *, retry: bool = False, ends: bool = Fal
     missing = store.ask(setting, {content: run.pairs(name) for content, name in first.items()}, retry=retry)
     jobs = [job for content, pairs in missing.items() for job in run.jobs(first[content], pairs, content)]
     said = tuple(
-        f"{what}: it cannot be described, and values that depend on it are computed anew by each run; pass a version "
-        "(version=, --version) that stands for your code"
+        f"{what}: values that depend on it are computed anew by each run; put it into a file that is imported, or pass "
+        "a version (version=, --version) that stands for your code"
         for what in dict.fromkeys([*code.unknown, *notes])
     )
     if not spectrum:
         return Kept(setting, contents, jobs, said)
     options = {"curvature": run.request.options.curvature, "seed": run.request.options.seed, "k": spectrum}
-    of_all = f"{described.of_json({**key, 'options': {}})} {described.of_json(options)}"
-    there = attached.there(store, "spectrum", of_all, failed=not retry)
+    of_all = f"{keys.of_json({**key, 'options': {}})} {keys.of_json(options)}"
+    there = result_files.there(store, "spectrum", of_all, failed=not retry)
     jobs += [
         Job(WorkUnit((), None), run.models[name], content, spectrum=spectrum)
         for content, name in first.items()
         if content not in there
     ]
-    return Kept(setting, contents, jobs, said, attached.Entry("", "", "spectrum", setup.data.text(), of_all, b""))
+    return Kept(setting, contents, jobs, said, ResultFile("", "", "spectrum", setup.data.text(), of_all, b""))
 
 
-def _once(unknown: Sequence[str]) -> dict[str, str]:
+def _once(unknown: Sequence[str] | str) -> dict[str, str]:
     """Return what makes a key that no other run has, if there is anything unknown."""
     return {"once": uuid.uuid4().hex} if unknown else {}
 
@@ -238,8 +249,7 @@ def _content(held: Path | nn.Module, version: str | None, unknown: list[str], fo
     """Return the content of a model; add what is unknown of a network in memory, and the folders of its code."""
     if not isinstance(held, nn.Module):
         return keys.of_file(held)
-    about = described.Description(version)
-    facts = keys.of_network(about, held)
-    unknown += about.unknown
-    folders |= about.folders
-    return described.of_json([keys.of_state(held), facts, _once(about.unknown)])
+    found = keys.Described.network(held, version=version)
+    unknown += filter(None, [found.unknown])
+    folders |= found.folders
+    return keys.of_json([keys.of_state(held), found.facts, _once(found.unknown)])

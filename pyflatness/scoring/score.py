@@ -77,7 +77,8 @@ def score(
         workers: how many processes, or tasks at a time.
         retry: compute again what failed before.
         version: what stands for your code in the store's keys, such as ``"3"``: then a value stays until the version
-            changes, whatever is edited. None: the code itself counts, see docs/scoring.md.
+            changes, whatever is edited. None: your source files count, and what is in no file that can be imported (a
+            notebook, the script that runs, a closure) is measured anew by each call, see docs/store.md.
         spectrum: how many of the largest eigenvalues of each model's loss Hessian, in all of its trainable parameters,
             to compute, with the density of all eigenvalues: ``pf.spectrum(model, loss, data, k=spectrum,
             density=True)``, by some 600 products with the Hessian for each model. The store keeps them, and

@@ -81,6 +81,7 @@ class Scores(Result):
         against: str | None = None,
         test: Any = None,
         exclude: Collection[str] = (),
+        max_loss: float | None = None,
         interval: str = "bootstrap",
         histories: Mapping[str, History] | None = None,
     ) -> str:
@@ -89,11 +90,13 @@ class Scores(Result):
         Args:
             path: where the page is written too.
             title: its heading.
-            against: the column that measures are held against, such as ``"loss"``; None: ``"gap"`` if there is
+            against: the column that measures are held against, such as ``"test_error"``; None: ``"gap"`` if there is
                 ``test``, else the loss.
-            test: scores of the same models on test data, or a table as for :func:`pyflatness.statistics.correlations`:
-                ``gap`` is their loss less that of these.
+            test: scores of the same models on test data, or a table as for :func:`pyflatness.statistics.correlations`,
+                of which ``gap``, ``test_loss``, ``test_accuracy`` and ``test_error`` are.
             exclude: names of models that do not count in the correlations, and are drawn hollow.
+            max_loss: models with a larger loss do not count either; None: those at chance, or with a loss of more than
+                five times the median. The page names them.
             interval: ``"bootstrap"``, or ``"fisher"``, which takes less time for many models.
             histories: of trainings, by the names that they are shown under.
 
@@ -101,8 +104,8 @@ class Scores(Result):
             InputError: no rows, no such column, no such model, or a model that is not in ``test``.
             MissingExtraError: without Altair.
         """
-        choices = page.Choices(against, test, exclude, interval, histories or {})
-        return written(page.page(title, [page.SettingValues("", self._rows())], choices), path)
+        options = page.PageOptions(against, test, exclude, max_loss, interval, histories or {})
+        return written(page.page(title, [page.SettingValues("", self._rows())], options), path)
 
     def plot(
         self,

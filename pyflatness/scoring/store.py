@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -32,29 +32,32 @@ import torch
 from .. import __version__
 from ..errors import StoreError
 from ..messages import shown
-from . import described, keys
+from . import keys
 from .units import Fit, Held, Pair, Row, kinds
 from .worker import Outcome
 
-SCHEMA = 2
+SCHEMA = 3
 _APPLICATION = 0x666C6174  # "flat", in the header of the file
 
 _SQL = {float: "REAL", int: "INTEGER", bool: "INTEGER", str: "TEXT"}
-_NUMBERS = {name: kind for name, kind in kinds().items() if name not in ("checkpoint", "measure", "loss", "accuracy")}
+_KEY = "setting = :setting AND content = :content AND place = :place AND measure = :measure"  # of a result
+_OF_UNITS = tuple(field.name for field in fields(Fit))
+_NUMBERS = {name: kind for name, kind in kinds().items() if name not in ("checkpoint", "measure", *_OF_UNITS)}
 """The columns of a row that are a value's own: others are its key, or its unit's."""
 
 _TABLES = f"""
 CREATE TABLE settings (
-    id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, facts TEXT NOT NULL, digest TEXT NOT NULL DEFAULT ''
+    id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, facts TEXT NOT NULL
 );
 CREATE TABLE checkpoints (
     id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, path TEXT, content TEXT NOT NULL,
-    columns TEXT NOT NULL DEFAULT '{{}}', digest TEXT NOT NULL DEFAULT ''
+    columns TEXT NOT NULL DEFAULT '{{}}'
 );
 CREATE INDEX checkpoints_by_content ON checkpoints (content);
 CREATE TABLE units (
     id INTEGER PRIMARY KEY, setting INTEGER NOT NULL REFERENCES settings, content TEXT NOT NULL,
-    loss REAL, accuracy REAL, seconds REAL NOT NULL, batch_size INTEGER, versions TEXT NOT NULL, finished REAL NOT NULL,
+    {", ".join(f"{name} REAL" for name in _OF_UNITS)},
+    seconds REAL NOT NULL, batch_size INTEGER, versions TEXT NOT NULL, finished REAL NOT NULL,
     digest TEXT NOT NULL DEFAULT ''
 );
 CREATE INDEX units_by_content ON units (content);
@@ -69,40 +72,23 @@ CREATE TABLE results (
 );
 CREATE INDEX results_by_unit ON results (unit);
 CREATE TABLE runs (
-    id INTEGER PRIMARY KEY, command TEXT NOT NULL, began REAL NOT NULL, versions TEXT NOT NULL,
-    digest TEXT NOT NULL DEFAULT '', UNIQUE (command, began)
+    id INTEGER PRIMARY KEY, command TEXT NOT NULL, began REAL NOT NULL, versions TEXT NOT NULL, UNIQUE (command, began)
 );
-CREATE TABLE attached (
+CREATE TABLE result_files (
     id INTEGER PRIMARY KEY, content TEXT NOT NULL, training TEXT NOT NULL, kind TEXT NOT NULL, label TEXT NOT NULL,
     setting TEXT NOT NULL, file BLOB NOT NULL, error TEXT NOT NULL, versions TEXT NOT NULL, added REAL NOT NULL,
-    digest TEXT NOT NULL DEFAULT '', UNIQUE (content, training, kind, label)
+    UNIQUE (content, training, kind, label)
 );
 """
-
-SEALED = ("settings", "checkpoints", "units", "runs", "attached")
-"""The tables whose rows have a digest of what they hold; a unit's is of the values that it has, too."""
-
-_TRIGGERS = (
-    *(f"CREATE INDEX unsealed_{table} ON {table} (id) WHERE digest = ''" for table in SEALED),
-    "CREATE TRIGGER checkpoint_changed AFTER UPDATE OF name, path, content, columns ON checkpoints "
-    "BEGIN UPDATE checkpoints SET digest = '' WHERE id = NEW.id; END",
-    "CREATE TRIGGER result_changed AFTER UPDATE ON results "
-    "BEGIN UPDATE units SET digest = '' WHERE id IN (OLD.unit, NEW.unit); END",
-    "CREATE TRIGGER result_added AFTER INSERT ON results BEGIN UPDATE units SET digest = '' WHERE id = NEW.unit; END",
-    "CREATE TRIGGER result_gone AFTER DELETE ON results BEGIN UPDATE units SET digest = '' WHERE id = OLD.unit; END",
-)
 
 
 class Store:
     """Hold a store open; a context manager. The file need not be there to be written.
 
-    If anything is added the store keeps what did it: ``command``, a command line, or the name of a Python call. If
-    ``checked`` a damaged file is an error, but for what is in the units.
+    If anything is added the store keeps what did it: ``command``, a command line, or the name of a Python call.
     """
 
-    def __init__(
-        self, path: Path, *, write: bool = False, new: bool = True, command: str = "Python call", checked: bool = True
-    ) -> None:
+    def __init__(self, path: Path, *, write: bool = False, new: bool = True, command: str = "Python call") -> None:
         self.path = path
         self._write = write
         self._run = command, time.time()
@@ -118,8 +104,6 @@ class Store:
             self._connection = self._connected()
             stack.callback(self._connection.close)
             self._check()
-            if checked:
-                self.check(name for name in SEALED if name != "units")
             if write:
                 self._connection.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;")
                 stack.callback(self._into_one_file)
@@ -159,31 +143,27 @@ class Store:
         elif version != SCHEMA:
             what = "a later" if version > SCHEMA else "an earlier"
             raise StoreError(f"store: {self.path} is of {what} release of pyflatness (schema {version}, here {SCHEMA})")
+        elif {*_statements()} != {row["sql"] for row in self.select("SELECT sql FROM sqlite_master") if row["sql"]}:
+            raise self._damaged("tables of another form than they were made")
         self._connection.execute(f"PRAGMA query_only = {'OFF' if self._write else 'ON'}")
 
     def _number(self, pragma: str) -> int:
         return int(self._connection.execute(f"PRAGMA {pragma}").fetchone()[0])
 
-    def problems(self, tables: Iterable[str] = SEALED) -> list[str]:
-        """Return what is wrong with the file, in words.
-
-        Digests are looked at of some tables, the units' in :meth:`values`.
-        """
+    def problems(self) -> list[str]:
+        """Return what is wrong with the file, in words."""
         with self._explained(), self._reading():
             found = [row[0] for row in self._connection.execute("PRAGMA integrity_check") if row[0] != "ok"]
-            made = {row["sql"] for row in self._connection.execute("SELECT sql FROM sqlite_master WHERE sql NOT NULL")}
-            found += [] if made == {*_statements()} else ["tables of another form than they were made"]
             broken = self._connection.execute("PRAGMA foreign_key_check").fetchall()
             found += [f"{len(broken)} rows that refer to others which are not there"] if broken else []
-            for table in [] if found else tables:
-                for row in self._connection.execute(f"SELECT * FROM {table} ORDER BY id").fetchall():
-                    if row["digest"] != self._digest(table, row):
-                        found.append(f"{table} {row['id']}: not what was written")
+            for unit in [] if found else self._connection.execute("SELECT * FROM units ORDER BY id").fetchall():
+                if unit["digest"] != self._results(unit)[1]:
+                    found.append(f"units {unit['id']}: not what was written")
         return found
 
-    def check(self, tables: Iterable[str] = SEALED) -> None:
+    def check(self) -> None:
         """Raise if anything is wrong with the file, as :meth:`problems` says."""
-        for problem in self.problems(tables):
+        for problem in self.problems():
             raise self._damaged(problem)
 
     def _damaged(self, problem: str) -> StoreError:
@@ -202,20 +182,15 @@ class Store:
             with contextlib.suppress(sqlite3.Error):  # there is none after some errors
                 self._connection.execute("ROLLBACK")
 
-    def _digest(self, table: str, row: sqlite3.Row) -> str:
-        """Return the hash of what a row holds and, of a unit, its values."""
-        cells = [[row[name] for name in row.keys() if name != "digest"]]  # noqa: SIM118 (a Row iterates over cells)
-        if table == "units":
-            cells += map(
-                list, self._connection.execute("SELECT * FROM results WHERE unit = ? ORDER BY id", (row["id"],))
-            )
-        return hashlib.sha256(repr(cells).encode()).hexdigest()
+    def _results(self, unit: sqlite3.Row) -> tuple[list[sqlite3.Row], str]:
+        """Return the rows of a unit's values, and the checksum of the unit with them."""
+        rows = self._connection.execute("SELECT * FROM results WHERE unit = ? ORDER BY id", (unit["id"],)).fetchall()
+        cells = [unit[name] for name in unit.keys() if name != "digest"]  # noqa: SIM118 (a Row iterates over cells)
+        return rows, hashlib.sha256(repr([cells, *map(list, rows)]).encode()).hexdigest()
 
     def _seal(self) -> None:
-        for table in SEALED:
-            for row in self._connection.execute(f"SELECT * FROM {table} WHERE digest = ''").fetchall():
-                digest = self._digest(table, row)
-                self._connection.execute(f"UPDATE {table} SET digest = ? WHERE id = ?", (digest, row["id"]))
+        for unit in self._connection.execute("SELECT * FROM units WHERE digest = ''").fetchall():
+            self._connection.execute("UPDATE units SET digest = ? WHERE id = ?", (self._results(unit)[1], unit["id"]))
 
     def _into_one_file(self) -> None:
         with contextlib.suppress(sqlite3.Error):  # someone reads: the log stays until the next writer
@@ -266,9 +241,9 @@ class Store:
         with self._explained():
             return self._connection.execute(query, values).fetchall()
 
-    def setting(self, facts: described.Facts) -> int:
+    def setting(self, facts: keys.Facts) -> int:
         """Return the number of a setting, which is noted if it is new."""
-        key, text = described.of_json(facts["key"]), json.dumps(facts, sort_keys=True)
+        key, text = keys.of_json(facts["key"]), json.dumps(facts, sort_keys=True)
         with self.changes() as connection:
             connection.execute("INSERT OR IGNORE INTO settings (key, facts) VALUES (?, ?)", (key, text))
         return int(self.select("SELECT id FROM settings WHERE key = ?", (key,))[0]["id"])
@@ -303,14 +278,11 @@ class Store:
         with self.changes() as connection:
             for content, own in pairs.items():
                 for pair in own:
-                    key = (setting, content, _text(pair), pair.measure)
-                    connection.execute(
-                        "INSERT OR IGNORE INTO results (setting, content, place, measure) VALUES (?, ?, ?, ?)", key
-                    )
-                    (state,) = connection.execute(
-                        "SELECT state FROM results WHERE setting = ? AND content = ? AND place = ? AND measure = ?", key
-                    ).fetchone()
-                    if state in states:
+                    key = {"setting": setting, "content": content, "place": _text(pair), "measure": pair.measure}
+                    there = connection.execute(f"SELECT state FROM results WHERE {_KEY}", key).fetchone()
+                    if there is None:
+                        _insert(connection, "results", key)
+                    if there is None or there["state"] in states:
                         missing.setdefault(content, []).append(pair)
         return missing
 
@@ -324,37 +296,31 @@ class Store:
         """Write what came of a unit: all of it or nothing; values that are done stay as they are."""
         unit = {"setting": setting, "content": content, **asdict(outcome.fit), "seconds": outcome.seconds}
         unit |= {"batch_size": outcome.batch_size, "versions": versions(), "finished": time.time()}
-        places = ", ".join(f"{name} = ?" for name in _NUMBERS)
         with self.changes() as connection:
             number = _insert(connection, "units", unit)
             self.note_run(connection)
-            connection.executemany(
-                f"UPDATE results SET state = ?, unit = ?, {places} "
-                "WHERE setting = ? AND content = ? AND place = ? AND measure = ? AND state != 'done'",
-                (
-                    (
-                        *(_state(row), number, *(getattr(row, name) for name in _NUMBERS)),
-                        *(setting, content, _text(pair), pair.measure),
-                    )
-                    for pair, row in outcome.values.items()
-                ),
-            )
+            for pair, row in outcome.values.items():
+                key = {"setting": setting, "content": content, "place": _text(pair), "measure": pair.measure}
+                there = connection.execute(f"SELECT * FROM results WHERE {_KEY} AND state != 'done'", key).fetchone()
+                if there is not None:
+                    numbers = {name: getattr(row, name) for name in _NUMBERS}
+                    _replace(connection, there, {"state": _state(row), "unit": number, **numbers})
 
     def values(self, setting: int, content: str) -> dict[Pair, Held]:
         """Return what came of a checkpoint so far, in the order in which it was asked for."""
         with self._explained(), self._reading():
             query = "SELECT * FROM units WHERE setting = ? AND content = ?"
-            units = {row["id"]: row for row in self._connection.execute(query, (setting, content)).fetchall()}
-            for number, row in units.items():
-                if row["digest"] != self._digest("units", row):
-                    raise self._damaged(f"units {number}: not what was written")
-            query = "SELECT * FROM results WHERE setting = ? AND content = ? AND unit NOT NULL ORDER BY id"
-            found = self._connection.execute(query, (setting, content)).fetchall()
-        if any(row["unit"] not in units for row in found):
-            raise self._damaged(f"values of {content[:16]} in units of others")
-        return {Pair.of(json.loads(row["place"]), row["measure"]): _held(row, units[row["unit"]]) for row in found}
+            units = self._connection.execute(query, (setting, content)).fetchall()
+            found: list[tuple[sqlite3.Row, sqlite3.Row]] = []
+            for unit in units:
+                rows, checksum = self._results(unit)
+                if unit["digest"] != checksum:
+                    raise self._damaged(f"units {unit['id']}: not what was written")
+                found += [(row, unit) for row in rows]
+        found.sort(key=lambda one: int(one[0]["id"]))
+        return {Pair.of(json.loads(row["place"]), row["measure"]): _held(row, unit) for row, unit in found}
 
-    def settings(self) -> dict[int, described.Facts]:
+    def settings(self) -> dict[int, keys.Facts]:
         """Return what is the same for the values of a setting, by its number."""
         return {
             row["id"]: json.loads(row["facts"]) for row in self.select("SELECT id, facts FROM settings ORDER BY id")
@@ -402,7 +368,7 @@ def _held(row: sqlite3.Row, unit: sqlite3.Row) -> Held:
         cells["value"] = math.nan
     if cells["stderr"] is None and str(cells["method"]).endswith("-sampled"):
         cells["stderr"] = math.nan
-    return Held(Row(measure=row["measure"], **cells), Fit(unit["loss"], unit["accuracy"]), unit["versions"])
+    return Held(Row(measure=row["measure"], **cells), Fit(*(unit[name] for name in _OF_UNITS)), unit["versions"])
 
 
 def _state(row: Row) -> str:
@@ -414,7 +380,7 @@ def _state(row: Row) -> str:
 @functools.cache
 def _statements() -> tuple[str, ...]:
     """Return what makes the tables."""
-    return (*(text for part in _TABLES.split(";") if (text := part.strip())), *_TRIGGERS)
+    return tuple(text for part in _TABLES.split(";") if (text := part.strip()))
 
 
 @functools.cache
@@ -429,7 +395,7 @@ _ORPHANS = {
     "units without a value": "units WHERE id NOT IN (SELECT unit FROM results WHERE unit NOT NULL)",
     "values of weights that no checkpoint has": "results WHERE content NOT IN (SELECT content FROM checkpoints)",
     "spectra and landscapes of weights that no checkpoint has": (
-        "attached WHERE content != '' AND content NOT IN (SELECT content FROM checkpoints)"
+        "result_files WHERE content != '' AND content NOT IN (SELECT content FROM checkpoints)"
     ),
     "settings without a value": "settings WHERE id NOT IN (SELECT setting FROM results)",
 }
@@ -461,7 +427,7 @@ def merge(store: Store, other: Store) -> int:
         units: dict[int, int] = {}
         for row in other.select("SELECT * FROM results ORDER BY id"):
             taken += _take(connection, other, row, settings, units)
-        taken += _take_attached(connection, other)
+        taken += _take_result_files(connection, other)
         for row in other.select("SELECT command, began, versions FROM runs ORDER BY began"):
             connection.execute("INSERT OR IGNORE INTO runs (command, began, versions) VALUES (?, ?, ?)", (*row,))
         if taken:
@@ -469,15 +435,15 @@ def merge(store: Store, other: Store) -> int:
     return taken
 
 
-def _take_attached(connection: sqlite3.Connection, other: Store) -> int:
+def _take_result_files(connection: sqlite3.Connection, other: Store) -> int:
     taken = 0
-    for row in other.select("SELECT * FROM attached ORDER BY id"):
+    for row in other.select("SELECT * FROM result_files ORDER BY id"):
         key = "content = :content AND training = :training AND kind = :kind AND label = :label"
         cells = {**dict(row), "id": None}
-        own = connection.execute(f"SELECT error = '' AS good, added FROM attached WHERE {key}", cells).fetchone()
+        own = connection.execute(f"SELECT error = '' AS good, added FROM result_files WHERE {key}", cells).fetchone()
         if own is None or (own["good"], own["added"]) < (row["error"] == "", row["added"]):
-            connection.execute(f"DELETE FROM attached WHERE {key}", cells)
-            _insert(connection, "attached", cells)
+            connection.execute(f"DELETE FROM result_files WHERE {key}", cells)
+            _insert(connection, "result_files", cells)
             taken += 1
     return taken
 
@@ -488,10 +454,7 @@ def _take(
     """Take a value, and its unit with the first of them; return whether it was taken."""
     cells = dict(row, setting=settings[row["setting"]])
     del cells["id"]
-    key = (cells["setting"], cells["content"], cells["place"], cells["measure"])
-    own = connection.execute(
-        "SELECT id, state FROM results WHERE setting = ? AND content = ? AND place = ? AND measure = ?", key
-    ).fetchone()
+    own = connection.execute(f"SELECT * FROM results WHERE {_KEY}", cells).fetchone()
     if own is not None and _BETTER[own["state"]] >= _BETTER[row["state"]]:
         return False
     if row["unit"] is not None:
@@ -502,9 +465,15 @@ def _take(
     if own is None:
         _insert(connection, "results", cells)
     else:
-        places = ", ".join(f"{name} = ?" for name in cells)
-        connection.execute(f"UPDATE results SET {places} WHERE id = ?", (*cells.values(), own["id"]))
+        _replace(connection, own, cells)
     return True
+
+
+def _replace(connection: sqlite3.Connection, result: sqlite3.Row, cells: Mapping[str, object]) -> None:
+    """Write cells of a result; the unit that it was of gets another checksum, as the one that it is of now."""
+    places = ", ".join(f"{name} = ?" for name in cells)
+    connection.execute(f"UPDATE results SET {places} WHERE id = ?", (*cells.values(), result["id"]))
+    connection.execute("UPDATE units SET digest = '' WHERE id IN (?, ?)", (result["unit"], cells["unit"]))
 
 
 def _insert(connection: sqlite3.Connection, table: str, cells: dict[str, object]) -> int:

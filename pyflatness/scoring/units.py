@@ -142,6 +142,7 @@ class Row:
         error: why there is no value; empty if there is one.
         low: lower end of the 95 % interval.
         high: its upper end.
+        chance: the accuracy of always giving the most frequent class.
     """
 
     checkpoint: str = ""
@@ -158,6 +159,7 @@ class Row:
     error: str = ""
     low: float | None = None
     high: float | None = None
+    chance: float | None = None
 
     @property
     def is_there(self) -> bool:
@@ -171,6 +173,7 @@ class Fit:
 
     loss: float | None = None
     accuracy: float | None = None
+    chance: float | None = None  # the accuracy of always giving the most frequent class
 
 
 NO_FIT = Fit()

@@ -6,9 +6,10 @@ What is sent to a worker is where the model, data and weights are, and what come
 import functools
 import importlib
 import json
+import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -28,10 +29,11 @@ from ..model import calling, state
 from ..model.data import Batches, size, used_up
 from ..numerics.ranks import ALONE, Ranks, is_the_end
 from ..session import session
-from . import checkpoints, cutting, data_specs, described, keys, pretrained, specs
+from . import checkpoints, cutting, data_specs, keys, pretrained, specs
 from .cutting import Cut
 from .units import NO_FIT, Fit, Held, Pair, Request, Row, WorkUnit
 
+_STEPS, _TRIAL = 75, 2  # products with the eight vectors of a density that a spectrum takes, about, and a trial of it
 Step = Callable[[float], None]  # called after each batch, with the part of the unit that a whole read of the data is
 
 
@@ -80,6 +82,7 @@ class FitRecorder:
         self._loss = None if auto.is_auto(loss) else losses.resolve(loss)
         self._pending: tuple[Tensor, Tensor] | None = None
         self._sums: list[Tensor] = []  # per batch: losses, loss terms, correct predictions, predictions
+        self._classes: Counter[int] = Counter()  # how often each is a target
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         """See :data:`.calling.Forward`."""
@@ -97,12 +100,16 @@ class FitRecorder:
     def fit(self, ranks: Ranks = ALONE) -> Fit:
         """Return means over all samples, of all ranks, however they were cut into batches."""
         self._count()
-        found = ranks.exchange("loss and accuracy", torch.stack(self._sums).sum(dim=0).tolist() if self._sums else None)
-        sums = [each for each in found if each is not None]
-        if not sums:
+        sums = torch.stack(self._sums).sum(dim=0).tolist() if self._sums else None
+        found = [one for one in ranks.exchange("loss and accuracy", (sums, self._classes)) if one[0] is not None]
+        if not found:
             return NO_FIT
-        loss, terms, correct, predictions = map(sum, zip(*sums, strict=True))
-        return Fit(loss / terms if terms else None, correct / predictions if predictions else None)
+        loss, terms, correct, predictions = map(sum, zip(*(each for each, _ in found), strict=True))
+        mean = loss / terms if terms else None
+        if not predictions:
+            return Fit(mean)
+        most = max(sum((classes for _, classes in found), Counter[int]()).values())
+        return Fit(mean, correct / predictions, most / predictions)
 
     def _count(self) -> None:
         if self._pending is None:
@@ -113,12 +120,23 @@ class FitRecorder:
         right = counting = torch.zeros(0, dtype=torch.bool, device="cpu")
         if not targets.is_floating_point():  # class indices; the column is empty for probabilities and values
             right, counting = risk.judged(outputs, targets, loss, number)
+            classes, counts = targets[counting].unique(return_counts=True)
+            self._classes.update(dict(zip(classes.tolist(), counts.tolist(), strict=True)))
         sums = (loss.value(outputs, targets), risk.weight(outputs, targets, loss, number), right & counting, counting)
         numbers = [float(part.sum() if isinstance(part, Tensor) else part) for part in sums]
         self._sums.append(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
 
 
-def spectrum_of(model: nn.Module, data: Any, request: Request, k: int, ranks: Ranks = ALONE) -> Outcome:
+def spectrum_of(
+    model: nn.Module,
+    data: Any,
+    request: Request,
+    k: int,
+    ranks: Ranks = ALONE,
+    *,
+    steps: int = 64,
+    progress: bool | None = False,
+) -> Outcome:
     """Compute the spectrum of a network's Hessian, in all of its parameters: k eigenvalues, and the density of all."""
     options = request.options
     start = time.perf_counter()
@@ -128,10 +146,11 @@ def spectrum_of(model: nn.Module, data: Any, request: Request, k: int, ranks: Ra
                 *(model, request.loss, data),
                 k=k,
                 density=True,
+                steps=steps,
                 curvature=options.curvature,
                 memory=options.memory,
                 seed=options.seed,
-                progress=False,
+                progress=progress,
                 process_group=ranks,
             )
     except Exception as error:  # as of a unit
@@ -187,7 +206,24 @@ def measured(
                 note(names, functools.partial(_failed, error=reason(error)))
             continue
         note(names, functools.partial(_row, by_measure, missing, seconds))
+    if fit and known is None and not any(row.error for row in found.values()):  # of weights alone: no data were read
+        known = _fit(model, data, request, counts=counts, ranks=ranks)
     return Outcome({pair: found[pair] for pair in unit.pairs}, known or NO_FIT, time.perf_counter() - start)
+
+
+def _fit(model: nn.Module, data: Any, request: Request, *, counts: bool, ranks: Ranks) -> Fit:
+    """Return how well a network does, by forward passes alone; nothing where these fail, as measures of data would."""
+    recorder = FitRecorder(request.loss, lambda: None, active=counts)
+    how = {"forward": recorder, "progress": False, "process_group": ranks}
+    try:
+        with ranks.agreed("loss and accuracy"):
+            with session(model, request.loss, data, request.options, how, reads=1) as task, torch.no_grad():
+                task.risks([{}], "propagate")
+            return recorder.fit(ranks)
+    except Exception as error:
+        if is_the_end(error):
+            raise
+        return NO_FIT
 
 
 def _failed(pair: Pair, error: str) -> Row:
@@ -256,8 +292,8 @@ class Maker:
         """Return the callable, or the data themselves."""
         return data_specs.resolve(self.maker) if isinstance(self.maker, str) else self.maker
 
-    def described(self) -> Any:
-        """Return what it is, besides what it makes, for a store's keys; nothing of a library's network by name."""
+    def identity(self) -> Any:
+        """Return what it is for a store's keys; None for a library's network, which is what it makes."""
         return None if pretrained.is_named(self.maker) else [self.function(), {**self.arguments}]
 
     def text(self) -> str:
@@ -282,9 +318,10 @@ class Setup:
     request: Request  # what is asked of each checkpoint
     batch_size: int | str | None = None  # most samples of a batch; "auto": half as many where memory does not suffice
     limit: float | None = None  # the first so many samples of the data, or this part of them; None: all
-    fingerprint: described.Facts | None = None  # of the data, which every worker's are held against; None: not kept
+    fingerprint: keys.Facts | None = None  # of the data, which every worker's are held against; None: not kept
     code: keys.Code | None = None  # of model and loss, likewise
     version: str | None = None  # what stands for the user's code; None: it is looked at
+    progress: bool = False  # whether long units print how far they are, where standard error is no terminal
 
 
 @dataclass(frozen=True)
@@ -331,7 +368,7 @@ class Bench:
     def code(self, folders: Iterable[Path] = ()) -> keys.Code:
         """Return what the user's code is here, with the source files in these folders."""
         setup = self.setup
-        made = None if setup.model is None else setup.model.described()
+        made = None if setup.model is None else setup.model.identity()
         return keys.Code.of(self.network, made, setup.request.loss, setup.data.function(), setup.version, folders)
 
     def check(self) -> None:
@@ -366,11 +403,21 @@ class Bench:
         while True:
             request, data, ranks = self.setup.request, self._mine, self.ranks
             if job.spectrum:
-                found = spectrum_of(model, data, request, job.spectrum, ranks)
+                shown = None if self.setup.progress and not sys.stderr.isatty() else False  # lines, as in a log
+                found = spectrum_of(model, data, request, job.spectrum, ranks, progress=shown)
             else:
                 found = measured(*(model, data, request, job.unit, step), fit=job.fit, counts=self._counts, ranks=ranks)
             if self.setup.batch_size != "auto" or not self._halved(found):
                 return replace(found, batch_size=data.most if isinstance(data, Cut) else None, notes=notes)
+
+    def spectrum_seconds(self, job: Job) -> float | None:
+        """Return about how long a spectrum takes, by a trial of a few of its products; None if that fails."""
+        try:
+            model, _ = self._with_weights(job)
+        except Exception:  # a damaged file, which is an error of the unit
+            return None
+        found = spectrum_of(model, self._mine, self.setup.request, 0, self.ranks, steps=_TRIAL)
+        return None if found.error else found.seconds * _STEPS / _TRIAL
 
     def _halved(self, found: Outcome) -> bool:
         """Halve the batches if memory did not suffice, for this unit and those that follow; return whether."""

@@ -111,16 +111,17 @@ class Correlations(Result):
         clusters = "" if self.clusters is None else f" in {self.clusters} clusters"
         out = f", {len(self.excluded)} excluded: {', '.join(self.excluded)}" if self.excluded else ""
         head = f"with {self.y}{given}, {self.points} networks{clusters}{out}; {self.method}"
-        return "\n".join([head, *lines, *self._what_is_missing(), *([self.note] if self.note else [])])
+        return "\n".join([head, *lines, *self.footnotes()])
 
-    def _what_is_missing(self) -> list[str]:
-        """Return why a value or an interval is not there, a line for each reason."""
+    def footnotes(self) -> list[str]:
+        """Return why a value or an interval is not there, a line for each reason, and the note."""
         few, what = (self.points, "networks") if self.clusters is None else (self.clusters, "clusters")
         undefined = any(math.isnan(row.value) for row in self.rows)
         missing = any(math.isnan(row.low) and not math.isnan(row.value) for row in self.rows)
         same = ", or in the order of what is held fixed" if self.given else ""
         lines = [f"nan: not defined where a column is constant{same}"] if undefined else []
-        return [*lines, *([f"[–]: {few} {what} are too few for an interval"] if missing and few < _LEAST else [])]
+        lines += [f"[–]: {few} {what} are too few for an interval"] if missing and few < _LEAST else []
+        return [*lines, *([self.note] if self.note else [])]
 
 
 def correlations(
@@ -218,7 +219,8 @@ def correlations(
     if inside:
         method += f"; networks of equal {', '.join(inside)} are compared"
     losses = networks.columns["loss"][kept] if "loss" in {*networks.columns} - {y, *held} else None
-    note = "" if losses is None else unequal_losses(losses)
+    unequal = "" if losses is None else unequal_losses(losses)
+    note = unequal and f'{unequal}; given="loss" holds them fixed'
     return Correlations(tuple(rows), y, len(target), networks.named(~kept), held, count, method, note)
 
 
@@ -228,10 +230,8 @@ def unequal_losses(losses: Vector) -> str:
     if not len(losses) or losses.max() <= _EQUAL * losses.min():
         return ""
     low, high = losses.min(), losses.max()
-    return (
-        f"training losses are from {low:.3g} to {high:.3g}, a factor of {high / low:.3g}: most measures follow "
-        'them, and so do gaps; given="loss" holds them fixed'
-    )
+    factor = f"training losses are from {low:.3g} to {high:.3g}, a factor of {high / low:.3g}"
+    return f"{factor}: most measures follow them, and so do gaps"
 
 
 def _held(networks: Networks, name: str, kept: NDArray[np.bool_]) -> list[Vector]:

@@ -1,6 +1,5 @@
 """Draw a measure against the generalisation gap, and the correlations of all measures with each other."""
 
-import textwrap
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,18 +19,36 @@ if TYPE_CHECKING:
 
 _WIDE = 100  # a measure whose largest value is so many times the smallest is drawn logarithmically
 _NAMED = 12  # clusters that a legend has room for
-_TITLE = 70  # characters of a line above a figure
 _WRITTEN = 15  # columns of a matrix whose cells have room for a number
 
 
 def plot_correlation(
-    table: Any, x: str, y: str = "gap", *, path: str | Path | None = None, axes: "Axes | None" = None, **how: Any
+    table: Any,
+    x: str,
+    y: str = "gap",
+    *,
+    path: str | Path | None = None,
+    axes: "Axes | None" = None,
+    title: str | None = None,
+    xlabel: str | None = None,
+    ylabel: str | None = None,
+    log: bool | None = None,
+    exclude: Collection[str] = (),
+    test: Any = None,
+    seed: int = 0,
+    interval: str = "bootstrap",
+    settings: str | Sequence[str] | None = None,
+    given: str | Sequence[str] = (),
+    permutations: int = 0,
+    within: bool = False,
+    strata: str | Sequence[str] = (),
+    seeds: str | None = None,
 ) -> "tuple[Figure, Axes]":
     """Draw a measure against the generalisation gap as a scatter plot, with the correlations and intervals above it.
 
-    Every network is drawn; those in ``exclude`` hollow, counted in the legend and left out of the correlations. Each
-    cluster has its colour. Points are drawn as they are, whatever is held fixed, and a warning where training losses
-    differ is above them too.
+    Networks in ``exclude`` are hollow where they are in the picture, counted in the legend and left out of the
+    correlations; the others alone set the scale. Each cluster has its colour. Points are drawn as they are, whatever is
+    held fixed.
 
     Args:
         table: a pandas data frame or dict of lists with a column for each measure, or the path of a CSV file.
@@ -39,7 +56,12 @@ def plot_correlation(
         y: a column.
         path: where the figure is written too; its ending is its format.
         axes: matplotlib's, to draw into; None: those of a new figure.
-        how: what else :func:`pyflatness.statistics.correlations` takes: ``exclude``, ``test``, ``settings``, ….
+        title: above the figure; None: the correlations.
+        xlabel: below it; None: the name of the column.
+        ylabel: beside it; None: the name of the column.
+        log: whether the measure's axis is logarithmic; None: if its values differ a hundredfold.
+        exclude, test, seed, interval, settings, given, permutations, within, strata, seeds: as for
+            :func:`pyflatness.statistics.correlations`.
 
     Returns:
         Figure and axes of matplotlib, outside of pyplot.
@@ -55,28 +77,31 @@ def plot_correlation(
         True
     """
     x, y = one_name("x", x), one_name("y", y)
+    how: dict[str, Any] = {"interval": interval, "settings": settings, "given": given, "strata": strata, "seeds": seeds}
+    how |= {"exclude": exclude, "test": test, "seed": seed, "permutations": permutations, "within": within}
     found = correlations(table, x, y, **how)
-    networks = read(table, how.get("test"))
-    kept, values, against = networks.kept(how.get("exclude", ())), networks.column(x), networks.column(y)
+    networks = read(table, test)
+    kept, values, against = networks.kept(exclude), networks.column(x), networks.column(y)
     figure, axes = views.onto(axes)
-    grouping = listed("settings", how.get("settings") or ())
+    grouping = listed("settings", settings or ())
     if not grouping:
         axes.plot(values[kept], against[kept], "o", color="C0", label=f"{found.points} networks")
     else:
         groups, labels = networks.groups(grouping, kept)
         _draw_clusters(axes, values[kept], against[kept], groups, labels)
+    drawn = values[kept]
+    if log or (log is None and drawn.min() > 0 and drawn.max() > _WIDE * drawn.min()):
+        axes.set_xscale("log")
     if found.excluded:
+        axes.autoscale_view()
+        axes.autoscale(False)
         label = f"{len(found.excluded)} excluded by name, not in the correlations"
         color = "gray" if grouping else "C0"
         axes.plot(values[~kept], against[~kept], "o", color=color, fillstyle="none", label=label)
-    drawn = values[np.isfinite(values)]
-    if drawn.min() > 0 and drawn.max() > _WIDE * drawn.min():
-        axes.set_xscale("log")
     held = [f"given {', '.join(found.given)}"] if found.given else []
-    notes = [textwrap.fill(found.note, _TITLE)] if found.note else []
-    axes.set_title("\n".join([*held, *map(str, found.rows), *notes]), fontsize=10)
-    axes.set_xlabel(x)
-    axes.set_ylabel("generalisation gap" if y == "gap" else y)
+    axes.set_title("\n".join([*held, *map(str, found.rows)]) if title is None else title, fontsize=10)
+    axes.set_xlabel(x if xlabel is None else xlabel)
+    axes.set_ylabel(("generalisation gap" if y == "gap" else y) if ylabel is None else ylabel)
     axes.grid(alpha=0.3)
     beside = {"fontsize": 7, "loc": "upper left", "bbox_to_anchor": (1.01, 1), "borderaxespad": 0}
     axes.legend(**(beside | {"title": ", ".join(grouping), "title_fontsize": 7} if grouping else {}))

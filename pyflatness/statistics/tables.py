@@ -22,11 +22,15 @@ from ..options import check_names, check_several
 Vector = NDArray[np.float64]
 
 _NAMES = ("checkpoint", "name")
+NETWORK = "network"  # stands for the layer of the network's values
+_UNTRAINED = 5.0  # times the median of the losses: a network whose loss is larger was not trained as the others were
+_ABOVE_CHANCE = 0.05  # of what is possible above chance: with less a network is at chance
+_SHOWN = 8  # columns that a message names
 _SQLITE = b"SQLite format 3\0"  # how stores begin
 _SCORED = {"checkpoint", "layer", "measure", "value", "loss"}
 _OF_VALUES = _SCORED | {
-    *("schema", "arguments", "stderr", "low", "high", "exact", "method", "samples", "accuracy", "seconds", "model"),
-    *("data", "versions", "error"),
+    *("schema", "arguments", "stderr", "low", "high", "exact", "method", "samples", "accuracy", "chance", "seconds"),
+    *("model", "data", "versions", "error"),
 }
 
 
@@ -42,7 +46,8 @@ class Networks:
     def column(self, name: str) -> Vector:
         """Return one column."""
         if name not in self.columns:
-            hint = "; pass test=, the same networks scored on test data" if name == "gap" else ""
+            of_test = ("gap", "test_loss", "test_accuracy", "test_error")
+            hint = "; pass test=, the same networks scored on test data" if name in of_test else ""
             raise InputError(f"table: no column of numbers {name!r}; there are {_known(name, self.columns)}{hint}")
         return self.columns[name]
 
@@ -51,6 +56,26 @@ class Networks:
         values = self.column(name)
         self._whole(name, np.isfinite(values), kept, "empty, NaN or infinite")
         return values[kept]
+
+    def untrained(self, most: float | None = None) -> dict[str, str]:
+        """Return the networks that are not trained as the others are, each with the reason.
+
+        They are at chance, or have a loss of more than five times the median; with ``most``, one of more than that. If
+        all are at chance there are none.
+        """
+        none = np.full(len(self.names), math.nan)
+        loss, accuracy, chance = (self.columns.get(name, none) for name in ("loss", "accuracy", "chance"))
+        there = loss[np.isfinite(loss)]
+        middle = float(np.median(there)) if len(there) else 0.0
+        bound = most if most is not None else _UNTRAINED * middle if middle > 0 else math.inf
+        at_chance = accuracy - chance <= (_ABOVE_CHANCE * (1 - chance) if most is None else -math.inf)
+        found = {
+            name: f"its accuracy of {cell:.4g} is that of chance"
+            for name, cell, out in zip(self.names, accuracy, at_chance, strict=True)
+            if out
+        }
+        found |= {name: f"its loss is {cell:.4g}" for name, cell in zip(self.names, loss, strict=True) if cell > bound}
+        return found if len(found) < len(self.names) else {}
 
     def groups(self, names: Sequence[str], kept: NDArray[np.bool_]) -> tuple[NDArray[np.intp], tuple[str, ...]]:
         """Return the group of each row that counts, (rows,), and labels: rows of a group are equal in some columns."""
@@ -61,7 +86,7 @@ class Networks:
             elif name in self.texts:
                 cells = [*self.texts[name]]
             else:
-                raise InputError(f"table: no column {name!r}; there are {near(name, [*self.columns, *self.texts], 8)}")
+                raise InputError(f"table: no column {name!r}; there are {_known(name, [*self.columns, *self.texts])}")
             self._whole(name, np.array([cell != "" for cell in cells]), kept, "empty")
             columns.append([cell for cell, counts in zip(cells, kept, strict=True) if counts])
         rows = [*zip(*columns, strict=True)]
@@ -111,7 +136,8 @@ def listed(option: str, names: str | Sequence[str]) -> tuple[str, ...]:
 def read(table: Any, test: Any = None) -> Networks:
     """Return a data frame, mapping or CSV file as a table.
 
-    With test data ``gap`` is their ``loss`` less the table's.
+    Of test data there are ``test_loss``, ``gap``, their loss less that of the table, and where targets are classes
+    ``test_accuracy`` and ``test_error``, 1 less the accuracy.
     """
     networks = _networks(table, "table")
     if test is None:
@@ -123,8 +149,17 @@ def read(table: Any, test: Any = None) -> Networks:
         raise InputError(
             f"test: {len(missing)} of the {len(networks.names)} networks are not in it, e.g. {missing[0]!r}"
         )
-    gap = np.array([losses[name] for name in networks.names]) - networks.column("loss")
-    return replace(networks, columns={**networks.columns, "gap": gap})
+    columns = {"gap": np.array([losses[name] for name in networks.names]) - networks.column("loss")}
+    for what, of, names in (("table", networks, networks.names), ("test", other, losses)):
+        if not np.isfinite(of.column("loss")).any():
+            raise InputError(f"{what}: it has no loss of any of its {len(names)} networks, and gaps are of two losses")
+    for name in ("loss", "accuracy"):
+        if name in other.columns:
+            held = dict(zip(other.names, other.columns[name], strict=True))
+            columns[f"test_{name}"] = np.array([held[each] for each in networks.names])
+    if "test_accuracy" in columns:
+        columns["test_error"] = 1 - columns["test_accuracy"]
+    return replace(networks, columns={**networks.columns, **columns})
 
 
 def _networks(table: Any, what: str) -> Networks:
@@ -179,6 +214,7 @@ def _cells(table: Any, what: str) -> tuple[dict[str, Sequence[Any]], Sequence[An
 
 def _scored(cells: Mapping[str, Sequence[Any]], what: str) -> Networks:
     """Return the table of a file of ``pyflatness score``, a row for each checkpoint."""
+    cells = {**cells, "layer": [*map(_text, cells["layer"])]}  # pandas reads the network's as NaN
     rows = [dict(zip(cells, row, strict=True)) for row in zip(*cells.values(), strict=True)]
     places = {name: place for place, name in enumerate(dict.fromkeys(str(row["checkpoint"]) for row in rows))}
     layers: dict[str, set[str]] = {}
@@ -190,10 +226,10 @@ def _scored(cells: Mapping[str, Sequence[Any]], what: str) -> Networks:
     texts = {name: [""] * len(places) for name in written}
     for row in rows:
         several = len(layers.get(row["measure"], ())) > 1
-        name = f"{row['measure']} {row['layer'] or 'network'}" if several else row["measure"]
+        name = f"{row['measure']} {row['layer'] or NETWORK}" if several else row["measure"]
         place = places[str(row["checkpoint"])]
         own = {name: row["value"]} if row["layer"] in layers.get(row["measure"], {row["layer"]}) else {}
-        others = {key: row[key] for key in ("loss", "accuracy", *settings) if key in row}
+        others = {key: row[key] for key in ("loss", "accuracy", "chance", *settings) if key in row}
         for key, cell in (own | others).items():
             value = _number(cell)
             column = columns.setdefault(key, np.full(len(places), math.nan))
@@ -207,7 +243,7 @@ def _scored(cells: Mapping[str, Sequence[Any]], what: str) -> Networks:
             column[place] = value
         for key in texts:
             texts[key][place] = _text(row[key]) or texts[key][place]
-    beside = {"loss", "accuracy", *settings}
+    beside = {"loss", "accuracy", "chance", *settings}
     measures = tuple(name for name in columns if name not in beside)
     return Networks(tuple(places), columns, measures, {name: tuple(column) for name, column in texts.items()})
 
@@ -237,6 +273,15 @@ def _text(cell: Any) -> str:
 
 def _known(name: str, columns: Collection[str]) -> str:
     """Return the columns that a missing one may mean: of the name of a measure alone all of it, the network first."""
-    network = f"{name} network"
+    network = f"{name} {NETWORK}"
     places = sorted((each for each in columns if each.startswith(f"{name} ")), key=lambda each: each != network)
-    return ", ".join(places[:8]) or near(name, columns, 8)
+    if places:
+        return _listed(places)
+    likely = near(name, columns, _SHOWN)
+    return _listed([*columns]) if likely.startswith(", ".join([*columns][:_SHOWN])) else likely
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -127,7 +127,7 @@ class AdaptiveSweep(Sweep):
         self._heads.compare(run, sent, linear)
         heads, forms = self._heads.apart(run, sent, linear)
         forms |= {name: self._forms[name] for name in nonlinear}
-        self.exact_passes, self.columns = max(self.exact_passes, sent.passes), max(self.columns, sent.passes)
+        self.columns = max(self.columns, sent.passes)
         shape = len(self._runner.selected), len(self.quantities)
         share = residuals.GGN_SHARE if nonlinear else 1.0
         sizes = sent.sizes()

@@ -38,7 +38,6 @@ from .layer_gradients import LayerGradients
 from .layer_sweep import Values
 from .per_sample_diagonal import PerSampleDiagonal
 from .per_sample_parameters import Group, PerSampleParameters
-from .stages import Stages
 from .totals import OR_OVERFLOW, Sums, Totals
 
 
@@ -62,7 +61,6 @@ class Diagonal:
         self.theta = parameters.trainable(task.model) if theta is None else theta
         self._scales = self.theta if adaptive else {}
         self.nonlinear: dict[str, str] = {}
-        self.exact_passes = 0
         self.sampled = False
         self._layers = LayerGradients(task, self.theta, adaptive=adaptive, by_entry=entries is not None)
         options = task.options
@@ -87,16 +85,14 @@ class Diagonal:
         shard = self._task.batches.shard
         totals = Totals(self._task.loss.reduction, self._task.options, error, sampled=draws is not None, shard=shard)
         self._runner.each(partial(self._values, signs=signs), totals.add)
-        facts = {"not linear": self.nonlinear, "passes": {str(self.exact_passes): True}}
-        facts["sampled"] = {"": True} if self.sampled else {}
+        facts = {"not linear": self.nonlinear, "sampled": {"": True} if self.sampled else {}}
         united = shard.united("parameters that the model is not linear in", facts)
         self.nonlinear.update(united["not linear"])
-        self.exact_passes, self.sampled = max(map(int, united["passes"])), bool(united["sampled"])
+        self.sampled = bool(united["sampled"])
         return totals.sums()
 
     def _values(self, run: Run, signs: Signs | None) -> Values:
         sent = cotangents.of_run(run, self._task.loss)
-        self.exact_passes = max(self.exact_passes, sent.passes)
         draws = 1 if signs is None else len(signs.draws)
         values = torch.zeros(draws, run.samples, dtype=torch.float64, device=run.outputs.device)
         entries = None if self._made_entries is None else self._made_entries(draws)
@@ -169,7 +165,6 @@ class Diagonal:
         self.sampled = self.sampled or (signs if nonlinear else signs_of_factors) is not None
         if nonlinear:
             order = [*self.theta]
-            self.exact_passes = max(self.exact_passes, sum(self.theta[name].numel() for name in nonlinear))
             streams = {name: cotangents.STREAM + 1 + order.index(name) for name in nonlinear}
             custom = [name for name in nonlinear if self.nonlinear[name] == linearity.CUSTOM]
             values = values + diagonal.by_hessian(streams, signs, custom)
@@ -202,13 +197,10 @@ def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Est
     if options.probes == "adaptive":
         raise InputError(
             "probes='adaptive' is for sums over layers; a value over all trainable parameters takes probes=k, a "
-            "number of probes, or target_stderr="
+            "number of probes"
         )
     diagonal = Diagonal(task, adaptive=adaptive, certify=certify)
-    stages = Stages(options, lambda: diagonal.exact_passes, lambda sums: sums.agree(-1, 0))
-    for draws in stages:
-        stages.sums = diagonal.sums(draws)
-    return _estimate(diagonal, stages.sums, options)
+    return _estimate(diagonal, diagonal.sums(options.draws), options)
 
 
 def _estimate(diagonal: Diagonal, sums: Sums, options: Options) -> Estimate:

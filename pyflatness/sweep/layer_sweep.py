@@ -57,8 +57,8 @@ class Values:
 class Sweep:
     """Sweep with a runner, for some quantities; ``quantities`` has them in the order of values, last of activations.
 
-    ``by_hessian`` are the layers for which second derivatives were taken; ``columns`` of a sample's factor,
-    ``exact_passes`` of exact values and cotangents ``sent`` are counted at most.
+    ``by_hessian`` are the layers for which second derivatives were taken; ``columns`` of a sample's factor and
+    cotangents ``sent`` are counted at most.
     """
 
     def __init__(self, runner: Runner, loss: Loss, options: Options, quantities: Sequence[str]) -> None:
@@ -73,7 +73,7 @@ class Sweep:
         self._budget = Budget.of(runner.model, options.memory)
         self.backend = ""
         self.by_hessian: set[str] = set()
-        self.exact_passes = self.columns = self.sent = 0
+        self.columns = self.sent = 0
         if options.normalize:
             self._scales = normalize.feature_scales(runner, loss, options.nan_policy)
 
@@ -92,11 +92,11 @@ class Sweep:
         if shard.ranks.alone:
             return
         facts = {"hessian": dict.fromkeys(self.by_hessian, True)}
-        counts = {"passes": self.exact_passes, "columns": self.columns, "sent": self.sent}
+        counts = {"columns": self.columns, "sent": self.sent}
         facts |= {what: {str(count): True} for what, count in counts.items()}
         united = shard.united("how values came about", facts | self._heads.facts())
         self.by_hessian.update(united["hessian"])
-        self.exact_passes, self.columns, self.sent = (max(map(int, united[what])) for what in counts)
+        self.columns, self.sent = (max(map(int, united[what])) for what in counts)
         self._heads.unite(united)
         self._make_forms()  # of layers that ran on other ranks alone
 
@@ -147,8 +147,6 @@ class Sweep:
         parts: Parts = {}
         forms = forms if self._of_weights else {}
         active = linear if self._of_activations else {}
-        if forms or active:
-            self.exact_passes = max(self.exact_passes, sent.passes)
         split = signs is not None and self._loss.known  # into the GGN and the rest
         if split and self._of_weights:
             forms = forms | {name: self._forms[name] for name in nonlinear if name not in run.differentiated}
@@ -258,7 +256,6 @@ class Sweep:
             return
         activations, gradients = self._activations(run), self._gradients(run, found)
         for name, values in found.items():
-            self.exact_passes = max(self.exact_passes, activations.products(name))
             for draw, contribution in activations.by_hessian(
                 name, gradients[name], signs, self._stream(name), self._options.max_passes
             ):
@@ -273,7 +270,6 @@ class Sweep:
             _, traces = self._residuals(run, names)
         else:
             traces = self._all_traces(run, self._loss.value, self._gradients(run, names))
-        self.exact_passes = max(self.exact_passes, *(each.products for each in traces.values()))
         if signs is None:
             for name, each in traces.items():
                 contribution = each.exact()

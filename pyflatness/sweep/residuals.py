@@ -131,8 +131,8 @@ class Residuals:
         if most > self._most:
             raise InputError(
                 f"probes='adaptive' takes {most:.0f} Hessian products a sample for this rtol, more than "
-                f"max_passes={self._most}; pass a larger rtol= or max_passes=, or probes=k, a number of probes; "
-                "a value near zero has no small relative error: target_stderr= is absolute"
+                f"max_passes={self._most}; pass a larger rtol= or max_passes=, or probes=k, a number of probes: a "
+                "value near zero has no small relative error"
             )
 
     def steps(self, *, whole: bool) -> Iterator[tuple[Tensor, Rounds]]:

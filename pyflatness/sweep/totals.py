@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from ..numerics.accumulate import Accumulator, finite_samples, masked, non_finit
 from ..numerics.shard import WHOLE, Shard
 from ..numerics.variances import Variances
 from ..options import Options
-from ..report.intervals import AGREEING
 from .layer_sweep import Values
 from .subset import Subset
 
@@ -47,29 +46,6 @@ class Sums:
         """Return the largest standard error relative to its value."""
         assert self.errors is not None
         return float((self.errors / self.values.abs()).nan_to_num(0.0).max())  # that of 0 is 0
-
-    def agree(self, row: int, column: int) -> bool:
-        """Return whether the probes of a value agree, up to rounding."""
-        assert self.errors is not None
-        return bool(self.errors[row, column] <= AGREEING * self.values[row, column].abs())
-
-    def pooled(self, other: "Sums", weight: float) -> "Sums":
-        """Return the mean with independent values of the same data.
-
-        The degrees of freedom are of this one (Stein 1945).
-        """
-        assert self.errors is not None
-        assert other.errors is not None
-        per_sample = None
-        if self.per_sample is not None and other.per_sample is not None:
-            per_sample = weight * self.per_sample + (1 - weight) * other.per_sample
-        return replace(
-            self,
-            values=weight * self.values + (1 - weight) * other.values,
-            errors=torch.hypot(weight * self.errors, (1 - weight) * other.errors),
-            per_sample=per_sample,
-            parts={key: weight * part + (1 - weight) * other.parts[key] for key, part in self.parts.items()},
-        )
 
 
 class Totals:

@@ -153,8 +153,6 @@ def test_second_derivatives_that_do_not_exist():
 def test_numbers_of_draws():
     refused(pf.errors.InputError, r"probes=0: a number of random probes", Encoder(), layer="fc1", probes=0)
     refused(pf.errors.InputError, r"probes=True: a number of random probes", Encoder(), layer="fc1", probes=True)
-    refused(pf.errors.InputError, r"target_stderr=0: a standard error above", Encoder(), layer="fc1", target_stderr=0)
-    refused(pf.errors.InputError, r"pass one of them", Encoder(), layer="fc1", target_stderr=0.1, probes=2)
     refused(pf.errors.InputError, "seed=None: an integer of 64 bits", Encoder(), layer="fc1", probes=2, seed=None)
 
 

@@ -92,7 +92,6 @@ def smooth():
         {"measures": "all"},
         {"probes": 3},
         {"probes": "adaptive", "curvature": "ggn"},
-        {"target_stderr": 0.05},
         {"normalize": "std", "per_sample": True},
         {"conv": "affine", "memory": 1},
         {"curvature": "ggn", "backend": "reference"},

@@ -86,7 +86,6 @@ def test_the_default_has_no_sum_for_a_network_s_adaptive_sharpness():
         ({"curvature": "ggn"}, []),
         ({"nan_policy": "omit"}, []),
         ({"probes": 3}, [SCALED[1], *NEURONS]),
-        ({"target_stderr": 1.0}, [SCALED[1], *NEURONS]),
         ({"probes": "adaptive"}, NEURONS),
         ({"normalize": "std"}, [ONE_SWEEP[1], *SCALED, *NORMALISED]),
         ({"normalize": "std", "probes": 3}, [ONE_SWEEP[1], *SCALED, *NORMALISED, *NEURONS]),

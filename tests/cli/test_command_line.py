@@ -96,9 +96,6 @@ def test_json_of_networks_and_measures(read):
     assert lazy == [{"name": "", "type": "LazyLinear", "shape": None}]
     assert [row["name"] for row in read("measures")] == [measure.name for measure in MEASURES]
     assert {"want", "take", "invariant", "price"} == {*read("measures", "--help-me-choose")[0]}
-    plans = read("plan", *LINEAR, "--shape", "4")
-    assert plans["work"]["parameters"] == 15
-    assert [row["sharded"] for row in plans["plans"]] == [False, True]
 
 
 def test_json_of_a_store(read, store):
@@ -193,7 +190,6 @@ def test_main_is_what_the_script_runs():
         ["measures"],
         ["measures", "--help-me-choose"],
         ["layers", *LINEAR],
-        ["plan", *LINEAR, "--shape", "4"],
     ],
     ids=lambda arguments: " ".join(arguments[:2]),
 )

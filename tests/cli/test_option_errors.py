@@ -14,9 +14,7 @@ from support.score_runs import arguments_of, saved, status
         (["--probes", "0"], "--probes 0: a number of random probes"),
         (["--probes", "-3"], "--probes -3: a number of random probes"),
         (["--probes", "some"], "--probes 'some': a number of random probes"),
-        (["--target-stderr", "-1"], "--target-stderr -1.0: a standard error above zero is wanted"),
         (["--rtol", "2"], "--rtol 2.0: a relative error from 0 to less than 1 is wanted"),
-        (["--probes", "3", "--target-stderr", "1"], "--probes and --target-stderr both say how many probes to take"),
         (["--probes", "3", "--rtol", "0.1"], "--rtol 0.1 says how many probes to take"),
     ],
 )

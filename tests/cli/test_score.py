@@ -57,7 +57,7 @@ def test_bad_checkpoints_between_good_ones(tiny: str) -> None:
     folder, bad = Path(tiny).parent, _bad_safetensors(tiny)
     first, last = saved(tiny, 1, "first.safetensors"), saved(tiny, 2, "last.safetensors")
     every = [first, *(folder / name for name in bad), last]
-    arguments = arguments_of(tiny, *every, *(f"--measures={name}" for name in CHOICES))
+    arguments = arguments_of(tiny, "--no-progress", *every, *(f"--measures={name}" for name in CHOICES))
     done = subprocess.run(
         [sys.executable, "-m", "pyflatness", *arguments], capture_output=True, text=True, encoding="utf-8", check=False
     )
@@ -240,7 +240,6 @@ def test_usage_errors(options: list[str], words: list[str], tiny: str, capsys: p
     [
         (["--layers", "heads"], ["'heads'", "did you mean head"]),
         (["--layers", "re:("], ["'re:('", "is not a regular expression"]),
-        (["--target-stderr", "0.1", "--probes", "3"], ["pass one of them"]),
         (["--data", "{tiny}:once"], ["--data", "read once"]),
         (["--data", "{tiny}:failing"], ["--data", "OSError: no such disk"]),
         (["--data", "{tiny}:Tiny"], ["data", "got Tiny"]),
@@ -277,10 +276,9 @@ def test_an_interrupt_keeps_the_rows_so_far(tiny: str, capsys: pytest.CaptureFix
     assert "interrupted; wrote" in capsys.readouterr().out
 
 
-def test_progress_on_a_terminal(tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
+def test_progress_on_a_terminal(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     files = [saved(tiny, seed, f"{seed}.safetensors") for seed in (1, 2)]
-    assert status(*arguments_of(tiny, *files)) == 0
+    assert status(*arguments_of(tiny, "--progress", *files)) == 0
     err = capsys.readouterr().err
     for word in ("scoring", "2.0 of 2 rows", "rows/min", "0:00:00"):
         assert word in err

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import pyflatness as pf
-from pyflatness.scoring import texts
+from pyflatness.scoring import text_data
 from support import word_models
 from support.score_runs import status
 
@@ -46,7 +46,7 @@ def test_a_model_and_texts(folder: Path, data: str, tmp_path: Path) -> None:
     arguments = (*chosen, "--measures", ",".join(measures), "--probes", "3")
     assert status("score", "--model", f"hf:{folder}", "--data", data, "--out", str(out), *arguments) == 0
     net = word_models.llama()
-    (batch,) = texts.batches(TEXTS, None, tokenizer=str(folder))
+    (batch,) = text_data.batches(TEXTS, None, tokenizer=str(folder))
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     with torch.no_grad():
         returned = net(**batch, labels=labels)
@@ -80,7 +80,7 @@ def test_checkpoints_of_a_model_in_a_store(folder, data, tmp_path, capsys):
     assert "1 checkpoints, 1 units to do" in run(tmp_path / "elsewhere")
     assert "1 checkpoints, 0 units to do" in run(tmp_path / "elsewhere")
     assert status("store", "export", str(tmp_path / "runs.sqlite"), "--out", str(tmp_path / "runs.csv")) == 0
-    batches = texts.batches(TEXTS, None, tokenizer=str(tmp_path / "elsewhere"), length=7)
+    batches = text_data.batches(TEXTS, None, tokenizer=str(tmp_path / "elsewhere"), length=7)
     found = {Path(row["checkpoint"]).name: float(row["value"]) for row in rows(tmp_path / "runs.csv")}
     for seed, name in ((1, "model.safetensors"), (2, "model.safetensors.index.json"), (0, "elsewhere")):
         assert found[name] == pytest.approx(pf.relative_flatness(word_models.llama(seed), data=batches).value, rel=1e-6)

@@ -147,16 +147,6 @@ def test_a_measure_that_fails_stops_no_other(tiny: str) -> None:
     assert all("'spare' did not run" in row["error"] for row in rows_of(tiny) if row["measure"] == "trace")
 
 
-def test_values_to_a_standard_error(tiny: str) -> None:
-    path = saved(tiny, 0, "a.safetensors")
-    assert status(*arguments_of(tiny, "--layers", "body", "--target-stderr", "0.05", path)) == 0
-    (row,) = rows_of(tiny)
-    expected = pf.relative_flatness(
-        *(tiny_net(tiny, 0), "cross_entropy", specs.resolve(f"{tiny}:data")(), "body"), target_stderr=0.05
-    )
-    assert float(row["value"]) == expected.value
-
-
 def test_all_layers_are_measured_by_default(tiny):
     checkpoint = saved(tiny, 0, "0.safetensors")
     given = arguments_of(tiny, checkpoint)

@@ -94,7 +94,7 @@ def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(executor, number,
     Path(tiny).with_name("slow.py").write_text(SLOW)
     files = [str(saved(tiny, seed, f"{seed}.safetensors")) for seed in range(12)]
     arguments = ["--model", "slow.py:Slow", "--data", "slow.py:data", "--loss", "cross_entropy", "--store", str(store)]
-    arguments += ["--layers", "head"]
+    arguments += ["--layers", "head", "--no-progress"]
     process = subprocess.Popen(
         [sys.executable, "-m", "pyflatness", "score", *arguments, "--executor", executor, *files],
         **{"cwd": store.parent, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},

@@ -119,12 +119,3 @@ def test_another_bit_generator_of_the_users(no_other_thread):
         assert np.random.rand() == first
     finally:
         np.random.set_bit_generator(usual)
-
-
-def test_a_plan_draws_nothing():
-    before = torch.get_rng_state()
-    from pyflatness.scoring import planned
-
-    planned.rehearsed.cache_clear()
-    assert planned.rehearsed(("0", "a.b"), 2, 4)[0] > 0
-    assert torch.get_rng_state().equal(before)

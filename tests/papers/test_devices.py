@@ -11,7 +11,7 @@ from benchmarks.papers.experiment import Bench, Experiment, Found
 from benchmarks.papers.networks import placed
 from benchmarks.papers.training import Recipe, Until
 from benchmarks.papers.zoo import Asked, Zoo
-from pyflatness.scoring import described
+from pyflatness.scoring import keys
 
 
 @pytest.mark.parametrize("name", ["meta", "nonsense", "cpu:x", "cuda:99"])
@@ -46,9 +46,9 @@ def test_a_placed_network():
     assert placed(networks.lenet5, torch.device("cpu")) is networks.lenet5
     made = placed(networks.lenet5, meta)
     assert {parameter.device for parameter in made().parameters()} == {meta}
-    facts = [described.plain(of) for of in (networks.lenet5, made, placed(networks.mnist_network, meta))]
+    facts = [keys.described(of) for of in (networks.lenet5, made, placed(networks.mnist_network, meta))]
     assert all(one != other for one in facts for other in facts if one is not other)
-    assert described.plain(placed(networks.lenet5, meta)) == facts[1]
+    assert keys.described(placed(networks.lenet5, meta)) == facts[1]
 
 
 def small_zoo(recipes):

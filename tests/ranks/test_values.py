@@ -11,7 +11,7 @@ from support import rank_cases, ranks
 
 CASES = (
     *("head", "head_of_weighted_terms", "head_normalized", "head_from_tensors", "hidden_layer"),
-    *("hidden_layer_normalized", "probes", "one_probe", "part_of_the_data", "wanted_error", "block_traces"),
+    *("hidden_layer_normalized", "probes", "one_probe", "part_of_the_data", "block_traces"),
     *("every_measure", "sampled_measures", "sum_of_losses", "representation", "bounds", "adaptive_sharpness_mc"),
     *("pac_bayes", "as_large_a_part_as_it_takes"),
     *(

@@ -193,15 +193,6 @@ def test_every_sampled_estimate_has_an_interval(activation):
         assert report.to_frame()["dof"].min() > 0.999
 
 
-def test_degrees_of_freedom_of_stages_are_the_first_one_s():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 3)).double()
-    first = pf.relative_flatness(model, LOSS, (X, Y), "2", probes=4)
-    found = pf.relative_flatness(model, LOSS, (X, Y), "2", target_stderr=first.stderr / 1.5)
-    assert found.stderr < 0.8 * first.stderr
-    assert found.dof == first.dof
-
-
 def test_degrees_of_freedom_of_what_is_derived():
     model = classifier(5, 6, 3).double()
     report = pf.measure(model, LOSS, (X, Y), measures=["trace", "scaled_trace"], probes=2)
@@ -260,9 +251,6 @@ def test_draws_that_agree_by_chance_have_no_interval():
         assert again == estimate
     others = [estimate for estimate in found if estimate not in agreeing]
     assert all(estimate.stderr > 1e-3 * estimate and estimate.interval() for estimate in others)
-    for seed in range(40):  # a wanted error is not reached by probes that agree
-        wanted = pf.relative_flatness(model, LOSS, (X[:1].float(), Y[:1]), "0", target_stderr=1e9, seed=seed)
-        assert wanted.exact or wanted.stderr > 0
     names = ["trace", "scaled_trace", "matrix_normalized_sharpness"]  # the network's, of layers that agree or do not
     reports = [pf.measure(model, LOSS, (X[:1].float(), Y[:1]), measures=names, probes=2, seed=s) for s in range(8)]
     for report in reports:

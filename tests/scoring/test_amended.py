@@ -89,6 +89,12 @@ def _changed_source(tiny: str, paths: list[Path]) -> dict[str, object]:
     return {"model": f"{other}:Tiny"}
 
 
+def _changed_dtype(tiny: str, paths: list[Path]) -> dict[str, object]:
+    other = Path(tiny).with_name("doubled.py")
+    other.write_text("from tiny import Tiny\n\ndef doubled():\n    return Tiny().double()\n")
+    return {"model": f"{other}:doubled"}
+
+
 def _changed_sample(tiny: str, paths: list[Path]) -> dict[str, object]:
     batches = specs.resolve(f"{tiny}:data")()
     batches[2][0][3, 1] += 1e-3
@@ -99,7 +105,7 @@ CHANGES = {
     "weights": _changed_weight,
     "source of the model": _changed_source,
     "another model": lambda tiny, paths: {"model": f"{tiny}:Curved", "expected": 2},
-    "dtype": lambda tiny, paths: {"model": lambda: specs.resolve(f"{tiny}:Tiny")().double()},
+    "dtype": _changed_dtype,
     "one sample": _changed_sample,
     "targets": lambda tiny, paths: {"data": [(x, (y + 1) % 3) for x, y in specs.resolve(f"{tiny}:data")()]},
     "fewer data": lambda tiny, paths: {"data": specs.resolve(f"{tiny}:data")(count=36)},
@@ -232,3 +238,15 @@ def test_all_layers_are_measured_by_default(tmp_path):
     assert pf.score({"a": network}, "cross_entropy", data, measures=MEASURES, layers="0", store=store).computed == 0
     named = pf.score({"a": network}, "cross_entropy", data, measures=MEASURES, layers=["0", "2"], store=store)
     assert (named.computed, named["a", "trace"].exact) == (1, True)  # of these layers it is
+
+
+def test_loss_and_accuracy_are_there_whatever_is_measured(tiny: str) -> None:
+    x, y = torch.randn(30, 4), torch.tensor([0, 1, 1, 2, 1, 2] * 5)
+    networks = {"a": nn.Linear(4, 3).eval()}
+    read = pf.score(networks, "cross_entropy", (x, y), measures="relative_flatness")
+    for measures in ("weight_norm", ["weight_norm", "relative_flatness"]):
+        for store in (None, Path(tiny).with_name("runs.sqlite")):
+            scores = pf.score(networks, "cross_entropy", (x, y), measures=measures, store=store)
+            row, expected = scores["a", "", "weight_norm"], read["a", "relative_flatness"]
+            assert row.loss == pytest.approx(F.cross_entropy(networks["a"](x), y).item(), rel=1e-6)
+            assert (row.loss, row.accuracy, row.chance) == (expected.loss, expected.accuracy, 0.5)

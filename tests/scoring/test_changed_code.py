@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import sys
 import threading
 from pathlib import Path
@@ -13,7 +14,6 @@ import torch
 from safetensors.torch import save_file
 
 import pyflatness as pf
-from pyflatness.scoring import described, keys
 from support.score_runs import status
 
 NOTEBOOK = """
@@ -120,10 +120,6 @@ class Cell(dict):
     def run(self, text: str) -> None:
         exec(text, self)
 
-    def key(self) -> tuple[str, tuple[str, ...]]:
-        code = keys.Code.of(self["net"], self["Net"], self["loss"], None, None)
-        return described.of_json([code.model, code.loss]), code.unknown
-
 
 @pytest.fixture
 def as_it_was() -> Any:
@@ -133,45 +129,72 @@ def as_it_was() -> Any:
     torch.nn.modules.module._global_forward_hooks.clear()
 
 
+def fresh(network: torch.nn.Module, loss: Any, data: Any) -> tuple[float | None, str]:
+    """The value of the head as it is now, or the error of a layer that is no linear map any more."""
+    try:
+        report = pf.measure(network, loss, data, measures="relative_flatness", curvature="ggn")
+    except pf.errors.FlatnessError as error:
+        return None, str(error)
+    return report["head", "relative_flatness"].value, ""
+
+
 @pytest.mark.parametrize("what", IN_NOTEBOOK)
 @pytest.mark.usefixtures("as_it_was")
-def test_what_changes_in_a_notebook_changes_the_key(what: str) -> None:
+def test_what_changes_in_a_notebook_is_measured_anew(what: str, tmp_path: Path) -> None:
     uses, change = IN_NOTEBOOK[what]
-    cell = Cell(uses)
-    before, same = cell.key(), Cell(uses).key()
-    assert before == same
-    assert before[1] == ()
+    cell, generator = Cell(uses), torch.Generator().manual_seed(0)
+    data = torch.randn(20, 3, generator=generator), torch.randn(20, 2, generator=generator)
+    for text in ("", change):
+        cell.run(text)
+        networks, options = {"a": cell["net"].eval()}, {"store": tmp_path / "a.sqlite", "curvature": "ggn"}
+        scores = pf.score(networks, cell["loss"], data, **options)
+        assert scores.computed == 1
+        assert "computed anew by each run" in scores.notes[0]
+        (row,) = scores
+        assert (row.value, row.error) == fresh(cell["net"], cell["loss"], data)
+
+
+PATCHES = {
+    "torch's class": (
+        "nn.Linear.forward = lambda self, x: 3 * F.linear(x, self.weight, self.bias)",
+        "forward of Linear",
+    ),
+    "torch's function": ("F.celu = lambda x: 3 * x", r"celu of torch\.nn\.functional"),
+    "hook on all modules": ("handle = nn.modules.module.register_module_forward_hook(times)", "times is in no file"),
+    "hook": ("net = nn.Linear(3, 2)\nnet.register_forward_hook(times)", "times is in no file"),
+    "attribute": ("net = nn.Linear(3, 2)\nnet.act = lambda x: x", "<lambda> is in no file"),
+    "class redefined": ("net.__class__ = type('Linear', (nn.Linear,), {})", "Linear is in no file"),
+}
+
+
+@pytest.mark.parametrize("what", PATCHES)
+@pytest.mark.usefixtures("as_it_was")
+def test_a_network_of_torchs_layers_with_something_of_a_notebook_is_measured_anew(what: str, tmp_path: Path) -> None:
+    cell = Cell()
+    cell["net"] = torch.nn.Linear(3, 2).eval()
+    data, store = (torch.ones(20, 3), torch.ones(20, 2)), tmp_path / "a.sqlite"
+    assert [pf.score({"a": cell["net"]}, "mse_loss", data, store=store).computed for _ in range(2)] == [1, 0]
+    change, words = PATCHES[what]
     cell.run(change)
-    assert cell.key()[0] != before[0]
+    for _ in range(2):
+        scores = pf.score({"a": cell["net"].eval()}, "mse_loss", data, store=store, curvature="ggn")
+        assert scores.computed == 1
+        assert re.search(words, scores.notes[0])
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "unused = 5",
-        "def shift(x):  # with a comment\n\n    return x + 1.0",  # the same code elsewhere
-        "class Elsewhere:\n    scale = 9.0",
-        "net.head.weight.data.zero_()",  # weights have a key of their own
-        "SCALE = 2.0",
-    ],
-)
-def test_what_does_not_matter_leaves_the_key(change: str) -> None:
-    cell = Cell("x = SCALE * helper(x)")
-    before = cell.key()
-    cell.run(change)
-    assert cell.key() == before
-
-
-def test_what_cannot_be_described_is_computed_and_said(tmp_path: Path) -> None:
-    cell = Cell("x = LOCK and x")
-    cell["LOCK"] = threading.Lock()
+def test_what_cannot_be_found_again_is_computed_and_said(tmp_path: Path) -> None:
+    cell = Cell()
     data, networks = (torch.randn(20, 3), torch.randn(20, 2)), {"a": cell["net"].eval()}
     for _ in range(2):
         scores = pf.score(networks, "mse_loss", data, store=tmp_path / "a.sqlite")
         assert scores.computed == 1
         (note,) = scores.notes
-        assert "LOCK of forward of Net" in note
+        assert "Net is in no file that can be imported" in note
         assert note in str(scores)
+    network = torch.nn.Linear(3, 2).eval()
+    network.lock = threading.Lock()
+    scores = pf.score({"a": network}, "mse_loss", data, store=tmp_path / "a.sqlite")
+    assert "lock (TypeError: cannot pickle" in scores.notes[0]
     scores = [pf.score(networks, "mse_loss", data, store=tmp_path / "a.sqlite", version="1") for _ in range(2)]
     assert [(one.computed, one.notes) for one in scores] == [(1, ()), (0, ())]
     cell.run("Net.forward = lambda self, x: 2 * self.head(x)")
@@ -321,9 +344,12 @@ def test_a_file_that_was_edited_after_it_was_imported_is_an_error(project: Path)
 
 
 def test_workers_with_other_code_are_refused(project: Path) -> None:
+    (project / "grows.py").write_text(
+        "import os, torch\nfrom net import data\n\ndef make():\n    network = torch.nn.Linear(3, 2)\n"
+        "    with open('net.py', 'a') as file:\n        file.write('LATER = 1\\n')\n    return network\n"
+    )
     sys.path.insert(0, str(project))
-    options = {"model": "net.py:Net", "store": "runs.sqlite", "executor": "processes"}
-    settings = importlib.import_module("settings")
-    settings.POWER = 7.0  # which the worker does not know
+    save_file(torch.nn.Linear(3, 2).state_dict(), project / "a.safetensors")
+    options = {"model": "grows.py:make", "store": "runs.sqlite", "executor": "processes"}
     with pytest.raises(pf.errors.InputError, match="a worker that made them got others"):
-        pf.score(["a.safetensors"], "mse_loss", "net.py:data", **options)
+        pf.score(["a.safetensors"], "mse_loss", "grows.py:data", **options)

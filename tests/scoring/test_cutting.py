@@ -8,7 +8,7 @@ import torch
 
 import pyflatness as pf
 from pyflatness.options import Options
-from pyflatness.scoring import data_specs, specs, texts
+from pyflatness.scoring import data_specs, specs, text_data
 from pyflatness.scoring.cutting import Cut
 from pyflatness.scoring.run import ScoringRun
 from pyflatness.scoring.units import Request
@@ -104,7 +104,7 @@ def test_the_first_of_arrays(path):
 @pytest.mark.parametrize("option", ["count", "batch_size"])
 def test_of_texts(tmp_path, option):
     with pytest.raises(pf.errors.InputError, match=f"{option}=0: a number of samples is wanted"):
-        texts.read_file(tmp_path / "a.txt", **{option: 0})
+        text_data.read_file(tmp_path / "a.txt", **{option: 0})
 
 
 def test_of_tables_and_images(tmp_path):

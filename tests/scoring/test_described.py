@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import pyflatness as pf
-from pyflatness.scoring import described, keys
+from pyflatness.scoring import keys
+from pyflatness.scoring.user_files import NotFoundAgainError
 
 
 class Scaled:
@@ -52,11 +53,10 @@ class Slotted(Scaled):
     __slots__ = ("scale",)
 
 
-def network_facts(network: nn.Module) -> described.Facts:
-    about = described.Description()
-    found = keys.of_network(about, network)
-    assert about.unknown == []
-    return found
+def network_facts(network: nn.Module) -> keys.Facts:
+    found = keys.Described.network(network)
+    assert found.unknown == ""
+    return found.facts
 
 
 def around(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,20 +87,32 @@ DIFFERENT = {
     "tensors": (Scaled(torch.tensor(1.0)), Scaled(torch.tensor(2.0))),
     "modules in modules": (Inner(0.0), Inner(0.1)),
     "hidden attributes": (Hidden(1.0), Hidden(2.0)),
+    "functions in partials": (functools.partial(F.mse_loss), functools.partial(F.l1_loss)),
+}
+WITHOUT_A_NAME = {
     "lambdas in one line": (lambda o, t: F.mse_loss(o, t), lambda o, t: 2 * F.mse_loss(o, t)),
     "defaults": tuple(lambda o, t, scale=scale: scale * F.mse_loss(o, t) for scale in (1.0, 2.0)),
     "objects in closures": (around(Scaled(1.0)), around(Scaled(2.0))),
     "functions in closures": (around(F.mse_loss), around(F.l1_loss)),
-    "functions in partials": (functools.partial(F.mse_loss), functools.partial(F.l1_loss)),
+    "closures in partials": (functools.partial(around(F.mse_loss)), functools.partial(around(F.l1_loss))),
     "global variables": (by_global(1.0), by_global(2.0)),
 }
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_losses_that_differ_have_other_keys(what: str) -> None:
-    one, other = (keys.of_json(described.plain(loss)) for loss in DIFFERENT[what])
+    one, other = (keys.of_json(keys.described(loss)) for loss in DIFFERENT[what])
     assert one != other
-    assert one == keys.of_json(described.plain(DIFFERENT[what][0]))
+    assert one == keys.of_json(keys.described(DIFFERENT[what][0]))
+
+
+@pytest.mark.parametrize("what", WITHOUT_A_NAME)
+def test_losses_without_a_name_are_found_by_no_run(what: str) -> None:
+    for loss in WITHOUT_A_NAME[what]:
+        with pytest.raises(
+            NotFoundAgainError, match=r"is (in no file that can be imported|not what .* has by that name)"
+        ):
+            keys.described(loss)
 
 
 def test_a_loss_with_another_parameter_is_measured_again(tmp_path: Path) -> None:
@@ -150,10 +162,12 @@ def test_files_that_a_source_file_imports_are_a_part_of_it(tmp_path: Path) -> No
     for folder, scale in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
         (place := tmp_path / folder).mkdir()
         (place / "scale_of_net.py").write_text(f"SCALE = {scale}\n")
-        (place / "of_net.py").write_text("from torch import nn\nimport scale_of_net\nNet = lambda: nn.Linear(3, 2)\n")
-        show = "from pyflatness.scoring import described, specs, keys\nnet = specs.resolve('of_net.py:Net')\n"
-        show += "about = described.Description()\nfacts = keys.of_network(about, net(), net)\n"
-        show += "print(keys.of_json([facts, sorted(described.files(about.folders).values())]))"
+        (place / "of_net.py").write_text(
+            "from torch import nn\nimport scale_of_net\n\ndef net():\n    return nn.Linear(3, 2)\n"
+        )
+        show = "from pyflatness.scoring import specs, keys\nnet = specs.resolve('of_net.py:net')\n"
+        show += "code = keys.Code.of(net(), [net, {}], 'mse_loss', None, None)\nassert code.unknown == (), code\n"
+        show += "print(keys.of_json([code.model, sorted(code.files.values())]))"
         command = [sys.executable, "-c", show]
         found.append(subprocess.run(command, cwd=place, check=True, capture_output=True, text=True).stdout)
     assert found[0] == found[1] != found[2]
@@ -168,10 +182,10 @@ _PRINT = """
 import json, sys
 sys.path[:0] = sys.argv[1:]
 import test_described as t
-from pyflatness.scoring import described, keys
-losses = [described.plain(loss) for pair in t.DIFFERENT.values() for loss in pair]
+from pyflatness.scoring import keys
+losses = [keys.described(loss) for pair in t.DIFFERENT.values() for loss in pair]
 networks = [t.network_facts(make()) for make in t.NETWORKS.values()]
-print(keys.of_json([losses, networks, described.plain({"a", "b", "c"})]))
+print(keys.of_json([losses, networks, keys.described({"a", "b", "c"})]))
 """
 
 

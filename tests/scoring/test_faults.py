@@ -118,7 +118,7 @@ def test_a_run_that_cannot_write_says_so_and_goes_on_later(faults: Path, tiny: s
     files = [saved(tiny, seed, f"{seed}.safetensors") for seed in range(4)]
     store = Path(tiny).with_name("runs.sqlite")
     spec = ["--model", f"{tiny}:Tiny", "--data", f"{tiny}:data", "--loss", "cross_entropy", "--executor", "serial"]
-    arguments = ["score", *spec, "--store", str(store), *map(str, files)]
+    arguments = ["score", *spec, "--no-progress", "--store", str(store), *map(str, files)]
     environment = {"LD_PRELOAD": str(faults), "FAULT_NAME": "runs.sqlite", "FAULT_ERRNO": str(errno.ENOSPC)}
 
     def run(*command: str, **more: str) -> subprocess.CompletedProcess[str]:

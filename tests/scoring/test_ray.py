@@ -67,7 +67,7 @@ def test_a_program_on_a_cluster_that_is_there(cluster, tiny: str) -> None:
     spec = network(tiny)
     files = [saved(tiny, 0, "a.safetensors"), fated(tiny, 97)]
     command = ["score", "--model", f"{spec}:Fateful", "--data", f"{spec}:data", "--loss", "cross_entropy"]
-    command += ["--layers", "head"]
+    command += ["--layers", "head", "--no-progress"]
     where = ["--store", "runs.sqlite", "--executor", "ray", "--ray-address", address, "--workers", "2"]
     run = subprocess.run(
         [sys.executable, "-m", "pyflatness", *command, *where, *(file.name for file in files)],

@@ -38,7 +38,7 @@ def scores():
 
 @pytest.fixture(scope="module")
 def html(scores):
-    return scores.to_html(title=HOSTILE, exclude=["m8"])
+    return scores.to_html(title=HOSTILE, exclude=["m8"], max_loss=math.inf)
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +48,12 @@ def parsed(html):
 
 def test_values_are_a_plain_table(parsed):
     header, *rows = parsed.tables["Values by model and layer"]
-    assert header == ["model", "layer", "trace", "pac_bayes", "loss", "accuracy"]
+    assert header == ["model", "layer", "loss", "accuracy", "trace", "pac_bayes"]
     assert len(rows) == 10
-    assert rows[0][3] == "2.00 ± 0.10 [1.8, 2.2]"
-    assert rows[1][3] == "≈ 3"
-    assert rows[2][3] == ""
-    assert rows[-1][2] == "failed"
+    assert rows[0][5] == "2.00 ± 0.10 [1.8, 2.2]"
+    assert rows[1][5] == "≈ 3"
+    assert rows[2][5] == ""
+    assert rows[-1][4] == "failed"
 
 
 def test_nothing_of_a_name_is_html(html, parsed):
@@ -163,12 +163,12 @@ def test_an_interval_of_one_number_is_not_shown():
 
 def test_test_losses_and_gaps_are_in_the_table_and_empty_columns_are_not():
     header, *lines = Parsed(texts_of([0.25, 0.5], [1.0, 2.0], accuracy=None)).tables["Values by model and layer"]
-    assert header == ["model", "layer", "trace", "loss", "accuracy", "test loss", "gap"]
-    assert [line[-2:] for line in lines] == [["0.35", "0.25"], ["0.6", "0.5"]]
+    assert header == ["model", "layer", "loss", "accuracy", "test loss", "gap", "trace"]
+    assert [line[-3:-1] for line in lines] == [["0.35", "0.25"], ["0.6", "0.5"]]
     header, *_ = Parsed(pf.results.Scores((row("a", "trace", 1.0, accuracy=None),), 0).to_html()).tables[
         "Values by model and layer"
     ]
-    assert header == ["model", "layer", "trace", "loss"]
+    assert header == ["model", "layer", "loss", "trace"]
 
 
 def test_failed_and_excluded_are_listed_and_hollow(html, parsed):
@@ -267,3 +267,37 @@ def test_without_altair(scores, monkeypatch):
     monkeypatch.setitem(sys.modules, "altair", None)
     with pytest.raises(pf.errors.MissingExtraError, match=r"pip install 'pyflatness\[html\]'"):
         scores.to_html()
+
+
+def test_a_dead_network_is_named_and_neither_the_flattest_nor_in_a_correlation():
+    facts = [(0.05, 1.0, 3.0), (0.04, 0.98, 4.0), (0.06, 1.0, 2.0), (2.3, 0.1, 0.0), (0.05, 0.12, 0.5)]
+    rows = tuple(
+        row(f"m{place}", "trace", value, loss=loss, accuracy=accuracy, chance=0.1)
+        for place, (loss, accuracy, value) in enumerate(facts)
+    )
+    html = pf.results.Scores(rows, 0).to_html()
+    assert "Smallest trace: m2, 2." in html
+    why = {"m3": "its loss is 2.3", "m4": "its accuracy of 0.12 is that of chance"}
+    assert (
+        f"Left out of what is said here and of the correlations: m3 ({why['m3']}); m4 ({why['m4']})."
+        in html.replace("&#39;", "'")
+    )
+    listed = Parsed(html).tables["Values that failed, and models that do not count"]
+    assert {line[0]: line[-1] for line in listed[1:]} == why
+    assert "Smallest trace: m3, 0." in pf.results.Scores(rows, 0).to_html(max_loss=math.inf)
+
+
+def test_loss_and_accuracy_of_a_network_stand_in_its_own_row():
+    rows = (
+        row("a", "trace", 1.0, "0"),
+        row("a", "trace", 2.0, "1"),
+        row("a", "trace", 3.0),
+        row("b", "trace", 4.0, "0"),
+    )
+    _, *lines = Parsed(pf.results.Scores(rows, 0).to_html()).tables["Values by model and layer"]
+    assert [line[:4] for line in lines] == [
+        ["a", "0", "", ""],
+        ["a", "1", "", ""],
+        ["a", "network", "0.1", "0.5"],
+        ["b", "0", "0.1", "0.5"],
+    ]

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import pyflatness as pf
-from pyflatness.scoring import attached, export, keys, store
+from pyflatness.scoring import keys, result_files, store
 from pyflatness.scoring import store as stores
 from pyflatness.scoring.store import SCHEMA, Store, check_local
 from pyflatness.scoring.units import Fit, Pair, Row
@@ -31,12 +31,6 @@ PAIRS = [
 ]
 ROWS = {pair: Row(layer="x", measure=pair.measure, value=0.1, exact=True, samples=3) for pair in PAIRS}
 OUTCOME = Outcome(ROWS, Fit(0.5, 0.25), 1.5)
-
-
-TRIGGER = (
-    "CREATE TRIGGER result_changed AFTER UPDATE ON results "
-    "BEGIN UPDATE units SET digest = '' WHERE id IN (OLD.unit, NEW.unit); END"
-)
 
 
 def filled(path: Path) -> tuple[int, str]:
@@ -192,16 +186,17 @@ def test_a_name_that_no_file_can_have_is_an_error(name: str, write: bool, tmp_pa
             pf.score({"a": torch.nn.Linear(3, 2)}, "mse_loss", (torch.ones(4, 3), torch.ones(4, 2)), store=path)
 
 
-def everything(path: Path) -> object:
-    """What readers get of a store."""
+def values_of(path: Path) -> dict[tuple[str, Pair], str]:
+    """The values that readers get of a store, with what they were computed with."""
     with Store(path) as store:
-        store.check()
-        found = [*export.records(store)], [*attached.found(store)], stores.problems(store)
-        runs = [[*row] for row in store.select("SELECT command, began FROM runs")]
-        return found, store.counts(1, ["content", "later"]), runs
+        return {
+            (content, pair): repr(held)
+            for content in ("content", "later")
+            for pair, held in store.values(1, content).items()
+        }
 
 
-def test_every_flip_of_a_bit_is_noticed_or_changes_nothing(tmp_path: Path) -> None:
+def test_every_flip_of_a_bit_is_noticed_or_changes_no_value(tmp_path: Path) -> None:
     path, random_ = tmp_path / "runs.sqlite", random.Random(0)
     with Store(path, write=True) as store:
         facts = {"loss": {"name": "x"}, "options": {"seed": 3}, "data": {"samples": 5}}
@@ -212,26 +207,39 @@ def test_every_flip_of_a_bit_is_noticed_or_changes_nothing(tmp_path: Path) -> No
         store.commit(setting, "content", OUTCOME)
         store.commit(setting, "later", Outcome({PAIRS[0]: Row(error="failed")}))
         result = pf.spectrum(torch.nn.Linear(2, 2), "mse_loss", (torch.ones(3, 2), torch.ones(3, 2)), k=1)
-        attached.add(store, "a", result)
-    whole, before, noticed = path.read_bytes(), repr(everything(path)), 0
+        result_files.add(store, "a", result)
+    whole, before, noticed = path.read_bytes(), values_of(path), 0
+    assert len(before) == 5
     used = [place for place, byte in enumerate(whole) if byte]  # most of a page is empty
     for place in random_.choices(used, k=300) + random_.choices(range(len(whole)), k=100):
         content = bytearray(whole)
         content[place] ^= 1 << random_.randrange(8)
         path.write_bytes(content)
         try:
-            assert repr(everything(path)) == before
+            found = values_of(path)
         except pf.errors.StoreError:
             noticed += 1
-    assert 100 < noticed < 400
+        else:
+            assert found.items() <= before.items()  # one that is lost is computed again
+    assert 50 < noticed < 400
+
+
+def test_a_value_that_is_computed_again_leaves_both_units_whole(tmp_path: Path) -> None:
+    key = filled(path := tmp_path / "runs.sqlite")
+    late = {Pair("head", "trace"): Row(error="late"), Pair("head", "mls"): Row(layer="head", measure="mls", value=1.0)}
+    with Store(path, write=True) as store:
+        store.ask(key[0], {key[1]: [*late]})
+        store.commit(*key, Outcome(late))
+        last = {Pair("head", "trace"): Row(layer="head", measure="trace", value=2.0)}
+        store.commit(*key, Outcome(last))
+        assert stores.problems(store) == []
+        assert {pair: one.row for pair, one in store.values(*key).items()} == {**ROWS, **late, **last}
 
 
 def test_a_value_that_was_changed_is_noticed_by_whatever_reads_it(tmp_path: Path) -> None:
     key = filled(path := tmp_path / "runs.sqlite")
     with contextlib.closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("DROP TRIGGER result_changed")
         connection.execute("UPDATE results SET value = 38.06 WHERE id = 1")
-        connection.execute(TRIGGER)
     with Store(path) as store, pytest.raises(pf.errors.StoreError, match=r"damaged \(units 1: not what was written\)"):
         store.values(*key)
     with Store(path) as store, pytest.raises(pf.errors.StoreError, match="damaged"):

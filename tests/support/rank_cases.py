@@ -100,10 +100,6 @@ def as_large_a_part_as_it_takes(rank, size):
     return pf.measure(relu(), LOSS, own, fraction="auto", rtol=0.2)
 
 
-def wanted_error(rank, size):
-    return pf.relative_flatness(model(), LOSS, batches(rank, size), "0", target_stderr=0.003)
-
-
 def block_traces(rank, size):
     return pf.block_traces(model(), LOSS, part(rank, size), "2")
 

@@ -119,7 +119,6 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "measures": (3, [3], [], "kappa", ["trace", "kappa"]),
     "curvature": (3, "fisher"),
     "probes": (0, True, 2.5, 10**12, "many"),
-    "target_stderr": (0, "a", True, float("inf")),
     "rtol": (0.1, "1%", float("nan"), 2),
     "conv": ([], "pixel"),
     "normalize": (False, "variance"),
@@ -165,7 +164,6 @@ TENSORS: dict[str, dict[str, Any]] = {
     "no such loss": {"loss": "hinge"},
 }
 COMBINATIONS: dict[str, dict[str, Any]] = {
-    "probes and target_stderr": {"probes": 2, "target_stderr": 0.1},
     "rtol with probes": {"probes": 2, "rtol": 0.1},
     "std and affine": {"normalize": "std", "conv": "affine"},
     "sampled by sample": {"probes": 2, "per_sample": True, "nan_policy": "omit"},

@@ -161,7 +161,6 @@ CALLS: dict[str, Callable[..., Any]] = {
     "printed": _printed,
     "shuffled": partial(_shuffled, call=pf.measure),
     "shuffled, std": partial(_shuffled, call=pf.measure, normalize="std"),
-    "shuffled, target": partial(_shuffled, call=pf.relative_flatness, target_stderr=0.1),
     "shuffled, by sample": partial(_shuffled, call=pf.measure, normalize="std", per_sample=True),
     "changed data, std": partial(_shuffled, call=pf.measure, normalize="std", changed=True),
     "changed data, all": partial(_shuffled, call=pf.measure, measures="all", changed=True),

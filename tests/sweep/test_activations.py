@@ -313,13 +313,6 @@ def test_sampled_values(activation):
         assert bool((parts.mean(dim=0).abs() < 5 * parts.std(dim=0) / 24**0.5).all())
 
 
-def test_a_wanted_standard_error():
-    case = made("wanted", lambda: mlp(5, 6, cases.C, activation=nn.Tanh), X, Y, "0 2")
-    first = measured(case, layers="0", probes=4)["0", "output_trace"]
-    found = measured(case, layers="0", target_stderr=first.stderr)["0", "output_trace"]
-    assert float(found.per_neuron.sum()) == pytest.approx(found.value, rel=1e-9)
-
-
 def test_no_class_but_one():
     model = network(5, 6, 1)
     report = pf.measure(model, nn.CrossEntropyLoss(), (X, torch.zeros(7, dtype=torch.int64)), measures=[*OF])

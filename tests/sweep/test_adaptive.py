@@ -263,8 +263,6 @@ def test_clear_errors():
     model, data = network(3.0)
     loss = nn.CrossEntropyLoss()
     refused("rtol=0.1 says how many probes to take", model, loss, data, probes=3, rtol=0.1)
-    refused("rtol=0.1 says how many probes to take", model, loss, data, probes=None, rtol=0.1, target_stderr=0.1)
-    refused("pass one of them", model, loss, data, target_stderr=0.1)
     refused("or 'adaptive'", model, loss, data, probes="adaptively")
     for rtol in (0, 1, -0.1, math.nan):
         refused(f"rtol={rtol}: a relative standard error between 0 and 1", model, loss, data, rtol=rtol)

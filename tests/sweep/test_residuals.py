@@ -185,8 +185,9 @@ def test_probes_go_where_the_value_is(products):
     found = adaptive(model, data, rtol=0.02)["0", "trace"]
     rows = sum(products)
     products.clear()
-    pf.measure(model, LOSS, data, layers="0", measures="trace", target_stderr=found.stderr)
-    assert rows < 0.6 * sum(products)
+    four = pf.measure(model, LOSS, data, layers="0", measures="trace", probes=4)["0", "trace"]
+    needed = (four.stderr / found.stderr) ** 2  # times the probes for the same standard error
+    assert rows < 0.6 * needed * sum(products)
 
 
 class Counting(nn.Module):

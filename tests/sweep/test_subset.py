@@ -201,7 +201,6 @@ def test_as_much_as_a_standard_error_takes():
         ({"fraction": "auto"}, "pass rtol="),
         ({"fraction": 0.5, "rtol": 0.1}, r"does not go with rtol= \(but fraction='auto'\)"),
         ({"fraction": 0.5, "probes": "adaptive"}, "does not go with probes='adaptive'"),
-        ({"fraction": 0.5, "target_stderr": 0.1}, "does not go with target_stderr="),
         ({"fraction": 0.5, "per_sample": True}, "does not go with per_sample=True"),
         ({"fraction": 0.5, "nan_policy": "omit"}, "does not go with nan_policy='omit'"),
         ({"fraction": 0.5, "measures": "lambda_max"}, "lambda_max has no value by a part of the data"),

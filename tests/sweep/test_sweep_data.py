@@ -23,7 +23,7 @@ def test_one_shot_iterators():
     with pytest.raises(pf.errors.InputError, match="can be read once, and 3 reads"):
         pf.measure(residual(), LOSS, iter([(X, Y)]), measures=["trace", "relative_flatness_std"])
     with pytest.raises(pf.errors.InputError, match="can be read once, and 2 reads"):
-        pf.relative_flatness(residual(), LOSS, iter([(X, Y)]), "0", target_stderr=1.0)
+        pf.relative_flatness(residual(), LOSS, iter([(X, Y)]), "0", normalize="std")
 
 
 def test_first_batches_of_one_sample():

@@ -134,13 +134,17 @@ def standard_error(given: float) -> str:
     return "unknown" if math.isnan(given) else f"{given:.3g}"
 
 
-def values(records: Sequence[Record], caption: str, beside: Sequence[str] = ()) -> Table:
+def values(
+    records: Sequence[Record], caption: str, of_models: Sequence[str] = (), settings: Sequence[str] = ()
+) -> Table:
     """Return values with a row for each model and layer, and a column for each measure.
 
     Args:
         records: in the order of their rows.
         caption: of the table.
-        beside: names of further columns, which are the same for all values of a model.
+        of_models: names of columns in front of the measures, such as the loss. A model that has a row of the network
+            has them there alone.
+        settings: names of columns behind them, in each row.
     """
     measures = tuple(dict.fromkeys(record["measure"] for record in records))
     rows: dict[tuple[str, str], dict[str, Record]] = {}
@@ -149,12 +153,13 @@ def values(records: Sequence[Record], caption: str, beside: Sequence[str] = ()) 
     cells = tuple(
         (
             *(text(checkpoint), Cell(printable(layer) or NETWORK)),
+            *(Cell("") if layer and (checkpoint, "") in rows else text(_first(held, name)) for name in of_models),
             *(value(held[name]) if name in held else Cell("") for name in measures),
-            *(text(_first(held.values(), name)) for name in beside),
+            *(text(_first(held, name)) for name in settings),
         )
         for (checkpoint, layer), held in rows.items()
     )
-    return Table(caption, ("model", "layer", *measures, *beside), cells, measures, 1)
+    return Table(caption, ("model", "layer", *of_models, *measures, *settings), cells, measures, 1)
 
 
 def summary(records: Sequence[Record]) -> Table:
@@ -183,8 +188,8 @@ def facts(caption: str, rows: Iterable[tuple[str, object]]) -> Table:
     return Table(caption, ("what", "is"), tuple((Cell(name), Cell(printable(str(held)))) for name, held in rows))
 
 
-def _first(records: Iterable[Record], name: str) -> object:
-    return next((record[name] for record in records if record.get(name) is not None), None)
+def _first(records: Mapping[str, Record], name: str) -> object:
+    return next((record[name] for record in records.values() if record.get(name) is not None), None)
 
 
 def _how(record: Record) -> str:

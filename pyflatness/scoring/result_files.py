@@ -20,7 +20,7 @@ from .store import Store, versions
 Result = Spectrum | Landscape | History
 
 
-class Attached(NamedTuple):
+class NamedResult(NamedTuple):
     """Hold a result of a store, or the error in its place, its model or training, and what tells it from others."""
 
     name: str
@@ -30,7 +30,7 @@ class Attached(NamedTuple):
     error: str = ""
 
 
-class Entry(NamedTuple):
+class ResultFile(NamedTuple):
     """Hold what a store has of a result."""
 
     content: str  # of the model's weights; empty for a history
@@ -98,24 +98,24 @@ def add(store: Store, name: str, result: Result, label: str = "") -> None:
         rows = store.select("SELECT name, content FROM checkpoints ORDER BY id")
         contents = {row["name"]: str(row["content"]) for row in rows}
         of = contents[meant(name, [*contents])]
-    put(store, Entry(of, "" if of else name, kind, label, "", content(result)))
+    put(store, ResultFile(of, "" if of else name, kind, label, "", content(result)))
 
 
-def put(store: Store, entry: Entry) -> None:
+def put(store: Store, entry: ResultFile) -> None:
     """Write a result into a store; it takes the place of one of the same model or training, kind and label.
 
     One that is known to be of other data or another loss stays, where the label is the same, as of all tuples: then
     the label of the new one says by a hash of which they are.
     """
-    names, of = (*Entry._fields, "versions", "added"), entry.setting.split(" ")[0]
+    names, of = (*ResultFile._fields, "versions", "added"), entry.setting.split(" ")[0]
     with store.changes() as connection:
         there = connection.execute(
-            "SELECT setting FROM attached WHERE content = ? AND training = ? AND kind = ? AND label = ?", entry[:4]
+            "SELECT setting FROM result_files WHERE content = ? AND training = ? AND kind = ? AND label = ?", entry[:4]
         ).fetchone()
         if of and there is not None and there["setting"].split(" ")[0] not in ("", of):
             entry = entry._replace(label=f"{entry.label} {of[:8]}")
         connection.execute(
-            f"INSERT OR REPLACE INTO attached ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})",
+            f"INSERT OR REPLACE INTO result_files ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})",
             (*entry, versions(), time.time()),
         )
         store.note_run(connection)
@@ -123,7 +123,7 @@ def put(store: Store, entry: Entry) -> None:
 
 def there(store: Store, kind: str, setting: str, *, failed: bool) -> set[str]:
     """Return the contents of weights of which there is a result in a setting; of those that failed with ``failed``."""
-    rows = store.select("SELECT content, error FROM attached WHERE kind = ? AND setting = ?", (kind, setting))
+    rows = store.select("SELECT content, error FROM result_files WHERE kind = ? AND setting = ?", (kind, setting))
     return {row["content"] for row in rows if failed or not row["error"]}
 
 
@@ -131,24 +131,24 @@ def failures(store: Store, setting: str, contents: Iterable[str]) -> list[tuple[
     """Return the models of which a result could not be computed in a setting, each with its error."""
     chosen = {*contents}
     rows = store.select(
-        "SELECT name, error, content FROM attached JOIN checkpoints USING (content) "
+        "SELECT name, error, content FROM result_files JOIN checkpoints USING (content) "
         "WHERE setting = ? AND error != '' ORDER BY checkpoints.id",
         (setting,),
     )
     return [(row["name"], row["error"]) for row in rows if row["content"] in chosen]
 
 
-def found(store: Store) -> list[Attached]:
+def found(store: Store) -> list[NamedResult]:
     """Return what a store holds besides numbers, in the order of its models, and then histories."""
     rows = store.select(
         "SELECT coalesce(name, training) AS name, kind, label, file, error "
-        "FROM attached LEFT JOIN checkpoints USING (content) WHERE name NOT NULL OR attached.content = '' "
-        "ORDER BY name IS NULL, checkpoints.id, attached.id"
+        "FROM result_files LEFT JOIN checkpoints USING (content) WHERE name NOT NULL OR result_files.content = '' "
+        "ORDER BY name IS NULL, checkpoints.id, result_files.id"
     )
     return [
-        Attached(*(row["name"], row["kind"], row["label"]), None, row["error"])
+        NamedResult(*(row["name"], row["kind"], row["label"]), None, row["error"])
         if row["error"]
-        else Attached(*(row["name"], row["kind"], row["label"]), read(row["file"], f"{store.path}: {row['name']}"))
+        else NamedResult(*(row["name"], row["kind"], row["label"]), read(row["file"], f"{store.path}: {row['name']}"))
         for row in rows
     ]
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
-from pyflatness.scoring import attached
+from pyflatness.scoring import result_files
 from pyflatness.scoring import store as stores
 from pyflatness.scoring.store import Store
 from support.score_runs import saved, status
@@ -51,9 +51,9 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "runs.sqlite"
 
 
-def held(path: Path) -> dict[tuple[str, str], attached.Result]:
+def held(path: Path) -> dict[tuple[str, str], result_files.Result]:
     with Store(path) as store:
-        return {(one.name, one.label): one.result for one in attached.found(store)}
+        return {(one.name, one.label): one.result for one in result_files.found(store)}
 
 
 def equal(first: pf.results.Spectrum, second: pf.results.Spectrum) -> bool:
@@ -95,7 +95,7 @@ def test_the_same_label_is_replaced(path: Path, spectrum, history) -> None:
     pf.add_to_store(path, "a", spectrum, label="again")
     pf.add_to_store(path, "a", history)  # a training of the name of a model is none of its results
     with Store(path) as store:
-        results = [(one.name, one.label, type(one.result)) for one in attached.found(store)]
+        results = [(one.name, one.label, type(one.result)) for one in result_files.found(store)]
     assert results == [
         ("a", "", pf.results.Spectrum),
         ("a", "again", pf.results.Spectrum),
@@ -158,7 +158,7 @@ def test_results_go_with_their_model(path: Path, spectrum, history) -> None:
 
 def test_results_that_are_gone_with_their_table_are_missed(path: Path) -> None:
     with contextlib.closing(sqlite3.connect(path)) as connection:
-        connection.execute("DROP TABLE attached")
+        connection.execute("DROP TABLE result_files")
     with pytest.raises(pf.errors.StoreError, match="tables of another form than they were made"):
         held(path)
 
@@ -259,21 +259,21 @@ def test_a_spectrum_that_fails_is_kept_as_an_error(tmp_path: Path) -> None:
     assert pf.score(models, LOSS, DATA, **options).computed == 0
     assert pf.score(models, LOSS, DATA, **options, retry=True).computed == 1
     with Store(path) as store:
-        (good, bad) = attached.found(store)
+        (good, bad) = result_files.found(store)
         assert stores.problems(store) == []
     assert (good.name, good.error, bad.name, bad.result) == ("a", "", "broken", None)
     assert bad.error
     with Store(tmp_path / "other.sqlite", write=True) as other, Store(path) as store:
         stores.merge(other, store)
-        content = other.select("SELECT content FROM attached WHERE error != ''")[0]["content"]
-        result = attached.Entry(
+        content = other.select("SELECT content FROM result_files WHERE error != ''")[0]["content"]
+        result = result_files.ResultFile(
             content, "", "spectrum", "tuple", "", pf.spectrum(network(), LOSS, DATA).to_json().encode()
         )
-        attached.put(other, result)
+        result_files.put(other, result)
         with other.changes() as connection:
-            connection.execute("UPDATE attached SET added = 0")
+            connection.execute("UPDATE result_files SET added = 0")
         assert stores.merge(other, store) == 1  # the spectrum of a, which is later; no error takes the other's place
-        assert [one.error for one in attached.found(other)] == ["", ""]
+        assert [one.error for one in result_files.found(other)] == ["", ""]
     assert status("report", str(path), "--out", str(tmp_path / "page.html")) == 0
     page = html.unescape((tmp_path / "page.html").read_text(encoding="utf-8"))
     assert f"<p>broken, tuple has no spectrum: {bad.error}</p>" in page
@@ -300,7 +300,7 @@ def test_the_command_computes_spectra_and_goes_on(tiny: str, capsys) -> None:
     assert "spectra that failed: 1" in out
     assert "no safetensors file, or a damaged one" in out
     with Store(Path(store)) as held_open:
-        kinds = [(Path(one.name).name, one.kind, bool(one.error)) for one in attached.found(held_open)]
+        kinds = [(Path(one.name).name, one.kind, bool(one.error)) for one in result_files.found(held_open)]
     spectrum = [(f"{name}.safetensors", "spectrum", name == "bad") for name in ("1", "2", "bad")]
     assert kinds == spectrum
     assert status(*score[:-4], "--spectrum", "1", "--out", "x.csv", checkpoints[0]) == 2

@@ -1,0 +1,111 @@
+"""What is made of two tables of scores: columns of test data, and which networks are not trained as the others are."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pandas
+import pytest
+
+import pyflatness as pf
+from pyflatness.statistics import tables
+from support.score_runs import status
+
+LOSSES = [0.05, 0.04, 0.06, 0.05, 0.07, 2.3]
+SHARPNESS = [3.0, 4.0, 1.0, 5.0, 2.0, 0.0]
+
+
+def rows(losses: list[float], accuracies: list[float], chance: float = 0.1) -> list[dict[str, object]]:
+    found = []
+    for number, (loss, accuracy) in enumerate(zip(losses, accuracies, strict=True)):
+        for layer, part in (("a", 0.5), ("b", 0.5), ("", 1.0)):
+            found.append({"checkpoint": f"net {number}", "layer": layer, "measure": "sharpness"})
+            found[-1] |= {"value": part * SHARPNESS[number], "loss": loss, "accuracy": accuracy, "chance": chance}
+    return found
+
+
+def written(path: Path, held: list[dict[str, object]]) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*held[0]])
+        writer.writeheader()
+        writer.writerows(held)
+    return path
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Path:
+    return written(tmp_path / "train.csv", rows(LOSSES, [1.0, 1.0, 0.99, 1.0, 0.98, 0.1]))
+
+
+@pytest.fixture
+def test(tmp_path: Path) -> Path:
+    return written(tmp_path / "test.csv", rows([0.5, 0.4, 0.3, 0.6, 0.2, 2.3], [0.8, 0.85, 0.9, 0.75, 0.95, 0.1]))
+
+
+def test_test_data_give_their_loss_accuracy_and_error(train: Path, test: Path) -> None:
+    networks = tables.read(train, test)
+    assert networks.column("test_loss").tolist() == [0.5, 0.4, 0.3, 0.6, 0.2, 2.3]
+    assert networks.column("test_accuracy").tolist() == [0.8, 0.85, 0.9, 0.75, 0.95, 0.1]
+    np.testing.assert_allclose(networks.column("test_error"), [0.2, 0.15, 0.1, 0.25, 0.05, 0.9])
+    np.testing.assert_allclose(networks.column("gap"), np.subtract([0.5, 0.4, 0.3, 0.6, 0.2, 2.3], LOSSES))
+    assert networks.measures == ("sharpness a", "sharpness b", "sharpness network")
+    with pytest.raises(pf.errors.InputError, match=r"no column of numbers 'test_error'.*; pass test="):
+        pf.statistics.correlations(train, "sharpness network", "test_error")
+
+
+def test_a_file_of_ours_that_pandas_has_read_has_the_same_columns(train: Path) -> None:
+    assert tables.read(pandas.read_csv(train)).measures == tables.read(train).measures
+
+
+def test_the_table_without_losses_is_named(train: Path, tmp_path: Path) -> None:
+    without = [{**row, "loss": ""} for row in rows(LOSSES, LOSSES)]
+    empty = written(tmp_path / "empty.csv", without)
+    for given, what in (((train, empty), "test"), ((empty, train), "table")):
+        with pytest.raises(pf.errors.InputError, match=rf"^{what}: it has no loss of any of its 6 networks"):
+            pf.statistics.correlations(given[0], "sharpness network", test=given[1])
+
+
+def test_columns_that_are_not_named_are_counted() -> None:
+    table = {f"measure_{number:02}": [1.0, 2.0] for number in range(40)}
+    with pytest.raises(pf.errors.InputError, match=r"there are measure_00, .*, measure_07 and 32 more"):
+        pf.statistics.correlations(table, y="zzz")
+
+
+def test_who_is_not_trained_is_named() -> None:
+    def untrained(losses: list[float], accuracies: list[float], most: float | None = None) -> dict[str, str]:
+        held = rows(losses, accuracies)
+        return tables.read({name: [row[name] for row in held] for name in held[0]}).untrained(most)
+
+    assert untrained(LOSSES, [1.0] * 6) == {"net 5": "its loss is 2.3"}
+    assert untrained([0.1] * 6, [0.9] * 5 + [0.11]) == {"net 5": "its accuracy of 0.11 is that of chance"}
+    assert untrained([0.1] * 6, [0.1] * 6) == {}  # then chance is what is studied
+    assert untrained(LOSSES, [1.0] * 5 + [0.1], float("inf")) == {}
+    assert untrained(LOSSES, [1.0] * 6, 0.065) == {"net 4": "its loss is 0.07", "net 5": "its loss is 2.3"}
+
+
+def test_a_dead_network_does_not_turn_a_correlation(
+    train: Path, test: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = "correlate", str(train), "--test", str(test), "--against", "test_error"
+    assert status(*arguments) == 0
+    out = capsys.readouterr().out
+    assert "5 networks, 1 excluded: net 5" in out
+    assert "left out: net 5, its loss is 2.3; --max-loss inf keeps it" in out
+    assert [line.split()[0] for line in out.splitlines() if line.strip().startswith("sharpness")] == ["sharpness"]
+    assert "0.80 [" in out  # Kendall's, of the five
+    assert status(*arguments, "--max-loss", "inf", "--layers", "--plot", str(tmp_path / "a.png")) == 2
+    assert status(*arguments, "--max-loss", "inf", "--layers") == 0
+    out = capsys.readouterr().out
+    assert "6 networks;" in out
+    assert [line.split()[0] for line in out.splitlines() if line.strip().startswith("sharpness")] == ["sharpness"] * 3
+    figure = tmp_path / "a.svg"
+    assert status(*arguments, "--measures", "sharpness network", "--plot", str(figure), "--title", "of five") == 0
+    assert figure.stat().st_size > 1000
+
+
+def test_a_figure_for_a_paper(train: Path, test: Path) -> None:
+    options = {"title": "digits", "xlabel": "κ", "ylabel": "error", "log": True, "exclude": ["net 5"]}
+    _, axes = pf.statistics.plot_correlation(train, "sharpness network", "test_error", test=test, **options)
+    assert (axes.get_title(), axes.get_xlabel(), axes.get_ylabel()) == ("digits", "κ", "error")
+    assert axes.get_xscale() == "log"
+    assert axes.get_ylim()[1] < 0.3  # the excluded network's error is 0.9
