@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ..errors import InputError
+from ..losses import remarks
 from ..messages import check_choice, check_module, instead, shown
 from ..model import layers as kinds
 from ..model.selectors import Selector
@@ -326,6 +327,7 @@ def _planned(
     shares, of_first = costs.folds
     folds = _Folds(shares.cpu(), of_first.cpu(), costs.gram.cpu(), torch.tensor(owner, dtype=torch.int64, device="cpu"))
     halves = [(folds.some(start), folds.some(1 - start)) for start in range(2 if len(folds.shares) > 1 else 0)]
+    remarks.refuse_without_curvature(task.forward.notes, "the price of every format")
     sums, method = costs.sums, "ggn-sampled" if costs.sampled else "ggn"
     like = Estimate(0.0, None, sums.samples, method, exact=False, backend="reference", omitted=sums.omitted)
     plan = _Plan(

@@ -29,6 +29,7 @@ from .. import interrupts
 from ..errors import FlatnessError, InputError
 from ..losses import Loss, remarks
 from ..losses.closure import REFUSAL, depends_on
+from ..losses.log_softmax import Last, OfLogits
 from ..messages import IN_TRAINING, is_out_of_memory
 from ..model import calling, data, state
 from ..model.generators import Randomness, equal, outside
@@ -397,7 +398,17 @@ class Checked:
 
     def _run_on(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         try:
-            return calling.run(model, batch, self._forward, self._tensor)
+            if not isinstance(self._loss, OfLogits):
+                return calling.run(model, batch, self._forward, self._tensor)
+            with Last() as last:
+                outputs, targets = calling.run(model, batch, self._forward, self._tensor)
+            logits = last.argument(outputs)
+            if logits is None:
+                raise InputError(
+                    "model: the outputs of the first sample are those of a log_softmax over dimension 1, and here they "
+                    "are not; have it end in one for all batches"
+                )
+            return logits, targets
         except FlatnessError:
             raise
         except StopIteration as error:  # by itself it would be an error of a generator's, or the end of a loop
