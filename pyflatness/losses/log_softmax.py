@@ -2,9 +2,10 @@
 
     -log softmax(z)_y,   Σ_c t_c (log t_c - log softmax(z)_c)
 
-The second derivative of ``NLLLoss`` and ``KLDivLoss`` in their own argument is 0, so that a GGN at the outputs is 0, and
-so are prices and importances by it. Where the last thing that a model does is a ``log_softmax``, or the logarithm of a
-softmax, the model is taken to end at the argument z of that. The loss is the same number, and all curvature is in it.
+The second derivative of ``NLLLoss`` and ``KLDivLoss`` in their own argument is 0, so that a GGN at the outputs is 0,
+and so are prices and importances by it. Where the last thing that a model does is a ``log_softmax``, or the logarithm
+of a softmax, the model is taken to end at the argument z of that. The loss is the same number, and all curvature is in
+it.
 """
 
 import functools
