@@ -23,15 +23,18 @@ def test_the_note_says_by_how_much_and_what_would_reach_it():
 
 def test_every_layer_that_missed_it_is_named_behind_the_table():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 20)).double().eval()
-    data = torch.randn(40, 20).double(), torch.arange(40) % 20
+    model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 10)).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 3
+    data = torch.randn(64, 20).double(), torch.arange(64) % 10
     some = 0
-    for seed in range(6):
-        report = pf.measure(model, nn.CrossEntropyLoss(), data, measures="relative_flatness", rtol=0.02, seed=seed)
+    for seed in range(3):
+        report = pf.measure(model, nn.CrossEntropyLoss(), data, measures="trace", rtol=0.05, seed=seed)
         for layer, _, estimate in report:
             error = 0.0 if estimate.stderr is None else estimate.stderr / abs(estimate.value)
-            said = any(note.startswith("rtol=0.02 was missed") for note in estimate.notes)
-            assert said == (error > 1.05 * 0.02)
-            assert (f"{layer or 'network'}: rtol=0.02 was missed" in str(report)) == said
+            said = any(note.startswith("rtol=0.05 was missed") for note in estimate.notes)
+            assert said == (error > 1.05 * 0.05)
+            assert (f"{layer or 'network'}: rtol=0.05 was missed" in str(report)) == said
             some += said
     assert some
