@@ -16,10 +16,10 @@ from torch.overrides import _get_current_function_mode_stack
 
 from . import interrupts, losses
 from .errors import InputError
-from .losses import auto
+from .losses import auto, log_softmax
 from .messages import shown, unknown_argument
 from .model import calling, fingerprint, shards, spread, state
-from .model.data import Batches, Whole, first, leaves
+from .model.data import Batches, Whole, copied, first, leaves
 from .numerics.meeting import joined
 from .numerics.ranks import ALONE, Ranks
 from .options import EVERY, How, MeasureHow, Options, check_flag, check_function, check_progress
@@ -233,6 +233,10 @@ def session(
             shown=False if parallel.rank else progress,
         )
         resolved = resolved or auto.of_model(module, batches.peek(), reduction)
+        with calling.aside():
+            resolved = log_softmax.split(
+                resolved, lambda: calling.run(module, copied(first(batches.peek(), 1)), forward)[0]
+            )
         checked = Checked(module, resolved, forward, random)
         batches.count_by = functools.partial(_count, module, checked)
         if not parallel.alone:

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ..errors import InputError
+from ..losses import remarks
 from ..messages import check_choice, check_module, check_path, instead, shown
 from ..model import layers as kinds
 from ..model import selectors, uses
@@ -353,6 +354,7 @@ def _planned(
         of_change[each.start : each.stop] = number
     folds = _Folds(shares.cpu(), of_first.cpu(), costs.gram.cpu(), of_change)
     halves = [(folds.some(start), folds.some(1 - start)) for start in range(2 if len(folds.shares) > 1 else 0)]
+    remarks.refuse_without_curvature(task.forward.notes, "the price of every format")
     sums, method = costs.sums, "ggn-sampled" if costs.sampled else "ggn"
     like = Estimate(0.0, None, sums.samples, method, exact=False, backend="reference", omitted=sums.omitted)
     uncovered = uses.left_out(task.model, [modules[name] for name in weights]) if chosen is None else {}

@@ -12,6 +12,8 @@ from ..errors import FlatnessError, InputError
 from ..messages import is_out_of_memory, second_derivatives, shown
 
 _KNOWN = (nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss)
+_ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
+_ELEMENTWISE_FUNCTIONS = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
 # Of a call that does not fit; an exception of another kind is the loss's own affair.
 _OF_A_CALL = (TypeError, ValueError, RuntimeError, IndexError, AttributeError, AssertionError)
 
@@ -27,6 +29,15 @@ def is_nll(loss: Any) -> bool:
     """Return whether a loss is torch's negative log-likelihood, which wants log-probabilities."""
     loss = _inner(loss)
     return isinstance(loss, nn.NLLLoss) or loss is F.nll_loss
+
+
+def is_elementwise(loss: Any) -> bool:
+    """Return whether a loss is one of torch's that compare outputs with targets of their shape, one by one.
+
+    Torch broadcasts other shapes, with a warning, and the value is of another function.
+    """
+    loss = _inner(loss)
+    return isinstance(loss, _ELEMENTWISE) or (callable(loss) and loss in _ELEMENTWISE_FUNCTIONS)
 
 
 def for_known(loss: Any) -> str:

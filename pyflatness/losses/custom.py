@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..messages import shown
 from ..model.outputs import SideBySide
 from . import advice
-from .base import Curvature, Factors, Reduction, Terms, dense, marked, uniform
+from .base import Curvature, Factors, Reduction, Terms, dense, marked, uniform, wrong_shape
 
 
 @dataclass
@@ -45,6 +45,8 @@ class CustomLoss:
         if targets is None or len(targets) != len(outputs):
             got = "none" if targets is None else tuple(targets.shape)
             raise InputError(f"targets: a custom loss wants one per sample ({len(outputs)}), got {got}")
+        if advice.is_elementwise(self.loss) and self.several is None and targets.shape != outputs.shape:
+            raise wrong_shape("targets", targets, outputs)
         self._shape = outputs.shape[1:]
         terms = replace(uniform(len(outputs), 1.0, 1.0, outputs.device), extra=(targets,))
         if len(outputs) and not bool(self._value(outputs, targets).isfinite()):

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..errors import InputError
 from ..numerics.directions import Directions
-from . import advice
+from . import advice, log_softmax
 from .base import Loss
 from .cross_entropy import CrossEntropy
 from .custom import CustomLoss
@@ -30,6 +31,13 @@ OF_GGN_ALONE = (
 """A note that concerns estimates by the GGN alone: the Hessian is complete."""
 
 
+def refuse_without_curvature(notes: Sequence[str] | None, what: str) -> None:
+    """Raise if a value by the GGN would be 0 for every weight, since the loss has no curvature in the outputs."""
+    reason = next((note for note in notes or () if note in (NO_CURVATURE, NLL_OF_LOGITS, OF_GGN_ALONE)), None)
+    if reason is not None:
+        raise InputError(f"loss: without curvature in the outputs {what} would be 0 for every weight: {reason}")
+
+
 def of(loss: Loss, outputs: Tensor, targets: Tensor, parameters: Sequence[Tensor]) -> tuple[str, ...]:
     """Return what is to be said, as notes of an estimate, by outputs and targets of some samples."""
     outputs, notes = outputs.detach(), []
@@ -41,7 +49,9 @@ def of(loss: Loss, outputs: Tensor, targets: Tensor, parameters: Sequence[Tensor
             f"the outputs are {outputs.dtype} and the parameters {finer[0]}, as under autocast: the value has the "
             f"rounding of the narrower one, {eps:.0e} of it and more; measure without autocast for the parameters' own"
         )
-    if isinstance(loss, CrossEntropy) and _are_probabilities(outputs):
+    if isinstance(loss, log_softmax.OfLogits):
+        notes.append(log_softmax.NOTE)
+    elif isinstance(loss, CrossEntropy) and _are_probabilities(outputs):
         notes.append(PROBABILITIES)
     if isinstance(loss, CustomLoss) and advice.is_nll(loss.loss):
         notes.append(OF_GGN_ALONE if _are_log_probabilities(outputs) else NLL_OF_LOGITS)

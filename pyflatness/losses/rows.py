@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..messages import check_tensor
-from .base import Loss, Terms
+from .base import Loss, Terms, wrong_shape
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class Rows:
 def rows(outputs: Tensor, targets: Tensor, loss: Loss) -> Rows:
     """Return the rows of outputs, without their graph: (n, C, …), (n,) for one output a sample, or as the loss says."""
     outputs, targets = outputs.detach(), targets.detach()
+    if loss.elementwise and outputs.ndim == 1 and targets.shape != outputs.shape:  # which torch may broadcast
+        raise wrong_shape("targets", targets, outputs)
     if loss.positions and outputs.ndim == 1:
         outputs, targets = outputs.unsqueeze(-1), targets.unsqueeze(-1) if targets.ndim == 1 else targets
         return Rows(loss.terms(outputs, targets, 1), True, 1)

@@ -148,8 +148,9 @@ class LayerValues:
         sampled = sums.errors is not None and (self._subset is not None or sweep.draws(layers_of, quantity))
         by = "ggn" if sampled and by == "head" else by
         stderr, dof = sums.uncertainty(row, column) if sampled else (None, None)
+        value = float(sums.values[row, column])
         return Estimate(
-            value=float(sums.values[row, column]),
+            value=value,
             stderr=stderr,
             samples=sums.samples,
             method=f"{by}-sampled" if sampled else by,
@@ -158,7 +159,7 @@ class LayerValues:
             per_sample=None if sums.per_sample is None else sums.per_sample[row, column],
             layer=name,
             omitted=sums.omitted,
-            notes=self._notes(name, sweep),
+            notes=(*self._notes(name, sweep), *missed(value, stderr, self._options.rtol)),
             per_neuron=sums.parts.get((name, quantity)) if has_neurons else None,
             dof=dof,
         )
@@ -260,6 +261,19 @@ class LayerValues:
         if name in sweep.by_hessian and self._runner.why_not_linear(name) == linearity.CUSTOM:
             notes.append(linearity.TAKEN_AS_THEY_ARE)
         return (*notes, *sweep.notes(name), *self._runner.notes)
+
+
+def missed(value: float, stderr: float | None, rtol: float | None) -> tuple[str, ...]:
+    """Return a note if a value's standard error is larger than what was asked for, relative to the value."""
+    if rtol is None or stderr is None or not stderr > _CLOSE * rtol * abs(value):
+        return ()
+    if value == 0:
+        return (f"rtol={rtol:g} was missed: the value is 0, with a standard error of {stderr:.2g}; pass probes=k",)
+    error = stderr / abs(value)
+    return (
+        f"rtol={rtol:g} was missed: the standard error is {error:.2g} of the value; rtol={rtol**2 / error:.2g} aims at "
+        "what was asked for, and the exact value takes neither rtol= nor probes=",
+    )
 
 
 def no_part(measure: Measure) -> InputError:

@@ -25,7 +25,7 @@ from .. import interrupts
 from ..errors import InputError
 from ..messages import check_module, received
 from ..numerics.ranks import Ranks
-from . import calling, fsdp, generators, layers, spread, uses
+from . import calling, fsdp, generators, layers, memory_formats, spread, uses
 from .calling import replaced_forward
 from .checks import check_modules
 from .generators import Randomness
@@ -86,6 +86,7 @@ def _prepared(model: nn.Module, ranks: Ranks | None) -> tuple[nn.Module, Randomn
     stack.enter_context(torch.compiler.set_stance("force_eager"))
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.no_grad())
+    stack.enter_context(memory_formats.safe())
     stack.enter_context(uses.held(model))
     if spread.is_held():
         uses.of(model)  # while no module has its parameters gathered

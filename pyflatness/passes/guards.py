@@ -29,6 +29,7 @@ from .. import interrupts
 from ..errors import FlatnessError, InputError
 from ..losses import Loss, remarks
 from ..losses.closure import REFUSAL, depends_on
+from ..losses.log_softmax import Last, OfLogits
 from ..messages import IN_TRAINING, is_out_of_memory
 from ..model import calling, data, state
 from ..model.generators import Randomness, equal, outside
@@ -425,9 +426,9 @@ class Checked:
     def _run_on(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         try:
             if torch.is_grad_enabled() or not self._takes_derivatives:
-                return calling.run(model, batch, self._forward, self._tensor)
+                return self._outputs(model, batch)
             with torch.enable_grad():
-                outputs, targets = calling.run(model, batch, self._forward, self._tensor)
+                outputs, targets = self._outputs(model, batch)
             return outputs.detach(), targets
         except FlatnessError:
             raise
@@ -443,6 +444,20 @@ class Checked:
             if not is_out_of_memory(error):
                 setattr(error, _CALL, (self._call(batch), self._kinds()))
             raise
+
+    def _outputs(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        """Return outputs and targets; of a model that ends in a log_softmax, where the loss is so read, the logits."""
+        if not isinstance(self._loss, OfLogits):
+            return calling.run(model, batch, self._forward, self._tensor)
+        with Last() as last:
+            outputs, targets = calling.run(model, batch, self._forward, self._tensor)
+        logits = last.argument(outputs)
+        if logits is None:
+            raise InputError(
+                "model: the outputs of the first sample are those of a log_softmax over dimension 1, and here they "
+                "are not; have it end in one for all batches"
+            )
+        return logits, targets
 
     def _watched(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         with Detached() as detached:

@@ -149,6 +149,8 @@ class _BatchNorm(NamedTuple):
         self, wanted: Any, g: Tensor, x: Tensor, weight: Tensor | None, first: Tensor, second: Tensor
     ) -> tuple[_Gradients, tuple[Tensor, Tensor]]:
         """Return X(g), Σ g x̂ and Σ g, and the sums again."""
+        if len(x) == 1:  # see :mod:`..model.memory_formats`
+            g, x = g.contiguous(), x.contiguous()
         statistics = (None, None, first, second) if self.of_batch else (first, second, None, None)
         rest = (*statistics, self.of_batch, self.eps, [True, True, True])
         found = torch.ops.aten.native_batch_norm_backward(g, x, weight, *rest)

@@ -2,7 +2,9 @@
 
     f_i = f(x_i, θ_i),   θ_i = θ for all i:   ∂ Σ_i ⟨s_i, f_i⟩ / ∂θ_i = ∂⟨s_i, f(x_i, θ)⟩ / ∂θ,   and ∂²/∂θ_i∂θ_j = 0
 
-Samples go through the model together where ``torch.vmap`` takes it and gives the outputs that it had; else one by one.
+Samples go through the model together where ``torch.vmap`` takes it and gives the outputs that it had, and for the first
+sample the derivatives that it has alone: torch's rule for several samples is wrong for some kernels, as that of
+BatchNorm behind weights that are ``channels_last``. Elsewhere samples go one by one.
 """
 
 import contextlib
@@ -18,8 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .. import contractions, interrupts
 from ..messages import is_out_of_memory
 from ..model import calling, data, parameters
+from ..numerics.directions import Directions
 from ..passes import dry_run
-from ..passes.guards import check_unchanged
+from ..passes.guards import agree, check_unchanged, rounding
 from ..passes.runner import Run
 from ..passes.second_derivatives import WrittenOut
 from ..passes.task import Task
@@ -51,7 +54,7 @@ class PerSampleParameters:
 
     def __init__(self, task: Task) -> None:
         self._task, self._memory = task, task.budget(halved=True).work
-        self._together, self._tried = True, False
+        self._together, self._compared = True, False
         self._graph = -1  # bytes that a sample's takes, once known
 
     def each(self, run: Run, values: Mapping[str, Tensor], work: Callable[[Group], None]) -> None:
@@ -94,7 +97,7 @@ class PerSampleParameters:
     def _at_once(self, run: Run, values: Mapping[str, Tensor], place: slice) -> Group | None:
         """Run samples by ``torch.vmap``; None if the model does not take that: its errors come again with one."""
         samples = place.stop - place.start
-        leaves = {name: w.expand(samples, *w.shape).clone().requires_grad_() for name, w in values.items()}
+        leaves = {name: _copies(w, samples).requires_grad_() for name, w in values.items()}
         held: list[Tensor] = []
         _changed_samples(run, lambda tensor: held.append(tensor[place]))
 
@@ -108,17 +111,24 @@ class PerSampleParameters:
                 warnings.simplefilter("ignore", UserWarning)  # of operations that vmap takes one by one
                 outputs, targets = (part.flatten(0, 1) for part in torch.vmap(one)(leaves, held))
             check_unchanged(_rows(run, place), outputs)
-            if not self._tried and outputs.requires_grad:  # activation checkpointing fails here
-                cotangent = torch.ones_like(outputs)
-                torch.autograd.grad(outputs, [*leaves.values()], cotangent, retain_graph=True, allow_unused=True)
-            self._tried = True
+            group = Group(outputs, targets, leaves, place)
+            if not self._compared and outputs.requires_grad:  # activation checkpointing fails here
+                self._together = self._agrees(run, values, group)
+                self._compared = True
         except Exception as error:
             interrupts.pass_on(error)
             if is_out_of_memory(error):
                 raise
             self._together = False
-            return None
-        return Group(outputs, targets, leaves, place)
+        return group if self._together else None
+
+    def _agrees(self, run: Run, values: Mapping[str, Tensor], group: Group) -> bool:
+        """Return whether the first sample of a group has the derivatives, of first and second order, it has alone."""
+        first: list[list[Tensor]] = []
+        place = slice(group.place.start, group.place.start + 1)
+        self._alone(run, values, place, lambda alone: first.append(_derivatives(alone)))
+        several = [part[:1] for part in _derivatives(group)]
+        return all(agree(one, other, rounding(one.dtype)) for one, other in zip(first[0], several, strict=True))
 
     def _alone(self, run: Run, values: Mapping[str, Tensor], place: slice, work: Callable[[Group], None]) -> None:
         leaves = {name: w.unsqueeze(0).clone().requires_grad_() for name, w in values.items()}
@@ -143,6 +153,24 @@ def _undisturbed(run: Run) -> Iterator[None]:
         stack.enter_context(contractions.full_precision(run.outputs))
         stack.enter_context(WrittenOut())
         yield
+
+
+def _copies(values: Tensor, samples: int) -> Tensor:
+    """Return a copy of a parameter for each sample; not in its memory format, for which kernels under vmap go wrong."""
+    return values.expand(samples, *values.shape).clone(memory_format=torch.contiguous_format)
+
+
+def _derivatives(group: Group) -> list[Tensor]:
+    """Return a group's gradients of random combinations of outputs, and how these change along random directions."""
+    leaves, random = [*group.leaves.values()], Directions()
+    each = len(group.outputs) // group.samples
+    cotangent = random.like(group.outputs[:each]).repeat(group.samples, *[1] * (group.outputs.ndim - 1))
+    gradients = torch.autograd.grad(group.outputs, leaves, cotangent, create_graph=True, materialize_grads=True)
+    pushed = [(gradient * random.like(gradient[0])).sum() for gradient in gradients if gradient.requires_grad]
+    changes: Sequence[Tensor] = [torch.zeros_like(leaf) for leaf in leaves]
+    if pushed:
+        changes = torch.autograd.grad(torch.stack(pushed).sum(), leaves, retain_graph=True, materialize_grads=True)
+    return [part.detach() for part in (*gradients, *changes)]
 
 
 def _changed_samples(run: Run, change: Callable[[Tensor], Any]) -> Any:

@@ -48,20 +48,26 @@ def test_kl_divergence_by_its_mean_over_all_outputs():
     assert C * found == pytest.approx(by_samples, rel=1e-9)
 
 
+class Normalised(nn.Module):
+    def forward(self, x):
+        return x - x.logsumexp(dim=1, keepdim=True)
+
+
 def test_negative_log_likelihood_as_its_message_says(data):
-    model, (x, y) = log_probabilities(), data
+    """Behind another operation than log_softmax, with which it is taken as cross-entropy."""
+    model, (x, y) = nn.Sequential(*log_probabilities()[:-1], Normalised()), data
     x = x.double()
     with pytest.raises(
         pf.errors.InputError, match=r"leave the LogSoftmax out .* nn.CrossEntropyLoss .* reduction='sum'"
     ):
-        pf.relative_flatness(model, nn.NLLLoss(WEIGHTS), (x, y))
+        pf.relative_flatness(model, nn.NLLLoss(WEIGHTS), (x, y), "2")
     with pytest.raises(
         pf.errors.InputError, match=r"over the first samples it is not the mean .* leave the LogSoftmax out"
     ):
-        pf.relative_flatness(model, nn.NLLLoss(WEIGHTS.double()), (x, y))
+        pf.relative_flatness(model, nn.NLLLoss(WEIGHTS.double()), (x, y), "2")
     with pytest.raises(pf.errors.InputError, match="leave the LogSoftmax out"):
-        pf.relative_flatness(model, functools.partial(F.nll_loss, weight=WEIGHTS.double()), (x, y))
-    summed = pf.relative_flatness(model, nn.NLLLoss(WEIGHTS, reduction="sum").double(), (x, y))
+        pf.relative_flatness(model, functools.partial(F.nll_loss, weight=WEIGHTS.double()), (x, y), "2")
+    summed = pf.relative_flatness(model, nn.NLLLoss(WEIGHTS, reduction="sum").double(), (x, y), "2")
     expected = pf.relative_flatness(model[:-1], nn.CrossEntropyLoss(weight=WEIGHTS, reduction="sum"), (x, y))
     assert summed.value == pytest.approx(expected.value, rel=1e-9)
 

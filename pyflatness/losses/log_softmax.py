@@ -1,0 +1,138 @@
+"""Take losses that are linear in a model's log-probabilities as what they are of its logits: cross-entropy.
+
+    -log softmax(z)_y,   Σ_c t_c (log t_c - log softmax(z)_c)
+
+The second derivative of ``NLLLoss`` and ``KLDivLoss`` in their own argument is 0, so that a GGN at the outputs is 0,
+and so are prices and importances by it. Where the last thing that a model does is a ``log_softmax``, or the logarithm
+of a softmax, the model is taken to end at the argument z of that. The loss is the same number, and all curvature is in
+it.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .. import interrupts
+from ..errors import InputError
+from ..model.calling import Mode
+from .base import Loss, Terms
+from .cross_entropy import CrossEntropy
+from .custom import CustomLoss
+
+NOTE = (
+    "the model's log_softmax is taken as a part of the loss, which together are cross-entropy (less the targets' "
+    "entropy) of the logits in front of it: that changes no loss and no Hessian, and the GGN is that of the logits"
+)
+
+
+class OfLogits(CrossEntropy):
+    """Represent ``NLLLoss`` of a log_softmax, in the logits."""
+
+    def fits(self, logits: Tensor) -> bool:
+        """Return whether the loss of logits of this shape is one over their rows."""
+        return logits.ndim > 1
+
+
+@dataclass
+class DivergenceOfLogits(OfLogits):
+    """Represent ``KLDivLoss`` of a log_softmax, in the logits."""
+
+    log_target: bool
+    how: str  # the loss's own reduction
+
+    def fits(self, logits: Tensor) -> bool:
+        return logits.ndim == 2 or (logits.ndim > 2 and self.how != "batchmean")  # else a mean over dimension 0 alone
+
+    def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
+        if targets is None or not targets.is_floating_point():
+            raise InputError("targets: KLDivLoss wants probabilities (float), of the outputs' shape")
+        made = super().terms(outputs, targets.exp() if self.log_target else targets, class_dim)
+        return replace(made, scale=made.scale * self._share(outputs))
+
+    def labels(self, shape: Sequence[int], targets: Tensor | None, class_dim: int) -> None:
+        """See :class:`.base.Loss`."""
+
+    def _share(self, outputs: Tensor) -> float:
+        return 1 / outputs.shape[1] if self.how == "mean" else 1.0
+
+    def _reduced(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        log_p = F.log_softmax(outputs.double(), dim=1)
+        each = F.kl_div(log_p, targets.double(), reduction="none", log_target=self.log_target).sum(dim=1)
+        each = each * self._share(outputs)
+        return each.sum() if reduction == "sum" else each
+
+
+def split(loss: Loss, run: Callable[[], Tensor]) -> Loss:
+    """Return a loss in the logits, if it is such a loss and what ``run`` returns is of a log_softmax; else itself."""
+    found = _in_logits(loss)
+    if found is None:
+        return loss
+    with interrupts.suppressed(), Last() as last:  # what does not run is an error of the measure
+        logits = last.argument(run())
+        if logits is not None and found.fits(logits):
+            return found
+    return loss
+
+
+def _in_logits(loss: Loss) -> OfLogits | None:
+    """Return the loss in the logits of one of these, where its reduction is what the user says."""
+    if not isinstance(loss, CustomLoss):
+        return None
+    given: Any = loss.loss
+    keywords = given.keywords if isinstance(given, functools.partial) and not given.args else {}
+    function = given.func if keywords else given
+    if function is F.nll_loss:
+        given = nn.NLLLoss(**keywords)
+    elif function is F.kl_div:
+        given = nn.KLDivLoss(**keywords)
+    if type(given) not in (nn.NLLLoss, nn.KLDivLoss):
+        return None
+    how = "mean" if given.reduction == "batchmean" else given.reduction
+    if how != loss.reduction:
+        return None
+    if isinstance(given, nn.NLLLoss):
+        return OfLogits(given.weight, given.ignore_index, 0.0, how)
+    return DivergenceOfLogits(None, -100, 0.0, how, given.log_target, given.reduction)
+
+
+_LOG_SOFTMAX = (F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.special.log_softmax)
+_SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
+_LOG = (torch.log, Tensor.log)
+
+
+class Last(Mode):
+    """Keep what the last log_softmax inside, or logarithm of a softmax, was taken of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._softmax: tuple[Any, Tensor | None] = (None, None)  # of a softmax what it returned, and its argument
+        self._found: tuple[Any, Tensor | None] = (None, None)
+
+    def argument(self, outputs: Tensor) -> Tensor | None:
+        """Return the argument, over dimension 1, of the log_softmax that returned these very outputs."""
+        returned, logits = self._found
+        return logits if returned is outputs else None
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        returned = func(*args, **kwargs)
+        if func in _LOG_SOFTMAX:
+            self._found = returned, _over_classes(*args, **kwargs)
+        elif func in _SOFTMAX:
+            self._softmax = returned, _over_classes(*args, **kwargs)
+        elif func in _LOG and args and args[0] is self._softmax[0]:
+            self._found = returned, self._softmax[1]
+        return returned
+
+
+def _over_classes(input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> Tensor | None:  # noqa: A002, torch's
+    """Return the argument of a softmax if it is over dimension 1."""
+    over = 1 if dim is None and input.ndim == 2 else dim
+    return input if over is not None and input.ndim > 1 and over % input.ndim == 1 else None
