@@ -10,6 +10,7 @@ import contextlib
 import functools
 import operator
 import os
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -78,8 +79,9 @@ def _prepared(model: nn.Module, ranks: Ranks | None) -> tuple[nn.Module, Randomn
         stack.enter_context((fsdp.held if fsdp.is_sharded(model) else spread.held_in_parallel)(model, ranks))
     random = generators.hold(modules)  # the user's model and data may draw; we do not
     interrupts.later(random.put_back)
-    # Compiled code ignores hooks that are added later, and is no graph that can be read.
-    stack.enter_context(torch.compiler.set_stance("force_eager"))
+    if "torch._dynamo" in sys.modules:  # else nothing is compiled, and loading it takes longer than most calls
+        # Compiled code ignores hooks that are added later, and is no graph that can be read.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.no_grad())
     stack.enter_context(uses.held(model))
@@ -108,7 +110,10 @@ class Found:
         buffers = [buffer for m in modules for buffer in m._buffers.values() if buffer is not None]
         self._values = [(buffer, buffer._version, buffer.clone()) for buffer in buffers]
         self._fastpath = torch.backends.mha.get_fastpath_enabled()
-        self._stance, self._attention = torch._dynamo.eval_frame._stance, [enabled() for enabled, _ in _ATTENTION]
+        compiler: Any = sys.modules.get("torch._dynamo")
+        self._compiler = compiler and compiler.eval_frame
+        self._stance = self._compiler and self._compiler._stance
+        self._attention = [enabled() for enabled, _ in _ATTENTION]
         self._level = forward_ad._current_level
         self._thread = threading.get_ident(), torch.is_grad_enabled(), calling.transforms(), {**calling.now}
         _inside.append(self)
@@ -125,7 +130,8 @@ class Found:
             forward_ad._current_level = level - 1
         calling.now.update(flags)
         torch.backends.mha.set_fastpath_enabled(self._fastpath)
-        torch._dynamo.eval_frame._set_stance(self._stance)
+        if self._compiler:
+            self._compiler._set_stance(self._stance)
         for (_, enable), enabled in zip(_ATTENTION, self._attention, strict=True):
             enable(enabled)
         put_back(self._attributes)

@@ -25,6 +25,7 @@ from ..model.calling import end_transforms, is_aside, is_transformed, transforms
 from ..model.kinds import Linear
 from ..model.uses import Use
 from ..model.uses.experts import Route
+from . import backward
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,7 @@ class Recorder:
         flat = [edge for several in edges.values() for edge in several]
         found: Sequence[Tensor | None] = [None] * len(flat)
         if outputs.requires_grad:
-            found = torch.autograd.grad(
-                outputs, flat, cotangent, create_graph=create_graph, retain_graph=True, allow_unused=True
-            )
+            found = backward.gradients((outputs,), (cotangent,), flat, create_graph=create_graph)
         rest = iter([None if gradient is None else spread.full(gradient) for gradient in found])
         return {name: [or_zeros(next(rest), edge) for edge in several] for name, several in edges.items()}
 

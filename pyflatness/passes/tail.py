@@ -14,10 +14,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from . import backward
 from .linear_map import LinearMap
 from .linearity import Users
 from .recorder import or_zeros
@@ -47,8 +47,9 @@ class Tail:
         self._front = [GradientEdge(node, number) for node, number in sources if node not in nodes]
         wanted = [*self._edges, *self._front]
 
-        def gradients(cotangent: Tensor) -> tuple[Tensor, ...]:  # no method: the graph would be in a cycle, and stay
-            return torch.autograd.grad(outputs, wanted, cotangent, retain_graph=True)
+        # No method: the graph would be in a cycle, and stay.
+        def gradients(cotangent: Tensor) -> tuple[Tensor | None, ...]:
+            return backward.gradients((outputs,), (cotangent,), wanted)
 
         self._send = LinearMap(gradients)
         self.bytes = sum(_bytes(edge.node, edge.output_nr) for edge in wanted)
@@ -60,9 +61,8 @@ class Tail:
         return dict(zip(self.names, found[:split], strict=True)), self._others(found[split:])
 
     def _others(self, front: Sequence[Tensor]) -> Iterator[dict[str, Tensor]]:
-        edges: Any = self._front  # torch's annotation knows tensors alone
         for each in zip(*front, strict=True) if self._rest else ():
-            found = torch.autograd.grad(edges, [*self._rest.values()], each, retain_graph=True, allow_unused=True)
+            found = backward.gradients(self._front, each, [*self._rest.values()])
             yield {name: or_zeros(one, edge) for (name, edge), one in zip(self._rest.items(), found, strict=True)}
 
 
