@@ -155,7 +155,7 @@ class LayerValues:
         by = "ggn" if sampled and by == "head" else by
         stderr, dof = sums.uncertainty(row, column) if sampled else (None, None)
         return Estimate(
-            value=float(sums.values[row, column]),
+            value=sums.numbers[row][column],
             stderr=stderr,
             samples=sums.samples,
             method=f"{by}-sampled" if sampled else by,

@@ -26,7 +26,7 @@ from .. import interrupts
 from ..errors import InputError
 from ..messages import check_module, received
 from ..numerics.ranks import Ranks
-from . import calling, fsdp, generators, layers, spread, uses
+from . import calling, fsdp, generators, layers, spread, uses, walk
 from .calling import replaced_forward
 from .checks import check_modules
 from .generators import Randomness
@@ -69,7 +69,7 @@ def _prepared(model: nn.Module, ranks: Ranks | None) -> tuple[nn.Module, Randomn
     stack = contextlib.ExitStack()
     interrupts.later(stack.close)
     stack.enter_context(layers.parts_not_compiled(model))
-    named = [*model.named_modules()]  # a walk takes long for what it is
+    named = walk.named_modules(model)
     modules = [module for _, module in named]
     check_modules(named, spread=ranks is not None)
     interrupts.later(Found(modules).put_back)

@@ -11,7 +11,7 @@ KiB, and 512 KiB for images that are not pooled.
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -52,7 +52,7 @@ class Tail:
             return backward.gradients((outputs,), (cotangent,), wanted)
 
         self._send = LinearMap(gradients)
-        self.bytes = sum(_bytes(edge.node, edge.output_nr) for edge in wanted)
+        self.bytes = sum(_size([(edge.node, edge.output_nr)])[0] for edge in wanted)
 
     def send(self, cotangents: Tensor) -> tuple[dict[str, Tensor], Iterator[dict[str, Tensor]]]:
         """Return gradients of cotangents (k, …), (k, …) by name, and for one after the other those of other names."""
@@ -76,13 +76,12 @@ def _small(outputs: Tensor, users: Users) -> dict[Node, None]:
     stack, front, ended = [outputs.grad_fn], set[tuple[Node, int]](), 0
     while stack:
         node = stack.pop()
-        known = node is None or node in nodes or node.name() not in _OPERATIONS
-        if node is None or known or not nodes.keys() >= {*users.get(node, ())}:
+        name = "" if node is None else node.name()
+        if node is None or node in nodes or name not in _OPERATIONS or not nodes.keys() >= {*users.get(node, ())}:
             continue
         sources = _sources(node)
-        results = [(node, 0), *sources]
-        images = node.name() != _POOLING and any(len(_entry(*result).shape) == 4 for result in results)
-        if max(_bytes(*result) for result in results) <= (_SMALL_IMAGES if images else _SMALL):
+        size, images = _size([(node, 0), *sources])
+        if size <= (_SMALL_IMAGES if images and name != _POOLING else _SMALL):
             nodes[node] = None
             stack += [source for source, _ in sources]
             front = {edge for edge in front if edge[0] != node}.union(sources)
@@ -95,12 +94,10 @@ def _sources(node: Node) -> list[tuple[Node, int]]:
     return [(source, number) for source, number in node.next_functions if source is not None and source.next_functions]
 
 
-def _bytes(node: Node, number: int) -> int:
-    """Return the size of the gradient that goes into a node."""
-    entry = _entry(node, number)
-    size: int = math.prod(entry.shape) * entry.dtype.itemsize
-    return size
-
-
-def _entry(node: Node, number: int) -> Any:
-    return node._input_metadata[number]
+def _size(entries: Iterable[tuple[Node, int]]) -> tuple[int, bool]:
+    """Return the bytes of the largest of the gradients that go into nodes, and whether one is of images."""
+    largest, images = 0, False
+    for node, number in entries:
+        entry: Any = node._input_metadata[number]
+        largest, images = max(largest, math.prod(entry.shape) * entry.dtype.itemsize), images or len(entry.shape) == 4
+    return largest, images
