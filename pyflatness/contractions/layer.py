@@ -88,7 +88,6 @@ class Contraction:
         stack_size: int = 1,
         held: int = 0,
         precision: Precision = contextlib.nullcontext,
-        *,
         takes_several: bool = False,
     ) -> None:
         self._wanted, self._forms, self._entries, self._precision = wanted, forms, entries, precision
@@ -246,9 +245,7 @@ class LayerContraction(Contractor):
             route = self._chosen(inputs, count, stack_size, positions)()
         stack: Stack = route if isinstance(route, Stacked) else Copies(stack_size, self.buffer, route.forms)
         several = route.takes_several
-        return Contraction(
-            self._wanted, route.forms, entries, stack, stack_size, held, self._precision, takes_several=several
-        )
+        return Contraction(self._wanted, route.forms, entries, stack, stack_size, held, self._precision, several)
 
     def _chosen(self, inputs: Calls, count: int, stack_size: int, positions: Tensor | None) -> Callable[[], LayerRoute]:
         """Return what prepares the best route for these inputs."""
