@@ -1,37 +1,35 @@
 """What pyflatness is to reach on the CPU, in one table: measured, to reach, and where the time goes.
 
-Run from the project's root: ``python benchmarks/cpu.py [head] [lenet] [resnet8] [resnet32] [resnet128] [resnet20]
-[backpack] [hessian] [peers]``; all of them unless some are named, which takes some twelve minutes. ``--kept FILE`` adds
-the figures to those in a file and prints them all: a table in parts, each of them short. BackPACK, curvlinops and
-PyHessian are optional (``pip install '.[peers]' pyhessian``); their figures are left out where they are missing.
+Run from the project's root: ``python benchmarks/cpu.py [plain] [head] [lenet] [resnet8] [resnet32] [resnet128]
+[resnet20] [backpack] [hessian] [peers]``; all of them unless some are named, which takes some twelve minutes. ``--kept
+FILE`` adds the figures to those in a file and prints them all: a table in parts, each of them short. BackPACK,
+curvlinops and PyHessian are optional (``pip install '.[peers]' pyhessian``); their figures are left out where they are
+missing.
 
-The works are those of :mod:`head`, :mod:`layers` and :mod:`hessian`, timed in turn with their floors. ``where it goes``
-has the shares of the figure that parts of further calls take: every millisecond it is looked which one runs.
+The works are those of :mod:`plain_torch`, :mod:`head`, :mod:`layers` and :mod:`hessian`, timed in turn with their
+floors. ``where it goes`` has the shares of the figure that parts of further calls take: every millisecond it is looked
+which one runs.
 """
 
 import argparse
 import json
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 
 import bare
 import layers
 import peers
+import plain_torch
 import torch
 from networks import images, lenet5, resnet18, resnet20, settled
 from rich.console import Console
 from rich.table import Table
-from timing import in_turn
+from timing import in_turn, shares
 
 import head
 import hessian
 
-_INTERVAL, _PROFILED = 1e-3, 1.0  # seconds between two looks at what runs, and of all of them at least
 # What these cannot be below, by the arithmetic in docs/measured.md: of BackPACK's time, and of the products'.
 IN_PARTS, LAST_LAYERS = {"fc2": 0.8, "fc3": 0.9}, {4: 1.4, 6: 1.8}
 HEADS = ("head (1, ", "head (50000, ", "LeNet5")  # beginnings of the rows of the head's table
@@ -75,44 +73,14 @@ class Figure:
 
 
 def parts_of(call: Callable[[], object], figure: float, named: Mapping[str, list[tuple[str, str]]]) -> str:
-    """Return where the time of calls goes: their parts' shares of a figure, by what runs every millisecond.
-
-    Another thread looks, where this one leaves Python for an operation of torch: a signal would wait until the call
-    is over.
-    """
-    looks, caller, over = dict.fromkeys([*named, "the rest"], 0.0), threading.get_ident(), threading.Event()
-
-    def look() -> None:
-        last = time.perf_counter()
-        while not over.wait(_INTERVAL):
-            part = _part(sys._current_frames()[caller], named)
-            now = time.perf_counter()
-            looks[part] += now - last
-            last = now
-
-    watcher = threading.Thread(target=look)
-    start = time.perf_counter()
-    watcher.start()
-    try:
-        while time.perf_counter() - start < _PROFILED:
-            call()
-    finally:
-        over.set()
-        watcher.join()
-    whole = sum(looks.values())
-    return ", ".join(f"{part} {figure * seconds / whole:.2f}" for part, seconds in looks.items())
+    """Return where the time of calls goes: their parts' shares of a figure."""
+    return ", ".join(f"{part} {figure * share:.2f}" for part, share in shares(call, named).items())
 
 
-def _part(frame: FrameType | None, named: Mapping[str, list[tuple[str, str]]]) -> str:
-    """Return the first part of which a function is running."""
-    running = []
-    while frame is not None:
-        running.append((frame.f_code.co_filename, frame.f_code.co_name))
-        frame = frame.f_back
-    for part, functions in named.items():
-        if any(path.endswith(end) and name.startswith(begin) for path, name in running for end, begin in functions):
-            return part
-    return "the rest"
+def plain(rounds: int) -> Iterator[Figure]:
+    """All layers of small networks, beside plain torch."""
+    for row in plain_torch.rows(3 * rounds):
+        yield Figure(row.what, row.unit, row.measured, row.limit)
 
 
 def heads(rounds: int) -> Iterator[Figure]:
@@ -199,6 +167,7 @@ def traces(rounds: int) -> Iterator[Figure]:
 
 
 GROUPS: dict[str, Callable[[int], Iterator[Figure]]] = {
+    "plain": plain,
     "head": heads,
     "lenet": lenet,
     "resnet8": _resnet18(8, 1.45),

@@ -53,12 +53,11 @@ class Block(nn.Module):
         return F.relu(out, inplace=True)
 
 
-def resnet18(classes: int = 10) -> nn.Sequential:
+def resnet18(classes: int = 10, channels: int = 64) -> nn.Sequential:
     """Return ResNet-18 with the stem for 32 × 32 images (3 × 3, stride 1, no pooling): 20 convolutions and a head."""
-    stem = [nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True)]
+    stem = [nn.Conv2d(3, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU(inplace=True)]
     blocks: list[nn.Module] = []
-    channels = 64
-    for width, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+    for width, stride in ((channels, 1), (2 * channels, 2), (4 * channels, 2), (8 * channels, 2)):
         blocks += [Block(channels, width, stride), Block(width, width, 1)]
         channels = width
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))

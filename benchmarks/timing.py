@@ -8,10 +8,13 @@ and had no core, so a call that was disturbed is timed again.
 import contextlib
 import math
 import statistics
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ import torch
 _WARM = 0.001  # seconds of uncounted calls in front of those that are timed; one call may take longer
 _DISTURBED = 0.02  # seconds of waiting for a core, for each second of a call
 _PATIENCE = 20.0  # seconds that the calls of :func:`in_turn` which are timed again may take altogether
+_INTERVAL, _PROFILED = 1e-3, 1.0  # seconds between two looks at what runs, and of all of them at least
 _PAUSE = 0.02  # seconds in front of such a call, for the other process to get done
 
 
@@ -97,3 +101,45 @@ def _waited() -> float:
         with contextlib.suppress(OSError, IndexError):  # a thread that has just ended
             total += int(path.read_text().split()[1])
     return total / 1e9
+
+
+def shares(call: Callable[[], object], named: Mapping[str, list[tuple[str, str]]]) -> dict[str, float]:
+    """Return the shares of calls' time that parts take, "the rest" last: every millisecond it is seen which one runs.
+
+    A part is named with its functions: the end of their file's path, and how their names begin. What these call is of
+    the part too, unless it is of one that stands before it. Another thread looks, where this one leaves Python for an
+    operation of torch: a signal would wait until the call is over.
+    """
+    looks, caller, over = dict.fromkeys([*named, "the rest"], 0.0), threading.get_ident(), threading.Event()
+
+    def look() -> None:
+        last = time.perf_counter()
+        while not over.wait(_INTERVAL):
+            part = _part(sys._current_frames()[caller], named)
+            now = time.perf_counter()
+            looks[part] += now - last
+            last = now
+
+    watcher = threading.Thread(target=look)
+    start = time.perf_counter()
+    watcher.start()
+    try:
+        while time.perf_counter() - start < _PROFILED:
+            call()
+    finally:
+        over.set()
+        watcher.join()
+    whole = sum(looks.values())
+    return {part: seconds / whole for part, seconds in looks.items()}
+
+
+def _part(frame: FrameType | None, named: Mapping[str, list[tuple[str, str]]]) -> str:
+    """Return the first part of which a function is running."""
+    running = []
+    while frame is not None:
+        running.append((frame.f_code.co_filename, frame.f_code.co_name))
+        frame = frame.f_back
+    for part, functions in named.items():
+        if any(path.endswith(end) and name.startswith(begin) for path, name in running for end, begin in functions):
+            return part
+    return "the rest"

@@ -3,11 +3,12 @@
 import contextlib
 import functools
 import inspect
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from types import MappingProxyType
+from types import CodeType, MappingProxyType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -38,9 +39,31 @@ _NETWORK = """
 """
 _AS_IT_IS: Mapping[str, Any] = MappingProxyType({})
 
-# torch's decorator for functions of its own: it loads the compiler at their first call, torch.compiler.disable at once,
-# which would double the time of `import pyflatness`. A lazy wrapper of ours would be traced itself.
-untraced = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function that ``torch.compile`` does not trace.
+
+    Torch's own decorator loads the compiler, which takes longer than most calls. Where nothing has loaded it yet
+    nothing is compiled, and there is nothing to keep from tracing.
+    """
+    disabled: Callable[P, R] = getattr(torch, "_disable_dynamo")(function)  # noqa: B009, no public name
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        return (disabled if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+
+    _skip(cast(Any, called).__code__)  # else it would be compiled by itself
+    return called
+
+
+def _skip(code: CodeType) -> None:
+    """Keep ``torch.compile`` from compiling a function, but not what it calls."""
+    frames = _C._dynamo.eval_frame
+    if hasattr(frames, "skip_code"):  # torch 2.6
+        frames.skip_code(code)
+    else:
+        action = frames._FrameAction
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
 
 
 def public(*taken: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

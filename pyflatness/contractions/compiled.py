@@ -254,12 +254,12 @@ class Compiled(Kernels):
 
     def gram(self, rows: Tensor, patch_gram: Tensor) -> Tensor:
         rows, patch_gram, threads = plain(rows), dense(patch_gram), torch.get_num_threads()
-        n, groups, positions, r = rows.shape
-        out = rows.new_empty(n, groups, dtype=torch.float64)
+        _, groups, positions, r = rows.shape
         workspace = rows.new_empty(self._kernel("gram_workspace", rows)(positions, r, threads))
-        self._kernel("gram", rows, patch_gram)(
-            span(rows), rows.stride(), n, groups, positions, r, array(patch_gram), array(out), array(workspace), threads
-        )
+        kernel, grams, working = self._kernel("gram", rows, patch_gram), array(patch_gram), array(workspace)
+        out = rows.new_empty(len(rows), groups, dtype=torch.float64)
+        for some, of, n in _each(rows, out, len(patch_gram)):
+            kernel(some, rows.stride(), n, groups, positions, r, grams, of, working, threads)
         return out.sum(dim=1)
 
     def gram_rooted(self, rows: Tensor, factor: Tensor, patch_gram: Tensor, *, triangular: bool) -> Tensor:
@@ -268,11 +268,25 @@ class Compiled(Kernels):
             return super().gram_rooted(rows, factor, patch_gram, triangular=triangular)
         rows, patch_gram, threads = plain(rows), dense(patch_gram), torch.get_num_threads()
         root = dense(torch.nn.functional.pad(factor, (0, 0, 0, -factor.shape[1] % _ROOT_ROWS)))
-        n, groups, positions, d = rows.shape
-        out = rows.new_empty(n, groups, dtype=torch.float64)
+        _, groups, positions, d = rows.shape
         workspace = rows.new_empty(self._kernel("gram_rooted_workspace", rows)(positions, d, threads))
-        self._kernel("gram_rooted", rows, root, patch_gram)(
-            span(rows), rows.stride(), n, groups, positions, d, array(root), root.shape[1], triangular,
-            array(patch_gram), array(out), array(workspace), threads,
-        )  # fmt: skip
+        kernel, roots = self._kernel("gram_rooted", rows, root, patch_gram), array(root)
+        grams, working = array(patch_gram), array(workspace)
+        out = rows.new_empty(len(rows), groups, dtype=torch.float64)
+        for some, of, n in _each(rows, out, len(patch_gram)):
+            kernel(
+                some, rows.stride(), n, groups, positions, d, roots, root.shape[1], triangular, grams, of, working,
+                threads,
+            )  # fmt: skip
         return out.sum(dim=1)
+
+
+def _each(rows: Tensor, out: Tensor, samples: int) -> list[tuple[tuple[int, int], tuple[int, int], int]]:
+    """Return span, array and samples of each of several cotangents' rows, which share their Gram matrices."""
+    if not samples:
+        return []
+    first, of = rows[:samples], out[:samples]
+    (start, elements), (to, numbers) = span(first), array(of)
+    step, over = samples * rows.stride(0) * rows.element_size(), of.numel() * out.element_size()
+    count = range(len(rows) // samples)
+    return [((start + k * step, elements), (to + k * over, numbers), samples) for k in count]

@@ -1,5 +1,6 @@
 """Compute a factor R of the Gram matrix w wᵀ = RᵀR, for the Gram-weighted norm |R M|² = ⟨w wᵀ, M Mᵀ⟩."""
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -14,24 +15,35 @@ _ROWS, _COLUMNS = 128, 1024  # of w wᵀ at a time, and of w in float64
 
 
 def gram_factor(weight: Tensor) -> Tensor:
-    """Return R (G, min(d, m), d) with RᵀR = w wᵀ for weights w (G, d, m), wᵀ itself where it has no more rows.
+    """Return R (G, min(d, m), d) with RᵀR = w wᵀ for weights w (G, d, m); see :func:`gram_factors`."""
+    ((factor, _),) = gram_factors([weight])
+    return factor
+
+
+def gram_factors(weights: Sequence[Tensor]) -> list[tuple[Tensor, bool]]:
+    """Return R for each of several weights, wᵀ itself where it has no more rows, and whether it is triangular.
 
     It is found by the Cholesky factor of w wᵀ in float64, whose rounding is below float32's even after it is squared:
     a thin QR of wᵀ takes several times as long, and stalls where other processes share the cores.
     """
-    columns: Tensor = weight.mT
-    if columns.shape[1] <= columns.shape[2]:
-        return columns
-    gram = lower_gram(weight)
-    upper, failed = gram.mT, gram.new_empty(len(gram), dtype=torch.int32)
-    torch.linalg.cholesky_ex(upper, upper=True, out=(upper, failed))  # in place, column-major as LAPACK wants it
-    if not bool(failed.any()):
-        factor = upper.mT
-    else:  # rows that depend on each other, such as dead ones
+    found: list[tuple[Tensor, bool]] = []
+    failures = {}
+    for number, weight in enumerate(weights):
+        columns: Tensor = weight.mT
+        if columns.shape[1] <= columns.shape[2]:
+            found.append((columns, False))
+            continue
         gram = lower_gram(weight)
-        values, vectors = torch.linalg.eigh(gram.nan_to_num(0.0))
-        factor = vectors * values.clamp_min(0).sqrt().unsqueeze(1)
-    found: Tensor = factor.mT.to(weight.dtype)
+        upper, failed = gram.mT, gram.new_empty(len(gram), dtype=torch.int32)
+        torch.linalg.cholesky_ex(upper, upper=True, out=(upper, failed))  # in place, column-major as LAPACK wants it
+        failures[number] = failed.any()
+        found.append((upper.to(weight.dtype), True))
+    if failures and bool(torch.stack([failed.to(weights[0].device) for failed in failures.values()]).any()):
+        for number in (number for number, failed in failures.items() if bool(failed)):
+            weight = weights[number]  # has rows that depend on each other, such as dead ones
+            values, vectors = torch.linalg.eigh(lower_gram(weight).nan_to_num(0.0))
+            factor: Tensor = (vectors * values.clamp_min(0).sqrt().unsqueeze(1)).mT
+            found[number] = factor.to(weight.dtype), False
     return found
 
 
@@ -63,3 +75,8 @@ def half_factor(factor: Tensor | None, weight: Tensor) -> Tensor | None:
         with float32_products(tf32=False):
             factor = torch.linalg.qr(directions).Q @ factor
     return cast(Tensor, factor).bfloat16()
+
+
+def multiply_adds(d: int, m: int) -> int:
+    """Return about how many multiply-adds the factor takes: the lower half of w wᵀ, and its Cholesky factor."""
+    return 0 if m <= d else d**2 * (3 * m + d) // 6

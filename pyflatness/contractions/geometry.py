@@ -10,6 +10,7 @@ A linear layer on (n, P, m) is a kernel of one element on m channels and P pixel
 have leading dimensions of one pixel. Any strides are welcome.
 """
 
+import functools
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -34,11 +35,7 @@ class Geometry:
 
     def places(self, size: tuple[int, ...]) -> Triple:
         """Return how many positions there are along each dimension for padded inputs of ``size``."""
-        a, b, c = (
-            (s - dilation * (kernel - 1) - 1) // stride + 1
-            for s, kernel, stride, dilation in zip(size, self.kernel, self.stride, self.dilation, strict=True)
-        )
-        return a, b, c
+        return _places(tuple(size), self.kernel, self.stride, self.dilation)
 
     def patches(self, inputs: Tensor) -> Tensor:
         """Return patches (n, G, P, m), with columns in the weight's order: channel, then kernel element."""
@@ -60,3 +57,12 @@ class Geometry:
         """Return the rows (n, G, P, d) of a cotangent (n, G d, p0, p1, p2)."""
         rows: Tensor = cotangent.unflatten(1, (self.groups, -1)).flatten(3).transpose(2, 3)
         return rows
+
+
+@functools.lru_cache(maxsize=1024)
+def _places(size: tuple[int, ...], kernels: Triple, strides: Triple, dilations: Triple) -> Triple:
+    a, b, c = (
+        (s - dilation * (kernel - 1) - 1) // stride + 1
+        for s, kernel, stride, dilation in zip(size, kernels, strides, dilations, strict=True)
+    )
+    return a, b, c

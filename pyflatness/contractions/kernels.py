@@ -144,7 +144,11 @@ def layer_sizes(inputs: Tensor, cotangent: Tensor | None, geometry: Geometry) ->
 
 def span(tensor: Tensor) -> tuple[int, int]:
     """Return address and elements from the first to the last of a tensor of any strides."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.is_contiguous():
+        return _address(tensor), tensor.numel()
+    last = 0
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * stride
     return _address(tensor), last + 1 if tensor.numel() else 0
 
 

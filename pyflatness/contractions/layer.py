@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .factor import multiply_adds
 from .geometry import Geometry
 from .precision import convolutions_in_tf32, float32_products, product, promoted, promoted_dtype
 from .quantities import Contribution, Forms, Quantities, Sizes
@@ -27,6 +28,13 @@ from .routes import Calls, Carried, LayerRoute, OnePosition, PreparedWeight, Sta
 ROUTES = ("direct", "gram")
 
 _FEWEST = 4  # cotangents of one position that are worth being contracted together
+
+_OF_FACTOR, _CALLS = 3, 2_000_000
+"""What making R takes, in multiply-adds of products of float32: for each of its own, in float64, and for its calls.
+
+Measured for 10 to 1,000 rows of 64 to 2,048 columns, one thread, it chooses the faster way but for one of nine cases,
+where that takes 0.9 of the time.
+"""
 
 _ANY_NUMBER = 2**31  # of cotangents: more share what is made of the inputs, and make it worth while
 
@@ -68,7 +76,7 @@ class Contraction:
     """Contract one cotangent after another, or ``stack_size`` at a time, with a layer's inputs of one micro-batch.
 
     ``entries`` makes Σ_i sign_i M_i ∘ M_i of a cotangent and its sign; ``precision`` is entered around products of
-    float32.
+    float32. Where it ``takes_several`` cotangents that have come together, they are contracted by :meth:`of_several`.
     """
 
     def __init__(
@@ -80,9 +88,11 @@ class Contraction:
         stack_size: int = 1,
         held: int = 0,
         precision: Precision = contextlib.nullcontext,
+        takes_several: bool = False,
     ) -> None:
         self._wanted, self._forms, self._entries, self._precision = wanted, forms, entries, precision
         self._stack, self.stack_size, self.held = stack, stack_size, held
+        self.takes_several = stack_size > 1 or (takes_several and wanted.plain)
         self._signs: list[Sign] = []
 
     def of(self, cotangent: Calls, sign: Sign = None) -> Contribution:
@@ -110,7 +120,7 @@ class Contraction:
         return self._released() if self._signs else None
 
     def of_several(self, cotangents: Tensor, signs: Sequence[Sign]) -> Contribution:
-        """Return the contribution of cotangents one behind the other, (k n, …); ``stack_size`` of them at most."""
+        """Return the contribution of cotangents one behind the other, (k n, …); a stack has ``stack_size`` at most."""
         with self._precision():
             return self._together(self._forms([cotangents]), signs)
 
@@ -124,7 +134,7 @@ class Contraction:
     def _together(self, found: Forms, signs: Sequence[Sign]) -> Contribution:
         """Return the contribution of cotangents by the forms of one behind those of another."""
         sign = None
-        if any(one is not None for one in signs):
+        if signs.count(None) < len(signs):
             (values, *_) = (values for values in found if values is not None)
             each = values.new_ones(len(values) // len(signs))
             sign = torch.cat([each if one is None else each * one for one in signs])
@@ -147,7 +157,7 @@ class Contractor:
     """Prepare once what depends on a layer's weight alone, and contract inputs and cotangents of the layer with it."""
 
     def __init__(self, quantities: Sequence[str], sizes: Sizes, device: torch.device) -> None:
-        self._wanted, self._sizes, self._device = Quantities(quantities), sizes, device
+        self._wanted, self._sizes, self._device = Quantities.of(*quantities), sizes, device
 
     def at(self, inputs: Calls, count: int, held: int = 0, positions: Tensor | None = None) -> Contraction:
         """Return the contraction at the inputs of a micro-batch, of all calls, for about ``count`` cotangents.
@@ -168,6 +178,10 @@ class Contractor:
     def at_carried(self, inputs: Calls) -> Contraction:
         """Return the contraction of wᵀ δ in place of δ, at the inputs φ of a micro-batch, where :meth:`carries`."""
         raise NotImplementedError
+
+    def factored(self, inputs: Calls, count: int) -> PreparedWeight | None:
+        """Return the weight whose factor R a contraction at these inputs takes, if it takes one."""
+        return None
 
     def kept(self, places: int) -> int:
         """Return the bytes a sample of what is made of its inputs at so many positions, and kept for all cotangents."""
@@ -217,6 +231,7 @@ class LayerContraction(Contractor):
         )
         self._routes = backend.routes(self._prepared)
         self._buffer: Tensor | None = None
+        self._spared = 0  # multiply-adds that R would have spared so far
 
     def at(self, inputs: Calls, count: int, held: int = 0, positions: Tensor | None = None) -> Contraction:
         elements = None if positions is None else positions.shape[2]
@@ -229,7 +244,8 @@ class LayerContraction(Contractor):
         with self._precision():
             route = self._chosen(inputs, count, stack_size, positions)()
         stack: Stack = route if isinstance(route, Stacked) else Copies(stack_size, self.buffer, route.forms)
-        return Contraction(self._wanted, route.forms, entries, stack, stack_size, held, self._precision)
+        several = route.takes_several
+        return Contraction(self._wanted, route.forms, entries, stack, stack_size, held, self._precision, several)
 
     def _chosen(self, inputs: Calls, count: int, stack_size: int, positions: Tensor | None) -> Callable[[], LayerRoute]:
         """Return what prepares the best route for these inputs."""
@@ -238,7 +254,9 @@ class LayerContraction(Contractor):
             return partial(Summed, layer, inputs)
         by_gram = self._route_of(phi, count) == "gram"
         if by_gram and layer.places(phi) == 1:
-            return partial(OnePosition, layer, phi)
+            by_factor = self._takes_factor(phi, count)
+            self._spared += self._spares(phi, count)
+            return partial(OnePosition, layer, phi, by_factor=by_factor)
         return self._routes.of(phi, stack_size, positions, by_gram=by_gram)
 
     def gathers(self, inputs: Calls, count: int, held: int, elements: int) -> bool:
@@ -288,7 +306,23 @@ class LayerContraction(Contractor):
         return self._routes.carried(places, count) < min(self.multiply_adds(places, count).values())
 
     def at_carried(self, inputs: Calls) -> Contraction:
-        return Contraction(self._wanted, Carried(self._prepared, promoted(inputs[0])).forms)
+        return Contraction(self._wanted, Carried(self._prepared, promoted(inputs[0])).forms, takes_several=True)
+
+    def factored(self, inputs: Calls, count: int) -> PreparedWeight | None:
+        alone = len(inputs) == 1 and self._route_of(inputs[0], count) == "gram"
+        without = alone and self._prepared.places(inputs[0]) == 1 and not self._takes_factor(inputs[0], count)
+        return None if without else self._prepared
+
+    def _takes_factor(self, phi: Tensor, count: int) -> bool:
+        """Return whether |R δ| is taken at one position, and not |wᵀ δ|: where R has spared what making it takes."""
+        _, d, m = self._prepared.shape
+        making = _OF_FACTOR * multiply_adds(d, m) + _CALLS
+        return self._prepared.has_factor or self._spared + self._spares(phi, count) > making
+
+    def _spares(self, phi: Tensor, count: int) -> int:
+        """Return the multiply-adds of a matrix that R spares at one position, for so many cotangents."""
+        _, d, m = self._prepared.shape
+        return len(phi) * count * d * max(0, m - d)
 
     def kept(self, places: int) -> int:
         """See :class:`Contractor`: a Gram matrix, where the route may be by such; at one position of outputs."""

@@ -135,6 +135,12 @@ class Quantities:
     |M|² alone, without entries of M ∘ M, for which M is made in any case.
     """
 
+    @classmethod
+    @functools.lru_cache(maxsize=64)
+    def of(cls, *names: str) -> "Quantities":
+        """Return those of some names, made once."""
+        return cls(names)
+
     def __init__(self, names: Sequence[str]) -> None:
         self.rows = {name: QUANTITIES[name] for name in names}
         every = self.rows.values()
@@ -167,7 +173,7 @@ class Quantities:
 
 def needs_weight(names: Sequence[str]) -> bool:
     """Return whether some quantities need the entries of a layer's weight."""
-    wanted = Quantities(names)
+    wanted = Quantities.of(*names)
     return wanted.gram_factor or wanted.weighted
 
 

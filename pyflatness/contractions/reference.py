@@ -404,9 +404,12 @@ class Backend:
         return product(rows, rows.mT)
 
     def gram(self, rows: Tensor, patch_gram: Tensor) -> Tensor:
-        """Return ``Σ_pp' ⟨a_p, a_p'⟩ patch_gram[p, p']``, (n,), a (n, G, P, r): ``|R M|²`` of R δ, ``|M|²`` of δ."""
-        pairs = product(rows, rows.mT)
-        return (pairs * patch_gram).sum(dim=(1, 2, 3), dtype=torch.float64)
+        """Return ``Σ_pp' ⟨a_p, a_p'⟩ patch_gram[p, p']``, (k n,), a (k n, G, P, r): ``|R M|²`` of R δ, ``|M|²`` of δ.
+
+        The rows of k cotangents, all samples of one behind those of another, share n Gram matrices.
+        """
+        pairs = product(rows, rows.mT).view(-1, *patch_gram.shape)
+        return (pairs * patch_gram).sum(dim=(2, 3, 4), dtype=torch.float64).flatten()
 
     def gram_rooted(self, rows: Tensor, factor: Tensor, patch_gram: Tensor, *, triangular: bool) -> Tensor:
         """Return what :meth:`gram` does of R δ, for δ (n, G, P, d) and R (G, r, d), ``triangular`` or not."""

@@ -19,7 +19,7 @@ There is no such form of w ∘ M of several positions: M is made for it (:class:
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from .factor import gram_factor, half_factor
+from .factor import gram_factors, half_factor
 from .geometry import Geometry
 from .precision import product, promoted, promoted_dtype
 from .quantities import Forms, Made
@@ -57,14 +57,35 @@ class PreparedWeight:
     serves_half: bool = False  # whether products with R in bfloat16 may be taken
 
     @functools.cached_property
+    def _made(self) -> tuple[Tensor | None, bool]:
+        if self.factored is None:
+            return None, False
+        ((factor, triangular),) = gram_factors([promoted(self.factored)])
+        return factor, triangular
+
+    @staticmethod
+    def make_factors(layers: Iterable["PreparedWeight"]) -> None:
+        """Make the factors of several layers, of which the host waits for the device once."""
+        missing = [(layer, layer.factored) for layer in layers if "_made" not in vars(layer)]
+        weights = [(layer, promoted(weight)) for layer, weight in missing if weight is not None]
+        found = gram_factors([weight for _, weight in weights])
+        for (layer, _), made in zip(weights, found, strict=True):
+            vars(layer)["_made"] = made
+
+    @property
+    def has_factor(self) -> bool:
+        """Return whether R was made, or takes no making: none is needed, or it is wᵀ."""
+        return "_made" in vars(self) or self.factored is None or self.shape[2] <= self.shape[1]
+
+    @property
     def factor(self) -> Tensor | None:
         """Return R, (G, r, d) with RᵀR = w wᵀ, if it is needed; it is made when it first is."""
-        return None if self.factored is None else gram_factor(promoted(self.factored))
+        return self._made[0]
 
-    @functools.cached_property
+    @property
     def triangular(self) -> bool:
         """Return whether R has zeros below its diagonal, as Cholesky's factor."""
-        return self.factor is not None and not bool(self.factor.tril(-1).any())
+        return self._made[1]
 
     @functools.cached_property
     def half_factor(self) -> Tensor | None:
@@ -100,6 +121,8 @@ class PreparedWeight:
 class Direct:
     """Make M by the kernels, and what is wanted of it."""
 
+    takes_several = False
+
     def __init__(self, layer: PreparedWeight, phi: Tensor, factor: Tensor | None) -> None:
         self._layer, self._phi, self._factor = layer, phi, factor
 
@@ -112,6 +135,8 @@ class Direct:
 class DirectGathered:
     """Contract several cotangents together, from the positions where any of them is not zero, or given ones."""
 
+    takes_several = True
+
     def __init__(self, layer: PreparedWeight, phi: Tensor, positions: Tensor | None = None) -> None:
         self._layer, self._phi, self._positions = layer, phi, positions
 
@@ -123,6 +148,8 @@ class DirectGathered:
 
 class Gram:
     """Compute |M|² and |R M|² from the Gram matrices of inputs and cotangent, for layers of several positions."""
+
+    takes_several = True
 
     def __init__(self, layer: PreparedWeight, phi: Tensor, *, squares: bool) -> None:
         self._layer, self._squares = layer, squares
@@ -143,6 +170,8 @@ class Gram:
 class Carried:
     """Compute |R M|² by Gram matrices from the cotangent carried to the layer's input, γ = wᵀ δ, of many positions."""
 
+    takes_several = True
+
     def __init__(self, layer: PreparedWeight, phi: Tensor) -> None:
         self._layer, self._gram = layer, layer.backend.patch_gram(phi, layer.geometry)
 
@@ -153,7 +182,12 @@ class Carried:
 
 
 class LayerRoute(Protocol):
-    """Know what has been prepared of a layer's inputs."""
+    """Know what has been prepared of a layer's inputs.
+
+    It ``takes_several`` if it makes the forms of cotangents of which all samples of one are behind those of another.
+    """
+
+    takes_several: bool
 
     def forms(self, cotangent: Calls) -> Forms:
         """Return the forms of a cotangent."""
@@ -161,6 +195,8 @@ class LayerRoute(Protocol):
 
 class Both:
     """Compute what has a form without M by that form, and the rest by M."""
+
+    takes_several = False
 
     def __init__(self, by_gradients: LayerRoute, by_gram: LayerRoute | None) -> None:
         self._by_gradients, self._by_gram = by_gradients, by_gram
@@ -176,14 +212,17 @@ class OnePosition:
     """Compute all products of layers of one position, M = δ φᵀ; what depends on φ alone is prepared once.
 
     |M|² = |φ|² |δ|², |R M|² = |φ|² |R δ|², |w ∘ M|² = Σ_s δ_s² (Σ_j w_sj² φ_j²), and of w ∘ M the sums by row
-    δ_s ⟨w_s, φ⟩ and by column φ_j Σ_s δ_s w_sj.
+    δ_s ⟨w_s, φ⟩ and by column φ_j Σ_s δ_s w_sj. Not ``by_factor``, |R δ| is |wᵀ δ|.
     """
 
-    def __init__(self, layer: PreparedWeight, inputs: Tensor) -> None:
+    def __init__(self, layer: PreparedWeight, inputs: Tensor, *, by_factor: bool = True) -> None:
         groups, d, m = layer.shape
+        self.takes_several = layer.weight is None
         self._layer, phi = layer, layer.geometry.patches(promoted(inputs)).squeeze(2)  # n, G, m
         flat = phi.flatten(0, 1)
         self._norms = layer.backend.row_dots(flat, flat).view(len(phi), groups)
+        turning = layer.factor if by_factor or layer.factored is None else promoted(layer.factored).mT
+        self._turning = None if turning is None else turning.to(phi.dtype)
         self._phi, weight = phi, layer.weight
         if weight is None:
             return
@@ -202,8 +241,8 @@ class OnePosition:
         delta = promoted(layer.geometry.rows(cotangent[0]))  # n, G, 1, d
         rows = delta.squeeze(2)
         squares = gram_weighted = weighted = by_column = by_row = None
-        if layer.factor is not None:
-            factor = layer.factor.to(rows.dtype)
+        if self._turning is not None:
+            factor = self._turning.to(rows.dtype)
             single = len(factor) == 1
             turned = _applied(rows, factor) if single else product(factor, delta.mT).mT.squeeze(2)
             gram_weighted = self._times_norms(turned)
@@ -236,6 +275,8 @@ def _applied(vectors: Tensor, weight: Tensor) -> Tensor:
 class Summed:
     """Write M out, of several calls that cannot be joined."""
 
+    takes_several = False
+
     def __init__(self, layer: PreparedWeight, inputs: Calls) -> None:
         self._layer, self._inputs = layer, inputs
 
@@ -254,6 +295,8 @@ class _Squares(Protocol):
 
 class Stacked:
     """Compute |M|² and |R M|² of several cotangents together, at most ``size``."""
+
+    takes_several = False  # but for a stack of that size
 
     def __init__(self, layer: PreparedWeight, phi: Tensor, size: int, *, by_gram: bool, squares: bool) -> None:
         half = layer.half_factor is not None and phi.dtype == layer.half_factor.dtype

@@ -148,7 +148,7 @@ class LayerValues:
         sampled = sums.errors is not None and (self._subset is not None or sweep.draws(layers_of, quantity))
         by = "ggn" if sampled and by == "head" else by
         stderr, dof = sums.uncertainty(row, column) if sampled else (None, None)
-        value = float(sums.values[row, column])
+        value = sums.numbers[row][column]
         return Estimate(
             value=value,
             stderr=stderr,

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _len_torch_function_stack
-from torch.overrides import TorchFunctionMode
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from typing_extensions import Self
 
 from .. import interrupts
@@ -45,6 +45,12 @@ class Mode(TorchFunctionMode):
     def __exit__(self, *exception: Any) -> None:
         if _len_torch_function_stack() > self._below:
             super().__exit__(*exception)
+
+
+def only_ours() -> bool:
+    """Return whether no mode is on but those that watch here, so that operations are torch's own."""
+    ours = all(isinstance(mode, Mode) for mode in _get_current_function_mode_stack())
+    return ours and not _len_torch_dispatch_stack()
 
 
 def is_transformed() -> bool:

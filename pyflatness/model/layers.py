@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..contractions import full_precision, promoted
 from ..errors import InputError, NonFiniteError
-from . import kinds, spread, uses
+from . import kinds, spread, uses, walk
 from .kinds import SUPPORTED, Linear
 from .uses import Use, besides
 
@@ -30,7 +30,7 @@ def parts_not_compiled(model: nn.Module) -> Iterator[None]:
     """Let a model have its own modules, and the user's names, in the place of what ``torch.compile`` made, inside."""
     compiled = [
         (module, name, part)
-        for module in model.modules()
+        for _, module in walk.named_modules(model)
         for name, part in module._modules.items()
         if part is not None and "_orig_mod" in part._modules
     ]
@@ -187,8 +187,11 @@ def input_rows(module: nn.Module, inputs: Tensor) -> Tensor:
     return inputs.reshape(-1, inputs.shape[-1])
 
 
-def computes(module: nn.Module, inputs: Tensor, output: Tensor, coefficients: Tensor | None = None) -> bool:
-    """Return whether an output is W φ + b of its input, in its first and last row, or along the edges."""
+def computes(module: nn.Module, inputs: Tensor, output: Tensor, coefficients: Tensor | None = None) -> Tensor | bool:
+    """Return whether an output is W φ + b of its input, in its first and last row, or along the edges.
+
+    Where entries are compared it is a tensor (), which the host has not waited for.
+    """
     if output.is_meta or output.numel() == 0:
         return True
     kind, own = kind_of_call(module), spread.own_rows(module)
@@ -204,10 +207,10 @@ def computes(module: nn.Module, inputs: Tensor, output: Tensor, coefficients: Te
         expected = expected.movedim(kind.class_dim, -1)
         expected = promoted(expected) + (0 if bias is None else promoted(bias))
     tolerance = max(1e-3, 8 * torch.finfo(output.dtype).eps)
-    size = float(expected.nan_to_num(0, 0, 0).abs().amax())
+    size = expected.nan_to_num(0, 0, 0).abs().amax()
     output = output.movedim(kind.class_dim, -1).to(expected.dtype)
     off = (output - expected).abs()
-    return bool(((off <= tolerance * (expected.abs() + size)) | ~expected.isfinite()).all())
+    return ((off <= tolerance * (expected.abs() + size)) | ~expected.isfinite()).all()
 
 
 def check_measurable(name: str, module: nn.Module) -> None:

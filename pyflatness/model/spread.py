@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError, NotYetError
 from ..numerics.ranks import ALONE, Ranks
+from . import walk
 
 WHOLE = (
     "load the full weights into a model that is not (torch.distributed.checkpoint.state_dict.get_model_state_dict with "
@@ -133,7 +134,8 @@ def own_rows(module: nn.Module) -> tuple[Tensor, Tensor | None, int] | None:
 def held_in_parallel(model: nn.Module, ranks: Ranks) -> Iterator[None]:
     """Hold a model inside, if some of its parameters are spread over ranks."""
     parts = {}
-    for name, parameter in model.named_parameters():
+    has_spread = any(map(is_spread, walk.parameters(model)))
+    for name, parameter in model.named_parameters() if has_spread else ():
         given: Any = parameter
         if not is_spread(parameter):
             continue

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import operator
 import os
+import sys
 import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -25,7 +26,7 @@ from .. import interrupts
 from ..errors import InputError
 from ..messages import check_module, received
 from ..numerics.ranks import Ranks
-from . import calling, fsdp, generators, layers, memory_formats, spread, uses
+from . import calling, fsdp, generators, layers, memory_formats, spread, uses, walk
 from .calling import replaced_forward
 from .checks import check_modules
 from .generators import Randomness
@@ -68,7 +69,7 @@ def _prepared(model: nn.Module, ranks: Ranks | None) -> tuple[nn.Module, Randomn
     stack = contextlib.ExitStack()
     interrupts.later(stack.close)
     stack.enter_context(layers.parts_not_compiled(model))
-    named = [*model.named_modules()]  # a walk takes long for what it is
+    named = walk.named_modules(model)
     modules = [module for _, module in named]
     check_modules(named, spread=ranks is not None)
     for module in modules:
@@ -82,8 +83,9 @@ def _prepared(model: nn.Module, ranks: Ranks | None) -> tuple[nn.Module, Randomn
         stack.enter_context((fsdp.held if fsdp.is_sharded(model) else spread.held_in_parallel)(model, ranks))
     random = generators.hold(modules)  # the user's model and data may draw; we do not
     interrupts.later(random.put_back)
-    # Compiled code ignores hooks that are added later, and is no graph that can be read.
-    stack.enter_context(torch.compiler.set_stance("force_eager"))
+    if "torch._dynamo" in sys.modules:  # else nothing is compiled, and loading it takes longer than most calls
+        # Compiled code ignores hooks that are added later, and is no graph that can be read.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.no_grad())
     stack.enter_context(memory_formats.safe())
@@ -111,7 +113,10 @@ class Found:
         self._flags = [(parameter, parameter.requires_grad) for parameter in parameters]
         self._values = [(name, tensor, tensor._version, tensor.clone()) for name, tensor in tensors.items()]
         self._fastpath = torch.backends.mha.get_fastpath_enabled()
-        self._stance, self._attention = torch._dynamo.eval_frame._stance, [enabled() for enabled, _ in _ATTENTION]
+        compiler: Any = sys.modules.get("torch._dynamo")
+        self._compiler = compiler and compiler.eval_frame
+        self._stance = self._compiler and self._compiler._stance
+        self._attention = [enabled() for enabled, _ in _ATTENTION]
         self._level = forward_ad._current_level
         self._thread = threading.get_ident(), torch.is_grad_enabled(), calling.transforms(), {**calling.now}
         _inside.append(self)
@@ -141,7 +146,8 @@ class Found:
             forward_ad._current_level = level - 1
         calling.now.update(flags)
         torch.backends.mha.set_fastpath_enabled(self._fastpath)
-        torch._dynamo.eval_frame._set_stance(self._stance)
+        if self._compiler:
+            self._compiler._set_stance(self._stance)
         for (_, enable), enabled in zip(_ATTENTION, self._attention, strict=True):
             enable(enabled)
         put_back((held, before) for _, held, before in self._containers)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import interrupts
 from ..errors import InputError
-from ..model import calling, data, layers, uses
+from ..model import calling, data, layers, uses, walk
 from ..model.uses import Use, besides
 from ..numerics.directions import Directions
 from . import batch_layout, kept_rows, linearity
@@ -262,7 +262,7 @@ def _run(
     for calls in recorder.calls.values():
         storages.update({call.inputs.untyped_storage()._cdata: _bytes(call.inputs) for call in calls})
     stand_ins = (use.source.parameter for use in recorder.stand_ins)
-    for tensor in (*model.parameters(), *model.buffers(), *stand_ins):  # of which views are saved
+    for tensor in (*walk.parameters(model), *walk.buffers(model), *stand_ins):  # of which views are saved
         storages.pop(tensor.untyped_storage()._cdata, None)
     return outputs, sum(storages.values()), max(storages.values(), default=0)
 

@@ -31,7 +31,7 @@ from ..losses import Loss, remarks
 from ..losses.closure import REFUSAL, depends_on
 from ..losses.log_softmax import Last, OfLogits
 from ..messages import IN_TRAINING, is_out_of_memory
-from ..model import calling, data, state
+from ..model import calling, data, state, walk
 from ..model.generators import Randomness, equal, outside
 from ..model.outputs import meant
 from .linearity import users_of
@@ -88,10 +88,10 @@ class Detached(calling.Mode):
         elif name in _OUT_OF_TORCH and args[0].is_floating_point():
             self._is_lost |= args[0].requires_grad or self._is_held(args[0])
         elif name in ("__setitem__", "__set__"):  # of entries, of ``.data``
-            self._follow(name, [*_tensors(args)], [*_tensors(args[:1])])
+            self._follow(name, _tensors(args), _tensors(args[:1]))
         elif isinstance(result, (Tensor, tuple, list)):
             read = args[:1] if name in _AS_ANOTHER else (args, kwargs)
-            self._follow(name, [*_tensors(read)], [*_tensors(result)], had_graph=had_graph)
+            self._follow(name, _tensors(read), _tensors(result), had_graph=had_graph)
         return result
 
     def _follow(self, name: str, inputs: list[Tensor], results: list[Tensor], *, had_graph: bool = False) -> None:
@@ -157,18 +157,19 @@ def _nothing() -> Any:
     return torch._C._create_function_from_graph("nothing", torch._C.parse_ir("graph(%x : int):\n  return (%x)"))
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested arguments or results, as they are below ``torch.func``'s transformations."""
-    if isinstance(value, Tensor):
-        while _functorch.is_functorch_wrapped_tensor(value):
-            value = _functorch.get_unwrapped(value)
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _tensors(part)
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _tensors(part)
+def _tensors(*values: Any) -> list[Tensor]:
+    """Return the tensors in nested arguments or results, as they are below ``torch.func``'s transformations."""
+    found, waiting = [], [*values]
+    for value in waiting:  # which grows meanwhile
+        if isinstance(value, Tensor):
+            while _functorch.is_functorch_wrapped_tensor(value):
+                value = _functorch.get_unwrapped(value)
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            waiting += value
+        elif isinstance(value, dict):
+            waiting += value.values()
+    return found
 
 
 Result = TypeVar("Result")
@@ -211,10 +212,9 @@ class Decisions(calling.Mode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if not self.seen:
-            made = result if isinstance(result, (tuple, list)) else (result,)
-            left = any(
-                isinstance(part, Tensor) and not (part.is_floating_point() or part.is_complex()) for part in made
-            )
+            left = False  # a loop, since this is asked of every operation
+            for part in result if isinstance(result, (tuple, list)) else (result,):
+                left |= isinstance(part, Tensor) and not (part.is_floating_point() or part.is_complex())
             if left or getattr(func, "__name__", "") in _TO_PYTHON:
                 given = [*args, *(kwargs or {}).values()]
                 self.seen = any(isinstance(part, Tensor) and part.is_floating_point() for part in given) and _by_model()
@@ -306,10 +306,10 @@ def agree(before: Tensor, now: Tensor, tolerance: float) -> bool:
         return False
     if before.dtype != now.dtype:  # autocast does not reach both
         before, now = before.double(), now.double()
-    size = float(before.abs().nan_to_num(0, 0, 0).amax()) if before.numel() else 0.0
-    if size and before.is_floating_point() and bool((now - before).abs_().amax() <= tolerance * size):
+    largest = before.abs().nan_to_num(0, 0, 0).amax() if before.numel() else before.new_zeros(())
+    if before.numel() and before.is_floating_point() and bool((now - before).abs_().amax() <= tolerance * largest):
         return True  # which takes fewer passes over large outputs, and is false with NaN
-    return torch.allclose(before, now, tolerance, tolerance * size, equal_nan=True)
+    return torch.allclose(before, now, tolerance, tolerance * float(largest), equal_nan=True)
 
 
 _CALL = "_pyflatness_call"  # an attribute of what a forward pass raised: what was called, and of which parameters
@@ -328,7 +328,7 @@ class Checked:
     def __init__(self, model: nn.Module, loss: Loss, forward: calling.Forward | None, random: Randomness) -> None:
         self._forward, self._loss, self._random = forward, loss, random
         self.by_user = forward is not None  # whether the user's own forward says what of a batch are targets
-        self._parameters = [p for module in model.modules() for p in module._parameters.values() if p is not None]
+        self._parameters = walk.parameters(model)
         self._changes_inputs: bool | None = None  # whether the model does so in place; not known before it ran
         self._changes_values = False  # and not only whether they require gradients
         self._looks = _LOOKS  # that are left

@@ -46,6 +46,7 @@ class LayerForm:
         dtype = promoted_dtype(weight.dtype)
         self.backend = contractions.choose(options.backend, weight.device, dtype)
         self._dense = options.conv == "affine" and kind.space > 0
+        self.pointwise = not self._dense and layers.is_pointwise(module)  # every position times the whole weight, alone
         if self._dense:
             spread.refuse("conv='affine'", "pass conv='filter', or ")
         self._memory = Budget(options.memory, device=weight.device).buffers
@@ -126,11 +127,6 @@ class LayerForm:
     def kernel_elements(self) -> int:
         """Return how many columns of the weight belong to one input channel."""
         return 1 if self._dense else self._kind.geometry.kernel_elements
-
-    @property
-    def pointwise(self) -> bool:
-        """Return whether every position is multiplied by the whole weight, by itself."""
-        return not self._dense and layers.is_pointwise(self._module)
 
     def inputs(self, run: Run) -> Parts:
         """Return φ of all calls, as the contractions want them."""

@@ -12,7 +12,7 @@ import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -229,12 +229,17 @@ def feeds_itself(calls: Sequence[RecordedCall]) -> bool:
 def _is_piecewise(node: Node, varied: Collection[Node] | None = None) -> bool:
     """Return whether an operation is piecewise linear in its inputs from ``varied`` nodes, or for None in all."""
     kind = _kind(node.name())
-    if not kind or not _is_of_torch(node) or any(entry.dtype.is_complex for entry in node._input_metadata):
+    if not kind or not _is_of_torch(node):
         return False
+    for entry in node._input_metadata:
+        if entry.dtype.is_complex:
+            return False
     if kind == "piecewise":
         return True
-    sources = [source for source, _ in node.next_functions]
-    inputs = [place for place, source in enumerate(sources) if source and (varied is None or source in varied)]
+    inputs = []
+    for place, (source, _) in enumerate(node.next_functions):
+        if source and (varied is None or source in varied):
+            inputs.append(place)
     if kind == "batch norm":
         return not getattr(node, "_saved_training", True) and len(inputs) == 1
     if kind == "norm":
@@ -243,7 +248,7 @@ def _is_piecewise(node: Node, varied: Collection[Node] | None = None) -> bool:
 
 
 def _is_of_torch(node: Node) -> bool:
-    held = cast(object, node)
+    held: Any = node  # of either class: torch's stubs say that none is of both
     if isinstance(held, BackwardCFunction):
         made_by: type = type(held)._forward_cls  # type: ignore[attr-defined]
         return made_by.__module__.startswith(("torch.distributed.fsdp.", "torch.distributed.tensor."))

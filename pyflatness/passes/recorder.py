@@ -20,11 +20,12 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from ..errors import InputError, NoGraphError
 from ..messages import check_tensor
-from ..model import layers, spread
-from ..model.calling import end_transforms, is_accounting, is_aside, is_transformed, transforms, version
-from ..model.kinds import Linear
+from ..model import layers, spread, walk
+from ..model.calling import end_transforms, is_accounting, is_aside, is_transformed, only_ours, transforms, version
+from ..model.kinds import Linear, is_of_torch
 from ..model.uses import Use
 from ..model.uses.experts import Route
+from . import backward
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Recorder:
         self._copied: set[str] = set()
         self._shared: set[str] = set()
         self._samples = 1
+        self._computed: list[tuple[str, nn.Module, Tensor | bool]] = []  # whether outputs are those of the weights
         self.calls: dict[str, list[RecordedCall]] = {}
         self.empty: set[str] = set()
         self.transformed: set[str] = set()
@@ -82,10 +84,12 @@ class Recorder:
         """Keep calls inside, on so many samples, and check that they are W φ + b; not those of recomputation later."""
         self.calls.clear()
         self.running.clear()
+        self._computed.clear()
         self._active, self._checking, self._samples = True, checking, samples
         try:
             with torch.enable_grad():
                 yield
+            self._check_computed()
         finally:
             self._active = False
 
@@ -120,9 +124,7 @@ class Recorder:
         flat = [edge for several in edges.values() for edge in several]
         found: Sequence[Tensor | None] = [None] * len(flat)
         if outputs.requires_grad:
-            found = torch.autograd.grad(
-                outputs, flat, cotangent, create_graph=create_graph, retain_graph=True, allow_unused=True
-            )
+            found = backward.gradients((outputs,), (cotangent,), flat, create_graph=create_graph)
         rest = iter([None if gradient is None else spread.full(gradient) for gradient in found])
         return {name: [or_zeros(next(rest), edge) for edge in several] for name, several in edges.items()}
 
@@ -183,7 +185,7 @@ class Recorder:
                 self.empty.add(name)
             elif self._active:
                 sources = _sources(module, (*args, *kwargs.values())) if is_accounting() else ()
-                self._take(name, module, inputs, own, coefficients, sources)
+                self._take(name, module, kind, inputs, own, coefficients, sources)
             return None if own is output else own
 
         return keep
@@ -199,23 +201,20 @@ class Recorder:
         self,
         name: str,
         module: nn.Module,
+        kind: Linear,
         inputs: Tensor,
         output: Tensor,
         coefficients: Tensor | None,
         sources: tuple[Node, ...],
     ) -> None:
-        kind = layers.kind_of_call(module)
         if inputs.ndim < kind.least_dims:
             raise InputError(
                 f"layer {name!r} is called on an input {tuple(inputs.shape)} without a dimension for samples; give "
                 f"it one, {(1, *inputs.shape)}"
             ).about({name: "its input has no dimension for samples"})
         before, inputs = inputs, spread.full(inputs)
-        if self._checking and not layers.computes(module, inputs, spread.full(output), coefficients):
-            raise InputError(
-                f"layer {name!r} ({type(module).__name__}): its output is not {kind.computes}; its forward is replaced "
-                "(by an adapter, quantisation, …) and cannot be measured"
-            )
+        if self._checking and not (is_of_torch(module) and only_ours()):
+            self._computed.append((name, module, layers.computes(module, inputs, spread.full(output), coefficients)))
         if self._checking:
             self._check_weight(name, module)
         overwritten = name in self._copied
@@ -229,6 +228,17 @@ class Recorder:
         edge = get_gradient_edge(output)
         call = RecordedCall(kept, version(kept), edge, input_edge, shape, kind, coefficients, route, sources)
         self.calls.setdefault(name, []).append(call)
+
+    def _check_computed(self) -> None:
+        """Raise if a layer's output was not made of its weight as its kind says, by one wait for the device."""
+        found = [one for _, _, one in self._computed if isinstance(one, Tensor)]
+        if not found or bool(torch.stack([one.to(found[0].device) for one in found]).all()):
+            return
+        name, module, _ = next(made for made in self._computed if not bool(made[2]))
+        raise InputError(
+            f"layer {name!r} ({type(module).__name__}): its output is not {layers.kind_of_call(module).computes}; its "
+            "forward is replaced (by an adapter, quantisation, …) and cannot be measured"
+        )
 
     def _check_weight(self, name: str, module: nn.Module) -> None:
         """Raise if the forward pass has put another weight into a layer, of which its own is not the values."""
@@ -252,7 +262,7 @@ def _sources(module: nn.Module, given: tuple[Any, ...]) -> tuple[Node, ...]:
 @contextlib.contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
     """Let no parameter require a gradient inside; each is as it was afterwards."""
-    flags = [(parameter, parameter.requires_grad) for parameter in (*model.parameters(), *spread.parameters())]
+    flags = [(parameter, parameter.requires_grad) for parameter in (*walk.parameters(model), *spread.parameters())]
     if any(parameter.is_inference() for parameter, _ in flags):
         raise InputError(
             "model: its parameters were made in inference mode and take no part in a graph; copy it outside"

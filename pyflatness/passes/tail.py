@@ -11,13 +11,13 @@ KiB, and 512 KiB for images that are not pooled.
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from . import backward
 from .linear_map import LinearMap
 from .linearity import Users
 from .recorder import or_zeros
@@ -47,11 +47,12 @@ class Tail:
         self._front = [GradientEdge(node, number) for node, number in sources if node not in nodes]
         wanted = [*self._edges, *self._front]
 
-        def gradients(cotangent: Tensor) -> tuple[Tensor, ...]:  # no method: the graph would be in a cycle, and stay
-            return torch.autograd.grad(outputs, wanted, cotangent, retain_graph=True)
+        # No method: the graph would be in a cycle, and stay.
+        def gradients(cotangent: Tensor) -> tuple[Tensor | None, ...]:
+            return backward.gradients((outputs,), (cotangent,), wanted)
 
         self._send = LinearMap(gradients)
-        self.bytes = sum(_bytes(edge.node, edge.output_nr) for edge in wanted)
+        self.bytes = sum(_size([(edge.node, edge.output_nr)])[0] for edge in wanted)
 
     def send(self, cotangents: Tensor) -> tuple[dict[str, Tensor], Iterator[dict[str, Tensor]]]:
         """Return gradients of cotangents (k, …), (k, …) by name, and for one after the other those of other names."""
@@ -60,9 +61,8 @@ class Tail:
         return dict(zip(self.names, found[:split], strict=True)), self._others(found[split:])
 
     def _others(self, front: Sequence[Tensor]) -> Iterator[dict[str, Tensor]]:
-        edges: Any = self._front  # torch's annotation knows tensors alone
         for each in zip(*front, strict=True) if self._rest else ():
-            found = torch.autograd.grad(edges, [*self._rest.values()], each, retain_graph=True, allow_unused=True)
+            found = backward.gradients(self._front, each, [*self._rest.values()])
             yield {name: or_zeros(one, edge) for (name, edge), one in zip(self._rest.items(), found, strict=True)}
 
 
@@ -76,13 +76,12 @@ def _small(outputs: Tensor, users: Users) -> dict[Node, None]:
     stack, front, ended = [outputs.grad_fn], set[tuple[Node, int]](), 0
     while stack:
         node = stack.pop()
-        known = node is None or node in nodes or node.name() not in _OPERATIONS
-        if node is None or known or not nodes.keys() >= {*users.get(node, ())}:
+        name = "" if node is None else node.name()
+        if node is None or node in nodes or name not in _OPERATIONS or not nodes.keys() >= {*users.get(node, ())}:
             continue
         sources = _sources(node)
-        results = [(node, 0), *sources]
-        images = node.name() != _POOLING and any(len(_entry(*result).shape) == 4 for result in results)
-        if max(_bytes(*result) for result in results) <= (_SMALL_IMAGES if images else _SMALL):
+        size, images = _size([(node, 0), *sources])
+        if size <= (_SMALL_IMAGES if images and name != _POOLING else _SMALL):
             nodes[node] = None
             stack += [source for source, _ in sources]
             front = {edge for edge in front if edge[0] != node}.union(sources)
@@ -95,12 +94,10 @@ def _sources(node: Node) -> list[tuple[Node, int]]:
     return [(source, number) for source, number in node.next_functions if source is not None and source.next_functions]
 
 
-def _bytes(node: Node, number: int) -> int:
-    """Return the size of the gradient that goes into a node."""
-    entry = _entry(node, number)
-    size: int = math.prod(entry.shape) * entry.dtype.itemsize
-    return size
-
-
-def _entry(node: Node, number: int) -> Any:
-    return node._input_metadata[number]
+def _size(entries: Iterable[tuple[Node, int]]) -> tuple[int, bool]:
+    """Return the bytes of the largest of the gradients that go into nodes, and whether one is of images."""
+    largest, images = 0, False
+    for node, number in entries:
+        entry: Any = node._input_metadata[number]
+        largest, images = max(largest, math.prod(entry.shape) * entry.dtype.itemsize), images or len(entry.shape) == 4
+    return largest, images

@@ -10,6 +10,7 @@ from torch.autograd.graph import GradientEdge
 from .. import contractions
 from ..contractions.layer import Contraction, Sign
 from ..contractions.quantities import Contribution
+from ..contractions.routes import PreparedWeight
 from ..passes.layer_form import GatheredContraction, LayerForm
 from ..passes.runner import Run
 from ..passes.tail import Tail
@@ -49,10 +50,12 @@ class Contracted:
         left = hold
         with contractions.full_precision(run.outputs):
             shares = _even_shares(run, names, hold) if run.outputs.is_cuda else {}
-            for name in names:
-                layer, inputs = forms[name].contraction(run), forms[name].inputs(run)
-                pooled = None if whole else forms[name].pooled(run)
-                taken = None if whole else forms[name].of_carried(run, inputs, count)
+            layers = {name: (forms[name].contraction(run), forms[name].inputs(run)) for name in names}
+            carried = {name: None if whole else forms[name].of_carried(run, layers[name][1], count) for name in layers}
+            factored = (layer.factored(inputs, count) for name, (layer, inputs) in layers.items() if not carried[name])
+            PreparedWeight.make_factors(weight for weight in factored if weight is not None)
+            for name, (layer, inputs) in layers.items():
+                pooled, taken = None if whole else forms[name].pooled(run), carried[name]
                 if taken is not None:
                     self._elsewhere[name], self._contractions[name] = taken
                     self._contract[name] = taken[1].of
@@ -142,9 +145,7 @@ class Contracted:
         gradients, others = self._tail.send(torch.stack([cotangent for cotangent, _ in waiting]))
         signs = [sign for _, sign in waiting]
         for name, several in gradients.items():
-            stack = (
-                self._forms[name].cotangents(self._run, several) if self._contractions[name].stack_size > 1 else None
-            )
+            stack = self._forms[name].cotangents(self._run, several) if self._contractions[name].takes_several else None
             if stack is not None:
                 yield name, self._contractions[name].of_several, stack, signs
                 continue

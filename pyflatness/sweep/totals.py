@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,12 @@ class Sums:
     omitted: int  # how many were left out
     normaliser: float  # that all of them were divided by
     parts: Mapping[tuple[str, ...], Tensor]  # by layer and quantity, the parts of a value
+
+    @cached_property
+    def numbers(self) -> list[list[float]]:
+        """Return the values as Python's numbers, read once."""
+        found: list[list[float]] = self.values.tolist()
+        return found
 
     def uncertainty(self, row: int, column: int) -> tuple[float | None, float | None]:
         """Return the standard error of a value and its degrees of freedom, each None where there is none."""
@@ -78,8 +85,7 @@ class Totals:
         kept = self.over.kept(fine, lambda: self._error(micro_batch, fine))
         self.over.add(len(fine), float(masked(micro_batch.sample_weights, kept).sum()))
         values = micro_batch.values
-        if not bool(fine.all()):
-            values = masked(values.where(values.isfinite(), torch.nan), kept)  # a layer that is fine stays so
+        values = masked(values.where(values.isfinite(), torch.nan), kept)  # a layer that is fine stays so
         probes = torch.cat([values, values.sum(dim=1, keepdim=True)], dim=1)
         sizes, chances = micro_batch.sizes, None
         if self._subset is not None and sizes is not None:

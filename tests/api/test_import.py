@@ -36,6 +36,17 @@ print(*(name for name in pyflatness.__all__ if isinstance(getattr(pyflatness, na
     assert printed(script) == "changes errors measures results statistics theory"
 
 
+def test_the_first_call_of_a_process_loads_neither_the_compiler_nor_sympy():
+    script = """
+import sys, torch, pyflatness as pf
+model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3)).eval()
+data = torch.randn(5, 3), torch.arange(5) % 3
+pf.measure(model, torch.nn.CrossEntropyLoss(), data, measures=["relative_flatness", "trace"])
+print(*(name for name in ("torch._dynamo", "sympy") if name in sys.modules))
+"""
+    assert printed(script) == ""
+
+
 def test_a_name_that_does_not_exist_is_no_attribute():
     script = "import pyflatness; print(hasattr(pyflatness, 'flatnes'), hasattr(pyflatness, '__path__'))"
     assert printed(script) == "False True"

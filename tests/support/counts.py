@@ -5,12 +5,14 @@
 Printed: lines, files and branches; class names that stand in two modules; questions for the class of a layer, a loss or
 a backend outside of the rooms that answer for them; public names, and what ``import pyflatness`` loads; modules at the
 package's root; floors and circles of imports between rooms (:mod:`support.imports` says what these are); the Python
-frames of the package on the stack when a compiled kernel is called; and files in which it is decided what becomes of
+frames of the package on the stack when a compiled kernel is called, and all frames that a warm ``pf.measure`` enters;
+places with private names of torch's; and files in which it is decided what becomes of
 samples with NaN. With ``--check`` the exit status is 1 if any is above its aim.
 """
 
 import argparse
 import ast
+import importlib
 import io
 import re
 import subprocess
@@ -19,6 +21,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -127,6 +130,61 @@ def frames(call: Callable[[], Any]) -> list[list[str]]:
     return stacks
 
 
+def entered(call: Callable[[], Any]) -> int:
+    """Return how many Python frames a warm call enters, torch's and the standard library's among them."""
+    count = 0
+
+    def profile(frame: FrameType | None, event: str, called: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    call()  # what is done once for a process
+    call()
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def measurements() -> dict[str, tuple[int, Callable[[], Any]]]:
+    """Return calls of ``measure`` whose frames are counted, each with the most that there should be.
+
+    The networks are those of ``benchmarks/plain_torch.py``.
+    """
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        plain = importlib.import_module("plain_torch")
+    finally:
+        sys.path.pop(0)
+    found = {}
+    for (name, (network, data, _)), aim in zip(plain.WORKS.items(), (1_800, None, 15_000), strict=True):
+        torch.manual_seed(0)
+        model, x = network(), data()
+        of = (model, nn.CrossEntropyLoss(), (x, torch.arange(len(x)) % 10))
+        if aim:
+            found[name] = aim, partial(pf.measure, *of, measures=plain.MEASURES, progress=False)
+    return found
+
+
+def private_of_torch(trees: Mapping[str, ast.Module]) -> list[str]:
+    """Return where a name of torch's that begins with an underscore stands: in an import, or behind ``torch``."""
+    found = set()
+    for name, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+                parts = [*str(node.module).split("."), *(alias.name for alias in node.names)]
+            elif isinstance(node, ast.Attribute) and re.fullmatch(r"[\w.]+", ast.unparse(node)):
+                parts = ast.unparse(node).split(".")
+            else:
+                continue
+            private = any(part.startswith("_") and not part.startswith("__") for part in parts[1:])
+            if private and parts[0] == "torch":
+                found.add(f"{name}:{node.lineno}")
+    return sorted(found)
+
+
 def calls() -> dict[str, tuple[int | None, list[Callable[[], Any]]]]:
     """Return the public calls whose frames are counted, each with the most that there should be.
 
@@ -230,6 +288,7 @@ def counts(package: Path = PACKAGE, times: int = 3) -> list[Count]:
     trees = {name: ast.parse(text) for name, text in texts.items()}
     code = sum(map(code_lines, texts.values()))
     branches = sum(isinstance(node, ast.If | ast.IfExp) for tree in trees.values() for node in ast.walk(tree))
+    private = private_of_torch(trees)
     repeated, asked, backends = repeated_classes(trees), class_questions(trees), backend_questions(trees)
     at_import, seconds = loaded(times)
     tests = sum(len(path.read_text("utf-8").splitlines()) for path in (ROOT / "tests").rglob("*.py"))
@@ -256,6 +315,8 @@ def counts(package: Path = PACKAGE, times: int = 3) -> list[Count]:
             for name, (aim, made) in calls().items()
             for stack in [deepest(found for call in made for found in frames(call))]
         ),
+        *(Count(f"frames of measure: {name}", entered(call), aim) for name, (aim, call) in measurements().items()),
+        Count("places with a private name of torch's", len(private), 8, ", ".join(private)),
         Count("files that decide by the NaN policy", len(deciding), 1, ", ".join(deciding)),
         Count("files that ask a property which does", len(asking), None, ", ".join(asking)),
     ]

@@ -133,3 +133,17 @@ def test_the_package_is_counted_whole_and_reaches_every_aim():
     assert counts.Count("x", 3).reached
     missed = [count for count in found.values() if not count.reached and count.what not in NOT_REACHED]
     assert [f"{count.what}: {count.number}, {count.held}" for count in missed] == []
+
+
+def test_private_names_of_torch_are_found_in_imports_and_behind_torch():
+    text = (
+        "import torch\nfrom torch import _C, nn\nfrom torch._C import x\ntorch._dynamo.reset()\nnn._x\ntorch.__name__"
+    )
+    assert counts.private_of_torch({"a.py": ast.parse(text)}) == ["a.py:2", "a.py:3", "a.py:4"]
+
+
+def test_frames_that_a_call_enters_are_counted():
+    def inner():
+        return max(range(3), key=lambda number: -number)
+
+    assert counts.entered(inner) == 4

@@ -6,9 +6,12 @@ stands for the use of a weight in an operation is a :class:`AnyUse`, and has a k
 
 import functools
 from collections.abc import Callable
+from types import BuiltinFunctionType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules import module as modules
 
 from .bilinear import Bilinear
 from .convolution import Convolution
@@ -31,6 +34,7 @@ __all__ = [
     "TransposedLinear",
     "base",
     "find",
+    "is_of_torch",
     "is_packed",
     "is_plain",
     "is_scale",
@@ -104,7 +108,12 @@ CLASSES = tuple(_OF_CLASS)  # torch's classes of layers that can be measured
 
 def base(module: nn.Module) -> type[nn.Module] | None:
     """Return the class of torch's that a module is, or is derived from; None for none of the table."""
-    return next((kind for kind in type(module).__mro__ if kind in _OF_CLASS), None)
+    return _base_of(type(module))  # type: ignore[arg-type]  # a class is hashable
+
+
+@functools.lru_cache(maxsize=1024)
+def _base_of(own: type) -> type[nn.Module] | None:
+    return next((kind for kind in own.__mro__ if kind in _OF_CLASS), None)
 
 
 def find(module: nn.Module) -> Linear | None:
@@ -124,8 +133,32 @@ def is_plain(module: nn.Module) -> bool:
     found = base(module)
     if found is None:
         return isinstance(module, AnyUse) or _is_transposed(module)
-    own = any(getattr(type(module), name) is not getattr(found, name) for name in _OF_CLASS[found].methods)
-    return not own and not obstacle(module)
+    return _has_methods_of(type(module), found) and not obstacle(module)  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=1024)
+def _has_methods_of(own: type, found: type) -> bool:
+    return all(getattr(own, name) is getattr(found, name) for name in _OF_CLASS[found].methods)
+
+
+def is_of_torch(module: nn.Module) -> bool:
+    """Return whether a linear layer or convolution is torch's own, so that its output is W φ + b of its weight.
+
+    Nothing of it is derived or replaced: no class, no method, no function that it calls, no kind of weight, and no hook
+    of all modules stands between its inputs and its output.
+    """
+    function = _FUNCTIONS.get(type(module))
+    return (
+        function is not None
+        and type(module._parameters.get("weight")) is nn.Parameter
+        and type(module).forward.__module__.startswith("torch.nn.modules.")
+        and module.__dict__.keys().isdisjoint(_OF_CLASS[type(module)].methods)
+        and isinstance(getattr(functional, function), BuiltinFunctionType)
+        and not modules._global_forward_hooks
+    )
+
+
+_FUNCTIONS = {nn.Linear: "linear", nn.Conv1d: "conv1d", nn.Conv2d: "conv2d", nn.Conv3d: "conv3d"}
 
 
 def obstacle(module: nn.Module) -> str:
