@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from .model.data import copied, first, leaves, map_tensors
 from .model.outputs import meant
 from .model.uses import experts
 from .numerics import meeting
+from .numerics.directions import Directions
 from .options import CALL, How, check_count, check_number
 from .passes.linearity import users_of
 from .reparameterization.reparameterize import duplicate
@@ -39,6 +41,7 @@ Item = TypeVar("Item")
 
 _TIMED = 3  # backward passes that say how long the others will take
 _DEFINITION_ENTRIES = 4096  # weights up to which the definition's one backward pass per weight is affordable
+_STEP, _HALVINGS, _EPS = 4e-3, 8, torch.finfo(torch.float64).eps  # of differences, relative to the weight
 _CLASSES = (torch.int8, torch.int16, torch.int32)  # which torch's losses want in int64 or uint8
 # The forward pass's own rounding is in these.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -64,11 +67,33 @@ class Check:
         return "within" if self.ok else "ABOVE"
 
 
+@dataclass(frozen=True)
+class Difference:
+    """Hold ⟨D, H D⟩ along a direction D = wU: by autograd, and by central differences of E, which rest on no gradient.
+
+    ``bound`` is what halving the step changes, with rounding; None where that does not settle, as beside a kink.
+    """
+
+    autograd: float
+    value: float
+    bound: float | None
+
+    @property
+    def ok(self) -> bool:
+        """Return whether the two are within the bound; where there is none, nothing is known against it."""
+        return self.bound is None or abs(self.value - self.autograd) <= self.bound
+
+    def __str__(self) -> str:
+        verdict = "kink nearby" if self.bound is None else f"{'within' if self.ok else 'ABOVE'} {self.bound:.0e}"
+        return f"{self.value:<14.9g} for {self.autograd:.9g} by autograd, {verdict}"
+
+
 @dataclass(frozen=True, repr=False)
 class Verification:
     """Hold relative flatness of a slice of data by every path, against nested autograd; true if all agree.
 
-    The truth is computed in float64.
+    The truth is computed in float64. ``differences`` hold the loss itself against its derivatives by autograd, along
+    two random directions.
     """
 
     layer: str
@@ -76,11 +101,12 @@ class Verification:
     truth: float
     method: str
     checks: tuple[Check, ...]
+    differences: tuple[Difference, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Return whether every path is within its tolerance."""
-        return all(check.ok for check in self.checks)
+        """Return whether every path is within its tolerance, and the loss changes as its derivatives say."""
+        return all(check.ok for check in (*self.checks, *self.differences))
 
     def __bool__(self) -> bool:
         return self.ok
@@ -93,9 +119,17 @@ class Verification:
                 f"  {c.path:<22} {c.value:<14.9g} off by {c.error:.1e}, {c.verdict} {c.tolerance:.0e}"
                 for c in self.checks
             ),
-            "verdict: " + ("all paths agree" if self.ok else "THE PATHS DISAGREE; please report this"),
+            *(f"  {'differences of E':<22} {difference}" for difference in self.differences),
+            f"verdict: {self._verdict()}",
         ]
         return "\n".join(lines)
+
+    def _verdict(self) -> str:
+        if not all(check.ok for check in self.checks):
+            return "THE PATHS DISAGREE; please report this"
+        if not self.ok:
+            return "ALL PATHS AGREE, BUT THE GRADIENTS THAT THE MODEL DEFINES ARE NOT THOSE OF ITS LOSS"
+        return "all paths agree"
 
 
 @public(*CALL)
@@ -189,12 +223,13 @@ def verify(
         with calling.differentiated(), _differentiable(target), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
             coarsest = _coarsest(risk())
             method, truth = _truth(estimate, target, risk, _Passes(estimate, target, seconds, how.get("progress")))
+            differences = _differences(target, risk, max(1.0, coarsest / _TOLERANCE[torch.float64]))
     checks = []
     for dtype, estimate in found:
         error = abs(estimate.value - truth) / abs(truth) if truth else abs(estimate.value)
         path = f"{estimate.backend}, {str(dtype).removeprefix('torch.')}"
         checks.append(Check(path, estimate.value, error, max(_TOLERANCE[dtype], coarsest)))
-    return Verification(estimate.layer, estimate.samples, truth, method, tuple(checks))
+    return Verification(estimate.layer, estimate.samples, truth, method, tuple(checks), differences)
 
 
 def _coarsest(value: Tensor) -> float:
@@ -321,6 +356,52 @@ def _definition(layer: nn.Module, risk: Callable[[], Tensor], passes: _Passes) -
         (row,) = torch.autograd.grad(gradient[s, j], weight, retain_graph=True)
         total += float(gram[s] @ _as_matrix(layer, row)[:, j])
     return total
+
+
+def _differences(layer: nn.Module, risk: Callable[[], Tensor], rounding: float) -> tuple[Difference, ...]:
+    """Return ⟨D, H D⟩ along two random directions D = wU by both ways; ``rounding`` is that of E over float64's."""
+    weight, run = _leaf(layer)
+    matrix, random = layers.matrix(layer)[0], Directions()
+    (gradient,) = torch.autograd.grad(run(risk), weight, create_graph=True, materialize_grads=True)
+    along: list[tuple[Tensor, float]] = []
+    for _ in range(2):
+        mixed = matrix @ random.like(matrix.new_empty(matrix.shape[1], matrix.shape[1])) / matrix.shape[1] ** 0.5
+        direction, form = _as_leaf(layer, mixed, weight), 0.0
+        if gradient.requires_grad:
+            (product,) = torch.autograd.grad(gradient, weight, direction, retain_graph=True, materialize_grads=True)
+            form = float((product * direction).sum())
+        along.append((direction, form))
+    # The weight is changed in place, when nothing is differentiated any more.
+    return tuple(_difference(weight, direction, lambda: run(risk), form, rounding) for direction, form in along)
+
+
+@torch.no_grad()
+def _difference(
+    weight: Tensor, direction: Tensor, risk: Callable[[], Tensor], along: float, rounding: float
+) -> Difference:
+    """Return what differences of E give by the largest step that halving settles at, or else by the smallest."""
+    before, middle, last = weight.detach().clone(), float(risk()), math.nan
+    for step in (_STEP / 2**halving for halving in range(_HALVINGS)):
+        ends = []
+        for sign in (1, -1):
+            weight.detach().copy_(before + sign * step * direction)
+            ends.append(float(risk()))
+        weight.detach().copy_(before)
+        value, rounded = (ends[0] - 2 * middle + ends[1]) / step**2, 4 * rounding * _EPS * abs(middle) / step**2
+        change, last = abs(value - last), value
+        if change <= 1e-3 * abs(value) + rounded:
+            return Difference(along, value, change + 8 * rounded)
+    return Difference(along, last, None)
+
+
+def _as_leaf(layer: nn.Module, matrix: Tensor, weight: Tensor) -> Tensor:
+    """Return a matrix (d, m) of the layer's as a tensor of the shape that :func:`_leaf` returns; undoes _as_matrix."""
+    own = layers.as_weight(layer, matrix)
+    if not isinstance(layer, uses.Use) or layer.source.effective:
+        return own
+    whole = torch.zeros_like(weight)
+    whole.view(-1)[layer.entries.start : layer.entries.stop] = own.flatten()
+    return whole
 
 
 def _leaf(layer: nn.Module) -> tuple[Tensor, Callable[[Callable[[], Tensor]], Tensor]]:

@@ -6,6 +6,7 @@ from torch import nn
 
 import pyflatness as pf
 from pyflatness import progress
+from pyflatness.verification import _difference
 from support.cases import TOKEN_TARGETS, TOKENS, C, Pixels, Tokens, classifier
 from support.grid import Net
 from support.networks import CASES
@@ -141,3 +142,43 @@ def test_verify_has_a_bar(monkeypatch):
 def test_verify_takes_seconds(seconds):
     with pytest.raises(pf.errors.InputError, match=r"seconds=.*: a number of seconds"):
         pf.verify(classifier(6, C), nn.CrossEntropyLoss(), (torch.randn(9, 6), torch.randint(C, (9,))), seconds=seconds)
+
+
+class Surrogate(nn.Module):
+    """Compute a sine whose gradients are those of tanh."""
+
+    def forward(self, x):
+        return x.tanh() + (x.sin() - x.tanh()).detach()
+
+
+def differences(middle):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), middle, nn.Linear(6, 3)).double().eval()
+    found = pf.verify(model, nn.CrossEntropyLoss(), (torch.randn(9, 5).double(), torch.arange(9) % 3), "0")
+    assert all(check.ok for check in found.checks)
+    return found
+
+
+def test_the_loss_itself_changes_as_its_derivatives_say():
+    found = differences(nn.Tanh())
+    assert found
+    assert len(found.differences) == 2
+    for difference in found.differences:
+        assert difference.value == pytest.approx(difference.autograd, rel=1e-3)
+        assert difference.bound < 1e-3 * abs(difference.value)
+
+
+def test_gradients_that_are_not_those_of_the_function():
+    found = differences(Surrogate())
+    assert not found
+    assert all(difference.bound is not None and not difference.ok for difference in found.differences)
+    assert "ALL PATHS AGREE, BUT THE GRADIENTS THAT THE MODEL DEFINES ARE NOT THOSE OF ITS LOSS" in repr(found)
+
+
+def test_a_kink_nearby_is_told():
+    weight = torch.zeros(3, dtype=torch.float64)
+    found = _difference(weight, torch.ones_like(weight), lambda: weight.abs().sum(), 0.0, 1.0)
+    assert found.bound is None
+    assert found.ok
+    assert "kink nearby" in str(found)
+    assert not weight.any()
