@@ -19,6 +19,7 @@ from .measures.base import Values
 from .measures.layer_values import LayerValues, no_part
 from .messages import is_out_of_memory
 from .model import layers, spread, uses
+from .model.data import OtherSamplesError
 from .model.selectors import Selector
 from .numerics.accumulate import check_followed
 from .numerics.ranks import Ranks
@@ -262,5 +263,7 @@ class Measurement:
             self._leave_out(rows, error)
 
     def _leave_out(self, rows: Sequence[Measure], error: InputError) -> None:
+        if self._named and isinstance(error, OtherSamplesError):
+            raise error
         self._first = self._first or error
         self._reasons.update((row.name, str(error)) for row in rows)

@@ -31,6 +31,10 @@ from .generators import watched
 _BATCH_SIZE = 256  # samples of a tuple of tensors that go through the model together
 
 
+class OtherSamplesError(InputError):
+    """Is raised for data that gave other samples at a later read, which no measure that reads them can do with."""
+
+
 class Batches:
     """Iterate over the user's data as often as a measure needs.
 
@@ -162,14 +166,14 @@ class Batches:
         if self._first is None:
             self._first = read
         elif not read.same_samples(self._first):
-            raise InputError(
+            raise OtherSamplesError(
                 "data: they are read several times, and a later read gave other samples than the first (an "
                 "augmentation, noise, or a draw of samples at each read), so that the value would be of no one data "
                 "set; pass the batches of one read, as list(loader), or switch that off. What reads the data once: "
                 "relative_flatness, and pf.measure without measures=, both without normalize="
             )
         elif self._ordered and not read.same_order(self._first):
-            raise InputError(
+            raise OtherSamplesError(
                 "data: they are read several times, and a later read gave the samples in another order than the first, "
                 "while samples are told apart by it (per_sample=, nan_policy='omit', fraction=); pass a loader with "
                 "shuffle=False, or the batches of one read, as list(loader)"

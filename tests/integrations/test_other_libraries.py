@@ -158,6 +158,7 @@ def test_values_are_those_of_nested_autograd(case: Case) -> None:
     pytest.importorskip(case.module)
     network = case.make()
     before, measures = snapshot(network.model), ["relative_flatness", "trace"]
+    before["state"] = {name: held for name, held in before["state"].items() if type(held) is Tensor}  # can be compared
     if network.refusal:
         with pytest.raises(InputError, match=re.escape(network.refusal)):
             pf.measure(network.model, "cross_entropy", network.data, measures=measures, **network.options)
