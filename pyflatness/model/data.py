@@ -309,12 +309,6 @@ class Whole:
 class NotCutError(InputError):
     """Say that some samples of a batch were wanted that is not cut."""
 
-    def __init__(self, batch: Any) -> None:
-        super().__init__(
-            f"data: some samples of a batch are wanted by themselves here, and a {type(batch).__name__} that holds its "
-            "tensors in a way of its own is not cut; pass smaller batches, down to one sample each"
-        )
-
 
 class _Changing(TorchFunctionMode):
     """Have a deep copy of an object hold, inside, what ``change`` makes of each tensor in the place of copies."""
@@ -416,7 +410,10 @@ def part(batch: Any, start: int, stop: int) -> Any:
 def check_cut(batch: Any) -> None:
     """Raise for a batch that is not cut."""
     if isinstance(batch, Whole):
-        raise NotCutError(batch.batch)
+        raise NotCutError(
+            f"data: some samples of a batch are wanted by themselves here, and a {type(batch.batch).__name__} that "
+            "holds its tensors in a way of its own is not cut; pass smaller batches, down to one sample each"
+        )
 
 
 def take(batch: Any, index: Tensor) -> Any:

@@ -121,6 +121,7 @@ def test_a_batch_is_left_as_it_was_and_verified():
         assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in vars(one))
 
 
-def test_what_needs_some_samples_of_a_batch_says_so():
+@pytest.mark.parametrize(("call", "options"), [(pf.measure, {"fraction": 0.5}), (pf.importance, {"kind": "hessian"})])
+def test_what_needs_some_samples_of_a_batch_says_so(call, options):
     with pytest.raises(InputError, match="a Graphs that holds its tensors in a way of its own is not cut"):
-        pf.measure(_network(), "cross_entropy", _batches(), forward=called, fraction=0.5)
+        call(_network(), "cross_entropy", _batches(), forward=called, **options)
