@@ -102,7 +102,7 @@ def rounded(
         >>> layer = torch.nn.Linear(2, 1, bias=False)
         >>> _ = layer.weight.data.copy_(torch.tensor([[1.0, 0.3]]))
         >>> pf.changes.rounded(layer, bits=2)[""]
-        tensor([[-0.3333,  0.3667]])
+        tensor([[-0.3333, -0.3000]])
     """
     bits = check_count("bits", bits, 2, "a number of bits", 16)
     group_size = check_count("group_size", group_size, 1, "a number of entries")
