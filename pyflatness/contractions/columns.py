@@ -4,7 +4,7 @@
 
 is |M|² of a layer with the same positions and cotangents, whose inputs are Q φ_p, min(d, m) numbers, in place of φ_p.
 So it comes by what every backend has for |M|², by the route that is best for those sizes. Q is w itself where that has
-no more rows than columns, or where there is one position, of which |w φ|² is all that counts.
+no more rows than columns.
 """
 
 import functools
@@ -68,7 +68,9 @@ class WithColumns(Contractor):
         )
 
     def gathers(self, inputs: Calls, count: int, held: int, elements: int) -> bool:
-        alike = [phi.new_empty(1).expand(self._shape(phi)) for phi in inputs]
+        channels = len(self._weight) * self._rows
+        sizes = [(len(phi), channels, *self._geometry.places(phi.shape[2:])) for phi in inputs]
+        alike = [phi.new_empty(1).expand(size) for phi, size in zip(inputs, sizes, strict=True)]
         return self._others is None and self._behind.gathers(alike, count, held, elements)
 
     def kept(self, places: int) -> int:
@@ -82,16 +84,10 @@ class WithColumns(Contractor):
         return gram_factor(promoted(self._weight).mT)
 
     def _applied(self, phi: Tensor) -> Tensor:
-        """Return Q φ by position, (n, G min(d, m), p0, p1, p2); of one position w φ."""
-        _, _, *places = self._shape(phi)
-        matrix = promoted(self._weight) if places == [1, 1, 1] else self._factor
-        if self._geometry == Geometry():
-            outputs: Tensor = product(phi.flatten(2).mT, matrix[0].t().to(phi.dtype)).mT.unflatten(2, places)
+        """Return Q φ by position, (n, G min(d, m), p0, p1, p2)."""
+        factor, geometry = self._factor.to(phi.dtype), self._geometry
+        if geometry == Geometry():
+            outputs: Tensor = product(phi.flatten(2).mT, factor[0].t()).mT.unflatten(2, phi.shape[2:])
             return outputs
-        filters = matrix.to(phi.dtype).flatten(0, 1).unflatten(1, (-1, *self._geometry.kernel))
-        geometry = self._geometry
+        filters = factor.flatten(0, 1).unflatten(1, (-1, *geometry.kernel))
         return F.conv3d(phi, filters, None, geometry.stride, 0, geometry.dilation, geometry.groups)
-
-    def _shape(self, phi: Tensor) -> list[int]:
-        """Return the shape of what :meth:`_applied` returns of several positions."""
-        return [len(phi), len(self._weight) * self._rows, *self._geometry.places(phi.shape[2:])]

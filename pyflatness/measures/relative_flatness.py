@@ -46,7 +46,7 @@ RELATIVE_FLATNESS = Measure(
     formula="κ = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(∂²E/∂w_s∂w_s')",
     source="Petzka et al. 2021, Definition 3",
     quantity="gram_weighted",
-    invariant="layer-wise",
+    invariant="layer-wise, attention rows",
 )
 RELATIVE_FLATNESS_STD = Measure(
     name="relative_flatness_std",
@@ -54,7 +54,7 @@ RELATIVE_FLATNESS_STD = Measure(
     source="Petzka et al. 2021, Theorem 4",
     quantity="gram_weighted",
     normalize="std",
-    invariant="layer-wise, neuron-wise",
+    invariant="layer-wise, neuron-wise, attention rows",
     cost="one sweep of its own, and a forward pass",
     reads=2,
 )
@@ -63,7 +63,7 @@ RELATIVE_FLATNESS_COLUMNS = Measure(
     formula="κ_col = Σ_{i,j} ⟨w_:i, w_:j⟩ Tr(∂²E/∂w_:i∂w_:j) over the columns w_:j",
     source="relative flatness with rows and columns exchanged",
     quantity="gram_weighted_columns",
-    invariant="layer-wise",
+    invariant="layer-wise, attention columns",
 )
 
 
