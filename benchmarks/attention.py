@@ -165,7 +165,7 @@ def main() -> None:
         axes.plot([value / values[0] for value in values], marker=LINES[name], label=name, linewidth=1)
     axes.set(yscale="log", xlabel="copy of the transformer (0: as trained)", ylabel="value / value as trained")
     axes.set_xticks(range(COPIES + 1))
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 0.1))
     figure.savefig(FIGURE, dpi=110)
 
 
