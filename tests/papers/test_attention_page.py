@@ -13,7 +13,7 @@ def test_numbers_of_the_ten_copies():
     text = re.sub(r"\s+", " ", (DOCS / "attention.md").read_text(encoding="utf-8"))
     copies = json.loads((DOCS / "attention.json").read_text(encoding="utf-8"))["copies"]
     assert len(copies) == 11  # the one as trained is first
-    names = {layer: ("relative_flatness", "relative_flatness_columns") for layer in copies[0]["layers"]["trace"]}
+    names = dict.fromkeys(copies[0]["layers"]["trace"], ("relative_flatness", "relative_flatness_columns"))
     assert len(names) == 12
     kept = [
         sum(copy["layers"][pair[not layer.endswith(ROWS)]][layer] for layer, pair in names.items()) for copy in copies
