@@ -137,7 +137,7 @@ class BlockTraces:
     def probe(self, quantity: str, signs: Signs, stream: int) -> Tensor:
         """Return random changes v of the outputs, (draws, n, G, P, d), with E⟨v, H v⟩ the quantity of each sample."""
         numbers, row = self._run.numbers, QUANTITIES[quantity]
-        if not row.of_block_trace:
+        if not (row.of_block_trace or row.of_outputs):
             return self._entries.probe(self._patches(), signs, stream, numbers, self._form.columns(self._run))
         span = self._patches() if self._few_columns is None else self._few_columns
         span = self._few_outputs(_MOST_POSITIONS) if row.of_outputs else span
