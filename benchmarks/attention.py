@@ -3,7 +3,7 @@
 Run ``python benchmarks/attention.py`` from the project's root; ``--draw`` draws the figure anew from the stored points.
 The transformer, of two blocks of attention and a gated MLP, learns to add two numbers modulo 7. A copy has random
 matrices A and B in every head and random factors D of the gated MLPs, whose singular values are log-uniform between
-1/5 and 5. All measures are exact, in float64.
+1/30 and 30. All measures are exact, in float64.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import pyflatness as pf
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 POINTS, FIGURE = DOCS / "attention.json", DOCS / "attention.png"
 MODULUS, WIDTH, HEADS, INNER, BLOCKS = 7, 16, 2, 32, 2
-COPIES, SPREAD = 10, 5.0
+COPIES, SPREAD = 10, 30.0
 ROWS, COLUMNS = ("q_proj", "k_proj", "v_proj", "up"), ("o_proj", "down")
 MEASURES = ("relative_flatness", "relative_flatness_columns", "trace", "adaptive_sharpness", "lambda_max")
 KEPT = "κ: rows of q, k, v, up; columns of o, down"
