@@ -35,6 +35,7 @@ name. This page is made from the table in the code: `pyflatness measures --markd
 - **a number of each**: values of a `layer` are `report[layer, name]`, those of the `network` are `report[name]`.
 - **invariant to rescalings** of a ReLU network that leave its function alone: `layer-wise`, a layer's weights by λ and
   the next one's by 1/λ. `neuron-wise`, each row of a layer by its own λ_j and the columns behind it by 1/λ_j.
+  `attention rows` and `columns`: q, k and v, or the outputs, of [attention](attention.md) under any matrices of a head.
   `pf.reparameterize` makes such networks, and tests check that every measure is what is said here.
 - **ω_i** in formulas is the weight of sample i in the loss's mean: the number of its loss terms, or the sum of their
   class weights. Σ_i ω_i, the total weight, is the *normaliser*. For the reduction `"sum"` the normaliser is 1.

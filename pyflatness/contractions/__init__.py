@@ -5,6 +5,7 @@
 
 from .backends import NAMES as BACKENDS
 from .backends import choose, choose_for_head, default_memory
+from .columns import COLUMNS, WithColumns
 from .dense import DenseContraction
 from .geometry import Geometry
 from .layer import Contractor, Ingredients, LayerContraction
@@ -18,6 +19,7 @@ from .written import WrittenContraction
 
 __all__ = [
     "BACKENDS",
+    "COLUMNS",
     "DEFAULT_MEMORY",
     "FUSED_OUTPUTS",
     "Backend",
@@ -32,6 +34,7 @@ __all__ = [
     "RowSum",
     "SoftmaxVariance",
     "TokenContraction",
+    "WithColumns",
     "WrittenContraction",
     "choose",
     "choose_for_head",

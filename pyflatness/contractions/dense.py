@@ -49,14 +49,16 @@ class _DenseForms:
     """Compute the forms of M = Σ_q vec(δ_q) vec(x_q)ᵀ over a dense matrix' calls q, without making M.
 
     |Wᵀ M|² = Σ ⟨x_q, x_q'⟩ ⟨γ_q, γ_q'⟩ with γ = Wᵀ δ, the cotangent carried back through this layer alone. Sums over
-    W ∘ M by row Σ_q δ_q ∘ W x_q, by column Σ_q x_q ∘ γ_q; |W ∘ M|² = Σ_qq' ⟨δ_q ∘ δ_q', (W ∘ W)(x_q ∘ x_q')⟩.
+    W ∘ M by row Σ_q δ_q ∘ W x_q, by column Σ_q x_q ∘ γ_q; |W ∘ M|² = Σ_qq' ⟨δ_q ∘ δ_q', (W ∘ W)(x_q ∘ x_q')⟩;
+    |W Mᵀ|² = Σ_qq' ⟨δ_q, δ_q'⟩ ⟨W x_q, W x_q'⟩.
     """
 
     def __init__(self, layer: DenseLayer, backend: Backend, made: Made, inputs: Calls) -> None:
         self._layer, self._backend, self._made = layer, backend, made
         self._columns = _flat(inputs)
         self._gram = product(self._columns, self._columns.mT).unsqueeze(1)
-        self._outputs = _flat([layer.applied(x, 1) for x in inputs]) if made.by_row else None
+        applied = made.by_row or made.gram_weighted_columns
+        self._outputs = _flat([layer.applied(x, 1) for x in inputs]) if applied else None
         pairs = itertools.combinations_with_replacement(range(len(inputs)), 2)
         self._pairs = [*pairs] if made.weighted else []
         self._variances = [
@@ -75,8 +77,14 @@ class _DenseForms:
             contract(carried.unsqueeze(1), self._gram) if carried is not None and self._made.gram_weighted else None,
             sum(weighted[1:], start=weighted[0]) if weighted else None,
             None if carried is None else (self._columns * carried).sum(dim=1).double(),
-            None if self._outputs is None else (rows * self._outputs).sum(dim=1).double(),
+            (rows * self._outputs).sum(dim=1).double() if self._outputs is not None and self._made.by_row else None,
+            self._column_norms(rows) if self._made.gram_weighted_columns else None,
         )
+
+    def _column_norms(self, rows: Tensor) -> Tensor:
+        assert self._outputs is not None
+        gram = product(self._outputs, self._outputs.mT).unsqueeze(1)
+        return self._backend.gram(rows.unsqueeze(1), gram.to(rows.dtype))
 
 
 def _flat(calls: Calls) -> Tensor:

@@ -90,7 +90,7 @@ class Contraction:
         precision: Precision = contextlib.nullcontext,
         takes_several: bool = False,
     ) -> None:
-        self._wanted, self._forms, self._entries, self._precision = wanted, forms, entries, precision
+        self._wanted, self.forms, self.entries, self._precision = wanted, forms, entries, precision
         self._stack, self.stack_size, self.held = stack, stack_size, held
         self.takes_several = stack_size > 1 or (takes_several and wanted.plain)
         self._signs: list[Sign] = []
@@ -98,10 +98,10 @@ class Contraction:
     def of(self, cotangent: Calls, sign: Sign = None) -> Contribution:
         """Return the contribution of a cotangent by itself."""
         with self._precision():
-            found = self._wanted.contribution(self._forms(cotangent), sign)
+            found = self._wanted.contribution(self.forms(cotangent), sign)
             for name in self._wanted.entries:
-                assert self._entries is not None
-                found.parts[name] = self._entries(cotangent, sign)
+                assert self.entries is not None
+                found.parts[name] = self.entries(cotangent, sign)
         return found
 
     def hold(self, cotangent: Calls, sign: Sign = None) -> Contribution | None:
@@ -122,7 +122,7 @@ class Contraction:
     def of_several(self, cotangents: Tensor, signs: Sequence[Sign]) -> Contribution:
         """Return the contribution of cotangents one behind the other, (k n, …); a stack has ``stack_size`` at most."""
         with self._precision():
-            return self._together(self._forms([cotangents]), signs)
+            return self._together(self.forms([cotangents]), signs)
 
     def _released(self) -> Contribution:
         """Return the contribution of what is held back, and hold nothing from then on."""
@@ -241,11 +241,11 @@ class LayerContraction(Contractor):
         def entries(cotangent: Calls, sign: Sign) -> Tensor:
             return self.entries(inputs, cotangent, sign)
 
-        with self._precision():
+        with self.precision():
             route = self._chosen(inputs, count, stack_size, positions)()
         stack: Stack = route if isinstance(route, Stacked) else Copies(stack_size, self.buffer, route.forms)
         several = route.takes_several
-        return Contraction(self._wanted, route.forms, entries, stack, stack_size, held, self._precision, several)
+        return Contraction(self._wanted, route.forms, entries, stack, stack_size, held, self.precision, several)
 
     def _chosen(self, inputs: Calls, count: int, stack_size: int, positions: Tensor | None) -> Callable[[], LayerRoute]:
         """Return what prepares the best route for these inputs."""
@@ -351,7 +351,7 @@ class LayerContraction(Contractor):
 
     def traces(self, inputs: Calls, cotangent: Calls, coefficients: Tensor) -> Tensor:
         """Return Σ_i coefficient_i M_i M_iᵀ, (G, d, d) float64."""
-        with self._precision():
+        with self.precision():
             return self._traces(inputs, cotangent, coefficients)
 
     def _traces(self, inputs: Calls, cotangent: Calls, coefficients: Tensor) -> Tensor:
@@ -393,7 +393,7 @@ class LayerContraction(Contractor):
             total += (gradients if signs is None else gradients.mul_(signs[some])).sum(dim=0)
         return total
 
-    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+    def precision(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context for float32 products as precise as the layer's own."""
         if not self._on_gpu:
             return contextlib.nullcontext()

@@ -5,6 +5,7 @@ linear functional of the sample's Hessian H in the layer's weight w:
 
 - ``squares``: |M|², the trace of H;
 - ``gram_weighted``: |R M|² = ⟨w wᵀ, M Mᵀ⟩ with RᵀR = w wᵀ, relative flatness;
+- ``gram_weighted_columns``: |w Mᵀ|² = ⟨wᵀw, MᵀM⟩, relative flatness by columns: |M|² of inputs w φ in place of φ;
 - ``weighted``: |w ∘ M|², adaptive sharpness;
 - ``by_column``, ``by_row``: Σ_j (Σ_group j w ∘ M)², the summands beside the sum; a group is an input channel with its
   kernel elements, or a row;
@@ -33,6 +34,7 @@ class Forms(NamedTuple):
     weighted: Tensor | None = None  # |w ∘ M|², (n,)
     by_column: Tensor | None = None  # Σ w ∘ M over the rows, and the kernel elements, of each input channel, (n, G c)
     by_row: Tensor | None = None  # Σ w ∘ M over the columns of each row, (n, G d)
+    gram_weighted_columns: Tensor | None = None  # |w Mᵀ|², (n,)
 
     @classmethod
     def joined(cls, parts: Sequence["Forms"]) -> "Forms":
@@ -57,7 +59,7 @@ class RowHessian:
     columns: slice  # j
     left: Tensor  # a, (n, columns) float64
     phi: Tensor  # φ in these columns, (n, P, columns)
-    outputs: Tensor  # the row's, Σ_j w_sj φ_pj over all columns, (n, P)
+    outputs: Tensor  # w φ_p over all columns, (n, P, d)
     y: Tensor  # (n, P, d)
 
     @functools.cached_property
@@ -97,6 +99,7 @@ class LayerQuantity:
     neurons: Neurons | None = None  # the summands that it comes with
     entries: bool = False  # comes with the entries of M ∘ M, summed over all samples together
     of_block_trace: bool = False  # it is ⟨C, T⟩ of T = Σ_j H_(·j),(·j): for C = w wᵀ with gram_factor, else I
+    of_outputs: bool = False  # it is the trace of T for inputs w φ in place of φ
     of_diagonal: bool = False  # it is a sum over single entries H_(sj),(sj)
     sampled: bool = True  # has a sampled value
     of_dense: bool = True  # it is there for a convolution as one dense matrix
@@ -123,6 +126,7 @@ class Made(NamedTuple):
 
     squares: bool
     gram_weighted: bool
+    gram_weighted_columns: bool
     weighted: bool
     by_column: bool
     by_row: bool
@@ -150,7 +154,7 @@ class Quantities:
         self.entries = [name for name, row in self.rows.items() if row.entries]
         self.neurons = {name: row.neurons for name, row in self.rows.items() if row.neurons is not None}
         self.plain = not self.weighted and not self.entries
-        self.squares = any(not (row.entries or row.gram_factor or row.weighted) for row in every)
+        self.squares = any(row.form == "squares" and not row.entries for row in every)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -174,7 +178,7 @@ class Quantities:
 def needs_weight(names: Sequence[str]) -> bool:
     """Return whether some quantities need the entries of a layer's weight."""
     wanted = Quantities.of(*names)
-    return wanted.gram_factor or wanted.weighted
+    return wanted.gram_factor or wanted.weighted or wanted.forms.gram_weighted_columns
 
 
 def _squares(unit: RowHessian, total: Tensor) -> None:
@@ -186,12 +190,17 @@ def _gram_weighted(unit: RowHessian, total: Tensor) -> None:
     total += (unit.left * _summed(rows, unit.phi)).sum(dim=1)
 
 
+def _gram_weighted_columns(unit: RowHessian, total: Tensor) -> None:
+    left = unit.left @ unit.weight[unit.group, :, unit.columns].double().mT
+    total += (left * _summed(unit.y[:, :, unit.row], unit.outputs)).sum(dim=1)
+
+
 def _weighted(unit: RowHessian, total: Tensor) -> None:
     total += unit.entries @ unit.weights.square()
 
 
 def _by_row(unit: RowHessian, total: Tensor) -> None:
-    along = (unit.y[:, :, unit.row] * unit.outputs).sum(dim=1).double()
+    along = (unit.y[:, :, unit.row] * unit.outputs[:, :, unit.row]).sum(dim=1).double()
     total[:, unit.group * unit.weight.shape[1] + unit.row] += (unit.left @ unit.weights) * along
 
 
@@ -229,6 +238,9 @@ QUANTITIES = {
     "squares": LayerQuantity("squares", _squares, of_block_trace=True),
     "gram_weighted": LayerQuantity(
         "gram_weighted", _gram_weighted, gram_factor=True, of_block_trace=True, at_head=True
+    ),
+    "gram_weighted_columns": LayerQuantity(
+        "gram_weighted_columns", _gram_weighted_columns, of_outputs=True, at_head=True
     ),
     "weighted": LayerQuantity("weighted", _weighted, weighted=True, of_diagonal=True, of_repeated=False),
     "by_column": LayerQuantity(

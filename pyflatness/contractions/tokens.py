@@ -73,7 +73,7 @@ class Tokens:
         self._shape, self._factor, self._dots, self._made = weight.shape, factor, backend.row_dots, wanted.forms
         self._columns = Columns(tokens.long())
         made = wanted.forms
-        if made.weighted or made.by_column or made.by_row:
+        if made.weighted or made.by_column or made.by_row or made.gram_weighted_columns:
             self._weights = promoted(weight[0].t()[self._columns.tokens])  # (n, U, d)
 
     def forms(self, cotangent: Calls) -> Forms:
@@ -90,7 +90,8 @@ class Tokens:
             if made.by_column:
                 sums = products.sum(dim=2).double()
                 by_column = sums.new_zeros(len(sums), self._shape[2]).scatter_add_(1, self._columns.tokens, sums)
-        return Forms(squares, gram_weighted, weighted, by_column, by_row)
+        columnwise = self._column_norms(columns) if made.gram_weighted_columns else None
+        return Forms(squares, gram_weighted, weighted, by_column, by_row, columnwise)
 
     def entries(self, cotangent: Calls, sign: Sign) -> Tensor:
         """Return Σ_i sign_i M_i ∘ M_i, (1, d, m) float64."""
@@ -100,6 +101,13 @@ class Tokens:
             squares = squares * (sign.view(-1, 1, 1) if isinstance(sign, Tensor) else sign)
         total = squares.new_zeros(m, d).index_add_(0, self._columns.tokens.flatten(), squares.flatten(0, 1))
         return total.t().unsqueeze(0)
+
+    def _column_norms(self, columns: Tensor) -> Tensor:
+        """Return |w Mᵀ|², of few tokens by the inner products of their columns of w and of M."""
+        weights = self._weights.to(columns.dtype)
+        if columns.shape[1] > columns.shape[2]:
+            return self._norms(product(weights.mT, columns))
+        return self._dots(product(weights, weights.mT).flatten(1), product(columns, columns.mT).flatten(1))
 
     def _norms(self, columns: Tensor) -> Tensor:
         flat = columns.flatten(1)

@@ -9,7 +9,7 @@ from torch import Tensor
 from .factor import gram_factor
 from .geometry import Geometry
 from .layer import Contraction, Contractor, Ingredients, Sign
-from .precision import promoted
+from .precision import product, promoted
 from .quantities import Forms
 from .routes import Calls
 
@@ -35,10 +35,13 @@ class WrittenContraction(Contractor):
 
         def forms(cotangent: Calls) -> Forms:
             weight = self._weight if self._wanted.weighted else None
-            parts = [
-                self._backend.products(gradients, self._geometry, self._factor, weight)
-                for _, gradients in self._written(inputs, cotangent)
-            ]
+            parts = []
+            for _, gradients in self._written(inputs, cotangent):
+                found = self._backend.products(gradients, self._geometry, self._factor, weight)
+                if self._wanted.forms.gram_weighted_columns:
+                    turned = product(self._weight, gradients.mT).flatten(1)
+                    found = found._replace(gram_weighted_columns=self._backend.row_dots(turned, turned))
+                parts.append(found)
             return Forms.joined(parts)
 
         def entries(cotangent: Calls, sign: Sign) -> Tensor:

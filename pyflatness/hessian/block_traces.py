@@ -22,7 +22,7 @@ Quantities that are not of T are in :mod:`.entries`, and those of T beside them,
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from ..contractions import product, promoted
+from ..contractions.factor import gram_factor
 from ..contractions.quantities import QUANTITIES, Contribution
 from ..messages import second_derivatives
 from ..model import layers
@@ -82,7 +83,8 @@ class BlockTraces:
         self._quantities, self._most = quantities, most
         self._traced = [name for name in quantities if QUANTITIES[name].of_block_trace]
         self._basis = _basis(whole, self._traced, partial(form.factor, run))
-        others = [name for name in quantities if name not in self._traced]
+        self._behind = [name for name in quantities if QUANTITIES[name].of_outputs]
+        others = [name for name in quantities if name not in (*self._traced, *self._behind)]
         self._entries = Entries(self._weight, form.kernel_elements, others, whole)
         self._everything = None
         if tells_all(quantities):
@@ -99,18 +101,22 @@ class BlockTraces:
         if self._everything is not None:
             return self._everything.products(self._columns)
         traced = len(self._weight) * self._basis.size * self._columns if self._traced or not self._quantities else 0
-        return traced + self._entries.products(self._columns)
+        groups, d, _ = self._weight.shape
+        behind = groups * d * min(d, self._columns) if self._behind else 0
+        return traced + behind + self._entries.products(self._columns)
 
     def exact(self) -> Contribution:
         """Return the quantities of every sample, and the summands by neuron of those that have some."""
-        total = self._weight.new_zeros(len(self._traced), self._run.samples, dtype=torch.float64)
         self._check_affordable()
         with self._directions() as directions:
             if self._everything is not None:
                 return self._on_all_columns(self._everything.exact(directions, self._run.samples))
+            total = self._weight.new_zeros(0, self._run.samples, dtype=torch.float64)
             if self._traced:
-                for _, _, units in self._units(directions):
-                    total += self._read(directions, units).sum(dim=1)
+                total = self._sums(directions, self._basis)
+            if self._behind:
+                outputs = replace(directions, span=self._few_outputs(directions.patches.shape[2]))
+                total = torch.cat([total, self._sums(outputs, RowBasis(self._weight.shape[1], None, [None]))])
             found = self._entries.exact(directions, self._run.samples)
         return self._on_all_columns(Contribution(self._in_order(total, found.values), found.parts))
 
@@ -122,7 +128,7 @@ class BlockTraces:
         self._check_affordable()
         with self._directions() as directions:
             scale = kept.new_ones(len(kept), groups) if directions.scale is None else directions.scale
-            for place, column, units in self._units(directions):
+            for place, column, units in self._units(directions, d):
                 k, group = torch.arange(len(place), device=place.device), place // d
                 row = directions.products(units)[k, :, group, column].double() * scale.t()[group].unsqueeze(2)
                 total.index_add_(0, place, row[:, kept].sum(dim=1))
@@ -132,9 +138,10 @@ class BlockTraces:
     def probe(self, quantity: str, signs: Signs, stream: int) -> Tensor:
         """Return random changes v of the outputs, (draws, n, G, P, d), with E⟨v, H v⟩ the quantity of each sample."""
         numbers, row = self._run.numbers, QUANTITIES[quantity]
-        if not row.of_block_trace:
+        if not (row.of_block_trace or row.of_outputs):
             return self._entries.probe(self._patches(), signs, stream, numbers, self._form.columns(self._run))
         span = self._patches() if self._few_columns is None else self._few_columns
+        span = self._few_outputs(_MOST_POSITIONS) if row.of_outputs else span
         rows = self._form.factor(self._run) if row.gram_factor else None
         groups, size = len(self._weight), self._weight.shape[1] if rows is None else rows.shape[1]
         drawn = signs(stream, numbers, span.shape[3], groups, size)  # fewer columns, the same signs
@@ -143,7 +150,8 @@ class BlockTraces:
 
     def _in_order(self, traced: Tensor, entries: Tensor) -> Tensor:
         """Return the values of block traces and the others in the order in which the quantities were given."""
-        names = [*self._traced, *(name for name in self._quantities if name not in self._traced)]
+        first = [*self._traced, *self._behind]
+        names = [*first, *(name for name in self._quantities if name not in first)]
         places = torch.tensor([names.index(name) for name in self._quantities], dtype=torch.int64, device=traced.device)
         return torch.cat([traced, entries])[places]
 
@@ -155,25 +163,22 @@ class BlockTraces:
         }
         return found._replace(parts=parts)
 
-    def _read(self, directions: WeightDirections, coefficients: Tensor) -> Tensor:
-        """Return ⟨B C, Uᵀ H Uᵀ B⟩ over all groups, (quantities, k, n) float64."""
-        parts: list[Tensor] = []
-        if not self._traced:
-            return self._weight.new_zeros(0, len(coefficients), self._run.samples, dtype=torch.float64)
-        along = self._basis.directions(coefficients)
-        products = directions.products(along)
-        for readout in self._basis.readouts:
-            read = along
-            if readout is not None:
-                read = self._basis.directions(product(coefficients, readout.to(coefficients.dtype)))
-            found = (products * read).sum(dim=(3, 4)).double()
-            scaled = found if directions.scale is None else found * directions.scale
-            parts.append(scaled.sum(dim=2))
-        return torch.stack(parts)
+    def _sums(self, directions: WeightDirections, basis: RowBasis) -> Tensor:
+        """Return Σ ⟨B C, Uᵀ H Uᵀ B⟩ over the unit directions B of all groups, (readouts, n) float64."""
+        total = self._weight.new_zeros(len(basis.readouts), self._run.samples, dtype=torch.float64)
+        for _, _, units in self._units(directions, basis.size):
+            along = basis.directions(units)
+            products = directions.products(along)
+            for value, readout in zip(total, basis.readouts, strict=True):
+                read = along if readout is None else basis.directions(product(units, readout.to(units.dtype)))
+                found = (products * read).sum(dim=(3, 4)).double()
+                scaled = found if directions.scale is None else found * directions.scale
+                value += scaled.sum(dim=(0, 2))
+        return total
 
-    def _units(self, directions: WeightDirections) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield the unit directions e_s e_bᵀ, some at a time: s over all groups, b (k,), and B (k, 1, G, ρ, r)."""
-        groups, rows, columns = len(self._weight), self._basis.size, directions.columns
+    def _units(self, directions: WeightDirections, rows: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield the unit directions e_s e_bᵀ, some at a time: s over all groups, b (k,), and B (k, 1, G, ρ, rows)."""
+        groups, columns = len(self._weight), directions.columns
         count = groups * rows * columns
         for chosen in torch.arange(count, device=self._weight.device).split(directions.batch):
             place, column = chosen // columns, chosen % columns
@@ -224,6 +229,11 @@ class BlockTraces:
         by_token = self._form.columns(self._run) is not None  # the run's columns change with the samples beside
         span = _by_token(patches) if by_token else _spanning(patches, _MOST_POSITIONS)
         return None if span is patches else span
+
+    def _few_outputs(self, most: int) -> Tensor:
+        """Return K of inputs Q φ in place of φ, QᵀQ = wᵀw; of the weight's own changes Qᵀ."""
+        outputs = product(self._patches(), gram_factor(self._weight.mT).mT)
+        return outputs if self.in_weight else _spanning(outputs, most)
 
     def _outputs(self) -> Varied:
         """Return the outputs of the layer's calls."""

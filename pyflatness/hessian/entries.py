@@ -166,7 +166,7 @@ class Entries:
                         columns,
                         left,
                         phi[:, :, columns],
-                        outputs[:, group, :, s],
+                        outputs[:, group],
                         y,
                     )
 

@@ -7,6 +7,14 @@ is ``relative_flatness`` (Petzka et al. 2021, Definition 3; normalised, ``…_st
 sum over its layers (appendix A). It is invariant to layer-wise rescalings of ReLU networks; with features divided and
 columns multiplied by the features' deviation also to neuron-wise ones. At a head see :mod:`.at_head`.
 
+    κ_col(w) = Σ_{i,j} ⟨w_:i, w_:j⟩ Tr(∂²E/∂w_:i∂w_:j)        over the columns w_:j (d,), w (d, m)
+             = Σ_i Σ_c σ_ic |w M_i^(c)ᵀ|² / Σ_i ω_i            by the GGN
+
+is ``relative_flatness_columns``, the twin of κ, which pairs rows. κ stays the same under w -> A w with an invertible A
+that is undone behind the layer, κ_col under w -> w B with a B that is undone in front of it (docs/attention.md). It is
+the trace of the Hessian in a matrix (d, d) between the layer's product and its bias, at the identity. A network's value
+is the sum over its layers.
+
     κ^φ(w) = Σ_s |w_s|² λ_max(∂²E/∂w_s²)        over the rows w_s of a layer's weight (the filters of a convolution)
 
 is ``relative_flatness_max`` (Definition 13). It bounds the robustness to every feature matrix |A| ≤ 1, E_F ≤ δ²d/2 κ^φ
@@ -38,7 +46,7 @@ RELATIVE_FLATNESS = Measure(
     formula="κ = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(∂²E/∂w_s∂w_s')",
     source="Petzka et al. 2021, Definition 3",
     quantity="gram_weighted",
-    invariant="layer-wise",
+    invariant="layer-wise, attention rows",
 )
 RELATIVE_FLATNESS_STD = Measure(
     name="relative_flatness_std",
@@ -46,9 +54,16 @@ RELATIVE_FLATNESS_STD = Measure(
     source="Petzka et al. 2021, Theorem 4",
     quantity="gram_weighted",
     normalize="std",
-    invariant="layer-wise, neuron-wise",
+    invariant="layer-wise, neuron-wise, attention rows",
     cost="one sweep of its own, and a forward pass",
     reads=2,
+)
+RELATIVE_FLATNESS_COLUMNS = Measure(
+    name="relative_flatness_columns",
+    formula="κ_col = Σ_{i,j} ⟨w_:i, w_:j⟩ Tr(∂²E/∂w_:i∂w_:j) over the columns w_:j",
+    source="relative flatness with rows and columns exchanged",
+    quantity="gram_weighted_columns",
+    invariant="layer-wise, attention columns",
 )
 
 

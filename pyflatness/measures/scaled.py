@@ -206,7 +206,7 @@ RELATIVE_FLATNESS_PER_FEATURE = Measure(
     source="Petzka et al. 2021, Theorem 5",
     base=RELATIVE_FLATNESS.name,
     derive=functools.partial(scaled, lambda module: 1 / (2 * layers.matrix(module)[0].shape[-1])),
-    invariant="layer-wise",
+    invariant="layer-wise, attention rows",
     cost="that of relative_flatness, shared",
 )
 SCALED_LAMBDA_MAX = Measure(

@@ -115,6 +115,19 @@ class Cotangents:
         counted = self.terms.scale != 0
         return torch.where(counted, self._factors().sizes(), 0.0).view(len(self._order), -1).sum(dim=1)
 
+    def traces(self) -> Tensor:
+        """Return the trace of each loss term's Hessian in the outputs, (n L,) float64."""
+        factors = self._factors()
+        if self._loss.convex:
+            found = factors.sizes()
+        else:
+            columns = map(factors.column, range(factors.count))
+            found = sum(
+                (column.double().square().sum(dim=1) * (1.0 if signs is None else signs) for column, signs in columns),
+                start=torch.zeros_like(self.terms.scale),
+            )
+        return torch.where(self.terms.scale != 0, found, 0.0)
+
     def marked(self, values: Tensor) -> Tensor:
         """Return values (…, n) of the samples, NaN for those without a loss."""
         return values.masked_fill(self.bad, math.nan)

@@ -2,6 +2,8 @@
 
     w_l -> diag(λ) w_l,  b_l -> λ b_l,    w_{l+1} -> w_{l+1} diag(1/λ)      (Petzka et al. 2019, Theorems 2 and 3)
 
+The heads of attention get other weights by matrices, see :mod:`.attention`.
+
 One factor for all rows is the layer-wise reparameterisation, one for each the neuron-wise one. It leaves the function
 alone where every operation between the two layers is positively homogeneous and keeps rows apart: ReLU, LeakyReLU,
 pooling, flatten. Of an eval BatchNorm between them running mean and β are multiplied too, γ and running variance are
@@ -28,7 +30,8 @@ from ..options import How, check_flag
 from ..passes import normalize
 from ..passes.guards import check_of_user
 from ..session import public, session
-from . import flow
+from . import attention, flow
+from .attention import Attention
 from .flow import Flow, Label
 
 _SAMPLES = 2  # that are followed through the model
@@ -44,15 +47,20 @@ _HINTS = {
 
 @public("forward", "eval")
 def reparameterize(
-    model: nn.Module, factors: Mapping[Selector, Any], data: Any, *, inplace: bool = False, **how: Unpack[How]
+    model: nn.Module, factors: Mapping[Any, Any], data: Any, *, inplace: bool = False, **how: Unpack[How]
 ) -> nn.Module:
     """Return the model with other weights for the same function: rows of layers by λ, columns behind by 1/λ.
 
     Args:
         model: in eval mode; linear layers and convolutions with ReLU, LeakyReLU, pooling, reshapes, factors of other
-            branches and eval BatchNorm between. How its layers are connected is observed on two samples.
+            branches (so the ``up`` of a gated MLP) and eval BatchNorm between. How its layers are connected is observed
+            on two samples.
         factors: layer (name or module) -> λ > 0: a number for all its rows (layer-wise), or (d,) numbers, one for each
             (neuron-wise). The layers that take its output get 1/λ on their columns; several layers at once are fine.
+            Attention module (``nn.MultiheadAttention``, Llama's, GPT-2's and those like them) -> ``{"qk": A, "vo": B}``
+            or one of these: in each head the rows of q by A and of k by A⁻ᵀ, the rows of v by B and the columns of the
+            outputs by B⁻¹. A and B are invertible, (h, h), or (groups, h, h) for each head with keys of its own. Behind
+            rotary embeddings A has to commute with the rotations of pairs of entries.
         data: a tuple of tensors (inputs, targets), an iterable of such batches, or a tensor of inputs. The function is
             compared on all of it.
         inplace: change the model's own weights; else a copy's.
@@ -79,7 +87,11 @@ def reparameterize(
         model, nn.MSELoss(), batches, how={**how, "process_group": False}, reads=2
     ) as task:
         module = task.model
-        wanted = _factors(module, factors)
+        if not isinstance(factors, Mapping) or not factors:
+            raise InputError(f"factors: a mapping from layers to numbers is wanted, got {factors!r:.80}")
+        matrices = {selector: given for selector, given in factors.items() if isinstance(given, Mapping)}
+        heads = [_heads(module, selector, given) for selector, given in matrices.items()]
+        wanted = _factors(module, {key: given for key, given in factors.items() if key not in matrices})
         batch = task.batches.peek()
         try:
             found = _followed(module, wanted, first(batch, _SAMPLES), task.forward)
@@ -88,6 +100,8 @@ def reparameterize(
             found = _followed(module, wanted, batch, task.forward)
         changed = duplicate(module)
         _multiply(changed, wanted, found)
+        for one, of_heads in heads:
+            one.change(changed, of_heads.get("qk"), of_heads.get("vo"))
         for number, batch in enumerate(task.batches):
             check_same(module, changed, batch, task.forward, number)
         if not inplace:
@@ -151,10 +165,17 @@ def scale_columns(module: nn.Module, factors: Tensor) -> None:
     weight.copy_(layers.as_weight(module, (columns * normalize.of_columns(module, factors)).flatten(0, 1)))
 
 
+def _heads(model: nn.Module, selector: Any, given: Mapping[str, Any]) -> tuple[Attention, dict[str, Tensor]]:
+    """Return an attention module and its matrices by "qk" and "vo"."""
+    one, device = attention.named(model, selector), state.device(model)
+    wrong = [key for key in given if key not in ("qk", "vo")]
+    if wrong or not given:
+        raise InputError(f"factors of attention {one.name!r}: matrices 'qk' and 'vo' are wanted, got {[*given]}")
+    return one, {what: one.matrices(what, matrix, device) for what, matrix in given.items()}
+
+
 def _factors(model: nn.Module, factors: Mapping[Selector, Any]) -> dict[str, Tensor]:
     """Return λ by layer name, as (1,) or (d,) float64."""
-    if not isinstance(factors, Mapping) or not factors:
-        raise InputError(f"factors: a mapping from layers to numbers is wanted, got {factors!r:.80}")
     found: dict[str, Tensor] = {}
     for selector, given in factors.items():
         name = selectors.one(model, selector)
@@ -185,6 +206,8 @@ def _followed(
     model: nn.Module, factors: Mapping[str, Tensor], batch: Any, forward: calling.Forward | None
 ) -> dict[str, Label]:
     """Return, for each module that multiplied values go into, where the features that arrive there come from."""
+    if not factors:
+        return {}
     with Flow(model, {name: len(values) for name, values in factors.items()}, _refuse) as seen, calling.dry_run():
         outputs, _ = calling.run(model, batch, forward)
         seen.finish(outputs)

@@ -6,6 +6,7 @@ rows of R,
 
     Σ_c σ_c |R M^(c)|² = |φ|² Σ_k ⟨J r_k, H J r_k⟩        Σ_c σ_c |M^(c)|² = |φ|² Σ_s ⟨J e_s, H J e_s⟩
 
+and |w φ|² in the place of |φ|² in the second, by columns,
 which takes min(d, m) directions r_k, or d unit vectors e_s, of each layer, in place of C - 1 cotangents of every loss
 term that go backward for all layers at once. J r is the derivative of a backward pass in its cotangent v, in which it
 is linear: ⟨J r, v⟩ = ⟨r, Jᵀ v⟩.
@@ -30,9 +31,15 @@ _FEWEST = 64  # cotangents from which directions are thought of: below there is 
 
 _FEWER = 0.8  # directions for each cotangent, at most; by measurement each takes about as long
 
+
+def _units(weight: Tensor) -> Tensor:
+    return torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
+
+
 _DIRECTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gram_weighted": lambda weight: gram_factor(weight).squeeze(0),
-    "squares": lambda weight: torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device),
+    "squares": _units,
+    contractions.COLUMNS: _units,
 }
 """By quantity, of a weight (1, d, m): the directions (r, d)."""
 
@@ -61,10 +68,14 @@ def values(run: Run, sent: Cotangents, forms: Mapping[str, LayerForm]) -> dict[s
         for name, form in forms.items():
             features = contractions.promoted(form.input_rows(run))
             with contractions.full_precision(features):
-                norms = features.double().square().sum(dim=1)
-                weight = contractions.promoted(form.matrix)
-                sums = [_sum(sent, arrived[name][0], cotangent, _DIRECTIONS[key](weight)) for key in form.quantities]
-                found[name] = torch.stack(sums) * norms
+                weight, rows = contractions.promoted(form.matrix), []
+                for key in form.quantities:
+                    vectors = features
+                    if key == contractions.COLUMNS:
+                        vectors = contractions.product(features, weight[0].t().to(features.dtype))
+                    norms = vectors.double().square().sum(dim=1)
+                    rows.append(norms * _sum(sent, arrived[name][0], cotangent, _DIRECTIONS[key](weight)))
+                found[name] = torch.stack(rows)
     except RuntimeError as error:
         if not lacks_a_second_derivative(error):
             raise

@@ -1,6 +1,7 @@
 """Take relative flatness by a formula, without cotangents, in layers that are the head of a micro-batch.
 
     Σ_p scale_p |φ_p|² ⟨w wᵀ, ∂²ℓ_p/∂z_p²⟩        of a sample with loss terms p, z_p = w φ_p + b the model's outputs
+    Σ_p scale_p |w φ_p|² Tr ∂²ℓ_p/∂z_p²           by columns
 
 A layer is the head if the model's output is that of its only call, untouched, or a view of it (tokens with classes
 moved to dimension 1, all positions but the last), and each of the loss terms reads one row of it. Whether it is so is
@@ -52,7 +53,7 @@ class Heads:
     def apart(
         self, run: Run, sent: Cotangents, forms: Mapping[str, LayerForm]
     ) -> tuple[dict[str, Tensor], dict[str, LayerForm]]:
-        """Return by layer what has a formula, (n,) not yet divided, and forms of what takes cotangents."""
+        """Return by layer what has a formula, (quantities, n) not yet divided, and forms of what takes cotangents."""
         heads = {}
         for name, form in forms.items() if self._others != self.quantities else ():
             order = self._order(run, sent, form)
@@ -105,17 +106,30 @@ class Heads:
         return order_in_memory(rows, own) if same else None
 
     def _values(self, run: Run, sent: Cotangents, form: LayerForm, order: Tensor) -> Tensor:
-        features, scale = form.input_rows(run), sent.terms.scale
+        features = form.input_rows(run)
         if order.numel():
             features = features[order.to(features.device)]
+        made = [self._by_columns if name == contractions.COLUMNS else self._by_rows for name in self.quantities]
         with contractions.full_precision(features):
-            if form.name not in self._curvatures:
-                weight, bias = form.matrix.squeeze(0), layers.matrix(self._runner.selected[form.name])[1]
-                expected = len(features) * max(1, len(self._runner.batches))
-                curvature = self._loss.curvature(weight, bias, form.backend, expected, self._memory, 0.0)
-                self._curvatures[form.name] = curvature
-            rows = self._curvatures[form.name].by_row(features, scale, *sent.terms.extra).values
-        return torch.where(scale != 0, rows * scale, 0.0).view(run.samples, -1).sum(dim=1)
+            rows = torch.stack([of_rows(sent, form, features) for of_rows in made[self.columns]])
+        return rows.view(len(rows), run.samples, -1).sum(dim=2)
+
+    def _by_columns(self, sent: Cotangents, form: LayerForm, features: Tensor) -> Tensor:
+        rows, lengths = contractions.promoted(features), torch.zeros_like(sent.terms.scale)
+        for part in form.matrix.squeeze(0).split(max(1, self._memory // (16 * sum(rows.shape)))):
+            outputs = contractions.product(rows, contractions.promoted(part).to(rows.dtype).t())
+            lengths += form.backend.row_dots(outputs, outputs)
+        return sent.traces() * lengths
+
+    def _by_rows(self, sent: Cotangents, form: LayerForm, features: Tensor) -> Tensor:
+        scale = sent.terms.scale
+        if form.name not in self._curvatures:
+            weight, bias = form.matrix.squeeze(0), layers.matrix(self._runner.selected[form.name])[1]
+            expected = len(features) * max(1, len(self._runner.batches))
+            curvature = self._loss.curvature(weight, bias, form.backend, expected, self._memory, 0.0)
+            self._curvatures[form.name] = curvature
+        rows = self._curvatures[form.name].by_row(features, scale, *sent.terms.extra).values
+        return torch.where(scale != 0, rows * scale, 0.0)
 
 
 def _output_of(call: RecordedCall, outputs: Tensor) -> Tensor | None:

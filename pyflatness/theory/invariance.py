@@ -2,7 +2,9 @@
 
 A measure says something of a function only if it has one value at all weights of that function. Two families of weights
 compute the same function in networks with ReLU: all rows of a layer multiplied by one factor, or each row by a factor
-of its own, and the columns behind divided by it (Petzka et al. 2019, Theorems 2 and 3, Table 1).
+of its own, and the columns behind divided by it (Petzka et al. 2019, Theorems 2 and 3, Table 1). A third one is in the
+heads of attention: the rows of q and k by A and A⁻ᵀ, those of v by B and the columns of the outputs by B⁻¹
+(docs/attention.md). There a measure is compared in q, k and v, whose rows change, and in the outputs, whose columns do.
 """
 
 import math
@@ -14,7 +16,7 @@ import numpy as np
 import torch
 from rich import box
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ..api import measure
@@ -25,11 +27,13 @@ from ..model.kinds import is_plain
 from ..model.layers import matrix
 from ..model.selectors import Selector
 from ..options import EVERY, How, MeasureHow, Options, check_numbers
+from ..reparameterization import attention
 from ..reparameterization.reparameterize import reparameterize
 from ..report import Estimate, Result, views
 from ..session import public
 
 WAYS = ("layer-wise", "neuron-wise")
+OF_ATTENTION = ("attention rows", "attention columns")
 _EXACT, _ROUNDED = 1e-6, 1e-3  # of exact values in double precision, and of all others
 
 
@@ -39,7 +43,8 @@ class Invariance:
 
     Attributes:
         measure: its name.
-        way: ``"layer-wise"`` or ``"neuron-wise"``.
+        way: ``"layer-wise"`` or ``"neuron-wise"``; in models with attention ``"attention rows"``, of q, k and v alone,
+            or ``"attention columns"``, of the outputs.
         change: the largest change of a layer's, a neuron's or the network's value, as a part of that value (of neurons,
             of the largest one).
         kept: whether that is rounding.
@@ -61,13 +66,15 @@ class Invariances(Result):
 
     Attributes:
         rows: for each measure and way.
-        layers: whose weights were multiplied.
+        layers: whose weights were multiplied, and attention modules.
         skipped: layers whose weights cannot be, and measures that could not be computed, each with the reason.
+        notes: by which matrices attention was changed.
     """
 
     rows: tuple[Invariance, ...]
     layers: tuple[str, ...]
     skipped: Mapping[str, str]
+    notes: tuple[str, ...] = ()
 
     def __getitem__(self, key: tuple[str, str]) -> Invariance:
         for row in self.rows:
@@ -79,12 +86,13 @@ class Invariances(Result):
         return [asdict(row) for row in self.rows]
 
     def __str__(self) -> str:
-        found = Table("measure", *WAYS, "said to be invariant", box=box.SIMPLE_HEAD)
+        ways = [*dict.fromkeys(row.way for row in self.rows)]
+        found = Table("measure", *ways, "said to be invariant", box=box.SIMPLE_HEAD)
         for name in dict.fromkeys(row.measure for row in self.rows):
-            own = [self[name, way] for way in WAYS]
+            own = [self[name, way] for way in ways]
             cells = (f"{'kept' if row.kept else 'moved'}, {row.change:.1g}" for row in own)
             found.add_row(name, *cells, ", ".join(row.way for row in own if row.claimed) or "no")
-        return "\n".join(views.text(found, 120))
+        return "\n".join(views.text(found, 140))
 
 
 @public(*EVERY)
@@ -98,19 +106,20 @@ def invariances(
     factors: tuple[float, float] = (5.0, 25.0),
     **how: Unpack[MeasureHow],
 ) -> Invariances:
-    """Return which measures stay the same at other weights of the same function, layer-wise and neuron-wise.
+    """Return which measures stay the same at other weights of the same function, by several ways to change these.
 
     Every layer that can be gets new weights by :func:`pyflatness.reparameterize`, its rows multiplied by random factors
-    and the columns behind divided by them, and the measures are taken before and after.
+    and the columns behind divided by them, and the measures are taken before and after. So does attention, by random
+    matrices of the largest group that leaves the function alone, which is found by trial and named in ``notes``.
 
     Args:
         model: an ``nn.Module`` in eval mode; linear layers and convolutions with ReLU, LeakyReLU, pooling, reshapes,
-            factors of other branches and eval BatchNorm between.
+            factors of other branches and eval BatchNorm between; attention as of :func:`pyflatness.reparameterize`.
         data: … They are read several times.
         measures: a name or several; None: relative flatness and the trace; ``"sweep"``: all that one sweep gives;
             ``"all"``: every measure that applies.
         layers: selectors of those that are measured; None: all that can be. All that can be get new weights.
-        factors: between which the factors are drawn, uniformly.
+        factors: between which the factors, and the singular values of matrices, are drawn, uniformly.
         seed: of the factors, and of what is random in the measures.
 
     Returns:
@@ -118,7 +127,7 @@ def invariances(
         in double precision, else 1e-3.
 
     Raises:
-        InputError: no layer whose weights can be multiplied, factors that are not two positive numbers, or what
+        InputError: nothing whose weights can be multiplied, factors that are not two positive numbers, or what
             :func:`pyflatness.measure` refuses.
 
     Example:
@@ -138,17 +147,58 @@ def invariances(
     if len(high) != 1 or low > high[0]:
         raise InputError(f"factors={shown(factors)}: two positive numbers (low, high) are wanted")
     running: How = {"forward": how.get("forward"), "eval": how.get("eval", False)}
-    multiplied, skipped = _multiplied(model, data, np.random.default_rng(seed % 2**64), factors, running)
+    random = np.random.default_rng(seed % 2**64)
+    multiplied, skipped = _multiplied(model, data, random, factors, running)
+    heads, notes = _heads(model, data, random, factors, running)
+    if not multiplied and not heads:
+        raise InputError(f"model: there is no layer whose weights can be multiplied; {shown(skipped)}")
     before = measure(model, loss, data, layers=layers, measures=measures, **how)
     tolerance = _EXACT if next(model.parameters()).dtype == torch.float64 else _ROUNDED
     found: dict[str, list[Invariance]] = {name: [] for name in before.measures}
-    for way in WAYS:
-        other = reparameterize(model, {name: drawn[way] for name, drawn in multiplied.items()}, data, **running)
+    known = [one for name, one in attention.attentions(model).items() if name in heads]
+    of_heads = dict(zip(OF_ATTENTION, (_layers(known, "qkv"), _layers(known, "o")), strict=True))
+    changes: list[tuple[dict[str, Any], dict[str, Any]]] = [(heads, of_heads)] if heads else []
+    if multiplied:
+        each = {way: {name: drawn[way] for name, drawn in multiplied.items()} for way in WAYS}
+        changes[:0] = [(change, {way: None}) for way, change in each.items()]
+    for change, ways in changes:
+        other = reparameterize(model, change, data, **running)
         after = measure(other, loss, data, layers=layers, measures=measures, **how).by_measure()
-        for name, own in before.by_measure().items():
-            found[name].append(_compared(name, way, own, after.get(name, {}), tolerance))
+        for way, places in ways.items():
+            for name, own in before.by_measure().items():
+                compared = {place: e for place, e in own.items() if places is None or place.split("[")[0] in places}
+                if compared:
+                    found[name].append(_compared(name, way, compared, after.get(name, {}), tolerance))
     rows = tuple(row for own in found.values() for row in own)
-    return Invariances(rows, tuple(multiplied), skipped | dict(before.skipped))
+    return Invariances(rows, (*multiplied, *heads), skipped | dict(before.skipped), notes)
+
+
+def _layers(known: Sequence[attention.Attention], parts: str) -> set[str]:
+    """Return names of layers of some of attention's matrices; of a packed one without which part they are."""
+    rows = [getattr(one, part) for one in known for part in parts]
+    return {one.module if one.weight == "weight" else f"{one.module}.{one.weight}" for one in rows}
+
+
+def _heads(
+    model: nn.Module, data: Any, random: np.random.Generator, factors: tuple[float, float], running: How
+) -> tuple[dict[str, dict[str, Tensor]], tuple[str, ...]]:
+    """Return random matrices of each attention module, of the largest group that leaves the function alone; notes."""
+    found: dict[str, dict[str, Tensor]] = {}
+    notes = []
+    for name, one in attention.attentions(model).items():
+
+        def keeps(matrices: Mapping[str, Tensor], name: str = name) -> bool:
+            try:
+                reparameterize(model, {name: matrices}, data, **running)
+            except InputError:
+                return False
+            return True
+
+        group, matrices = attention.largest_group(one, random, factors, keeps)
+        if matrices:
+            found[name] = matrices
+            notes.append(f"{name}: A of q and k is {attention.GROUPS.get(group, 'none')}")
+    return found, tuple(notes)
 
 
 def _multiplied(
@@ -167,8 +217,6 @@ def _multiplied(
         else:
             rows = len(matrix(module)[0])
             found[name] = dict(zip(WAYS, (drawn.uniform(*factors), drawn.uniform(*factors, rows)), strict=True))
-    if not found:
-        raise InputError(f"model: there is no layer whose weights can be multiplied; {shown(skipped)}")
     return found, skipped
 
 

@@ -25,6 +25,7 @@ NORMALISED = ["matrix_normalized_sharpness", "matrix_normalized_sharpness_froben
 ONE_SWEEP = [
     FLATNESS[0],
     "relative_flatness_per_feature",
+    "relative_flatness_columns",
     FLATNESS[1],
     *SCALED,
     "adaptive_sharpness",

@@ -66,4 +66,4 @@ def test_what_can_be_chosen_exists_and_is_invariant_to_what_is_said() -> None:
         if choice[2].split()[0] in rescalings:
             said = {word for word in choice[2].split() if word in rescalings}
             for name in known.keys() & set(names):
-                assert set(known[name].invariant.split(", ")) == said, name
+                assert {word for word in known[name].invariant.split(", ") if "attention" not in word} == said, name

@@ -76,6 +76,7 @@ def values_of(matrix: Tensor, weight: Tensor, groups: int = 1, taps: int = 1) ->
     of_rows, trace = truth.rows_of(matrix, weight), truth.trace_of(matrix)
     return {
         "relative_flatness": kappa,
+        "relative_flatness_columns": truth.relative_flatness_columns_of(matrix, weight, groups),
         "relative_flatness_per_feature": kappa / (2 * weight.shape[1]),
         "trace": trace,
         "adaptive_sharpness": truth.adaptive_sharpness_of(matrix, weight),
@@ -143,7 +144,7 @@ def head(case: Case) -> str:
 
 def method(case: Case, layer: str, measure: str, curvature: str = "auto") -> str:
     """Return by which method a sweep measures a case's layer."""
-    if measure == "relative_flatness" and layer == head(case):
+    if measure in ("relative_flatness", "relative_flatness_columns") and layer == head(case):
         return "head"
     return "ggn" if layer in case.linear or curvature == "ggn" else "hessian"
 

@@ -240,6 +240,14 @@ def relative_flatness_of(matrix: Tensor, weight: Tensor, groups: int = 1) -> flo
     return float((weight @ weight.t() * block_traces(matrix, groups)).sum())
 
 
+def relative_flatness_columns_of(matrix: Tensor, weight: Tensor, groups: int = 1) -> float:
+    """Return κ_col = Σ_ij ⟨w_:i, w_:j⟩ Σ_t H[(t,i),(t,j)], summed over groups of rows."""
+    parts = zip(torch.arange(len(weight)).chunk(groups), weight.chunk(groups), strict=True)
+    return float(
+        sum((part.t() @ part * torch.einsum("titj->ij", matrix[rows][:, :, rows])).sum() for rows, part in parts)
+    )
+
+
 def trace_of(matrix: Tensor) -> float:
     """Return Σ_s Tr(H_ss)."""
     return float(torch.einsum("sjsj->", matrix))

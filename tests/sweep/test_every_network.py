@@ -26,7 +26,7 @@ WAYS = [(name, "auto") for name in ALL] + [(name, "ggn") for name in SMOOTH]
 EIGENVALUES = ("lambda_max", "relative_flatness_max")
 PARTS = ("neuron_flatness", "neuron_flatness_rows")
 OF_WEIGHTS = ("adaptive_sharpness", *PARTS, *(f"{measure}_max" for measure in PARTS))
-OF_TRACES = ("relative_flatness", "trace")
+OF_TRACES = ("relative_flatness", "trace", "relative_flatness_columns")
 TOGETHER = (*OF_TRACES, *OF_WEIGHTS, *EIGENVALUES, "weight_norm", "scaled_trace", "relative_flatness_per_feature")
 
 
@@ -87,7 +87,9 @@ def measured(case, measures, size=2, **options):
 CUTS = {  # measures, samples in a batch (0: all), options
     "traces by sample": (OF_TRACES, 2, {"per_sample": True}),
     "flatness by sample": (OF_TRACES[:1], 1, {"per_sample": True}),  # another basis for it alone
-    "trace": (OF_TRACES[1:], 0, {}),
+    "trace": (OF_TRACES[1:2], 0, {}),
+    "columns by sample": (OF_TRACES[2:], 2, {"per_sample": True}),
+    "rows and columns": (OF_TRACES[::2], 1, {}),
     "of weights": (OF_WEIGHTS, 0, {}),
     "traces and of weights, by sample": ((*OF_TRACES, *OF_WEIGHTS), 1, {"per_sample": True}),
 }
@@ -105,7 +107,7 @@ def test_every_value(name, curvature):
         check(report, case, layer, curvature)
 
 
-@in_turn(2, ("name", "curvature", "cut"), [(*way, cut) for way in WAYS for cut in CUTS])  # of five, so each cut in turn
+@in_turn(2, ("name", "curvature", "cut"), [(*way, cut) for way in WAYS for cut in CUTS])  # of seven, each cut in turn
 def test_every_value_alone_in_any_cut_and_by_sample(name, curvature, cut):
     case, (measures, size, options) = ALL[name], CUTS[cut]
     report = measured(case, measures, size or case.samples, curvature=curvature, **options)
@@ -141,7 +143,7 @@ def test_samples_that_cannot_be_told_apart():
 @every(name=NETWORKS, route=ROUTES, engine=ENGINES)
 def test_every_backend_instruction_set_and_route(name, route, engine, monkeypatch):
     monkeypatch.setattr(LayerContraction, "cheaper", lambda *_: route)
-    for measures in (OF_TRACES, OF_WEIGHTS, (*OF_TRACES, *OF_WEIGHTS)):
+    for measures in (OF_TRACES, OF_TRACES[2:], OF_WEIGHTS, (*OF_TRACES, *OF_WEIGHTS)):
         check_backend(CASES[name], measures, engine)
 
 

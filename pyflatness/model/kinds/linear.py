@@ -7,7 +7,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...contractions import Contractor, Geometry, Ingredients, LayerContraction, divided, product, promoted
+from ...contractions import (
+    COLUMNS,
+    Contractor,
+    Geometry,
+    Ingredients,
+    LayerContraction,
+    WithColumns,
+    divided,
+    product,
+    promoted,
+)
 from .deviations import Deviations, FeatureScale
 
 First = Callable[[Tensor], Tensor]
@@ -146,7 +156,8 @@ class Linear:
     def contraction(self, given: Ingredients) -> Contractor:
         """Return what contracts inputs and cotangents of the layer, as they are in common form."""
         weight, convolution = given.weight, self.space > 0
-        return LayerContraction(
+        make = WithColumns if COLUMNS in given.quantities else LayerContraction
+        return make(
             weight, self.geometry, given.backend, given.quantities, memory=given.memory, convolution=convolution
         )
 

@@ -1,0 +1,218 @@
+"""Give attention other weights for the same function: q, k by A and A⁻ᵀ, v, o by B and B⁻¹, in each head.
+
+    ⟨A q, A⁻ᵀ k⟩ = ⟨q, k⟩        (o B⁻¹) Σ a (B v) = o Σ a v        for invertible A, B (h, h)
+
+Heads that share keys and values (grouped queries) share A and B. Rotary embeddings turn pairs of entries of q and k by
+angles that depend on the position, so that A has to commute with these rotations: of each pair it is a rotation times a
+factor. Norms of q and k leave a factor of each head. B is free in all of them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from ..messages import shown
+from ..model import layers
+from . import flow
+
+GROUPS = {
+    "any": "any invertible matrix of each head",
+    "pairs of halves": "a rotation and a factor of each pair of entries (j, j + h/2), as rotary embeddings leave it",
+    "pairs of neighbours": "a rotation and a factor of each pair of entries (2j, 2j + 1), as some rotary ones do",
+    "one factor": "a factor of each head",
+}
+"""What A may be, the larger groups first."""
+
+_OUTPUTS = ("o_proj", "out_proj")  # of modules with q_proj, k_proj and v_proj
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Say which rows of a matrix (d, m) the heads are, or of the outputs' which columns: ``heads`` of ``size``."""
+
+    module: str  # that holds the weight
+    weight: str
+    bias: str
+    first: int
+    heads: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Hold where the heads of one attention module are; ``layers`` has the layers of its rows and of its columns."""
+
+    name: str
+    q: Rows
+    k: Rows
+    v: Rows
+    o: Rows
+
+    @property
+    def groups(self) -> int:
+        """Return how many heads have keys and values of their own."""
+        return self.k.heads
+
+    def matrices(self, what: str, given: object, device: torch.device) -> Tensor:
+        """Return A (``"qk"``) or B (``"vo"``) of each group, (groups, h, h) float64."""
+        size = (self.q if what == "qk" else self.v).size
+        wanted = f"attention {self.name!r}, {what!r}: an invertible matrix ({size}, {size}), or one for each of "
+        wanted += f"{self.groups} heads with keys of their own, is wanted"
+        try:
+            found = torch.as_tensor(given, dtype=torch.float64, device=device).detach()
+        except (TypeError, ValueError, RuntimeError):
+            raise InputError(f"{wanted}, got {given!r:.80}") from None
+        if found.shape not in {(size, size), (self.groups, size, size)}:
+            raise InputError(f"{wanted}, got shape {tuple(found.shape)}")
+        found = found.expand(self.groups, size, size)
+        if not bool(found.isfinite().all() and (torch.linalg.matrix_rank(found) == size).all()):
+            raise InputError(f"{wanted}, got one that is not")
+        return found
+
+    def change(self, model: nn.Module, qk: Tensor | None, vo: Tensor | None) -> None:
+        """Multiply the weights in place by A and B of each group."""
+        if qk is not None:
+            _multiply_rows(model, self.q, qk)
+            _multiply_rows(model, self.k, torch.linalg.inv(qk).mT)
+        if vo is not None:
+            _multiply_rows(model, self.v, vo)
+            _multiply_columns(model, self.o, torch.linalg.inv(vo))
+
+
+def attentions(model: nn.Module) -> dict[str, Attention]:
+    """Return the attention modules whose heads are known, by name: torch's, and those like Llama's or GPT-2's."""
+    found = {name: _of_module(name, module) for name, module in model.named_modules()}
+    return {name: one for name, one in found.items() if one is not None}
+
+
+def named(model: nn.Module, selector: object) -> Attention:
+    """Return an attention module by its name or itself."""
+    known = attentions(model)
+    for name, one in known.items():
+        if selector == name or model.get_submodule(name) is selector:
+            for rows in (one.q, one.k, one.v, one.o):
+                _check(model, rows)
+            return one
+    raise InputError(
+        f"factors: matrices 'qk' and 'vo' are for attention modules (nn.MultiheadAttention, or those of transformers "
+        f"with q_proj, k_proj, v_proj and o_proj, or c_attn and c_proj), got {selector!r:.80}; there are "
+        f"{shown([*known])}"
+    )
+
+
+def drawn(group: str, one: Rows, groups: int, random: np.random.Generator, factors: tuple[float, float]) -> Tensor:
+    """Return random matrices (groups, h, h) of one of :data:`GROUPS`, whose singular values are between the factors."""
+    h = one.size
+    if group == "one factor":
+        return torch.eye(h, dtype=torch.float64) * torch.from_numpy(random.uniform(*factors, (groups, 1, 1)))
+    if group == "any":
+        left, right = (torch.linalg.qr(torch.from_numpy(random.standard_normal((groups, h, h)))).Q for _ in range(2))
+        found: Tensor = left @ (torch.from_numpy(random.uniform(*factors, (groups, h, 1))) * right)
+        return found
+    angles, sizes = random.uniform(0, 2 * np.pi, (groups, h // 2)), random.uniform(*factors, (groups, h // 2))
+    a, b = (torch.diag_embed(torch.from_numpy(sizes * part)) for part in (np.cos(angles), np.sin(angles)))
+    turned = torch.cat([torch.cat([a, -b], dim=2), torch.cat([b, a], dim=2)], dim=1)
+    if group == "pairs of neighbours":
+        order = torch.arange(h).view(2, -1).t().flatten()
+        turned = turned[:, order][:, :, order]
+    return turned
+
+
+def largest_group(
+    one: Attention,
+    random: np.random.Generator,
+    factors: tuple[float, float],
+    keeps: Callable[[Mapping[str, Tensor]], bool],
+) -> tuple[str, dict[str, Tensor]]:
+    """Return the largest of :data:`GROUPS` whose A leave the function alone, by trial, and random A and B.
+
+    ``keeps`` says whether matrices leave the function alone. "": there is none, nor a B.
+    """
+    values = {"vo": drawn("any", one.v, one.groups, random, factors)}
+    values = values if keeps(values) else {}
+    for group in GROUPS:
+        if group.startswith("pairs") and one.q.size % 2:
+            continue
+        keys = {"qk": drawn(group, one.q, one.groups, random, factors)}
+        if keeps(keys):
+            return group, keys | values
+    return "", values
+
+
+def _of_module(name: str, module: nn.Module) -> Attention | None:
+    if isinstance(module, nn.MultiheadAttention):
+        e, heads = module.embed_dim, module.num_heads
+        if module.bias_k is not None:
+            return None  # a key beside those of the projection
+        packed = module.in_proj_weight is not None
+        q, k, v = (
+            Rows(
+                name, "in_proj_weight" if packed else f"{key}_proj_weight", "in_proj_bias", first * e, heads, e // heads
+            )
+            for first, key in enumerate("qkv")
+        )
+        return Attention(name, q, k, v, Rows(_inside(name, "out_proj"), "weight", "", 0, heads, e // heads))
+    size = getattr(module, "head_dim", None)
+    if not isinstance(size, int):
+        return None
+    parts = dict(module.named_children())
+    output = next((key for key in _OUTPUTS if key in parts), "")
+    if {"q_proj", "k_proj", "v_proj"} <= parts.keys() and output:
+        linear = [parts[key] for key in ("q_proj", "k_proj", "v_proj", output)]
+        heads = [part.out_features // size for part in linear if isinstance(part, nn.Linear)]
+        if len(heads) < len(linear):
+            return None
+        q, k, v = (
+            Rows(_inside(name, f"{key}_proj"), "weight", "bias", 0, count, size)
+            for key, count in zip("qkv", heads, strict=False)
+        )
+        return Attention(name, q, k, v, Rows(_inside(name, output), "weight", "", 0, heads[0], size))
+    if {"c_attn", "c_proj"} <= parts.keys() and not getattr(module, "is_cross_attention", False):
+        e = len(layers.matrix(parts["c_attn"])[0]) // 3
+        q, k, v = (Rows(_inside(name, "c_attn"), "weight", "bias", first * e, e // size, size) for first in range(3))
+        return Attention(name, q, k, v, Rows(_inside(name, "c_proj"), "weight", "", 0, e // size, size))
+    return None
+
+
+def _inside(name: str, part: str) -> str:
+    return f"{name}.{part}" if name else part
+
+
+def _check(model: nn.Module, rows: Rows) -> None:
+    module = model.get_submodule(rows.module)
+    if rows.weight == "weight":
+        flow.check_plain(model, rows.module, module)
+    elif not isinstance(module._parameters.get(rows.weight), nn.Parameter):
+        raise InputError(
+            f"attention {rows.module!r}: its {rows.weight} is made by a parametrisation; remove that first"
+        )
+
+
+def _multiply_rows(model: nn.Module, rows: Rows, matrices: Tensor) -> None:
+    """Multiply the rows of each head, (h, m), by its group's matrix, and of the bias."""
+    module, count = model.get_submodule(rows.module), rows.heads * rows.size
+    weight, bias, of_layer = getattr(module, rows.weight), getattr(module, rows.bias), rows.weight == "weight"
+    matrix = layers.as_matrix(module, weight).double() if of_layer else weight.double()
+    each = matrices.repeat_interleave(rows.heads // len(matrices), dim=0)
+    some = slice(rows.first, rows.first + count)
+    own = slice(None) if len(matrix) == count else some  # where q, k and v have one bias and a weight each
+    matrix[own] = (each @ matrix[own].unflatten(0, (rows.heads, -1))).flatten(0, 1)
+    weight.copy_(layers.as_weight(module, matrix) if of_layer else matrix)
+    if bias is not None:
+        changed = bias.double()
+        changed[some] = (each @ changed[some].view(rows.heads, -1, 1)).flatten()
+        bias.copy_(changed)
+
+
+def _multiply_columns(model: nn.Module, rows: Rows, matrices: Tensor) -> None:
+    """Multiply the columns of each head, (d, h), by its group's matrix."""
+    module = model.get_submodule(rows.module)
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    each = matrices.repeat_interleave(rows.heads // len(matrices), dim=0)
+    columns = layers.as_matrix(module, weight).double().unflatten(1, (rows.heads, -1))
+    weight.copy_(layers.as_weight(module, torch.einsum("dhi,hij->dhj", columns, each).flatten(1)))
