@@ -397,16 +397,7 @@ def found(path: Path = FOLDER / "networks.csv") -> Found:
     settings = settings_with_pairs(frame)
     two = {name: [pairs[name][setting] for setting in settings] for name in order}
     three = {name: [targets[target][name] for target in targets] for name in order}
-    tables = {
-        "measures": markdown(heads, one),
-        "settings": "\n\n".join(
-            (
-                markdown(("ψ (pairs of recipes)", *(f"{name} ({count})" for name, count in settings.items())), two),
-                markdown(("τ", *targets), three),
-            )
-        ),
-    }
-    tables["cuts"] = markdown(("", *cuts(frame)), cut)
+    tables = {"measures": markdown(heads, one), "cuts": markdown(("", *cuts(frame)), cut)}
     differences = [less(frame, *pair) for pair in DIFFERENCES]
     tables["differences"] = "; ".join(f"{row.what} {claims.shown(row)}" for row in differences) + "."
     parts = ((heads[1:], one), ([*settings], two), ([f"τ, {target}" for target in targets], three))
@@ -469,7 +460,7 @@ def restate() -> str:
     rows = [*map(vars, said.findings)]
     pandas.DataFrame(rows).drop(columns="paper").to_csv(FOLDER / "findings.csv", index=False, float_format="%.6g")
     texts = placed(said)
-    for page, names in ((PAGE, ("verdict", "measures", "settings")), (ANSWER, ("cuts", "differences"))):
+    for page, names in ((PAGE, ("verdict", "measures")), (ANSWER, ("cuts", "differences"))):
         own = {name: texts[name] for name in names}
         page.write_text(filled(page.read_text(encoding="utf-8"), "study", own), encoding="utf-8")
     return said.verdict

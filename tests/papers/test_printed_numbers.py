@@ -256,6 +256,35 @@ def test_steps_over_the_grid(grid):
     assert f"the sum {total:.2f} [" in told
 
 
+def test_penalties_by_holm():
+    """Paired t-tests of 13 arms against plain training, of test loss and accuracy on the digits."""
+    runs = {}
+    for name, run in json.loads((DOCS / "penalties" / "digits.json").read_text(encoding="utf-8")).items():
+        arm, seed = name.rsplit(" | ", 1)
+        runs.setdefault(arm, {})[seed] = run
+    plain, found = runs.pop("plain"), {}
+    for arm, by_seed in runs.items():
+        for outcome in ("test loss", "test accuracy"):
+            pairs = [(run[outcome], plain[seed][outcome]) for seed, run in by_seed.items()]
+            found[arm, outcome] = stats.ttest_rel(*zip(*pairs, strict=True)).pvalue
+    order = sorted(found, key=found.get)
+    steps = [min((len(order) - place) * found[name], 1.0) for place, name in enumerate(order)]
+    adjusted = dict(zip(order, np.maximum.accumulate(steps), strict=True))
+    left = {name for name, p in adjusted.items() if p < 0.05}
+    assert left == {
+        *(("weight decay, 0.05", "test loss"), ("label smoothing, 0.1", "test loss")),
+        *(("FAM of head, λ = 0.01", "test loss"), ("weight decay, 0.0005", "test loss")),
+        *(("label smoothing, 0.03", "test accuracy"), ("label smoothing, 0.1", "test accuracy")),
+    }
+    ours = {name: p for name, p in adjusted.items() if name[0].startswith("κ")}
+    least = min(ours, key=ours.get)
+    assert least == ("κ of head, λ = 0.01", "test loss")
+    assert (len(runs), len(found)) == (13, 26)
+    told = page("docs/penalties.md")
+    assert "for 26 paired t-tests, six differences are left" in told
+    assert f"The smallest adjusted p of a penalty on κ is {ours[least]:.2f}" in told
+
+
 def test_further_claims_of_2024():
     told, fell, trainings = page("docs/papers-figures.md"), 0, 0
     for name in ("c24-fig1-2-small", "c24-figH8-H9-small", "c24-figH8-H9-paper", "c24-figH8-H9-mnist"):
