@@ -256,6 +256,15 @@ def test_steps_over_the_grid(grid):
     assert f"the sum {total:.2f} [" in told
 
 
+def test_different_values_of_pac_bayes(grid, study):
+    lenets = points("p21-fig6-paper")
+    told = page("docs/papers.md")
+    assert f"{lenets['pac_bayes network'].nunique()} different values in the {len(lenets)} LeNet5" in told
+    assert f"{grid['pac_bayes'].nunique()} in the {len(grid)} networks" in told
+    assert f"{study['pac_bayes'].nunique()} in the {len(study)} of the study" in told
+    assert f"with {grid['pac_bayes'].nunique()} different values in the {len(grid)} networks" in page("docs/grid.md")
+
+
 def test_penalties_by_holm():
     """Paired t-tests of 13 arms against plain training, of test loss and accuracy on the digits."""
     runs = {}
