@@ -139,7 +139,11 @@ def test_what_is_refused_is_left_out_with_a_warning():
 
 
 CASES = {
-    "no loader": (FlatnessCallback, {"limit_val_batches": 0}, "trainer has 0 such loaders"),
+    "no loader": (
+        lambda **k: FlatnessCallback(data="val", **k),
+        {"limit_val_batches": 0},
+        "trainer has 0 such loaders",
+    ),
     "bad batches": (lambda **k: FlatnessCallback(data=[torch.ones(3)], **k), {}, r"batches are \(inputs, targets\)"),
     "model's own error": (lambda **k: FlatnessCallback(data=[(torch.ones(3, 1), torch.ones(3))], **k), {}, "shapes"),
 }
