@@ -242,6 +242,7 @@ def scatter(figure: "Figure", networks: Networks, measures: Sequence[str], colum
     rows = -(-len(measures) // columns)
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     table: dict[str, list[Any]] = {key: networks.columns[key] for key in ("name", "gap", "recipe", *measures)}
+    named: Any = ((), ())
     for panel, measure in zip(panels, measures, strict=False):
         options: Any = {"exclude": _without(networks, ("gap", measure)), "settings": "recipe", "interval": "fisher"}
         plot_correlation(table, measure, axes=panel, **options)
@@ -254,6 +255,7 @@ def scatter(figure: "Figure", networks: Networks, measures: Sequence[str], colum
         if min(values) > 0 and max(values) > _FAR * min(values):
             panel.set_xscale("log")
         panel.get_legend().remove()
+        named = panel.get_legend_handles_labels()
     for panel in panels[len(measures) :]:
         panel.remove()
     figure.legend(
