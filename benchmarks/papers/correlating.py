@@ -258,6 +258,5 @@ def scatter(figure: "Figure", networks: Networks, measures: Sequence[str], colum
         named = panel.get_legend_handles_labels()
     for panel in panels[len(measures) :]:
         panel.remove()
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=7, title="recipe"
-    )
+    below: dict[str, Any] = {"loc": "outside lower center", "ncols": 4, "fontsize": 7, "title": "recipe"}
+    figure.legend(*named, **below)
