@@ -36,6 +36,7 @@ class Design:
         skewed: whether the quantities are exponentials of normal ones.
         correlation: ρ.
         seeds: the fraction that networks of a seed share, of four seeds that every recipe has; 0: none do.
+        crossed: whether the second quantity has the two fractions exchanged, with eleven seeds.
     """
 
     networks: int
@@ -43,22 +44,34 @@ class Design:
     skewed: bool
     correlation: float
     seeds: float = 0.0
+    crossed: bool = False
+
+    @property
+    def count(self) -> int:
+        """How many seeds there are."""
+        return 11 if self.crossed else SEEDS
 
     @property
     def recipes(self) -> NDArray[np.intp]:
         """The recipe of each network, (networks,)."""
         if self.seeds:
-            return np.arange(self.networks) // SEEDS
+            return np.arange(self.networks) // self.count
         return np.arange(self.networks) * RECIPES[self.networks] // self.networks
 
     @property
     def numbers(self) -> NDArray[np.intp]:
         """The seed of each network, (networks,)."""
-        return np.arange(self.networks) % SEEDS
+        return np.arange(self.networks) % self.count
+
+    @property
+    def fractions(self) -> NDArray[np.float64]:
+        """The fractions of recipes, seeds and networks in the variance of the two quantities, (2, 3)."""
+        both = np.array([self.shared, self.seeds]), np.array([self.seeds, self.shared])[:: 1 if self.crossed else -1]
+        return np.array([[*row, 1 - row.sum()] for row in both])
 
     def truth(self, statistic: str) -> float:
         """Return the correlation of all networks that there could be."""
-        r = self.correlation
+        r = self.correlation * float(np.sqrt(self.fractions).prod(axis=0).sum())
         if statistic == "Spearman":
             return 6 / math.pi * math.asin(r / 2)
         if statistic == "Kendall":
@@ -71,10 +84,10 @@ class Design:
         mix = np.linalg.cholesky([[1, self.correlation], [self.correlation, 1]])
         for _ in range(runs):
             of_recipes, of_networks = (mix @ generator.normal(size=(2, self.networks)) for _ in range(2))
-            values = math.sqrt(self.shared) * of_recipes[:, self.recipes]
-            values += math.sqrt(1 - self.shared - self.seeds) * of_networks
+            recipes, seeds, networks = np.sqrt(self.fractions).T[..., None]
+            values = recipes * of_recipes[:, self.recipes] + networks * of_networks
             if self.seeds:
-                values += math.sqrt(self.seeds) * (mix @ generator.normal(size=(2, SEEDS)))[:, self.numbers]
+                values += seeds * (mix @ generator.normal(size=(2, self.count)))[:, self.numbers]
             yield np.exp(values) if self.skewed else values
 
 
@@ -139,6 +152,10 @@ def print_intervals(runs: int, networks: tuple[str, ...], correlation: float) ->
             designs = [Design(count, shared, False, correlation, of_seeds) for count in (36, 100)]
             found = [coverage(design, "fisher", True, runs, seeds=seeds) for design in designs]
             _print_row(f"{shared:.0%} shared in a recipe, {of_seeds:.0%} in a seed; 36, 100 networks | {name}", found)
+    for shared, of_seeds in ((0.8, 0.1), (0.9, 0.05)):
+        crossed = Design(99, shared, False, correlation, of_seeds, crossed=True)
+        name = f"{shared:.0%} and {of_seeds:.0%}, the other way round in the gap; 9 recipes of 11 seeds"
+        _print_row(f"{name} | fisher over recipes and seeds", [coverage(crossed, "fisher", True, runs, seeds=True)])
     print(f"{runs} studies each, {process_time() - started:.0f} s of the processor")
 
 

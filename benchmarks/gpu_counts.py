@@ -3,7 +3,7 @@
     python benchmarks/gpu_counts.py
 
 Operands count once, though a GPU may read them several times. Of a layer's two routes the one with fewer multiply-adds
-counts (docs/cuda-contractions.md), with K cotangents that share φ. The times are those of an H100's data sheet: 3.35
+counts (docs/cuda.md), with K cotangents that share φ. The times are those of an H100's data sheet: 3.35
 TB/s; 33, 247 and 495 T multiply-adds a second in float32, TF32 and bfloat16. Prints Markdown.
 """
 

@@ -18,6 +18,8 @@ from pyflatness.messages import printable
 
 from . import EXPERIMENTS, named, reproducing
 from . import study as studied
+from .claims import Claim
+from .experiment import Finding
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -75,13 +77,30 @@ def reproduce(
         paths = [str(out / file) for file in files]
         show_json({"findings": rows, "verdict": found.verdict, "failures": dict(found.failures), "files": paths})
         return
-    table = Table("", "here", "95 % interval", "paper", box=box.SIMPLE_HEAD)
-    for item in found.findings:
-        table.add_row(item.what, reproducing.number(item.value), reproducing.interval(item), item.paper)
-    show(table)
+    show(_decided(found.claims) if found.claims else _numbers(found.findings))
     failures = (f"{point}: {why}" for point, why in found.failures.items())
-    for line in (*failures, found.verdict, f"{', '.join(files)} are in {out}"):
+    verdict = () if found.claims else (found.verdict,)
+    page = next(file for file in files if file.endswith(".md"))
+    for line in (*failures, *verdict, f"{out / page} has all numbers and sentences; beside it are figure and points"):
         click.echo(printable(line))
+
+
+def _decided(claimed: Sequence[Claim]) -> Table:
+    """Return a table of claims, what was decided, and by which number and interval."""
+    table = Table("claim", "verdict", "here", "95 % interval", box=box.SIMPLE_HEAD)
+    for claim in claimed:
+        item = claim.finding
+        what = f"{item.what} {'>' if claim.sign > 0 else '<'} {claim.border:g}"
+        table.add_row(what, claim.decided(), reproducing.number(item.value), reproducing.interval(item))
+    return table
+
+
+def _numbers(findings: Sequence[Finding]) -> Table:
+    """Return a table of numbers beside the paper's, of an experiment that decides no claim by an interval."""
+    table = Table("", "here", "95 % interval", "paper", box=box.SIMPLE_HEAD)
+    for item in findings:
+        table.add_row(item.what, reproducing.number(item.value), reproducing.interval(item), item.paper)
+    return table
 
 
 @click.command()

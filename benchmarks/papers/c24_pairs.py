@@ -67,16 +67,18 @@ def judge(points: Points) -> Found:
     fitted = sum(accuracy >= FITTED for accuracy in table["accuracy"])
     wanted = [Claim(item) for item in findings if item.paper == "positive"]
     *_, besides, kappa = findings
+    decided = [*wanted, Claim(kappa, -1, WEAK), Claim(kappa)]
     verdict = (
         f"{fitted} networks of {len(recipes)} recipes, 95 % intervals over recipes and seeds. The paper says "
         f"that these are positive. {claims.grouped(wanted)} The paper says that relative flatness of the head, "
         f"which it calls relative sharpness, correlates weakly with the gap, or negatively; weak is taken as below "
-        f"{WEAK:g}. {claims.grouped([Claim(kappa, -1, WEAK)])} That it is positive: {Claim(kappa).decided()}. Besides: "
+        f"{WEAK:g}. {claims.grouped(decided[-2:-1])} That it is positive: {decided[-1].decided()}. Besides: "
         f"{besides.what} {claims.shown(besides)}."
     )
     return Found(
-        table, (*findings, *held), verdict, lambda figure: draw(figure, table), failures, (6.5, 5.5), {"gap": against}
-    )
+        table, (*findings, *held), verdict, lambda figure: draw(figure, table), failures, (6.5, 5.5), {"gap": against},
+        decided,
+    )  # fmt: skip
 
 
 def beside_gap(table: Mapping[str, list[Any]]) -> tuple[list[Finding], str]:

@@ -55,12 +55,15 @@ def judge(points: Points) -> Found:
         for step, own in means.items() if step != WIDEST
     ]  # fmt: skip
     said = ", ".join(f"{step} {claims.shown(item)}" for step, item in zip(steps, findings, strict=True))
+    made = [Claim(item) for item in wider]
     verdict = (
         f"At {len(rows)} points of {len(set(table['seed']))} trainings {broken} break an inequality. In decades, in "
         f"the mean over the trainings, the steps are {said}. "
-        f"The paper says that {WIDEST} is the widest. {claims.grouped([Claim(item) for item in wider])}"
+        f"The paper says that {WIDEST} is the widest. {claims.grouped(made)}"
     )
-    return Found(table, (*findings, *wider), verdict, lambda figure: draw(figure, table), failures, size=(6.0, 4.0))
+    return Found(
+        table, (*findings, *wider), verdict, lambda figure: draw(figure, table), failures, size=(6.0, 4.0), claims=made
+    )
 
 
 def _by_training(points: Sequence[tuple[int, float]]) -> list[float]:
@@ -86,6 +89,7 @@ def draw(figure: "Figure", table: Mapping[str, Sequence[Any]]) -> None:
             panel.plot(steps, values, color=f"C{number}", linewidth=1, label=name if seed == 0 else None)
     panel.set_yscale("log")
     panel.set_xlabel("steps")
+    panel.set_ylabel("sides of the chain A ≤ B ≤ C ≤ D")
     panel.legend()
 
 

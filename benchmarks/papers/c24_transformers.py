@@ -90,13 +90,21 @@ def judge(points: Points) -> Found:
     ]
     held, against = beside_settings(table, kept)
     shapes = len({*zip(*(table[name] for name in SHAPE), strict=True)})
+    made = [Claim(item) for item in findings]
     verdict = (
         f"Over {len(kept)} transformers of {shapes} shapes, with 95 % intervals over shapes and seeds, the correlation "
-        f"is positive in the paper. {claims.grouped([Claim(item) for item in findings])} These are small transformers "
+        f"is positive in the paper. {claims.grouped(made)} These are small transformers "
         "trained here, in place of the paper's 181 pretrained ones."
     )
     return Found(
-        table, (*findings, *held), verdict, lambda figure: draw(figure, table), failures, (6.0, 4.5), {"mls": against}
+        table,
+        (*findings, *held),
+        verdict,
+        lambda figure: draw(figure, table),
+        failures,
+        (6.0, 4.5),
+        {"mls": against},
+        made,
     )
 
 

@@ -64,6 +64,7 @@ def judge(points: Points) -> Found:
         lambda figure: draw(figure, table),
         failures,
         (13, 5),
+        claims=(*claims_made, volume),
     )
 
 

@@ -13,7 +13,9 @@ from .experiment import Finding
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SEEN, AGAINST, OPEN = "seen", "against it", "not decided"
+SEEN, AGAINST, EDGE, OPEN = "seen", "against it", "at the edge", "not decided"
+MARGIN = 0.02
+"""An end nearer to the border than this fraction of the interval may be on its other side on another machine."""
 
 
 class Claim(NamedTuple):
@@ -32,9 +34,16 @@ class Claim(NamedTuple):
     named: str = ""
 
     def decided(self) -> str:
-        """Return ``SEEN`` or ``AGAINST`` where the whole interval is on one side of the border, or else ``OPEN``."""
+        """Return ``SEEN`` or ``AGAINST`` where the whole interval is on one side of the border, or else ``OPEN``.
+
+        Where the border is at an end of the interval, within the rounding of a training, it is ``EDGE``.
+        """
         low, high = self.finding.low, self.finding.high
-        if low is None or high is None or low <= self.border <= high:
+        if low is None or high is None:
+            return OPEN
+        if min(abs(low - self.border), abs(high - self.border)) < MARGIN * (high - low):
+            return EDGE
+        if low <= self.border <= high:
             return OPEN
         return SEEN if (low > self.border) == (self.sign > 0) else AGAINST
 
@@ -45,7 +54,7 @@ def grouped(claims: Sequence[Claim]) -> str:
         said: [
             f"{claim.named or claim.finding.what} {shown(claim.finding)}" for claim in claims if claim.decided() == said
         ]
-        for said in (SEEN, AGAINST, OPEN)
+        for said in (SEEN, AGAINST, EDGE, OPEN)
     }
     return " ".join(f"{said.capitalize()}: {'; '.join(those)}." for said, those in groups.items() if those)
 

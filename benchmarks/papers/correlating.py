@@ -25,6 +25,8 @@ from .zoo import Networks
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_FAR = 5  # a measure whose largest value is more than so many times the smallest is drawn logarithmically
+
 BASELINES = ("the recipe's mean gap", "the gap of another seed", "random numbers")
 
 
@@ -93,8 +95,8 @@ def ends(found: Correlations, measure: str, how: str) -> tuple[float | None, flo
 
 
 def pearson(found: Correlations, measure: str) -> Finding:
-    """Return Pearson's correlation of a measure, called by the measure's name."""
-    return Finding(measure, *ends(found, measure, "Pearson"))
+    """Return Pearson's correlation of a measure."""
+    return Finding(f"{measure} with the {found.y}, Pearson", *ends(found, measure, "Pearson"))
 
 
 def said(found: Correlations, measure: str, how: str = "Pearson") -> str:
@@ -152,7 +154,7 @@ def paired_difference(
         first, second = (coefficients("Pearson", pair, drawn) for pair in pairs)
         return first - second
 
-    return jackknifed(what, less, recipes, seeds, paper)
+    return jackknifed(what, less, recipes, seeds, paper, pairs)
 
 
 def jackknifed(
@@ -161,14 +163,16 @@ def jackknifed(
     recipes: NDArray[np.intp],
     seeds: NDArray[np.intp] | None = None,
     paper: str = "",
+    pairs: Sequence[tuple[Vector, Vector]] = (),
 ) -> Finding:
-    """Return a statistic of n points with its interval by the jackknife over recipes and seeds."""
+    """Return a statistic of n points, of pairs of columns, with its interval over recipes and seeds (jackknife)."""
     value = float(of(whole(len(recipes)))[0]) if len(recipes) else math.nan
     if math.isnan(value):
         return Finding(what, None, paper=paper)
     if recipes.max() + 1 < resampling.FEWEST:
         return Finding(what, value, paper=paper)
-    half = Jackknife.over(recipes, seeds).half(of)
+    jackknife = Jackknife.over(recipes, seeds)
+    half = jackknife.half(of, crossed=any(jackknife.crossed(*pair) for pair in pairs))
     return (
         Finding(what, value, paper=paper)
         if math.isnan(half)
@@ -198,7 +202,8 @@ def baselines(networks: Networks, measure: str) -> list[Finding]:
     found = []
     for name, numbers in made.items():
         if any(map(math.isfinite, numbers)):
-            found.append(pearson(with_gap(replace(networks, columns=columns | {name: numbers}), [name]), name))
+            row = pearson(with_gap(replace(networks, columns=columns | {name: numbers}), [name]), name)
+            found.append(replace(row, what=name))
     inside = pearson(with_gap(networks, [measure], strata=["recipe"]), measure)
     return [*found, replace(inside, what=f"{measure}, networks of one recipe compared")]
 
@@ -230,10 +235,14 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float | No
 
 
 def scatter(figure: "Figure", networks: Networks, measures: Sequence[str], columns: int = 3) -> None:
-    """Draw measures against the gap, a panel each; recipes by colours, networks that did not converge hollow."""
+    """Draw measures against the gap, a panel each; recipes by colours, networks that did not converge hollow.
+
+    The recipes have one legend below the panels. A measure that reaches far is drawn logarithmically.
+    """
     rows = -(-len(measures) // columns)
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     table: dict[str, list[Any]] = {key: networks.columns[key] for key in ("name", "gap", "recipe", *measures)}
+    named: Any = ((), ())
     for panel, measure in zip(panels, measures, strict=False):
         options: Any = {"exclude": _without(networks, ("gap", measure)), "settings": "recipe", "interval": "fisher"}
         plot_correlation(table, measure, axes=panel, **options)
@@ -241,6 +250,13 @@ def scatter(figure: "Figure", networks: Networks, measures: Sequence[str], colum
         for line in panel.get_lines():
             line.set_markersize(3)
         panel.title.set_fontsize(8)
+        panel.set_ylabel("gap (test less training loss)", fontsize=8)
+        values = [value for value in table[measure] if math.isfinite(value)]
+        if min(values) > 0 and max(values) > _FAR * min(values):
+            panel.set_xscale("log")
         panel.get_legend().remove()
+        named = panel.get_legend_handles_labels()
     for panel in panels[len(measures) :]:
         panel.remove()
+    below: dict[str, Any] = {"loc": "outside lower center", "ncols": 4, "fontsize": 7, "title": "recipe"}
+    figure.legend(*named, **below)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,8 @@ from pyflatness.scoring.keys import VALUES_VERSION
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from .claims import Claim
 
 SCALES = ("small", "paper")
 
@@ -133,6 +135,7 @@ class Found:
         failures: what could not be computed or did not converge, by name, and why.
         size: of the figure, in inches.
         tables: in Markdown, by the names of their places on a page.
+        claims: what is decided, for the command's table.
     """
 
     table: Mapping[str, list[Any]]
@@ -142,6 +145,7 @@ class Found:
     failures: Mapping[str, str] = field(default_factory=dict)
     size: tuple[float, float] = (9.0, 6.0)
     tables: Mapping[str, str] = field(default_factory=dict)
+    claims: "Sequence[Claim]" = ()
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ def judge(points: Points) -> Found:
         lambda figure: correlating.scatter(figure, found, shown, columns=2),
         found.failures,
         size=(8.0, 3.6),
+        claims=made,
     )
 
 

@@ -27,6 +27,7 @@ def judge(points: Points) -> Found:
     kept = [name for name in ours if moves[name] <= p21_fig7.ROUNDING]
     paper = {name: "as before" if name in ours else "very weak" for name in shown}
     declines = [correlating.difference(found, both, f"{name}{BEFORE}", name, "above 0") for name in alone]
+    made = p21_fig7.declined(alone, declines)
     return Found(
         found.columns,
         (
@@ -38,10 +39,11 @@ def judge(points: Points) -> Found:
         f"relative {p21_fig7.ROUNDING:g}, {'as claimed' if kept == ours else 'which is claimed of all proposed'}. "
         f"Correlations with the gap (Pearson, {correlating.intervals(found)}): {p21_fig7.changes(with_gap, shown)}. "
         "By how much those of the Hessian alone decline, of differences over the same resamples. "
-        f"{claims.grouped(p21_fig7.declined(alone, declines))}",
+        f"{claims.grouped(made)}",
         lambda figure: correlating.scatter(figure, found, shown, columns=2),
         found.failures,
         size=(8.0, 7.0),
+        claims=made,
     )
 
 

@@ -78,7 +78,8 @@ def judge(
         for one, names in (than or {}).items()
         for other in names
     ]
-    parts = [claims.grouped([Claim(row) for row in rows])]
+    made = [Claim(row, named=name) for name, row in zip(shown, rows, strict=True)]
+    parts = [claims.grouped(made)]
     alone = correlating.most_influential(found, shown)
     ranges = zip(shown, alone[::2], alone[1::2], strict=True)
     parts.append(
@@ -87,10 +88,12 @@ def judge(
         + "."
     )
     if least is not None:
-        each = [f"{row.what} {Claim(row, border=least).decided()}" for row in rows]
+        made += [claim._replace(border=least) for claim in made]
+        each = [f"{claim.named} {claim.decided()}" for claim in made[len(rows) :]]
         parts.append(f"That they are at least {least:g}: {', '.join(each)}.")
     if less:
         higher = [Claim(row, named=row.what.removesuffix(", Pearson")) for row in less]
+        made += higher
         parts.append(f"By how much they are higher than those of layers. {claims.grouped(higher)}")
     held = correlating.baselines(found, shown[0])
     parts.append(correlating.held_against(held))
@@ -102,6 +105,7 @@ def judge(
         lambda figure: correlating.scatter(figure, found, shown, columns=2),
         found.failures,
         size=(7.0, 6.0),
+        claims=made,
     )
 
 

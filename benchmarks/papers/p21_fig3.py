@@ -65,6 +65,7 @@ def judge(points: Points) -> Found:
         lambda figure: _draw(figure, separations, rows),
         points.failures,
         size=(6.0, 4.0),
+        claims=[Claim(rise)],
     )
 
 

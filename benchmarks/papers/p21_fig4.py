@@ -59,6 +59,7 @@ def judge(points: Points) -> Found:
     ]
     parts = [statistics.fmean(_at(columns, "flatness", c)) for c in (first, last)]
     sizes = [f"{bound / gap:.3g}" if gap > 0 else "–" for bound, gap in zip(bounds, gaps, strict=True)]
+    made = [Claim(fall, -1)]
     return Found(
         columns,
         (
@@ -69,7 +70,7 @@ def judge(points: Points) -> Found:
         f"The gap is below the bound in {held} of {len(pairs)} samples. The bound is {bounds[0]:.2g} at class "
         f"separation {first:g} and {bounds[-1]:.2g} at {last:g}, beside gaps of {gaps[0]:.2g} and {gaps[-1]:.2g} "
         f"(means over {len(pairs) // len(separations)} samples). The paper says that it falls as the problem becomes "
-        f"easier. {claims.grouped([Claim(fall, -1)])} The paper says that it is tight; here it is {', '.join(sizes)} "
+        f"easier. {claims.grouped(made)} The paper says that it is tight; here it is {', '.join(sizes)} "
         "times the gap, by class separation. The quantity that the authors' code calls representativeness, nearly the "
         f"loss on the held-out fold, goes from {theirs[0]:.2g} to {theirs[-1]:.2g}. The authors' notebook draws it "
         "in the place of representativeness, with other data and another factor, so that its numbers are not these. "
@@ -79,6 +80,7 @@ def judge(points: Points) -> Found:
         lambda figure: _draw(figure, separations, means),
         points.failures,
         size=(6.0, 4.0),
+        claims=made,
     )
 
 
@@ -114,6 +116,7 @@ def _draw(figure: "Figure", separations: Sequence[float], means: Mapping[str, Se
     for name, rows in means.items():
         claims.error_bars(axes, separations, rows, labels[name])
     axes.set_xlabel("class separation")
+    axes.set_ylabel("mean squared error")
     axes.legend()
 
 

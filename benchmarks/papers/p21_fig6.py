@@ -53,17 +53,19 @@ def judge(points: Points) -> Found:
     with_gap = correlating.with_gap(found, [*ours, *others])
     paper = {ours[0]: "the highest of all measures", "fisher_rao network": "the lowest of all measures"}
     less = [correlating.difference(found, [*ours, *others], ours[0], name, "above 0") for name in ours[1:]]
+    higher = [Claim(item, named=f"than {name}") for name, item in zip(ours[1:], less, strict=True)]
     held, theirs, errors = correlating.baselines(found, ours[0]), authors_reading(found, head), of_error(found, head)
     rows = (*partial(found, ours), *losses(found), *held, *theirs, *errors)
     drawn = [*ours, *(name for name in plotted(head) if name not in ours)]
     return Found(
         points.columns,
         (*correlating.findings(with_gap, [*ours, *others], paper), *less, *rows),
-        f"{verdict(found, with_gap, ours, less)} {correlating.held_against(held)} {besides(found, with_gap)} "
+        f"{verdict(found, with_gap, ours, higher)} {correlating.held_against(held)} {besides(found, with_gap)} "
         f"{said_of_authors(theirs)}{said_of_errors(errors)}",
         lambda figure: correlating.scatter(figure, found, drawn),
         found.failures,
         size=(9.0, 9.0),
+        claims=[Claim(correlating.pearson(with_gap, ours[0])), *higher],
     )
 
 
@@ -103,7 +105,7 @@ def authors_reading(found: zoo.Networks, head: str) -> list[Finding]:
         return []
     kept = replace(found, unconverged=(*found.unconverged, *(name for _, name in smallest)))
     with_gap = correlating.with_gap(kept, plotted(head))
-    return [replace(row, what=f"{row.what}, as the authors plot it") for name in plotted(head)
+    return [replace(row, what=f"{name}, as the authors plot it") for name in plotted(head)
             for row in [correlating.pearson(with_gap, name)]]  # fmt: skip
 
 
@@ -167,11 +169,10 @@ def losses(found: zoo.Networks) -> list[Finding]:
     ]
 
 
-def verdict(found: zoo.Networks, with_gap: Correlations, ours: Sequence[str], less: Sequence[Finding]) -> str:
+def verdict(found: zoo.Networks, with_gap: Correlations, ours: Sequence[str], higher: Sequence[Claim]) -> str:
     """Say whether relative flatness goes along with the gap, and whether more than the other measures."""
     kappa = ours[0]
     pearson, kendall = (correlating.said(with_gap, kappa, how) for how in ("Pearson", "Kendall"))
-    higher = [Claim(item, named=f"than {name}") for name, item in zip(ours[1:], less, strict=True)]
     others = ", ".join(f"{name} {correlating.said(with_gap, name)}" for name in ours[1:])
     return (
         f"Over {with_gap.points} networks the correlation of relative flatness with the gap is {pearson} (Pearson) "

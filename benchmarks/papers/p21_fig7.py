@@ -38,6 +38,7 @@ def judge(points: Points) -> Found:
     paper = {name: "unchanged" if name in claimed else "much lower than before" for name in shown}
     rest = [name for name in shown if name not in still]
     declines = [correlating.difference(found, both, f"{name}{BEFORE}", name, "above 0") for name in rest]
+    made = declined(rest, declines)
     return Found(
         found.columns,
         (
@@ -48,9 +49,10 @@ def judge(points: Points) -> Found:
         f"Of {with_gap.points} networks {', '.join(still) or 'no measure'} kept the value, to a relative {ROUNDING:g}, "
         f"{'as' if {*still} == {*claimed} else 'other ones than'} claimed. Correlations of the others with the "
         f"gap (Pearson, {correlating.intervals(found)}): {changes(with_gap, rest)}. By how much they decline, of "
-        f"differences over the same resamples. {claims.grouped(declined(rest, declines))}",
+        f"differences over the same resamples. {claims.grouped(made)}",
         lambda figure: correlating.scatter(figure, found, shown),
         found.failures,
+        claims=made,
     )
 
 

@@ -25,6 +25,7 @@ def judge(points: Points) -> Found:
         f"the head, {correlating.said(with_gap, shown[1])}. {claims.grouped(made)}",
         lambda figure: correlating.scatter(figure, found, shown),
         found.failures,
+        claims=made,
     )
 
 

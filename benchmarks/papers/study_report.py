@@ -1,10 +1,11 @@
-"""Say what the networks of :mod:`.study` tell, in docs/study-tables.md: of its longest prefix of whole blocks.
+"""Say in docs/study.md and study-tables.md what the networks of :mod:`.study` tell, of its longest whole prefix.
 
 Inside of a *stratum*, one data set, architecture and training loss, measures are held against targets. Statistics that
 are no correlations have the jackknife over recipes too.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from pyflatness.errors import InputError
 from pyflatness.statistics import intervals as resampling
-from pyflatness.statistics.coefficients import Resamples, coefficients
+from pyflatness.statistics.coefficients import Resamples, coefficients, whole
 from pyflatness.statistics.correlation import Correlations, correlations
 from pyflatness.statistics.tables import Vector
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FOLDER = Path(__file__).parents[2] / "docs" / "study"
-PAGE = FOLDER.with_name("study-tables.md")
+PAGE, ANSWER = FOLDER.with_name("study-tables.md"), FOLDER.with_name("study.md")
 HEAD, SUM, PER_FEATURE = "relative_flatness head", "relative_flatness", "relative_flatness_per_feature"
 CEILINGS = ("the twin's target", "settings fitted")
 BASELINES = ("random numbers", "learning rate", "steps")
@@ -54,6 +55,11 @@ DRAWN = {
     "settings fitted": "settings, fitted to the errors",
 }
 """Rows of the figure, in words."""
+CUT = (SUM, HEAD, "scaled_trace", "trace", "adaptive_sharpness", "mls", "nmls", "weight_norm", "steps")
+"""Rows of the table of cuts."""
+CHANCE = 20
+"""Columns of random numbers in it."""
+DIFFERENCES = ((SUM, "trace"), (SUM, "adaptive_sharpness"), ("scaled_trace", SUM))
 TARGET = study.TARGETS[0]
 _OPTIONS: Any = {"interval": "fisher", "settings": "recipe"}
 
@@ -133,6 +139,39 @@ def taus(frame: pandas.DataFrame, columns: Sequence[str], target: str) -> dict[s
     found = inside(frame, columns, target)
     what = f"τ with the {target}"
     return {name: Finding(f"{name}, {what}", *correlating.ends(found, name, "Kendall")) for name in columns}
+
+
+def cuts(frame: pandas.DataFrame) -> dict[str, tuple[pandas.DataFrame, tuple[str, ...]]]:
+    """Return networks, and the columns in which those that are compared are equal, by what is held fixed."""
+    return {
+        "as pooled": (frame, ("stratum",)),
+        "noise and augmentation fixed": (frame, ("stratum", "label_noise", "augmentation")),
+        "clean labels": (frame[frame["label_noise"] == 0].reset_index(drop=True), ("stratum",)),
+        "within a recipe": (frame, ("recipe", "loss")),
+    }
+
+
+def by_cut(frame: pandas.DataFrame) -> dict[str, list[Finding]]:
+    """Return τ with the test error in every cut, of the rows of :data:`CUT`, and the range of random columns."""
+    drawn = np.random.default_rng(0).normal(size=(CHANCE, len(frame)))
+    chance = f"{CHANCE} random columns, from and to"
+    rows: dict[str, list[Finding]] = {name: [] for name in (*CUT, chance)}
+    frame = frame.assign(place=np.arange(len(frame)))
+    for what, (networks, equal) in cuts(frame).items():
+        strata = np.unique(networks[[*equal]].astype(str).agg(" ".join, axis=1), return_inverse=True)[1]
+        recipes, target = _codes(networks, "recipe"), networks[TARGET].to_numpy(dtype=float)
+        find = resampling.finder("fisher", len(networks), 0, recipes, 0, strata=strata)
+
+        def tau(column: Vector, target: Vector = target, strata: NDArray[np.intp] = strata) -> float:
+            return float(coefficients("Kendall", [column, target], whole(len(target)), strata)[0])
+
+        for name in CUT:
+            column = networks[name].to_numpy(dtype=float)
+            value = tau(column)
+            rows[name].append(Finding(f"{name}: τ, {what}", value, *find(value, "Kendall", [column, target])))
+        values = [tau(column[networks["place"]]) for column in drawn]
+        rows[chance].append(Finding(f"random columns: τ, {what}", float(np.mean(values)), min(values), max(values)))
+    return rows
 
 
 def partials(frame: pandas.DataFrame, columns: Sequence[str]) -> dict[str, Finding]:
@@ -346,6 +385,7 @@ def found(path: Path = FOLDER / "networks.csv") -> Found:
     losses = {loss: taus(part.reset_index(drop=True), columns, TARGET) for loss, part in frame.groupby("loss")}
     targets = {name: taus(references(frame, name), columns, name) for name in study.TARGETS[1:]}
     asked = hypotheses(frame, tau, partial)
+    cut = by_cut(frame)
     first = sorted(measures, key=lambda name: -claims.number(tau[name]))
     order = [*CEILINGS, *BASELINES, *first]
     ways = ("Ψ", "CMI", "sign error", "worst")
@@ -357,15 +397,9 @@ def found(path: Path = FOLDER / "networks.csv") -> Found:
     settings = settings_with_pairs(frame)
     two = {name: [pairs[name][setting] for setting in settings] for name in order}
     three = {name: [targets[target][name] for target in targets] for name in order}
-    tables = {
-        "measures": markdown(heads, one),
-        "settings": "\n\n".join(
-            (
-                markdown(("ψ (pairs of recipes)", *(f"{name} ({count})" for name, count in settings.items())), two),
-                markdown(("τ", *targets), three),
-            )
-        ),
-    }
+    tables = {"measures": markdown(heads, one), "cuts": markdown(("", *cuts(frame)), cut)}
+    differences = [less(frame, *pair) for pair in DIFFERENCES]
+    tables["differences"] = "; ".join(f"{row.what} {claims.shown(row)}" for row in differences) + "."
     parts = ((heads[1:], one), ([*settings], two), ([f"τ, {target}" for target in targets], three))
     cells = [
         replace(cell, what=f"{name}: {head}")
@@ -377,8 +411,9 @@ def found(path: Path = FOLDER / "networks.csv") -> Found:
     missing = sorted({*study.MEASURED} - {*measures, f"{PER_FEATURE} head"})
     text = f"{counted(path, frame)} {claims.grouped(asked)}"
     text += f" Not compared, for want of a finite value for every network: {', '.join(missing)}." if missing else ""
+    rows = (*(claim.finding for claim in asked), *cells, *itertools.chain(*cut.values()), *differences)
     return Found(
-        {}, (*(claim.finding for claim in asked), *cells), text, lambda figure: draw(figure, tau),
+        {}, rows, text, lambda figure: draw(figure, tau),
         size=(7.0, 4.6), tables=tables,
     )  # fmt: skip
 
@@ -424,5 +459,8 @@ def restate() -> str:
     (FOLDER / "taus.png").write_bytes(reproducing.image(said))
     rows = [*map(vars, said.findings)]
     pandas.DataFrame(rows).drop(columns="paper").to_csv(FOLDER / "findings.csv", index=False, float_format="%.6g")
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), "study", placed(said)), encoding="utf-8")
+    texts = placed(said)
+    for page, names in ((PAGE, ("verdict", "measures")), (ANSWER, ("cuts", "differences"))):
+        own = {name: texts[name] for name in names}
+        page.write_text(filled(page.read_text(encoding="utf-8"), "study", own), encoding="utf-8")
     return said.verdict

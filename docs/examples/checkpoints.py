@@ -100,7 +100,7 @@ for row in on_train:
         print(f"{name:14}  {values}")
 
 # %%
-# All values are exact, since these are networks with ReLU (:doc:`/exact`). In this table
+# All values are exact, since these are networks with ReLU (:doc:`/values`). In this table
 # the learning rate decides most: the larger it is, the smaller is κ, so the flatter is
 # the loss.
 #

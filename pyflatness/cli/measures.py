@@ -103,7 +103,7 @@ CHOICES = (
         "in the same sweep over outputs",
     ),
     (
-        "a bound on the generalisation gap",
+        "what the bounds of two papers are made of (no guarantee for a gap)",
         "`pf.theory.generalization_bound`, `pac_bayes`",
         "see docs/generalization.md, docs/measures.md",
         "many forward passes",

@@ -145,10 +145,10 @@ def importance(
         kind: ``"hessian"``: ∂²E/∂θ_j², which may be negative. ``"ggn"``: the diagonal of the GGN, which is not: for
             cross-entropy the Fisher matrix of the model's distribution over classes (Kunstner et al. 2019), and the
             Hessian's too where the model is locally linear in θ_j. ``"fisher"``: that of the *empirical* Fisher
-            matrix, Σ_t ω_t (∂ℓ_t/∂θ_j)² / Σ_t ω_t over the loss terms (samples, or tokens of these), at the targets:
-            what much code of elastic weight consolidation takes (Kirkpatrick et al. 2017). Where the loss is near zero
-            it is near zero, whatever the curvature is. Squared error and binary cross-entropy have one term a sample,
-            the mean over its outputs.
+            matrix, Σ_t ω_t (∂ℓ_t/∂θ_j)² over the loss terms (samples, or tokens of these) at the targets, divided by
+            Σ_t ω_t unless the loss has ``reduction="sum"``: what much code of elastic weight consolidation takes
+            (Kirkpatrick et al. 2017). Where the loss is near zero it is near zero, whatever the curvature is. Squared
+            error and binary cross-entropy have one term a sample, the mean over its outputs.
         structure: ``"rows"``: sums over all dimensions of a parameter but its first. For a linear layer or convolution
             these are the traces of the blocks of its outputs, for an embedding those of its tokens.
         layers: selectors of layers whose parameters are wanted; None: all parameters.

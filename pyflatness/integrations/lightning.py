@@ -46,9 +46,10 @@ class FlatnessCallback(*_bases()):  # type: ignore[misc]
     Args:
         layers: a selector or several, see :func:`pyflatness.measure`; None: every layer that can be measured and ran.
         measures: names, or None, ``"sweep"`` or ``"all"``, see :func:`pyflatness.measure`.
-        data: ``"val"`` or ``"train"``: the trainer's own loader, with its ``limit_val_batches`` or
-            ``limit_train_batches``; or a loader, a list of batches or a tuple of tensors. Batches of all but a tuple go
-            through the module's batch hooks (``on_after_batch_transfer``, …) as in validation.
+        data: ``"train"``, which the papers' measure is of, or ``"val"``: the trainer's own loader, with its
+            ``limit_train_batches`` or ``limit_val_batches``; or a loader, a list of batches or a tuple of tensors.
+            Batches of all but a tuple go through the module's batch hooks (``on_after_batch_transfer``, …) as in
+            validation.
         loss: an ``nn`` loss module, ``F`` function, name or callable, see :func:`pyflatness.measure`. None: the
             module's (or the model's) attribute ``loss``, ``criterion``, ``loss_fn`` or ``loss_function``, if there is
             one; of a model of transformers its own.
@@ -81,7 +82,7 @@ class FlatnessCallback(*_bases()):  # type: ignore[misc]
         self,
         layers: Selector | Sequence[Selector] | None = None,
         measures: str | Sequence[str] | None = "relative_flatness",
-        data: Any = "val",
+        data: Any = "train",
         *,
         loss: Any = None,
         model: str | None = None,
@@ -145,7 +146,7 @@ class FlatnessCallback(*_bases()):  # type: ignore[misc]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Say what the measurements have cost."""
-        if self.history and trainer.is_global_zero:
+        if self.history.records and trainer.is_global_zero:
             print(self._watch.overhead())
 
     def _measured(self, pl_module: Any) -> nn.Module:

@@ -39,8 +39,8 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]
         trainer: the trainer that the callback is added to. It is not known to callbacks otherwise, and has the loggers.
         layers: a selector or several, see :func:`pyflatness.measure`; None: every layer that can be measured and ran.
         measures: names, or None, ``"sweep"`` or ``"all"``, see :func:`pyflatness.measure`.
-        data: ``"val"``: of ``trainer.get_eval_dataloader()``; ``"train"``: the loader of the training; or a loader, a
-            list of batches or a tuple of tensors.
+        data: ``"train"``, which the papers' measure is of: the loader of the training; ``"val"``: of
+            ``trainer.get_eval_dataloader()``; or a loader, a list of batches or a tuple of tensors.
         loss: see :func:`pyflatness.measure`; ``"auto"`` is the one that the model computes itself.
         model: the attribute of the trainer's model that is measured; None: the model.
         every_n_epochs: epochs n, 2 n, … are measured, counted from 1 and from the first training, also after resuming.
@@ -66,7 +66,7 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]
         trainer: Any,
         layers: Selector | Sequence[Selector] | None = None,
         measures: str | Sequence[str] | None = "relative_flatness",
-        data: Any = "val",
+        data: Any = "train",
         *,
         loss: Any = "auto",
         model: str | None = None,
@@ -128,7 +128,7 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Say what the measurements have cost."""
-        if self.history and state.is_world_process_zero:
+        if self.history.records and state.is_world_process_zero:
             print(self._watch.overhead())
 
     def _measured(self) -> nn.Module:

@@ -106,7 +106,9 @@ class Watch:
         """Return in words what the measurements have cost since :meth:`begin`."""
         whole = time.perf_counter() - self._begun
         share = self._spent / whole if whole else 0.0
-        return f"{self.name}: measured in {self._spent:.1f} s, {share:.1%} of the training's {whole:.1f} s"
+        of = {"train": "the training data", "val": "the validation data"}
+        data = of[self.data] if isinstance(self.data, str) else "the data passed"
+        return f"{self.name}: measured on {data} in {self._spent:.1f} s, {share:.1%} of the training's {whole:.1f} s"
 
     def _limited(self, data: Any) -> Any:
         """Return so many batches as a list, for a measure may read them several times, and a loader may shuffle."""

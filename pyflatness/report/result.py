@@ -26,6 +26,10 @@ class Result:
     def __repr__(self) -> str:
         return str(self)
 
+    def __bool__(self) -> bool:
+        """Return True, also of a result without rows: ``if history`` asks whether there is one."""
+        return True
+
     def to_dict(self) -> dict[str, Any]:
         """Return all that the result holds as plain numbers, strings, lists and dicts."""
         facts: dict[str, Any] = _plain(self, whole=True)

@@ -18,6 +18,8 @@ degrees of freedom (Cameron and Miller 2015, section VI).
 leaving out recipes alone misses what the seeds vary. With H seeds the variance is V_recipes + max(0, V_seeds - V_both),
 V_both that of leaving out one recipe's networks of one seed, which the other two both have (Cameron, Gelbach and Miller
 2011). The degrees of freedom of the sum are Satterthwaite's, of G - 1 and H - 1: two seeds that differ make it long.
+Where one of the two quantities varies mostly between recipes and the other mostly between seeds, V_both is about as
+large as V_seeds although nothing is counted twice, and the intervals are too short. There it is V_recipes + V_seeds.
 """
 
 import math
@@ -101,6 +103,7 @@ class Jackknife:
     recipes: Resamples  # without one recipe each
     seeds: Resamples | None = None  # without one seed each; None: seeds share nothing
     both: Resamples | None = None  # without the networks of one recipe and seed each
+    codes: tuple[NDArray[np.intp], ...] = ()  # the recipe and the seed of each network, (n,)
 
     @classmethod
     def over(cls, recipes: NDArray[np.intp], seeds: NDArray[np.intp] | None = None) -> "Jackknife":
@@ -108,15 +111,27 @@ class Jackknife:
         if seeds is None or not seeds.any():
             return cls(_without_each(recipes))
         cells = np.unique(recipes * (seeds.max() + 1) + seeds, return_inverse=True)[1]
-        return cls(_without_each(recipes), _without_each(seeds), _without_each(cells))
+        return cls(_without_each(recipes), _without_each(seeds), _without_each(cells), (recipes, seeds))
 
-    def half(self, of: Statistic) -> float:
-        """Return half the length of a statistic's 95 % interval; NaN where a sample has no value."""
+    def crossed(self, x: Vector, y: Vector) -> bool:
+        """Return whether one of two columns, (n,), varies mostly between recipes and the other between seeds."""
+        if not self.codes:
+            return False
+        (x_recipes, x_seeds), (y_recipes, y_seeds) = (
+            [_between(c, codes) > 0.5 for codes in self.codes] for c in (x, y)
+        )
+        return (x_recipes and y_seeds) or (x_seeds and y_recipes)
+
+    def half(self, of: Statistic, *, crossed: bool = False) -> float:
+        """Return half the length of a statistic's 95 % interval; NaN where a sample has no value.
+
+        It is ``crossed`` where one quantity varies mostly between recipes and the other mostly between seeds.
+        """
         variance, count = _variance(of(self.recipes))
         dof = count - 1.0
         if self.seeds is not None and self.both is not None:
             of_seeds, seeds = _variance(of(self.seeds))
-            more = max(0.0, of_seeds - _variance(of(self.both))[0])
+            more = of_seeds if crossed else max(0.0, of_seeds - _variance(of(self.both))[0])
             if more > 0:
                 dof = (variance + more) ** 2 / (variance**2 / dof + more**2 / (seeds - 1))
                 variance += more
@@ -127,6 +142,13 @@ def _variance(left_out: Vector) -> tuple[float, int]:
     """Return the jackknife's variance of values that each lack a cluster, and how many there are."""
     count = len(left_out)
     return float((count - 1) / count * ((left_out - left_out.mean()) ** 2).sum()), count
+
+
+def _between(values: Vector, clusters: NDArray[np.intp]) -> float:
+    """Return the fraction of the variance of values, (n,), that is between clusters, (n,); 0 of a constant."""
+    means = np.bincount(clusters, values)[clusters] / np.bincount(clusters)[clusters]
+    variance = float(values.var())
+    return float(means.var()) / variance if variance > 0 else 0.0
 
 
 def _without_each(clusters: NDArray[np.intp]) -> Resamples:
@@ -160,7 +182,8 @@ def fisher(
         n = len(columns[0]) - len(columns) + 2
         half = student_t(_LEVEL, math.inf) * math.sqrt(_VARIANCES[statistic](value, n))
     else:
-        half = jackknife.half(lambda drawn: _z(coefficients(statistic, columns, drawn, strata)))
+        crossed = jackknife.crossed(columns[0], columns[1])
+        half = jackknife.half(lambda drawn: _z(coefficients(statistic, columns, drawn, strata)), crossed=crossed)
         if math.isnan(half):
             return _NONE
     return math.tanh(math.atanh(value) - half), math.tanh(math.atanh(value) + half)

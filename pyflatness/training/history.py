@@ -68,7 +68,8 @@ class History(Readable):
 
     :func:`pyflatness.track` makes one, whose :meth:`record` measures. One that was read from a file only holds records,
     and so does ``pf.results.History()``, to which reports that were measured otherwise can be added by :meth:`add`.
-    Iterating gives the records, ``history[-1]`` is the last one. Over ranks, one of them writes :meth:`to_json`.
+    Iterating gives the records, ``history[-1]`` is the last one. A history without records is true as any other, so
+    that ``if history:`` asks whether there is one. Over ranks, one of them writes :meth:`to_json`.
 
     ``history.to_frame()`` has a row per step, weights, layer and measure; the network's rows have the layer ``""``.
     Columns: ``step``, ``epoch``, the recorded numbers, ``seconds`` and ``weights``, and what that of a report has.
@@ -143,6 +144,11 @@ class History(Readable):
     def _appended(self, record: Record) -> Record:
         self._records.append(record)
         return record
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """All records, in the order in which they were made."""
+        return tuple(self._records)
 
     def __len__(self) -> int:
         return len(self._records)

@@ -33,7 +33,7 @@ def fit(package, callbacks=(), batches=None, module=None, **options):
 
 
 CALLBACKS = {
-    "val": {"measures": ["relative_flatness", "trace"]},
+    "val": {"data": "val", "measures": ["relative_flatness", "trace"]},
     "train, sampled": {"data": "train", "probes": 2, "model": "net"},
     "train, some batches": {"data": "train", "limit_batches": 2, "measures": ["relative_flatness", "lambda_max"]},
     "own": {"data": loaders()[1], "every_n_epochs": 2},
@@ -81,12 +81,12 @@ def test_it_does_not_use_the_workers_of_a_loader():
     callbacks = [FlatnessCallback(data=data, name=data, model="net") for data in ("train", "val")]
     *_, found = fit(pl, callbacks, batches=loaders(**kept))
     assert found == expected
-    assert all(callback.history for callback in callbacks)
+    assert all(callback.history.records for callback in callbacks)
 
 
 def test_values_are_those_of_the_model_at_that_time():
     train, val = loaders(noise=0)
-    callback = FlatnessCallback(measures=["relative_flatness", "fisher_rao"], model="net")
+    callback = FlatnessCallback(data="val", measures=["relative_flatness", "fisher_rao"], model="net")
     module, *_ = fit(pl, [callback], batches=(train, val))
     whole = torch.stack([x for x, _ in val.dataset]), val.dataset.targets
     report = pf.measure(module.net.eval(), nn.CrossEntropyLoss(), whole, measures=["relative_flatness", "fisher_rao"])
@@ -114,7 +114,7 @@ def test_values_go_to_the_loggers(tmp_path, capsys):
         assert [scalar.step for scalar in scalars] == [2, 5, 8]  # as Lightning's own of an epoch
         assert f"flatness/{tag}" in (tmp_path / "csv" / "version_0" / "metrics.csv").read_text()
     assert len(events.Scalars("flatness/seconds")) == 3
-    assert "flatness: measured in" in capsys.readouterr().out
+    assert "flatness: measured on the training data in" in capsys.readouterr().out
 
 
 def test_other_callbacks_may_monitor_the_values(tmp_path):
@@ -157,6 +157,6 @@ def test_a_resumed_training_goes_on_with_the_history(tmp_path, with_validation):
 
 
 def test_the_trainers_limits_hold():
-    callback = FlatnessCallback()
+    callback = FlatnessCallback(data="val")
     fit(pl, [callback], max_epochs=1, limit_val_batches=2)
     assert {row["samples"] for row in rows(callback)} == {10}

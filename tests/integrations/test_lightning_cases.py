@@ -40,14 +40,14 @@ def at_the_end(module, data=None):
     ids=["accumulation", "clipping", "steps"],
 )
 def test_trainings_of_many_kinds(options):
-    callback = FlatnessCallback(strict=True)
+    callback = FlatnessCallback(data="val", strict=True)
     module = fit([callback], **options)
     assert network_values(callback)[-1] == pytest.approx(at_the_end(module), rel=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
 def test_a_model_is_measured_in_the_precision_of_its_training(precision):
-    callback = FlatnessCallback(strict=True)
+    callback = FlatnessCallback(data="val", strict=True)
     module = fit([callback], precision=precision).double()
     data = [(x.double(), y) for x, y in loaders(noise=0)[1]]
     tolerance = 1e-10 if precision == "64-true" else 5e-2
@@ -58,7 +58,7 @@ def test_a_model_is_measured_in_the_precision_of_its_training(precision):
 @pytest.mark.parametrize("part", [pytest.param("module", marks=pytest.mark.soak), "net"])
 def test_compiled_models(part):
     torch.compiler.reset()
-    expected, callback = FlatnessCallback(), FlatnessCallback(strict=True)
+    expected, callback = FlatnessCallback(data="val"), FlatnessCallback(data="val", strict=True)
     fit([expected])
     module = lightning_module(pl, logs=False)  # torch cannot trace Lightning's self.log
     if part == "net":
@@ -73,7 +73,7 @@ def test_compiled_models(part):
 
 def test_averaged_weights_stay_apart():
     """Weights that a callback averages are not those that training goes on with, which are measured."""
-    *callbacks, last = (FlatnessCallback(strict=True) for _ in range(3))
+    *callbacks, last = (FlatnessCallback(data="val", strict=True) for _ in range(3))
     averages = [pl.callbacks.EMAWeightAveraging(decay=0.5), pl.callbacks.StochasticWeightAveraging(0.05, 0.8)]
     plain = fit([callbacks[0]])
     fit([averages[0], callbacks[1]])
@@ -87,7 +87,7 @@ def test_averaged_weights_stay_apart():
 def test_a_copy_with_averaged_weights_is_measured_by_its_name():
     module = lightning_module(pl)
     module.ema = torch.optim.swa_utils.AveragedModel(module.net)
-    callback = FlatnessCallback(model="ema.module", strict=True)
+    callback = FlatnessCallback(data="val", model="ema.module", strict=True)
     fit([callback], module)
     assert len(set(network_values(callback))) == 1  # nobody updates it
 
@@ -100,7 +100,7 @@ def test_model_and_loss_may_be_made_when_the_fit_is_set_up(hook):
         module.part, module.loss_fn = module.net, nn.CrossEntropyLoss()
 
     setattr(module, hook, made)
-    callback = FlatnessCallback(model="part", strict=True)
+    callback = FlatnessCallback(data="val", model="part", strict=True)
     fit([callback], module, max_epochs=1)
     assert network_values(callback) == [pytest.approx(at_the_end(module), rel=1e-6)]
 
@@ -111,7 +111,7 @@ def test_batches_go_through_the_modules_hooks_as_in_validation():
             assert not self.trainer.training or self.training  # no augmentation of what is measured
             return batch[0] * 2, batch[1]
 
-    module, callback = lightning_module(pl), FlatnessCallback(strict=True)
+    module, callback = lightning_module(pl), FlatnessCallback(data="val", strict=True)
     module.__class__ = Scaled
     fit([callback], module)
     doubled = [(x * 2, y) for x, y in loaders(noise=0)[1]]
@@ -139,7 +139,11 @@ def test_what_is_refused_is_left_out_with_a_warning():
 
 
 CASES = {
-    "no loader": (FlatnessCallback, {"limit_val_batches": 0}, "trainer has 0 such loaders"),
+    "no loader": (
+        lambda **k: FlatnessCallback(data="val", **k),
+        {"limit_val_batches": 0},
+        "trainer has 0 such loaders",
+    ),
     "bad batches": (lambda **k: FlatnessCallback(data=[torch.ones(3)], **k), {}, r"batches are \(inputs, targets\)"),
     "model's own error": (lambda **k: FlatnessCallback(data=[(torch.ones(3, 1), torch.ones(3))], **k), {}, "shapes"),
 }
@@ -168,20 +172,20 @@ def test_weights_that_are_spread_are_refused():
         """Named as Lightning's, which needs DeepSpeed."""
 
     with pytest.warns(RuntimeWarning, match="under DeepSpeedStrategy the weights are not in the module"):
-        fit([FlatnessCallback()], strategy=DeepSpeedStrategy("cpu"), accelerator="auto", max_epochs=1)
+        fit([FlatnessCallback(data="val")], strategy=DeepSpeedStrategy("cpu"), accelerator="auto", max_epochs=1)
 
 
 def test_two_losses_or_none_are_an_error_at_the_beginning():
     module = lightning_module(pl, criterion=False)
     with pytest.raises(pf.errors.InputError, match=r"has no attribute loss or criterion or .*pass the loss"):
-        fit([FlatnessCallback()], module)
+        fit([FlatnessCallback(data="val")], module)
     module.loss_fn, module.criterion = F.cross_entropy, nn.MSELoss()
     with pytest.raises(pf.errors.InputError, match=r"has several losses \(criterion, loss_fn\)"):
-        fit([FlatnessCallback()], module)
+        fit([FlatnessCallback(data="val")], module)
     assert module.losses == []
     with pytest.raises(pf.errors.InputError, match="has no module of that name"):
         fit([FlatnessCallback(loss="cross_entropy", model="network")], module)
-    fit([FlatnessCallback(loss="cross_entropy", strict=True)], module)
+    fit([FlatnessCallback(data="val", loss="cross_entropy", strict=True)], module)
 
 
 BAD = {

@@ -66,7 +66,7 @@ def trained(folder, *callbacks, **options):
 
 
 CALLBACKS = {
-    "val": {"layers": "classifier"},
+    "val": {"data": "val", "layers": "classifier"},
     "train, sampled": {"data": "train", "probes": 2, "curvature": "ggn"},
     "train, some batches": {"data": "train", "limit_batches": 2, "layers": "classifier", "normalize": "std"},
 }
@@ -97,7 +97,7 @@ def test_losses_that_are_logged_by_epoch_are_logged(tmp_path):
 
 def test_values_are_those_of_the_model_at_that_time(tmp_path):
     options = {"layers": "classifier", "measures": ["relative_flatness", "trace"]}
-    trainer, _, (callback,) = trained(tmp_path, {**options, "strict": True})
+    trainer, _, (callback,) = trained(tmp_path, {**options, "data": "val", "strict": True})
     report = pf.measure(trainer.model.eval(), "auto", trainer.get_eval_dataloader(), **options)
     last = {(row["measure"], row["layer"]): row["value"] for row in rows(callback) if row["epoch"] == 2}
     values = report.by_measure()
@@ -117,7 +117,7 @@ def test_values_go_to_the_log_history_and_tensorboard(tmp_path, capsys, monkeypa
     events = EventAccumulator(str(tmp_path / "board")).Reload()
     scalars = events.Scalars("train/flatness/relative_flatness/classifier")
     assert [scalar.value for scalar in scalars] == pytest.approx(values)
-    assert "flatness: measured in" in capsys.readouterr().out
+    assert "flatness: measured on the training data in" in capsys.readouterr().out
 
 
 def test_a_resumed_training_measures_the_same_epochs(tmp_path):
@@ -173,7 +173,7 @@ def test_layers_and_data_that_are_not_there_are_an_error_at_the_beginning(tmp_pa
     with pytest.raises(pf.errors.InputError, match="nothing in the model matches 'clasifier'; did you mean classifier"):
         trained(tmp_path, {"layers": "clasifier", "every_n_epochs": 5}, trainer=Counted)
     with pytest.raises(pf.errors.InputError, match="the trainer has no eval_dataset; pass data='train'"):
-        trained(tmp_path, {}, trainer=Counted, eval_dataset=None)
+        trained(tmp_path, {"data": "val"}, trainer=Counted, eval_dataset=None)
     assert not steps
 
 
@@ -194,7 +194,7 @@ def test_a_trainer_may_make_its_loader_without_a_data_set(tmp_path):
 def test_what_is_so_in_every_epoch_is_said_once(tmp_path):
     """The reason why nothing is measured, and which weights are not, where no layers were chosen."""
     with pytest.warns(RuntimeWarning, match="is not measured") as said:
-        trained(tmp_path, {}, eval_dataset={"a": texts(6, 2), "b": texts(6, 3)}, num_train_epochs=3)
+        trained(tmp_path, {"data": "val"}, eval_dataset={"a": texts(6, 2), "b": texts(6, 3)}, num_train_epochs=3)
     assert sum("is not measured" in str(one.message) for one in said) == 1
 
     class Scaled(transformers.BertForSequenceClassification):

@@ -38,8 +38,11 @@ def inside(frame, columns, of, x, y):
     return sum(size * value for size, value in parts) / sum(size for size, _ in parts)
 
 
-def interval(frame, of, recipe, seed="seed"):
-    """Fisher's z of a statistic with the variance of the jackknife over recipes and seeds, by Student's t."""
+def interval(frame, of, recipe, seed="seed", *, crossed=False):
+    """Fisher's z of a statistic with the variance of the jackknife over recipes and seeds, by Student's t.
+
+    It is ``crossed`` where one column varies mostly between recipes and the other mostly between seeds.
+    """
 
     def left_out(codes):
         kept = [math.atanh(of(frame[codes != code])) for code in dict.fromkeys(codes)]
@@ -47,7 +50,7 @@ def interval(frame, of, recipe, seed="seed"):
 
     both = frame[recipe].astype(str) + " " + frame[seed].astype(str)
     (recipes, a), (seeds, b), (cells, _) = map(left_out, (frame[recipe], frame[seed], both))
-    more = max(seeds - cells, 0.0)
+    more = seeds if crossed else max(seeds - cells, 0.0)
     dof = (recipes + more) ** 2 / (recipes**2 / a + more**2 / b)
     half = stats.t.ppf(0.975, dof) * math.sqrt(recipes + more)
     value = math.atanh(of(frame))
@@ -150,6 +153,12 @@ def test_convolutional_networks_and_perceptrons_of_2024():
         seeds = pearson(sums, table["gap"])  # one network of each recipe and seed
         assert f"{seeds:.2f} [" in told
     assert told.count("0.94 [0.61, 0.99]") == 1
+    table = points("c24-figG5-small")
+    table["recipe"] = table["learning_rate"].astype(str) + " " + table["batch_size"].astype(str)
+    means = [table.groupby(by)[name].transform("mean") for by, name in (("recipe", "sharpness"), ("seed", "gap"))]
+    assert all(mean.var() > 0.5 * table[mean.name].var() for mean in means)
+    sharpness = interval(table, lambda part: pearson(part["sharpness"], part["gap"]), "recipe", crossed=True)
+    assert f"sharpness with gen gap, Pearson {sharpness}" in page("docs/papers-figures.md")
 
 
 def test_local_minima_of_the_zoo():
@@ -177,3 +186,135 @@ def test_the_study():
         found = inside(study, strata, kendall, name, "test error")
         assert f"{found:.2f} [" in page("docs/study.md"), name
     assert f"Of {len(study)} networks at equal training loss" in page("docs/study.md")
+
+
+@pytest.fixture(scope="module")
+def study():
+    frame = pandas.read_csv(DOCS / "study" / "networks.csv").iloc[: 16 * 18 * 2]
+    frame = frame[frame["test error"].notna()]
+    settings = ["rate", "batch_size", "weight_decay", "optimizer", "sam", "augmentation", "label_noise"]
+    return frame.assign(recipe=frame[["data", "architecture", *settings]].astype(str).agg(" ".join, axis=1))
+
+
+def test_cuts_of_the_study(study):
+    """Four columns of τ, by what is held fixed, on the study's page; two of them on the front page too."""
+    strata = ["data", "architecture", "loss"]
+    cuts = {
+        "pooled": (study, strata),
+        "fixed": (study, [*strata, "label_noise", "augmentation"]),
+        "clean": (study[study["label_noise"] == 0], strata),
+        "recipe": (study, ["recipe", "loss"]),
+    }
+    told, shown = page("docs/study.md"), {}
+    names = (SUM, HEAD, "scaled_trace", "trace", "adaptive_sharpness", "mls", "nmls", "weight_norm", "steps")
+    for name in names:
+        shown[name] = [strata_tau(frame, columns, name) for frame, columns in cuts.values()]
+        label = name if name == "steps" else f"`{name}`"
+        row = re.search(rf"\| {re.escape(label)} \|([^|]*)\|([^|]*)\|([^|]*)\|([^|]*)\|", told)
+        assert [float(cell.split("[")[0]) for cell in row.groups()] == pytest.approx(shown[name], abs=0.0051), name
+    for front in ("README.md", "docs/which-measure.md"):
+        text = page(front)
+        assert f"{shown[SUM][0]:.2f} [0.28, 0.48] for κ summed" in text
+        assert f"{shown[HEAD][0]:.2f} for" in text
+        assert f"{shown[SUM][1]:.2f} [0.06, 0.28] and {shown[HEAD][1]:.2f} [-0.07, 0.16]" in text
+    for one, other in ((SUM, "trace"), (SUM, "adaptive_sharpness"), ("scaled_trace", SUM)):
+        assert f"{one} less {other}, τ {shown[one][0] - shown[other][0]:.2f} [" in told
+    assert f"{study['pac_bayes'].nunique()} different values in these {len(study)} networks" in told
+
+
+def strata_tau(frame, columns, name):
+    """Kendall's τ inside of strata in which it is defined, weighted by their networks."""
+    parts = [
+        (len(part), kendall(part[name], part["test error"])) for _, part in frame.groupby(columns) if len(part) > 1
+    ]
+    parts = [(size, value) for size, value in parts if math.isfinite(value)]
+    return sum(size * value for size, value in parts) / sum(size for size, _ in parts)
+
+
+def test_settings_alone_and_the_width_over_the_grid(grid):
+    design = np.column_stack([np.ones(len(grid)), pandas.get_dummies(grid[SETTINGS].astype(str)).to_numpy(float)])
+    fitted = design @ np.linalg.lstsq(design, grid[GAP].to_numpy(), rcond=None)[0]
+    both = f"{kendall(fitted, grid[GAP]):.2f}", f"{kendall(1 / grid['width'], grid[GAP]):.2f}"
+    assert f"Settings alone have {both[0]} there, and one over the width {both[1]}" in page("README.md")
+    assert f"settings alone have a τ of {both[0]} with the gap, and one over the width has {both[1]}" in page(
+        "docs/which-measure.md"
+    )
+
+
+def test_steps_over_the_grid(grid):
+    """A baseline, and what measures keep where it is held fixed for each optimiser beside the settings."""
+    optimizers = pandas.get_dummies(grid["optimizer"].astype(str)).to_numpy(float)
+    dummies = pandas.get_dummies(grid[SETTINGS].astype(str), drop_first=True).to_numpy(float)
+    steps = optimizers * grid["steps"].rank().to_numpy()[:, None]
+    design = np.column_stack([np.ones(len(grid)), dummies, steps])
+    ranks = grid[[HEAD, SUM, GAP]].rank().to_numpy()
+    left = ranks - design @ np.linalg.lstsq(design, ranks, rcond=None)[0]
+    head, total = (pearson(left[:, place], left[:, 2]) for place in (0, 1))
+    told = page("docs/grid.md")
+    assert f"partial correlation of {partial(grid, 'steps', GAP):.2f} with the gap" in told
+    assert f"the head keeps {head:.2f} [" in told
+    assert f"the sum {total:.2f} [" in told
+
+
+def test_different_values_of_pac_bayes(grid, study):
+    lenets = points("p21-fig6-paper")
+    told = page("docs/papers.md")
+    assert f"{lenets['pac_bayes network'].nunique()} different values in the {len(lenets)} LeNet5" in told
+    assert f"{grid['pac_bayes'].nunique()} in the {len(grid)} networks" in told
+    assert f"{study['pac_bayes'].nunique()} in the {len(study)} of the study" in told
+    assert f"with {grid['pac_bayes'].nunique()} different values in the {len(grid)} networks" in page("docs/grid.md")
+
+
+def test_penalties_by_holm():
+    """Paired t-tests of 13 arms against plain training, of test loss and accuracy on the digits."""
+    runs = {}
+    for name, run in json.loads((DOCS / "penalties" / "digits.json").read_text(encoding="utf-8")).items():
+        arm, seed = name.rsplit(" | ", 1)
+        runs.setdefault(arm, {})[seed] = run
+    plain, found = runs.pop("plain"), {}
+    for arm, by_seed in runs.items():
+        for outcome in ("test loss", "test accuracy"):
+            pairs = [(run[outcome], plain[seed][outcome]) for seed, run in by_seed.items()]
+            found[arm, outcome] = stats.ttest_rel(*zip(*pairs, strict=True)).pvalue
+    order = sorted(found, key=found.get)
+    steps = [min((len(order) - place) * found[name], 1.0) for place, name in enumerate(order)]
+    adjusted = dict(zip(order, np.maximum.accumulate(steps), strict=True))
+    left = {name for name, p in adjusted.items() if p < 0.05}
+    assert left == {
+        *(("weight decay, 0.05", "test loss"), ("label smoothing, 0.1", "test loss")),
+        *(("FAM of head, λ = 0.01", "test loss"), ("weight decay, 0.0005", "test loss")),
+        *(("label smoothing, 0.03", "test accuracy"), ("label smoothing, 0.1", "test accuracy")),
+    }
+    ours = {name: p for name, p in adjusted.items() if name[0].startswith("κ")}
+    least = min(ours, key=ours.get)
+    assert least == ("κ of head, λ = 0.01", "test loss")
+    assert (len(runs), len(found)) == (13, 26)
+    told = page("docs/penalties.md")
+    assert "for 26 paired t-tests, six differences are left" in told
+    assert f"The smallest adjusted p of a penalty on κ is {ours[least]:.2f}" in told
+
+
+def test_further_claims_of_2024():
+    told, fell, trainings = page("docs/papers-figures.md"), 0, 0
+    for name in ("c24-fig1-2-small", "c24-figH8-H9-small", "c24-figH8-H9-paper", "c24-figH8-H9-mnist"):
+        table = points(name)
+        for _, part in table.groupby(table["name"].str.replace(r"_step.*", "", regex=True)):
+            dimension = part.sort_values("step")["local_dimension"].dropna()
+            fell, trainings = fell + (dimension.iloc[-1] < dimension.iloc[0]), trainings + 1
+    assert f"in {fell} of {trainings} trainings" in told
+    columns = ["sharpness", "mls", "log_volume", "nmls", "relative_flatness", "local_dimension", "test_loss"]
+    found = {}
+    for name in ("G5-small", "G6-small", "G7-small", "G6-paper"):
+        table = points(f"c24-fig{name}")[columns].astype(float)
+        found[name] = table[np.isfinite(table).all(axis=1)].corr()
+    dimension, mls, volume = (
+        [found[name].loc["sharpness", column] for name in found] for column in ("local_dimension", "mls", "log_volume")
+    )
+    assert f"(G.6) {dimension[3]:.2f} with dimension, {mls[3]:.2f} with MLS, {volume[3]:.2f} with log volume" in told
+    ranges = [f"{min(cells[:3]):.2f} to {max(cells[:3]):.2f}" for cells in (dimension, mls, volume)]
+    assert f"at small scale from {ranges[0]}, beside {ranges[1]} and {ranges[2]}" in told
+    for one, other in (("mls", "nmls"), ("relative_flatness", "sharpness")):
+        a, b, c, d = (f"{held.loc[one, other]:.2f}" for held in found.values())
+        assert f"{a} (G.5), {b} (G.6), {c} (G.7), {d} (G.6 on FashionMNIST)" in told, one
+    paper = [f"{found['G6-paper'].loc['test_loss', name]:.2f}" for name in ("mls", "log_volume")]
+    assert f"not seen: {paper[0]} and {paper[1]} on FashionMNIST" in told

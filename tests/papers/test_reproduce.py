@@ -25,7 +25,10 @@ def test_a_tiny_experiment(tmp_path, capsys, status):
     shown = capsys.readouterr().out
     restated(json.loads((tmp_path / "p21-fig6-small.json").read_text()))
     found = json.loads((tmp_path / "p21-fig6-small.json").read_text())
-    assert found["verdict"] in shown
+    rows = [line.split() for line in shown.splitlines() if line.strip().startswith("relative_flatness fc4")]
+    assert len(rows) == 6  # it correlates, and more than five others do: claim, verdict, number and interval
+    assert {"seen", "against", "edge", "decided"} & {word for row in rows for word in row}
+    assert "p21-fig6-small.md has all numbers and sentences" in shown
     table = found["table"]
     assert len(table["name"]) == 12  # all, with those that did not converge
     ended = {name for name, converged in zip(table["name"], table["converged"], strict=True) if not converged}
@@ -36,6 +39,7 @@ def test_a_tiny_experiment(tmp_path, capsys, status):
     assert {"relative_flatness fc4", "pac_bayes network", "trace fc1"} <= {*table}
     assert (tmp_path / "p21-fig6-small.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "p21-fig6-small.md").read_text()
+    assert found["verdict"] in page
     assert all(name in page for name in ended)
     assert found["settings"]["images"] == 60
 

@@ -36,7 +36,9 @@ from benchmarks.papers.training import Descent
         ((-0.1, 0.1), 1, 0.0, "not decided"),
         ((0.1, 0.5), 1, 0.7, "against it"),
         ((0.6, 0.9), -1, 1.0, "seen"),
-        ((0.0, 0.5), 1, 0.0, "not decided"),
+        ((0.0, 0.5), 1, 0.0, "at the edge"),
+        ((-0.0001, 0.18), 1, 0.0, "at the edge"),  # of one figure on one machine, and on another
+        ((0.0004, 0.18), 1, 0.0, "at the edge"),
         ((None, None), 1, 0.0, "not decided"),
     ],
 )

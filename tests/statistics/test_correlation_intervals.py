@@ -319,3 +319,30 @@ def test_not_defined():
     constant = pf.statistics.correlations({**TABLE, "kappa": [1.0] * 6}, "kappa")
     assert "nan: not defined where a column is constant\n" in f"{constant}\n"
     assert "nan" not in str(pf.statistics.correlations(TABLE, "kappa"))
+
+
+@pytest.mark.parametrize("crossed", [True, False])
+def test_a_measure_of_recipes_against_a_gap_of_seeds(crossed):
+    """There the variance is the plain sum of that over recipes and that over seeds."""
+    generator = np.random.default_rng(5)
+    recipe, seed = (part.ravel() for part in np.meshgrid(range(7), range(6), indexing="ij"))
+    of_recipe, of_seed = generator.normal(size=7)[recipe], generator.normal(size=6)[seed]
+    noise = 0.3 * generator.normal(size=(2, 42))
+    table = {"x": of_recipe + noise[0], "y": (of_seed if crossed else of_recipe) + noise[1]}
+    table |= {"recipe": recipe.astype(str), "seed": seed.astype(str)}
+    options = {"interval": "fisher", "settings": "recipe", "seeds": "seed"}
+    found = pf.statistics.correlations(table, "x", "y", **options)["x", "Pearson"]
+
+    def z(kept):
+        return math.atanh(np.corrcoef(table["x"][kept], table["y"][kept])[0, 1])
+
+    def variance(codes):
+        values = [z(codes != code) for code in np.unique(codes)]
+        return (len(values) - 1) * np.var(values)
+
+    recipes, seeds = variance(recipe), variance(seed)
+    more = seeds if crossed else max(0.0, seeds - variance(6 * recipe + seed))
+    dof = (recipes + more) ** 2 / (recipes**2 / 6 + more**2 / 5)
+    half = stats.t.ppf(0.975, dof) * math.sqrt(recipes + more)
+    middle = z(np.full(42, True))
+    assert (found.low, found.high) == pytest.approx((math.tanh(middle - half), math.tanh(middle + half)), rel=1e-6)

@@ -120,6 +120,14 @@ def test_reports_that_were_measured_otherwise(exact):
         found.add(report, measure=3.0)
 
 
+def test_an_empty_history_is_true_and_its_records_are_a_tuple(exact):
+    """``if history:`` asks whether there is one: what is recorded behind it was lost in silence."""
+    history = pf.results.History()
+    assert history
+    assert history.records == ()
+    assert exact.records == tuple(exact)
+
+
 def test_frame_has_a_row_for_every_estimate(exact):
     frame = exact.to_frame()
     expected = [

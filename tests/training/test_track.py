@@ -124,7 +124,7 @@ def drawn_batches(record, **options):
             found.append(x)
             if record and len(found) % 2:  # in the middle of an epoch
                 history.record(epoch=epoch)
-    assert bool(history) == record
+    assert bool(history.records) == record
     return torch.cat(found)
 
 
