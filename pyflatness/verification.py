@@ -106,7 +106,7 @@ class Verification:
     @property
     def ok(self) -> bool:
         """Return whether every path is within its tolerance, and the loss changes as its derivatives say."""
-        return all(check.ok for check in (*self.checks, *self.differences))
+        return all(check.ok for check in self.checks) and all(difference.ok for difference in self.differences)
 
     def __bool__(self) -> bool:
         return self.ok
