@@ -46,13 +46,13 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     Torch's own decorator loads the compiler, which takes longer than most calls. Where nothing has loaded it yet
     nothing is compiled, and there is nothing to keep from tracing.
     """
-    disabled = torch._disable_dynamo(function)
+    disabled = torch._disable_dynamo(function)  # type: ignore[attr-defined]
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
         return (disabled if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
 
-    _skip(called.__code__)  # else it would be compiled by itself
+    _skip(called.__code__)  # type: ignore[attr-defined]  # else it would be compiled by itself
     return called
 
 

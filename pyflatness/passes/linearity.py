@@ -12,6 +12,7 @@ import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -231,8 +232,9 @@ def _is_piecewise(node: Node, varied: Collection[Node] | None = None) -> bool:
 
 
 def _is_of_torch(node: Node) -> bool:
-    if isinstance(node, BackwardCFunction):
-        made_by: type = type(node)._forward_cls
+    held: Any = node
+    if isinstance(held, BackwardCFunction):
+        made_by: type = type(held)._forward_cls  # type: ignore[attr-defined]
         return made_by.__module__.startswith(("torch.distributed.fsdp.", "torch.distributed.tensor."))
     return _has_name_of_torch(node.name())
 
