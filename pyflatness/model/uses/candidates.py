@@ -190,5 +190,6 @@ def may_be_flat_weights(model: nn.Module) -> list[Tensor]:
         for module in model.modules()
         if not (type(module).__module__.startswith("torch.nn.modules") or "norm" in type(module).__name__.lower())
         for parameter in module._parameters.values()
-        if parameter is not None and parameter.ndim == 1 and parameter.numel() > 1 and parameter.is_floating_point()
+        if parameter is not None and parameter.ndim == 1 and parameter.numel() > 1
+        if parameter.is_floating_point() or parameter.is_complex()
     ]
