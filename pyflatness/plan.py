@@ -149,7 +149,8 @@ class Measurement:
         self._take_jacobians()
         self._derive()
         self.measured.update(name for values in self._values.values() for name in values)
-        if self._named and not self._values and self._first is not None:
+        has_value = any(row.name in self._values for row in self._steps.wanted)
+        if self._named and not has_value and self._first is not None:
             raise self._first
         self._task.unite()
         return {

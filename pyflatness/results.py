@@ -20,7 +20,7 @@ from .theory.invariance import Invariance, Invariances
 from .theory.robustness import FeatureRobustness, LabelConstancy, LargestRobustness, MatrixRobustness
 from .theory.sampling import Decomposition, Representativeness
 from .training.history import History, Record
-from .verification import Check, Verification
+from .verification import Check, Difference, Verification
 
 __all__ = [
     "Allocation",
@@ -34,6 +34,7 @@ __all__ = [
     "Decomposition",
     "Density",
     "DensityConstants",
+    "Difference",
     "Environment",
     "Estimate",
     "FeatureRobustness",

@@ -349,7 +349,7 @@ def _planned(
             group.append(number)
     assert costs.folds is not None
     shares, of_first = costs.folds
-    of_change = torch.full((of_first.shape[1],), -1, device="cpu")  # those of layers that did not run are of none
+    of_change = torch.full((of_first.shape[1],), -1, dtype=torch.int64, device="cpu")  # -1: of a layer that did not run
     for number, each in enumerate(costs.places.values()):
         of_change[each.start : each.stop] = number
     folds = _Folds(shares.cpu(), of_first.cpu(), costs.gram.cpu(), of_change)

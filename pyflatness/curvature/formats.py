@@ -268,7 +268,7 @@ def _q8(rows: Tensor) -> Tensor:
 
 def _nf4(matrix: Tensor) -> Tensor:
     """Return a matrix in blocks of 64 that run over the ends of its rows."""
-    code = torch.tensor(_NF4, device=matrix.device)
+    code = torch.tensor(_NF4, dtype=torch.float32, device=matrix.device)
 
     def kept(blocks: Tensor) -> Tensor:
         exact = blocks.float()

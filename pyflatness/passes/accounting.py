@@ -3,7 +3,7 @@
 A layer's value is made of the inputs and output gradients of its recorded calls. A weight may act otherwise too: in a
 function outside of the layer, or in the backward pass of a model that differentiates itself (forces of an energy, a
 score, a physics-informed residual), which no hook and no function mode sees. Autograd's graph has every such use as an
-edge. So a sample goes through the model with the layers' parameters requiring gradients, and the graph is walked from
+edge. So two samples go through the model with the layers' parameters requiring gradients, and the graph is walked from
 the outputs; at the output of a recorded call the walk goes on at the call's inputs. A parameter that it still reaches
 has a use that no call accounts for.
 """

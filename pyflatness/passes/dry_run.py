@@ -17,7 +17,7 @@ from ..numerics.directions import Directions
 from . import batch_layout, kept_rows, linearity
 from .accounting import account
 from .batch_layout import ByRow, Layout, check_outputs
-from .guards import agree, check_of_user, rounding
+from .guards import agree, alone, check_of_user, rounding
 from .recorder import RecordedCall, Recorder
 
 _SHARE = 16  # one sample of so many of the first batch is looked at, at least two and at most _MOST
@@ -64,10 +64,10 @@ def run(
     check_outputs(outputs, count)
     users = linearity.users_of(outputs)
     check_uses(modules, recorder, users)
-    # Of one sample that stands elsewhere in the batch, if the model takes it: its outputs have to be the same there.
-    one = [data.part(batch, 1, 2)] if cuttable and samples > 1 else []
+    # Two samples suffice, at other places than in the batch. One does not: a dimension of length one looks like none.
+    two = [data.part(batch, 1, 3)] if cuttable and samples > 2 else []
     several = data.part(batch, start, start + count) if cuttable else batch
-    found_uses = account(model, modules, recorder, [*one, several], forward)
+    found_uses = account(model, modules, recorder, [*two, several], forward)
     uses.note_flat(model, found_uses.flat)
     besides.note({modules[name]: found_uses.elsewhere.get(name, "") for name in recorder.calls})
     if samples == 1:  # else samples that run alone show it
@@ -97,9 +97,11 @@ def run(
     )
     taken = sum(_bytes(call.inputs) for made in recorder.calls.values() for call in made)
     places = {name: places_of(modules[name], made, count) for name, made in recorder.calls.items() if name in narrowed}
-    if one and count == samples and found_uses.batch == 0:  # else the batch itself will show it
-        assert found_uses.outputs is not None
-        start, outputs = 1, found_uses.outputs
+    if 1 < count == samples and cuttable:  # else the batch itself will show it
+        second = found_uses.outputs if two and found_uses.batch == 0 else None
+        if second is None:
+            second = alone(data.part(batch, 1, 2), lambda one: calling.run(model, one, forward)[0])
+        start, outputs = (0, outputs) if second is None else (1, second)
     # Passes backward hold the gradients of the layers' outputs, or a node's gradient in its outputs and its inputs.
     bytes_ = (stored + 2 * max(received, largest)) // count
     inputs = taken // count

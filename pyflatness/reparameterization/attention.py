@@ -108,7 +108,8 @@ def drawn(group: str, one: Rows, groups: int, random: np.random.Generator, facto
     """Return random matrices (groups, h, h) of one of :data:`GROUPS`, whose singular values are between the factors."""
     h = one.size
     if group == "one factor":
-        return torch.eye(h, dtype=torch.float64) * torch.from_numpy(random.uniform(*factors, (groups, 1, 1)))
+        identity = torch.eye(h, dtype=torch.float64, device="cpu")
+        return identity * torch.from_numpy(random.uniform(*factors, (groups, 1, 1)))
     if group == "any":
         left, right = (torch.linalg.qr(torch.from_numpy(random.standard_normal((groups, h, h)))).Q for _ in range(2))
         found: Tensor = left @ (torch.from_numpy(random.uniform(*factors, (groups, h, 1))) * right)
@@ -117,7 +118,7 @@ def drawn(group: str, one: Rows, groups: int, random: np.random.Generator, facto
     a, b = (torch.diag_embed(torch.from_numpy(sizes * part)) for part in (np.cos(angles), np.sin(angles)))
     turned = torch.cat([torch.cat([a, -b], dim=2), torch.cat([b, a], dim=2)], dim=1)
     if group == "pairs of neighbours":
-        order = torch.arange(h).view(2, -1).t().flatten()
+        order = torch.arange(h, device="cpu").view(2, -1).t().flatten()
         turned = turned[:, order][:, :, order]
     return turned
 

@@ -60,8 +60,17 @@ def plot_correlation(
         xlabel: below it; None: the name of the column.
         ylabel: beside it; None: the name of the column.
         log: whether the measure's axis is logarithmic; None: if its values differ a hundredfold.
-        exclude, test, seed, interval, settings, given, permutations, within, strata, seeds: as for
+        exclude: names of rows to leave out.
+        test: a table of the same networks on test data, for the gap.
+        seed: of the resampling and the permutations.
+        interval: ``"bootstrap"`` or ``"fisher"``; this and what follows is as for
             :func:`pyflatness.statistics.correlations`.
+        settings: columns whose equal networks are a cluster.
+        given: columns that are held fixed in partial correlations.
+        permutations: how many the p-values are made with; 0: none.
+        within: permute inside of clusters alone.
+        strata: columns in which networks that are compared are equal.
+        seeds: the column of the seeds that networks were trained with.
 
     Returns:
         Figure and axes of matplotlib, outside of pyplot.

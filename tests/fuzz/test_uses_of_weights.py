@@ -91,8 +91,7 @@ def check(seed: int) -> None:
         y = normal(seed + 1, *model(x.clone()).shape)
     try:
         report = pf.measure(model, LOSS, (x.clone(), y))
-    except pf.errors.InputError as error:
-        assert "did not run" in str(error) or "no path" in str(error) or "measure" in str(error), error
+    except pf.errors.InputError:  # such as no layer with a path to the outputs
         return
     parameters = dict(model.named_parameters())
 

@@ -143,7 +143,7 @@ def uncovered(
         if parameter is None or not (is_weight(module, name, parameter) or id(parameter) in of_vectors):
             continue
         count, own = (1 + ((module, name) in besides)) * parameter.numel(), covered.get((module, name), 0)
-        if trained and not parameter.requires_grad:
+        if trained and not (parameter.requires_grad or kinds.is_packed(parameter)):
             count = min(count, own)
         sizes += max(count, own)
         if count > own:
