@@ -5,12 +5,12 @@
 
 from .backends import NAMES as BACKENDS
 from .backends import choose, choose_for_head, default_memory
-from .columns import COLUMNS, WithColumns
+from .columns import WithColumns
 from .dense import DenseContraction
 from .geometry import Geometry
 from .layer import Contractor, Ingredients, LayerContraction
 from .precision import divided, full_precision, multiplied, product, promoted, promoted_dtype
-from .quantities import needs_weight
+from .quantities import needs_weight, of_outputs
 from .reference import DEFAULT_MEMORY, FUSED_OUTPUTS, Backend, RowSum
 from .softmax import Labels, SoftmaxVariance
 from .tokens import Columns, TokenContraction
@@ -19,7 +19,6 @@ from .written import WrittenContraction
 
 __all__ = [
     "BACKENDS",
-    "COLUMNS",
     "DEFAULT_MEMORY",
     "FUSED_OUTPUTS",
     "Backend",
@@ -43,6 +42,7 @@ __all__ = [
     "full_precision",
     "multiplied",
     "needs_weight",
+    "of_outputs",
     "product",
     "promoted",
     "promoted_dtype",

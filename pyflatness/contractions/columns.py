@@ -19,11 +19,9 @@ from .factor import gram_factor
 from .geometry import Geometry
 from .layer import Contraction, Contractor, Copies, LayerContraction
 from .precision import product, promoted, promoted_dtype
-from .quantities import Forms
+from .quantities import Forms, of_outputs
 from .reference import Backend
 from .routes import Calls
-
-COLUMNS = "gram_weighted_columns"
 
 
 class WithColumns(Contractor):
@@ -44,7 +42,7 @@ class WithColumns(Contractor):
         self._weight, self._geometry, self._rows = weight, geometry, min(d, m)
         make = partial(LayerContraction, backend=backend, memory=memory, convolution=convolution)
         self._behind = make(weight[..., : self._rows], Geometry(groups), quantities=["squares"])  # of its shape alone
-        others = [name for name in quantities if name != COLUMNS]
+        others = [name for name in quantities if not of_outputs(name)]
         self._others = make(weight, geometry, quantities=others) if others else None
 
     def at(self, inputs: Calls, count: int, held: int = 0, positions: Tensor | None = None) -> Contraction:

@@ -126,10 +126,10 @@ class Made(NamedTuple):
 
     squares: bool
     gram_weighted: bool
-    gram_weighted_columns: bool
     weighted: bool
     by_column: bool
     by_row: bool
+    gram_weighted_columns: bool
 
 
 class Quantities:
@@ -173,6 +173,11 @@ class Quantities:
         parts = {name: zeros(samples, neurons.count(sizes)) for name, neurons in self.neurons.items()}
         parts.update((name, zeros(*sizes[:3])) for name in self.entries)
         return Contribution(zeros(len(self), samples), parts)
+
+
+def of_outputs(name: str) -> bool:
+    """Return whether a quantity is that of |M|² for inputs w φ in place of φ."""
+    return QUANTITIES[name].of_outputs
 
 
 def needs_weight(names: Sequence[str]) -> bool:

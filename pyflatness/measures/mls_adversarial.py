@@ -82,6 +82,11 @@ def mls_adversarial(
 
 
 def _estimate(task: Task, steps: int = STEPS, rho: float | None = None, *, normalized: bool = False) -> Estimate:
+    with task.forward.in_full():
+        return _of_outputs(task, steps, rho, normalized=normalized)
+
+
+def _of_outputs(task: Task, steps: int, rho: float | None, *, normalized: bool) -> Estimate:
     signs, shard, done = Signs(task.options.seed, [0]), task.batches.shard, 0
     found, over = [], Accumulator(task.options.nan_policy)
     parts = task.parts(lambda some: _Ascent(task, some, 0, rho).values(1, signs, shard.numbers(0, batching.size(some))))

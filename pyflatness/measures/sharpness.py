@@ -71,7 +71,9 @@ class HalfSquaredError(SquaredError):
 def of_outputs(task: Task, *, adaptive: bool = False) -> Estimate:
     """Return (1/n) Σ_i Σ_j a_j² |∂f_i/∂θ_j|² over all trainable parameters; ``adaptive``: a_j = θ_j, else 1."""
     options = replace(task.options, curvature="ggn")
-    found = diagonal.estimate(replace(task, loss=HalfSquaredError(), options=options), adaptive=adaptive, certify=False)
+    of_outputs = replace(task, loss=HalfSquaredError(), options=options)
+    with task.forward.in_full():
+        found = diagonal.estimate(of_outputs, adaptive=adaptive, certify=False)
     return replace(
         found,
         value=found.value / found.samples,

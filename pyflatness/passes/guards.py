@@ -341,7 +341,17 @@ class Checked:
         self.notes: tuple[str, ...] | None = None  # of an estimate; known once a batch went through
         self.doubts: tuple[str, ...] = ()  # why derivatives may not be those of what the model computes
         self._loss_is_open = not loss.known  # whether it may depend on more than the outputs
+        self._in_full = False  # whether outputs are the model's own also where the loss is of its logits
         self._takes_derivatives = False  # whether the model needs a graph in its forward pass, as for forces
+
+    @contextlib.contextmanager
+    def in_full(self) -> Iterator[None]:
+        """Let the outputs be what the model returns, inside, also where the loss is taken in its logits."""
+        before, self._in_full = self._in_full, True
+        try:
+            yield
+        finally:
+            self._in_full = before
 
     def compare_by_itself(self) -> None:
         """Have the next batch compared with two of its samples alone: no one compares it with what was run so far."""
@@ -447,7 +457,7 @@ class Checked:
 
     def _outputs(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         """Return outputs and targets; of a model that ends in a log_softmax, where the loss is so read, the logits."""
-        if not isinstance(self._loss, OfLogits):
+        if self._in_full or not isinstance(self._loss, OfLogits):
             return calling.run(model, batch, self._forward, self._tensor)
         with Last() as last:
             outputs, targets = calling.run(model, batch, self._forward, self._tensor)

@@ -235,7 +235,8 @@ def _row(by_measure: Mapping[str, Values], missing: Mapping[str, str], seconds: 
     estimate = by_measure.get(pair.measure, {}).get(pair.layer)
     if estimate is None:
         why = missing.get(pair.measure) or "the network has no value of it"
-        return _failed(pair, why if isinstance(pair.place, tuple) else "")
+        has_values = bool(by_measure.get(pair.measure))
+        return _failed(pair, why if isinstance(pair.place, tuple) or not has_values else "")
     low, high = estimate.interval() or (None, None)
     numbers = {name: getattr(estimate, name) for name in ("layer", "value", "stderr", "method", "exact", "samples")}
     return Row(measure=pair.measure, **numbers, low=low, high=high, seconds=seconds)

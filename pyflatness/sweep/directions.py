@@ -39,7 +39,7 @@ def _units(weight: Tensor) -> Tensor:
 _DIRECTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gram_weighted": lambda weight: gram_factor(weight).squeeze(0),
     "squares": _units,
-    contractions.COLUMNS: _units,
+    "gram_weighted_columns": _units,
 }
 """By quantity, of a weight (1, d, m): the directions (r, d)."""
 
@@ -71,7 +71,7 @@ def values(run: Run, sent: Cotangents, forms: Mapping[str, LayerForm]) -> dict[s
                 weight, rows = contractions.promoted(form.matrix), []
                 for key in form.quantities:
                     vectors = features
-                    if key == contractions.COLUMNS:
+                    if contractions.of_outputs(key):
                         vectors = contractions.product(features, weight[0].t().to(features.dtype))
                     norms = vectors.double().square().sum(dim=1)
                     rows.append(norms * _sum(sent, arrived[name][0], cotangent, _DIRECTIONS[key](weight)))

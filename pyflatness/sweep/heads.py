@@ -109,7 +109,7 @@ class Heads:
         features = form.input_rows(run)
         if order.numel():
             features = features[order.to(features.device)]
-        made = [self._by_columns if name == contractions.COLUMNS else self._by_rows for name in self.quantities]
+        made = [self._by_columns if contractions.of_outputs(name) else self._by_rows for name in self.quantities]
         with contractions.full_precision(features):
             rows = torch.stack([of_rows(sent, form, features) for of_rows in made[self.columns]])
         return rows.view(len(rows), run.samples, -1).sum(dim=2)

@@ -103,7 +103,8 @@ def measured(
     ``top``: singular values that ``log_volume`` is over, None all; ``scales``: by layer, of its features for
     ``rescaled``.
     """
-    return _Sweep(task, needs, top, scales or {}).samples()
+    with task.forward.in_full():
+        return _Sweep(task, needs, top, scales or {}).samples()
 
 
 class _Sweep:

@@ -160,6 +160,7 @@ def _copies(values: Tensor, samples: int) -> Tensor:
     return values.expand(samples, *values.shape).clone(memory_format=torch.contiguous_format)
 
 
+@torch.enable_grad()
 def _derivatives(group: Group) -> list[Tensor]:
     """Return a group's gradients of random combinations of outputs, and how these change along random directions."""
     leaves, random = [*group.leaves.values()], Directions()

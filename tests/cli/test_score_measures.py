@@ -84,7 +84,7 @@ def test_sampled_values_have_their_errors(tiny: str) -> None:
     exact, *others = found.values()
     assert (exact["stderr"], exact["method"]) == ("", "ggn")
     assert exact["low"] == exact["value"] == exact["high"]
-    assert [*exact][-3:] == ["error", "low", "high"]
+    assert [*exact][-4:] == ["error", "low", "high", "chance"]
     for row in others:
         assert row["method"] == "ggn-sampled"
         assert abs(float(row["value"]) - float(exact["value"])) <= 5 * float(row["stderr"])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
-from pyflatness.contractions import Geometry, LayerContraction
+from pyflatness.contractions import Geometry, LayerContraction, WithColumns
 from pyflatness.contractions.backends import reference
 from pyflatness.contractions.quantities import QUANTITIES, Forms, Made, Quantities
 from pyflatness.measures import MEASURES
@@ -57,7 +57,8 @@ def test_under_another_name_a_quantity_is_the_same(activation, options, monkeypa
 @pytest.mark.parametrize("names", [[name] for name in QUANTITIES] + [[*QUANTITIES]], ids="+".join)
 def test_no_cotangent_contributes_zeros_of_the_same_shapes(names):
     geometry, weight = Geometry(2, (1, 2, 2)), torch.randn(2, 3, 12)
-    layer = LayerContraction(weight, geometry, reference, names, memory=2**20)
+    make = WithColumns if "gram_weighted_columns" in names else LayerContraction
+    layer = make(weight, geometry, reference, names, memory=2**20)
     contraction = layer.at([torch.randn(5, 6, 1, 3, 3)], 1)
     found, nothing = contraction.of([torch.randn(5, 6, 1, 2, 2)]), layer.nothing(5)
     assert nothing.values.shape == found.values.shape == (len(names), 5)
@@ -70,8 +71,8 @@ def test_what_quantities_need_together():
     assert plain.plain
     assert plain.gram_factor
     assert not plain.weighted
-    assert plain.forms == Made(True, True, False, False, False)
-    assert all_of_them.forms == Made(True, True, True, True, True)
+    assert plain.forms == Made(True, True, False, False, False, False)
+    assert all_of_them.forms == Made(True, True, True, True, True, True)
     assert not all_of_them.plain
     assert list(all_of_them.neurons) == ["by_column", "by_row"]
     assert all_of_them.entries == ["diagonal"]

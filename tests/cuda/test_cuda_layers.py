@@ -11,6 +11,7 @@ from pyflatness.errors import BackendError
 from support import layer_cases as layers
 from support.combinations import every
 from support.cuda_layers import CASES, in_one_order, layer, moved
+from support.layer_cases import of_kernels
 
 WIDE = {"float32": torch.float32, "float64": torch.float64}
 
@@ -108,7 +109,7 @@ def test_products_of_whole_numbers_have_no_rounding(cuda_device):
     expected = reference.products(whole[0], geometry, *whole[1:])
     for dtype in WIDE.values():
         made, *others = (t.to(cuda_device, dtype) for t in whole)
-        for value, truth in zip(cuda.products(made, geometry, *others), expected, strict=True):
+        for value, truth in zip(of_kernels(cuda.products(made, geometry, *others)), of_kernels(expected), strict=True):
             assert torch.equal(value.cpu(), truth)
 
 
@@ -119,7 +120,7 @@ def test_the_order_of_threads_changes_nothing(emulated_cuda, name):
     for order in range(3):
         emulated_cuda.set_order(order)
         with cuda.emulated(emulated_cuda):
-            found.append([*cuda.products(*arguments), cuda.patches(inputs, geometry)])
+            found.append([*of_kernels(cuda.products(*arguments)), cuda.patches(inputs, geometry)])
     emulated_cuda.set_order(0)
     for values in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(values, found[0], strict=True))
@@ -130,7 +131,7 @@ def test_no_samples(cuda_device):
     inputs, _, geometry, *_ = layer((0, *CASES["groups"][1:]), "float32", cuda_device)
     assert cuda.patches(inputs, geometry).shape[0] == 0
     arguments = matrices(CASES["groups"], torch.float32, cuda_device, n=0)
-    assert [len(value) for value in cuda.products(*arguments)] == [0] * 5
+    assert [len(value) for value in of_kernels(cuda.products(*arguments))] == [0] * 5
 
 
 @in_one_order
@@ -139,7 +140,7 @@ def test_what_is_not_finite_stays_in_its_sample(cuda_device, bad):
     gradients, *rest = matrices(CASES["groups"], torch.float32, cuda_device)
     clean = cuda.products(gradients, *rest)
     gradients[1, -1, -1, 0] = bad
-    for value, before in zip(cuda.products(gradients, *rest), clean, strict=True):
+    for value, before in zip(of_kernels(cuda.products(gradients, *rest)), of_kernels(clean), strict=True):
         assert torch.equal(value[::2], before[::2])
         assert not value[1].isfinite().all()
 

@@ -120,10 +120,10 @@ class Skips(nn.Module):
     def __init__(self):
         super().__init__()
         self.idle, self.a, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
-        self.skip, self.gate = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(1, 4))
+        self.skip, self.squared = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(1, 4))
 
     def forward(self, x):
-        return self.head(self.a(x).relu() + x @ self.skip * self.gate)
+        return self.head(self.a(x).relu() + x @ self.skip * (self.squared * self.squared))
 
 
 class Packed(nn.Module):
@@ -155,7 +155,7 @@ ODD = {
         ["0.weight"],
         1,
     ),
-    "skips": (Skips, (4,), ["gate", "idle.weight"], 3),
+    "skips": (Skips, (4,), ["idle.weight", "squared"], 3),
     "packed": (Packed, (5, 4), ["cell.weight_hh_l0", "cell.weight_ih_l0"], 1),
     "stacked": (Stacked, (4,), [], 4),
 }
@@ -190,7 +190,7 @@ def test_the_change_of_a_layer_that_does_not_run_is_left_out_of_the_cost():
     report = pf.cost_of_change(model, CE, data, pf.changes.rounded(model, 3, layers=["idle", "a", "head"]))
     assert report.layers == ("a", "head")
     assert "did not run" in report.why_uncovered["idle"]
-    with pytest.raises(pf.errors.InputError, match="'gate' is no layer here: its weight is used in mul"):
+    with pytest.raises(pf.errors.InputError, match="'squared' is no layer here: its weight is used in mul"):
         pf.cost_of_change(model, CE, data, pf.changes.rounded(model, 3))
 
 

@@ -44,7 +44,7 @@ KINDS = {
     "NumPy's random": (lambda net, x: x + 1e-4 * torch.from_numpy(np.random.randn(*x.shape)), DRAWS),  # noqa: NPY002
     "a generator of NumPy's": (lambda net, x: x + torch.from_numpy(net.of_numpy.standard_normal(x.shape)), CHANGES),
     "a generator in a list": (lambda net, x: x + torch.randn(x.shape, generator=net.private[0]), CHANGES),
-    "calls that are counted": (counted, CHANGES),
+    "calls that are counted": (counted, "its outputs depend on the calls before: it keeps 'count'|" + CHANGES),
     "the batch's mean": (lambda net, x: x - x.mean(0), "mixes samples|cannot be told apart"),
     "the place in the batch": (lambda net, x: x + torch.arange(len(x)).unsqueeze(1), CHANGES),
 }

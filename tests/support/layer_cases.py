@@ -67,3 +67,10 @@ def double(*arguments):
 
 def limit(dtype):
     return 1e-5 if dtype == torch.float32 else 1e-12
+
+
+def of_kernels(forms):
+    """Return all forms that the kernels make of M: |w Mᵀ|² comes by |M|² of other inputs."""
+    *made, columns = forms
+    assert columns is None
+    return made

@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...contractions import (
-    COLUMNS,
     Contractor,
     Geometry,
     Ingredients,
     LayerContraction,
     WithColumns,
     divided,
+    of_outputs,
     product,
     promoted,
 )
@@ -156,7 +156,7 @@ class Linear:
     def contraction(self, given: Ingredients) -> Contractor:
         """Return what contracts inputs and cotangents of the layer, as they are in common form."""
         weight, convolution = given.weight, self.space > 0
-        make = WithColumns if COLUMNS in given.quantities else LayerContraction
+        make = WithColumns if any(map(of_outputs, given.quantities)) else LayerContraction
         return make(
             weight, self.geometry, given.backend, given.quantities, memory=given.memory, convolution=convolution
         )
