@@ -132,6 +132,8 @@ class Measurement:
                 continue
             layer_values = LayerValues(replace(self._task, options=options))
             possible = [row for row in rows if self._is_possible(row, layer_values)]
+            if not possible:
+                continue
             with self._attempt_sweep(possible):
                 attempt = partial(self._attempt, together=False)
                 for (name, measure), estimate in layer_values.estimates(possible, attempt).items():

@@ -6,7 +6,8 @@
   by ``unsqueeze(0)`` has strides of which torch's kernel makes contiguous ones halfway: the gradients are wrong.
   ``instance_norm`` calls it on one such sample of all channels of all images.
 
-Contiguous inputs and gradients have neither. So torch's functions get these, from modules and from :mod:`torch.nn.functional` alike.
+Contiguous inputs and gradients have neither. So torch's functions get these, from modules and from
+:mod:`torch.nn.functional` alike.
 """
 
 import contextlib

@@ -128,7 +128,11 @@ class PerSampleParameters:
         place = slice(group.place.start, group.place.start + 1)
         self._alone(run, values, place, lambda alone: first.append(_derivatives(alone)))
         several = [part[:1] for part in _derivatives(group)]
-        return all(agree(one, other, rounding(one.dtype)) for one, other in zip(first[0], several, strict=True))
+        half = len(several) // 2  # of first order, and of second; each relative to the largest, since some are 0
+        alone = first[0][:half], first[0][half:]
+        together = several[:half], several[half:]
+        joined = [(_joined(one), _joined(other)) for one, other in zip(alone, together, strict=True)]
+        return all(agree(one, other, rounding(one.dtype)) for one, other in joined)
 
     def _alone(self, run: Run, values: Mapping[str, Tensor], place: slice, work: Callable[[Group], None]) -> None:
         leaves = {name: w.unsqueeze(0).clone().requires_grad_() for name, w in values.items()}
@@ -160,6 +164,10 @@ def _copies(values: Tensor, samples: int) -> Tensor:
     return values.expand(samples, *values.shape).clone(memory_format=torch.contiguous_format)
 
 
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([part.flatten() for part in parts])
+
+
 @torch.enable_grad()
 def _derivatives(group: Group) -> list[Tensor]:
     """Return a group's gradients of random combinations of outputs, and how these change along random directions."""
@@ -167,7 +175,9 @@ def _derivatives(group: Group) -> list[Tensor]:
     each = len(group.outputs) // group.samples
     cotangent = random.like(group.outputs[:each]).repeat(group.samples, *[1] * (group.outputs.ndim - 1))
     gradients = torch.autograd.grad(group.outputs, leaves, cotangent, create_graph=True, materialize_grads=True)
-    pushed = [(gradient * random.like(gradient[0])).sum() for gradient in gradients if gradient.requires_grad]
+    drawn = [random.like(gradient[0]) for gradient in gradients]  # the same whichever of the gradients have a graph
+    along = zip(gradients, drawn, strict=True)
+    pushed = [(gradient * direction).sum() for gradient, direction in along if gradient.requires_grad]
     changes: Sequence[Tensor] = [torch.zeros_like(leaf) for leaf in leaves]
     if pushed:
         changes = torch.autograd.grad(torch.stack(pushed).sum(), leaves, retain_graph=True, materialize_grads=True)

@@ -180,9 +180,9 @@ def test_half_and_single_precision(activation):
             assert found[name].value == pytest.approx(float(terms.sum()), abs=rel * float(terms.abs().sum()))
 
 
-@pytest.mark.parametrize(("name", "calls"), [("layer norm", 6), ("attention", 7), ("checkpointed", 11)])
+@pytest.mark.parametrize(("name", "calls"), [("layer norm", 8), ("attention", 9), ("checkpointed", 13)])
 def test_samples_go_together_where_the_model_takes_it(name, calls):
-    """Preflight, the run (once more for attention), two looks, one for the memory, all at once; else each sample."""
+    """Inspection, twice, the run (once more for attention), two looks, one for the memory, all at once, one alone."""
     case, made = CASES[name], []
 
     def forward(model, batch):

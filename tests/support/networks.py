@@ -55,7 +55,8 @@ add("no bias, more outputs than inputs", lambda: nn.Sequential(nn.Linear(3, 9, b
     nn.Linear(9, C)), X[:, :3], INDICES, "0 2")  # fmt: skip
 add("unused output", lambda: Net(lambda net, x: (net.side(x), net.head(x))[1], side=nn.Linear(M, 3),
     head=nn.Linear(M, C)), X, INDICES, "side head")  # fmt: skip
-add("log-softmax inside", lambda: nn.Sequential(*mlp(M, 6, C), nn.LogSoftmax(1), nn.Hardtanh(-50, 50)), X, INDICES, "0 2", curved="0 2",
+add("log-softmax inside", lambda: nn.Sequential(*mlp(M, 6, C), nn.LogSoftmax(1), nn.Hardtanh(-50, 50)), X, INDICES,
+    "0 2", curved="0 2",
     loss=nn.NLLLoss())  # fmt: skip
 
 

@@ -204,7 +204,12 @@ class Counting(nn.Module):
 
     def __init__(self, inner, most=10**9, whole=False):
         super().__init__()
-        self.inner, self.most, self.whole, self.sizes = inner, most, whole, []
+        self.inner, self.most, self.whole, sizes = inner, most, whole, []
+        self._sizes = lambda: sizes  # a list of its own would be put back after a call
+
+    @property
+    def sizes(self):
+        return self._sizes()
 
     def forward(self, x):
         if len(x) > self.most:

@@ -20,7 +20,7 @@ def test_every_layer_that_ran_by_default():
     net.unused.layer = nn.Linear(2, 2)
     report = pf.measure(net, LOSS, (X, Y), measures="sweep")
     assert report.layers == ("0", "3.conv1", "3.conv2", "5.conv1", "5.conv2", "8")
-    assert report.measures[:3] == ("relative_flatness", "relative_flatness_per_feature", "trace")
+    assert report.measures[:3] == ("relative_flatness", "relative_flatness_per_feature", "relative_flatness_columns")
     assert report["weight_norm"].value == pytest.approx(
         sum(report[name, "weight_norm"].value for name in report.layers)
     )
