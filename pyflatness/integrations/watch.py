@@ -135,7 +135,15 @@ class Watch:
         """Return all measures, or those that are possible, if they were named; the others are not tried again."""
         several = isinstance(self.measures, list) and len(self.measures) > 1
         try:
-            return self._of(model, loss, data, self.measures)
+            report = self._of(model, loss, data, self.measures)
+            left = {name: why for name, why in report.skipped.items() if several and name not in report.measures}
+            if left and self.strict:
+                raise InputError(next(iter(left.values())))
+            for name in left:
+                self._warn(f"{name} is left out from now on: {left[name]}")
+            if isinstance(self.measures, list):
+                self.measures = [name for name in self.measures if name not in left]
+            return report
         except InputError:
             if self.strict or not several:
                 raise

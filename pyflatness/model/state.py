@@ -73,9 +73,9 @@ def _prepared(model: nn.Module, ranks: Ranks | None) -> tuple[nn.Module, Randomn
     modules = [module for _, module in named]
     check_modules(named, spread=ranks is not None)
     for module in modules:
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:  # gradients of another layout
+        if getattr(module, "sparse", False) is True:  # an embedding, whose gradients have another layout
             interrupts.later(functools.partial(setattr, module, "sparse", True))
-            module.sparse = False
+            module.sparse = False  # type: ignore[assignment]
     interrupts.later(Found(named).put_back)
     stack = contextlib.ExitStack()
     interrupts.later(stack.close)

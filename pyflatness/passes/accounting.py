@@ -36,7 +36,7 @@ _DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 class Account:
     """Hold what one pass showed of the layers' weights."""
 
-    batch: int | None = None  # which of the batches went through the model; None if it took none of them so
+    batch: int | None = None  # which of the batches went through the model; -1: it did not have to; None: it took none
     outputs: Tensor | None = None  # the model's for that batch, without their graph
     differentiated: frozenset[str] = frozenset()  # layers whose weight acts in a derivative that the model takes
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # by layer, the functions outside that have its weight
@@ -55,7 +55,12 @@ def account(
     batches: Sequence[Any],
     forward: calling.Forward | None,
 ) -> Account:
-    """Account for the uses of the layers' weights on the first of some batches that the model takes."""
+    """Account for the uses of the layers' weights on the first of some batches that the model takes.
+
+    Weights that are spread over ranks are in their modules for the time of these alone, and are not looked at.
+    """
+    if spread.is_held():
+        return Account(-1)
     recorded = dict(recorder.calls)
     vectors = candidates.may_be_flat_weights(model)
     try:

@@ -164,7 +164,7 @@ def _of_module(name: str, module: nn.Module) -> Attention | None:
     output = next((key for key in _OUTPUTS if key in parts), "")
     if {"q_proj", "k_proj", "v_proj"} <= parts.keys() and output:
         linear = [parts[key] for key in ("q_proj", "k_proj", "v_proj", output)]
-        heads = [part.out_features // size for part in linear if isinstance(part, nn.Linear)]
+        heads = [layers.without_entries(part).shape[0] // size for part in linear if layers.is_linear(part)]
         if len(heads) < len(linear):
             return None
         q, k, v = (

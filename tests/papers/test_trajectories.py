@@ -128,7 +128,9 @@ def test_tiny_transformers(tmp_path, capsys, status):
     options = [("patches", [4]), ("widths", [8]), ("depths", [1]), ("seeds", 5), ("samples", 40), ("measured", 10)]
     settings = [f"--set={name}={json.dumps(value)}" for name, value in [*options, ("epochs", 1)]]
     assert status("c24-fig3", "--out", str(tmp_path), *settings) == 0
-    assert "transformers of 1 shapes, with 95 % intervals over shapes and seeds" in capsys.readouterr().out
+    assert "c24-fig3-small.md has all numbers and sentences" in capsys.readouterr().out
+    page = (tmp_path / "c24-fig3-small.md").read_text()
+    assert "transformers of 1 shapes, with 95 % intervals over shapes and seeds" in page
     table = json.loads((tmp_path / "c24-fig3-small.json").read_text())["table"]
     assert all(value > 0 for value in table["normalized_mls"])
     assert len(set(table["normalized_mls"])) == 5

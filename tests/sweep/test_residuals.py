@@ -180,14 +180,14 @@ def products(monkeypatch):
 
 
 def test_probes_go_where_the_value_is(products):
-    """At a peaked softmax: for the same standard error about half the rows of as many probes for every sample."""
+    """At a peaked softmax: for the same standard error three quarters of the rows of probes for every sample alike."""
     model, data = smooth(200.0, samples=400, width=80)
     found = adaptive(model, data, rtol=0.02)["0", "trace"]
     rows = sum(products)
     products.clear()
     four = pf.measure(model, LOSS, data, layers="0", measures="trace", probes=4)["0", "trace"]
     needed = (four.stderr / found.stderr) ** 2  # times the probes for the same standard error
-    assert rows < 0.6 * needed * sum(products)
+    assert rows < 0.75 * needed * sum(products)
 
 
 class Counting(nn.Module):
