@@ -367,9 +367,10 @@ def _differences(layer: nn.Module, risk: Callable[[], Tensor], rounding: float) 
     for _ in range(2):
         mixed = matrix @ random.like(matrix.new_empty(matrix.shape[1], matrix.shape[1])) / matrix.shape[1] ** 0.5
         direction, form = _as_leaf(layer, mixed, weight), 0.0
-        padding = getattr(layer, "padding_idx", None)
-        if padding is not None:  # torch takes no derivative in it, and the loss changes with it
-            direction[padding] = 0.0
+        owners = [module for module, _ in layer.source.places] if isinstance(layer, uses.Use) else [layer]
+        for padding in (getattr(module, "padding_idx", None) for module in owners):
+            if padding is not None:  # torch takes no derivative in it, and the loss changes with it
+                direction[padding] = 0.0
         if gradient.requires_grad:
             (product,) = torch.autograd.grad(gradient, weight, direction, retain_graph=True, materialize_grads=True)
             form = float((product * direction).sum())
