@@ -111,7 +111,7 @@ def allocate(
         measured: also try the best choices without the coarsest format, without the two coarsest and so on, by a
             forward pass each, and take one whose loss is less by more than the standard error of the prediction.
         tool: whose formats the names of formats mean, and for which layers get no format that it does not keep them in;
-            see :meth:`Allocation.export`. None: those of :mod:`pyflatness.changes`, for all layers.
+            see ``plan.export``. None: those of :mod:`pyflatness.changes`, for all layers.
         nan_policy: ``"raise"``, ``"propagate"`` is of no use here, or ``"omit"``, only without ``measured``.
 
     Returns:

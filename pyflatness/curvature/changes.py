@@ -12,7 +12,7 @@ A :class:`Format` is a way to keep a weight: :func:`pyflatness.allocate` chooses
     rank-16     two factors of the nearest matrix of that rank                     the factors', of its dtype
     keep        itself                                                             its dtype's
 
-They are torchao's, mxfp4 and nvfp4 llm-compressor's; ``"modelopt:int4"`` is another tool's, see :mod:`.formats`.
+They are torchao's, mxfp4 and nvfp4 llm-compressor's; ``"modelopt:int4"`` is another tool's (docs/allocation.md).
 
 Each function returns a mapping from names of layers to Δ, of the shape of the layer's weight, so that w + Δ is the
 changed weight; in float32 for weights of half precision. Its ``uncovered`` names the weights without a change. No model
