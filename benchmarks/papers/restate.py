@@ -5,8 +5,8 @@
     python -m benchmarks.papers.restate --from FOLDER NAME …     # results of a run with --out FOLDER, taken over
 
 Each file's findings, verdict and figure are made anew, and the verdict becomes the text behind the file's link in
-docs/papers-figures.md, or that of the grid stands in docs/studies.md, where comments mark its place. Tables that no page
-has a place for are printed. Files of the tables in docs/zoo take the place of a run; their points are in the tables.
+docs/papers-figures.md, or that of the grid stands in docs/studies.md, where comments mark its place. Tables without a
+place are printed. Files of the tables in docs/zoo take the place of a run; their points are in the tables.
 """
 
 import json
