@@ -65,7 +65,7 @@ CONFIGURE = $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/nin
 
 # The CPU kernels without Python under the sanitizers; no symbol that two instruction sets could share; the CUDA kernels
 # compiled as `pip install .` does where a GPU and nvcc are, and their module imported, which needs no driver; what the compiler made
-# of them against docs/cuda-sass.md.
+# of them against csrc/cuda/sass.md.
 kernels-check: setup
 	$(CONFIGURE) -B build/sanitize -DPYFLATNESS_SANITIZE=ON
 	$(BIN)/cmake --build build/sanitize

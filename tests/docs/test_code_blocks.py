@@ -54,7 +54,6 @@ loss, data, (x_test, y_test) = nn.CrossEntropyLoss(), (x.flatten(1), y), (x.flat
 def train(model):
     return 1.0
 """,
-    "zoo-tables.md": "import pandas, pyflatness as pf",
 }
 
 
