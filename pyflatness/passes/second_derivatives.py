@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from ..model import walk
 from ..model.calling import Mode
 
 _CLASSES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -111,7 +112,7 @@ def convolutions(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model that compute plain convolutions, padded with zeros by numbers of pixels."""
     return [
         module
-        for module in model.modules()
+        for module in walk.modules(model)
         if isinstance(module, _CLASSES)
         and any(type(module)._conv_forward is kind._conv_forward for kind in _CLASSES)
         and "_conv_forward" not in module.__dict__
@@ -258,7 +259,7 @@ def batch_norms(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model that compute what BatchNorm1d to BatchNorm3d do."""
     return [
         module
-        for module in model.modules()
+        for module in walk.modules(model)
         if getattr(type(module), "forward", None) is nn.BatchNorm2d.forward and "forward" not in module.__dict__
     ]
 
