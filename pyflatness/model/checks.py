@@ -6,7 +6,6 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.parameter import UninitializedTensorMixin
 
 from ..errors import InputError
 from ..messages import IN_TRAINING, without_values
@@ -59,7 +58,7 @@ def check_kinds(named: Named, *, spread: bool = False) -> None:
                     "the full weights (zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint) into a model that is not "
                     "and measure that"
                 )
-            if isinstance(parameter, UninitializedTensorMixin):
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
                 raise InputError("model: it has lazy layers whose weights are not initialised; run it once on a batch")
 
 
