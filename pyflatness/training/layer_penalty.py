@@ -159,7 +159,8 @@ class FlatnessPenalty:
 
         Raises:
             InputError: the layer did not run, ran more than once, is frozen or has no part in the outputs; outputs or
-                targets do not fit; an operation behind the layer has no second derivative.
+                targets do not fit; an operation behind the layer has no second derivative; in the first call, a weight
+                that acts outside of its layer's call too.
         """
         outputs, targets, loss, items = self._taken(outputs, targets)
         if not outputs.is_floating_point():
