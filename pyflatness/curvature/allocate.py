@@ -50,7 +50,7 @@ from ..report.result import Result, write_json
 from ..session import public, session
 from . import changes, exports, whole_weights
 from .change_sweep import ChangeSweep, risk_at
-from .changes import Format
+from .changes import Copy, Format
 from .whole_weights import Weight
 
 if TYPE_CHECKING:
@@ -73,12 +73,12 @@ def allocate(
     model: nn.Module,
     loss: Any = "auto",
     data: Any = ...,
-    formats: Sequence[str | Format] = ...,  # type: ignore[assignment]
+    formats: Sequence[str | Format | Copy] = ...,  # type: ignore[assignment]
     *,
     bits: float | None = None,
     size: int | None = None,
     layers: Selector | Sequence[Selector] | None = None,
-    fixed: Mapping[str, str | Format] | None = None,
+    fixed: Mapping[str, str | Format | Copy] | None = None,
     together: str | Iterable[Iterable[str]] = (),
     probes: int | None = 16,
     measured: bool = True,
@@ -96,8 +96,9 @@ def allocate(
         model: …
         loss: …
         data: … They are read once, and with ``measured`` once more for each choice that is tried.
-        formats: names such as ``"int4"``, ``"int4-g128"``, ``"fp8"`` or ``"keep"``, all in ``pf.changes``, and formats
-            of your own, ``pf.changes.Format(name, bits, function)``.
+        formats: names such as ``"int4"``, ``"int4-g128"``, ``"fp8"`` or ``"keep"``, all in ``pf.changes``; formats of
+            your own, ``pf.changes.Format(name, bits, function)``; and quantised copies of the model that you have,
+            ``pf.changes.Copy("gptq3", 3.25, quantised)``, whose weights a layer then gets.
         bits: the budget, in bits a weight in the mean over the weights of these layers.
         size: the budget in bytes of these weights, in the place of ``bits``.
         layers: selectors; None: all that have changes by ``pf.changes`` and run. The rest stays as it is, uncounted.
@@ -121,7 +122,8 @@ def allocate(
 
     Raises:
         InputError: no budget, or one below the cheapest choice, which is named; formats or layers that do not exist; a
-            format that makes NaN or another shape of a layer's weight; see :func:`pyflatness.relative_flatness`.
+            format that makes NaN or another shape of a layer's weight, or a copy without it; see
+            :func:`pyflatness.relative_flatness`.
         MissingExtraError: without SciPy.
 
     Example:
@@ -143,14 +145,23 @@ def allocate(
     size = None if size is None else check_count("size", size, 1, "a number of bytes")
     probes = None if probes is None else check_probes("probes", probes, 1)
     measured, options = check_flag("measured", measured), Options.of(how, curvature="ggn", probes=probes)
-    given = [formats] if isinstance(formats, (str, Format)) else [*formats]
+    given = [formats] if isinstance(formats, (str, Format, Copy)) else [*formats]
     if not given:
         raise InputError("formats: an empty list; pass names such as 'int4' and 'int8'")
     if tool is not None:
         exports.check_tool(tool)
     whose = None if tool is None else exports.TOOLS[tool].formats
-    known = [*{made.name: made for made in (changes.named(one, whose) for one in given)}.values()]
-    of_layer = {name: changes.named(one, whose) for name, one in (fixed or {}).items()}
+    own = {one.name: one for one in given if isinstance(one, (Format, Copy))}
+
+    def named(one: str | Format | Copy) -> Format | Copy:
+        one = own.get(one, one) if isinstance(one, str) else one
+        one = one if isinstance(one, Copy) else changes.named(one, whose)
+        if tool is not None and (isinstance(one, Copy) or one.scheme is None):
+            raise InputError(f"tool={tool!r}: {tool} cannot be told of the format {one.name!r}")
+        return one
+
+    known = [*{made.name: made for made in map(named, given)}.values()]
+    of_layer = {name: named(one) for name, one in (fixed or {}).items()}
     reads = 1 + (len(known) + len(of_layer) if measured else 0)
     with session(model, loss, data, options, how, reads=reads, placed=True) as task:
         plan, loss_change = _planned(task, layers, known, of_layer, together, tool)
@@ -164,10 +175,14 @@ def allocate(
 class _Option:
     """Represent a format for layers that have one together."""
 
-    layers: tuple[str, ...]
-    format: Format
+    formats: Mapping[str, Format]  # by layer; a format that is a copy of the model is another for each
     bits: float  # that their weights take, a shared one once
     places: tuple[int, ...]  # of its changes among all; none where it changes nothing
+
+    @property
+    def name(self) -> str:
+        """Return the name of the format."""
+        return next(iter(self.formats.values())).name
 
 
 @dataclass(frozen=True)
@@ -237,7 +252,7 @@ class _Plan:
 
     def without(self, formats: Collection[str]) -> "_Plan":
         """Return the plan without some formats, but for groups of layers that have no other."""
-        other = np.array([option.format.name not in formats for option in self.options])
+        other = np.array([option.name not in formats for option in self.options])
         kept = np.flatnonzero(other | ~np.isin(self.choices.group, self.choices.group[other]))
         return replace(
             self,
@@ -255,7 +270,7 @@ class _Plan:
         if not self.fits(bits):
             cheapest = self.choices.cheapest()
             least = float(self.choices.sizes[cheapest].sum())
-            names = Counter(self.options[place].format.name for place in cheapest)
+            names = Counter(self.options[place].name for place in cheapest)
             listed = ", ".join(f"{name} for {count} layers" for name, count in names.most_common())
             raise InputError(
                 f"bits={bits:.6g}: the cheapest choice takes {least / self.entries:.6g} bits a weight, "
@@ -263,7 +278,7 @@ class _Plan:
             )
         chosen, gap = self.choices.best(bits * self.entries)
         taken = [self.options[place] for place in chosen]
-        formats = {name: option.format for option in taken for name in option.layers}
+        formats = {name: one for option in taken for name, one in option.formats.items()}
         return Allocation(
             choice={layer: formats[name].name for name, weight in self.weights.items() for layer in weight.modules},
             bits=sum(option.bits for option in taken) / self.entries,
@@ -301,8 +316,8 @@ class _Plan:
 def _planned(
     task: Task,
     chosen: Selector | Sequence[Selector] | None,
-    formats: Sequence[Format],
-    fixed: Mapping[str, Format],
+    formats: Sequence[Format | Copy],
+    fixed: Mapping[str, Format | Copy],
     together: str | Iterable[Iterable[str]],
     tool: str | None,
 ) -> tuple[_Plan, LossChange]:
@@ -316,36 +331,41 @@ def _planned(
         for layer in (*whole_weights.modules_of(task.model, name, module), name)
     }
     own, groups = _fixed(fixed, owner), _groups(together, owner)
-    formats_of: dict[str, Sequence[Format]] = {name: [own[name]] if name in own else formats for name in modules}
+    formats_of: dict[str, Sequence[Format | Copy]] = {name: [own[name]] if name in own else formats for name in modules}
     if tool is not None:
         task, formats_of, refused = _of_tool(task, tool, formats_of)
         modules, computed = task.selection.modules, computed | refused
-    changing = {name: [one for one in each if one.changes] for name, each in formats_of.items()}
+    changing = {name: [one.name for one in each if one.changes] for name, each in formats_of.items()}
+
+    @functools.cache
+    def of_layer(name: str) -> dict[str, Format]:
+        weight = Weight.of(task.model, name, modules[name])
+        return {one.name: weight.format_of(one, kinds.weight_of(modules[name])) for one in formats_of[name]}
 
     @functools.cache
     def made(name: str) -> list[Tensor]:
         with torch.no_grad():
-            return [changes.of_layer(name, modules[name], one.change) for one in changing[name]]
+            return [changes.of_layer(name, modules[name], of_layer(name)[one].change) for one in changing[name]]
 
     costs = ChangeSweep(task, {name: len(each) for name, each in changing.items()}, made, folds=_FOLDS).found()
     weights = {name: Weight.of(task.model, name, modules[name]) for name in costs.places}
     places = {
-        (name, one.name): place
+        (name, one): place
         for name, each in costs.places.items()
         for one, place in zip(changing[name], each, strict=True)
     }
     options, group, entries = [], [], 0
     for number, names in enumerate(_united(weights, groups)):
-        once = {weights[name].key: weights[name].matrix for name in reversed(names)}.values()
-        entries += sum(matrix.numel() for matrix in once)
-        keys = [{one.name for one in formats_of[name]} for name in names]
-        common = [one for one in formats_of[names[0]] if all(one.name in each for each in keys)]
+        once = {weights[name].key: name for name in reversed(names)}.values()
+        entries += sum(weights[name].matrix.numel() for name in once)
+        common = [one for one in of_layer(names[0]) if all(one in of_layer(name) for name in names)]
         if not common:
             raise InputError(f"fixed=: {', '.join(map(repr, names))} have one format together, and others here")
         for one in common:
-            bits = sum(one.bits_of(matrix) * matrix.numel() for matrix in once)
-            changed = tuple(places[name, one.name] for name in names if (name, one.name) in places)
-            options.append(_Option(tuple(names), one, bits, changed))
+            matrices = [(of_layer(name)[one], weights[name].matrix) for name in once]
+            bits = sum(held.bits_of(matrix) * matrix.numel() for held, matrix in matrices)
+            changed = tuple(places[name, one] for name in names if (name, one) in places)
+            options.append(_Option({name: of_layer(name)[one] for name in names}, bits, changed))
             group.append(number)
     assert costs.folds is not None
     shares, of_first = costs.folds
@@ -381,22 +401,23 @@ def _planned(
     )
 
     def loss_change(choice: Mapping[str, Format]) -> float:
-        taken = {name: (changing[name].index(one), name) for name, one in choice.items() if one in changing[name]}
-        return risk_at(task, {name: made(name)[place] for place, name in taken.values()}).value - costs.loss
+        place = {name: changing[name].index(one.name) for name, one in choice.items() if one.name in changing[name]}
+        changed = {name: made(name)[number] for name, number in place.items()}
+        return risk_at(task, changed).value - costs.loss
 
     return plan, loss_change
 
 
 def _of_tool(
-    task: Task, tool: str, formats_of: Mapping[str, Sequence[Format]]
-) -> tuple[Task, dict[str, Sequence[Format]], dict[str, str]]:
+    task: Task, tool: str, formats_of: Mapping[str, Sequence[Format | Copy]]
+) -> tuple[Task, dict[str, Sequence[Format | Copy]], dict[str, str]]:
     """Return the task with the layers that a tool keeps in some of the formats, these, and why it does not the others.
 
     Raises:
         InputError: a layer that was named, or every layer, is among these.
     """
     selection, refused = task.selection, {}
-    kept: dict[str, Sequence[Format]] = {}
+    kept: dict[str, Sequence[Format | Copy]] = {}
     for name, formats in formats_of.items():
         weight = Weight.of(task.model, name, selection.modules[name])
         reasons = {one.name: exports.why_not(tool, weight, one) for one in formats}
@@ -412,9 +433,9 @@ def _of_tool(
     return replace(task, selection=Selection(modules, selection.named, selection.optional)), kept, refused
 
 
-def _fixed(fixed: Mapping[str, Format], owner: Mapping[str, str]) -> dict[str, Format]:
+def _fixed(fixed: Mapping[str, Format | Copy], owner: Mapping[str, str]) -> dict[str, Format | Copy]:
     """Return the formats that layers have, by the names of their weights; a name counts more than a glob."""
-    found: dict[str, tuple[str, str, Format]] = {}
+    found: dict[str, tuple[str, str, Format | Copy]] = {}
     for pattern, one in sorted(fixed.items(), key=lambda item: item[0] not in owner):
         for layer in _matching(pattern, owner):
             other, by, earlier = found.setdefault(owner[layer], (layer, pattern, one))
@@ -471,7 +492,7 @@ def _tried(plan: _Plan, bits: float, loss_change: LossChange) -> "Allocation":
     """
     taken: dict[str, float] = defaultdict(float)
     for option in plan.options:
-        taken[option.format.name] += option.bits
+        taken[option.name] += option.bits
     coarsest = sorted(taken, key=taken.__getitem__)
     finer = itertools.takewhile(
         lambda each: each.fits(bits), (plan.without(coarsest[:count]) for count in range(1, len(coarsest)))
