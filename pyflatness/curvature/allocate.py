@@ -37,7 +37,8 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ..errors import InputError
-from ..losses import remarks
+from ..losses import divergence, remarks
+from ..losses.divergence import Divergence
 from ..messages import check_choice, check_module, check_path, instead, shown
 from ..model import layers as kinds
 from ..model import selectors, uses
@@ -96,7 +97,8 @@ def allocate(
 
     Args:
         model: …
-        loss: …
+        loss: … ``"kl"``: the KL divergence of the changed model's predictions from the model's, over the terms of its
+            cross-entropy. Its gradient is 0 and its Hessian the GGN; targets count as far as some are ignored.
         data: … They are read once, and with ``measured`` once more. The model should not have fitted them.
         formats: names such as ``"int4"``, ``"int4-g128"``, ``"fp8"`` or ``"keep"``, all in ``pf.changes``; formats of
             your own, ``pf.changes.Format(name, bits, function)``; and quantised copies of the model that you have,
@@ -169,7 +171,10 @@ def allocate(
 
     known = [*{made.name: made for made in map(named, given)}.values()]
     of_layer = {name: named(one) for name, one in (fixed or {}).items()}
-    with session(model, loss, data, options, how, reads=1 + measured, placed=True) as task:
+    of_kl = isinstance(loss, str) and loss == divergence.NAME
+    base = divergence.trained_with(model) if of_kl else loss
+    with session(model, base, data, options, how, reads=1 + measured, placed=True) as task:
+        task = replace(task, loss=Divergence.of(task.loss)) if of_kl else task
         plan, losses = _planned(task, layers, known, of_layer, together, tool)
         budget = bits if size is None else 8 * size / plan.entries
         found = _tried(plan, budget, losses, held_out) if measured else plan.best(budget)
@@ -249,7 +254,8 @@ class _Plan:
     weights: Mapping[str, Weight]  # by the names of layers
     entries: int  # of all weights
     like: Estimate  # a prediction, whose value and error are to be another's
-    loss: float  # before
+    loss: float  # before; infinite of a divergence, of which none is much
+    told: str  # what a prediction is of
     convex: bool  # whether the loss is
     rest: tuple[str, ...]  # linear modules that are not in the plan
     tool: str | None
@@ -396,7 +402,8 @@ def _planned(
         weights=weights,
         entries=entries,
         like=task.noted(like),
-        loss=costs.loss,
+        loss=math.inf if isinstance(task.loss, Divergence) else costs.loss,
+        told="the KL divergence from the model is" if isinstance(task.loss, Divergence) else "the loss changes by",
         convex=task.loss.convex,
         rest=tuple(
             name
@@ -680,7 +687,7 @@ class Allocation(Result):
         if self._stored is not None:
             size.append(f"{sum(row['bytes'] for row in rows):,} as {self._plan.tool} stores them")
         predicted = intervals.shown(self.predicted.value, self.predicted.interval())
-        told = f"{self.bits:.6g} bits a weight of {self.weights}; on unseen data the loss changes by {predicted}"
+        told = f"{self.bits:.6g} bits a weight of {self.weights}; on unseen data {self._plan.told} {predicted}"
         why = {name: self.why_uncovered.get(name, "in no layer that can be changed") for name in self.uncovered}
         left_out = [f"without {names}: {reason}" for names, reason in views.by_reason(why)]
         told += ", to second order" if self.loss_change is None else f", on these by {self.loss_change:.3g}"

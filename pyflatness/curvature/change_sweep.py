@@ -28,6 +28,7 @@ from .. import contractions
 from ..contractions import promoted
 from ..errors import InputError, NonFiniteError
 from ..losses import risk
+from ..losses.divergence import Divergence
 from ..model import calling, data, layers, uses
 from ..numerics.accumulate import Accumulator, counting
 from ..numerics.signs import Signs
@@ -77,7 +78,7 @@ class FoldLosses(NamedTuple):
 
 def fold_losses(task: Task, changes: Sequence[Mapping[str, Tensor]], folds: int) -> FoldLosses:
     """Return the losses of folds of the samples at several changes, by one read of the data."""
-    over, done = Accumulator(task.options.nan_policy, task.loss.reduction), 0
+    over, done, loss = Accumulator(task.options.nan_policy, task.loss.reduction), 0, task.loss
     sums = torch.zeros(2 + len(changes), folds, dtype=torch.float64, device="cpu")  # of weights, and of losses
     squares = torch.zeros(3, 1 + len(changes), dtype=torch.float64, device="cpu")  # of weights ω, differences, and both
     for number, part in task.parts().numbered(task.batches):
@@ -87,7 +88,9 @@ def fold_losses(task: Task, changes: Sequence[Mapping[str, Tensor]], folds: int)
         for place, each in enumerate(({}, *changes)):
             with _at(task, each):
                 outputs, targets = task.run(part)
-                losses = task.loss.each(outputs, targets).reshape(samples, -1).sum(dim=1).cpu()
+                if place == 0 and isinstance(loss, Divergence):
+                    loss = replace(loss, reference=outputs)
+                losses = loss.each(outputs, targets).reshape(samples, -1).sum(dim=1).cpu()
             risk.finite(losses.sum(), task.options.nan_policy, number)
             sums[1 + place].index_add_(0, fold, losses)
             if place == 0:

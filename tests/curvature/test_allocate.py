@@ -211,7 +211,7 @@ def test_choices_are_priced_by_samples_that_had_no_part_in_them():
         parts = [torch.arange(16) % 4 == part for part in range(4)]
         others = [(part, folds.some(~part).problem(options, group)) for part in parts]
         plan = allocate._Plan(
-            options, folds.problem(options, group), folds, others, {}, layers, like, 1.0, True, (), None, {}, {}
+            options, folds.problem(options, group), folds, others, {}, layers, like, 1.0, "", True, (), None, {}, {}
         )
         chosen, _ = plan.choices.best(3.0 * layers)
         prices = folds.prices([*chosen])
