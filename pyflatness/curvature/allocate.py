@@ -507,10 +507,10 @@ def _tried(plan: _Plan, bits: float, losses: Losses, held_out: Any) -> "Allocati
 
     It has to be less by more than the standard error of the prediction: other data differ by as much.
     """
-    taken: dict[str, float] = defaultdict(float)
+    bits_of: dict[str, float] = defaultdict(float)
     for option in plan.options:
-        taken[option.name] += option.bits
-    coarsest = sorted(taken, key=taken.__getitem__)
+        bits_of[option.name] += option.bits
+    coarsest = sorted(bits_of, key=bits_of.__getitem__)
     finer = itertools.takewhile(
         lambda each: each.fits(bits), (plan.without(coarsest[:count]) for count in range(1, len(coarsest)))
     )
@@ -528,8 +528,8 @@ def _tried(plan: _Plan, bits: float, losses: Losses, held_out: Any) -> "Allocati
     predicted = plan.estimate(float(changes[least]), float(own.errors[least]), taken._hidden, method="definition")
     if held_out is not None:
         other = losses([taken._formats], held_out)
-        change, facts = float(other.changes[0] @ other.shares), {"method": "definition", "samples": other.samples}
-        predicted = plan.estimate(change, float(other.errors[0]), **facts)
+        change, error = float(other.changes[0] @ other.shares), float(other.errors[0])
+        predicted = plan.estimate(change, error, method="definition", samples=other.samples)
         predicted = replace(predicted, notes=(*predicted.notes, *_fitted(own, other)))
     return replace(taken, predicted=predicted, loss_change=float(changes[least]), _plan=plan)
 
