@@ -22,6 +22,7 @@ from ..model import calling, data, spread, walk
 from ..model.uses import Use, candidates
 from ..model.uses.operations import each_of
 from ..model.uses.watched import COPIES, TRANSPOSES, VIEWS
+from . import graph
 from .guards import check_of_user
 from .recorder import Recorder
 
@@ -177,23 +178,13 @@ def _functions_of(leaf: Node, takers: Mapping[Node, Sequence[tuple[Node, int]]])
         node, place = stack.pop()
         if node in seen:
             continue
-        name = node.name().rstrip("0123456789").removesuffix("Backward")
-        if name in _SAME_ENTRIES:
+        operation = graph.of(node.name())
+        if operation.same_entries:
             seen.add(node)
             stack += takers.get(node, ())
-        elif place not in _BIAS_AT.get(name, ()):
-            found[name.lower()] = None
+        elif place not in operation.biases:
+            found[operation.name.lower()] = None
     return [*found]
-
-
-_SAME_ENTRIES = {"View", "UnsafeView", "ReshapeAlias", "Reshape", "Expand", "Unsqueeze", "Squeeze", "T", "Transpose"}
-_SAME_ENTRIES |= {"Permute", "Slice", "Select", "Split", "SplitWithSizes", "Unbind", "Alias", "AsStrided", "Clone"}
-_SAME_ENTRIES |= {"ToCopy", "Repeat", "Cat", "Stack", "Index"}
-_BIAS_AT: dict[str, tuple[int, ...]] = dict.fromkeys(
-    ("Add", "Sub", "Rsub"), (0, 1)
-)  # the places of biases, and of a normalisation's scale
-_BIAS_AT |= dict.fromkeys(("Addmm", "Addmv", "Addbmm", "Baddbmm"), (0,)) | {"Convolution": (2,)}
-_BIAS_AT |= dict.fromkeys(("NativeLayerNorm", "NativeGroupNorm", "NativeBatchNorm"), (1, 2))
 
 
 class _Watch(calling.Mode):
@@ -215,10 +206,12 @@ class _Watch(calling.Mode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self.differentiates |= func in _DERIVATIVES
-        given = [part for several in (*args, *kwargs.values()) for part in each_of(several)]
-        names = {name for part in given if id(part) in self._weights for name in self._weights[id(part)][1]}
-        outside = names.difference(self._recorder.running)
-        if outside:
+        names: set[str] = set()
+        for several in (*args, *kwargs.values()):
+            for part in several if isinstance(several, (list, tuple)) else (several,):
+                if id(part) in self._weights:
+                    names.update(self._weights[id(part)][1])
+        if names and (outside := names.difference(self._recorder.running)):
             self._take(func, getattr(func, "__name__", ""), outside, result)
         return result
 
