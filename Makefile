@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test docs soak test-oldest wheel test-gpu lint kernels-check kernels-check-aarch64 kernels-prove
+.PHONY: setup demo test docs soak test-oldest test-newest wheel test-gpu lint kernels-check kernels-check-aarch64 kernels-prove
 .PHONY: bench bench-cpu bench-gpu clean
 
 setup: $(READY)
@@ -25,8 +25,10 @@ demo: setup
 	$(BIN)/pyflatness demo --out demo
 
 # A worker for each core, with a thread each: those of several would fight over the cores. Tests of threads set their own.
+# A test that has not ended after 15 minutes fails: its worker prints where all of its threads are, and ends.
+HANGS = -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
 test: setup
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n auto --dist worksteal
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n auto --dist worksteal $(HANGS)
 
 # Long checks, for before a release: the grids whose pairs `make test` runs, with every combination; thousands of random
 # networks and interrupts; the tests of values with matrix products that are added up otherwise, see
@@ -41,7 +43,11 @@ soak: setup kernels-prove
 
 # The suite's core at the oldest versions that pyproject.toml accepts, in an environment of its own of 7 GB.
 test-oldest: setup
-	$(BIN)/python tests/oldest.py
+	$(BIN)/python tests/versions.py oldest
+
+# The same at the newest versions, torch's first of all.
+test-newest: setup
+	$(BIN)/python tests/versions.py newest
 
 # The site, from docs/ and the docstrings, into build/site; docs/examples are run for it; a warning is an error.
 docs: setup
@@ -61,7 +67,7 @@ CONFIGURE = $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/nin
 
 # The CPU kernels without Python under the sanitizers; no symbol that two instruction sets could share; the CUDA kernels
 # compiled as `pip install .` does where a GPU and nvcc are, and their module imported, which needs no driver; what the compiler made
-# of them against docs/cuda-sass.md.
+# of them against csrc/cuda/sass.md.
 kernels-check: setup
 	$(CONFIGURE) -B build/sanitize -DPYFLATNESS_SANITIZE=ON
 	$(BIN)/cmake --build build/sanitize
