@@ -20,7 +20,7 @@ noisy = y.clone()
 noisy[::10] = torch.randint(10, (100,), generator=torch.Generator().manual_seed(0))
 
 
-def trained(labels):
+def trained(labels: torch.Tensor) -> nn.Module:
     """Return a network with a training loss of at most 0.05."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).double()
@@ -39,8 +39,8 @@ models = {name: trained(targets) for name, targets in labels.items()}
 # All layers
 # ----------
 #
-# A larger relative flatness κ is sharper. The values are exact: for a ReLU network that is
-# checked on the model and the data. The network's value is the sum over the layers.
+# A larger relative flatness κ is sharper. The values are exact: for a ReLU network that
+# is checked on the model and the data. The network's value is the sum over the layers.
 
 names = ["relative_flatness", "trace"]
 for name, model in models.items():
@@ -64,8 +64,8 @@ for name, model in models.items():
 # An invariance
 # -------------
 #
-# A ReLU network computes the same function if one layer is multiplied by 5 and the next is
-# divided by it. κ stays the same. The trace of the Hessian does not.
+# A ReLU network computes the same function if one layer is multiplied by 5 and the next
+# is divided by it. κ stays the same. The trace of the Hessian does not.
 
 model = models["clean"]
 other = pf.reparameterize(model, {"0": 5.0}, (x, y))
