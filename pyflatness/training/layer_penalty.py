@@ -13,6 +13,7 @@ layer's term is its κ, whatever signs the others have. In plain torch, differen
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -202,6 +203,7 @@ class FlatnessPenalty:
             value = terms.reduced(total).to(promoted_dtype(outputs.dtype))
             if self._is_new:
                 self._check_twice_differentiable(value, [weight for _, weight in calls])
+                self._check_uses(outputs, calls, cotangent, gradients)
                 self._is_new = False
             gathered_before(value, check_contents)
         return value
@@ -265,6 +267,32 @@ class FlatnessPenalty:
         """Raise in the first call, and not in the user's backward pass, if that would fail."""
         with graph_as_recorded(), self._twice_differentiable():
             torch.autograd.grad(value, weights, retain_graph=True, allow_unused=True)
+
+    def _check_uses(
+        self, outputs: Tensor, calls: list[tuple[RecordedCall, Tensor]], cotangent: Tensor, gradients: list[Tensor]
+    ) -> None:
+        """Raise for a weight that acts outside of its layer's call, which its gradient through the call alone tells.
+
+        The value of one that several modules share is that of the layer's use of it.
+        """
+        shared = Counter(id(held) for module in self._model.modules() for held in module._parameters.values())
+        if fsdp.is_sharded(self._model) or not all(weight.requires_grad for _, weight in calls):
+            return
+        weights = [weight for _, weight in calls]
+        gradients_of_all = torch.autograd.grad(outputs, weights, cotangent.detach(), retain_graph=True)
+        each = zip(self._watched, calls, gradients, gradients_of_all, strict=True)
+        for watched, (call, weight), gradient, whole in each:
+            if shared[id(weight)] > 1 or call.edge.node is outputs.grad_fn:  # of whose output all goes through the call
+                continue
+            arrived = gradient.detach().to(call.output.dtype)
+            (through,) = torch.autograd.grad([call.edge], [weight], [arrived], retain_graph=True)
+            off, size = (whole - through).norm(), whole.norm() + through.norm()
+            if off > torch.finfo(weight.dtype).eps ** 0.5 * size:
+                raise InputError(
+                    f"layer {watched.name!r}: its weight acts outside of the layer's call too, in a function or in a "
+                    "derivative that the model takes (forces of an energy), so that the penalty would not be of the "
+                    "weight's relative flatness; choose another layer"
+                )
 
 
 def _remove(every: list[LayerCalls], norms: list[nn.Module]) -> None:
