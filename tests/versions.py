@@ -3,8 +3,8 @@
 ``make test-oldest`` and ``make test-newest``, each in an environment of its own. For the oldest, uv takes the lowest
 version of everything that the package, its ``test`` extra and its build ask for, and the newest of what those need in
 turn, for the oldest Python, which has to be installed (of pyenv's it is chosen by ``PYENV_VERSION=3.10.13``). The torch
-of the package index is a build for CUDA: 7 GB with what it needs. Arguments behind that are given to
-pytest in place of the core.
+of the package index is a build for CUDA: 7 GB with what it needs. Further arguments are given to pytest in place of the
+core.
 """
 
 import json

@@ -77,6 +77,7 @@ def filled(page: str, name: str, texts: Mapping[str, str]) -> str:
     for place, text in texts.items():
         mark = re.compile(rf"(<!-- {name}: {place} -->\n\n).*?(\n\n<!-- end -->)", re.S)
         page, count = mark.subn(lambda match, text=text: match[1] + text + match[2], page)  # type: ignore[misc]
+        assert count <= 1, (name, place)
         if not count:
             click.echo(f"\n{name}: {place}\n\n{text}")
     return page

@@ -26,23 +26,22 @@ def check_modules(named: Named, *, spread: bool = False) -> None:
 def check_kinds(named: Named, *, spread: bool = False) -> None:
     """Raise for the first of a model's modules that takes no hooks, or whose parameters are not all here."""
     for name, module in named:
-        what = f"{name!r} is" if name else "it is"
         if isinstance(module, torch.jit.ScriptModule):
             raise InputError(
-                f"model: {what} compiled by torch.jit ({type(module).__name__}), which calls its layers past all "
+                f"model: {_is(name)} compiled by torch.jit ({type(module).__name__}), which calls its layers past all "
                 "hooks; pass the nn.Module that it was made from, with the same weights (load_state_dict)"
             )
         if "_torch_params" in module._modules and any(
             kind.__module__.startswith("keras.") for kind in type(module).__mro__
         ):
             raise InputError(
-                f"model: {what} a Keras model ({type(module).__name__}), whose layers read variables of Keras's own "
-                "and not the parameters of modules, so that what functional_call puts in for these has no effect; "
+                f"model: {_is(name)} a Keras model ({type(module).__name__}), whose layers read variables of Keras's "
+                "own and not the parameters of modules, so that what functional_call puts in for these has no effect; "
                 "write it with torch's layers, whose weights are Keras's kernels transposed"
             )
         if type(module).__name__ == "FullyShardedDataParallel":
             raise InputError(
-                f"model: {what} a FullyShardedDataParallel (FSDP1), which gathers its parameters only while all "
+                f"model: {_is(name)} a FullyShardedDataParallel (FSDP1), which gathers its parameters only while all "
                 "ranks make the same passes; models under FSDP2 (torch.distributed.fsdp.fully_shard) can be "
                 f"measured, or {WHOLE}"
             )
@@ -60,6 +59,10 @@ def check_kinds(named: Named, *, spread: bool = False) -> None:
                 )
             if isinstance(parameter, nn.parameter.UninitializedParameter):
                 raise InputError("model: it has lazy layers whose weights are not initialised; run it once on a batch")
+
+
+def _is(name: str) -> str:
+    return f"{name!r} is" if name else "it is"
 
 
 def _check_mode(name: str, module: nn.Module) -> None:

@@ -289,9 +289,9 @@ def _held(
 ) -> tuple[list[str | None], list[tuple[Container, Container]], dict[str, Tensor]]:
     """Return the containers in which modules and parameters hold something, however deep, each with a copy of it.
 
-    In front of them are their names, and behind them buffers, and the tensors in containers that are no parameters and
-    have no graph. What is the modules' state has a name; one that ends in a point, or is empty, is that of a module, or
-    its buffers. It is one loop, since there are some fifteen containers in each module.
+    The first list has the containers' names: what is no state of a module has none, and a name that is empty or ends in
+    a point is that of a module or of its buffers. The last has buffers, and tensors in containers that are no
+    parameters and have no graph. It is one loop, since each module has some fifteen containers.
     """
     names: list[str | None] = []
     pairs: list[tuple[Container, Container]] = []

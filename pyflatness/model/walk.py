@@ -1,5 +1,8 @@
 """Walk over a model's modules at once: torch's own walks enter a frame for each module and all that it is in."""
 
+from collections import Counter
+from collections.abc import Iterable
+
 from torch import Tensor, nn
 
 
@@ -25,6 +28,11 @@ def named_modules(model: nn.Module, *, each_name: bool = False) -> list[tuple[st
 def modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model, each once."""
     return [module for _, module in named_modules(model)]
+
+
+def holders(modules: Iterable[nn.Module]) -> Counter[int]:
+    """Count in how many places of these modules each parameter is, by its identity."""
+    return Counter(id(parameter) for module in modules for parameter in module._parameters.values())
 
 
 def parameters(model: nn.Module) -> list[nn.Parameter]:

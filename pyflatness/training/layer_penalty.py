@@ -13,7 +13,6 @@ layer's term is its κ, whatever signs the others have. In plain torch, differen
 
 import contextlib
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from ..contractions import Geometry, full_precision, product, promoted, promoted
 from ..errors import InputError, NotYetError
 from ..losses import auto
 from ..messages import check_module, check_tensor, second_derivatives, shown
-from ..model import checks, fsdp, kinds, selectors
+from ..model import checks, fsdp, kinds, selectors, walk
 from ..model.layers import unwrap
 from ..model.outputs import refusal, single
 from ..model.selectors import Selector
@@ -160,7 +159,8 @@ class FlatnessPenalty:
 
         Raises:
             InputError: the layer did not run, ran more than once, is frozen or has no part in the outputs; outputs or
-                targets do not fit; an operation behind the layer has no second derivative.
+                targets do not fit; an operation behind the layer has no second derivative; in the first call, a weight
+                that acts outside of its layer's call too.
         """
         outputs, targets, loss, items = self._taken(outputs, targets)
         if not outputs.is_floating_point():
@@ -271,18 +271,18 @@ class FlatnessPenalty:
     def _check_uses(
         self, outputs: Tensor, calls: list[tuple[RecordedCall, Tensor]], cotangent: Tensor, gradients: list[Tensor]
     ) -> None:
-        """Raise for a weight that acts outside of its layer's call, which its gradient through the call alone tells.
+        """Raise for a weight that acts outside of its layer's call too: its gradient is not that through the call.
 
-        The value of one that several modules share is that of the layer's use of it.
+        A weight that several modules share is not looked at, since its value is that of the layer's own use.
         """
-        shared = Counter(id(held) for module in self._model.modules() for held in module._parameters.values())
         if fsdp.is_sharded(self._model) or not all(weight.requires_grad for _, weight in calls):
             return
+        holders = walk.holders(walk.modules(self._model))
         weights = [weight for _, weight in calls]
         gradients_of_all = torch.autograd.grad(outputs, weights, cotangent.detach(), retain_graph=True)
         each = zip(self._watched, calls, gradients, gradients_of_all, strict=True)
         for watched, (call, weight), gradient, whole in each:
-            if shared[id(weight)] > 1 or call.edge.node is outputs.grad_fn:  # of whose output all goes through the call
+            if holders[id(weight)] > 1 or call.edge.node is outputs.grad_fn:  # the outputs are those of the call
                 continue
             arrived = gradient.detach().to(call.output.dtype)
             (through,) = torch.autograd.grad([call.edge], [weight], [arrived], retain_graph=True)

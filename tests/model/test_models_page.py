@@ -1,22 +1,16 @@
 """The table of architectures in docs/models.md, against what is measured; full configurations, on the meta device."""
 
-import subprocess
-import sys
-
 import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("peft", reason="peft is not installed")
 
-from support import ROOT, models_page
+from support import models_page
 from support.full_architectures import FULL, of_full
 
 
 def test_the_table_is_what_is_measured() -> None:
-    # In a process of its own: behind other tests Whisper's positions have another reason, which nobody has explained.
-    script = [sys.executable, str(ROOT / "tests" / "support" / "models_page.py")]
-    table = subprocess.run(script, capture_output=True, text=True, check=True).stdout
-    assert models_page.on_page() == table, "python tests/support/models_page.py --write"
+    assert models_page.on_page() == models_page.table(), "python tests/support/models_page.py --write"
 
 
 @pytest.mark.parametrize("name", FULL)

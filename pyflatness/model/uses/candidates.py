@@ -1,6 +1,5 @@
 """Find the parameters of a model that may turn out to be weights of linear operations, without running it."""
 
-from collections import Counter
 from collections.abc import Collection, Mapping
 
 import torch
@@ -48,7 +47,7 @@ def sources(model: nn.Module) -> list[Source]:
                 name + label: Use(name + label, source, rows, routed=routed) for label, rows in parts.items()
             }
             found[id(source) if effective else id(parameter)] = source
-    holders = Counter(id(parameter) for _, module in named for parameter in module._parameters.values())
+    holders = walk.holders(module for _, module in named)
     for source in found.values():
         source.shared = holders[id(source.parameter)] > len(source.places)
     return [*found.values()]
