@@ -159,7 +159,7 @@ class CrossEntropy(Known):
             mixtures = columns.eigenbasis
         elif alone:
             mixtures = columns.contrasts
-        return Factors(rows.shape[1] - 1, columns.column, mixtures, columns.sizes, columns.form)
+        return Factors(rows.shape[1] - 1, columns.column, mixtures, columns.sizes, columns.form, columns.times)
 
     def sampled(self, rows: Tensor, terms: Terms, signs: Tensor) -> Tensor:
         log_p = F.log_softmax(promoted(rows), dim=1)
@@ -222,12 +222,22 @@ class _Columns:
 
     def form(self, changes: Tensor) -> Tensor:
         """See :class:`.base.Factors`."""
-        found = []
+        each = (self._along(changes[rows], *parts) for rows, *parts in self._each())
+        return torch.cat([along.square_().sum(dim=1, dtype=torch.float64) for along in each])
+
+    def times(self, changes: Tensor) -> Tensor:
+        """See :class:`.base.Factors`."""
+        found = torch.empty_like(self._p)
         for rows, q, roots, top in self._each():
-            some = changes[rows]
-            away = some - (q * some).sum(dim=1, keepdim=True)
-            found.append(away.mul_(roots).scatter_(1, top, 0.0).square_().sum(dim=1, dtype=torch.float64))
-        return torch.cat(found)
+            made = torch.mul(self._along(changes[rows], q, roots, top), roots, out=found[rows])
+            made.sub_(q * made.sum(dim=1, keepdim=True))
+        return found
+
+    @staticmethod
+    def _along(changes: Tensor, q: Tensor, roots: Tensor, top: Tensor) -> Tensor:
+        """Return ⟨s_j, v⟩ of all columns, 0 for k."""
+        away = changes - (q * changes).sum(dim=1, keepdim=True)
+        return away.mul_(roots).scatter_(1, top, 0.0)
 
     def sizes(self) -> Tensor:
         """Return Σ_j scale p_j (1 - p_j), with 1 - p_k as the sum of the others, in which nothing cancels."""

@@ -40,6 +40,8 @@ def test_factors_are_those_of_the_hessian():
     change = torch.randn(rows.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     moments = (p * change).sum(1), (p * change.square()).sum(1)
     torch.testing.assert_close(factors.form(change), terms.scale * (moments[1] - moments[0].square()))
+    hessian_times = terms.scale.unsqueeze(1) * p * (change - moments[0].unsqueeze(1))
+    torch.testing.assert_close(factors.times(change), hessian_times)
     torch.testing.assert_close(factors.sizes(), terms.scale * (1 - p.square().sum(1)))
 
     signs = 1 - 2 * torch.randint(2, rows.shape, generator=torch.Generator().manual_seed(3)).to(torch.int8)
