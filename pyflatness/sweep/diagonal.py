@@ -35,7 +35,7 @@ from ..passes.task import Task
 from ..report import Estimate
 from .entries import EntrySums
 from .layer_gradients import LayerGradients
-from .layer_sweep import Values
+from .layer_sweep import MANY, Values
 from .per_sample_diagonal import PerSampleDiagonal
 from .per_sample_parameters import Group, PerSampleParameters
 from .totals import OR_OVERFLOW, Sums, Totals
@@ -61,7 +61,7 @@ class Diagonal:
         self.theta = parameters.trainable(task.model) if theta is None else theta
         self._scales = self.theta if adaptive else {}
         self.nonlinear: dict[str, str] = {}
-        self.sampled = False
+        self.sampled, self.fewer = False, ""
         self._layers = LayerGradients(task, self.theta, adaptive=adaptive, by_entry=entries is not None)
         options = task.options
         self._per_sample = PerSampleParameters(task)
@@ -97,6 +97,9 @@ class Diagonal:
         values = torch.zeros(draws, run.samples, dtype=torch.float64, device=run.outputs.device)
         entries = None if self._made_entries is None else self._made_entries(draws)
         signs_of_factors = None if entries is not None and sent.passes <= draws else signs
+        if signs is None and sent.passes > MANY:
+            self.fewer = f"{sent.passes} backward passes a batch; probes=2 takes two, with standard errors"
+            self._runner.batches.say(self.fewer)
         by_layer = self._by_layer(run)
         if by_layer:
             self._add_layers(run, sent, signs_of_factors, by_layer, values, entries)
@@ -217,7 +220,7 @@ def _estimate(diagonal: Diagonal, sums: Sums, options: Options) -> Estimate:
         backend=diagonal.backend,
         per_sample=None if sums.per_sample is None else sums.per_sample[-1, 0],
         omitted=sums.omitted,
-        notes=(linearity.TAKEN_AS_THEY_ARE,) if taken else (),
+        notes=(*((diagonal.fewer,) if diagonal.fewer else ()), *((linearity.TAKEN_AS_THEY_ARE,) if taken else ())),
         dof=dof,
     )
 
