@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test docs soak test-oldest wheel test-gpu lint kernels-check kernels-check-aarch64 kernels-prove
+.PHONY: setup demo test docs soak test-oldest test-newest wheel test-gpu lint kernels-check kernels-check-aarch64 kernels-prove
 .PHONY: bench bench-cpu bench-gpu clean
 
 setup: $(READY)
@@ -41,7 +41,11 @@ soak: setup kernels-prove
 
 # The suite's core at the oldest versions that pyproject.toml accepts, in an environment of its own of 7 GB.
 test-oldest: setup
-	$(BIN)/python tests/oldest.py
+	$(BIN)/python tests/versions.py oldest
+
+# The same at the newest versions, torch's first of all.
+test-newest: setup
+	$(BIN)/python tests/versions.py newest
 
 # The site, from docs/ and the docstrings, into build/site; docs/examples are run for it; a warning is an error.
 docs: setup
@@ -61,7 +65,7 @@ CONFIGURE = $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/nin
 
 # The CPU kernels without Python under the sanitizers; no symbol that two instruction sets could share; the CUDA kernels
 # compiled as `pip install .` does where a GPU and nvcc are, and their module imported, which needs no driver; what the compiler made
-# of them against docs/cuda-sass.md.
+# of them against csrc/cuda/sass.md.
 kernels-check: setup
 	$(CONFIGURE) -B build/sanitize -DPYFLATNESS_SANITIZE=ON
 	$(BIN)/cmake --build build/sanitize

@@ -30,7 +30,7 @@ from timing import in_turn, shares
 import head
 import hessian
 
-# What these cannot be below, by the arithmetic in docs/measured.md: of BackPACK's time, and of the products'.
+# What these cannot be below, by the arithmetic in docs/performance.md: of BackPACK's time, and of the products'.
 IN_PARTS, LAST_LAYERS = {"fc2": 0.8, "fc3": 0.9}, {4: 1.4, 6: 1.8}
 HEADS = ("head (1, ", "head (50000, ", "LeNet5")  # beginnings of the rows of the head's table
 

@@ -1,4 +1,4 @@
-"""Draw the README's figure from the grid of 648 networks (docs/grid.md): python benchmarks/front_figure.py."""
+"""Draw the README's figure from the grid of 648 networks (docs/study.md): python benchmarks/front_figure.py."""
 
 import json
 from pathlib import Path

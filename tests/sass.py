@@ -1,4 +1,4 @@
-"""What nvcc makes of the CUDA kernels, against the table in ``docs/cuda-sass.md``.
+"""What nvcc makes of the CUDA kernels, against the table in ``csrc/cuda/sass.md``.
 
     python tests/sass.py [--write]
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "cuda-sass.md"
+PAGE = ROOT / "csrc" / "cuda" / "sass.md"
 COMMAND = "python tests/sass.py --write"
 OPTIONS = ["-std=c++17", "-cubin", "--generate-code=arch=compute_80,code=sm_90", "-Xptxas", "-v"]  # as the build's
 HEAD = """# The kernels' machine code
@@ -81,7 +81,7 @@ def main() -> int:
     changes = difflib.unified_diff(stored.splitlines(), found.splitlines(), "stored", "compiled", lineterm="", n=0)
     print(*changes, f"{len(rows)} kernels", sep="\n")
     if found != stored and not write:
-        print(f"docs/cuda-sass.md is not what the compiler makes: look at the lines above, then {COMMAND}")
+        print(f"csrc/cuda/sass.md is not what the compiler makes: look at the lines above, then {COMMAND}")
         return 1
     return 0
 

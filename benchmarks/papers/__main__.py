@@ -110,7 +110,7 @@ def _numbers(findings: Sequence[Finding]) -> Table:
               help="Folder of MNIST, FashionMNIST and CIFAR-10, as for the papers.")  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path), default=Path("reproduced"), show_default=True,
               help="Folder whose subfolder work/study has the table, the weights and the store.")  # fmt: skip
-@click.option("--report", is_flag=True, help="Train nothing; write docs/study-tables.md anew from the table beside it.")
+@click.option("--report", is_flag=True, help="Train nothing; write docs/studies.md anew from the table beside it.")
 def study(networks: int, data_dir: Path | None, out: Path, *, report: bool) -> None:
     """Train and measure the networks of docs/study.md, one after the other, from where an earlier run stopped."""
     if report:

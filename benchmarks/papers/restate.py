@@ -5,8 +5,8 @@
     python -m benchmarks.papers.restate --from FOLDER NAME …     # results of a run with --out FOLDER, taken over
 
 Each file's findings, verdict and figure are made anew, and the verdict becomes the text behind the file's link in
-docs/papers-figures.md, or that of the grid stands in docs/grid-tables.md. Tables stand where comments mark their
-places. Files of the tables in docs/zoo take the place of a run; their points are in the tables.
+docs/papers-figures.md, or that of the grid stands in docs/studies.md, where comments mark its place. Tables without a
+place are printed. Files of the tables in docs/zoo take the place of a run; their points are in the tables.
 """
 
 import json
@@ -26,7 +26,7 @@ from . import named, p19_minima, p21_fig6, reproducing, zoo
 from .experiment import Experiment, Found, Points
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE, GRID, FOLDER = DOCS / "papers-figures.md", DOCS / "grid-tables.md", DOCS / "papers"
+PAGE, GRID, FOLDER = DOCS / "papers-figures.md", DOCS / "studies.md", DOCS / "papers"
 
 
 @click.command()
@@ -73,11 +73,13 @@ def placed(found: Found) -> dict[str, str]:
 
 
 def filled(page: str, name: str, texts: Mapping[str, str]) -> str:
-    """Return the page with texts of a file of points in the places that comments mark."""
+    """Return the page with texts of a file of points in the places that comments mark; print those that have none."""
     for place, text in texts.items():
         mark = re.compile(rf"(<!-- {name}: {place} -->\n\n).*?(\n\n<!-- end -->)", re.S)
         page, count = mark.subn(lambda match, text=text: match[1] + text + match[2], page)  # type: ignore[misc]
-        assert count == 1, (name, place)
+        assert count <= 1, (name, place)
+        if not count:
+            click.echo(f"\n{name}: {place}\n\n{text}")
     return page
 
 

@@ -96,7 +96,7 @@ class Planned:
 
 
 def plan() -> list[Planned]:
-    """Return all trainings in the order that docs/study-tables.md describes."""
+    """Return all trainings in the order that docs/studies.md describes."""
     generator = random.Random(2)
     names = [*SETTINGS]
     blocks = []

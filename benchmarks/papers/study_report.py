@@ -1,4 +1,4 @@
-"""Say in docs/study.md and study-tables.md what the networks of :mod:`.study` tell, of its longest whole prefix.
+"""Say in docs/study.md and studies.md what the networks of :mod:`.study` tell, of its longest whole prefix.
 
 Inside of a *stratum*, one data set, architecture and training loss, measures are held against targets. Statistics that
 are no correlations have the jackknife over recipes too.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FOLDER = Path(__file__).parents[2] / "docs" / "study"
-PAGE, ANSWER = FOLDER.with_name("study-tables.md"), FOLDER.with_name("study.md")
+PAGE, ANSWER = FOLDER.with_name("studies.md"), FOLDER.with_name("study.md")
 HEAD, SUM, PER_FEATURE = "relative_flatness head", "relative_flatness", "relative_flatness_per_feature"
 CEILINGS = ("the twin's target", "settings fitted")
 BASELINES = ("random numbers", "learning rate", "steps")

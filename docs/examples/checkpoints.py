@@ -117,6 +117,6 @@ plt.show()
 # %%
 # The flattest networks are among those with the smallest gaps. But the intervals contain
 # zero, so that a dozen networks of one architecture cannot tell whether κ and the gap go
-# along with each other. :doc:`/grid` asks the same question of 648 networks, where the
+# along with each other. :doc:`/study` asks the same question of 648 networks, where the
 # intervals are narrow, and :doc:`/statistics` says which statistics to use for such a
 # study.

@@ -1,6 +1,6 @@
 """Run ``pyflatness measures``: what can be measured, by which formula, from where, and which measure is for what.
 
-The first is docs/measures.md too, and the second docs/which-measure.md.
+The first is a page of the site too, which docs/conf.py writes, and the second a table of docs/which-measure.md.
 """
 
 import importlib
@@ -30,7 +30,7 @@ _WIDTH_OF_SENTENCES = 100  # of lines in a file or pipe, to be read
 _PAGE = """# Measures
 
 These are the measures that `pf.measure(model, loss, data, measures=[…])` and `pyflatness score --measures …` know by
-name. This page is made from the table in the code: `pyflatness measures --markdown > docs/measures.md`.
+name. This page is made from the table in the code, by `pyflatness measures --markdown`.
 
 - **a number of each**: values of a `layer` are `report[layer, name]`, those of the `network` are `report[name]`.
 - **invariant to rescalings** of a ReLU network that leave its function alone: `layer-wise`, a layer's weights by λ and
@@ -105,7 +105,7 @@ CHOICES = (
     (
         "what the bounds of two papers are made of (no guarantee for a gap)",
         "`pf.theory.generalization_bound`, `pac_bayes`",
-        "see docs/generalization.md, docs/measures.md",
+        "see docs/generalization.md, docs/formulas.md",
         "many forward passes",
     ),
     (
@@ -129,7 +129,7 @@ CHOICES = (
 @click.command()
 @click.option("--help-me-choose", is_flag=True, help="Show which measure is for what instead.")
 @click.option(
-    "--markdown", is_flag=True, help="Print Markdown: the page docs/measures.md, or the table of docs/which-measure.md."
+    "--markdown", is_flag=True, help="Print Markdown: the page of measures, or the table of docs/which-measure.md."
 )
 @json_option
 def measures(help_me_choose: bool, markdown: bool, as_json: bool) -> None:
@@ -164,7 +164,7 @@ def _choices() -> Table:
 
 
 def page() -> str:
-    """Return the page docs/measures.md: the table, and what the file of each measure says at its top."""
+    """Return the page of measures: the table, and what the file of each measure says at its top."""
     lines = [[*COLUMNS.values()]]
     for measure in MEASURES:
         name, *others = (_cell(measure, attribute).replace("|", "\\|") for attribute in COLUMNS)

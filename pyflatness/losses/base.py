@@ -40,7 +40,7 @@ class Mixtures:
     """Hold square-root factors S of the loss Hessian for a batch's rows, whose columns random signs add up.
 
     For each row i, scale_i ∂²ℓ_i/∂f_i² = Σ_c σ_ic s_ic s_icᵀ. Any S Q with an orthogonal Q does; the variance of what
-    signs give depends on it (docs/numerics.md). ``mixed`` takes signs r (rows, C) and gives Σ_c r_c s_·c, (rows, C),
+    signs give depends on it (docs/estimators.md). ``mixed`` takes signs r (rows, C) and gives Σ_c r_c s_·c, (rows, C),
     over the columns of one sign σ together, with that σ; a column whose r is 0 is left out. ``weights`` gives (rows, C)
     float64, how much each column that is added up counts, about σ |s_·c|²; 0 for a place in r that has none.
     """

@@ -150,8 +150,8 @@ class CrossEntropy(Known):
         √p to e_k column k vanishes. What is left simplifies to q = √p_k at k and p / (1 + √p_k) elsewhere: nothing in
         it cancels, however peaked p is.
 
-        Random signs of a sample's only term have columns that are nearly orthogonal (docs/numerics.md): of few classes
-        those of the eigenbasis, of more the contrasts of each class with all less probable ones.
+        Random signs of a sample's only term have columns that are nearly orthogonal (docs/estimators.md): those of the
+        eigenbasis for few classes, and for more the contrasts of each class with all less probable ones.
         """
         columns = _Columns(torch.softmax(promoted(rows), dim=1), terms.scale)
         mixtures: Callable[[], Mixtures] = columns.mixtures

@@ -176,7 +176,7 @@ def representation(
 ) -> Report:
     """Return how sensitive the outputs are to the model's input and to every layer's, by many measures together.
 
-    Measures of J_i = ∂f_i/∂x_i and its singular values (see docs/measures.md), of one sweep: a forward pass and one
+    Measures of J_i = ∂f_i/∂x_i and its singular values (see docs/formulas.md), of one sweep: a forward pass and one
     backward pass per output. ``pf.measure(…, measures=[…])`` knows them by the same names, without ``top``.
 
     Args:

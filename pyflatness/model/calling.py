@@ -127,7 +127,7 @@ now = {"dry": 0, "aside": 0, "accounting": 0, "samples": -1, "runs": 0}
 
 @contextlib.contextmanager
 def _let(**how: int) -> Iterator[None]:
-    before = {**now}
+    before = {key: now[key] for key in how}  # the number of samples stays that of the last run
     now.update(how)
     try:
         yield

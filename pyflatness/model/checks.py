@@ -1,8 +1,6 @@
 """Refuse models that cannot be measured as they are: compiled by torch.jit, in training mode, without values."""
 
-import itertools
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import nn
@@ -13,57 +11,58 @@ from ..errors import InputError
 from ..messages import IN_TRAINING, without_values
 from .spread import WHOLE, is_spread
 
+Named = Sequence[tuple[str, nn.Module]]
 
-def check_modules(named: Sequence[tuple[str, nn.Module]], *, spread: bool = False) -> None:
+
+def check_modules(named: Named, *, spread: bool = False) -> None:
     """Raise an InputError that names the first of a model's modules that cannot be measured as it is."""
-    for check in (partial(_check_kind, spread=spread), _check_mode, _check_values):
-        for name, module in named:
-            check(name, module)
+    check_kinds(named, spread=spread)
+    for name, module in named:
+        if isinstance(module, (_NormBase, _DropoutNd)):
+            _check_mode(name, module)
+    _check_values(named)
 
 
-def check_kinds(named: Sequence[tuple[str, nn.Module]], *, spread: bool = False) -> None:
+def check_kinds(named: Named, *, spread: bool = False) -> None:
     """Raise for the first of a model's modules that takes no hooks, or whose parameters are not all here."""
     for name, module in named:
-        _check_kind(name, module, spread=spread)
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InputError(
+                f"model: {_is(name)} compiled by torch.jit ({type(module).__name__}), which calls its layers past all "
+                "hooks; pass the nn.Module that it was made from, with the same weights (load_state_dict)"
+            )
+        if "_torch_params" in module._modules and any(
+            kind.__module__.startswith("keras.") for kind in type(module).__mro__
+        ):
+            raise InputError(
+                f"model: {_is(name)} a Keras model ({type(module).__name__}), whose layers read variables of Keras's "
+                "own and not the parameters of modules, so that what functional_call puts in for these has no effect; "
+                "write it with torch's layers, whose weights are Keras's kernels transposed"
+            )
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise InputError(
+                f"model: {_is(name)} a FullyShardedDataParallel (FSDP1), which gathers its parameters only while all "
+                "ranks make the same passes; models under FSDP2 (torch.distributed.fsdp.fully_shard) can be "
+                f"measured, or {WHOLE}"
+            )
+        for own, parameter in module._parameters.items():
+            if parameter is not None and is_spread(parameter) and not spread:
+                raise InputError(
+                    f"model: its parameter {_joined(name, own)!r} is a DTensor, spread over processes (FSDP2 or tensor "
+                    f"parallelism); {WHOLE}"
+                )
+            if hasattr(parameter, "ds_id"):
+                raise InputError(
+                    f"model: its parameter {_joined(name, own)!r} is spread over processes by DeepSpeed ZeRO-3; load "
+                    "the full weights (zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint) into a model that is not "
+                    "and measure that"
+                )
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                raise InputError("model: it has lazy layers whose weights are not initialised; run it once on a batch")
 
 
-def _check_kind(name: str, module: nn.Module, *, spread: bool) -> None:
-    """Raise for a module that takes no hooks, and for parameters that are not all there."""
-    if isinstance(module, torch.jit.ScriptModule):
-        what = f"{name!r} is" if name else "it is"
-        raise InputError(
-            f"model: {what} compiled by torch.jit ({type(module).__name__}), which calls its layers past all hooks; "
-            "pass the nn.Module that it was made from, with the same weights (load_state_dict)"
-        )
-    if "_torch_params" in module._modules and any(
-        kind.__module__.startswith("keras.") for kind in type(module).__mro__
-    ):
-        what = f"{name!r} is" if name else "it is"
-        raise InputError(
-            f"model: {what} a Keras model ({type(module).__name__}), whose layers read variables of Keras's own and "
-            "not the parameters of modules, so that what functional_call puts in for these has no effect; "
-            "write it with torch's layers, whose weights are Keras's kernels transposed"
-        )
-    if type(module).__name__ == "FullyShardedDataParallel":
-        what = f"{name!r} is" if name else "it is"
-        raise InputError(
-            f"model: {what} a FullyShardedDataParallel (FSDP1), which gathers its parameters only while all ranks make "
-            f"the same passes; models under FSDP2 (torch.distributed.fsdp.fully_shard) can be measured, or {WHOLE}"
-        )
-    for own, parameter in module._parameters.items():
-        if parameter is not None and is_spread(parameter) and not spread:
-            raise InputError(
-                f"model: its parameter {_joined(name, own)!r} is a DTensor, spread over processes (FSDP2 or tensor "
-                f"parallelism); {WHOLE}"
-            )
-        if hasattr(parameter, "ds_id"):
-            raise InputError(
-                f"model: its parameter {_joined(name, own)!r} is spread over processes by DeepSpeed ZeRO-3; load the "
-                "full weights (zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint) into a model that is not and "
-                "measure that"
-            )
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise InputError("model: it has lazy layers whose weights are not initialised; run it once on a batch")
+def _is(name: str) -> str:
+    return f"{name!r} is" if name else "it is"
 
 
 def _check_mode(name: str, module: nn.Module) -> None:
@@ -81,16 +80,17 @@ def _check_mode(name: str, module: nn.Module) -> None:
         raise InputError(f"{name!r} ({type(module).__name__}) {IN_TRAINING}")
 
 
-def _check_values(name: str, module: nn.Module) -> None:
+def _check_values(named: Named) -> None:
     """Raise for a module whose parameters or buffers have no values."""
-    if "_hf_hook" in vars(module):  # accelerate keeps its weights elsewhere until it is called
-        return
-    for own, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
-        if tensor is not None and without_values(tensor):
-            raise InputError(
-                f"model: {_joined(name, own)!r}, {tuple(tensor.shape)}, has no values (it is on the meta device, or "
-                "a FakeTensor); load the model first"
-            )
+    for name, module in named:
+        if "_hf_hook" in vars(module):  # accelerate keeps its weights elsewhere until it is called
+            continue
+        for own, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and without_values(tensor):
+                raise InputError(
+                    f"model: {_joined(name, own)!r}, {tuple(tensor.shape)}, has no values (it is on the meta device, "
+                    "or a FakeTensor); load the model first"
+                )
 
 
 def _joined(*names: str) -> str:

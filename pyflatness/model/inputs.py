@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import calling, data, kinds
+from . import calling, data, kinds, walk
 
 
 class Inputs:
@@ -24,7 +24,7 @@ class Inputs:
         found = first_floating(batch, self._by_user)
         if found is None:
             self.tensor = None
-            for module in model.modules():
+            for module in walk.modules(model):
                 kind = kinds.find(module)
                 if kind is not None and kind.tokens:
                     module.weight.requires_grad_(True)

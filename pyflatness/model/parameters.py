@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from . import state
+from . import state, walk
 
 Parameters = dict[str, Tensor]
 
@@ -56,9 +56,10 @@ def inside(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     if not values.keys() <= own.keys():
         own |= dict(model.named_buffers())
     by_tensor = {id(own[name]): tensor for name, tensor in values.items()}
+    modules = walk.modules(model)
     with state.made_anew(model), contextlib.ExitStack() as stack:
-        stack.callback(state.put_back, state.attributes(model.modules()))
-        for module in model.modules():
+        stack.callback(state.put_back, state.attributes(modules))
+        for module in modules:
             for places in (module._parameters, module._buffers):
                 for key, held in places.items():
                     if held is not None and id(held) in by_tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..messages import near, shown
-from . import spread, uses
+from . import spread, uses, walk
 from .kinds import CLASSES, SUPPORTED, is_plain, is_scale
 from .layers import parts_not_compiled, unwrap, why_not_supported, without_compile
 from .uses import Use
@@ -97,7 +97,7 @@ def _every(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module]
     behind: dict[str, list[str]] = {}
     for name in stand_ins:
         behind.setdefault(name.rpartition(".")[0], []).append(name)
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(walk.named_modules(model, each_name=True))
     seen: set[nn.Module] = set()
     for name, module in modules.items():
         every[name] = module

@@ -39,7 +39,7 @@ _parallel = [ALONE]
 def held(model: nn.Module, parts: Mapping[int, Part], parallel: Ranks = ALONE) -> Iterator[None]:
     """Say that parameters of a model, by their identity, are spread over ranks, inside."""
     _held.update(parts)
-    _layers.update(id(module) for module in model.modules() if id(module._parameters.get("weight")) in parts)
+    _layers.update(id(module) for module in walk.modules(model) if id(module._parameters.get("weight")) in parts)
     _parallel.append(parallel)
     try:
         yield

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -108,7 +108,7 @@ class Found:
 
     def __init__(self, named: Collection[tuple[str, nn.Module]]) -> None:
         modules = [module for _, module in named]
-        self._containers, tensors = _held(named)
+        self._names, self._pairs, tensors = _held(named)
         parameters = [p for m in modules for p in m._parameters.values() if p is not None]
         self._flags = [(parameter, parameter.requires_grad) for parameter in parameters]
         self._values = [(name, tensor, tensor._version, tensor.clone()) for name, tensor in tensors.items()]
@@ -124,8 +124,9 @@ class Found:
     def kept(self) -> list[str]:
         """Return the names of what forward passes have kept in modules since: tensors, numbers, entries of lists."""
         names = [name for name, tensor, version, _ in self._values if tensor._version != version]
-        for name, held, before in self._containers:
-            if name is None or _is_same(held, before):
+        for place in _changed(self._pairs):
+            name, (held, before) = self._names[place], self._pairs[place]
+            if name is None:
                 continue
             if isinstance(held, dict) and isinstance(before, dict):
                 keys = [key for key, value in held.items() if not callable(value) and before.get(key) is not value]
@@ -150,7 +151,7 @@ class Found:
             self._compiler._set_stance(self._stance)
         for (_, enable), enabled in zip(_ATTENTION, self._attention, strict=True):
             enable(enabled)
-        put_back((held, before) for _, held, before in self._containers)
+        put_back(self._pairs)
         for parameter, flag in self._flags:
             if parameter.requires_grad != flag:
                 parameter.requires_grad_(flag)
@@ -208,7 +209,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 def _to_eval_mode(model: nn.Module) -> None:
     """Put a model in eval mode for :func:`in_eval_mode`, and note how to undo it."""
-    modes = [(module, module.training) for module in model.modules()]
+    modes = [(module, module.training) for module in walk.modules(model)]
 
     def put_back() -> None:
         for module, mode in modes:
@@ -241,7 +242,7 @@ def made_anew(model: nn.Module) -> Iterator[None]:
 
     This is for runs at other parameters, for weights with their graph, and for copies.
     """
-    found = [(vars(module), module.__dict__.get("forward")) for module in model.modules()]
+    found = [(vars(module), module.__dict__.get("forward")) for module in walk.modules(model)]
     replaced = [(attributes, once) for attributes, once in found if isinstance(once, _Once)]
     for attributes, once in replaced:
         del attributes["forward"]
@@ -285,58 +286,65 @@ _OF_TORCH = frozenset(vars(nn.Module()))  # what every module has
 
 def _held(
     named: Iterable[tuple[str, nn.Module]],
-) -> tuple[list[tuple[str | None, Container, Container]], dict[str, Tensor]]:
+) -> tuple[list[str | None], list[tuple[Container, Container]], dict[str, Tensor]]:
     """Return the containers in which modules and parameters hold something, however deep, each with a copy of it.
 
-    Beside them are buffers, and the tensors in containers that are no parameters and have no graph. What is the
-    modules' state has a name; one that ends in a point, or is empty, is that of a module, or its buffers.
+    The first list has the containers' names: what is no state of a module has none, and a name that is empty or ends in
+    a point is that of a module or of its buffers. The last has buffers, and tensors in containers that are no
+    parameters and have no graph. It is one loop, since each module has some fifteen containers.
     """
-    containers: list[tuple[str | None, Container, Container]] = []
+    names: list[str | None] = []
+    pairs: list[tuple[Container, Container]] = []
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
-
-    def add(name: str | None, value: Any) -> None:
-        if type(value) in _CONTAINERS:
-            if id(value) not in seen:
-                seen.add(id(value))
-                containers.append((name, value, value.copy()))
-                for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-                    add(None if name is None else _joined(name, key), inner)
-        elif name is not None and type(value) is Tensor and not value.requires_grad:
-            add_tensor(name, value)
-
-    def add_tensor(name: str, tensor: Tensor) -> None:
-        if id(tensor) not in seen and not tensor.is_inference():  # which cannot be changed here
-            seen.add(id(tensor))
-            tensors[name] = tensor
-
     for module_name, module in named:
-        prefix, held = module_name and f"{module_name}.", vars(module)
-        containers += [(prefix, held, {**held}), (prefix, module._buffers, {**module._buffers})]
-        seen |= {id(held), id(module._buffers)}
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                add_tensor(prefix + key, buffer)
-        for key, value in held.items():
-            add(None if key in _OF_TORCH else prefix + key, value)
+        prefix, held, buffers = module_name and f"{module_name}.", vars(module), module._buffers
+        names += (prefix, prefix)
+        pairs += ((held, {**held}), (buffers, {**buffers}))
+        seen.update((id(held), id(buffers)))
+        for key, buffer in buffers.items():
+            if buffer is not None and id(buffer) not in seen and not buffer.is_inference():
+                seen.add(id(buffer))
+                tensors[prefix + key] = buffer
+        waiting: list[tuple[str | None, Any]] = []
         for parameter in module._parameters.values():
             if parameter is not None and vars(parameter):
-                add(None, vars(parameter))
-    return containers, tensors
+                waiting.append((None, vars(parameter)))
+        for key, value in reversed(held.items()):
+            waiting.append((None if key in _OF_TORCH else prefix + key, value))
+        while waiting:
+            name, value = waiting.pop()
+            if id(value) in seen:
+                continue
+            if type(value) in _CONTAINERS:
+                seen.add(id(value))
+                names.append(name)
+                pairs.append((value, value.copy()))
+                for key, inner in reversed([*(value.items() if isinstance(value, dict) else enumerate(value))]):
+                    waiting.append((None if name is None else _joined(name, key), inner))
+            elif name is not None and type(value) is Tensor and not (value.requires_grad or value.is_inference()):
+                seen.add(id(value))  # an inference tensor cannot be changed here
+                tensors[name] = value
+    return names, pairs, tensors
 
 
 def _joined(name: str, key: Any) -> str:
     return f"{name}{key}" if name[-1:] in ("", ".") else f"{name}[{key!r}]"
 
 
-def _is_same(held: Container, before: Container) -> bool:
-    """Return whether a container holds the very things that it held before."""
-    if isinstance(held, set) or isinstance(before, set):
-        return held == before
-    same = len(held) == len(before) and all(map(operator.is_, held, before))
-    if not isinstance(held, dict) or not isinstance(before, dict):
-        return same
-    return same and all(map(operator.is_, held.values(), before.values()))
+def _changed(pairs: Iterable[tuple[Container, Container]]) -> list[int]:
+    """Return the places of the containers that do not hold the very things any more that they held before."""
+    found = []
+    for place, (held, before) in enumerate(pairs):
+        if isinstance(held, set) or isinstance(before, set):
+            same = held == before
+        else:
+            same = len(held) == len(before) and all(map(operator.is_, held, before))
+            if same and isinstance(held, dict) and isinstance(before, dict):
+                same = all(map(operator.is_, held.values(), before.values()))
+        if not same:
+            found.append(place)
+    return found
 
 
 def attributes(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -344,16 +352,15 @@ def attributes(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], dict[
     return [(held, {**held}) for m in modules for held in (vars(m), m._parameters, m._buffers)]
 
 
-def put_back(kept: Iterable[tuple[Container, Container]]) -> None:
+def put_back(pairs: Sequence[tuple[Container, Container]]) -> None:
     """Put back what modules set in themselves, as a table and its length: all of it or nothing."""
-    for held, before in kept:
-        if _is_same(held, before):
-            continue
+    for place in _changed(pairs):
+        held, before = pairs[place]
         if isinstance(held, dict) and isinstance(before, dict):
             for name in held.keys() - before.keys():
                 del held[name]
             held.update(before)
-            if _is_same(held, before):
+            if not _changed([(held, before)]):
                 continue
         held.clear()
         (held.extend if isinstance(held, list | deque) else held.update)(before)

@@ -1,22 +1,38 @@
 """Walk over a model's modules at once: torch's own walks enter a frame for each module and all that it is in."""
 
+from collections import Counter
+from collections.abc import Iterable
+
 from torch import Tensor, nn
 
 
-def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return what ``model.named_modules()`` yields."""
-    found: dict[nn.Module, str] = {}
+def named_modules(model: nn.Module, *, each_name: bool = False) -> list[tuple[str, nn.Module]]:
+    """Return what ``model.named_modules()`` yields; with ``each_name`` shared modules by each of their names."""
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[nn.Module] = set()
     waiting = [("", model)]
     while waiting:
         name, module = waiting.pop()
-        if module in found:
+        if module in seen and not each_name:
             continue
-        found[module] = name
-        start = f"{name}." if name else ""
-        for own, part in reversed(module._modules.items()):
-            if part is not None:
-                waiting.append((start + own, part))
-    return [(name, module) for module, name in found.items()]
+        seen.add(module)
+        found.append((name, module))
+        if module._modules:
+            start = f"{name}." if name else ""
+            for own, part in reversed(module._modules.items()):
+                if part is not None:
+                    waiting.append((start + own, part))
+    return found
+
+
+def modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model, each once."""
+    return [module for _, module in named_modules(model)]
+
+
+def holders(modules: Iterable[nn.Module]) -> Counter[int]:
+    """Count in how many places of these modules each parameter is, by its identity."""
+    return Counter(id(parameter) for module in modules for parameter in module._parameters.values())
 
 
 def parameters(model: nn.Module) -> list[nn.Parameter]:

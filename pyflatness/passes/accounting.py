@@ -9,7 +9,6 @@ has a use that no call accounts for.
 """
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from ..model import calling, data, spread
+from ..model import calling, data, spread, walk
 from ..model.uses import Use, candidates
 from ..model.uses.operations import each_of
 from ..model.uses.watched import COPIES, TRANSPOSES, VIEWS
@@ -95,16 +94,16 @@ class _Leaves:
     """
 
     def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module], others: Sequence[Tensor]) -> None:
-        shared = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+        holders = walk.holders(walk.modules(model))
         self._modules, self._required = modules, [*others]
         self._places: list[tuple[nn.Module, str, Tensor, Tensor]] = []  # with the parameter, and the leaf of the place
         self.of_layers: dict[str, list[Tensor]] = {name: [] for name in modules}
         for name, module in modules.items():
-            for part in [] if isinstance(module, Use) else module.modules():  # a stand-in has a leaf as it is
+            for part in [] if isinstance(module, Use) else walk.modules(module):  # a stand-in has a leaf as it is
                 for key, parameter in part._parameters.items():
                     if parameter is None or key == "bias" or spread.is_spread(parameter) or not _is_real(parameter):
                         continue
-                    leaf = _twin(parameter) if shared[id(parameter)] > 1 else parameter
+                    leaf = _twin(parameter) if holders[id(parameter)] > 1 else parameter
                     self._places.append((part, key, parameter, leaf))
                     self._required.append(leaf)
                     self.of_layers[name].append(leaf)

@@ -25,6 +25,7 @@ from ..model.calling import end_transforms, is_accounting, is_aside, is_transfor
 from ..model.kinds import Linear, is_of_torch
 from ..model.uses import Use
 from ..model.uses.experts import Route
+from ..model.uses.watched import unwatched
 from . import backward
 
 
@@ -185,7 +186,8 @@ class Recorder:
                 self.empty.add(name)
             elif self._active:
                 sources = _sources(module, (*args, *kwargs.values())) if is_accounting() else ()
-                self._take(name, module, kind, inputs, own, coefficients, sources)
+                with unwatched():  # an input may have been computed of a watched weight
+                    self._take(name, module, kind, inputs, own, coefficients, sources)
             return None if own is output else own
 
         return keep

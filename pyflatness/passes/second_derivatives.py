@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from ..model import walk
 from ..model.calling import Mode
 
 _CLASSES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -111,7 +112,7 @@ def convolutions(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model that compute plain convolutions, padded with zeros by numbers of pixels."""
     return [
         module
-        for module in model.modules()
+        for module in walk.modules(model)
         if isinstance(module, _CLASSES)
         and any(type(module)._conv_forward is kind._conv_forward for kind in _CLASSES)
         and "_conv_forward" not in module.__dict__
@@ -169,8 +170,8 @@ class _BatchNorm(NamedTuple):
         sum_g: Tensor,
     ) -> tuple[Any, ...]:
         """Return the gradients in g, x and the weight of what arrived at the gradients."""
-        if torch.is_grad_enabled():  # for third derivatives, which are torch's
-            return (*self._by_torch(g, x, weight, mean, scale, arrived), None, None)
+        if torch.is_grad_enabled():  # for third derivatives, which torch >= 2.14 has none of for its own function
+            return (*self._written_out(g, x, weight, mean, scale, arrived), None, None)
         (a, b, c), n = arrived, x.numel() // x.shape[1]
         r = scale if self.of_batch else (scale + self.eps).rsqrt()
         gamma_r = r if weight is None else weight * r
@@ -199,15 +200,18 @@ class _BatchNorm(NamedTuple):
             in_x = in_x.addcmul_(a, along(of_a * r)).addcmul_(g, along(of_g * r))
         return in_g, in_x, None if weight is None else r * inner, None, None
 
-    def _by_torch(
+    def _written_out(
         self, g: Tensor, x: Tensor, weight: Tensor | None, first: Tensor, second: Tensor, arrived: _Gradients
     ) -> list[Tensor | None]:
-        """Return the same with its graph."""
+        """Return the same with its graph, of the formula in operations that autograd differentiates at any order."""
         leaves = [tensor.view_as(tensor) for tensor in (g, x, weight) if tensor is not None]
         affine = [] if weight is None else [leaves[2], torch.zeros_like(weight, requires_grad=True)]
-        mean, variance = (None, None) if self.of_batch else (first, second)
-        batch_norm: Any = F.batch_norm
-        y = batch_norm(leaves[1], mean, variance, *affine, training=self.of_batch, eps=self.eps)
+        each = leaves[1].transpose(1, -1)  # with the channels last, along which all else is
+        spread, mean = second, first
+        if self.of_batch:
+            spread, mean = torch.var_mean(each, tuple(range(x.ndim - 1)), correction=0)
+        y = (each - mean) * (spread + self.eps).rsqrt()
+        y = (y * affine[0] + affine[1] if affine else y).transpose(1, -1)
         gradients = torch.autograd.grad(y, [leaves[1], *affine], leaves[0], create_graph=True)
         products = [(one * other).sum() for one, other in zip(gradients, arrived, strict=False) if other is not None]
         found = torch.autograd.grad(torch.stack(products).sum(), leaves, create_graph=True, allow_unused=True)
@@ -255,7 +259,7 @@ def batch_norms(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model that compute what BatchNorm1d to BatchNorm3d do."""
     return [
         module
-        for module in model.modules()
+        for module in walk.modules(model)
         if getattr(type(module), "forward", None) is nn.BatchNorm2d.forward and "forward" not in module.__dict__
     ]
 

@@ -4,7 +4,6 @@ What is sent to a worker is where the model, data and weights are, and what come
 """
 
 import functools
-import importlib
 import json
 import sys
 import threading
@@ -175,7 +174,6 @@ def measured(
 
     What goes wrong is in its values, each measure's by itself, but an error of the ranks together.
     """
-    importlib.import_module("torch._dynamo")  # torch loads it at first use: seconds, which are no measure's
     start = time.perf_counter()
     found: dict[Pair, Row] = {}
     known: Fit | None = None

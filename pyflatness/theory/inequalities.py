@@ -216,7 +216,7 @@ def bounds(
     """Return the bounds of "From Loss Flatness to Compressed Representations", layer by layer, with both sides.
 
     Eq. 5, 6 (k = 2), 9 to 12, 17 (and its sum over layers, appendix A), 35, 37 at λ = ½ and σ = σ' = 1 or those of
-    Eq. 36, 48; see docs/measures.md for the symbols. One forward pass and one backward pass per output. The left side
+    Eq. 36, 48; see docs/formulas.md for the symbols. One forward pass and one backward pass per output. The left side
     of Eq. 17 is, of a layer at the start of a residual block, at the input of what follows the block's sum.
 
     Args:

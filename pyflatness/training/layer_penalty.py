@@ -27,7 +27,7 @@ from ..contractions import Geometry, full_precision, product, promoted, promoted
 from ..errors import InputError, NotYetError
 from ..losses import auto
 from ..messages import check_module, check_tensor, second_derivatives, shown
-from ..model import checks, fsdp, kinds, selectors
+from ..model import checks, fsdp, kinds, selectors, walk
 from ..model.layers import unwrap
 from ..model.outputs import refusal, single
 from ..model.selectors import Selector
@@ -159,7 +159,8 @@ class FlatnessPenalty:
 
         Raises:
             InputError: the layer did not run, ran more than once, is frozen or has no part in the outputs; outputs or
-                targets do not fit; an operation behind the layer has no second derivative.
+                targets do not fit; an operation behind the layer has no second derivative; in the first call, a weight
+                that acts outside of its layer's call too.
         """
         outputs, targets, loss, items = self._taken(outputs, targets)
         if not outputs.is_floating_point():
@@ -202,6 +203,7 @@ class FlatnessPenalty:
             value = terms.reduced(total).to(promoted_dtype(outputs.dtype))
             if self._is_new:
                 self._check_twice_differentiable(value, [weight for _, weight in calls])
+                self._check_uses(outputs, calls, cotangent, gradients)
                 self._is_new = False
             gathered_before(value, check_contents)
         return value
@@ -265,6 +267,32 @@ class FlatnessPenalty:
         """Raise in the first call, and not in the user's backward pass, if that would fail."""
         with graph_as_recorded(), self._twice_differentiable():
             torch.autograd.grad(value, weights, retain_graph=True, allow_unused=True)
+
+    def _check_uses(
+        self, outputs: Tensor, calls: list[tuple[RecordedCall, Tensor]], cotangent: Tensor, gradients: list[Tensor]
+    ) -> None:
+        """Raise for a weight that acts outside of its layer's call too: its gradient is not that through the call.
+
+        A weight that several modules share is not looked at, since its value is that of the layer's own use.
+        """
+        if fsdp.is_sharded(self._model) or not all(weight.requires_grad for _, weight in calls):
+            return
+        holders = walk.holders(walk.modules(self._model))
+        weights = [weight for _, weight in calls]
+        gradients_of_all = torch.autograd.grad(outputs, weights, cotangent.detach(), retain_graph=True)
+        each = zip(self._watched, calls, gradients, gradients_of_all, strict=True)
+        for watched, (call, weight), gradient, whole in each:
+            if holders[id(weight)] > 1 or call.edge.node is outputs.grad_fn:  # the outputs are those of the call
+                continue
+            arrived = gradient.detach().to(call.output.dtype)
+            (through,) = torch.autograd.grad([call.edge], [weight], [arrived], retain_graph=True)
+            off, size = (whole - through).norm(), whole.norm() + through.norm()
+            if off > torch.finfo(weight.dtype).eps ** 0.5 * size:
+                raise InputError(
+                    f"layer {watched.name!r}: its weight acts outside of the layer's call too, in a function or in a "
+                    "derivative that the model takes (forces of an energy), so that the penalty would not be of the "
+                    "weight's relative flatness; choose another layer"
+                )
 
 
 def _remove(every: list[LayerCalls], norms: list[nn.Module]) -> None:

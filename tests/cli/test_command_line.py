@@ -21,7 +21,7 @@ from pyflatness.measures import MEASURES
 from support import ROOT
 from support.score_runs import arguments_of, rows_of, saved, status
 
-PAGE = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "scoring.md").read_text(encoding="utf-8")
 LINEAR = ["--model", "torch.nn:Linear", "--model-args", '{"in_features": 4, "out_features": 3}']
 
 

@@ -1,10 +1,13 @@
 """Values of options that cannot be: one error that has the option's name on the command line and what is wanted."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
 import pyflatness as pf
-from pyflatness.scoring import data_specs, worker
+from pyflatness.scoring import data_specs
 from support.score_runs import arguments_of, saved, status
 
 
@@ -43,24 +46,16 @@ def test_the_error_names_the_option_of_the_data(tiny, tmp_path):
     assert status(*arguments) == "Error: --data: count=-1: a number of samples is wanted, at least 1"
 
 
-def test_seconds_begin_when_torch_has_loaded_what_it_loads_once(monkeypatch, tiny):
-    """Torch imports its compiler at the first measurement of a process, which takes seconds."""
-    events = []
-    clock, load = worker.time.perf_counter, worker.importlib.import_module
+_SCORES = """
+import sys, torch, pyflatness as pf
+network = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).eval()
+data = torch.randn(20, 3), torch.randint(2, (20,))
+scores = pf.score({"a": network}, "cross_entropy", data, measures=["relative_flatness", "trace", "weight_norm"])
+assert not scores.errors, scores.errors
+sys.exit("torch._dynamo" in sys.modules)
+"""
 
-    class Time:
-        @staticmethod
-        def perf_counter():
-            events.append("clock")
-            return clock()
 
-    class Importlib:
-        @staticmethod
-        def import_module(name):
-            events.append(name)
-            return load(name)
-
-    monkeypatch.setattr(worker, "time", Time)
-    monkeypatch.setattr(worker, "importlib", Importlib)
-    assert status(*arguments_of(tiny, saved(tiny, 1, "1.safetensors"))) == 0
-    assert events[:2] == ["torch._dynamo", "clock"]
+def test_scoring_does_not_load_the_compiler_of_torch():
+    """Loading it takes seconds, which would be those of the first unit of each process."""
+    subprocess.run([sys.executable, "-c", _SCORES], check=True)

@@ -45,7 +45,6 @@ model, loss, data = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), nn.CrossEntro
 """,
     "models.md": LANGUAGE_MODEL,
     "layers.md": LANGUAGE_MODEL,
-    "smollm2.md": LANGUAGE_MODEL + 'folder = "stories260K"',
     "training.md": DIGITS
     + """
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -54,7 +53,6 @@ loss, data, (x_test, y_test) = nn.CrossEntropyLoss(), (x.flatten(1), y), (x.flat
 def train(model):
     return 1.0
 """,
-    "zoo-tables.md": "import pandas, pyflatness as pf",
 }
 
 

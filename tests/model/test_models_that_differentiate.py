@@ -196,3 +196,22 @@ def test_a_plan_of_the_calls_alone_is_refused() -> None:
     model = CASES["energy and forces, tanh"]()
     with pytest.raises(pf.errors.InputError, match="in which the weight is used again, and the cost of all pairs"):
         pf.allocate(model, LOSS, data_of(model), ["int4", "int8"], bits=6)
+
+
+@pytest.mark.parametrize("name", ["energy and forces, tanh", "energy and forces, relu", "forces alone"])
+def test_a_penalty_refuses_them(name: str) -> None:
+    model = CASES[name]()
+    x, y = data_of(model)
+    for layer in ("inner", "out"):
+        with (
+            pf.FlatnessPenalty(model, layer, LOSS) as penalty,
+            pytest.raises(pf.errors.InputError, match=rf"layer '{layer}': its weight acts outside .* derivative"),
+        ):
+            penalty(model(x.clone()), y)
+
+
+def test_a_penalty_takes_a_layer_behind_the_derivative() -> None:
+    model = CASES["hamiltonian"]()
+    x, y = data_of(model)
+    with pf.FlatnessPenalty(model, "behind", LOSS, probes=2000) as penalty:
+        assert penalty(model(x.clone()), y).item() == pytest.approx(expected(model, x, y, "behind")[0], rel=0.1)

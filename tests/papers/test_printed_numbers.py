@@ -79,15 +79,15 @@ def partial(frame, x, y):
 
 def test_relative_flatness_over_the_grid(grid):
     over_all = interval(grid, lambda part: kendall(part[SUM], part[GAP]), "recipe")
-    for name in ("README.md", "docs/grid.md", "docs/which-measure.md"):
+    for name in ("README.md", "docs/study.md", "docs/which-measure.md"):
         assert over_all in page(name), name
         assert name == "README.md" or f"{kendall(grid[HEAD], grid[GAP]):.2f}" in page(name), name
     within = {column: inside(grid, SETTINGS[:2], kendall, column, GAP) for column in (HEAD, SUM)}
-    for name in ("README.md", "docs/papers.md", "docs/grid.md"):
+    for name in ("README.md", "docs/papers.md", "docs/study.md"):
         there = within.values() if name != "README.md" else [within[SUM]]  # the figure is of the sum over layers
         assert all(f"{value:.2f} [" in page(name) for value in there), name
     head, total = (f"{partial(grid, name, GAP):.2f}" for name in (HEAD, SUM))
-    assert f"partial correlation of {total}, and that of the head {head}" in page("docs/grid.md")
+    assert f"partial correlation of {total}, and that of the head {head}" in page("docs/study.md")
 
 
 def test_baselines_of_the_grid(grid):
@@ -97,13 +97,13 @@ def test_baselines_of_the_grid(grid):
     found = f"{kendall(fitted, grid[GAP]):.2f} for settings alone, "
     found += f"{kendall(twins[f'{GAP}_x'], twins[f'{GAP}_y']):.2f} for the gap of another seed, "
     found += f"{kendall(1 / grid['width'], grid[GAP]):.2f} for 1/width"
-    assert found in page("docs/grid-tables.md")
+    assert found in page("docs/studies.md")
 
 
 def test_kappa_over_its_inputs_among_networks_of_one_depth(grid):
     grid["per feature"] = grid[HEAD] / (2 * grid["width"])
     found = inside(grid, ["depth"], kendall, "per feature", GAP)
-    assert f"Among networks of one depth it has {found:.2f} [" in page("docs/grid.md")
+    assert f"Among networks of one depth it has {found:.2f} [" in page("docs/study.md")
 
 
 def test_the_papers_local_minima():
@@ -167,13 +167,13 @@ def test_local_minima_of_the_zoo():
     zoo = pandas.concat([zoo, recipe.rename("recipe"), seed.rename("seed")], axis=1)
     for name in ("relative_flatness fc3", "mls network", "weight_norm network"):
         text = interval(zoo, lambda part, name=name: kendall(part[name], part["gap"]), "recipe")
-        assert text in page("docs/zoo.md"), name
+        assert text in page("docs/study.md"), name
     minima = points("p21-fig6-paper").set_index("name")["test_accuracy"]
     error = 1 - minima[zoo["checkpoint"].str.removeprefix("lenet5_cifar10k_")].to_numpy()
     zoo = pandas.concat([zoo, pandas.Series(error, name="error")], axis=1)
     for name in ("relative_flatness fc3", "mls network", "weight_norm network"):
         assert interval(zoo, lambda part, name=name: kendall(part[name], part["error"]), "recipe") in page(
-            "docs/zoo.md"
+            "docs/study.md"
         )
 
 
@@ -250,7 +250,7 @@ def test_steps_over_the_grid(grid):
     ranks = grid[[HEAD, SUM, GAP]].rank().to_numpy()
     left = ranks - design @ np.linalg.lstsq(design, ranks, rcond=None)[0]
     head, total = (pearson(left[:, place], left[:, 2]) for place in (0, 1))
-    told = page("docs/grid.md")
+    told = page("docs/study.md")
     assert f"partial correlation of {partial(grid, 'steps', GAP):.2f} with the gap" in told
     assert f"the head keeps {head:.2f} [" in told
     assert f"the sum {total:.2f} [" in told
@@ -262,7 +262,7 @@ def test_different_values_of_pac_bayes(grid, study):
     assert f"{lenets['pac_bayes network'].nunique()} different values in the {len(lenets)} LeNet5" in told
     assert f"{grid['pac_bayes'].nunique()} in the {len(grid)} networks" in told
     assert f"{study['pac_bayes'].nunique()} in the {len(study)} of the study" in told
-    assert f"with {grid['pac_bayes'].nunique()} different values in the {len(grid)} networks" in page("docs/grid.md")
+    assert f"with {grid['pac_bayes'].nunique()} different values in the {len(grid)} networks" in page("docs/study.md")
 
 
 def test_penalties_by_holm():

@@ -209,6 +209,25 @@ def test_weights_that_are_no_matrices_of_real_numbers_are_named(kind):
     assert not any("autocast" in note for note in report["trace"].notes)
 
 
+class Positions(nn.Embedding):
+    """An embedding with a forward of its own, so that what is computed of its weight may be a weight."""
+
+    def forward(self, places):
+        return self.weight[places]
+
+
+class Other(nn.Linear):
+    """A layer whose class is not torch's: whether its output is W φ + b is computed of its input."""
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Other])
+def test_what_the_library_computes_of_a_weight_is_no_use_of_it(kind):
+    model = Net(lambda net, x: net.head(net.query(x + net.place(torch.arange(3))).mean(1)), place=Positions(6, 4),
+        query=kind(4, 4), head=nn.Linear(4, 3))  # fmt: skip
+    report = of(model, (FLOATS[:2], Y[:2]))  # of which the sum has as many entries as the weight
+    assert report.why_uncovered == {"place.weight": "its weight is used in mean"}
+
+
 def test_what_is_not_trained_does_not_count_where_others_are():
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double().eval()
     model.grid = nn.Parameter(torch.rand(5, 7), requires_grad=False)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from .. import calling, kinds, spread
+from .. import calling, kinds, spread, walk
 from . import besides, candidates, experts, recurrent
 from .candidates import runs_with_its_module
 from .use import Source, Use
@@ -180,8 +180,10 @@ def entries(layers: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], int]:
             behind = [source for source in layer.source.behind if not any(u.refusal for u in source.uses.values())]
             found |= {place: source.parameter.numel() for source in behind for place in source.places}
             continue
-        for part in layer.modules():
-            found |= {(part, name): p.numel() for name, p in part._parameters.items() if p is not None}
+        for part in walk.modules(layer):
+            for name, parameter in part._parameters.items():
+                if parameter is not None:
+                    found[part, name] = parameter.numel()
     return found
 
 
@@ -196,7 +198,7 @@ def left_out(model: nn.Module, layers: Collection[nn.Module]) -> dict[str, float
 
 def reasons(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Return why no layer has some of a measured model's parameters, where that is known, by their names."""
-    modules, left_out, flat = dict(model.named_modules()), _known(model).left_out, _known(model).flat
+    modules, left_out, flat = dict(walk.named_modules(model)), _known(model).left_out, _known(model).flat
     by_place = {place: use.source for use in of(model).values() for place in use.source.places}
     found = {}
     for name in names:

@@ -1,13 +1,12 @@
 """Find the parameters of a model that may turn out to be weights of linear operations, without running it."""
 
-from collections import Counter
 from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .. import kinds
+from .. import kinds, walk
 from ..spread import is_spread
 from . import experts, recurrent
 from .use import Source, Use
@@ -21,11 +20,11 @@ _WITH_FUNCTIONS = (nn.MultiheadAttention, nn.Module, nn.ParameterList, nn.Parame
 
 def sources(model: nn.Module) -> list[Source]:
     """Return the parameters of a model that stand-ins may have, in its order."""
-    named = [*model.named_modules()]
+    named = walk.named_modules(model)
     outputs = {module.out_proj for _, module in named if isinstance(module, nn.MultiheadAttention)}
     layers = [module for _, module in named if kinds.is_plain(module) and module not in outputs]
     computed = [module for _, module in named if isinstance(module, parametrize.ParametrizationList)]
-    others = {part for module in (*layers, *computed) for part in module.modules()}
+    others = {part for module in (*layers, *computed) for part in walk.modules(module)}
     others |= {module for _, module in named if _is_of_torch(module) and module not in outputs}
     own = {id(parameter) for module in others for parameter in module._parameters.values()}
     found: dict[int, Source] = {}
@@ -48,7 +47,7 @@ def sources(model: nn.Module) -> list[Source]:
                 name + label: Use(name + label, source, rows, routed=routed) for label, rows in parts.items()
             }
             found[id(source) if effective else id(parameter)] = source
-    holders = Counter(id(parameter) for _, module in named for parameter in module._parameters.values())
+    holders = walk.holders(module for _, module in named)
     for source in found.values():
         source.shared = holders[id(source.parameter)] > len(source.places)
     return [*found.values()]
@@ -58,7 +57,7 @@ def places(model: nn.Module) -> Places:
     """Return all places of each parameter, by each of them."""
     of_parameters: dict[int, list[tuple[str, nn.Module, str]]] = {}
     found: Places = {}
-    for name, module in model.named_modules():
+    for name, module in walk.named_modules(model):
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 found[module, key] = of_parameters.setdefault(id(parameter), [])
@@ -136,7 +135,9 @@ def uncovered(
     Weights are parameters of two dimensions or more, real or complex, the ``flat`` ones of these, and what modules keep
     in integers. Where some parameters require a gradient, of the others only what layers measure counts.
     """
-    held = [(prefix, module, *item) for prefix, module in model.named_modules() for item in module._parameters.items()]
+    held = [
+        (prefix, module, *item) for prefix, module in walk.named_modules(model) for item in module._parameters.items()
+    ]
     trained = any(parameter is not None and parameter.requires_grad for *_, parameter in held)
     of_vectors, sizes, left = {id(parameter) for parameter in flat}, 0, {}
     for prefix, module, name, parameter in held:
@@ -148,7 +149,7 @@ def uncovered(
         sizes += max(count, own)
         if count > own:
             left[f"{prefix}.{name}" if prefix else name] = count - own
-    for prefix, module in model.named_modules():
+    for prefix, module in walk.named_modules(model):
         for name, size in packed(module).items():
             sizes += size
             left[f"{prefix}.{name}" if prefix else name] = size
@@ -187,7 +188,7 @@ def may_be_flat_weights(model: nn.Module) -> list[Tensor]:
     """
     return [
         parameter
-        for module in model.modules()
+        for module in walk.modules(model)
         if not (type(module).__module__.startswith("torch.nn.modules") or "norm" in type(module).__name__.lower())
         for parameter in module._parameters.values()
         if parameter is not None and parameter.ndim == 1 and parameter.numel() > 1

@@ -5,6 +5,7 @@ Views of the weight, copies and casts are watched too. In every other operation 
 it is a leaf that requires gradients, and a path to it in the outputs' graph says that the weight was used otherwise.
 """
 
+import contextlib
 import copy
 import functools
 import types
@@ -25,6 +26,12 @@ VIEWS |= {"unflatten", "chunk", "split", "split_with_sizes", "tensor_split", "un
 VIEWS |= {"squeeze", "expand", "expand_as", "view_as", "reshape_as", "__getitem__", "adjoint"}
 TRANSPOSES = {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
 COPIES = {"contiguous", "clone", "to", "type", "type_as", "float", "double", "half", "bfloat16"}
+
+
+def unwatched() -> contextlib.AbstractContextManager[None]:
+    """Let operations inside not ask watched tensors: those of this library are no uses that the model makes."""
+    guard: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return guard
 
 
 class WeightOwner(Protocol):
@@ -68,7 +75,7 @@ class Watched(Tensor):
         inner = _without_asking(func)
         if inner is not None:
             return inner(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with unwatched():
             found = operations.read(func, args, kwargs, cls)
             if isinstance(found, Operation):
                 result = found.weight.source.used(found)  # type: ignore[attr-defined]
@@ -101,7 +108,7 @@ def leaf(weight: Tensor, source: WeightOwner) -> tuple[Watched, Node]:
     vars(made).update(vars(weight))  # libraries mark parameters, and their modules read that
     made._is_param = True  # for isinstance(…, nn.Parameter)
     made.source, made.part, made.version = source, values, values._version
-    with torch._C.DisableTorchFunctionSubclass():
+    with unwatched():
         return made, get_gradient_edge(made).node
 
 
