@@ -190,21 +190,26 @@ class _Columns:
         self._p, self._scale = p, scale
         self._largest, self._top = p.max(dim=1, keepdim=True)
 
+    def _q(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return q and the most probable class of some rows."""
+        largest, top = self._largest[rows].sqrt(), self._top[rows]
+        return (self._p[rows] / (1 + largest)).scatter_(1, top, largest), top
+
     def _parts(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, the roots √(scale p) and the most probable class of some rows."""
-        p, largest, top = self._p[rows], self._largest[rows], self._top[rows]
-        q = (p / (1 + largest.sqrt())).scatter_(1, top, largest.sqrt())
+        p, (q, top) = self._p[rows], self._q(rows)
         roots = torch.empty_like(p)
         few = max(1, _AT_ONCE // max(1, p.shape[1]))
         for given, scale, made in zip(p.split(few), self._scale[rows].split(few), roots.split(few), strict=True):
             made.copy_((given.double() * scale.unsqueeze(1)).sqrt_())
         return q, roots, top
 
-    def _each(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    def _blocks(self) -> Iterator[slice]:
         few = max(1, _AT_ONCE // max(1, self._p.shape[1]))
-        for start in range(0, max(1, len(self._p)), few):
-            rows = slice(start, start + few)
-            yield rows, *self._parts(rows)
+        return (slice(start, start + few) for start in range(0, max(1, len(self._p)), few))
+
+    def _each(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        return ((rows, *self._parts(rows)) for rows in self._blocks())
 
     @functools.cached_property
     def _whole(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -222,22 +227,20 @@ class _Columns:
 
     def form(self, changes: Tensor) -> Tensor:
         """See :class:`.base.Factors`."""
-        each = (self._along(changes[rows], *parts) for rows, *parts in self._each())
-        return torch.cat([along.square_().sum(dim=1, dtype=torch.float64) for along in each])
+        found = []
+        for rows, q, roots, top in self._each():
+            along = _away(changes[rows], q).mul_(roots).scatter_(1, top, 0.0)
+            found.append(along.square_().sum(dim=1, dtype=torch.float64))
+        return torch.cat(found)
 
     def times(self, changes: Tensor) -> Tensor:
-        """See :class:`.base.Factors`."""
-        found = torch.empty_like(self._p)
-        for rows, q, roots, top in self._each():
-            made = torch.mul(self._along(changes[rows], q, roots, top), roots, out=found[rows])
-            made.sub_(q * made.sum(dim=1, keepdim=True))
+        """See :class:`.base.Factors`; without roots, so that it holds for negative class weights too."""
+        found, scale = torch.empty_like(self._p), self._scale.unsqueeze(1).to(self._p.dtype)
+        for rows in self._blocks():
+            q, top = self._q(rows)
+            sums = _away(changes[rows], q).mul_(self._p[rows]).mul_(scale[rows]).scatter_(1, top, 0.0)
+            torch.sub(sums, q * sums.sum(dim=1, keepdim=True), out=found[rows])
         return found
-
-    @staticmethod
-    def _along(changes: Tensor, q: Tensor, roots: Tensor, top: Tensor) -> Tensor:
-        """Return ⟨s_j, v⟩ of all columns, 0 for k."""
-        away = changes - (q * changes).sum(dim=1, keepdim=True)
-        return away.mul_(roots).scatter_(1, top, 0.0)
 
     def sizes(self) -> Tensor:
         """Return Σ_j scale p_j (1 - p_j), with 1 - p_k as the sum of the others, in which nothing cancels."""
@@ -272,6 +275,11 @@ class _Columns:
     def contrasts(self) -> Mixtures:
         """Return mixtures of the contrasts of each class with the less probable ones."""
         return _contrasts(self._p.double(), self._scale)
+
+
+def _away(changes: Tensor, q: Tensor) -> Tensor:
+    """Return v_j - ⟨q, v⟩, what a change v has along e_j - q."""
+    return changes - (q * changes).sum(dim=1, keepdim=True)
 
 
 def _eigenbasis(q: Tensor, roots: Tensor) -> Mixtures:

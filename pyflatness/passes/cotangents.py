@@ -110,8 +110,11 @@ class Cotangents:
         return torch.where(self.terms.scale != 0, values, 0.0).view(len(self._order), -1).sum(dim=1)
 
     def times(self, change: Tensor) -> Tensor | None:
-        """Return H v for a change v of the outputs, in their shape; None where second derivatives have to give it."""
-        times = self._factors().times
+        """Return H v for a change v of the outputs, in their shape; None where second derivatives have to give it.
+
+        Factors of other losses than torch's are eigenvectors, dearer than a second derivative.
+        """
+        times = self._factors().times if self._loss.known else None
         return None if times is None else self._counted(times(self._changed(change)))
 
     def _changed(self, change: Tensor) -> Tensor:
