@@ -129,6 +129,8 @@ class Options:
     @classmethod
     def of(cls, how: Mapping[str, Any], **others: Any) -> "Options":
         """Return the checked options of a call; what concerns how a model is run is none of them."""
+        if not how and not others:
+            return _DEFAULTS
         names = cls.__dataclass_fields__
         return cls(**{name: given for name, given in how.items() if name in names}, **others)
 
@@ -333,3 +335,6 @@ def _plain(value: Any) -> Any:
     if getattr(value, "ndim", None) != 0 or not hasattr(value, "item"):
         return value
     return None if isinstance(value, Tensor) and value.is_meta else value.item()
+
+
+_DEFAULTS = Options()  # checked once
