@@ -1,6 +1,5 @@
 """Define cross-entropy on logits: class weights, label smoothing, probability targets and ignored targets."""
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from torch.nn import functional as F
 
 from ..contractions import FUSED_OUTPUTS, Backend, Labels, SoftmaxVariance, promoted
 from ..errors import InputError
+from ..interrupts import cached_property
 from . import penalty
 from .base import Curvature, Factors, Known, Mixtures, Reduction, Terms, dense, marked, rows_like, uniform, without
 
@@ -211,7 +211,7 @@ class _Columns:
     def _each(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
         return ((rows, *self._parts(rows)) for rows in self._blocks())
 
-    @functools.cached_property
+    @cached_property
     def _whole(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return -q, all classes but k, and their roots, for all columns."""
         q, roots, top = self._parts(slice(None))
