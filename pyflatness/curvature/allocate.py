@@ -13,8 +13,8 @@ errors of one layer meet those of the next.
 A minimum over noise is too low, and a choice follows the noise of its data, be it of few samples or of probes: other
 data then lose more than these. So the samples are in folds. How their sums differ tells which share of the first order
 is noise, and of the products of different layers, and the choice takes both less by that (as Schäfer and Strimmer 2005
-do with correlations). What the choice costs other data is predicted by halves: choices made by one half of the folds
-are priced by the other.
+do with correlations). What the choice costs other data is what it costs these, and what choosing by them hides: by how
+much more a quarter of the folds loses by the choice that the other three make than by that of all.
 """
 
 import copy
@@ -37,7 +37,8 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ..errors import InputError
-from ..losses import remarks
+from ..losses import divergence, remarks
+from ..losses.divergence import Divergence
 from ..messages import check_choice, check_module, check_path, instead, shown
 from ..model import layers as kinds
 from ..model import selectors, uses
@@ -49,23 +50,24 @@ from ..report import Estimate, intervals, views
 from ..report.result import Result, write_json
 from ..session import public, session
 from . import changes, exports, whole_weights
-from .change_sweep import ChangeSweep, risk_at
-from .changes import Format
+from .change_sweep import ChangeSweep, FoldLosses, fold_losses
+from .changes import Copy, Format
 from .whole_weights import Weight
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LossChange = Callable[[Mapping[str, Format]], float]
+Losses = Callable[..., FoldLosses]  # of choices, on the data or on others
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"), ("w1", "w3"))
 _BUDGETS = 9  # of a frontier
-_FOLDS = 16  # of samples
-_LARGE = 0.5  # of the loss: what was predicted to be so large came to 0.6 to 2.3 times that (docs/quantisation.md)
+_FOLDS, _PARTS = 16, 4  # of samples; of folds, each of which prices a choice by the others
+_LARGE = 0.5  # of the loss: what second order predicted to be so large came to 0.6 to 2.3 times that
 _TOO_LARGE = (
-    "the change is predicted to be more than half of the loss, where second order is a poor guide: loss_change is what "
-    "measured=True finds"
+    "the change is predicted to be more than half of the loss, where second order is a poor guide for choices; what "
+    "the loss does is what measured=True finds"
 )
+_FITTED = 0.1  # of the held-out loss: by as much less the data are visibly fitted
 
 
 @public(*CALL, "nan_policy", "memory", "seed", "max_passes")
@@ -73,31 +75,34 @@ def allocate(
     model: nn.Module,
     loss: Any = "auto",
     data: Any = ...,
-    formats: Sequence[str | Format] = ...,  # type: ignore[assignment]
+    formats: Sequence[str | Format | Copy] = ...,  # type: ignore[assignment]
     *,
     bits: float | None = None,
     size: int | None = None,
     layers: Selector | Sequence[Selector] | None = None,
-    fixed: Mapping[str, str | Format] | None = None,
+    fixed: Mapping[str, str | Format | Copy] | None = None,
     together: str | Iterable[Iterable[str]] = (),
     probes: int | None = 16,
     measured: bool = True,
+    held_out: Any = None,
     tool: str | None = None,
     **how: Unpack[How],
 ) -> "Allocation":
     """Choose a format for each layer's weights, so that the loss is predicted to change least under a budget of bits.
 
-    The prediction is ⟨∇E, Δ⟩ + ½⟨Δ, G Δ⟩ for the changes Δ of all layers together, with the GGN G of the whole loss in
-    the place of its Hessian, from one sweep over the data. It says what the choice costs on other data like these. The
-    coarsest formats change weights too much for a second order. So the best choices without them are found too, and one
-    of these is taken where its loss on the data is clearly less.
+    Choices are made by ⟨∇E, Δ⟩ + ½⟨Δ, G Δ⟩ for the changes Δ of all layers together, with the GGN G of the whole loss
+    in the place of its Hessian, from one sweep over the data. The coarsest formats change weights too much for a second
+    order. So the best choices without them are found too, and one of these is taken where its loss on the data is
+    clearly less. What the choice costs on other data like these is told with an interval.
 
     Args:
         model: …
-        loss: …
-        data: … They are read once, and with ``measured`` once more for each choice that is tried.
-        formats: names such as ``"int4"``, ``"int4-g128"``, ``"fp8"`` or ``"keep"``, all in ``pf.changes``, and formats
-            of your own, ``pf.changes.Format(name, bits, function)``.
+        loss: … ``"kl"``: the KL divergence of the changed model's predictions from the model's, over the terms of its
+            cross-entropy. Its gradient is 0 and its Hessian the GGN; targets count as far as some are ignored.
+        data: … They are read once, and with ``measured`` once more. The model should not have fitted them.
+        formats: names such as ``"int4"``, ``"int4-g128"``, ``"fp8"`` or ``"keep"``, all in ``pf.changes``; formats of
+            your own, ``pf.changes.Format(name, bits, function)``; and quantised copies of the model that you have,
+            ``pf.changes.Copy("gptq3", 3.25, quantised)``, whose weights a layer then gets.
         bits: the budget, in bits a weight in the mean over the weights of these layers.
         size: the budget in bytes of these weights, in the place of ``bits``.
         layers: selectors; None: all that have changes by ``pf.changes`` and run. The rest stays as it is, uncounted.
@@ -110,18 +115,22 @@ def allocate(
             all columns, whatever they are. More samples with fewer probes make better choices in the same time.
         measured: also try the best choices without the coarsest format, without the two coarsest and so on, by a
             forward pass each, and take one whose loss is less by more than the standard error of the prediction.
+        held_out: data that neither the model nor the choice has seen: ``predicted`` is of them, and a note says so
+            where the loss of ``data`` is far below theirs, since the model has fitted ``data`` then.
         tool: whose formats the names of formats mean, and for which layers get no format that it does not keep them in;
             see ``plan.export``. None: those of :mod:`pyflatness.changes`, for all layers.
         nan_policy: ``"raise"``, ``"propagate"`` is of no use here, or ``"omit"``, only without ``measured``.
 
     Returns:
         ``choice``, the name of each layer's format; ``bits`` of a weight in the mean; ``predicted``, the change of the
-        loss; ``loss_change``, what it is on these data; ``gap``, by which another choice could at most be better as
-        these probes see it; ``frontier()`` over budgets; ``apply(model)``, a changed copy; and ``export(tool, path)``.
+        loss on other data; ``loss_change``, what it is on these; ``gap``, by which another choice could at most be
+        better as these probes see it; ``frontier()`` over budgets; ``apply(model)``, a changed copy; and
+        ``export(tool, path)``.
 
     Raises:
         InputError: no budget, or one below the cheapest choice, which is named; formats or layers that do not exist; a
-            format that makes NaN or another shape of a layer's weight; see :func:`pyflatness.relative_flatness`.
+            format that makes NaN or another shape of a layer's weight, or a copy without it; see
+            :func:`pyflatness.relative_flatness`.
         MissingExtraError: without SciPy.
 
     Example:
@@ -143,19 +152,32 @@ def allocate(
     size = None if size is None else check_count("size", size, 1, "a number of bytes")
     probes = None if probes is None else check_probes("probes", probes, 1)
     measured, options = check_flag("measured", measured), Options.of(how, curvature="ggn", probes=probes)
-    given = [formats] if isinstance(formats, (str, Format)) else [*formats]
+    if held_out is not None and not measured:
+        raise InputError("held_out= is measured: leave measured=False out")
+    given = [formats] if isinstance(formats, (str, Format, Copy)) else [*formats]
     if not given:
         raise InputError("formats: an empty list; pass names such as 'int4' and 'int8'")
     if tool is not None:
         exports.check_tool(tool)
     whose = None if tool is None else exports.TOOLS[tool].formats
-    known = [*{made.name: made for made in (changes.named(one, whose) for one in given)}.values()]
-    of_layer = {name: changes.named(one, whose) for name, one in (fixed or {}).items()}
-    reads = 1 + (len(known) + len(of_layer) if measured else 0)
-    with session(model, loss, data, options, how, reads=reads, placed=True) as task:
-        plan, loss_change = _planned(task, layers, known, of_layer, together, tool)
+    own = {one.name: one for one in given if isinstance(one, (Format, Copy))}
+
+    def named(one: str | Format | Copy) -> Format | Copy:
+        one = own.get(one, one) if isinstance(one, str) else one
+        one = one if isinstance(one, Copy) else changes.named(one, whose)
+        if tool is not None and (isinstance(one, Copy) or one.scheme is None):
+            raise InputError(f"tool={tool!r}: {tool} cannot be told of the format {one.name!r}")
+        return one
+
+    known = [*{made.name: made for made in map(named, given)}.values()]
+    of_layer = {name: named(one) for name, one in (fixed or {}).items()}
+    of_kl = isinstance(loss, str) and loss == divergence.NAME
+    base = divergence.trained_with(model) if of_kl else loss
+    with session(model, base, data, options, how, reads=1 + measured, placed=True) as task:
+        task = replace(task, loss=Divergence.of(task.loss)) if of_kl else task
+        plan, losses = _planned(task, layers, known, of_layer, together, tool)
         budget = bits if size is None else 8 * size / plan.entries
-        found = _tried(plan, budget, loss_change) if measured else plan.best(budget)
+        found = _tried(plan, budget, losses, held_out) if measured else plan.best(budget)
         task.unite()
     return found
 
@@ -164,10 +186,14 @@ def allocate(
 class _Option:
     """Represent a format for layers that have one together."""
 
-    layers: tuple[str, ...]
-    format: Format
+    formats: Mapping[str, Format]  # by layer; a format that is a copy of the model is another for each
     bits: float  # that their weights take, a shared one once
     places: tuple[int, ...]  # of its changes among all; none where it changes nothing
+
+    @property
+    def name(self) -> str:
+        """Return the name of the format."""
+        return next(iter(self.formats.values())).name
 
 
 @dataclass(frozen=True)
@@ -179,9 +205,9 @@ class _Folds:
     gram: Tensor  # (folds, changes, changes)
     layer: Tensor  # (changes,)
 
-    def some(self, start: int) -> "_Folds":
-        """Return every second fold."""
-        return _Folds(self.shares[start::2], self.first[start::2], self.gram[start::2], self.layer)
+    def some(self, places: Tensor) -> "_Folds":
+        """Return some of the folds."""
+        return _Folds(self.shares[places], self.first[places], self.gram[places], self.layer)
 
     def prices(self, places: Sequence[int]) -> Tensor:
         """Return ⟨∇E, Δ⟩ + ½⟨Δ, G Δ⟩ of the sum Δ of some changes, by each fold."""
@@ -224,11 +250,12 @@ class _Plan:
     options: Sequence[_Option]  # those for one group of layers behind those for another
     choices: ChoiceProblem
     folds: _Folds
-    halves: Sequence[tuple[ChoiceProblem, _Folds]]  # what one half of the folds chooses by, and the other half
+    parts: Sequence[tuple[Tensor, ChoiceProblem]]  # the places of some folds, and what the others choose by
     weights: Mapping[str, Weight]  # by the names of layers
     entries: int  # of all weights
     like: Estimate  # a prediction, whose value and error are to be another's
-    loss: float  # before
+    loss: float  # before; infinite of a divergence, of which none is much
+    told: str  # what a prediction is of
     convex: bool  # whether the loss is
     rest: tuple[str, ...]  # linear modules that are not in the plan
     tool: str | None
@@ -237,13 +264,13 @@ class _Plan:
 
     def without(self, formats: Collection[str]) -> "_Plan":
         """Return the plan without some formats, but for groups of layers that have no other."""
-        other = np.array([option.format.name not in formats for option in self.options])
+        other = np.array([option.name not in formats for option in self.options])
         kept = np.flatnonzero(other | ~np.isin(self.choices.group, self.choices.group[other]))
         return replace(
             self,
             options=[self.options[place] for place in kept.tolist()],
             choices=self.choices.some(kept),
-            halves=[(problem.some(kept), other) for problem, other in self.halves],
+            parts=[(places, problem.some(kept)) for places, problem in self.parts],
         )
 
     def fits(self, bits: float) -> bool:
@@ -255,44 +282,47 @@ class _Plan:
         if not self.fits(bits):
             cheapest = self.choices.cheapest()
             least = float(self.choices.sizes[cheapest].sum())
-            names = Counter(self.options[place].format.name for place in cheapest)
+            names = Counter(self.options[place].name for place in cheapest)
             listed = ", ".join(f"{name} for {count} layers" for name, count in names.most_common())
             raise InputError(
                 f"bits={bits:.6g}: the cheapest choice takes {least / self.entries:.6g} bits a weight, "
                 f"{math.ceil(least / 8)} bytes: {listed}"
             )
         chosen, gap = self.choices.best(bits * self.entries)
+        hidden, prices = self._hidden(self._changes(chosen), bits), self.folds.prices(self._changes(chosen))
         taken = [self.options[place] for place in chosen]
-        formats = {name: option.format for option in taken for name in option.layers}
+        formats = {name: one for option in taken for name, one in option.formats.items()}
         return Allocation(
             choice={layer: formats[name].name for name, weight in self.weights.items() for layer in weight.modules},
             bits=sum(option.bits for option in taken) / self.entries,
             weights=self.entries,
             uncovered=self.uncovered,
             why_uncovered=self.why_uncovered,
-            predicted=self._predicted(chosen, bits),
+            predicted=self.estimate(float(self.folds.shares @ prices), _error(self.folds.shares, prices), hidden),
             loss_change=None,
             gap=gap if self.convex else math.nan,
             _formats={name: formats[name] for name in self.weights},
+            _hidden=hidden,
             _plan=self,
         )
 
-    def _predicted(self, chosen: Indices, bits: float) -> Estimate:
-        """Return what choices of so many bits cost data that they were not made by; of one fold, what these cost."""
-        if not self.halves:
-            return self._noted(float(self.folds.prices(self._changes(chosen))[0]), math.nan, None)
-        value = variance = 0.0
-        for problem, other in self.halves:
-            prices = other.prices(self._changes(problem.good(bits * self.entries)))
-            mean, count = float(other.shares @ prices / other.shares.sum()), len(prices)
-            value += float(other.shares @ prices)
-            spread = float((other.shares * (prices - mean)).square().sum())
-            variance += spread * count / (count - 1) if count > 1 else math.nan
-        return self._noted(value, math.sqrt(variance), float(len(self.folds.shares) - 2))
+    def _hidden(self, chosen: Sequence[int], bits: float) -> float:
+        """Return by how much more folds lose by a choice of other folds than by the one of all."""
+        found = 0.0
+        for places, problem in self.parts:
+            own, other = self.folds.some(places), self._changes(problem.good(bits * self.entries))
+            found += float(own.shares @ (own.prices(other) - own.prices(chosen)))
+        return found
 
-    def _noted(self, value: float, stderr: float, dof: float | None) -> Estimate:
-        notes = (_TOO_LARGE,) if value > _LARGE * self.loss else ()
-        return replace(self.like, value=value, stderr=stderr, dof=dof, notes=(*self.like.notes, *notes))
+    def estimate(self, change: float, error: float, hidden: float = 0.0, **facts: Any) -> Estimate:
+        """Return the change of the loss on other data: that on these, and what choosing by them hides.
+
+        What it hides is known as well as it is large.
+        """
+        value, dof = change + hidden, len(self.folds.shares) - 1
+        notes = (*self.like.notes, *((_TOO_LARGE,) if value > _LARGE * self.loss else ()))
+        stderr = math.hypot(error, hidden)
+        return replace(self.like, value=value, stderr=stderr, dof=float(dof) or None, notes=notes, **facts)
 
     def _changes(self, chosen: Indices) -> list[int]:
         return [place for option in chosen for place in self.options[option].places]
@@ -301,12 +331,12 @@ class _Plan:
 def _planned(
     task: Task,
     chosen: Selector | Sequence[Selector] | None,
-    formats: Sequence[Format],
-    fixed: Mapping[str, Format],
+    formats: Sequence[Format | Copy],
+    fixed: Mapping[str, Format | Copy],
     together: str | Iterable[Iterable[str]],
     tool: str | None,
-) -> tuple[_Plan, LossChange]:
-    """Return what one sweep over a task's data gives, and what measures a choice by one more."""
+) -> tuple[_Plan, Losses]:
+    """Return what one sweep over a task's data gives, and what measures choices by one read more."""
     task, _ = whole_weights.taken(task.of(chosen))
     task, computed = whole_weights.stored(task)
     modules = task.selection.modules
@@ -316,36 +346,41 @@ def _planned(
         for layer in (*whole_weights.modules_of(task.model, name, module), name)
     }
     own, groups = _fixed(fixed, owner), _groups(together, owner)
-    formats_of: dict[str, Sequence[Format]] = {name: [own[name]] if name in own else formats for name in modules}
+    formats_of: dict[str, Sequence[Format | Copy]] = {name: [own[name]] if name in own else formats for name in modules}
     if tool is not None:
         task, formats_of, refused = _of_tool(task, tool, formats_of)
         modules, computed = task.selection.modules, computed | refused
-    changing = {name: [one for one in each if one.changes] for name, each in formats_of.items()}
+    changing = {name: [one.name for one in each if one.changes] for name, each in formats_of.items()}
+
+    @functools.cache
+    def of_layer(name: str) -> dict[str, Format]:
+        weight = Weight.of(task.model, name, modules[name])
+        return {one.name: weight.format_of(one, kinds.weight_of(modules[name])) for one in formats_of[name]}
 
     @functools.cache
     def made(name: str) -> list[Tensor]:
         with torch.no_grad():
-            return [changes.of_layer(name, modules[name], one.change) for one in changing[name]]
+            return [changes.of_layer(name, modules[name], of_layer(name)[one].change) for one in changing[name]]
 
     costs = ChangeSweep(task, {name: len(each) for name, each in changing.items()}, made, folds=_FOLDS).found()
     weights = {name: Weight.of(task.model, name, modules[name]) for name in costs.places}
     places = {
-        (name, one.name): place
+        (name, one): place
         for name, each in costs.places.items()
         for one, place in zip(changing[name], each, strict=True)
     }
     options, group, entries = [], [], 0
     for number, names in enumerate(_united(weights, groups)):
-        once = {weights[name].key: weights[name].matrix for name in reversed(names)}.values()
-        entries += sum(matrix.numel() for matrix in once)
-        keys = [{one.name for one in formats_of[name]} for name in names]
-        common = [one for one in formats_of[names[0]] if all(one.name in each for each in keys)]
+        once = {weights[name].key: name for name in reversed(names)}.values()
+        entries += sum(weights[name].matrix.numel() for name in once)
+        common = [one for one in of_layer(names[0]) if all(one in of_layer(name) for name in names)]
         if not common:
             raise InputError(f"fixed=: {', '.join(map(repr, names))} have one format together, and others here")
         for one in common:
-            bits = sum(one.bits_of(matrix) * matrix.numel() for matrix in once)
-            changed = tuple(places[name, one.name] for name in names if (name, one.name) in places)
-            options.append(_Option(tuple(names), one, bits, changed))
+            matrices = [(of_layer(name)[one], weights[name].matrix) for name in once]
+            bits = sum(held.bits_of(matrix) * matrix.numel() for held, matrix in matrices)
+            changed = tuple(places[name, one] for name in names if (name, one) in places)
+            options.append(_Option({name: of_layer(name)[one] for name in names}, bits, changed))
             group.append(number)
     assert costs.folds is not None
     shares, of_first = costs.folds
@@ -353,7 +388,8 @@ def _planned(
     for number, each in enumerate(costs.places.values()):
         of_change[each.start : each.stop] = number
     folds = _Folds(shares.cpu(), of_first.cpu(), costs.gram.cpu(), of_change)
-    halves = [(folds.some(start), folds.some(1 - start)) for start in range(2 if len(folds.shares) > 1 else 0)]
+    of_part = torch.arange(len(shares), device="cpu") % _PARTS
+    parts = [of_part == part for part in of_part.unique()] if len(shares) > 1 else []
     remarks.refuse_without_curvature(task.forward.notes, "the price of every format")
     sums, method = costs.sums, "ggn-sampled" if costs.sampled else "ggn"
     like = Estimate(0.0, None, sums.samples, method, exact=False, backend="reference", omitted=sums.omitted)
@@ -362,11 +398,12 @@ def _planned(
         options=options,
         choices=folds.problem(options, group),
         folds=folds,
-        halves=[(half.problem(options, group), other) for half, other in halves],
+        parts=[(part, folds.some(~part).problem(options, group)) for part in parts],
         weights=weights,
         entries=entries,
         like=task.noted(like),
-        loss=costs.loss,
+        loss=math.inf if isinstance(task.loss, Divergence) else costs.loss,
+        told="the KL divergence from the model is" if isinstance(task.loss, Divergence) else "the loss changes by",
         convex=task.loss.convex,
         rest=tuple(
             name
@@ -380,23 +417,24 @@ def _planned(
         | {key: computed[own] for key in uncovered for own in (key, key.rpartition(".")[0]) if own in computed},
     )
 
-    def loss_change(choice: Mapping[str, Format]) -> float:
-        taken = {name: (changing[name].index(one), name) for name, one in choice.items() if one in changing[name]}
-        return risk_at(task, {name: made(name)[place] for place, name in taken.values()}).value - costs.loss
+    def losses(choices: Sequence[Mapping[str, Format]], others: Any = None) -> FoldLosses:
+        each = [{name: one.name for name, one in choice.items() if one.name in changing[name]} for choice in choices]
+        made_of = [{name: made(name)[changing[name].index(one)] for name, one in some.items()} for some in each]
+        return fold_losses(task if others is None else task.on(others), made_of, _FOLDS)
 
-    return plan, loss_change
+    return plan, losses
 
 
 def _of_tool(
-    task: Task, tool: str, formats_of: Mapping[str, Sequence[Format]]
-) -> tuple[Task, dict[str, Sequence[Format]], dict[str, str]]:
+    task: Task, tool: str, formats_of: Mapping[str, Sequence[Format | Copy]]
+) -> tuple[Task, dict[str, Sequence[Format | Copy]], dict[str, str]]:
     """Return the task with the layers that a tool keeps in some of the formats, these, and why it does not the others.
 
     Raises:
         InputError: a layer that was named, or every layer, is among these.
     """
     selection, refused = task.selection, {}
-    kept: dict[str, Sequence[Format]] = {}
+    kept: dict[str, Sequence[Format | Copy]] = {}
     for name, formats in formats_of.items():
         weight = Weight.of(task.model, name, selection.modules[name])
         reasons = {one.name: exports.why_not(tool, weight, one) for one in formats}
@@ -412,9 +450,9 @@ def _of_tool(
     return replace(task, selection=Selection(modules, selection.named, selection.optional)), kept, refused
 
 
-def _fixed(fixed: Mapping[str, Format], owner: Mapping[str, str]) -> dict[str, Format]:
+def _fixed(fixed: Mapping[str, Format | Copy], owner: Mapping[str, str]) -> dict[str, Format | Copy]:
     """Return the formats that layers have, by the names of their weights; a name counts more than a glob."""
-    found: dict[str, tuple[str, str, Format]] = {}
+    found: dict[str, tuple[str, str, Format | Copy]] = {}
     for pattern, one in sorted(fixed.items(), key=lambda item: item[0] not in owner):
         for layer in _matching(pattern, owner):
             other, by, earlier = found.setdefault(owner[layer], (layer, pattern, one))
@@ -464,15 +502,15 @@ def _united(weights: Mapping[str, Weight], groups: Iterable[Collection[str]]) ->
     return dict.fromkeys(tuple(name for name in weights if name in each) for each in group.values())
 
 
-def _tried(plan: _Plan, bits: float, loss_change: LossChange) -> "Allocation":
+def _tried(plan: _Plan, bits: float, losses: Losses, held_out: Any) -> "Allocation":
     """Return the best choice, or one without the coarsest formats if its loss on the data is less.
 
     It has to be less by more than the standard error of the prediction: other data differ by as much.
     """
-    taken: dict[str, float] = defaultdict(float)
+    bits_of: dict[str, float] = defaultdict(float)
     for option in plan.options:
-        taken[option.format.name] += option.bits
-    coarsest = sorted(taken, key=taken.__getitem__)
+        bits_of[option.name] += option.bits
+    coarsest = sorted(bits_of, key=bits_of.__getitem__)
     finer = itertools.takewhile(
         lambda each: each.fits(bits), (plan.without(coarsest[:count]) for count in range(1, len(coarsest)))
     )
@@ -480,12 +518,38 @@ def _tried(plan: _Plan, bits: float, loss_change: LossChange) -> "Allocation":
     for each in (plan, *finer):
         best = each.best(bits)
         found.setdefault(tuple(best.choice.values()), best)  # each choice is measured once
-    changes = {key: loss_change(best._formats) for key, best in found.items()}
-    first, least = next(iter(changes)), min(changes, key=changes.__getitem__)
-    noise = found[first].predicted.stderr
-    if noise is not None and changes[first] - changes[least] <= noise:  # not of NaN, where there is none
-        least = first
-    return replace(found[least], loss_change=changes[least], _plan=plan)
+    tried = [*found.values()]
+    own = losses([best._formats for best in tried])
+    changes = own.changes @ own.shares
+    least, noise = int(changes.argmin()), tried[0].predicted.stderr
+    if noise is not None and changes[0] - changes[least] <= noise:  # not of NaN, where there is none
+        least = 0
+    taken = tried[least]
+    predicted = plan.estimate(float(changes[least]), float(own.errors[least]), taken._hidden, method="definition")
+    if held_out is not None:
+        other = losses([taken._formats], held_out)
+        change, error = float(other.changes[0] @ other.shares), float(other.errors[0])
+        predicted = plan.estimate(change, error, method="definition", samples=other.samples)
+        predicted = replace(predicted, notes=(*predicted.notes, *_fitted(own, other)))
+    return replace(taken, predicted=predicted, loss_change=float(changes[least]), _plan=plan)
+
+
+def _fitted(own: FoldLosses, other: FoldLosses) -> tuple[str, ...]:
+    """Return a note where the loss of the data is far below that of others: by more than a tenth and three errors."""
+    fitted, held = (float(each.shares @ each.before) for each in (own, other))
+    error = math.hypot(*(_error(each.shares, each.before) for each in (own, other)))
+    if not held - fitted > max(_FITTED * held, 3 * error):
+        return ()
+    return (
+        f"the loss of data is {fitted:.3g} and that of held_out {held:.3g}: the model has fitted data, which tell less "
+        "of how it changes elsewhere; plan with data that it has not seen",
+    )
+
+
+def _error(shares: Tensor, of_folds: Tensor) -> float:
+    """Return the standard error of a mean by how folds differ; NaN of one fold."""
+    count, off = len(of_folds), of_folds - shares @ of_folds
+    return math.sqrt(float((shares * off).square().sum()) * count / (count - 1)) if count > 1 else math.nan
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -499,12 +563,11 @@ class Allocation(Result):
         uncovered: weights of the model that stay as they are since they are in no layer that can be changed, by the
             name of the parameter, each with its share of all weights; empty where layers were chosen.
         why_uncovered: for some of these the reason.
-        predicted: the change ⟨∇E, Δ⟩ + ½⟨Δ, G Δ⟩ of the loss on other data: choices made by one half of the samples are
-            priced by the other half, and the two are averaged. It is rather too high, since half of the samples make
-            worse choices. Its error is that of other samples and probes, not of what lies beyond second order. Of fewer
-            than 4 samples it has no interval, and of one it is the change on that sample.
-        loss_change: by how much the choice changes the loss on the data that it was made by, in all orders; None: not
-            measured.
+        predicted: the change of the loss on other data like these, with an interval: ``loss_change``, and what choosing
+            by these data hides, by how much more a quarter of the samples loses by the choice of the others than by
+            that of all. With ``held_out=`` it is the change on these. The error is that of other samples, and of what
+            choosing hides all of it. Without ``measured`` it is of second order: what lies beyond is not in it.
+        loss_change: by how much the choice changes the loss on the data that it was made by; None: not measured.
         gap: how much better than this choice another one could be at most, of what was minimised; NaN for a loss that
             is not convex in the outputs.
     """
@@ -518,6 +581,7 @@ class Allocation(Result):
     loss_change: float | None
     gap: float
     _formats: Mapping[str, Any]  # by the name of a weight in the plan
+    _hidden: float  # what choosing by these data hides
     _plan: Any  # which this is a choice of
 
     def frontier(self, bits: Iterable[float] | None = None) -> "Frontier":
@@ -623,10 +687,10 @@ class Allocation(Result):
         if self._stored is not None:
             size.append(f"{sum(row['bytes'] for row in rows):,} as {self._plan.tool} stores them")
         predicted = intervals.shown(self.predicted.value, self.predicted.interval())
-        told = f"{self.bits:.6g} bits a weight of {self.weights}; the loss is predicted to change by {predicted}"
+        told = f"{self.bits:.6g} bits a weight of {self.weights}; on unseen data {self._plan.told} {predicted}"
         why = {name: self.why_uncovered.get(name, "in no layer that can be changed") for name in self.uncovered}
         left_out = [f"without {names}: {reason}" for names, reason in views.by_reason(why)]
-        told += "" if self.loss_change is None else f", and changes by {self.loss_change:.3g} on these data"
+        told += ", to second order" if self.loss_change is None else f", on these by {self.loss_change:.3g}"
         return "\n".join([*views.text(table, 100), told, ", ".join(size), *left_out, *self.predicted.notes])
 
 

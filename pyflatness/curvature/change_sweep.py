@@ -16,9 +16,10 @@ samples it is kept for each fold, and says how sums would differ for other data.
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +27,10 @@ from torch import Tensor, nn
 from .. import contractions
 from ..contractions import promoted
 from ..errors import InputError, NonFiniteError
-from ..model import calling, layers, uses
-from ..numerics.accumulate import counting
+from ..losses import risk
+from ..losses.divergence import Divergence
+from ..model import calling, data, layers, uses
+from ..numerics.accumulate import Accumulator, counting
 from ..numerics.signs import Signs
 from ..numerics.variances import standard_error
 from ..passes import cotangents, linearity
@@ -58,6 +61,63 @@ def as_called(name: str, module: nn.Module, change: Tensor) -> Tensor:
 
 def risk_at(task: Task, changes: Mapping[str, Tensor]) -> Risk:
     """Return the loss at weights of some layers that are changed, by a read of the data."""
+    with _at(task, changes):
+        (found,) = task.risks([{}], task.options.nan_policy)
+    return found
+
+
+class FoldLosses(NamedTuple):
+    """Hold the losses of folds of the samples before and after several changes of the weights."""
+
+    shares: Tensor  # (folds,) of the samples
+    before: Tensor  # (folds,), each the mean over its samples
+    changes: Tensor  # (changes, folds), by which they are more
+    errors: Tensor  # (changes,) of the changes of all samples, as standard errors by how samples differ
+    samples: int
+
+
+def fold_losses(task: Task, changes: Sequence[Mapping[str, Tensor]], folds: int) -> FoldLosses:
+    """Return the losses of folds of the samples at several changes, by one read of the data."""
+    over, done, loss = Accumulator(task.options.nan_policy, task.loss.reduction), 0, task.loss
+    sums = torch.zeros(2 + len(changes), folds, dtype=torch.float64, device="cpu")  # of weights, and of losses
+    squares = torch.zeros(3, 1 + len(changes), dtype=torch.float64, device="cpu")  # of weights ω, differences, and both
+    for number, part in task.parts().numbered(task.batches):
+        samples = data.size(part)
+        fold = task.batches.shard.numbers(done, samples).cpu() % folds
+        done += samples
+        for place, each in enumerate(({}, *changes)):
+            with _at(task, each):
+                outputs, targets = task.run(part)
+                if place == 0 and isinstance(loss, Divergence):
+                    loss = replace(loss, reference=outputs)
+                losses = loss.each(outputs, targets).reshape(samples, -1).sum(dim=1).cpu()
+            risk.finite(losses.sum(), task.options.nan_policy, number)
+            sums[1 + place].index_add_(0, fold, losses)
+            if place == 0:
+                terms = risk.rows(outputs, targets, task.loss, number).terms
+                weights, before = terms.weights.reshape(samples, -1).sum(dim=1).cpu(), losses
+                over.add(samples, float(weights.sum()))
+                sums[0].index_add_(0, fold, weights)
+                squares[0, 0] += (weights > 0).sum()
+                squares[0, 1:] += weights.square().sum()
+            else:
+                more = losses - before
+                squares[1:, place] += torch.stack([more.square().sum(), (more * weights).sum()])
+    found = over.together(task.batches.shard, {"sums": sums, "squares": squares})
+    sums, squares = found["sums"], found["squares"]
+    total, count = sums[0].sum(), squares[0, 0]
+    means = (sums[2:] - sums[1]).sum(dim=1) / total
+    off = squares[1, 1:] - 2 * means * squares[2, 1:] + means.square() * squares[0, 1:]
+    errors = (off.clamp_min(0) * count / (count - 1)).sqrt() / over.normaliser  # NaN of one sample
+    shares = sums[0] / total
+    some = shares > 0
+    before, *after = sums[1:, some] / over.normaliser / shares[some]
+    return FoldLosses(shares[some], before, torch.stack([one - before for one in after]), errors, over.samples)
+
+
+@contextlib.contextmanager
+def _at(task: Task, changes: Mapping[str, Tensor]) -> Iterator[None]:
+    """Have the model run with weights of some layers that are changed."""
     modules = task.selection.modules
     with contextlib.ExitStack() as stack:
         stack.enter_context(calling.dry_run())
@@ -66,8 +126,7 @@ def risk_at(task: Task, changes: Mapping[str, Tensor]) -> Risk:
         for name, change in changes.items():
             forward = layers.with_weight(modules[name], partial(_changed, name, modules[name], change))
             stack.enter_context(calling.replaced_forward(modules[name], forward))
-        (found,) = task.risks([{}], task.options.nan_policy)
-    return found
+        yield
 
 
 def _changed(name: str, module: nn.Module, change: Tensor, own: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ A :class:`Format` is a way to keep a weight: :func:`pyflatness.allocate` chooses
     rank-16     two factors of the nearest matrix of that rank                     the factors', of its dtype
     keep        itself                                                             its dtype's
 
+A :class:`Copy` is a format whose weights are those of a quantised model.
+
 They are torchao's, mxfp4 and nvfp4 llm-compressor's; ``"modelopt:int4"`` is another tool's (docs/allocation.md).
 
 Each function returns a mapping from names of layers to Δ, of the shape of the layer's weight, so that w + Δ is the
@@ -39,10 +41,10 @@ from ..model import selectors, uses
 from ..model.selectors import Selector
 from ..model.uses import Use, runs_with_its_module
 from ..options import check_count, check_number
-from .formats import Format, by_groups, integers, less, named, two_of_four
+from .formats import Copy, Format, by_groups, integers, less, named, two_of_four
 from .formats import of_rank as nearest_of_rank
 
-__all__ = ["Changes", "Format", "between", "named", "of_format", "of_rank", "pruned", "pruned_2_4", "rounded"]
+__all__ = ["Changes", "Copy", "Format", "between", "named", "of_format", "of_rank", "pruned", "pruned_2_4", "rounded"]
 
 Layers = Selector | Sequence[Selector] | None
 _PER = ("tensor", "channel", "group")

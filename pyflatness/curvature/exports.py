@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InputError
-from .formats import Format
+from .formats import Copy, Format
 from .whole_weights import Weight
 
 Choice = Mapping[str, Format]  # by the name of a module
@@ -37,12 +37,12 @@ def check_tool(tool: str) -> None:
         raise InputError(f"tool={tool!r}: choose one of {', '.join(map(repr, TOOLS))}")
 
 
-def why_not(tool: str, weight: Weight, held: Format) -> str:
+def why_not(tool: str, weight: Weight, held: Format | Copy) -> str:
     """Return why a tool does not keep a weight in a format; empty where it does."""
     made, (_, columns) = TOOLS[tool], weight.matrix.shape
     if not held.changes:
         return ""
-    if held.scheme is None:
+    if isinstance(held, Copy) or held.scheme is None:
         return f"{tool} cannot be told of its format {held.name!r}"
     if held.tool not in ("", made.formats):
         return (

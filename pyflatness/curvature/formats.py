@@ -23,10 +23,10 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..contractions import promoted
@@ -103,6 +103,32 @@ class Format:
             InputError: see :meth:`kept`.
         """
         return less(self.kept(matrix), promoted(matrix))
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Represent the weights of a quantised copy of the model as a format, such as what GPTQ or HQQ made of it.
+
+    Attributes:
+        name: by which a choice and messages call it.
+        bits: that a weight takes, as of :class:`Format`. A layer that the copy has as it is takes those of its dtype.
+        model: the copy, with weights in floating point, or its state dict.
+
+    Example:
+        >>> import copy, torch, pyflatness as pf
+        >>> model = torch.nn.Linear(4, 2).eval()
+        >>> rounded = copy.deepcopy(model)
+        >>> _ = rounded.weight.data.round_()
+        >>> data = torch.randn(20, 4), torch.randn(20, 2)
+        >>> formats = ["int8", pf.changes.Copy("rounded", 3, rounded)]
+        >>> pf.allocate(model, torch.nn.MSELoss(), data, formats, bits=4).choice
+        {'': 'rounded'}
+    """
+
+    name: str
+    bits: float | Callable[[int, int, int], float]
+    model: nn.Module | Mapping[str, Tensor]
+    changes: ClassVar[bool] = True
 
 
 def named(name: "str | Format", tool: str | None = None) -> Format:

@@ -1,5 +1,6 @@
 """Take each weight in all of its uses: a change of a tensor is a change wherever the model uses it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,6 +13,7 @@ from ..model.selectors import Selection
 from ..model.uses import Use, besides
 from ..passes.runner import Runner
 from ..passes.task import Task
+from .formats import Copy, Format
 
 _COMPUTED = (
     "its weight is computed of parameters, so that no change of one is a change of it; make it a parameter, as by "
@@ -96,6 +98,7 @@ class Weight:
     modules: tuple[str, ...]  # the layers that have it
     kinds: tuple[str, ...]  # of these, "" for what is no module
     parameters: tuple[str, ...]  # its names
+    shape: torch.Size  # of the parameter
     rows: slice | int | None  # of the parameter, None all
     size: torch.Size
     stride: tuple[int, ...]
@@ -112,14 +115,20 @@ class Weight:
         """Return that of a layer."""
         weight, held = module.weight, _parameter(module)
         assert isinstance(weight, Tensor)
-        every = model.named_parameters(remove_duplicate=False)
-        parameters = tuple(key for key, other in every if other is held)
+        assert held is not None
+        places = module.source.places if isinstance(module, Use) else [(module, "weight")]  # attached or not
+        parameters = tuple(
+            f"{path}.{own}" if path else own
+            for path, holder in model.named_modules(remove_duplicate=False)
+            for other, own in places
+            if other is holder
+        )
         modules, named = modules_of(model, name, module), selectors.layers(model)
         kinds_ = tuple(kind_name(named.get(other, module)) for other in modules)
         kind, rows = layers.kind_of(module), module.rows if isinstance(module, Use) else None
         none = torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
         matrix, stride = kind.as_rows(none), tuple(weight.stride())
-        return cls(name, tuple(modules), kinds_, parameters, rows, weight.shape, stride, kind, matrix)
+        return cls(name, tuple(modules), kinds_, parameters, held.shape, rows, weight.shape, stride, kind, matrix)
 
     def in_model(self, model: nn.Module) -> Tensor:
         """Return the weight in a model, as a view of its parameter.
@@ -127,13 +136,46 @@ class Weight:
         Raises:
             InputError: the model has no such parameter, or one of another shape.
         """
-        named = dict(model.named_parameters(remove_duplicate=False))
-        parameter = named.get(self.parameters[0])
-        own = None if parameter is None else parameter.data if self.rows is None else parameter.data[self.rows]
-        if own is None or own.numel() != self.size.numel():
-            got = "none" if own is None else f"one of shape {tuple(own.shape)}"
-            raise InputError(f"model: a parameter {self.parameters[0]!r} as in the plan is wanted, got {got}")
+        parameter = self._found(dict(model.named_parameters(remove_duplicate=False)))
+        if parameter is None or parameter.shape != self.shape:
+            raise self._wrong("model: a parameter", "as in the plan", parameter)
+        return self._viewed(parameter.data)
+
+    def format_of(self, one: Format | Copy, own: Tensor) -> Format:
+        """Return a format of this weight; that of a copy keeps what the copy has in its place.
+
+        Raises:
+            InputError: the copy has no such weight, or one of another shape, or packed numbers.
+        """
+        if isinstance(one, Format):
+            return one
+        as_it_is = torch.equal(self._in_copy(one), own)
+        bits = (lambda d, m, of_dtype: of_dtype) if as_it_is else one.bits
+        return Format(one.name, bits, lambda matrix: self.kind.as_rows(self._in_copy(one)), native=True)
+
+    def _in_copy(self, held: Copy) -> Tensor:
+        copy = held.model
+        if isinstance(copy, nn.Module):
+            copy = dict(layers.unwrap(copy).named_parameters(remove_duplicate=False))
+        found = self._found(copy)
+        if found is None or found.shape != self.shape or not found.is_floating_point() or found.itemsize < 2:
+            whose = f"layer {self.name!r}: format {held.name!r}: a weight"
+            raise self._wrong(whose, f"of shape {tuple(self.shape)} in floating point", found)
+        values = found.detach() if type(found.detach()) is Tensor else found.detach().dequantize()
+        return self._viewed(values.to(self.matrix).contiguous())
+
+    def _found(self, named: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the parameter, which may be there under one of its names only."""
+        named = {layers.without_compile(name): value for name, value in named.items()}
+        return next((named[key] for key in map(layers.without_compile, self.parameters) if key in named), None)
+
+    def _viewed(self, values: Tensor) -> Tensor:
+        own = values if self.rows is None else values[self.rows]
         return own if own.shape == self.size else own.as_strided(self.size, self.stride)
+
+    def _wrong(self, what: str, how: str, got: Tensor | None) -> InputError:
+        is_there = "none" if got is None else f"one of shape {tuple(got.shape)} and {got.dtype}"
+        return InputError(f"{what} {self.parameters[0]!r} {how} is wanted, got {is_there}")
 
 
 def kind_name(module: nn.Module) -> str:

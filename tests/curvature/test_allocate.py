@@ -117,20 +117,78 @@ def total(folds):
 def test_without_a_choice_the_prediction_is_the_expansion(case):
     model, data = case()
     changes = [*pf.changes.of_format(model, "int3").items()]
-    plan = pf.allocate(model, CE, data, ["int3"], bits=3, probes=None)
+    plan = pf.allocate(model, CE, data, ["int3"], bits=3, probes=None, measured=False)
     gradient, products = _dense(model, data, changes)
     assert plan.predicted == pytest.approx(float(gradient.sum() + products.sum() / 2), rel=1e-9)
     each = []
     for sample in range(len(data[0])):
         first, second = _dense(model, tuple(part[sample : sample + 1] for part in data), changes)
         each.append(float(first.sum() + second.sum() / 2))
-    halves = each[::2], each[1::2]
-    variance = sum(np.var(half, ddof=1) * len(half) for half in halves) / len(each) ** 2
-    assert plan.predicted.stderr == pytest.approx(variance**0.5, rel=1e-9)
-    assert (plan.predicted.exact, plan.predicted.dof, plan.predicted.method) == (False, len(each) - 2, "ggn")
-    one = pf.allocate(model, CE, tuple(part[:1] for part in data), ["int3"], bits=3, probes=None)
+    assert plan.predicted.stderr == pytest.approx(np.std(each, ddof=1) / len(each) ** 0.5, rel=1e-9)
+    assert (plan.predicted.exact, plan.predicted.dof, plan.predicted.method) == (False, len(each) - 1, "ggn")
+    assert "to second order" in str(plan)
+    one = pf.allocate(model, CE, tuple(part[:1] for part in data), ["int3"], bits=3, probes=None, measured=False)
     assert one.predicted == pytest.approx(each[0], rel=1e-9)
     assert one.predicted.interval() is None
+
+
+def _losses(model, data):
+    """The loss of each sample."""
+    with torch.no_grad():
+        each = nn.functional.cross_entropy(model(data[0]), data[1], reduction="none", ignore_index=-100)
+    return each.flatten(1).sum(dim=1) if each.ndim > 1 else each
+
+
+@pytest.mark.parametrize("case", [_images, _texts])
+def test_without_a_choice_what_other_data_show_is_what_these_show(case):
+    model, data = case()
+    plan = pf.allocate(model, CE, data, ["int3"], bits=3, probes=2)
+    each = _losses(plan.apply(model), data) - _losses(model, data)
+    each = each / (data[1].numel() // len(data[1]))  # of a sample's terms the mean
+    assert plan.loss_change == pytest.approx(each.mean().item(), rel=1e-9)
+    assert plan.predicted.value == pytest.approx(plan.loss_change, rel=1e-9)
+    assert plan.predicted.stderr == pytest.approx(each.std().item() / len(each) ** 0.5, rel=1e-9)
+    assert (plan.predicted.exact, plan.predicted.dof, plan.predicted.method) == (False, len(each) - 1, "definition")
+    assert f"on these by {plan.loss_change:.3g}" in str(plan)
+
+
+def test_folds_of_targets_that_are_ignored_and_losses_that_are_sums():
+    model, (tokens, targets) = _texts()
+    targets = torch.where(torch.rand(targets.shape, generator=torch.Generator().manual_seed(0)) < 0.4, -100, targets)
+    targets[3] = -100  # a sample, and here a fold, without any
+    plan = pf.allocate(model, CE, (tokens, targets), ["int3"], bits=3)
+    made = plan.apply(model)
+    with torch.no_grad():
+        wanted = CE(made(tokens), targets) - CE(model(tokens), targets)
+    assert plan.loss_change == pytest.approx(wanted.item(), rel=1e-9)
+    assert plan.predicted.dof == len(tokens) - 2
+    summed = pf.allocate(model, nn.CrossEntropyLoss(reduction="sum"), (tokens, targets), ["int3"], bits=3)
+    count = int((targets != -100).sum())
+    assert summed.loss_change == pytest.approx(count * wanted.item(), rel=1e-9)
+    assert summed.predicted.stderr == pytest.approx(count * plan.predicted.stderr, rel=1e-9)
+
+
+def test_held_out_data_give_the_interval_and_tell_that_a_model_has_fitted_the_others():
+    torch.manual_seed(0)
+    x, y = torch.randn(400, 6), torch.randint(3, (400,))
+    model = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 3))
+    optimiser = torch.optim.Adam(model.parameters(), lr=0.02)
+    own, other, third = ((x[part], y[part]) for part in (slice(40), slice(40, 200), slice(200, 400)))
+    for _ in range(200):  # labels that are noise are learnt by heart
+        optimiser.zero_grad()
+        CE(model(own[0]), own[1]).backward()
+        optimiser.step()
+    model.eval()
+    plan = pf.allocate(model, CE, own, ["int4", "int8"], bits=6, held_out=other)
+    each = _losses(plan.apply(model), other) - _losses(model, other)
+    assert plan.predicted.value == pytest.approx(each.mean().item(), rel=1e-5)
+    assert plan.predicted.samples == 160
+    assert plan.predicted.stderr == pytest.approx(each.std().item() / len(each) ** 0.5, rel=1e-5)
+    assert "and that of held_out" in str(plan)
+    fair = pf.allocate(model, CE, other, ["int4", "int8"], bits=6, held_out=third)
+    assert "held_out" not in str(fair)
+    with pytest.raises(pf.errors.InputError, match="held_out= is measured"):
+        pf.allocate(model, CE, own, ["int4"], bits=6, held_out=other, measured=False)
 
 
 def test_choices_are_priced_by_samples_that_had_no_part_in_them():
@@ -139,7 +197,7 @@ def test_choices_are_priced_by_samples_that_had_no_part_in_them():
     layers, kept = 8, (2.0, 3.0, 4.0)
     sizes = torch.tensor([1.0, 0.8, 0.6] * layers).double()  # of the derivatives along each change
     options = [
-        allocate._Option((f"{layer}",), pf.changes.named(f"int{bits:.0f}"), bits, (3 * layer + place,))
+        allocate._Option({f"{layer}": pf.changes.named(f"int{bits:.0f}")}, bits, (3 * layer + place,))
         for layer in range(layers)
         for place, bits in enumerate(kept)
     ]
@@ -150,13 +208,16 @@ def test_choices_are_priced_by_samples_that_had_no_part_in_them():
         gram = torch.einsum("fna,fnb->fab", along, along)
         first = torch.zeros(16, 3 * layers, dtype=torch.float64)
         folds = allocate._Folds(torch.full((16,), 1 / 16).double(), first, gram, torch.tensor(group))
-        halves = [(folds.some(start).problem(options, group), folds.some(1 - start)) for start in range(2)]
-        plan = allocate._Plan(options, halves[0][0], folds, halves, {}, layers, like, 1.0, True, (), None, {}, {})
-        predicted += plan._predicted(np.array([]), 3.0).value
-        for start, (problem, _) in enumerate(halves):
-            chosen, half = problem.good(3.0 * layers), folds.some(start)
-            own += float(half.shares @ half.prices([*chosen]))
-            truth += 0.25 * float(sizes[chosen].square().sum())
+        parts = [torch.arange(16) % 4 == part for part in range(4)]
+        others = [(part, folds.some(~part).problem(options, group)) for part in parts]
+        plan = allocate._Plan(
+            options, folds.problem(options, group), folds, others, {}, layers, like, 1.0, "", True, (), None, {}, {}
+        )
+        chosen, _ = plan.choices.best(3.0 * layers)
+        prices = folds.prices([*chosen])
+        own += float(folds.shares @ prices)
+        predicted += float(folds.shares @ prices) + plan._hidden([*chosen], 3.0)
+        truth += 0.5 * float(sizes[chosen].square().sum())
     assert own < 0.9 * truth
     assert 0.9 * truth < predicted < 1.1 * truth
 
@@ -173,7 +234,7 @@ def test_a_change_as_large_as_the_loss_is_said_to_be_beyond_second_order():
     model[5].weight.data *= 20  # far from a minimum of the loss
     plan = pf.allocate(model, CE, data, ["modelopt:int2"], bits=2)
     assert plan.predicted > 0.5 * plan._plan.loss
-    assert "loss_change is what measured=True finds" in str(plan)
+    assert "what the loss does is what measured=True finds" in str(plan)
 
 
 @pytest.mark.parametrize(("case", "scale"), [(_images, 40), (_texts, 5)])
@@ -269,7 +330,9 @@ def test_layers_of_one_weight_and_layers_named_together_have_one_format():
     torch.testing.assert_close(made.embed.weight, model.embed.weight + change)
     # Both uses of the weight change: the prediction is of the whole weight.
     gradient, products = _dense_of_tied(model, data, change)
-    alone = pf.allocate(model, CE, data, [plan.choice["embed"]], bits=4, layers=["embed", "head"], probes=None)
+    alone = pf.allocate(
+        model, CE, data, [plan.choice["embed"]], bits=4, layers=["embed", "head"], probes=None, measured=False
+    )
     assert alone.predicted == pytest.approx(gradient + products / 2, rel=1e-9)
 
     model, data = _images()

@@ -59,7 +59,8 @@ def test_a_plan_prices_measures_and_applies_all_uses_of_a_weight(how, layer):
     fixed = {"inner": "keep"} if layer is None else {}
     plan = pf.allocate(model, CE, data, ["int3"], bits=64, layers=layer, fixed=fixed, probes=None)
     change = pf.changes.of_format(model, "int3", layers="table")["table"]
-    assert plan.predicted == pytest.approx(sum(_expansion(model, data, change)), rel=1e-9)
+    (expanded,) = plan.frontier([64]).plans
+    assert expanded.predicted == pytest.approx(sum(_expansion(model, data, change)), rel=1e-9)
     made = plan.apply(model)
     torch.testing.assert_close(made.table.weight, model.table.weight + change)
     assert plan.loss_change == pytest.approx(_risk(made, data) - _risk(model, data), rel=1e-6)
