@@ -25,8 +25,10 @@ demo: setup
 	$(BIN)/pyflatness demo --out demo
 
 # A worker for each core, with a thread each: those of several would fight over the cores. Tests of threads set their own.
+# A test that has not ended after 15 minutes fails: its worker prints where all of its threads are, and ends.
+HANGS = -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
 test: setup
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n auto --dist worksteal
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n auto --dist worksteal $(HANGS)
 
 # Long checks, for before a release: the grids whose pairs `make test` runs, with every combination; thousands of random
 # networks and interrupts; the tests of values with matrix products that are added up otherwise, see

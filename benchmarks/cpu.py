@@ -1,14 +1,14 @@
 """What pyflatness is to reach on the CPU, in one table: measured, to reach, and where the time goes.
 
-Run from the project's root: ``python benchmarks/cpu.py [plain] [head] [lenet] [resnet8] [resnet32] [resnet128]
-[resnet20] [backpack] [hessian] [peers]``; all of them unless some are named, which takes some twelve minutes. ``--kept
-FILE`` adds the figures to those in a file and prints them all: a table in parts, each of them short. BackPACK,
-curvlinops and PyHessian are optional (``pip install '.[peers]' pyhessian``); their figures are left out where they are
-missing.
+Run from the project's root: ``python benchmarks/cpu.py [plain] [vocabularies] [head] [lenet] [resnet8] [resnet32]
+[resnet128] [resnet20] [backpack] [hessian] [peers]``; all of them unless some are named, which takes some twelve
+minutes. ``--kept FILE`` adds the figures to those in a file and prints them all: a table in parts, each of them short.
+BackPACK, curvlinops and PyHessian are optional (``pip install '.[peers]' pyhessian``); their figures are left out where
+they are missing. ``vocabularies`` needs transformers.
 
-The works are those of :mod:`plain_torch`, :mod:`head`, :mod:`layers` and :mod:`hessian`, timed in turn with their
-floors. ``where it goes`` has the shares of the figure that parts of further calls take: every millisecond it is looked
-which one runs.
+The works are those of :mod:`plain_torch`, :mod:`vocabularies`, :mod:`head`, :mod:`layers` and :mod:`hessian`, timed in
+turn with their floors. ``where it goes`` has the shares of the figure that parts of further calls take: every
+millisecond it is looked which one runs.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import layers
 import peers
 import plain_torch
 import torch
+import vocabularies
 from networks import images, lenet5, resnet18, resnet20, settled
 from rich.console import Console
 from rich.table import Table
@@ -81,6 +82,12 @@ def plain(rounds: int) -> Iterator[Figure]:
     """All layers of small networks, beside plain torch."""
     for row in plain_torch.rows(3 * rounds):
         yield Figure(row.what, row.unit, row.measured, row.limit)
+
+
+def large_vocabularies(rounds: int) -> Iterator[Figure]:
+    """Probes of a language model whose logits are the work, and products with its GGN."""
+    for row in vocabularies.rows(2 * rounds + 1):
+        yield Figure(row.what, "× training step", row.measured, row.limit)
 
 
 def heads(rounds: int) -> Iterator[Figure]:
@@ -168,6 +175,7 @@ def traces(rounds: int) -> Iterator[Figure]:
 
 GROUPS: dict[str, Callable[[int], Iterator[Figure]]] = {
     "plain": plain,
+    "vocabularies": large_vocabularies,
     "head": heads,
     "lenet": lenet,
     "resnet8": _resnet18(8, 1.45),

@@ -15,7 +15,7 @@ from .curvature.allocate import allocate as allocate
 from .curvature.cost_of_change import cost_of_change as cost_of_change
 from .curvature.importance import importance as importance
 from .curvature.landscape import landscape as landscape
-from .curvature.linear_interpolation import linear_interpolation as linear_interpolation
+from .curvature.landscape import linear_interpolation as linear_interpolation
 from .curvature.spectrum import spectrum as spectrum
 from .curvature.worst_case import worst_case_sharpness as worst_case_sharpness
 from .measures.representation import representation as representation

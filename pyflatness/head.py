@@ -7,7 +7,6 @@ At a head the layer's output z = W φ + b *is* the model's output, one loss term
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from . import interrupts, losses
 from .errors import InputError
+from .interrupts import cached_property
 from .messages import check_tensor
 from .model import calling, layers, selectors, spread, state, uses, walk
 from .model.data import first, rows_of, same, size, take
@@ -53,7 +53,7 @@ class HeadBatch:
     make_terms: Made
     labels: losses.Labels | None
 
-    @functools.cached_property
+    @cached_property
     def terms(self) -> losses.Terms:
         """Return what the loss says of the rows."""
         return self.make_terms()

@@ -20,7 +20,35 @@ import traceback
 from _signal import NSIG, getsignal, signal  # type: ignore[import-not-found]
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
+
+from typing_extensions import Self
+
+T = TypeVar("T")
+
+
+class cached_property(Generic[T]):  # noqa: N801, as the one of functools
+    """Compute an attribute when it is first asked for, and keep it: :class:`functools.cached_property` without a lock.
+
+    The lock that it has before Python 3.12 is one for all instances. An interrupt between the end of its ``with`` block
+    and its release leaves it held, and other threads wait for it forever.
+    """
+
+    def __init__(self, function: Callable[[Any], T]) -> None:
+        self._function, self._name, self.__doc__ = function, function.__name__, function.__doc__
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+
+    def __get__(self, instance: object | None, owner: type) -> Self | T:
+        if instance is None:
+            return self
+        value: T = self._function(instance)
+        vars(instance)[self._name] = value
+        return value
 
 
 class Signalled(BaseException):

@@ -83,12 +83,12 @@ class MeasureHow(How, total=False):
             0.01 unless this is given. How many probes that takes is found from the outputs and the probes so far, so
             what is reached differs a little; ``stderr`` says what was. The relative flatness of a head alone has an
             error that is guaranteed in its place, see :func:`pyflatness.head_flatness`.
-        fraction: of the data that is sent backward, in (0, 1]; the others take a forward pass, which says how large
-            the trace of each sample's loss Hessian in the outputs is. Samples are drawn in proportion to it by the seed
-            and their places, and stand for all by a ratio, with a standard error. ``"auto"``, with ``rtol=``: as many
-            as that takes, found from a first part, with one probe each unless ``probes=k`` says more; all of them as
-            ``probes="adaptive"`` has them where that is more than half. Of GGN values; the data are read twice or more
-            often, in one order.
+        fraction: the part of the data that is sent backward, in (0, 1]; the others take a forward pass, which says how
+            large the trace of each sample's loss Hessian in the outputs is. Samples are drawn in proportion to it by
+            the seed and their places, and stand for all by a ratio, with a standard error. ``"auto"``, with ``rtol=``:
+            as many as that takes, found from a first part, with one probe each unless ``probes=k`` says more; all of
+            them as ``probes="adaptive"`` has them where that is more than half. Of GGN values; the data are read twice
+            or more often, in one order.
         conv: ``"filter"``: rows of a convolution are its filters. ``"affine"``: the convolution as one dense matrix of
             all inputs and outputs, a row for every output pixel.
         normalize: ``"std"``: the measure of Theorem 4, invariant to every rescaling of neurons; reads the data twice.
@@ -129,6 +129,8 @@ class Options:
     @classmethod
     def of(cls, how: Mapping[str, Any], **others: Any) -> "Options":
         """Return the checked options of a call; what concerns how a model is run is none of them."""
+        if not how and not others:
+            return _DEFAULTS
         names = cls.__dataclass_fields__
         return cls(**{name: given for name, given in how.items() if name in names}, **others)
 
@@ -333,3 +335,6 @@ def _plain(value: Any) -> Any:
     if getattr(value, "ndim", None) != 0 or not hasattr(value, "item"):
         return value
     return None if isinstance(value, Tensor) and value.is_meta else value.item()
+
+
+_DEFAULTS = Options()  # checked once

@@ -3,9 +3,8 @@
 from .curvature.allocate import Allocation, Frontier
 from .curvature.ascent import WorstCase
 from .curvature.importance import Importance
-from .curvature.linear_interpolation import LinearInterpolation
+from .curvature.landscape import Landscape, LinearInterpolation
 from .curvature.quadratic import Quadratic
-from .curvature.slices import Landscape
 from .curvature.spectra import Density, Spectrum
 from .measures.pac_bayes import Bisection, PacBayes
 from .report import Estimate, Report

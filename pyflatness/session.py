@@ -108,14 +108,16 @@ def public(*taken: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                     "tensors have no values to measure: call it outside of that; what can be differentiated and mapped "
                     "is pyflatness.flatness_penalty"
                 )
-            switches = _Switches()
+            switches, done = _Switches(), False
             try:
                 try:
                     return function(*args, **kwargs)
                 finally:
                     switches.put_back()
+                    done = True
             finally:  # once more, where an exception from outside cut that off
-                switches.put_back()
+                if not done:
+                    switches.put_back()
 
         return cast(Callable[P, R], untraced(called))
 

@@ -139,9 +139,8 @@ def check_head(features: Tensor, weight: Tensor, bias: Tensor | None, total: int
 
     ``total`` is the number of all ranks' rows of a weight that is spread.
     """
-    for what, tensor, ndim in (("features", features, 2), ("weight", weight, 2), ("bias", bias, 1)):
-        if what == "bias" and bias is None:
-            continue
+    given = [("features", features, 2), ("weight", weight, 2)]
+    for what, tensor, ndim in given if bias is None else [*given, ("bias", bias, 1)]:
         tensor = check_tensor(what, tensor)
         layers.check_dtype(what, tensor.dtype)
         if tensor.ndim < ndim or (tensor.ndim > ndim and what != "features"):

@@ -4,14 +4,14 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import click
 from rich import box
 from rich.table import Table
 
 from pyflatness.cli.group import checked
-from pyflatness.cli.options import json_option
+from pyflatness.cli.options import Count, Json, command
 from pyflatness.cli.output import prepare_folder, show, show_json, write_whole
 from pyflatness.errors import FlatnessError, InputError
 from pyflatness.messages import printable
@@ -34,34 +34,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(f"Error: {printable(str(error))}") from None
 
 
-@click.command()
-@click.argument("name", required=False)
-@click.option("--list", "listed", is_flag=True, help="List the experiments.")
-@click.option("--scale", type=click.Choice(["small", "paper"]), default="small", show_default=True,
-              help="small: minutes on two cores, no data; paper: larger, on your data (docs/papers.md).")  # fmt: skip
-@click.option("--data-dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
-              help="Folder of data sets, as torchvision or Hugging Face leave them, or NAME.npz.")  # fmt: skip
-@click.option("--out", type=click.Path(path_type=Path), default=Path("reproduced"), show_default=True,
-              help="Folder for the results; what a later run goes on from is in its subfolder work.")  # fmt: skip
-@click.option("--device", default="cpu", show_default=True,
-              help="Where networks are trained and measured, e.g. cuda, which goes on from work-cuda.")  # fmt: skip
-@click.option("--set", "changes", multiple=True, metavar="NAME=VALUE",
-              help="Change a setting of the scale, e.g. seeds=2; may be repeated.")  # fmt: skip
-@json_option
+DataDir = Annotated[Path | None, {"type": click.Path(path_type=Path, exists=True, file_okay=False)}]
+
+
+@command()
 def reproduce(
-    name: str | None,
-    listed: bool,
-    scale: str,
-    data_dir: Path | None,
-    out: Path,
-    device: str,
-    changes: tuple[str, ...],
-    as_json: bool,
+    name: str | None = None,
+    *,
+    listed: Annotated[bool, {"names": ["--list"]}] = False,
+    scale: Literal["small", "paper"] = "small",
+    data_dir: DataDir = None,
+    out: Path = Path("reproduced"),
+    device: str = "cpu",
+    changes: Annotated[tuple[str, ...], {"names": ["--set"], "metavar": "NAME=VALUE"}] = (),
+    as_json: Json = False,
 ) -> None:
     """Redo a figure of the papers on flatness.
 
     NAME is one of those that --list shows. The command writes a figure, all numbers as JSON and a page with a table and
     a verdict. When it is interrupted, the same command goes on where it stopped.
+
+    Args:
+        listed: list the experiments.
+        scale: small: minutes on two cores, no data; paper: larger, on your data (docs/papers.md).
+        data_dir: folder of data sets, as torchvision or Hugging Face leave them, or NAME.npz.
+        out: folder for the results; what a later run goes on from is in its subfolder work.
+        device: where networks are trained and measured, e.g. cuda, which goes on from work-cuda.
+        changes: change a setting of the scale, e.g. seeds=2; may be repeated.
     """
     if listed or name is None:
         _list(as_json)
@@ -103,16 +102,18 @@ def _numbers(findings: Sequence[Finding]) -> Table:
     return table
 
 
-@click.command()
-@click.option("--networks", type=click.IntRange(1), default=2304, show_default=True,
-              help="How many there are to be; those that are there are not trained again.")  # fmt: skip
-@click.option("--data-dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
-              help="Folder of MNIST, FashionMNIST and CIFAR-10, as for the papers.")  # fmt: skip
-@click.option("--out", type=click.Path(path_type=Path), default=Path("reproduced"), show_default=True,
-              help="Folder whose subfolder work/study has the table, the weights and the store.")  # fmt: skip
-@click.option("--report", is_flag=True, help="Train nothing; write docs/studies.md anew from the table beside it.")
-def study(networks: int, data_dir: Path | None, out: Path, *, report: bool) -> None:
-    """Train and measure the networks of docs/study.md, one after the other, from where an earlier run stopped."""
+@command()
+def study(
+    *, networks: Count = 2304, data_dir: DataDir = None, out: Path = Path("reproduced"), report: bool = False
+) -> None:
+    """Train and measure the networks of docs/study.md, one after the other, from where an earlier run stopped.
+
+    Args:
+        networks: how many there are to be; those that are there are not trained again.
+        data_dir: folder of MNIST, FashionMNIST and CIFAR-10, as for the papers.
+        out: folder whose subfolder work/study has the table, the weights and the store.
+        report: train nothing; write docs/studies.md anew from the table beside it.
+    """
     if report:
         from . import study_report
 

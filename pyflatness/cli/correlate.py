@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 from rich import box
@@ -15,73 +15,63 @@ from ..scoring import page
 from ..scoring.store import Store
 from ..statistics import correlations, plot_correlation, tables
 from ..statistics.coefficients import STATISTICS
-from .options import PATH, json_option, max_loss_option, several_option
+from .options import Column, Columns, Interval, Json, MaxLoss, Names, command
 from .output import echo, finite, prepare_file, show, show_json
 
 _SHOWN = 10  # measures
 
 
-@click.command()
-@click.argument("table", type=PATH)
-@click.option("--test", type=PATH, help="Table or store of the same networks on test data.")
-@several_option("--measures", "x", help="Columns, as 'trace network'.  [default: all of whole networks]")
-@click.option("--layers", is_flag=True, help="Values of layers too.")
-@click.option(
-    *("--against", "y"),
-    metavar="COLUMN",
-    default="gap",
-    show_default=True,
-    help="What they are held against: gap, test_error, test_accuracy or test_loss with --test, or any other column.",
-)
-@several_option("--exclude", help="Networks to leave out.")
-@max_loss_option
-@several_option("--settings", metavar="COLUMN,…", help="Columns in which dependent networks agree.")
-@several_option("--given", metavar="COLUMN,…", help="Columns that are held fixed.")
-@several_option("--strata", metavar="COLUMN,…", help="Columns; networks equal in them are compared.")
-@click.option("--seeds", metavar="COLUMN", help="The seeds, where recipes share them.")
-@click.option("--interval", type=click.Choice(["bootstrap", "fisher"]), default="bootstrap", show_default=True)
-@click.option("--plot", type=PATH, help="Figure to write, of one measure.")
-@click.option("--title", help="Of the figure.  [default: the correlations]")
-@click.option("--xlabel", help="Of the figure.  [default: the measure]")
-@click.option("--ylabel", help="Of the figure.  [default: the column]")
-@click.option("--log/--no-log", default=None, help="Logarithmic axis of the measure.  [default: by its values]")
-@json_option
+@command(plot_correlation, correlations)
 def correlate(
     table: Path,
-    test: Path | None,
-    x: tuple[str, ...],
-    layers: bool,
-    y: str,
-    exclude: tuple[str, ...],
-    max_loss: float | None,
-    settings: tuple[str, ...],
-    plot: Path | None,
-    as_json: bool,
-    title: str | None,
-    xlabel: str | None,
-    ylabel: str | None,
-    log: bool | None,
-    **how: Any,
+    *,
+    test: Path | None = None,
+    measures: Names = (),
+    layers: bool = False,
+    against: Annotated[str, {"metavar": "COLUMN"}] = "gap",
+    exclude: Names = (),
+    max_loss: MaxLoss = None,
+    settings: Columns = (),
+    given: Columns = (),
+    strata: Columns = (),
+    seeds: Column = None,
+    interval: Interval = "bootstrap",
+    plot: Path | None = None,
+    title: str | None = None,
+    xlabel: str | None = None,
+    ylabel: str | None = None,
+    log: bool | None = None,
+    as_json: Json = False,
 ) -> None:
     """Show how measures correlate with the generalisation gap over the networks of TABLE, with confidence intervals.
 
     TABLE, and that of --test, is a CSV file of pyflatness score or store export, or a store. The strongest
     correlations come first.
+
+    Args:
+        test: table or store of the same networks on test data.
+        measures: columns, as 'trace network'.  [default: all of whole networks]
+        layers: values of layers too.
+        against: what they are held against: gap, test_error, test_accuracy or test_loss with --test, or any other
+            column.
+        exclude: networks to leave out.
+        plot: figure to write, of one measure.
     """
-    if plot is not None and len(x) != 1:
+    if plot is not None and len(measures) != 1:
         raise click.UsageError("--plot goes with one measure: --measures 'relative_flatness network'")
-    if plot is not None:
-        prepare_file(plot)
-    held = _read(table)
-    how |= {"settings": settings or None, "test": None if test is None else _read(test)}
-    networks = tables.read(held, how["test"])
+    prepare_file(plot)
+    held, tested = _read(table), None if test is None else _read(test)
+    networks = tables.read(held, tested)
     left_out = networks.untrained(max_loss)
-    how["exclude"] = [*left_out, *exclude]
-    besides = {y, how["seeds"], *settings, *how["given"], *how["strata"]}
+    how: dict[str, Any] = {"test": tested, "exclude": [*left_out, *exclude], "interval": interval}
+    how |= {"settings": settings or None, "given": given, "strata": strata, "seeds": seeds}
+    besides = {against, seeds, *settings, *given, *strata}
     names = [name for name in networks.measures if layers or not _is_of_a_layer(name, networks)]
-    found = _by_strength(correlations(held, x or [name for name in names if name not in besides] or None, y, **how))
+    x = measures or [name for name in names if name not in besides] or None
+    found = _by_strength(correlations(held, x, against, **how))
     if plot is not None:
-        plot_correlation(held, x[0], y, **how, path=plot, title=title, xlabel=xlabel, ylabel=ylabel, log=log)
+        how |= {"title": title, "xlabel": xlabel, "ylabel": ylabel, "log": log}
+        plot_correlation(held, measures[0], against, **how, path=plot)
     if as_json:
         show_json(finite([row.to_dict() for row in found]))
         return

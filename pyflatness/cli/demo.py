@@ -21,7 +21,7 @@ import platform
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 import numpy as np
@@ -37,7 +37,7 @@ from ..results import Correlations
 from ..scoring.score import score
 from ..statistics import correlations, plot_correlation
 from . import example_networks
-from .options import json_option
+from .options import Json, command
 from .output import finite, prepare_folder, show, show_json, write_whole
 
 TARGET_LOSS, MAX_EPOCHS = 0.05, 600
@@ -53,20 +53,22 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-@click.command()
-@click.option(
-    "--out", type=click.Path(path_type=Path), default="demo", show_default=True, help="Folder for the results."
-)
-@click.option(
-    "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Seed of the data and networks."
-)
-@json_option
-def demo(out: Path, seed: int, as_json: bool) -> None:
+@command()
+def demo(
+    *,
+    out: Path = Path("demo"),
+    seed: Annotated[int, {"type": click.IntRange(0, 2**32 - 1)}] = 0,
+    as_json: Json = False,
+) -> None:
     """Measure relative flatness and generalisation of 24 small networks.
 
     The command trains them on handwritten digits (less than a minute), prints a table and the correlations, and writes
     scatter.png, results.json and results.csv; and the checkpoints, with their settings in the metadata, networks.py and
     the data, to try other commands on, some of which it prints. One seed gives one set of numbers.
+
+    Args:
+        out: folder for the results.
+        seed: seed of the data and networks.
     """
     _require_extras()
     prepare_folder(out)

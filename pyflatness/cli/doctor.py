@@ -26,7 +26,7 @@ from torch import Tensor
 from .. import __version__
 from ..contractions import DEFAULT_MEMORY, Backend, Geometry, LayerContraction, SoftmaxVariance, layer
 from ..contractions.backends import compiled, cuda, reference
-from .options import json_option
+from .options import Json, command
 from .output import show, show_json
 
 BUDGETS = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -50,9 +50,8 @@ class EngineCheck:
         return self.error <= self.budget
 
 
-@click.command()
-@json_option
-def doctor(as_json: bool) -> None:
+@command()
+def doctor(*, as_json: Json = False) -> None:
     """Show versions and engines, and check that they compute the right numbers.
 
     Exits with status 1 if the check fails.

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from .. import measures as package
 from ..measures import MEASURES, Measure
-from .options import json_option
+from .options import Json, command
 from .output import show, show_json
 
 COLUMNS = {  # of the table, by the attributes of a measure that fill them
@@ -126,14 +126,14 @@ CHOICES = (
 )
 
 
-@click.command()
-@click.option("--help-me-choose", is_flag=True, help="Show which measure is for what instead.")
-@click.option(
-    "--markdown", is_flag=True, help="Print Markdown: the page of measures, or the table of docs/which-measure.md."
-)
-@json_option
-def measures(help_me_choose: bool, markdown: bool, as_json: bool) -> None:
-    """Show the measures: name, formula, source, what they are invariant to, and cost."""
+@command()
+def measures(*, help_me_choose: bool = False, markdown: bool = False, as_json: Json = False) -> None:
+    """Show the measures: name, formula, source, what they are invariant to, and cost.
+
+    Args:
+        help_me_choose: show which measure is for what instead.
+        markdown: print Markdown: the page of measures, or the table of docs/which-measure.md.
+    """
     choices = [[*CHOICE.values()], *CHOICES]
     if as_json:
         facts = [{attribute: _cell(measure, attribute) for attribute in COLUMNS} for measure in MEASURES]

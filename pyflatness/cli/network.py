@@ -1,61 +1,250 @@
-"""Run the commands on one network: ``measure``, ``spectrum``, ``allocate``, ``layers``."""
+"""Run the commands on one network, ``measure``, ``spectrum``, ``allocate``, ``layers``; make it of their options."""
 
-from collections.abc import Callable
+import functools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import click
+import torch
+from click.shell_completion import CompletionItem
 from rich import box
 from rich.table import Column, Table
 from torch import nn
+from torch.nn import functional as F
 
-from .. import api
+from .. import api, losses
 from ..curvature import allocate as allocation
 from ..curvature import spectrum as eigenvalues
 from ..curvature.exports import TOOLS as EXPORTS
 from ..errors import InputError
+from ..losses import auto
+from ..measures import MEASURES, named
 from ..messages import printable
 from ..model import layers as model_layers
 from ..model import selectors
 from ..model.kinds import SUPPORTED
 from ..model.uses import Use
-from ..options import Options
+from ..options import MAX_PASSES, Options, check_dtype
 from ..report import Report
 from ..scoring import checkpoints, data_specs, specs
 from ..scoring.units import Request
 from ..scoring.worker import Bench, Maker, Setup
-from . import options as given
-from .options import PATH, bind, json_option, model_option
+from .options import Count, Json, Keywords, Names, command, plain, several, takes
 from .output import echo, prepare_file, show, show_json
 
 _Writer = Callable[[Report, Path], Any]
+_EXPORT = f"Plan for a tool, with its formats, and write the choice for it: {', '.join(EXPORTS)}."
 _FORMATS: dict[str, _Writer] = {".json": Report.to_json, ".csv": Report.to_csv, ".html": Report.to_html}
 
 
-@click.command()
-@given.config_option
-@given.model_option
-@given.asked
-@click.option("--out", type=PATH, help=f"File to write too; its ending is the format: {', '.join(_FORMATS)}.")
-@click.option("--progress/--no-progress", default=None, help="Show a progress bar.  [default: on a terminal]")
-@json_option
-@click.argument("checkpoint", required=False, type=PATH)
+def _measures(given: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of measures, which may come several in one, with commas between them."""
+    names = several(given)
+    try:
+        rows = [row for name in names for row in named(name)] if names else named(names)  # of none it is an error
+    except InputError as error:
+        raise InputError(str(error).removeprefix("measures: ")) from None
+    return tuple(dict.fromkeys(row.name for row in rows))
+
+
+def complete_measures(context: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
+    """Return what the last of the names that are typed may be, for the shell."""
+    before, comma, last = typed.rpartition(",")
+    known = (*(row.name for row in MEASURES), "sweep", "all")
+    return [CompletionItem(before + comma + name) for name in known if name.startswith(last)]
+
+
+def complete_losses(context: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
+    """Return the losses that have names of their own, for the shell; there are others."""
+    return [CompletionItem(name) for name in (auto.AUTO, *losses.names()) if name.startswith(typed)]
+
+
+def limit_of(given: str) -> float | None:
+    """Return a number of samples, or a part of them, which has a point in it: ``1`` is one sample, ``1.0`` are all."""
+    if given.isdigit() and int(given) > 0:
+        return int(given)
+    try:
+        part = float(given)
+    except ValueError:
+        part = 0.0
+    if not 0 < part <= 1:
+        raise InputError(f"{given}: a whole number of samples is wanted, or a part of them between 0 and 1")
+    return part if part < 1 else None
+
+
+def _batch_size(given: str) -> int | str:
+    if given == "auto":
+        return given
+    if not given.isdigit() or int(given) == 0:
+        raise InputError(f"{given!r}: a number of samples is wanted, or 'auto'")
+    return int(given)
+
+
+def _resolved(resolve: Callable[[str], specs.Function], spec: str) -> str:
+    """Return a SPEC that names a callable."""
+    resolve(spec)
+    return spec
+
+
+SPEC = takes(functools.partial(_resolved, specs.resolve), "SPEC")
+Curvature = Literal["auto", "ggn", "hessian"]
+_MEASURES = "See pyflatness measures; 'sweep'; 'all'. Of several layers there is a row for the network, with no layer."
+Measures = Annotated[tuple[str, ...], takes(_measures, "NAME,…", shell_complete=complete_measures, help=_MEASURES)]
+DEFAULT_MEASURES = (MEASURES[0].name,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Hold what makes the network.
+
+    Attributes:
+        model: what returns the model: file.py:callable or package.module:callable. Or hf:FOLDER, hf:ORG/NAME@REVISION
+            (from the local cache), timm:NAME, torchvision:NAME.
+        model_args: keyword arguments of that callable: k=v, with commas or repeated, or a JSON object.
+    """
+
+    model: Annotated[str, SPEC]
+    model_args: Keywords
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Hold what a network is measured on, with which loss, and where.
+
+    Attributes:
+        data: what returns batches, a DataLoader, a list or a tuple of tensors: file.py:callable or
+            package.module:callable. Or .npz, .txt, .jsonl, .parquet, a folder of images or of a saved data set.
+        data_args: keyword arguments of that callable: k=v, with commas or repeated, or a JSON object.
+        loss: the loss it was trained with: cross_entropy, mse_loss, … or a class of torch.nn: HuberLoss, …; auto: that
+            of a Hugging Face model.
+        loss_args: options of that loss: k=v, with commas or repeated, or a JSON object.
+        layers: names, globs, re:… or type:…; with commas or repeated.  [default: all that can be measured]
+        seed: seed of the random numbers of estimates.
+        limit: measure on the first N samples, or on this part of all of them, such as 0.1.
+        batch_size: cut batches to N samples; auto: in halves when memory does not suffice.  [default: as the data have
+            them]
+        device: where the model runs: cpu, cuda, cuda:1, …
+        dtype: dtype of the weights, such as bfloat16.  [default: as the model is made]
+    """
+
+    data: Annotated[str, takes(functools.partial(_resolved, data_specs.resolve), "SPEC")]
+    data_args: Keywords
+    loss: Annotated[str, {"metavar": "NAME", "shell_complete": complete_losses}] = "auto"
+    loss_args: Keywords
+    layers: Annotated[tuple[str, ...], takes(several, "SELECTOR,…")] = ()
+    seed: int = 0
+    limit: Annotated[float | None, takes(limit_of, "N|PART")] = None
+    batch_size: Annotated[int | str | None, takes(_batch_size, "N|auto")] = None
+    device: Annotated[str | None, {"metavar": "DEVICE"}] = None
+    dtype: str | None = None
+
+    def source(self, model: str) -> Maker:
+        """Return what makes the data; of texts, with the tokenizer of a model that is named."""
+        return maker("data", self.data, data_specs.with_tokenizer(self.data, self.data_args, model))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network(Setting, Model):
+    """Hold which network is measured."""
+
+    def made(self, checkpoint: Path | None) -> tuple[nn.Module, Any, Any]:
+        """Return the network with its weights, the loss and the data."""
+        criterion, to = loss_of(self.loss, self.loss_args), moved(self.device, self.dtype)
+        makers = maker("model", self.model, self.model_args, to), self.source(self.model)
+        size = None if self.batch_size == "auto" else self.batch_size
+        bench = Bench(Setup("", *makers, Request(criterion, None, (), Options()), size, self.limit))
+        assert bench.network is not None
+        if checkpoint is not None:
+            try:
+                held = checkpoints.read(checkpoint)
+                notes = (*held.notes, *checkpoints.load(bench.network, held.state))
+            except InputError as error:
+                raise InputError(f"{checkpoint}: {error}") from None
+            for note in notes:
+                click.echo(printable(f"{checkpoint}: {note}"), err=True)
+        return bench.network, criterion, bench.data
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimates:
+    """Hold how values are found: the options of :class:`.MeasureHow` that have these names."""
+
+    curvature: Curvature = "auto"
+    probes: Annotated[int | str | None, takes(plain, "K|adaptive")] = None
+    rtol: float | None = None
+    fraction: Annotated[float | str | None, takes(plain, "PART|auto")] = None
+    max_passes: Count = MAX_PASSES
+
+
+def moved(device: str | None, dtype: str | None) -> dict[str, Any]:
+    """Return the arguments of ``nn.Module.to`` for these options."""
+    to: dict[str, Any] = {}
+    if device is not None:
+        try:
+            to["device"] = torch.device(device)
+        except RuntimeError as error:
+            raise InputError(f"--device {device}: {str(error).splitlines()[0]}") from None
+    if dtype is not None:
+        to["dtype"] = check_dtype("--dtype", dtype)
+    return to
+
+
+def maker(name: str, spec: str, arguments: dict[str, Any], to: Mapping[str, Any] | None = None) -> Maker:
+    """Return what makes the model or the data, whose arguments are held against its signature."""
+    made = Maker(spec, arguments, f"--{name}", to or {})
+    function = made.function()
+    try:
+        specs.bind(function, arguments, made.name)
+    except InputError as error:
+        raise click.BadParameter(str(error), param_hint=f"--{name}-args") from None
+    return made
+
+
+def loss_of(name: str, options: dict[str, Any]) -> Any:
+    """Return the loss of ``--loss`` and ``--loss-args``: a name, a function with its options, or a module."""
+    if auto.is_auto(name) and not options:
+        return name
+    tensors = {key: torch.tensor(value) if isinstance(value, list) else value for key, value in options.items()}
+    kind = getattr(nn, name, None) if name.endswith("Loss") else None
+    try:
+        if isinstance(kind, type) and issubclass(kind, nn.Module):
+            loss: Any = kind(**tensors)
+        else:
+            losses.resolve(name)
+            loss = functools.partial(getattr(F, name), **tensors) if tensors else name
+        losses.resolve(loss)
+    except TypeError as error:
+        raise click.BadParameter(f"{json.dumps(options)}: {error}", param_hint="--loss-args") from None
+    except InputError as error:
+        raise click.BadParameter(str(error), param_hint="--loss") from None
+    return loss
+
+
+@command(api.measure, config=True)
 def measure(
-    selectors: tuple[str, ...],
-    measures: tuple[str, ...],
-    out: Path | None,
-    progress: bool | None,
-    as_json: bool,
-    checkpoint: Path | None,
-    **asked: Any,
+    checkpoint: Path | None = None,
+    *,
+    network: Network,
+    measures: Measures = DEFAULT_MEASURES,
+    estimates: Estimates,
+    out: Path | None = None,
+    progress: bool | None = None,
+    as_json: Json = False,
 ) -> None:
-    """Measure one network, with the weights of CHECKPOINT if it is given, and print the table of its layers."""
+    """Measure one network, with the weights of CHECKPOINT if it is given, and print the table of its layers.
+
+    Args:
+        progress: show a progress bar.  [default: on a terminal]
+        out: file to write too; its ending is the format: .json, .csv, .html.
+    """
     if out is not None and out.suffix not in _FORMATS:
         raise click.BadParameter(f"{out}: its ending is to be {', '.join(_FORMATS)}", param_hint="--out")
-    if out is not None:
-        prepare_file(out)
-    network, loss, data, how = taken(checkpoint, **asked)
-    report = api.measure(network, loss, data, layers=selectors or None, measures=measures, progress=progress, **how)
+    prepare_file(out)
+    asked: dict[str, Any] = {"layers": network.layers or None, "seed": network.seed, **vars(estimates)}
+    report = api.measure(*network.made(checkpoint), measures=measures, progress=progress, **asked)
     if out is not None:
         _FORMATS[out.suffix](report, out)
     if as_json:
@@ -64,63 +253,28 @@ def measure(
         click.echo(str(report))
 
 
-def taken(
-    checkpoint: Path | None,
-    *,
-    model: specs.Function,
-    model_args: dict[str, Any],
-    data: specs.Function,
-    data_args: dict[str, Any],
-    loss: str,
-    loss_args: dict[str, Any],
-    limit: float | None,
-    batch_size: int | str | None,
-    device: str | None,
-    dtype: str | None,
-    **how: Any,
-) -> tuple[nn.Module, Any, Any, dict[str, Any]]:
-    """Return the network with its weights, the loss and the data that a command was given, and its other options."""
-    spec, of_data = given.spec_of("model"), given.spec_of("data")
-    criterion, to = given.loss_of(loss, loss_args), given.moved(device, dtype)
-    given.bind(model, model_args, "model")
-    data_args = data_specs.with_tokenizer(of_data, data_args, spec)
-    given.bind(data, data_args, "data")
-    size = None if batch_size == "auto" else batch_size
-    makers = Maker(spec, model_args, "--model", to), Maker(of_data, data_args, "--data")
-    bench = Bench(Setup("", *makers, Request(criterion, None, (), Options()), size, limit))
-    assert bench.network is not None
-    if checkpoint is not None:
-        try:
-            held = checkpoints.read(checkpoint)
-            notes = (*held.notes, *checkpoints.load(bench.network, held.state))
-        except InputError as error:
-            raise InputError(f"{checkpoint}: {error}") from None
-        for note in notes:
-            click.echo(printable(f"{checkpoint}: {note}"), err=True)
-    return bench.network, criterion, bench.data, how
-
-
-@click.command()
-@given.config_option
-@given.model_option
-@given.asked_of_a_network
-@given.curvature_option
-@click.option("-k", "--eigenvalues", "k", type=click.IntRange(0), default=5, show_default=True, help="How many.")
-@click.option("--density", is_flag=True, help="Also estimate the density of all eigenvalues.")
-@click.option("--out", type=PATH, help="JSON file to write too, which pyflatness store add takes.")
-@json_option
-@click.argument("checkpoint", required=False, type=PATH)
+@command(eigenvalues.spectrum, config=True)
 def spectrum(
-    selectors: tuple[str, ...], out: Path | None, as_json: bool, checkpoint: Path | None, **asked: Any
+    checkpoint: Path | None = None,
+    *,
+    network: Network,
+    curvature: Curvature = "auto",
+    k: Annotated[int, {"names": ["-k", "--eigenvalues"], "type": click.IntRange(0)}] = 5,
+    density: bool = False,
+    out: Path | None = None,
+    as_json: Json = False,
 ) -> None:
     """Show the largest eigenvalues of a network's loss Hessian, with the weights of CHECKPOINT if it is given.
 
     Without --layers it is the Hessian in all trainable parameters.
+
+    Args:
+        k: how many.
+        out: JSON file to write too, which pyflatness store add takes.
     """
-    if out is not None:
-        prepare_file(out)
-    network, loss, data, how = taken(checkpoint, **asked)
-    found = eigenvalues.spectrum(network, loss, data, layers=selectors or None, **how)
+    prepare_file(out)
+    asked: dict[str, Any] = {"layers": network.layers or None, "seed": network.seed, "curvature": curvature}
+    found = eigenvalues.spectrum(*network.made(checkpoint), **asked, k=k, density=density)
     if out is not None:
         found.to_json(out)
     if as_json:
@@ -130,57 +284,36 @@ def spectrum(
         click.echo(str(found))
 
 
-@click.command()
-@given.config_option
-@given.model_option
-@given.asked_of_a_network
-@given.several_option(
-    "--formats",
-    required=True,
-    help="Formats to choose from: int2 to int8, int4-g128 and the like, fp8, mxfp4, nvfp4, 2:4, rank-16, keep.",
-)
-@click.option("--bits", type=float, help="Budget in bits a weight. One of --bits and --size is needed.")
-@click.option("--size", type=int, help="Budget in bytes of the layers' weights.")
-@click.option(
-    "--together",
-    metavar="NAME,…",
-    multiple=True,
-    help="Layers that get one format, by their names or globs; may be repeated. 'vllm': what vLLM runs as one.",
-)
-@click.option(
-    "--probes", type=click.IntRange(1), default=16, show_default=True, help="Number of random probes of each sample."
-)
-@click.option("--frontier", is_flag=True, help="Show what other budgets are predicted to cost too.")
-@click.option(
-    "--export",
-    nargs=2,
-    metavar="TOOL FILE",
-    help=f"Plan for a tool, with its formats, and write the choice for it: {', '.join(EXPORTS)}.",
-)
-@json_option
-@click.argument("checkpoint", required=False, type=PATH)
+@command(allocation.allocate, config=True)
 def allocate(
-    selectors: tuple[str, ...],
-    formats: tuple[str, ...],
-    together: tuple[str, ...],
-    frontier: bool,
-    export: tuple[str, str] | None,
-    as_json: bool,
-    checkpoint: Path | None,
-    **asked: Any,
+    checkpoint: Path | None = None,
+    *,
+    network: Network,
+    formats: Names,
+    bits: float | None = None,
+    size: int | None = None,
+    together: Annotated[tuple[str, ...], {"metavar": "NAME,…"}] = (),
+    probes: Count = 16,
+    frontier: bool = False,
+    export: Annotated[tuple[str, str] | None, {"metavar": "TOOL FILE", "help": _EXPORT}] = None,
+    as_json: Json = False,
 ) -> None:
     """Choose a format for each layer so that the loss is predicted to change least under a budget of bits.
 
     The network has the weights of CHECKPOINT if it is given. Interactions of layers count: see docs/allocation.md.
+
+    Args:
+        formats: formats to choose from: int2 to int8, int4-g128 and the like, fp8, mxfp4, nvfp4, 2:4, rank-16, keep.
+        bits: budget in bits a weight. One of --bits and --size is needed.
+        together: layers that get one format, by their names or globs; may be repeated. 'vllm': what vLLM runs as one.
+        probes: number of random probes of each sample.
+        frontier: show what other budgets are predicted to cost too.
     """
-    if export is not None:
-        prepare_file(Path(export[1]))
-    network, loss, data, how = taken(checkpoint, **asked)
+    prepare_file(None if export is None else Path(export[1]))
     groups = "vllm" if together == ("vllm",) else [[name.strip() for name in names.split(",")] for names in together]
     tool = None if export is None else export[0]
-    plan = allocation.allocate(
-        network, loss, data, formats, layers=selectors or None, together=groups, tool=tool, **how
-    )
+    asked: dict[str, Any] = {"layers": network.layers or None, "seed": network.seed, "bits": bits, "size": size}
+    plan = allocation.allocate(*network.made(checkpoint), formats, **asked, probes=probes, together=groups, tool=tool)
     if export is not None:
         plan.export(*export)
     if as_json:
@@ -193,15 +326,13 @@ def allocate(
         echo(f"wrote {export[1]} for {export[0]}")
 
 
-@click.command()
-@model_option
-@json_option
-def layers(model: specs.Function, model_args: dict[str, Any], as_json: bool) -> None:
+@command()
+def layers(*, model: Model, as_json: Json = False) -> None:
     """Show the model's layers that can be measured: name, type, weight matrix.
 
     Of parameters that no module calls, those that may turn out to be weights are among them.
     """
-    network = model_layers.unwrap(specs.build_model(bind(model, model_args, "model")))
+    network = model_layers.unwrap(specs.build_model(maker("model", model.model, model.model_args).made))
     found = {name: (_kind(layer), _shape(layer)) for name, layer in selectors.layers(network).items()}
     if as_json:
         show_json([{"name": name, "type": kind, "shape": shape} for name, (kind, shape) in found.items()])

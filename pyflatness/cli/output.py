@@ -151,8 +151,10 @@ def write_whole(path: Path, content: bytes) -> None:
         raise InputError(f"--out: {path} cannot be written ({error.strerror})") from None
 
 
-def prepare_file(path: Path) -> None:
-    """Make the file's folder and try that the file can be written; what it holds stays as it is."""
+def prepare_file(path: Path | None) -> None:
+    """Make the file's folder, if one is asked for, and try that it can be written; what it holds stays as it is."""
+    if path is None:
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         existed = path.exists()

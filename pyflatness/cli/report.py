@@ -3,58 +3,43 @@
 from pathlib import Path
 from typing import Any
 
-import click
-
 from ..report.page import charts
 from ..scoring import metadata, page
 from ..scoring.page import PageOptions
 from ..scoring.store import Store
 from ..training.history import History
-from . import options as given
-from .options import PATH, metadata_option, several_option
+from .options import Column, Interval, MaxLoss, Metadata, Names, command
 from .output import echo, prepare_file, write_whole
 
 
-@click.command(name="report")
-@click.argument("store", type=PATH)
-@click.option("--out", type=PATH, required=True, help="HTML file to write.")
-@click.option("--title", help="Heading of the page.  [default: Results in STORE]")
-@click.option(
-    *("--against",),
-    metavar="COLUMN",
-    help="What measures are held against: gap, test_error, test_accuracy, test_loss with --test, or any other column.  "
-    "[default: gap, generalization_gap or loss]",
-)
-@click.option("--test", type=PATH, help="Store or CSV file of the same checkpoints on test data.")
-@metadata_option()
-@several_option("--exclude", help="Checkpoints to leave out of the correlations; with commas or repeated.")
-@given.max_loss_option
-@click.option(
-    "--history", type=PATH, multiple=True, help="JSON file that a pf.results.History wrote, to show; may be repeated."
-)
-@click.option(
-    "--interval",
-    type=click.Choice(["bootstrap", "fisher"]),
-    default="bootstrap",
-    show_default=True,
-    help="How confidence intervals of correlations are found; fisher takes less time for many checkpoints.",
-)
+@command()
 def report(
     store: Path,
+    *,
     out: Path,
-    title: str | None,
-    against: str | None,
-    test: Path | None,
-    table: Path | None,
-    exclude: tuple[str, ...],
-    max_loss: float | None,
-    history: tuple[Path, ...],
-    interval: str,
+    title: str | None = None,
+    against: Column = None,
+    test: Path | None = None,
+    table: Metadata = None,
+    exclude: Names = (),
+    max_loss: MaxLoss = None,
+    history: tuple[Path, ...] = (),
+    interval: Interval = "bootstrap",
 ) -> None:
     """Write what is in STORE as one HTML file that needs no network.
 
     It has a table that can be sorted and filtered, the layers' profiles, the correlations of measures with the
     generalisation gap, what failed, and how the values were made.
+
+    Args:
+        out: HTML file to write.
+        title: heading of the page.  [default: Results in STORE]
+        against: what measures are held against: gap, test_error, test_accuracy, test_loss with --test, or any other
+            column.  [default: gap, generalization_gap or loss]
+        test: store or CSV file of the same checkpoints on test data.
+        exclude: checkpoints to leave out of the correlations; with commas or repeated.
+        history: JSON file that a pf.results.History wrote, to show; may be repeated.
+        interval: how confidence intervals of correlations are found; fisher takes less time for many checkpoints.
     """
     charts.altair()  # before any work is done
     prepare_file(out)

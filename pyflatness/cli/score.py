@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import click
 import torch
@@ -34,135 +34,78 @@ from ..model.layers import unwrap
 from ..numerics.meeting import joined
 from ..numerics.ranks import ALONE, Ranks, is_known
 from ..options import Options
-from ..scoring import checkpoints, data_specs, executors, metadata, pretrained, specs
+from ..scoring import checkpoints, executors, metadata, pretrained, specs
 from ..scoring.run import Kept, ScoringRun, keep
+from ..scoring.score import score as call
 from ..scoring.store import Store
 from ..scoring.units import NO_FIT, Held, Pair, Request, Row, csv_line, rows
-from ..scoring.worker import Job, Maker, Outcome
-from . import options as given
+from ..scoring.worker import Job, Outcome
 from .group import command_line
-from .options import PATH, json_option
+from .network import DEFAULT_MEASURES, SPEC, Estimates, Measures, Setting, loss_of, maker, moved
+from .options import Count, Json, Keywords, Metadata, command, takes
 from .output import Notes, append_whole, echo, is_same_file, prepare_file, show_json, show_rows
 
 _OF_A_LAUNCHER = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 
 
-@click.command()
-@given.config_option
-@given.models_option
-@given.asked
-@click.option("--out", type=PATH, help="CSV file that the rows are written to, beside standard output.")
-@click.option(
-    "--store", type=PATH, help="SQLite file that keeps the values: run again, the command goes on where it was."
-)
-@click.option("--retry", is_flag=True, help="Compute again what failed. (with --store)")
-@click.option(
-    "--version",
-    metavar="TEXT",
-    help="What stands for your code: values stay until it changes, whatever is edited. (with --store)  [default: your "
-    "source files]",
-)
-@click.option(
-    "--spectrum",
-    metavar="K",
-    type=click.IntRange(1),
-    help="Also the K largest eigenvalues of each network's Hessian and the density of all, by some 600 products with "
-    "it, for the page of pyflatness report. (with --store)",
-)
-@click.option(
-    "--shard",
-    metavar="I/N",
-    callback=given.shard,
-    help="Measure only the I-th of N parts of the checkpoints, into a store of its own, for pyflatness store merge. "
-    "(with --store)",
-)
-@click.option(
-    "--executor",
-    type=click.Choice(executors.NAMES),
-    default="processes",
-    show_default=True,
-    help="What runs the workers: processes of this machine, this process alone, ray or slurm. (with --store)",
-)
-@given.keywords_option(
-    "--executor-args", "Options of ray or slurm, such as partition, time in minutes, cpus_per_task. (with --store)"
-)
-@click.option(
-    "--ray-address",
-    metavar="ADDRESS",
-    help="Address of the Ray cluster to use, or 'auto' to find a running one.  [default: a new, local one]",
-)
-@click.option(
-    "--workers",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Number of workers that measure at the same time. (with --store)",
-)
-@given.metadata_option(" (with --store)")
-@click.option(
-    "--settings", is_flag=True, help="Add columns with the metadata that .safetensors files hold. (with --store)"
-)
-@click.option(
-    "--fingerprint",
-    type=click.Choice(["all", "ends"]),
-    default="all",
-    show_default=True,
-    help="Which batches tell whether the data are still the same: all, or the first and last alone. (with --store)",
-)
-@click.option(
-    "--dry-run",
-    is_flag=True,
-    help="Say what there is to do and how long it will take, and keep nothing. (with --store)",
-)
-@click.option(
-    "--progress/--no-progress",
-    "progress_shown",
-    default=None,
-    help="Show a progress bar.  [default: on a terminal; elsewhere a line every half minute]",
-)
-@json_option
-@click.argument("paths", metavar="[CHECKPOINT]...", nargs=-1, type=PATH)
+def _shard(given: str) -> tuple[int, int]:
+    """Return which of how many parts."""
+    number, _, count = given.partition("/")
+    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        raise InputError(f"{given!r}: I/N is wanted, the I-th of N parts, as in 2/4")
+    return int(number), int(count)
+
+
+@command(call, config=True)
 def score(
-    model: specs.Function | None,
-    model_args: dict[str, Any],
-    data: specs.Function,
-    data_args: dict[str, Any],
-    loss: str,
-    loss_args: dict[str, Any],
-    selectors: tuple[str, ...],
-    measures: tuple[str, ...],
-    limit: float | None,
-    batch_size: int | str | None,
-    device: str | None,
-    dtype: str | None,
-    out: Path | None,
-    store: Path | None,
-    retry: bool,
-    version: str | None,
-    spectrum: int | None,
-    shard: tuple[int, int] | None,
-    executor: str,
-    executor_args: dict[str, Any],
-    ray_address: str | None,
-    workers: int,
-    table: Path | None,
-    settings: bool,
-    fingerprint: str,
-    dry_run: bool,
-    progress_shown: bool | None,
-    as_json: bool,
-    paths: tuple[Path, ...],
-    **how: Any,
+    paths: Annotated[tuple[Path, ...], {"metavar": "[CHECKPOINT]..."}] = (),
+    *,
+    model: Annotated[str | None, SPEC] = None,
+    model_args: Keywords,
+    setting: Setting,
+    measures: Measures = DEFAULT_MEASURES,
+    estimates: Estimates,
+    out: Path | None = None,
+    store: Path | None = None,
+    retry: bool = False,
+    version: Annotated[str | None, {"metavar": "TEXT"}] = None,
+    spectrum: Annotated[int | None, {"metavar": "K", "type": click.IntRange(1)}] = None,
+    shard: Annotated[tuple[int, int] | None, takes(_shard, "I/N", nargs=1)] = None,
+    executor: Annotated[str, {"type": click.Choice(executors.NAMES)}] = "processes",
+    executor_args: Keywords,
+    ray_address: Annotated[str | None, {"metavar": "ADDRESS"}] = None,
+    workers: Count = 1,
+    table: Metadata = None,
+    settings: bool = False,
+    fingerprint: Literal["all", "ends"] = "all",
+    dry_run: bool = False,
+    progress_shown: Annotated[bool | None, {"names": ["--progress/--no-progress"]}] = None,
+    as_json: Json = False,
 ) -> None:
     """Measure the network of each CHECKPOINT, with its loss and accuracy from the same pass.
 
     CHECKPOINTs are files, folders and quoted patterns; without one the model is measured as it is made. Without --model
     they are networks of libraries, such as hf:FOLDER, and --model-args are of all of them. With --store
     the same command goes on after an interruption, and one that names more checkpoints, layers or measures computes
-    what is new.
+    what is new; options from --retry to --dry-run go with it.
 
     Exit status: 0 if all is done, 1 if there are rows with errors, 2 for a command that cannot be done, 130 if
     interrupted.
+
+    Args:
+        model: what returns the model: file.py:callable or package.module:callable. Or hf:FOLDER, hf:ORG/NAME@REVISION
+            (from the local cache), timm:NAME, torchvision:NAME. CHECKPOINTs that are such names need none.
+        model_args: keyword arguments of that callable: k=v, with commas or repeated, or a JSON object.
+        out: CSV file that the rows are written to, beside standard output.
+        store: SQLite file that keeps the values: run again, the command goes on where it was.
+        shard: measure only the I-th of N parts of the checkpoints, into a store of its own, for pyflatness store merge.
+        executor: what runs the workers: processes of this machine, this process alone, ray or slurm.
+        executor_args: options of ray or slurm, such as partition, time in minutes, cpus_per_task.
+        ray_address: address of the Ray cluster to use, or 'auto' to find a running one.  [default: a new, local one]
+        settings: add columns with the metadata that .safetensors files hold.
+        fingerprint: which batches tell whether the data are still the same: all, or the first and last alone.
+        dry_run: say what there is to do and how long it will take, and keep nothing.
+        progress_shown: show a progress bar.  [default: on a terminal; elsewhere a line every half minute]
     """
     if out is not None and store is not None:
         raise click.UsageError("pass --out FILE.csv, or --store FILE.sqlite, with which the same command goes on")
@@ -176,17 +119,15 @@ def score(
         )
     if not paths and (shard or workers > 1):
         raise click.UsageError("--shard and --workers go with several CHECKPOINTs, and none is there")
-    criterion, to = given.loss_of(loss, loss_args), given.moved(device, dtype)
+    criterion, to = loss_of(setting.loss, setting.loss_args), moved(setting.device, setting.dtype)
     lost = next((path for path in paths if out is not None and is_same_file(out, path)), None)
     if lost is not None:
         message = f"{out} is one of the checkpoints: it is the same file as {lost}"
         raise click.BadParameter(printable(message), param_hint="--out")
     own = _networks(paths) if model is None else []
-    spec = own[0] if model is None else given.spec_of("model")
-    makers = {name: given.bind(specs.resolve(name), model_args, "model") for name in own}
-    made = makers[spec] if model is None else given.bind(model, model_args, "model")
-    data_args = data_specs.with_tokenizer(given.spec_of("data"), data_args, spec)
-    given.bind(data, data_args, "data")
+    spec = own[0] if model is None else model
+    makers = {name: maker("model", name, model_args, to) for name in own or [spec]}
+    source = setting.source(spec)
     bare = own or ([] if paths else [spec])
     random = [one for one in bare if pretrained.is_named(one) and not pretrained.is_trained(one, model_args)]
     if random:
@@ -194,7 +135,7 @@ def score(
             f"{random[0]} has random weights; pass CHECKPOINTs of it with --model, or --model-args that name weights"
         )
     try:
-        options = Options(**how)
+        options = Options(seed=setting.seed, **vars(estimates))
     except InputError as error:
         raise InputError(_by_option(str(error))) from None
     with _launched() as ranks:
@@ -211,19 +152,18 @@ def score(
         checkpoints.check_readers(found)
         if ranks.rank == 0:
             _check_there(found)
-            if out is not None:
-                prepare_file(out)
+            prepare_file(out)
             if not found and not pretrained.is_named(spec):
                 note = f"no checkpoint given: {spec} is measured with the weights that it is made with"
                 click.echo(printable(note), err=True)
         run = ScoringRun(
             {str(path): path for path in found}
-            or {name: specs.build_model(make, to) for name, make in (makers or {spec: made}).items()},
-            Maker(spec, model_args, "--model", to) if found else None,
-            Maker(given.spec_of("data"), data_args, "--data"),
-            Request(criterion, selectors or None, measures, options),
-            batch_size=batch_size,
-            limit=limit,
+            or {name: specs.build_model(make.made, to) for name, make in makers.items()},
+            makers[spec] if found else None,
+            source,
+            Request(criterion, setting.layers or None, measures, options),
+            batch_size=setting.batch_size,
+            limit=setting.limit,
             version=version,
             progress=progress_shown is not False,
             ranks=ranks,
@@ -234,12 +174,10 @@ def score(
             )
         if auto.is_auto(criterion):
             _check_passes(run)
-        if out is not None:
-            file, shown = (out, progress_shown) if ranks.rank == 0 else (Path(os.devnull), False)
+        if store is None:
+            file, shown = (out, progress_shown) if ranks.rank == 0 else (out and Path(os.devnull), False)
             to_csv(run, file, shown, as_json=as_json)
-        elif store is None:
-            to_csv(run, None, progress_shown if ranks.rank == 0 else False, as_json=as_json)
-        if store is not None:
+        else:
             columns = metadata.read(table, run.models) if table else {}
             if settings:
                 of_files = metadata.of_files({str(path): path for path in found})

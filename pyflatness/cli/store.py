@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 from rich import box
@@ -18,7 +18,7 @@ from ..scoring.store import Store
 from ..scoring.units import rows
 from . import output
 from .group import command_line
-from .options import PATH, json_option, metadata_option
+from .options import Json, Metadata, command
 
 _STATES = """
 SELECT name, coalesce(sum(state = 'done'), 0) AS done, coalesce(sum(state = 'failed'), 0) AS failed,
@@ -38,15 +38,16 @@ def _command(short_help: str) -> Callable[[Callable[..., None]], click.Command]:
     """Return what makes a function a command on a STORE, its first argument, and has its name."""
 
     def add(function: Callable[..., None]) -> click.Command:
-        with_store = click.argument("store", type=PATH)(function)
-        return store.command(function.__name__.strip("_"), short_help=short_help)(with_store)
+        made = command()(function)
+        made.short_help = short_help
+        store.add_command(made)
+        return made
 
     return add
 
 
 @_command("Count what is done, failed and to do of each checkpoint.")
-@json_option
-def ls(store: Path, as_json: bool) -> None:
+def ls(store: Path, *, as_json: Json = False) -> None:
     """Show how many values of each checkpoint in STORE are done, failed and to do."""
     with Store(store) as held:
         held.check()
@@ -76,9 +77,7 @@ def ls(store: Path, as_json: bool) -> None:
 
 
 @_command("Show the values and errors of one checkpoint.")
-@click.argument("checkpoint")
-@json_option
-def show(store: Path, checkpoint: str, as_json: bool) -> None:
+def show(store: Path, checkpoint: str, *, as_json: Json = False) -> None:
     """Show the values, errors and metadata that STORE has of a CHECKPOINT: its name, or that of its file."""
     with Store(store) as held:
         every = {row["name"]: row for row in held.select("SELECT * FROM checkpoints ORDER BY id")}
@@ -107,12 +106,12 @@ def show(store: Path, checkpoint: str, as_json: bool) -> None:
 
 
 @_command("Write a table for other programs: CSV, JSON, Parquet.")
-@click.option(
-    "--out", type=PATH, required=True, help="File to write; its ending is the format: .csv, .json, .jsonl, .parquet."
-)
-@metadata_option()
-def export_(store: Path, out: Path, table: Path | None) -> None:
-    """Write the values in STORE as a table, a row for each value or error, with the columns of the metadata."""
+def export_(store: Path, *, out: Path, table: Metadata = None) -> None:
+    """Write the values in STORE as a table, a row for each value or error, with the columns of the metadata.
+
+    Args:
+        out: file to write; its ending is the format: .csv, .json, .jsonl, .parquet.
+    """
     try:
         export.check_format(out)
     except InputError as error:
@@ -125,14 +124,14 @@ def export_(store: Path, out: Path, table: Path | None) -> None:
 
 
 @_command("Put a spectrum, a landscape or a history into a store.")
-@click.argument("name")
-@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=PATH)
-@click.option("--label", default="", help="Name that tells results of one kind of the same checkpoint from each other.")
-def add(store: Path, name: str, files: tuple[Path, ...], label: str) -> None:
+def add(store: Path, name: str, files: Annotated[tuple[Path, ...], {"metavar": "FILE..."}], *, label: str = "") -> None:
     """Put each FILE into STORE, for its page: spectra and landscapes of the checkpoint NAME, or the history NAME.
 
     They are files that spectrum.to_json(FILE), landscape.to_npz(FILE) and history.to_json(FILE) wrote in Python. What
     STORE has of the same checkpoint, kind and label, or of the same history, is replaced.
+
+    Args:
+        label: name that tells results of one kind of the same checkpoint from each other.
     """
     results = {}
     for file in files:
@@ -147,8 +146,7 @@ def add(store: Path, name: str, files: tuple[Path, ...], label: str) -> None:
 
 
 @_command("Check that a store is whole.")
-@json_option
-def verify(store: Path, as_json: bool) -> None:
+def verify(store: Path, *, as_json: Json = False) -> None:
     """Check the file of STORE and what is in it; exits with status 1 if something is wrong."""
     with Store(store) as held:
         problems = stores.problems(held)
@@ -163,8 +161,7 @@ def verify(store: Path, as_json: bool) -> None:
 
 
 @_command("Unite stores.")
-@click.argument("others", metavar="OTHER...", nargs=-1, required=True, type=PATH)
-def merge(store: Path, others: tuple[Path, ...]) -> None:
+def merge(store: Path, others: Annotated[tuple[Path, ...], {"metavar": "OTHER..."}]) -> None:
     """Take what each OTHER store has into STORE, which is made if it is not there."""
     with Store(store, write=True, command=command_line()) as held:
         for other in others:

@@ -7,7 +7,6 @@ So it comes by what every backend has for |M|², by the route that is best for t
 no more rows than columns.
 """
 
-import functools
 from collections.abc import Sequence
 from functools import partial
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..interrupts import cached_property
 from .factor import gram_factor
 from .geometry import Geometry
 from .layer import Contraction, Contractor, Copies, LayerContraction
@@ -76,7 +76,7 @@ class WithColumns(Contractor):
         of_inputs = len(self._weight) * self._rows * places * promoted_dtype(self._weight.dtype).itemsize
         return of_inputs + self._behind.kept(places) + (0 if self._others is None else self._others.kept(places))
 
-    @functools.cached_property
+    @cached_property
     def _factor(self) -> Tensor:
         """Return Q, (G, min(d, m), m)."""
         return gram_factor(promoted(self._weight).mT)

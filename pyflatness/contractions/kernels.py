@@ -113,14 +113,14 @@ def plain(tensor: Tensor) -> Tensor:
 
 def dense(tensor: Tensor) -> Tensor:
     """Return the tensor, copied only if it is not contiguous, or negated lazily."""
-    return plain(tensor).contiguous()
+    return tensor.resolve_neg().contiguous()
 
 
 def dense_rows(matrix: Tensor) -> Tensor:
     """Return the matrix, copied only if the elements of a row are not neighbours, or if it is negated lazily."""
-    matrix = plain(matrix)
-    dense = matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
-    return matrix if dense and min(matrix.shape) > 0 else matrix.contiguous()
+    matrix = matrix.resolve_neg()
+    (n, m), (step, each) = matrix.shape, matrix.stride()
+    return matrix if each == 1 and step >= m and n and m else matrix.contiguous()
 
 
 def array(tensor: Tensor) -> tuple[int, int]:

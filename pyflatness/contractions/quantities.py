@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..interrupts import cached_property
 from .precision import product
 
 
@@ -62,12 +63,12 @@ class RowHessian:
     outputs: Tensor  # w φ_p over all columns, (n, P, d)
     y: Tensor  # (n, P, d)
 
-    @functools.cached_property
+    @cached_property
     def entries(self) -> Tensor:
         """Return H_(sj),(sj), (n, columns) float64."""
         return self.left * _summed(self.y[:, :, self.row], self.phi)
 
-    @functools.cached_property
+    @cached_property
     def weights(self) -> Tensor:
         """Return w_sj, (columns,) float64."""
         return self.weight[self.group, self.row, self.columns].double()

@@ -17,7 +17,6 @@ multiply-adds to make R δ, which is written where the stack has it (:class:`Sta
 There is no such form of w ∘ M of several positions: M is made for it (:class:`Both`).
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from ..interrupts import cached_property
 from .factor import gram_factors, half_factor
 from .geometry import Geometry
 from .precision import product, promoted, promoted_dtype
@@ -56,7 +56,7 @@ class PreparedWeight:
     memory: int  # bytes for working buffers of M
     serves_half: bool = False  # whether products with R in bfloat16 may be taken
 
-    @functools.cached_property
+    @cached_property
     def _made(self) -> tuple[Tensor | None, bool]:
         if self.factored is None:
             return None, False
@@ -87,7 +87,7 @@ class PreparedWeight:
         """Return whether R has zeros below its diagonal, as Cholesky's factor."""
         return self._made[1]
 
-    @functools.cached_property
+    @cached_property
     def half_factor(self) -> Tensor | None:
         """Return R in bfloat16, where products of that serve."""
         return half_factor(self.factor, self.factored) if self.serves_half and self.factored is not None else None

@@ -17,12 +17,12 @@ The difference cancels where one probability is close to 1, as it is at every tr
 The weight is centred first (:func:`.centre`).
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..interrupts import cached_property
 from .precision import product, promoted, promoted_dtype
 from .reference import DEFAULT_MEMORY, FUSED_OUTPUTS, Backend, RowSum, centre, shifted
 from .wide import Bounded, WideHead
@@ -93,7 +93,7 @@ class SoftmaxVariance:
         self._prepared = self._prepared if found is None else found.prepared
         return found
 
-    @functools.cached_property
+    @cached_property
     def _constants(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the centred weight (d, m), the shifted bias (d,) and the distances (d, d)."""
         weight = promoted(self._weight.contiguous())

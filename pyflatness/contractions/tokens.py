@@ -4,12 +4,12 @@ A sample's M = Σ_p δ_p φ_pᵀ has the columns of its tokens alone, each the s
 They are written out, and take no more memory than δ; no one-hot vector is.
 """
 
-import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ..interrupts import cached_property
 from .factor import gram_factor
 from .layer import Contraction, Contractor, Sign
 from .precision import product, promoted
@@ -25,7 +25,7 @@ class TokenContraction(Contractor):
         super().__init__(quantities, (1, *weight.shape[1:], 1), weight.device)
         self._weight, self._backend = weight, backend
 
-    @functools.cached_property
+    @cached_property
     def _factor(self) -> Tensor | None:
         return gram_factor(promoted(self._weight))[0] if self._wanted.gram_factor else None
 

@@ -1,11 +1,11 @@
 """Contract a layer whose weight gradients M are written out by a function, whatever its uses are, in torch."""
 
-import functools
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from ..interrupts import cached_property
 from .factor import gram_factor
 from .geometry import Geometry
 from .layer import Contraction, Contractor, Ingredients, Sign
@@ -26,7 +26,7 @@ class WrittenContraction(Contractor):
         self._gradients = given.gradients
         self._chunk = max(1, given.memory // (_COPIES * self._weight.element_size() * self._weight.numel()))
 
-    @functools.cached_property
+    @cached_property
     def _factor(self) -> Tensor | None:
         return gram_factor(self._weight) if self._wanted.gram_factor else None
 

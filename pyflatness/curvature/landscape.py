@@ -4,40 +4,256 @@
 
 Directions are random and filter-normalised (Li et al. 2018, https://arxiv.org/abs/1712.09913), the Hessian's top
 eigenvectors (Yao et al. 2020, https://arxiv.org/abs/1912.07145), those to other checkpoints, or the user's own.
+
+On the line between two networks there is the barrier between them: linear mode connectivity.
+
+    barrier = max_α E((1 - α) θ + α θ') - ((1 - α) E(θ) + α E(θ'))
+
+over α from 0 to 1 (Frankle et al. 2020, https://arxiv.org/abs/1912.05671; Entezari et al. 2022,
+https://arxiv.org/abs/2110.06296). Two minima without a barrier are connected. Between them the statistics of BatchNorm
+that either was trained with are not those of its activations, and are computed anew at each point: means of those of
+batches, as SWA takes them (Izmailov et al. 2018, https://arxiv.org/abs/1803.05407; ``swa_utils.update_bn`` of torch).
 """
 
+import contextlib
+import io
+import json
 import math
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import Unpack
 
 from .. import progress as bars
-from ..errors import InputError
+from ..errors import InputError, NotYetError
 from ..messages import check_choice, check_path, shown
-from ..model import fingerprint
+from ..model import calling, fingerprint
+from ..model.parameters import Parameters
 from ..model.selectors import Selector
 from ..numerics.meeting import joined
 from ..numerics.ranks import Ranks
 from ..options import CALL, How, Options, check_count, check_flag, check_progress
 from ..passes.task import Task
+from ..report import Result, arrays, views
 from ..session import public, session
 from . import directions as making
 from .directions import NORMALIZATIONS, Direction
 from .points import PointLosses, Points
+from .quadratic import Quadratic
 from .quadratic import quadratic as quadratic_model
-from .slices import Landscape
 from .spectra import Spectrum
 from .spectrum import spectrum
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_FORMAT = "pyflatness landscape 1"
+_ABOUT = ("loss", "labels", "samples", "done", "key")  # what a file has as JSON
 _SECONDS = 5.0  # between two times that a file is written, at least
 _SHARE = 0.05  # of the time that writing may take: a file with eigenvectors may be large
+
+
+@dataclass(frozen=True, repr=False)
+class Landscape(Result):
+    """Hold the loss at points θ + Σ_k c_k d_k on a grid of coefficients of one or two directions.
+
+    Attributes:
+        coefficients: of each direction, (points_k,) float64.
+        losses: (points_1,), or (points_1, points_2), float64; NaN and infinity are what the loss is there, or NaN what
+            was not evaluated yet, see ``done``.
+        accuracy: the fraction of right predictions at the same points, or None.
+        loss: E(θ), that of the model itself.
+        quadratic: the quadratic model of the loss in these directions, or None.
+        labels: of the directions.
+        samples: of the data.
+        done: how many points, in the order of ``losses.flatten()``, have been evaluated.
+        key: of what model, data, directions and grid it is, by names; for a file that is gone on with.
+        directions: changes by names of parameters, where a file has to have them: eigenvectors, which a call that goes
+            on with it would have to compute again.
+    """
+
+    coefficients: tuple[Tensor, ...]
+    losses: Tensor
+    accuracy: Tensor | None
+    loss: float
+    quadratic: Quadratic | None
+    labels: tuple[str, ...]
+    samples: int
+    done: int
+    key: Mapping[str, str]
+    directions: tuple[Mapping[str, Tensor], ...] = ()
+
+    def to_npz(self, path: str | Path) -> None:
+        """Write it as an ``.npz`` file, which appears under its name when it is whole.
+
+        Its arrays are ``coefficients_0``, ``coefficients_1``, ``losses``, ``accuracy``, ``gradient``, ``hessian``,
+        ``direction_0`` and ``direction_1`` with the name of a parameter behind a space, where it has directions, and
+        ``about``, the rest as JSON; numpy reads them with ``allow_pickle=False``.
+        """
+        path = check_path("path", path)
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            part.write_bytes(self.content())
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def content(self) -> bytes:
+        """Return what :meth:`to_npz` writes."""
+        held: dict[str, Any] = {f"coefficients_{k}": each.numpy() for k, each in enumerate(self.coefficients)}
+        held["losses"] = self.losses.numpy()
+        if self.accuracy is not None:
+            held["accuracy"] = self.accuracy.numpy()
+        for place, direction in enumerate(self.directions):
+            held |= {f"direction_{place} {name}": change.cpu().numpy() for name, change in direction.items()}
+        about: dict[str, Any] = {"format": _FORMAT, **{name: getattr(self, name) for name in _ABOUT}}
+        if self.quadratic is not None:
+            about["value"] = self.quadratic.value
+            held |= {"gradient": self.quadratic.gradient.numpy(), "hessian": self.quadratic.hessian.numpy()}
+        buffer = io.BytesIO()
+        np.savez(buffer, about=np.array(json.dumps(about)), **held)
+        return buffer.getvalue()
+
+    @classmethod
+    def from_npz(cls, path: str | Path) -> "Landscape":
+        """Return what :meth:`to_npz` wrote, or :func:`pyflatness.landscape` with ``out=``, finished or not.
+
+        Raises:
+            InputError: another file.
+            FileNotFoundError: no file.
+        """
+        return cls.read(check_path("path", path).read_bytes(), str(path))
+
+    @classmethod
+    def read(cls, content: bytes, name: str) -> "Landscape":
+        """Return what :meth:`to_npz` wrote, from the content of a file."""
+        try:
+            found = arrays.read(io.BytesIO(content))
+            about = json.loads(str(found.pop("about")))
+            if about["format"] != _FORMAT:
+                raise ValueError(f"its format is {about['format']!r}")
+            tensors = {name: torch.from_numpy(array) for name, array in found.items()}
+            quadratic = None
+            if "hessian" in tensors:
+                quadratic = Quadratic(about["value"], tensors["gradient"], tensors["hessian"])
+            return cls(
+                coefficients=tuple(tensors[f"coefficients_{k}"] for k in range(len(about["labels"]))),
+                losses=tensors["losses"],
+                accuracy=tensors.get("accuracy"),
+                quadratic=quadratic,
+                directions=_directions(tensors),
+                **{name: about[name] for name in _ABOUT} | {"labels": tuple(about["labels"])},
+            )
+        except Exception as error:
+            raise InputError(f"{name}: no landscape that Landscape.to_npz wrote ({error})") from error
+
+    def plot(
+        self, path: "str | Path | None" = None, *, axes: "Axes | None" = None, quadratic: bool = True
+    ) -> "tuple[Figure, Axes]":
+        """Draw the loss as a curve, or of two directions as filled contours; where it is not finite there is a gap.
+
+        The quadratic model is a dashed curve, or dashed contour lines of the same levels. Colours and levels are on a
+        logarithmic scale where the loss is positive and its largest value a hundred times its smallest.
+
+        Args:
+            path: where the figure is written too.
+            axes: to draw into; None: those of a new figure, outside of pyplot.
+            quadratic: whether the quadratic model is drawn, where there is one.
+
+        Returns:
+            Figure and axes of matplotlib.
+
+        Raises:
+            MissingExtraError: without matplotlib.
+            InputError: no loss is finite.
+        """
+        model = self.quadratic.at(*self.coefficients) if quadratic and self.quadratic is not None else None
+        finite = self.losses[self.losses.isfinite()]
+        if not len(finite):
+            raise InputError("plot: no loss of the slice is finite")
+        figure, axes = views.onto(axes)
+        draw = _curve if len(self.coefficients) == 1 else _contours
+        draw(axes, self.coefficients, self.losses.where(self.losses.isfinite(), torch.nan), finite, model)
+        axes.set_xlabel(self.labels[0])
+        axes.set_ylabel(self.labels[1] if len(self.labels) > 1 else "loss")
+        views.save(figure, path)
+        return figure, axes
+
+    def __str__(self) -> str:
+        grid = " × ".join(str(len(each)) for each in self.coefficients)
+        finite = self.losses[self.losses.isfinite()]
+        span = f"{float(finite.min()):.6g} to {float(finite.max()):.6g}" if len(finite) else "not finite"
+        lines = [
+            f"loss on {grid} points along {', '.join(self.labels)}: {span}; {self.loss:.6g} at the weights; "
+            f"{self.samples} samples"
+        ]
+        if self.done < self.losses.numel():
+            lines.append(f"{self.done} of {self.losses.numel()} points are evaluated")
+        if self.quadratic is not None:
+            slopes, curvatures = self.quadratic.gradient, self.quadratic.hessian.diagonal()
+            lines += [
+                f"{label}: gradient {float(slope):.4g}, curvature {float(curvature):.4g}"
+                for label, slope, curvature in zip(self.labels, slopes, curvatures, strict=True)
+            ]
+        return "\n".join(lines)
+
+
+def _directions(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ...]:
+    """Return the directions among the arrays of a file."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, change in tensors.items():
+        place, _, name = key.partition(" ")
+        if place.startswith("direction_"):
+            found.setdefault(place, {})[name] = change
+    return tuple(found[place] for place in sorted(found))
+
+
+_LEVELS = 24
+_WIDE = 100.0  # times the smallest loss: from here on levels are logarithmic
+
+
+def _curve(axes: Any, coefficients: Sequence[Tensor], losses: Tensor, finite: Tensor, model: Tensor | None) -> None:
+    (along,) = coefficients
+    axes.plot(along, losses, marker=".", label="loss")
+    if model is not None:
+        low, high = axes.get_ylim()
+        axes.plot(along, model, "--", label="quadratic model")
+        axes.set_ylim(low, high)
+        axes.legend()
+
+
+def _contours(axes: Any, coefficients: Sequence[Tensor], losses: Tensor, finite: Tensor, model: Tensor | None) -> None:
+    from matplotlib.colors import LogNorm
+
+    x, y = coefficients
+    low, high = float(finite.min()), float(finite.max())
+    if high == low:
+        high = low + max(1e-12, abs(low) * 1e-12)
+    wide = low > 0 and high > _WIDE * low
+    ends = (math.log(low), math.log(high)) if wide else (low, high)
+    levels = torch.linspace(*ends, _LEVELS, dtype=torch.float64, device="cpu")
+    levels = levels.exp() if wide else levels
+    levels[0], levels[-1] = low, high  # which the logarithm rounds
+    filled = axes.contourf(
+        *(x.numpy(), y.numpy(), losses.T.numpy()),
+        levels=levels.numpy(),
+        norm=LogNorm(low, high) if wide else None,
+        cmap="viridis",
+    )
+    axes.get_figure().colorbar(filled, ax=axes, label="loss", ticks=levels[::3].tolist(), format="%.3g")
+    if model is not None and bool(((model > low) & (model < high)).any()):
+        values, lines = model.T.numpy(), levels[1:-1:3].numpy()
+        axes.contour(x.numpy(), y.numpy(), values, levels=lines, colors="white", linestyles="dashed", linewidths=0.9)
+    axes.plot(0, 0, "+", color="white")
 
 
 @public(*CALL, "seed", "memory")
@@ -379,3 +595,228 @@ def _spans(span: Any, count: int) -> list[tuple[float, float]]:
     if len(found) != count or not all(-math.inf < low < high < math.inf for low, high in found):
         raise InputError(message)
     return found
+
+
+@dataclass(frozen=True, repr=False)
+class LinearInterpolation(Result):
+    """Hold the loss on the line between two networks.
+
+    Attributes:
+        coefficients: (points,) float64, α from 0, the model, to 1, the other.
+        losses: (points,) float64, on the training data.
+        accuracy: (points,), or None where targets are no classes.
+        test_losses: on the test data, or None.
+        test_accuracy: or None.
+        samples: of the training data.
+        refreshed: whether statistics of BatchNorm were computed anew at each point.
+    """
+
+    coefficients: Tensor
+    losses: Tensor
+    accuracy: Tensor | None
+    test_losses: Tensor | None
+    test_accuracy: Tensor | None
+    samples: int
+    refreshed: bool
+
+    @property
+    def barrier(self) -> float:
+        """Return max_α E(α) - ((1 - α) E(0) + α E(1)) over the points; 0 without a barrier, NaN if a loss is."""
+        return _barrier(self.coefficients, self.losses)
+
+    @property
+    def test_barrier(self) -> float | None:
+        """Return the same on the test data; None without such."""
+        return None if self.test_losses is None else _barrier(self.coefficients, self.test_losses)
+
+    @property
+    def error_barrier(self) -> float | None:
+        """Return the same of the error, 1 - accuracy, on the training data; None without accuracies."""
+        return None if self.accuracy is None else _barrier(self.coefficients, 1 - self.accuracy)
+
+    @property
+    def test_error_barrier(self) -> float | None:
+        """Return the same of the error on the test data; None without such, or without accuracies."""
+        return None if self.test_accuracy is None else _barrier(self.coefficients, 1 - self.test_accuracy)
+
+    def plot(self, path: "str | Path | None" = None, *, axes: "Axes | None" = None) -> "tuple[Figure, Axes]":
+        """Draw the losses on the line, dashed what is linear between the ends; a loss that is not finite is a gap.
+
+        Args:
+            path: where the figure is written too.
+            axes: to draw into; None: those of a new figure, outside of pyplot.
+
+        Returns:
+            Figure and axes of matplotlib.
+
+        Raises:
+            MissingExtraError: without matplotlib.
+        """
+        figure, axes = views.onto(axes)
+        for label, losses in (("training", self.losses), ("test", self.test_losses)):
+            if losses is None:
+                continue
+            (line,) = axes.plot(
+                self.coefficients, losses.where(losses.isfinite(), torch.nan), marker=".", label=f"{label} loss"
+            )
+            axes.plot([0, 1], losses[[0, -1]], "--", color=line.get_color(), linewidth=0.9)
+        axes.set(xlabel="α, from one network to the other", ylabel="loss")
+        axes.legend()
+        views.save(figure, path)
+        return figure, axes
+
+    def __str__(self) -> str:
+        lines = [
+            f"{name} loss {float(losses[0]):.6g} at α = 0, {float(losses[-1]):.6g} at α = 1; barrier {barrier:.6g}"
+            for name, losses, barrier in (
+                ("training", self.losses, self.barrier),
+                ("test", self.test_losses, self.test_barrier),
+            )
+            if losses is not None
+        ]
+        anew = ", statistics of BatchNorm computed anew" if self.refreshed else ""
+        return "\n".join([*lines, f"{len(self.coefficients)} points, {self.samples} samples{anew}"])
+
+
+@public(*CALL, "memory")
+def linear_interpolation(
+    model: nn.Module,
+    loss: Any = "auto",
+    data: Any = ...,
+    other: nn.Module | Mapping[str, Tensor] = ...,  # type: ignore[assignment]
+    *,
+    test: Any = None,
+    layers: Selector | Sequence[Selector] | None = None,
+    points: int = 21,
+    update_bn: bool | None = None,
+    accuracy: bool | None = None,
+    **how: Unpack[How],
+) -> LinearInterpolation:
+    """Return the loss on the line between two networks, E((1 - α) θ + α θ'), and the barrier between them.
+
+    Args:
+        data: … They are the training data, and are read again and again.
+        other: another module of the same structure, or a state dict.
+        test: batches of other data, for the loss on these too.
+        layers: selectors: only the parameters of these layers go from the one network to the other. None: all, and
+            buffers of floating-point numbers.
+        points: how many, with both ends.
+        update_bn: compute the statistics of BatchNorm anew at each point, ends too, by a read of ``data`` with these
+            layers, and no others, in training mode: means over batches of their means and variances, as
+            ``torch.optim.swa_utils.update_bn`` takes them. None: where there is such a layer. False: statistics are
+            linear in α, as other buffers are.
+        accuracy: also evaluate the accuracy; None: where targets are classes.
+        process_group: as for :func:`pyflatness.relative_flatness`. Statistics of BatchNorm are means over the batches
+            of all ranks.
+
+    Returns:
+        Losses and accuracies, whose ``barrier`` is max_α E(α) - ((1 - α) E(0) + α E(1)). NaN and infinity are kept.
+
+    Raises:
+        InputError: another checkpoint than of this model, or the model itself; ``update_bn=True`` without BatchNorm;
+            batches of one sample, which have no variance; see :func:`pyflatness.relative_flatness`.
+
+    Example:
+        >>> import torch, pyflatness as pf
+        >>> one, other = (torch.nn.Linear(1, 1, bias=False).double() for _ in range(2))
+        >>> _ = one.weight.data.fill_(-1.0), other.weight.data.fill_(1.0)
+        >>> data = torch.ones(1, 1).double(), torch.zeros(1, 1).double()
+        >>> found = pf.linear_interpolation(one, lambda f, y: -((f - y) ** 2).mean(), data, other, points=3)
+        >>> found.losses.tolist(), found.barrier
+        ([-1.0, 0.0, -1.0], 1.0)
+    """
+    points = check_count("points", points, 2)
+    update_bn = None if update_bn is None else check_flag("update_bn", update_bn)
+    accuracy = None if accuracy is None else check_flag("accuracy", accuracy)
+    progress = check_progress(how)
+    if not isinstance(other, (nn.Module, Mapping)):
+        raise InputError(f"other={shown(other)}: a module or a state dict is wanted")
+    options = Options.of(how, nan_policy="propagate")
+    with session(model, loss, data, options, {**how, "progress": False}, reads=3) as task:
+        there = bool(_norms(task.model))
+        anew = there if update_bn is None else update_bn
+        if anew and not there:
+            raise InputError("update_bn=True: the model has no BatchNorm with running statistics")
+        tasks = [task] if test is None else [task, task.on(test, reads=3)]
+        names = None if layers is None else making.chosen(task.model, layers)
+        direction = making.to(task.model, other, names, "other", "")
+        theta = making.origin(task.model, [direction])
+        evaluated = [Points(each, accuracy) for each in tasks]
+        found: list[list[PointLosses]] = [[] for _ in tasks]
+        coefficients = torch.linspace(0, 1, points, dtype=torch.float64, device="cpu")
+        shown_here = False if task.batches.shard.ranks.rank else progress
+        with bars.bar("points", points, shown_here) as advance:
+            for some in coefficients.split(min(each.at_once(theta) for each in evaluated)):
+                networks = [making.moved(theta, [direction], [alpha]) for alpha in some.tolist()]
+                if anew:
+                    networks = [values | _refreshed(task, values) for values in networks]
+                for own, held in zip(evaluated, found, strict=True):
+                    held.append(own(networks))
+                advance(len(some), "")
+        train, *others = map(_joined, found)
+        on_test = others[0] if others else None
+        return LinearInterpolation(
+            coefficients=coefficients,
+            losses=train.losses,
+            accuracy=train.accuracies,
+            test_losses=None if on_test is None else on_test.losses,
+            test_accuracy=None if on_test is None else on_test.accuracies,
+            samples=evaluated[0].samples,
+            refreshed=anew,
+        )
+
+
+def _joined(parts: Sequence[PointLosses]) -> PointLosses:
+    accuracies = [part.accuracies for part in parts if part.accuracies is not None]
+    return PointLosses(torch.cat([part.losses for part in parts]), torch.cat(accuracies) if accuracies else None)
+
+
+def _barrier(coefficients: Tensor, values: Tensor) -> float:
+    return float((values - torch.lerp(values[0], values[-1], coefficients)).max())
+
+
+_MEAN, _VARIANCE, _CALLS = "running_mean", "running_var", "num_batches_tracked"
+
+
+def _norms(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Return the BatchNorm layers with running statistics by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and module.running_mean is not None and module.num_batches_tracked is not None
+    }
+
+
+def _refreshed(task: Task, values: Parameters) -> Parameters:
+    """Return the statistics by name of buffer: means over all calls of a layer on batches, by one read of the data."""
+    own, buffers = _norms(task.model), dict(task.model.named_buffers())
+    synchronised = next((name for name, norm in own.items() if isinstance(norm, nn.SyncBatchNorm)), None)
+    if synchronised is not None and not task.batches.shard.ranks.alone:
+        raise NotYetError(f"{synchronised!r} (SyncBatchNorm): its statistics are not refreshed over several ranks")
+    names = [(f"{name}.{_CALLS}", [f"{name}.{key}" for key in (_MEAN, _VARIANCE)]) for name in own]
+    sums: dict[str, Tensor] = {}
+    with _of_batches(own.values()), calling.dry_run():
+        for batch in task.batches:
+            fresh = {key: torch.zeros_like(buffers[key]) for calls, of in names for key in (calls, *of)}
+            task.run(batch, {**values, **fresh})
+            for calls, of in names:
+                sums[calls] = sums.get(calls, 0) + fresh[calls].double()
+                for key in of:
+                    sums[key] = sums.get(key, 0) + fresh[calls] * fresh[key].double()
+    sums = task.batches.shard.sum("the statistics of BatchNorm", sums)
+    return {
+        key: (sums[key] / sums[calls]).to(buffers[key].dtype) for calls, of in names if int(sums[calls]) for key in of
+    }
+
+
+@contextlib.contextmanager
+def _of_batches(found: Iterable[_BatchNorm]) -> Iterator[None]:
+    """Let BatchNorm layers, and these alone, normalise by the batch and average its statistics, inside."""
+    before = [(norm, norm.training, norm.momentum) for norm in found]
+    try:
+        for norm, _, _ in before:
+            norm.training, norm.momentum = True, None
+        yield
+    finally:
+        for norm, training, momentum in before:
+            norm.training, norm.momentum = training, momentum

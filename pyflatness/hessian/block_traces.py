@@ -20,7 +20,6 @@ Quantities that are not of T are in :mod:`.entries`, and those of T beside them,
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +31,7 @@ from torch import Tensor, nn
 from ..contractions import product, promoted
 from ..contractions.factor import gram_factor
 from ..contractions.quantities import QUANTITIES, Contribution
+from ..interrupts import cached_property
 from ..messages import second_derivatives
 from ..model import layers
 from ..numerics.signs import Signs
@@ -220,7 +220,7 @@ class BlockTraces:
         units = torch.eye(columns, dtype=self._weight.dtype, device=self._weight.device)
         return units.expand(1, groups, -1, -1)
 
-    @functools.cached_property
+    @cached_property
     def _few_columns(self) -> Tensor | None:
         """Return K for sampled values, where it is not φ itself."""
         if self.in_weight:

@@ -13,6 +13,7 @@ they give for each micro-batch is added up in float64.
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -193,14 +194,18 @@ class Products:
         u = torch.zeros_like(run.outputs.detach(), requires_grad=True)
         self._check_complete(run, run.outputs, u)
         gradients = _gradients(run.outputs, leaves, u, create_graph=True)  # Jᵀu
+        sent = cotangents.of_run(run, self._loss)
         outputs = run.outputs.detach().requires_grad_()
-        (gradient,) = _gradients(
-            self._loss.value(outputs, run.targets.detach()), {"": outputs}, create_graph=True
-        ).values()
+
+        @functools.cache
+        def gradient() -> Tensor:
+            value = self._loss.value(outputs, run.targets.detach())
+            return _gradients(value, {"": outputs}, create_graph=True)[""]
 
         def multiply(names: Names, vector: Tensor) -> Tensor:
             (pushed,) = self._along(gradients, names, vector, {"": u}).values()  # J v
-            (product,) = _gradients(gradient, {"": outputs}, pushed).values()
+            product = sent.times(pushed)
+            product = _gradients(gradient(), {"": outputs}, pushed)[""] if product is None else product
             return self._joined(_gradients(run.outputs, {name: leaves[name] for name in names}, product))
 
         return multiply

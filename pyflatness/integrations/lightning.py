@@ -4,17 +4,16 @@ import contextlib
 import importlib
 import math
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..errors import InputError, MissingExtraError
-from ..model import hugging_face
-from ..model.selectors import Selector
+from ..model import hugging_face, selectors
 from ..training.history import History
-from .watch import Watch, check_model
+from .watch import Watch
 
 _LOSSES = ("loss", "criterion", "loss_fn", "loss_function")  # attributes of modules
 _NOT_WHOLE = ("FSDPStrategy", "DeepSpeedStrategy")  # whose weights are not on any rank as the module has them
@@ -31,7 +30,7 @@ def _bases() -> tuple[type, ...]:
     return tuple(found)
 
 
-class FlatnessCallback(*_bases()):  # type: ignore[misc]
+class FlatnessCallback(Watch, *_bases()):  # type: ignore[misc]
     """Measure the model at the ends of epochs of a fit, and log the values through the trainer's loggers.
 
     The training is what it is without the callback, bit by bit: modes, buffers, gradients, random states, samplers and
@@ -44,8 +43,6 @@ class FlatnessCallback(*_bases()):  # type: ignore[misc]
     strategies FSDP and DeepSpeed.
 
     Args:
-        layers: a selector or several, see :func:`pyflatness.measure`; None: every layer that can be measured and ran.
-        measures: names, or None, ``"sweep"`` or ``"all"``, see :func:`pyflatness.measure`.
         data: ``"train"``, which the papers' measure is of, or ``"val"``: the trainer's own loader, with its
             ``limit_train_batches`` or ``limit_val_batches``; or a loader, a list of batches or a tuple of tensors.
             Batches of all but a tuple go through the module's batch hooks (``on_after_batch_transfer``, …) as in
@@ -55,11 +52,8 @@ class FlatnessCallback(*_bases()):  # type: ignore[misc]
             one; of a model of transformers its own.
         model: the attribute of the LightningModule that is measured, such as ``"net"`` or ``"ema.module"``; None: the
             LightningModule itself, called as ``module(inputs)``.
-        every_n_epochs: epochs n, 2 n, … are measured, counted from 1 and from the first fit, also after resuming.
-        limit_batches: how many batches are read, on each rank; None: all.
-        name: what the names of logged values begin with; two callbacks of a trainer need two.
-        strict: whether what is not possible is an error, which ends the training.
-        **options: of :func:`pyflatness.measure`: ``probes``, ``curvature``, ``normalize``, ``forward``, ``memory``, …
+        **others: ``layers``, ``measures``, ``every_n_epochs``, ``limit_batches``, ``name``, ``strict`` and options of
+            :func:`pyflatness.measure`, as :class:`.watch.Watch` describes them.
 
     Attributes:
         history: a :class:`pyflatness.results.History` with a record for each measured epoch, ``epoch`` and ``step`` as
@@ -78,33 +72,10 @@ class FlatnessCallback(*_bases()):  # type: ignore[misc]
         History(0 records: nothing measured)
     """
 
-    def __init__(
-        self,
-        layers: Selector | Sequence[Selector] | None = None,
-        measures: str | Sequence[str] | None = "relative_flatness",
-        data: Any = "train",
-        *,
-        loss: Any = None,
-        model: str | None = None,
-        every_n_epochs: int = 1,
-        limit_batches: int | None = None,
-        name: str = "flatness",
-        strict: bool = False,
-        **options: Any,
-    ) -> None:
-        super().__init__()
-        self._watch = Watch(layers, measures, data, every_n_epochs, limit_batches, name, strict, options)
-        self._loss, self._model = loss, model
-
-    @property
-    def history(self) -> History:
-        """Return what was measured."""
-        return self._watch.history
-
     @property
     def state_key(self) -> str:
         """Return the callback's key in checkpoints."""
-        return f"FlatnessCallback[{self._watch.name}]"
+        return f"FlatnessCallback[{self._name}]"
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of the callback: its history."""
@@ -112,21 +83,22 @@ class FlatnessCallback(*_bases()):  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the history of a checkpoint."""
-        self._watch.history = History.from_json(state_dict["history"])
+        self.history = History.from_json(state_dict["history"])
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Raise before a fit begins if there is no loss, model or layer; the module has made what it makes itself."""
-        model = self._measured(pl_module)
+        model = self._part_of(pl_module)
         self._loss_of(pl_module, model)
-        self._watch.check(model)
+        if self._layers is not None:
+            selectors.select(model, self._layers)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to count the training's time."""
-        self._watch.begin()
+        self._begin()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Measure the epoch, if it is one that is to be measured, and log the values."""
-        if not self._watch.is_due(trainer.current_epoch + 1):
+        if (trainer.current_epoch + 1) % self._every_n_epochs:
             return
 
         def problem() -> tuple[nn.Module, Any]:
@@ -135,22 +107,18 @@ class FlatnessCallback(*_bases()):  # type: ignore[misc]
                     f"under {type(trainer.strategy).__name__} the weights are not in the module as a whole; measure a "
                     "checkpoint of it after the training, or train by DDPStrategy or ModelParallelStrategy"
                 )
-            model = self._measured(pl_module)
+            model = self._part_of(pl_module)
             return model, self._loss_of(pl_module, model)
 
         epoch, step = trainer.current_epoch, trainer.global_step
         with _validating(trainer):
-            values = self._watch.measured(epoch, step, problem, lambda: self._batches(trainer))
+            values = self._measured(epoch, step, problem, lambda: self._batches(trainer))
         if values:
             pl_module.log_dict(values, sync_dist=trainer.world_size > 1, batch_size=1)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Say what the measurements have cost."""
-        if self.history.records and trainer.is_global_zero:
-            print(self._watch.overhead())
-
-    def _measured(self, pl_module: Any) -> nn.Module:
-        return pl_module if self._model is None else check_model(pl_module, self._model)
+        self._end(prints=trainer.is_global_zero)
 
     def _loss_of(self, pl_module: nn.Module, model: nn.Module) -> Any:
         """Return the user's loss, or the one that a module has."""
@@ -171,7 +139,7 @@ class FlatnessCallback(*_bases()):  # type: ignore[misc]
 
     def _batches(self, trainer: Any) -> Any:
         """Return the data that are to be measured, as the module takes them."""
-        data = self._watch.data
+        data = self._data
         if not isinstance(data, str):
             return data if isinstance(data, tuple) and isinstance(data[0], Tensor) else _Prepared(data, trainer)
         if data == "train":

@@ -10,11 +10,11 @@ from torch import nn
 
 from ..errors import InputError, MissingExtraError
 from ..losses import auto
+from ..model import selectors
 from ..model.selectors import Selector
 from ..options import check_number
-from ..training.history import History
 from ..training.layer_penalty import FlatnessPenalty
-from .watch import Watch, check_model
+from .watch import Watch
 
 try:
     from transformers import TrainerCallback
@@ -22,7 +22,7 @@ except ModuleNotFoundError as error:
     raise MissingExtraError(f"{error.name} is not installed: pip install 'pyflatness[hf]' accelerate") from None
 
 
-class FlatnessCallback(TrainerCallback):  # type: ignore[misc]
+class FlatnessCallback(Watch, TrainerCallback):  # type: ignore[misc]
     """Measure the model at the ends of epochs, and log the values through the trainer.
 
     The training is what it is without the callback, bit by bit: modes, buffers, gradients, random states, samplers and
@@ -37,17 +37,12 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]
 
     Args:
         trainer: the trainer that the callback is added to. It is not known to callbacks otherwise, and has the loggers.
-        layers: a selector or several, see :func:`pyflatness.measure`; None: every layer that can be measured and ran.
-        measures: names, or None, ``"sweep"`` or ``"all"``, see :func:`pyflatness.measure`.
         data: ``"train"``, which the papers' measure is of: the loader of the training; ``"val"``: of
             ``trainer.get_eval_dataloader()``; or a loader, a list of batches or a tuple of tensors.
         loss: see :func:`pyflatness.measure`; ``"auto"`` is the one that the model computes itself.
         model: the attribute of the trainer's model that is measured; None: the model.
-        every_n_epochs: epochs n, 2 n, … are measured, counted from 1 and from the first training, also after resuming.
-        limit_batches: how many batches are read, on each rank; None: all.
-        name: what the names of logged values begin with.
-        strict: whether what is not possible is an error, which ends the training.
-        **options: of :func:`pyflatness.measure`: ``probes``, ``curvature``, ``normalize``, ``forward``, ``memory``, …
+        **others: ``layers`` and ``measures``, behind the trainer, ``every_n_epochs``, ``limit_batches``, ``name``,
+            ``strict`` and options of :func:`pyflatness.measure`, as :class:`.watch.Watch` describes them.
 
     Attributes:
         history: a :class:`pyflatness.results.History` with a record for each measured epoch, counted from 1.
@@ -61,29 +56,15 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]
         >>> # trainer.add_callback(FlatnessCallback(trainer, layers="classifier", probes=4))
     """
 
-    def __init__(
-        self,
-        trainer: Any,
-        layers: Selector | Sequence[Selector] | None = None,
-        measures: str | Sequence[str] | None = "relative_flatness",
-        data: Any = "train",
-        *,
-        loss: Any = "auto",
-        model: str | None = None,
-        every_n_epochs: int = 1,
-        limit_batches: int | None = None,
-        name: str = "flatness",
-        strict: bool = False,
-        **options: Any,
-    ) -> None:
+    def __init__(self, trainer: Any, *what: Any, loss: Any = "auto", **others: Any) -> None:
         if not callable(getattr(trainer, "add_callback", None)):
             raise InputError(
                 f"trainer: a Trainer of transformers is wanted, got {type(trainer).__name__}; "
                 "trainer.add_callback(FlatnessCallback(trainer, layers=…))"
             )
-        self._watch = Watch(layers, measures, data, every_n_epochs, limit_batches, name, strict, options)
-        self._trainer, self._loss, self._path = trainer, loss, model
-        self._measured()
+        super().__init__(*what, loss=loss, **others)
+        self._trainer = trainer
+        self._part_of(trainer.model)
         if auto.is_auto(loss) and (trainer.compute_loss_func is not None or trainer.label_smoother is not None):
             own = "compute_loss_func=" if trainer.compute_loss_func is not None else "label_smoothing_factor"
             raise InputError(
@@ -91,24 +72,20 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]
                 "by, such as loss=nn.CrossEntropyLoss(label_smoothing=0.1)"
             )
 
-    @property
-    def history(self) -> History:
-        """Return what was measured."""
-        return self._watch.history
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Raise if there are no such layers or data; begin to count the training's time."""
         # The user's own loader may need none.
         is_own = not self._trainer.get_eval_dataloader.__module__.startswith("transformers.")
-        if self._watch.data == "val" and self._trainer.eval_dataset is None and not is_own:
+        if self._data == "val" and self._trainer.eval_dataset is None and not is_own:
             raise InputError("data='val': the trainer has no eval_dataset; pass data='train', or a loader")
-        self._watch.check(self._measured())
-        self._watch.begin()
+        if self._layers is not None:
+            selectors.select(self._part_of(self._trainer.model), self._layers)
+        self._begin()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure the epoch, if it is one that is to be measured, and log the values."""
         epoch = math.ceil(state.epoch - 1e-6)  # steps are counted as fractions of an epoch; a last one may be cut short
-        if not self._watch.is_due(epoch):
+        if epoch % self._every_n_epochs:
             return
 
         def problem() -> tuple[nn.Module, Any]:
@@ -117,10 +94,10 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]
                     "under DeepSpeed the weights are not in the model as a whole; measure a checkpoint of it after the "
                     "training"
                 )
-            return self._measured(), self._loss
+            return self._part_of(self._trainer.model), self._loss
 
         train = kwargs["train_dataloader"]
-        values = self._watch.measured(epoch, state.global_step, problem, lambda: self._batches(train))
+        values = self._measured(epoch, state.global_step, problem, lambda: self._batches(train))
         if values:
             due = control.should_log  # of the training's own loss, by logging_strategy="epoch"
             self._trainer.log(values)
@@ -128,15 +105,10 @@ class FlatnessCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Say what the measurements have cost."""
-        if self.history.records and state.is_world_process_zero:
-            print(self._watch.overhead())
-
-    def _measured(self) -> nn.Module:
-        model: nn.Module = self._trainer.model
-        return model if self._path is None else check_model(model, self._path)
+        self._end(prints=state.is_world_process_zero)
 
     def _batches(self, train: Any) -> Any:
-        data = self._watch.data
+        data = self._data
         if data == "val" and isinstance(self._trainer.eval_dataset, dict):
             names = ", ".join(map(repr, self._trainer.eval_dataset))
             raise InputError(f"data='val': the trainer has several data sets ({names}); pass a loader of one as data=")

@@ -16,7 +16,7 @@ from ..api import measure
 from ..errors import InputError, NonFiniteError
 from ..measures import are_named, named
 from ..messages import shown, unknown_argument
-from ..model import generators, selectors
+from ..model import generators
 from ..model.data import used_up
 from ..model.selectors import Selector
 from ..model.state import in_eval_mode
@@ -30,49 +30,73 @@ _OPTIONS = [name for name in EVERY if name not in ("eval", "process_group")]
 
 
 class Watch:
-    """Measure a model at the ends of epochs, and leave all that the training depends on as it was.
+    """Measure a model at the ends of epochs, and leave all that the training depends on as it was: a base of callbacks.
 
-    Options are those of the callbacks. ``history`` has what was measured, a record for each epoch.
+    Attributes:
+        history: a :class:`pyflatness.results.History` with a record for each measured epoch.
     """
 
     def __init__(
         self,
-        layers: Selector | Sequence[Selector] | None,
-        measures: str | Sequence[str] | None,
-        data: Any,
-        every_n_epochs: int,
-        limit_batches: int | None,
-        name: str,
-        strict: bool,
-        options: dict[str, Any],
+        layers: Selector | Sequence[Selector] | None = None,
+        measures: str | Sequence[str] | None = "relative_flatness",
+        data: Any = "train",
+        *,
+        loss: Any = None,
+        model: str | None = None,
+        every_n_epochs: int = 1,
+        limit_batches: int | None = None,
+        name: str = "flatness",
+        strict: bool = False,
+        **options: Any,
     ) -> None:
-        self.layers, self.data, self.name, self.options = layers, data, name, _checked(options)
-        self.measures = _asked(measures)
-        self.every_n_epochs = check_count("every_n_epochs", every_n_epochs, 1)
-        self.limit_batches = None if limit_batches is None else check_count("limit_batches", limit_batches, 1)
-        self.strict = check_flag("strict", strict)
+        """Take what is measured, when and how; each callback says what data, loss and model are.
+
+        Args:
+            layers: selectors, see :func:`pyflatness.measure`; None: every layer that can be measured and ran.
+            measures: names, or None, ``"sweep"`` or ``"all"``, see :func:`pyflatness.measure`.
+            every_n_epochs: epochs n, 2 n, … are measured, counted from 1 and from the first training, also after
+                resuming.
+            limit_batches: how many batches are read, on each rank; None: all.
+            name: what the names of logged values begin with; two callbacks of a trainer need two.
+            strict: whether what is not possible is an error, which ends the training.
+            **options: of :func:`pyflatness.measure`: ``probes``, ``curvature``, ``normalize``, ``forward``, …
+        """
+        super().__init__()
+        for option in options:
+            if option not in _OPTIONS:
+                raise unknown_argument("FlatnessCallback", option, _OPTIONS)
+        Options.of(options)
+        self._layers, self._data, self._loss, self._path, self._name = layers, data, loss, model, name
+        self._options = {"progress": False, **options}
+        self._measures: Any = measures
+        if measures is not None and (not isinstance(measures, str) or are_named(measures)):
+            self._measures = [row.name for row in named(measures)]  # of which some may be left out later
+        self._every_n_epochs = check_count("every_n_epochs", every_n_epochs, 1)
+        self._limit_batches = None if limit_batches is None else check_count("limit_batches", limit_batches, 1)
+        self._strict = check_flag("strict", strict)
         if isinstance(data, str) and data not in ("train", "val"):
             raise InputError(f"data={shown(data)}: 'train', 'val', a loader or a tuple of tensors is wanted")
         if hasattr(data, "__next__"):
             raise used_up(data, "and every epoch is to read it")
         self.history = History()
         self._said: set[str] = set()
-        self.begin()
+        self._begin()
 
-    def check(self, model: nn.Module) -> None:
-        """Raise if the model has no such layers."""
-        if self.layers is not None:
-            selectors.select(model, self.layers)
+    def _part_of(self, model: Any) -> nn.Module:
+        """Return the module that is measured, at a path of attributes such as ``"net"`` or ``"ema.module"``."""
+        found = model
+        for name in self._path.split(".") if self._path is not None else ():
+            found = getattr(found, name, None)
+        if not isinstance(found, nn.Module):
+            raise InputError(f"model={self._path!r}: {type(model).__name__} has no module of that name")
+        return found
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Say that the training begins now, against which the measurements' time is held."""
         self._begun, self._spent = time.perf_counter(), 0.0
 
-    def is_due(self, epoch: int) -> bool:
-        """Return whether an epoch, counted from 1, is to be measured."""
-        return epoch % self.every_n_epochs == 0
-
-    def measured(
+    def _measured(
         self, epoch: int, step: int, problem: Callable[[], tuple[nn.Module, Any]], batches: Callable[[], Any]
     ) -> dict[str, float]:
         """Return values by the names that they are logged under; none where it is not possible, with a warning.
@@ -84,14 +108,14 @@ class Watch:
             with interrupts.undone():
                 report = self._as_found(problem, batches)
         except Exception as error:  # of whatever kind: hours of training are not to end by it
-            if self.strict or interrupts.is_raised(error):
+            if self._strict or interrupts.is_raised(error):
                 raise
             self._once(f"epoch {epoch} is not measured: ", f"{type(error).__name__}: {error}")
             return {}
         finally:
             spent = time.perf_counter() - started
             self._spent += spent
-        if self.layers is None and report.uncovered:
+        if self._layers is None and report.uncovered:
             names, share = ", ".join(report.uncovered), sum(report.uncovered.values())
             self._once("", f"weights with {share:.2g} of all entries are not measured, nor in any later epoch: {names}")
         self.history.add(report, step=step, epoch=epoch, seconds=spent)
@@ -100,23 +124,25 @@ class Watch:
             for name, held in report.by_measure().items()
             for layer, found in held.items()
         }
-        return {**values, f"{self.name}/seconds": spent}
+        return {**values, f"{self._name}/seconds": spent}
 
-    def overhead(self) -> str:
-        """Return in words what the measurements have cost since :meth:`begin`."""
+    def _end(self, *, prints: bool) -> None:
+        """Print what the measurements have cost since :meth:`_begin`, where something was measured."""
+        if not self.history.records or not prints:
+            return
         whole = time.perf_counter() - self._begun
         share = self._spent / whole if whole else 0.0
         of = {"train": "the training data", "val": "the validation data"}
-        data = of[self.data] if isinstance(self.data, str) else "the data passed"
-        return f"{self.name}: measured on {data} in {self._spent:.1f} s, {share:.1%} of the training's {whole:.1f} s"
+        data = of[self._data] if isinstance(self._data, str) else "the data passed"
+        print(f"{self._name}: measured on {data} in {self._spent:.1f} s, {share:.1%} of the training's {whole:.1f} s")
 
     def _limited(self, data: Any) -> Any:
         """Return so many batches as a list, for a measure may read them several times, and a loader may shuffle."""
-        if self.limit_batches is None:
+        if self._limit_batches is None:
             return data
         if isinstance(data, tuple):
             raise InputError("limit_batches= is for loaders; pass the tensors' first samples as data=")
-        return [*itertools.islice(data, self.limit_batches)]
+        return [*itertools.islice(data, self._limit_batches)]
 
     def _as_found(self, problem: Callable[[], tuple[nn.Module, Any]], batches: Callable[[], Any]) -> Report:
         """Measure a model in training, in eval mode; afterwards it, its loader and random states are as they were."""
@@ -133,38 +159,34 @@ class Watch:
 
     def _report(self, model: nn.Module, loss: Any, data: Any) -> Report:
         """Return all measures, or those that are possible, if they were named; the others are not tried again."""
-        several = isinstance(self.measures, list) and len(self.measures) > 1
+        names = self._measures if isinstance(self._measures, list) and len(self._measures) > 1 else []
+        refused: dict[str, Any] = {}
         try:
-            report = self._of(model, loss, data, self.measures)
-            left = {name: why for name, why in report.skipped.items() if several and name not in report.measures}
-            if left and self.strict:
-                raise InputError(next(iter(left.values())))
-            for name in left:
-                self._warn(f"{name} is left out from now on: {left[name]}")
-            if isinstance(self.measures, list):
-                self.measures = [name for name in self.measures if name not in left]
-            return report
+            report = self._of(model, loss, data, self._measures)
+            refused = {name: why for name, why in report.skipped.items() if name in {*names} - {*report.measures}}
+            if refused and self._strict:
+                raise InputError(next(iter(refused.values())))
         except InputError:
-            if self.strict or not several:
+            if self._strict or not names:
                 raise
-        assert isinstance(self.measures, list)
-        possible, refused = [], {}
-        for name in self.measures:
-            try:
-                self._of(model, loss, data, [name])
-                possible.append(name)
-            except InputError as error:
-                refused[name] = error
-        if not possible:
-            raise next(iter(refused.values()))
+            for name in names:
+                try:
+                    self._of(model, loss, data, [name])
+                except InputError as error:
+                    refused[name] = error
+            possible = [name for name in names if name not in refused]
+            if not possible:
+                raise next(iter(refused.values())) from None
+            report = self._of(model, loss, data, possible)
         for name, why in refused.items():
             again = isinstance(why, NonFiniteError)  # the weights of another epoch may be finite
             self._warn(f"{name} is left out{'' if again else ' from now on'}: {why}")
-        self.measures = [n for n in self.measures if n in possible or isinstance(refused[n], NonFiniteError)]
-        return self._of(model, loss, data, possible)
+        if names:
+            self._measures = [n for n in names if n not in refused or isinstance(refused[n], NonFiniteError)]
+        return report
 
     def _of(self, model: nn.Module, loss: Any, data: Any, measures: str | list[str] | None) -> Report:
-        return measure(model, loss, data, layers=self.layers, measures=measures, **self.options)
+        return measure(model, loss, data, layers=self._layers, measures=measures, **self._options)
 
     def _once(self, beginning: str, text: str) -> None:
         """Warn of what is so in every epoch, in the first one alone."""
@@ -174,36 +196,10 @@ class Watch:
 
     def _warn(self, text: str) -> None:
         if not _is_distributed() or dist.get_rank() == 0:
-            warnings.warn(f"{self.name}: {text}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"{self._name}: {text}", RuntimeWarning, stacklevel=2)
 
     def _logged_as(self, measure: str, layer: str) -> str:
-        return f"{self.name}/{measure}/{layer}" if layer else f"{self.name}/{NETWORK}/{measure}"
-
-
-def check_model(model: Any, path: str) -> nn.Module:
-    """Return the module at a path of attributes, such as ``"net"`` or ``"ema.module"``."""
-    found = model
-    for name in path.split("."):
-        found = getattr(found, name, None)
-    if not isinstance(found, nn.Module):
-        raise InputError(f"model={path!r}: {type(model).__name__} has no module of that name")
-    return found
-
-
-def _checked(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a measurement, whose names and choices fit."""
-    for name in options:
-        if name not in _OPTIONS:
-            raise unknown_argument("FlatnessCallback", name, _OPTIONS)
-    Options.of(options)
-    return {"progress": False, **options}
-
-
-def _asked(measures: str | Sequence[str] | None) -> str | list[str] | None:
-    """Return the names of measures, or what stands for several of which some may be left out."""
-    if measures is None or (isinstance(measures, str) and not are_named(measures)):
-        return measures
-    return [row.name for row in named(measures)]
+        return f"{self._name}/{measure}/{layer}" if layer else f"{self._name}/{NETWORK}/{measure}"
 
 
 @contextlib.contextmanager

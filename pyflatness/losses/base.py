@@ -57,7 +57,8 @@ class Factors:
 
     For each row i, scale_i ∂²ℓ_i/∂f_i² = Σ_c σ_ic s_ic s_icᵀ. ``column`` takes c and gives s_·c, (rows, C) in at least
     float32, and its signs σ_·c, (rows,) float64, None if all are +1. ``form`` takes changes v (rows, C) of the outputs
-    and gives Σ_c σ_c ⟨s_c, v⟩², (rows,) float64; it is None where only columns are known.
+    and gives Σ_c σ_c ⟨s_c, v⟩², (rows,) float64; it is None where only columns are known. ``times`` takes them too and
+    gives Σ_c σ_c ⟨s_c, v⟩ s_c, (rows, C); it is None where nothing is cheaper than second derivatives.
     """
 
     count: int  # columns
@@ -65,6 +66,7 @@ class Factors:
     mixtures: Callable[[], Mixtures]  # other factors of the same, for random signs
     sizes: Callable[[], Tensor]  # () -> Σ_c |s_·c|², (rows,): the trace of scale_i ∂²ℓ_i/∂f_i² where all signs are +1
     form: Callable[[Tensor], Tensor] | None = None
+    times: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)

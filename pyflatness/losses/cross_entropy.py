@@ -1,8 +1,7 @@
 """Define cross-entropy on logits: class weights, label smoothing, probability targets and ignored targets."""
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,6 +11,7 @@ from torch.nn import functional as F
 
 from ..contractions import FUSED_OUTPUTS, Backend, Labels, SoftmaxVariance, promoted
 from ..errors import InputError
+from ..interrupts import cached_property
 from . import penalty
 from .base import Curvature, Factors, Known, Mixtures, Reduction, Terms, dense, marked, rows_like, uniform, without
 
@@ -115,6 +115,22 @@ class CrossEntropy(Known):
         return self._reduced(outputs, targets, "none").flatten()
 
     def _reduced(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        """Return the loss in float64; of many logits whose classes lie together, some rows at a time.
+
+        A copy of all logits in float64 takes as long as the products that made them.
+        """
+        rows = outputs.movedim(1, -1) if outputs.ndim > 1 else outputs
+        of_classes = targets.is_floating_point()
+        few = max(1, _AT_ONCE // max(1, rows.shape[-1]))
+        fits = targets.shape == (outputs.shape if of_classes else rows.shape[:-1])
+        if outputs.ndim < 2 or not fits or rows.stride(-1) != 1 or rows.shape[:-1].numel() <= few:
+            return self._of_logits(outputs, targets, reduction)
+        given = targets.movedim(1, -1).flatten(0, -2) if of_classes else targets.flatten()
+        each = zip(rows.flatten(0, -2).split(few), given.split(few), strict=True)
+        parts = [self._of_logits(*part, reduction) for part in each]
+        return torch.stack(parts).sum() if reduction == "sum" else torch.cat(parts)
+
+    def _of_logits(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
         return F.cross_entropy(
             outputs.double(),
             targets.double() if targets.is_floating_point() else targets.long(),
@@ -137,18 +153,13 @@ class CrossEntropy(Known):
         Random signs of a sample's only term have columns that are nearly orthogonal (docs/estimators.md): those of the
         eigenbasis for few classes, and for more the contrasts of each class with all less probable ones.
         """
-        p = torch.softmax(promoted(rows), dim=1)
-        largest, top = p.max(dim=1, keepdim=True)
-        q = (p / (1 + largest.sqrt())).scatter_(1, top, largest.sqrt())
-        roots = torch.empty_like(p)
-        few = max(1, _AT_ONCE // max(1, p.shape[1]))
-        for given, scale, made in zip(p.split(few), terms.scale.split(few), roots.split(few), strict=True):
-            made.copy_((given.double() * scale.unsqueeze(1)).sqrt_())
-        if not alone:
-            return _factors(q, roots, top)
-        if p.shape[1] <= _EIGENBASIS:
-            return _factors(q, roots, top, lambda: _eigenbasis(q, roots.scatter(1, top, 0.0)))
-        return _factors(q, roots, top, lambda: _contrasts(p.double(), terms.scale))
+        columns = _Columns(torch.softmax(promoted(rows), dim=1), terms.scale)
+        mixtures: Callable[[], Mixtures] = columns.mixtures
+        if alone and rows.shape[1] <= _EIGENBASIS:
+            mixtures = columns.eigenbasis
+        elif alone:
+            mixtures = columns.contrasts
+        return Factors(rows.shape[1] - 1, columns.column, mixtures, columns.sizes, columns.form, columns.times)
 
     def sampled(self, rows: Tensor, terms: Terms, signs: Tensor) -> Tensor:
         log_p = F.log_softmax(promoted(rows), dim=1)
@@ -169,44 +180,106 @@ class CrossEntropy(Known):
         return value(features, weight, bias, counts)
 
 
-def _factors(q: Tensor, roots: Tensor, top: Tensor, mixtures: Callable[[], Mixtures] | None = None) -> Factors:
-    """Return the columns roots_j (e_j - q), j ≠ ``top``; q and roots are (rows, C), top is (rows, 1)."""
+class _Columns:
+    """Make the columns √(scale p_j) (e_j - q), j ≠ k, from the softmax p (rows, C), which alone is kept.
 
-    @functools.cache  # for all columns
-    def prepared() -> tuple[Tensor, Tensor, Tensor]:
+    What else is as large is made of some rows at a time, so that it stays in a processor's caches.
+    """
+
+    def __init__(self, p: Tensor, scale: Tensor) -> None:
+        self._p, self._scale = p, scale
+        self._largest, self._top = p.max(dim=1, keepdim=True)
+
+    def _q(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return q and the most probable class of some rows."""
+        largest, top = self._largest[rows].sqrt(), self._top[rows]
+        return (self._p[rows] / (1 + largest)).scatter_(1, top, largest), top
+
+    def _parts(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, the roots √(scale p) and the most probable class of some rows."""
+        p, (q, top) = self._p[rows], self._q(rows)
+        roots = torch.empty_like(p)
+        few = max(1, _AT_ONCE // max(1, p.shape[1]))
+        for given, scale, made in zip(p.split(few), self._scale[rows].split(few), roots.split(few), strict=True):
+            made.copy_((given.double() * scale.unsqueeze(1)).sqrt_())
+        return q, roots, top
+
+    def _blocks(self) -> Iterator[slice]:
+        few = max(1, _AT_ONCE // max(1, self._p.shape[1]))
+        return (slice(start, start + few) for start in range(0, max(1, len(self._p)), few))
+
+    def _each(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        return ((rows, *self._parts(rows)) for rows in self._blocks())
+
+    @cached_property
+    def _whole(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return -q, all classes but k, and their roots, for all columns."""
+        q, roots, top = self._parts(slice(None))
         numbers = torch.arange(roots.shape[1] - 1, device=top.device)
-        classes = numbers + (top <= numbers)  # all but k
+        classes = numbers + (top <= numbers)
         return -q, classes, roots.gather(1, classes)
 
-    def column(c: int) -> tuple[Tensor, None]:
-        minus, classes, factors = prepared()
+    def column(self, c: int) -> tuple[Tensor, None]:
+        """See :class:`.base.Factors`."""
+        minus, classes, factors = self._whole
         j, root = classes[:, c : c + 1], factors[:, c : c + 1]
         return (minus * root).scatter_add_(1, j, root), None
 
-    def form(changes: Tensor) -> Tensor:
-        away = changes - (q * changes).sum(dim=1, keepdim=True)
-        return away.mul_(roots).scatter_(1, top, 0.0).square_().sum(dim=1, dtype=torch.float64)
+    def form(self, changes: Tensor) -> Tensor:
+        """See :class:`.base.Factors`."""
+        found = []
+        for rows, q, roots, top in self._each():
+            along = _away(changes[rows], q).mul_(roots).scatter_(1, top, 0.0)
+            found.append(along.square_().sum(dim=1, dtype=torch.float64))
+        return torch.cat(found)
 
-    def sizes() -> Tensor:
+    def times(self, changes: Tensor) -> Tensor:
+        """See :class:`.base.Factors`; without roots, so that it holds for negative class weights too."""
+        found, scale = torch.empty_like(self._p), self._scale.unsqueeze(1).to(self._p.dtype)
+        for rows in self._blocks():
+            q, top = self._q(rows)
+            sums = _away(changes[rows], q).mul_(self._p[rows]).mul_(scale[rows]).scatter_(1, top, 0.0)
+            torch.sub(sums, q * sums.sum(dim=1, keepdim=True), out=found[rows])
+        return found
+
+    def sizes(self) -> Tensor:
         """Return Σ_j scale p_j (1 - p_j), with 1 - p_k as the sum of the others, in which nothing cancels."""
-        root = q.gather(1, top)
-        kept = roots.square().scatter_(1, top, 0.0)
-        return kept.mul_(1 - q * (1 + root) + root.square()).sum(dim=1, dtype=torch.float64)
+        found = []
+        for _, q, roots, top in self._each():
+            root = q.gather(1, top)
+            kept = roots.square().scatter_(1, top, 0.0)
+            found.append(kept.mul_(1 - q * (1 + root) + root.square()).sum(dim=1, dtype=torch.float64))
+        return torch.cat(found)
 
-    return Factors(roots.shape[1] - 1, column, mixtures or (lambda: _reflected(q, roots, top)), sizes, form)
+    def mixtures(self) -> Mixtures:
+        """Return mixtures of these columns."""
+
+        def mixed(signs: Tensor) -> list[tuple[Tensor, float]]:
+            found = self._p.new_empty(self._p.shape, dtype=torch.result_type(self._p, signs))
+            for rows, q, roots, top in self._each():
+                signed = torch.mul(roots, signs[rows], out=found[rows]).scatter_(1, top, 0.0)
+                signed.sub_(q * signed.sum(dim=1, keepdim=True))
+            return [(found, 1.0)]
+
+        def weights() -> Tensor:
+            each = [roots.double().square_().scatter_(1, top, 0.0) for _, _, roots, top in self._each()]
+            return torch.cat(each)
+
+        return Mixtures(mixed, weights, lambda index: _Columns(self._p[index], self._scale[index]).mixtures())
+
+    def eigenbasis(self) -> Mixtures:
+        """Return mixtures of the loss Hessian's eigenvectors."""
+        q, roots, top = self._parts(slice(None))
+        return _eigenbasis(q, roots.scatter_(1, top, 0.0))
+
+    def contrasts(self) -> Mixtures:
+        """Return mixtures of the contrasts of each class with the less probable ones."""
+        return _contrasts(self._p.double(), self._scale)
 
 
-def _reflected(q: Tensor, roots: Tensor, top: Tensor) -> Mixtures:
-    """Return mixtures of the columns of :func:`_factors`."""
-
-    def mixed(signs: Tensor) -> list[tuple[Tensor, float]]:
-        signed = (roots * signs).scatter_(1, top, 0.0)
-        return [(signed.sub_(q * signed.sum(dim=1, keepdim=True)), 1.0)]
-
-    def weights() -> Tensor:
-        return roots.double().square().scatter(1, top, 0.0)
-
-    return Mixtures(mixed, weights, lambda index: _reflected(q[index], roots[index], top[index]))
+def _away(changes: Tensor, q: Tensor) -> Tensor:
+    """Return v_j - ⟨q, v⟩, what a change v has along e_j - q."""
+    return changes - (q * changes).sum(dim=1, keepdim=True)
 
 
 def _eigenbasis(q: Tensor, roots: Tensor) -> Mixtures:
@@ -217,7 +290,7 @@ def _eigenbasis(q: Tensor, roots: Tensor) -> Mixtures:
 
 
 def _orthogonal(q: Tensor, roots: Tensor) -> Tensor:
-    """Return orthogonal columns by the Gram matrix of those of :func:`_factors`, in which nothing cancels.
+    """Return orthogonal columns by the Gram matrix of those of :class:`_Columns`, in which nothing cancels.
 
     The sign of an eigenvector, which a library is free in, is that of its product with the roots of 1, 2, …
     """

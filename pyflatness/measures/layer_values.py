@@ -1,6 +1,7 @@
 """Measure any layers of a model: by a sweep, its totals, and what is said about them."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from ..sweep.subset import Subset
 from ..sweep.totals import Sums, Totals, layer_error
 from . import Measure
 
+_LOG = logging.getLogger("pyflatness")
 Attempt = Callable[[Measure], contextlib.AbstractContextManager[None]]
 _LARGEST_MATRIX = 2**30  # bytes of block traces
 _FIRST_PART, _PARTS = 128, 4  # samples from which it is found how many there have to be; how many parts there may be
@@ -104,6 +106,9 @@ class LayerValues:
                 if measure.of_parts is not None:
                     estimates = self._of_parts(measure, self._sums, sweep, estimates)
                 found.update(((name, measure.name), estimate) for name, estimate in estimates.items())
+        for (name, measure_name), estimate in found.items():
+            for note in missed(estimate.value, estimate.stderr, self._options.rtol):
+                _LOG.warning("%s of %s: %s", measure_name, repr(name) if name else "the network", note)
         return found
 
     def _parts(self) -> Iterator[tuple[Tensor | None, float | None]]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from typing_extensions import Self
 
@@ -54,8 +55,8 @@ def only_ours() -> bool:
 
 
 def is_transformed() -> bool:
-    """Return whether a transform of ``torch.func`` (``vmap``, ``grad``, ``jvp``) is under way."""
-    return transforms() > 0
+    """Return whether a transform of ``torch.func`` (``vmap``, ``grad``, ``jvp``) or forward-mode AD is under way."""
+    return transforms() > 0 or forward_ad._current_level >= 0
 
 
 def transforms() -> int:
@@ -276,6 +277,11 @@ def differentiated() -> Iterator[None]:
             ) from error
         if "does not require grad and does not have a grad_fn" in str(error):
             raise without_graph() from error
+        if "saved tensor hooks" in str(error):
+            raise InputError(
+                "model: it takes a derivative by torch.func (grad, vjp, jacrev, hessian) in its forward pass, inside "
+                "of which layers cannot be observed; take it by torch.autograd.grad(…, create_graph=True)"
+            ) from error
         if "use_reentrant=True" not in str(error):
             raise
         raise reentrant() from error

@@ -44,8 +44,13 @@ class _Weight:
 
     name: str
     spread: Any
-    dtype: torch.dtype  # that it has in the forward pass
     ranks: Ranks
+    of_fsdp: Any
+
+    def used(self) -> Tensor | None:
+        """Return the tensor that it is gathered in, which is made once."""
+        found: Tensor | None = getattr(self.of_fsdp, "_unsharded_param", None)
+        return found
 
     def whole(self) -> Tensor:
         """Return all of it."""
@@ -55,7 +60,7 @@ class _Weight:
         for rank, flat in enumerate(found):
             shape[dim] = max(0, min(most, self.spread.shape[dim] - rank * most))
             parts.append(flat[: math.prod(shape)].view(shape))
-        return torch.cat(parts, dim=dim).to(self.dtype)
+        return torch.cat(parts, dim=dim).to(self.of_fsdp.param_dtype or self.spread.dtype)
 
     def part(self) -> Tensor:
         """Return what is on this rank, and zeros up to the size of the first rank's, which has most."""
@@ -88,7 +93,8 @@ def held(model: nn.Module, ranks: Ranks) -> Iterator[None]:
     _shard(roots)
     with contextlib.ExitStack() as stack:
         weights = _weights(model, groups, ranks)
-        stack.enter_context(spread.held(model, {key: Part(held.spread, held.whole) for key, held in weights.items()}))
+        found = {key: Part(held.spread, held.whole, held.used) for key, held in weights.items()}
+        stack.enter_context(spread.held(model, found))
         # A pass that ended by an error leaves FSDP in the middle of it.
         stack.callback(model.register_forward_pre_hook(lambda *_: _shard(roots), prepend=True).remove)
         parts: dict[str, Callable[[], Tensor]] = {weight.name: weight.part for weight in weights.values()}
@@ -245,8 +251,7 @@ def _weights(model: nn.Module, groups: Sequence[Group], ranks: Ranks) -> dict[in
             which = "parameters can be measured that fully_shard spreads over one dimension of all ranks"
             raise _not_plain(name, held, which, WHOLE)
         spread.check_processes(name, parameter, ranks, "its part of the data")
-        dtype = of_fsdp[id(parameter)][1].param_dtype or parameter.dtype
-        found[id(parameter)] = _Weight(f"parameter {name}", held, dtype, ranks)
+        found[id(parameter)] = _Weight(f"parameter {name}", held, ranks, of_fsdp[id(parameter)][1])
     return found
 
 

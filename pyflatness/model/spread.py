@@ -27,6 +27,7 @@ class Part:
 
     spread: Tensor  # the DTensor
     whole: Callable[[], Tensor]  # returns all of its entries
+    used: Callable[[], Tensor | None]  # returns the tensor that modules compute with, once one has
 
 
 # Of the model inside of held(); calls of several threads take turns.
@@ -72,6 +73,16 @@ def parameters() -> list[Tensor]:
 def has_weight_of(module: nn.Module) -> bool:
     """Return whether a layer's weight is spread over ranks."""
     return id(module) in _layers
+
+
+def owner(used: Tensor) -> Tensor:
+    """Return the parameter, spread over ranks, that a tensor is gathered of; another tensor is its own."""
+    return next((part.spread for part in _held.values() if part.used() is used), used)
+
+
+def used(parameter: Tensor) -> Tensor | None:
+    """Return the tensor that modules compute with where they have a parameter: that itself unless it is gathered."""
+    return _held[id(parameter)].used() if id(parameter) in _held else parameter
 
 
 def refuse(what: str, instead: str = "") -> None:
@@ -144,7 +155,7 @@ def held_in_parallel(model: nn.Module, ranks: Ranks) -> Iterator[None]:
                 f"model: its parameter {name!r} is spread over {given.device_mesh}, of several dimensions; {WHOLE}"
             )
         check_processes(name, given, ranks, "the same data")
-        parts[id(parameter)] = Part(parameter, partial(_whole, parameter))
+        parts[id(parameter)] = Part(parameter, partial(_whole, parameter), partial(_itself, parameter))
     if not parts:
         yield
         return
@@ -154,3 +165,7 @@ def held_in_parallel(model: nn.Module, ranks: Ranks) -> Iterator[None]:
 
 def _whole(parameter: Tensor) -> Tensor:
     return full(parameter.detach())
+
+
+def _itself(parameter: Tensor) -> Tensor:
+    return parameter

@@ -21,13 +21,13 @@ from ..model import calling, data, spread, walk
 from ..model.uses import Use, candidates
 from ..model.uses.operations import each_of
 from ..model.uses.watched import COPIES, TRANSPOSES, VIEWS
+from . import graph
 from .guards import check_of_user
 from .recorder import Recorder
 
-UNSEEN = (
-    "whether the model uses its weights outside of the layers' calls is not known: with weights that require "
-    "gradients its forward pass raises an error"
-)
+_UNSEEN = "whether the model uses its weights outside of the layers' calls is not known: "
+UNSEEN = _UNSEEN + "with weights that require gradients its forward pass raises an error"
+SHARED = _UNSEEN + "layers share a weight that is spread over ranks"
 _DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 
 
@@ -35,16 +35,13 @@ _DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 class Account:
     """Hold what one pass showed of the layers' weights."""
 
-    batch: int | None = None  # which of the batches went through the model; -1: it did not have to; None: it took none
+    batch: int | None = None  # which of the batches went through the model; None: it took none
     outputs: Tensor | None = None  # the model's for that batch, without their graph
     differentiated: frozenset[str] = frozenset()  # layers whose weight acts in a derivative that the model takes
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # by layer, the functions outside that have its weight
     flat: Mapping[Tensor, str] = field(default_factory=dict)  # weights of one dimension, and the operations with them
 
-    @property
-    def doubts(self) -> tuple[str, ...]:
-        """Return why values may not be those of all uses of the weights."""
-        return (UNSEEN,) if self.batch is None else ()
+    doubts: tuple[str, ...] = ()  # why values may not be those of all uses of the weights
 
 
 def account(
@@ -54,14 +51,10 @@ def account(
     batches: Sequence[Any],
     forward: calling.Forward | None,
 ) -> Account:
-    """Account for the uses of the layers' weights on the first of some batches that the model takes.
-
-    Weights that are spread over ranks are in their modules for the time of these alone, and are not looked at.
-    """
-    if spread.is_held():
-        return Account(-1)
+    """Account for the uses of the layers' weights on the first of some batches that the model takes."""
     recorded = dict(recorder.calls)
-    vectors = candidates.may_be_flat_weights(model)
+    used = ((vector, spread.used(spread.owner(vector))) for vector in candidates.may_be_flat_weights(model))
+    vectors = {vector: leaf for vector, leaf in used if leaf is not None}
     try:
         for number, batch in enumerate(batches):
             leaves = _Leaves(model, {name: module for name, module in modules.items() if name in recorded}, vectors)
@@ -70,7 +63,7 @@ def account(
                     with _Watch(leaves.of_layers, recorder) as watch:
                         outputs, _ = calling.run(model, batch, forward)
                     nodes = leaves.nodes()
-                    of_vectors = [(vector, get_gradient_edge(vector).node) for vector in vectors]
+                    of_vectors = [(vector, get_gradient_edge(leaf).node) for vector, leaf in vectors.items()]
             except Exception as error:  # a batch that cannot be cut, or a weight that changes in place
                 check_of_user(error)
                 continue
@@ -80,32 +73,41 @@ def account(
             differentiated = {name for name in unaccounted if watch.differentiates or name not in elsewhere}
             acting = ((vector, _functions_of(node, reached)) for vector, node in of_vectors)
             flat = {vector: ", ".join(functions) for vector, functions in acting if functions}
-            return Account(number, outputs.detach(), frozenset(differentiated), elsewhere, flat)
+            doubts = (SHARED,) if leaves.are_shared else ()
+            return Account(number, outputs.detach(), frozenset(differentiated), elsewhere, flat, doubts)
     finally:
         recorder.calls.clear()
         recorder.calls.update(recorded)
-    return Account()
+    return Account(doubts=(UNSEEN,))
 
 
 class _Leaves:
     """Hold the leaves of autograd's graph that layers' weights are, or are computed of, and other parameters.
 
-    A weight that several modules share is another leaf in each layer, since the value is of this layer's use.
+    A weight that several modules share is another leaf in each layer, since the value is of this layer's use. A weight
+    that is spread over ranks is a leaf as the tensor that it is gathered in.
     """
 
-    def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module], others: Sequence[Tensor]) -> None:
+    def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module], others: Mapping[Tensor, Tensor]) -> None:
         holders = walk.holders(walk.modules(model))
-        self._modules, self._required = modules, [*others]
+        self._modules, self._required = modules, [part for pair in others.items() for part in pair]
+        self.are_shared = False  # weights that are spread over ranks, which have no leaf of their own
         self._places: list[tuple[nn.Module, str, Tensor, Tensor]] = []  # with the parameter, and the leaf of the place
         self.of_layers: dict[str, list[Tensor]] = {name: [] for name in modules}
         for name, module in modules.items():
             for part in [] if isinstance(module, Use) else walk.modules(module):  # a stand-in has a leaf as it is
                 for key, parameter in part._parameters.items():
-                    if parameter is None or key == "bias" or spread.is_spread(parameter) or not _is_real(parameter):
+                    if parameter is None or key == "bias" or not _is_real(parameter):
                         continue
-                    leaf = _twin(parameter) if holders[id(parameter)] > 1 else parameter
-                    self._places.append((part, key, parameter, leaf))
-                    self._required.append(leaf)
+                    is_shared, owner = holders[id(parameter)] > 1, spread.owner(parameter)
+                    leaf = spread.used(owner)
+                    if leaf is None or (is_shared and spread.is_held()):  # FSDP puts the same tensor in all places
+                        self.are_shared |= is_shared
+                        continue
+                    if is_shared:
+                        leaf = _twin(parameter)
+                        self._places.append((part, key, parameter, leaf))
+                    self._required += {leaf, owner}
                     self.of_layers[name].append(leaf)
 
     @contextlib.contextmanager
@@ -176,23 +178,13 @@ def _functions_of(leaf: Node, takers: Mapping[Node, Sequence[tuple[Node, int]]])
         node, place = stack.pop()
         if node in seen:
             continue
-        name = node.name().rstrip("0123456789").removesuffix("Backward")
-        if name in _SAME_ENTRIES:
+        operation = graph.of(node.name())
+        if operation.same_entries:
             seen.add(node)
             stack += takers.get(node, ())
-        elif place not in _BIAS_AT.get(name, ()):
-            found[name.lower()] = None
+        elif place not in operation.biases:
+            found[operation.name.lower()] = None
     return [*found]
-
-
-_SAME_ENTRIES = {"View", "UnsafeView", "ReshapeAlias", "Reshape", "Expand", "Unsqueeze", "Squeeze", "T", "Transpose"}
-_SAME_ENTRIES |= {"Permute", "Slice", "Select", "Split", "SplitWithSizes", "Unbind", "Alias", "AsStrided", "Clone"}
-_SAME_ENTRIES |= {"ToCopy", "Repeat", "Cat", "Stack", "Index"}
-_BIAS_AT: dict[str, tuple[int, ...]] = dict.fromkeys(
-    ("Add", "Sub", "Rsub"), (0, 1)
-)  # the places of biases, and of a normalisation's scale
-_BIAS_AT |= dict.fromkeys(("Addmm", "Addmv", "Addbmm", "Baddbmm"), (0,)) | {"Convolution": (2,)}
-_BIAS_AT |= dict.fromkeys(("NativeLayerNorm", "NativeGroupNorm", "NativeBatchNorm"), (1, 2))
 
 
 class _Watch(calling.Mode):
@@ -214,10 +206,12 @@ class _Watch(calling.Mode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self.differentiates |= func in _DERIVATIVES
-        given = [part for several in (*args, *kwargs.values()) for part in each_of(several)]
-        names = {name for part in given if id(part) in self._weights for name in self._weights[id(part)][1]}
-        outside = names.difference(self._recorder.running)
-        if outside:
+        names: set[str] = set()
+        for several in (*args, *kwargs.values()):
+            for part in several if isinstance(several, (list, tuple)) else (several,):
+                if id(part) in self._weights:
+                    names.update(self._weights[id(part)][1])
+        if names and (outside := names.difference(self._recorder.running)):
             self._take(func, getattr(func, "__name__", ""), outside, result)
         return result
 

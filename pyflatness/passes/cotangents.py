@@ -106,9 +106,21 @@ class Cotangents:
         """Return ⟨v, H v⟩ of each sample for a change v of the outputs, H its loss Hessian in them; (n,) float64."""
         form = self._factors().form
         assert form is not None
-        moved = change.movedim(self._dim, -1) if self._loss.positions and change.ndim > 1 else change
-        values = form(moved.reshape(self._rows.shape).to(promoted_dtype(self._rows.dtype)))
+        values = form(self._changed(change))
         return torch.where(self.terms.scale != 0, values, 0.0).view(len(self._order), -1).sum(dim=1)
+
+    def times(self, change: Tensor) -> Tensor | None:
+        """Return H v for a change v of the outputs, in their shape; None where second derivatives have to give it.
+
+        Factors of other losses than torch's are eigenvectors, dearer than a second derivative.
+        """
+        times = self._factors().times if self._loss.known else None
+        return None if times is None else self._counted(times(self._changed(change)))
+
+    def _changed(self, change: Tensor) -> Tensor:
+        """Return a change of the outputs by rows, in the dtype that they are computed in."""
+        moved = change.movedim(self._dim, -1) if self._loss.positions and change.ndim > 1 else change
+        return moved.reshape(self._rows.shape).to(promoted_dtype(self._rows.dtype))
 
     def sizes(self) -> Tensor:
         """Return t_i of each sample, (n,) float64: the trace of its loss Hessian in the outputs, of all terms."""

@@ -96,7 +96,9 @@ class Detached(calling.Mode):
 
     def _follow(self, name: str, inputs: list[Tensor], results: list[Tensor], *, had_graph: bool = False) -> None:
         depends = bool(self._held) and any(map(self._is_held, inputs))
-        if not (depends or had_graph or any(tensor.requires_grad for tensor in inputs)):
+        for tensor in inputs:  # a loop, since this is asked of every operation
+            had_graph |= tensor.requires_grad
+        if not (depends or had_graph):
             return
         if name in _WITHOUT_VALUES:
             return

@@ -6,7 +6,6 @@ dimension 0, or several one after the other, as flattened tokens have. The opera
 of feature vectors and of transformers; other layers are asked by cotangents, see :func:`.dry_run.narrow`.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -14,22 +13,8 @@ from typing import Any, cast
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from . import graph
 from .linearity import Calls, Users
-
-# As autograd's graph names them: by which of their inputs a gradient may come, if all of these have each sample's rows.
-_OF_FIRST = re.compile(
-    r"(\w*Convolution|Mm|(?:Native|Cudnn|Miopen)BatchNorm|Native(?:Layer|Group)Norm|Softmax|LogSoftmax|"
-    r"ConstantPadNd|Expand|Transpose|Permute|Slice|Select|Split|SplitWithSizes|Unbind)Backward\d+|(Mean|Sum)Backward1"
-)
-_OF_SECOND = re.compile(r"AddmmBackward\d+")
-_OF_ALL = re.compile(r"(Cat|Stack|Bmm)Backward\d+")
-_ATTENTION = re.compile(r"ScaledDotProduct\w+Backward\d+")
-_VIEW = re.compile(r"(View|UnsafeView|ReshapeAlias|Squeeze|Unsqueeze)Backward\d+")
-_POOLING = re.compile(r"(?:Adaptive)?(?:Max|Avg)Pool([23])D\w*Backward\d+")
-_POINTWISE = re.compile(
-    r"(Relu|LeakyRelu|PreluKernel|Elu|Gelu|Silu|Mish|Sigmoid|LogSigmoid|Tanh|Softplus|Hardtanh|Hardswish|Hardsigmoid|"
-    r"Threshold|Clamp\w*|Abs|Neg|Exp|Pow|Sqrt|Rsqrt|Add|Sub|Mul|Div|MaskedFill|Where|Alias|Clone|ToCopy)Backward\d+"
-)
 
 Shape = tuple[int, ...]
 
@@ -61,6 +46,8 @@ def in_place(outputs: Tensor, users: Users, calls: Calls, samples: int) -> set[s
 
 def repeated(outputs: Tensor, users: Users, calls: Calls, samples: int) -> set[str]:
     """Return the layers whose calls' outputs, of one row or none, are used as if each sample had its own."""
+    if not calls:
+        return set()
     kept = _keeping(outputs, users, samples)
     of_all = kept.of_all - kept.of_rows
     return {
@@ -78,44 +65,49 @@ def _keeping(outputs: Tensor, users: Users, samples: int) -> _Kept:
         node = stack.pop()
         if node in kept.nodes or node in kept.of_all or not kept.nodes.issuperset(users.get(node, ())):
             continue
-        taken = {place: (source, number) for place, (source, number) in enumerate(node.next_functions) if source}
-        sources = {place: source for place, (source, _) in taken.items()}
-        shape, inputs = _shape(node, 0), {place: _shape(*each) for place, each in taken.items()}
-        of_all = {place for place, size in inputs.items() if _is_of_all(node, size, shape, samples)}
-        inputs = {place: size for place, size in inputs.items() if place not in of_all}
-        if _keeps(node, shape, inputs, samples):
+        shape, rows = graph.shape(node, 0), graph.of(node.name()).rows
+        of_rows, of_all, sizes = [], [], {}
+        for place, (source, number) in enumerate(node.next_functions):
+            if source is None:
+                continue
+            size = graph.shape(source, number)
+            # Without a dimension for samples, or of length one there: the whole of it goes with each sample's row.
+            repeats = len(size) == len(shape) - 1 and size[:1] not in ((), (1,))
+            repeats |= len(size) == len(shape) and size[:1] == (1,)
+            if repeats and rows == "pointwise" and shape[0] == samples > 1:
+                of_all.append(source)
+            else:
+                of_rows.append(source)
+                sizes[place] = size
+        if rows and _keeps(node, shape, sizes, samples):
             kept.nodes.add(node)
-            kept.of_all.update(sources[place] for place in of_all)
-            kept.of_rows.update(sources[place] for place in inputs)
-            stack += [sources[place] for place in inputs]
+            kept.of_all.update(of_all)
+            kept.of_rows.update(of_rows)
+            stack += of_rows
     return kept
-
-
-def _is_of_all(node: Node, size: Shape, shape: Shape, samples: int) -> bool:
-    """Return whether a pointwise operation takes the whole of an input of some size with each sample's row."""
-    without = len(size) == len(shape) - 1 and size[:1] not in ((), (1,))  # a dimension for samples
-    repeats = without or (len(size) == len(shape) and size[:1] == (1,))
-    return repeats and shape[0] == samples > 1 and bool(_POINTWISE.fullmatch(node.name()))
 
 
 def _keeps(node: Node, shape: Shape, inputs: Mapping[int, Shape], samples: int) -> bool:
     """Return whether each sample's rows of an operation's result are made of its rows of some inputs."""
-    name = node.name()
-    if not all(_has_rows(size, samples) for size in (shape, *inputs.values())):
-        return False
-    if _VIEW.fullmatch(name):  # which leaves all elements in their order
+    operation = graph.of(node.name())
+    rows, alike, as_long = operation.rows, True, True
+    for size in (shape, *inputs.values()):
+        if not size or size[0] == 0 or size[0] % samples:
+            return False
+        alike, as_long = alike and len(size) == len(shape), as_long and size[0] == shape[0]
+    if rows == "view":  # which leaves all elements in their order
         return True
-    if any(size[0] != shape[0] for size in inputs.values()):
+    if not as_long:
         return False
-    if _POINTWISE.fullmatch(name):  # of inputs that are not broadcast along the rows
-        return all(len(size) == len(shape) for size in inputs.values())
-    if pooling := _POOLING.fullmatch(name):  # of images with a dimension for samples
-        return len(shape) == 2 + int(pooling[1])
-    if _ATTENTION.fullmatch(name):  # of queries, keys and values
+    if rows == "pointwise":  # of inputs that are not broadcast along the rows
+        return alike
+    if rows == "pooling":  # of images with a dimension for samples
+        return len(shape) == 2 + operation.space
+    if rows == "attention":  # of queries, keys and values
         return len(shape) == 4 and inputs.keys() <= {0, 1, 2}
-    if _OF_SECOND.fullmatch(name):
+    if rows == "second":
         return [*inputs] == [1]
-    if _OF_ALL.fullmatch(name) or (_OF_FIRST.fullmatch(name) and [*inputs] == [0]):
+    if rows == "all" or [*inputs] == [0]:
         return _is_within_rows(node, len(shape), max(map(len, inputs.values())))
     return False
 
@@ -146,9 +138,3 @@ def _dim(dim: int, ndim: int) -> int:
 
 def _has_rows(shape: Shape, samples: int) -> bool:
     return len(shape) > 0 and shape[0] > 0 and shape[0] % samples == 0
-
-
-def _shape(node: Node, number: int) -> Shape:
-    """Return the shape of an operation's result."""
-    entry: Any = node._input_metadata[number]
-    return tuple(entry.shape)

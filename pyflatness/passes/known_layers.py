@@ -113,9 +113,12 @@ class KnownLayers:
     def _leave_out_transformed(self) -> None:
         """Leave out the layers that were called inside of a transform of ``torch.func``."""
         for name in self._recorder.transformed - self._detached:
-            why = "it is called inside of torch.func.vmap (or grad, jvp), where it cannot be observed"
+            why = "it is called inside of torch.func.vmap (or grad, jvp) or dual_level, where it cannot be observed"
             if name in self._named | self._relied_on or self._selected.keys() <= self._recorder.transformed:
-                raise InputError(f"layer {name!r}: {why}; call it outside of that, or choose other layers")
+                advice = (
+                    "call it outside (a derivative: torch.autograd.grad(…, create_graph=True)), or choose other layers"
+                )
+                raise InputError(f"layer {name!r}: {why}; {advice}")
             self._leave_out(name, why)
 
     def _check_ran(self, names: Collection[str]) -> None:

@@ -8,8 +8,6 @@ linear in its weight whatever is behind it.
 """
 
 import contextlib
-import functools
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +23,7 @@ from ..errors import InputError
 from ..model import spread
 from ..numerics.directions import Directions
 from ..options import Options
+from . import graph
 from .recorder import RecordedCall, Recorder
 
 Calls = Mapping[str, Sequence[RecordedCall]]
@@ -87,7 +86,7 @@ class Certificate:
         It is None if attention has to run by another kernel first, see :meth:`attention`.
         """
         new = nonlinear_layers(outputs, users, recorder, [name for name in recorder.calls if name not in self.reasons])
-        if new and not self._twice_differentiable and any("ScaledDotProduct" in n.name() for n in users):
+        if new and not self._twice_differentiable and any(graph.of(node.name()).rows == "attention" for node in users):
             self._twice_differentiable = True
             return None
         self.reasons.update(new)
@@ -137,28 +136,6 @@ def nonlinear_parameters(outputs: Tensor, leaves: Mapping[str, Tensor]) -> dict[
         gradients = {name: [g] for name, g in zip(rest, first, strict=True) if g is not None}
         found |= {name: NONLINEAR for name in gradients if _changing(edges, gradients, [name], random, _is_not_zero)}
     return found
-
-
-# As autograd's graph names them: linear in pieces on any real inputs, or in each of their inputs, or in some.
-_KINDS = {
-    "quotient": re.compile(r"DivBackward\d+"),
-    "product": re.compile(
-        r"(\w*Convolution|Addmm|Mm|Bmm|Baddbmm|Addbmm|Mv|Dot|Mul|Linear|MkldnnLinear|PreluKernel|Embedding|"
-        r"EmbeddingBag)Backward\d+"
-    ),
-    "batch norm": re.compile(r"(Native|Cudnn|Miopen)BatchNormBackward\d+"),
-    "norm": re.compile(r"Native(Layer|Group)NormBackward\d+"),
-    "piecewise": re.compile(
-        r"(Relu|LeakyRelu|Hardtanh|Threshold|Abs|Clamp\w*|Max|Min|Amax|Amin|Maximum|Minimum|Where|MaskedFill|"
-        r"Gather|Sort|Topk|Add|Sub|Rsub|Neg|Sum|Mean|Cumsum|\w*Pool[123]?D?\w*|\w*Pad\w*|Upsample\w+|PixelShuffle|"
-        r"View|UnsafeView|ReshapeAlias|Reshape|Alias|T|Transpose|Permute|Movedim|Unsqueeze|Squeeze|Expand|Repeat|Flatten|"
-        r"Unflatten|Cat|Stack|Split\w*|UnsafeSplit\w*|Chunk|Slice|Select|Narrow|Index|IndexSelect|Unbind|Unfold|Flip|Roll|"
-        r"Diagonal|AsStrided|Clone|ToCopy|Col2Im|Im2Col)Backward\d+|(torch::autograd::)?CopyBackwards|"
-        # Of FSDP2, and between DTensors and tensors: they hand on what they get, from or to other ranks too.
-        r"Register(Pre|Post)BackwardFunctionBackward|_FromTorchTensorBackward|_ToTorchTensorBackward|RedistributeBackward"
-    ),
-}
-_OF_TORCH = re.compile(r"\w+Backward\d+|(torch::autograd::)?CopyBackwards|torch::autograd::CopySlices")
 
 
 @dataclass(frozen=True)
@@ -228,7 +205,7 @@ def feeds_itself(calls: Sequence[RecordedCall]) -> bool:
 
 def _is_piecewise(node: Node, varied: Collection[Node] | None = None) -> bool:
     """Return whether an operation is piecewise linear in its inputs from ``varied`` nodes, or for None in all."""
-    kind = _kind(node.name())
+    kind = graph.of(node.name()).linear
     if not kind or not _is_of_torch(node):
         return False
     for entry in node._input_metadata:
@@ -252,18 +229,7 @@ def _is_of_torch(node: Node) -> bool:
     if isinstance(held, BackwardCFunction):
         made_by: type = type(held)._forward_cls  # type: ignore[attr-defined]
         return made_by.__module__.startswith(("torch.distributed.fsdp.", "torch.distributed.tensor."))
-    return _has_name_of_torch(node.name())
-
-
-@functools.lru_cache(maxsize=1024)
-def _has_name_of_torch(name: str) -> bool:
-    return bool(_OF_TORCH.fullmatch(name))
-
-
-@functools.lru_cache(maxsize=1024)
-def _kind(name: str) -> str:
-    """Return what an operation of this name is, as :func:`_is_piecewise` tells them apart; empty: linear in nothing."""
-    return next((kind for kind, names in _KINDS.items() if names.fullmatch(name)), "")
+    return graph.of(node.name()).of_torch
 
 
 def _is_proven_alone(starts: Collection[Node], users: Users) -> bool:

@@ -10,7 +10,6 @@ front.
 """
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,14 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from . import graph
 from .batch_layout import Layout
 from .linearity import Users
 from .runner import Run
-
-_OF_A_LAYER = re.compile(
-    r"(Addmm|Mm|Linear|MkldnnLinear|\w*Convolution|View|UnsafeView|ReshapeAlias|Squeeze|Unsqueeze)Backward\d+"
-)
-"""Names of autograd's nodes from the output of a layer to its input."""
 
 
 def carried_edge(run: Run, name: str, dtype: torch.dtype) -> GradientEdge | None:
@@ -39,7 +34,7 @@ def carried_edge(run: Run, name: str, dtype: torch.dtype) -> GradientEdge | None
     node, number = call.edge.node, call.edge.output_nr
     while node != found.node:
         sources = [(source, place) for source, place in node.next_functions if source is not None]
-        if len(sources) != 1 or not _OF_A_LAYER.fullmatch(node.name()):
+        if len(sources) != 1 or not graph.of(node.name()).of_layer:
             return None
         ((node, number),) = sources
         if len(run.users.get(node, ())) != 1:
@@ -47,7 +42,7 @@ def carried_edge(run: Run, name: str, dtype: torch.dtype) -> GradientEdge | None
     return found if number == found.output_nr else None
 
 
-_RELU, _POOLING = "ReluBackward0", "MaxPool2DWithIndicesBackward0"
+_RELU, _POOLING = "ReluBackward0", graph.MAX_POOLING
 
 
 @dataclass(frozen=True)

@@ -17,18 +17,12 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from . import backward
+from . import backward, graph
 from .linear_map import LinearMap
 from .linearity import Users
 from .recorder import or_zeros
 
 _SMALL, _SMALL_IMAGES = 128 * 2**10, 512 * 2**10  # bytes of a gradient
-_POOLING = "MaxPool2DWithIndicesBackward0"
-_OPERATIONS = {
-    *("AddmmBackward0", "MmBackward0", "ReluBackward0", "ViewBackward0", "UnsafeViewBackward0", "MeanBackward1"),
-    *("AddBackward0", "ConvolutionBackward0", _POOLING),
-    *("NativeBatchNormBackward0", "CudnnBatchNormBackward0"),
-}
 
 
 class Tail:
@@ -77,11 +71,11 @@ def _small(outputs: Tensor, users: Users) -> dict[Node, None]:
     while stack:
         node = stack.pop()
         name = "" if node is None else node.name()
-        if node is None or node in nodes or name not in _OPERATIONS or not nodes.keys() >= {*users.get(node, ())}:
+        if node is None or node in nodes or not graph.of(name).at_once or not nodes.keys() >= {*users.get(node, ())}:
             continue
         sources = _sources(node)
         size, images = _size([(node, 0), *sources])
-        if size <= (_SMALL_IMAGES if images and name != _POOLING else _SMALL):
+        if size <= (_SMALL_IMAGES if images and name != graph.MAX_POOLING else _SMALL):
             nodes[node] = None
             stack += [source for source, _ in sources]
             front = {edge for edge in front if edge[0] != node}.union(sources)

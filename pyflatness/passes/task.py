@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..interrupts import cached_property
 from ..losses import Loss, risk
 from ..losses.remarks import OF_GGN_ALONE
 from ..model import calling, data, parameters, selectors, shards, state, uses

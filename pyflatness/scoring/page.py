@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..curvature.slices import Landscape
+from ..curvature.landscape import Landscape
 from ..curvature.spectra import Spectrum
 from ..errors import InputError
 from ..messages import printable

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..curvature.slices import Landscape
+from ..curvature.landscape import Landscape
 from ..curvature.spectra import Spectrum
 from ..errors import InputError
 from ..messages import check_path, instead, shown

@@ -1,6 +1,5 @@
 """Score many models: what is asked of them, what of it a store has already, and the rest on an executor."""
 
-import functools
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +12,7 @@ from torch import nn
 
 from .. import plan
 from ..errors import InputError
+from ..interrupts import cached_property
 from ..measures import named
 from ..messages import printable
 from ..numerics.ranks import ALONE, Ranks
@@ -94,7 +94,7 @@ class ScoringRun:
         self.bench = Bench(self.setup, ranks)
         self._units: dict[tuple[int, tuple[Pair, ...]], list[WorkUnit]] = {}
 
-    @functools.cached_property
+    @cached_property
     def _pairs(self) -> list[Pair]:
         assert self.bench.network is not None
         return self.request.pairs(self.bench.network)

@@ -17,6 +17,7 @@ itself (:func:`by_parameter`).
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from ..passes.task import Task
 from ..report import Estimate
 from .entries import EntrySums
 from .layer_gradients import LayerGradients
-from .layer_sweep import Values
+from .layer_sweep import MANY, Values
 from .per_sample_diagonal import PerSampleDiagonal
 from .per_sample_parameters import Group, PerSampleParameters
 from .totals import OR_OVERFLOW, Sums, Totals
@@ -62,6 +63,7 @@ class Diagonal:
         self._scales = self.theta if adaptive else {}
         self.nonlinear: dict[str, str] = {}
         self.sampled = False
+        self._passes = 0  # that exact values take, of a batch at most
         self._layers = LayerGradients(task, self.theta, adaptive=adaptive, by_entry=entries is not None)
         options = task.options
         self._per_sample = PerSampleParameters(task)
@@ -78,6 +80,13 @@ class Diagonal:
         """Return the name of the contractions' backend."""
         return self._layers.backend
 
+    @property
+    def fewer(self) -> str:
+        """Return what fewer passes would give, where exact values take many; or nothing."""
+        if self._passes <= MANY:
+            return ""
+        return f"{self._passes} backward passes a batch; probes=2 takes two, with standard errors"
+
     def sums(self, draws: range | None = None) -> Sums:
         """Return the sums over all samples: exact, or in the draws of these numbers."""
         signs = None if draws is None else Signs(self._task.options.seed, draws)
@@ -85,10 +94,11 @@ class Diagonal:
         shard = self._task.batches.shard
         totals = Totals(self._task.loss.reduction, self._task.options, error, sampled=draws is not None, shard=shard)
         self._runner.each(partial(self._values, signs=signs), totals.add)
-        facts = {"not linear": self.nonlinear, "sampled": {"": True} if self.sampled else {}}
+        facts: dict[str, dict[str, Any]] = {"not linear": self.nonlinear, "passes": {str(self._passes): True}}
+        facts["sampled"] = {"": True} if self.sampled else {}
         united = shard.united("parameters that the model is not linear in", facts)
         self.nonlinear.update(united["not linear"])
-        self.sampled = bool(united["sampled"])
+        self.sampled, self._passes = bool(united["sampled"]), max(map(int, united["passes"]))
         return totals.sums()
 
     def _values(self, run: Run, signs: Signs | None) -> Values:
@@ -97,6 +107,9 @@ class Diagonal:
         values = torch.zeros(draws, run.samples, dtype=torch.float64, device=run.outputs.device)
         entries = None if self._made_entries is None else self._made_entries(draws)
         signs_of_factors = None if entries is not None and sent.passes <= draws else signs
+        if signs is None:
+            self._passes = max(self._passes, sent.passes)
+            self._runner.batches.say(self.fewer)
         by_layer = self._by_layer(run)
         if by_layer:
             self._add_layers(run, sent, signs_of_factors, by_layer, values, entries)
@@ -217,7 +230,7 @@ def _estimate(diagonal: Diagonal, sums: Sums, options: Options) -> Estimate:
         backend=diagonal.backend,
         per_sample=None if sums.per_sample is None else sums.per_sample[-1, 0],
         omitted=sums.omitted,
-        notes=(linearity.TAKEN_AS_THEY_ARE,) if taken else (),
+        notes=tuple(note for note in (diagonal.fewer, linearity.TAKEN_AS_THEY_ARE if taken else "") if note),
         dof=dof,
     )
 

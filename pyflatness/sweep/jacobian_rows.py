@@ -1,6 +1,5 @@
 """Collect the rows of a Jacobian at one place, for the samples of a run, and what is made of them."""
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from .. import contractions
+from ..interrupts import cached_property
 from ..model import layers
 from ..numerics import spectra
 from ..passes.layer_form import LayerForm
@@ -30,12 +30,12 @@ class Jacobian:
     past: Sequence[Tensor | None]  # rows of J - (∂f/∂z) w, of the ways past the layer's output z; None: rounding
     scales: Tensor | None  # b, (M,), where there is a b for the features
 
-    @functools.cached_property
+    @cached_property
     def gram(self) -> Tensor:
         """Return G = J Jᵀ, (n, C, C) float64."""
         return spectra.gram(self.rows)
 
-    @functools.cached_property
+    @cached_property
     def squares(self) -> Tensor:
         """Return the squares of the singular values, ascending, (n, C)."""
         return self.eigenvalues(self.gram)

@@ -36,7 +36,7 @@ from .activations import ACTIVATIONS, Activations
 from .contracted import Contracted
 from .heads import Heads
 
-_MANY = 100  # backward passes of a batch
+MANY = 100  # backward passes of a batch
 Parts = dict[tuple[str, str], Tensor]
 
 
@@ -103,7 +103,7 @@ class Sweep:
     @property
     def fewer(self) -> str:
         """Return what fewer passes would give, where exact values take many; or nothing."""
-        if self.sent <= _MANY or not self._loss.convex or self._options.probes == "adaptive":
+        if self.sent <= MANY or not self._loss.convex or self._options.probes == "adaptive":
             return ""
         return f"{self.sent} backward passes a batch; rtol=0.01 takes about ten, for an error of 1 %"
 

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import NonFiniteError
+from ..interrupts import cached_property
 from ..model import layers
 from ..numerics.accumulate import Accumulator, finite_samples, masked, non_finite
 from ..numerics.shard import WHOLE, Shard

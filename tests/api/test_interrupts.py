@@ -136,6 +136,26 @@ def test_other_signals_and_exceptions_leave_nothing(name, kind):
             assert_interrupted(name, net, before, at, kind=kind)
 
 
+class Held:
+    @interrupts.cached_property
+    def value(self):
+        return object()
+
+
+def test_an_interrupted_attribute_keeps_no_other_thread_from_it():
+    """That of functools does before Python 3.12, by a lock of all instances."""
+    for at in range(1, lines(lambda held: held.value, Held()) + 20):
+        with contextlib.suppress(KeyboardInterrupt), Interrupting(at):
+            Held().value  # noqa: B018
+    found = []
+    thread = threading.Thread(target=lambda: found.append(Held().value), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert found
+    held = Held()
+    assert held.value is held.value
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "kind"), [(name, kind) for name in CALLS for kind in KINDS])
 def test_1500_interrupts_of_every_kind_leave_nothing(name, kind):

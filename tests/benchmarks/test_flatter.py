@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -16,12 +15,8 @@ from support import ROOT
 
 
 @pytest.fixture
-def flatter(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    before = set(sys.modules)
-    yield __import__("flatter")
-    for name in {"flatter", "networks"} & (set(sys.modules) - before):
-        del sys.modules[name]
+def flatter(benchmark_modules):
+    return benchmark_modules("flatter")
 
 
 def test_fam_is_the_hessian_of_the_head_held_fixed(flatter):

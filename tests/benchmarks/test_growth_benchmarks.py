@@ -9,13 +9,8 @@ from support import ROOT
 
 
 @pytest.fixture
-def growth(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    before = set(sys.modules)
-    yield __import__("growth")
-    for name in set(sys.modules) - before:
-        if not name.startswith("torch"):
-            del sys.modules[name]
+def growth(benchmark_modules):
+    return benchmark_modules("growth")
 
 
 def test_exponents(growth, monkeypatch):

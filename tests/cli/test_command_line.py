@@ -73,6 +73,19 @@ def test_the_page_has_every_command_and_status(capsys):
         assert f"| {code} | {meaning} |" in PAGE
 
 
+def test_every_option_has_help():
+    """It comes from docstrings, by the names of parameters."""
+    commands = group.Commands(cli._SECTIONS, "")
+    context = click.Context(commands)
+    every = [commands.get_command(context, name) for name in commands.list_commands(context)]
+    every += [command for one in every if isinstance(one, click.Group) for command in one.commands.values()]
+    options = [(command.name, option) for command in every for option in command.params if option.name != "help"]
+    said = {(name, option.name): option.help for name, option in options if isinstance(option, click.Option)}
+    assert [names for names, text in said.items() if not text] == []
+    assert "it means --probes adaptive" in said["score", "rtol"]
+    assert said["measure", "rtol"] == said["score", "rtol"]
+
+
 @pytest.mark.parametrize("command", ["store ls x.sqlite", "store gc x.sqlite", "doctor", "measures"])
 def test_an_interruption_ends_any_command_with_its_status(command, monkeypatch, capsys):
     def interrupted(*arguments):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pyflatness as pf
-from pyflatness.cli import options
+from pyflatness.cli import network, options
 from support.score_runs import arguments_of, rows_of, saved, status, tiny_net
 
 REFUSED = """
@@ -58,7 +58,7 @@ def test_dtype_and_device_move_the_model(tiny, spec, capsys):
     assert status("measure", *spec, "--device", "nowhere") != 0
     assert status("score", *arguments_of(tiny, "--device", "cpu")[1:], str(saved(tiny, 1, "1.safetensors"))) == 0
     assert len(rows_of(tiny)) == 1
-    assert options.moved("cpu", "float64") == {"device": torch.device("cpu"), "dtype": torch.float64}
+    assert network.moved("cpu", "float64") == {"device": torch.device("cpu"), "dtype": torch.float64}
 
 
 def test_spectrum_is_that_of_python(tiny, spec, capsys, tmp_path):
@@ -129,7 +129,7 @@ def test_what_are_no_arguments():
 
 
 def test_lists_take_commas_and_repeats(capsys):
-    split = options.several(None, None, ("a,b", "c", "h.{0,1}.x", "re:a{1,2},b", "w[q,k]"))
+    split = options.several(("a,b", "c", "h.{0,1}.x", "re:a{1,2},b", "w[q,k]"))
     assert split == ("a", "b", "c", "h.{0,1}.x", "re:a{1,2},b", "w[q,k]")
     linear = "--model", "torch.nn:Linear", "--model-args", "in_features=4", "--model-args", "out_features=3"
     assert status("layers", *linear, "--json") == 0

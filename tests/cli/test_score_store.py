@@ -8,15 +8,13 @@ import sys
 import time
 from pathlib import Path
 
-import click
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import pyflatness as pf
 from pyflatness import cli
-from pyflatness.cli.options import limit as limited
-from pyflatness.cli.score import score
+from pyflatness.cli.network import limit_of
 from pyflatness.scoring import keys, specs
 from support.combinations import every
 from support.score_runs import saved, status, tiny_net
@@ -273,4 +271,4 @@ def test_the_status_of_a_command_that_cannot_be_done(tiny: str, tmp_path: Path) 
 
 @pytest.mark.parametrize(("limit", "samples"), [("1", 1), ("1.0", None), ("0.5", 0.5), ("21", 21)])
 def test_a_limit_with_a_point_is_a_part(limit: str, samples: float | None) -> None:
-    assert limited(click.Context(score), score.params[0], limit) == samples
+    assert limit_of(limit) == samples

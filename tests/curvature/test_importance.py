@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pyflatness as pf
+from pyflatness import progress
 from support.brute_force import diagonals, flat, placed
 from support.functions import Squared
 from support.grid import batches, normal
@@ -356,3 +357,21 @@ def test_is_a_mapping_and_a_result(tmp_path):
     torch.testing.assert_close(again["conv.bias"], found["conv.bias"])
     torch.save(dict(found), tmp_path / "importance.pt")
     assert torch.load(tmp_path / "importance.pt").keys() == found.keys()
+
+
+@pytest.mark.parametrize("tokens", [50, 51])
+def test_many_passes_say_what_probes_would_take(monkeypatch, capsys, tokens):
+    monkeypatch.setattr(progress, "_EVERY", 0.0)
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 3)).eval()
+    data = torch.arange(2 * tokens).view(2, tokens) % 7, torch.arange(2 * tokens).view(2, tokens) % 3
+
+    def forward(model, batch):
+        return model(batch[0]).mT, batch[1]
+
+    note = f"{2 * tokens} backward passes a batch; probes=2 takes two"
+    found = [
+        pf.importance(model, nn.CrossEntropyLoss(), data, forward=forward, kind="ggn", probes=k) for k in (None, 2)
+    ]
+    shown = f"batches: {note}" in capsys.readouterr().err
+    assert [any(note in one for one in each.notes) for each in found] == [tokens == 51, False]
+    assert shown == (tokens == 51)

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 
 import pyflatness as pf
+from pyflatness.losses.custom import CustomLoss
 from support import grid, truth
 from support.grid import batches
 from support.networks import CASES, LAYERS
@@ -163,3 +165,25 @@ def test_layers_rescaled_against_each_other():
     for measure in measures[:4]:
         assert after[measure].value == pytest.approx(before[measure].value, rel=1e-9)
     assert after["0", "lambda_max"].value == pytest.approx(before["0", "lambda_max"].value / 9)
+
+
+WEIGHTS = torch.tensor([1.0, 0.5, 2.0, 0.0], dtype=torch.float64)
+LABELS, SHARES = torch.arange(9) % 4, torch.rand(9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+TARGETS = {
+    "ignored": (nn.CrossEntropyLoss(ignore_index=2, label_smoothing=0.1, reduction="sum"), LABELS),
+    "class weights, one negative": (nn.CrossEntropyLoss(WEIGHTS - 0.75, reduction="sum"), LABELS),
+    "probabilities": (nn.CrossEntropyLoss(WEIGHTS, label_smoothing=0.2), SHARES / SHARES.sum(1, keepdim=True)),
+    "a loss of the user's": (lambda f, y: f.log_softmax(1)[torch.arange(len(y)), y].square().mean(), LABELS),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_products_with_the_ggn(name, monkeypatch):
+    monkeypatch.delattr(CustomLoss, "factors")  # the eigenvectors of a Hessian for every sample
+    loss, targets = TARGETS[name]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)).double().eval()
+    inputs = torch.randn(9, 3, dtype=torch.float64)
+    values = torch.linalg.eigvalsh(truth.joint_ggn(model, loss, inputs, targets, ["0", "2"])).flip(0)
+    found = pf.spectrum(model, loss, (inputs, targets), layers=["0", "2"], k=3, curvature="ggn")
+    torch.testing.assert_close(found.eigenvalues, values[:3], rtol=0, atol=1e-8 * float(values.abs().max()))

@@ -64,7 +64,7 @@ def test_a_change_costs_what_the_loss_says(case):
     found = pf.cost_of_change(model, loss, (X, targets), changes)["0", "loss_change"].value
     with torch.no_grad():
         model[0].weight += changes["0"]
-    assert found == pytest.approx(float(loss(model(X), targets) - before), rel=1e-6)
+    assert found == pytest.approx((loss(model(X), targets) - before).item(), rel=1e-6)
 
 
 def test_a_divergence_that_is_a_mean_over_outputs_and_of_logarithms():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 import pyflatness as pf
 from support import truth
@@ -215,3 +216,38 @@ def test_a_penalty_takes_a_layer_behind_the_derivative() -> None:
     x, y = data_of(model)
     with pf.FlatnessPenalty(model, "behind", LOSS, probes=2000) as penalty:
         assert penalty(model(x.clone()), y).item() == pytest.approx(expected(model, x, y, "behind")[0], rel=0.1)
+
+
+def in_forward_mode(net, x):
+    """Return the derivative along the first input, by dual numbers, beside the value."""
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.eye(3, dtype=x.dtype)[0].expand_as(x))
+        return torch.cat([*forward_ad.unpack_dual(dual * dual + net.out(net.act(net.inner(dual))))[:2]], dim=1)
+
+
+def of_one_row(net, x):
+    return torch.func.vmap(torch.func.grad(lambda row: net.out(net.act(net.inner(row))).squeeze()))(x)
+
+
+@pytest.mark.parametrize("how", [{}, {"curvature": "ggn"}, {"probes": 3}])
+def test_layers_inside_of_forward_mode_are_refused(how: dict[str, object]) -> None:
+    """What hooks give a layer has no tangent: the GGN values were those of another network."""
+    model = network(in_forward_mode, nn.Tanh())
+    with pytest.raises(pf.errors.InputError, match=r"dual_level, where it cannot be observed; .*create_graph=True"):
+        pf.measure(model, LOSS, data_of(model), **how)
+
+
+def test_a_layer_behind_those_in_forward_mode_has_its_value() -> None:
+    model = network(lambda net, x: net.behind(in_forward_mode(net, x)), nn.Tanh(), behind=nn.Linear(6, 2))
+    x, y = data_of(model)
+    report = pf.measure(model, LOSS, (x, y))
+    assert report.layers == ("behind",)
+    assert {*report.uncovered} == {"inner.weight", "out.weight"}
+    found = [report["behind", measure].value for measure in ("relative_flatness", "trace")]
+    assert found == pytest.approx(expected(model, x, y, "behind"), rel=1e-9)
+
+
+def test_derivatives_by_torch_func_are_refused_by_that_name() -> None:
+    model = network(of_one_row, nn.Tanh())
+    with pytest.raises(pf.errors.InputError, match=r"takes a derivative by torch\.func .*create_graph=True"):
+        pf.measure(model, LOSS, data_of(model))

@@ -19,7 +19,7 @@ TOLERANCES = {
     **dict.fromkeys(("transformer", "transformer_run_again", "convolutions", "convolutions_exactly"), 1e-10),
     **{"gathered_before": 1e-10, "mlp_of_float32": 1e-5, "transformer_of_bfloat16": 1e-2},
 }
-OTHERS = "left_as_found", "failing", "interrupted", "bad_data", "other_layers", "refused", "every_measure"
+OTHERS = "left_as_found", "failing", "interrupted", "bad_data", "other_layers", "refused", "every_measure", "elsewhere"
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +91,18 @@ def test_measures_that_are_not_there_are_skipped_with_a_reason(found):
     for report in found["every_measure"]:
         assert {"relative_flatness", "trace", "neuron_flatness", "weight_norm"} <= {*report.measures}
         assert "spread over ranks" in report.skipped["lambda_max"]
+
+
+def test_weights_that_act_outside_of_their_layers_are_accounted_for_as_in_one_process(found):
+    alone, _, refused = rank_fsdp.elsewhere(0, 1)
+    assert "the model takes a derivative in its forward pass" in refused
+    for outside, shared, forces in found["elsewhere"]:
+        assert forces == refused
+        assert outside.uncovered == alone.uncovered == {"head.weight": pytest.approx(18 / 66)}
+        noted, expected = (report.by_measure()["trace"] for report in (outside, alone))
+        assert {name: value.notes for name, value in noted.items()} == {n: v.notes for n, v in expected.items()}
+        for name in ("first", "second", ""):
+            assert any("not known: layers share a weight" in note for note in shared.by_measure()["trace"][name].notes)
 
 
 def test_fsdp1_is_refused():

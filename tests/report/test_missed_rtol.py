@@ -21,7 +21,7 @@ def test_the_note_says_by_how_much_and_what_would_reach_it():
     assert "the value is 0, with a standard error of 0.4" in note
 
 
-def test_every_layer_that_missed_it_is_named_behind_the_table():
+def test_every_layer_that_missed_it_is_named_behind_the_table_and_in_the_log(caplog):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 10)).double().eval()
     with torch.no_grad():
@@ -30,11 +30,14 @@ def test_every_layer_that_missed_it_is_named_behind_the_table():
     data = torch.randn(64, 20).double(), torch.arange(64) % 10
     some = 0
     for seed in range(3):
+        caplog.clear()
         report = pf.measure(model, nn.CrossEntropyLoss(), data, measures="trace", rtol=0.05, seed=seed)
         for layer, _, estimate in report:
             error = 0.0 if estimate.stderr is None else estimate.stderr / abs(estimate.value)
             said = any(note.startswith("rtol=0.05 was missed") for note in estimate.notes)
             assert said == (error > 1.05 * 0.05)
             assert (f"{layer or 'network'}: rtol=0.05 was missed" in str(report)) == said
+            name = repr(layer) if layer else "the network"
+            assert (f"trace of {name}: rtol=0.05 was missed" in caplog.text) == said
             some += said
     assert some

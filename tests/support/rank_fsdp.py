@@ -128,6 +128,58 @@ def callable_loss(rank, size):
     return pf.relative_flatness(sharded(rank_cases.model(), size), loss, batches(rank, size), "2", **SAMPLED)
 
 
+class Forces(nn.Module):
+    """A network whose outputs are its gradient in the inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(5, 6), nn.Linear(6, 1)
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = self.head(torch.tanh(self.first(x))).sum()
+            return torch.autograd.grad(energy, x, create_graph=True)[0][:, :3]
+
+
+class Outside(nn.Module):
+    """A network that uses a layer's weight outside of it too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        return self.head(hidden) + torch.tanh(hidden) @ self.head.weight.t()
+
+
+class Shared(nn.Module):
+    """A network of two layers that share a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+def elsewhere(rank, size):
+    """Return reports of networks that use a weight outside of its layer, in two layers, in a derivative; or errors."""
+    found = []
+    for make in (Outside, Shared, Forces):
+        model = made(make)
+        if size > 1:
+            fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+        try:
+            found.append(pf.measure(model, LOSS, part(rank, size), measures=OF_ONE_SWEEP, **SAMPLED))
+        except pf.errors.InputError as error:
+            found.append(str(error))
+    return found
+
+
 def vocabulary(rank, size):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 50_257)).double().eval()

@@ -1,5 +1,6 @@
 """Run the same functions in several processes of one ``torch.distributed`` group, and hand back what each gave."""
 
+import datetime
 import importlib
 import os
 import pickle
@@ -18,6 +19,7 @@ import torch.multiprocessing as multiprocessing
 from support import ROOT
 
 _CONTEXT = multiprocessing.get_context("spawn")
+_PATIENCE = datetime.timedelta(minutes=3)  # of a rank that waits for another; gloo's own is half an hour
 _POOL: list[tuple[Any, connection.Connection]] = []  # processes by rank, each with the pipe to it; they end with ours
 
 
@@ -94,7 +96,8 @@ def _serve(pipe: connection.Connection) -> None:
 
 
 def _run(rank: int, module: str, names: list[str], size: int, folder: str) -> dict[str, Any]:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
+    meet = f"file://{folder}/meet"
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=size, timeout=_PATIENCE)
     cases, found = importlib.import_module(module), {}
     for name in names:
         torch.manual_seed(0)

@@ -5,12 +5,15 @@ public interface of the package is used. Every entry makes its own model, data a
 """
 
 import contextlib
+import hashlib
 import io
 import itertools
 import runpy
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -177,7 +180,84 @@ def of_measures() -> Iterator[Entry]:
         yield f"measure all | {case} | {variant}", call
 
 
+def _between(model: torch.nn.Module, loss: Any, data: Any, **options: Any) -> Any:
+    """Return the losses between a network and one of nine tenths of its weights, on the data and half of these."""
+    other = {name: 0.9 * held if held.is_floating_point() else held for name, held in model.state_dict().items()}
+    half = tuple(held[: len(held) // 2] for held in data)
+    found = pf.linear_interpolation(model, loss, data, other, test=half, **options)
+    return found, str(found), found.barrier, found.test_barrier, found.error_barrier
+
+
+def _slice(model: torch.nn.Module, loss: Any, data: Any, **options: Any) -> Any:
+    """Return a slice of the loss, what it prints, and what a file of it has."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "slice.npz"
+        found = pf.landscape(model, loss, data, out=path, **options)
+        content, again = path.read_bytes(), pf.results.Landscape.from_npz(path)
+    return found, str(found), hashlib.sha256(content).hexdigest(), again
+
+
+def _changed(model: torch.nn.Module, loss: Any, data: Any) -> Any:
+    weights = {name: held.detach() for name, held in model.named_parameters() if name.endswith(".weight")}
+    changes = {name.removesuffix(".weight"): -held / 10 for name, held in weights.items() if held.ndim > 1}
+    return pf.cost_of_change(model, loss, data, changes)
+
+
+def _quantised(model: torch.nn.Module, loss: Any, data: Any) -> Any:
+    found = pf.allocate(model, loss, data, ["int2", "int4", "int8"], bits=5)
+    return found.to_dict(), str(found)
+
+
+def of_curvature() -> Iterator[Entry]:
+    """Yield slices, lines between networks, spectra, worst cases, costs of changes and importances."""
+    calls: dict[str, Callable[..., Any]] = {
+        "landscape, plane": partial(_slice, points=(4, 3), span=0.2),
+        "landscape, line": partial(_slice, dimensions=1, points=5, normalization="layer", quadratic=False, seed=3),
+        "landscape, eigenvectors": partial(_slice, directions="eigenvectors", points=3, span=(-0.1, 0.2)),
+        "linear_interpolation": partial(_between, points=4),
+        "spectrum": partial(pf.spectrum, k=2, density=True),
+        "worst_case_sharpness": partial(pf.worst_case_sharpness, rho=0.05),
+        "cost_of_change": _changed,
+        "importance": pf.importance,
+        "allocate": _quantised,
+    }
+    for (name, call), case in itertools.product(calls.items(), FEW):
+        yield f"curvature | {name} | {case}", partial(on_case, CASES[case], call)
+
+
+def _table() -> dict[str, list[Any]]:
+    """Return a table of 24 networks: three settings, two measures that have to do with the gap, and a loss."""
+    draw = torch.Generator().manual_seed(0)
+    noise = torch.randn(4, 24, generator=draw, dtype=torch.float64)
+    rows = [*itertools.product([2, 4, 8], [0.1, 0.3], ["sgd", "adam"], [0, 1])]
+    depth, rate, optimizer, seed = map(list, zip(*rows, strict=True))
+    gap = noise[0] + torch.tensor(depth) / 4
+    columns = {"kappa": gap + noise[1], "trace": (noise[2] - gap / 2).round(), "gap": gap, "loss": noise[3].exp() / 9}
+    settings = {"depth": depth, "rate": rate, "optimizer": optimizer, "seed": seed}
+    return {"name": [f"n{place}" for place in range(24)], **settings} | {k: v.tolist() for k, v in columns.items()}
+
+
+def of_statistics() -> Iterator[Entry]:
+    """Yield correlations over a table of networks, with intervals and p-values of each kind, and those of pairs."""
+    variants: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "fisher": {"interval": "fisher"},
+        "given": {"given": ["loss", "optimizer"], "permutations": 99},
+        "clusters": {"settings": ["depth", "rate", "optimizer"], "permutations": 99, "exclude": ["n3"]},
+        "within": {"settings": "depth", "permutations": 99, "within": True, "seed": 5},
+        "strata": {"strata": "optimizer"},
+        "seeds": {"settings": "rate", "seeds": "seed", "interval": "fisher"},
+    }
+    for name, options in variants.items():
+        call = partial(pf.statistics.correlations, _table(), ["kappa", "trace"], **options)
+        yield f"statistics | correlations | {name}", call
+    pairs = pf.statistics.granulated_kendall, pf.statistics.sign_error, pf.statistics.conditional_mutual_information
+    for function, measure in itertools.product(pairs, ("kappa", "trace")):
+        call = partial(function, _table(), measure, "gap", ["depth", "rate", "optimizer"])
+        yield f"statistics | {function.__name__} | {measure}", call
+
+
 def entries() -> list[Entry]:
     """Return the whole grid."""
-    parts = of_layers(), of_heads(), of_measures(), larger_networks.entries(), whole_networks.entries(on_case)
-    return [*itertools.chain(*parts, refusals.entries())]
+    parts = of_layers(), of_heads(), of_measures(), of_curvature(), of_statistics(), larger_networks.entries()
+    return [*itertools.chain(*parts, whole_networks.entries(on_case), refusals.entries())]

@@ -158,12 +158,12 @@ def uncovered(
 
 def packed(module: nn.Module) -> dict[str, int]:
     """Return the weights that a quantised module keeps in integers, by name, with how many entries they stand for."""
-    tensors = {**module._parameters, **{name: held for name, held in module._buffers.items() if "weight" in name}}
-    found = {
-        name: held.numel()
-        for name, held in tensors.items()
-        if held is not None and held.ndim >= 2 and not (held.is_floating_point() or held.is_complex())
-    }
+    found = {}
+    for name, held in (*module._parameters.items(), *module._buffers.items()):
+        if held is None or held.ndim < 2 or held.is_floating_point() or held.is_complex():
+            continue
+        if name in module._parameters or "weight" in name:
+            found[name] = held.numel()
     size = getattr(module, "in_features", 0) * getattr(module, "out_features", 0)
     if size and hasattr(module, "_packed_params"):  # as torch's own quantised layers
         found["weight"] = size

@@ -22,6 +22,8 @@ State = tuple[Tensor, ...]  # what a cell hands on from step to step: h, and c o
 
 def weights(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the weights of a recurrent module whose forward is that of its class; none of another."""
+    if not isinstance(module, _CLASSES):
+        return ()
     plain = any(isinstance(module, kind) and type(module).forward is kind.forward for kind in _CLASSES)
     if not plain or not isinstance(vars(module).get("forward"), (StepByStep, type(None))):
         return ()
