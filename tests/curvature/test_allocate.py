@@ -161,6 +161,13 @@ def test_choices_are_priced_by_samples_that_had_no_part_in_them():
     assert 0.9 * truth < predicted < 1.1 * truth
 
 
+def test_of_two_samples_the_prediction_has_no_interval():
+    model, (inputs, targets) = _images()
+    plan = pf.allocate(model, CE, (inputs[:2], targets[:2]), ["int4", "keep"], bits=8)
+    assert plan.predicted.interval() is None
+    assert "[–]" in str(plan)
+
+
 def test_a_change_as_large_as_the_loss_is_said_to_be_beyond_second_order():
     model, data = _images()
     notes = {}
