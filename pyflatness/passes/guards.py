@@ -168,7 +168,7 @@ def _tensors(*values: Any) -> list[Tensor]:
                 value = _functorch.get_unwrapped(value)
             found.append(value)
         elif isinstance(value, (tuple, list)):
-            waiting += value
+            waiting.extend(value)  # not by +, which a tuple of a library may have for its numbers
         elif isinstance(value, dict):
             waiting += value.values()
     return found

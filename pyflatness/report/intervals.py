@@ -26,7 +26,7 @@ _LARGE = 1e4  # degrees of freedom from which an expansion in their inverse is e
 def interval(value: float, stderr: float, dof: float | None, level: float = 0.95) -> tuple[float, float] | None:
     """Return the ends of value ± t stderr, t Student's quantile; None where they are not known."""
     quantile = student_t(level, dof or math.inf)
-    if dof is None or not math.isfinite(stderr) or not math.isfinite(value):
+    if not dof or not math.isfinite(stderr) or not math.isfinite(value):
         return None
     return value - quantile * stderr, value + quantile * stderr
 

@@ -116,11 +116,71 @@ def quanto() -> Network:
     return Network(model, (X.float(), Y), refusal="keeps its weight as a WeightQBytesTensor of optimum")
 
 
+class Field(nn.Module):
+    """Return the derivative in time of a state of three numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, time: Tensor, state: Tensor) -> Tensor:
+        return self.last(self.first(state).tanh())
+
+
+class Flow(nn.Module):
+    """Let a state flow for a unit of time, and classify where it ends."""
+
+    def __init__(self, solve: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.solve, self.field, self.head = solve, Field(), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        times = torch.tensor([0.0, 1.0], dtype=x.dtype)
+        return self.head(self.solve(self.field, x, times)[-1])
+
+
+def torchdiffeq(name: str, refusal: str = "", **how: object) -> Network:
+    import torchdiffeq
+
+    torch.manual_seed(0)
+    model = Flow(functools.partial(getattr(torchdiffeq, name), **how)).double()
+    return Network(model, (X[:, :3], Y), refusal=refusal)
+
+
+def e3nn() -> Network:
+    from e3nn import nn as gates
+    from e3nn import o3
+
+    class Equivariant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = gates.Gate("2x0e", [torch.tanh], "1x0e", [torch.sigmoid], "1x1o")
+            self.linear = o3.Linear("3x0e+1x1o", self.gate.irreps_in)
+            self.product = o3.FullyConnectedTensorProduct(self.gate.irreps_out, "1x0e+1x1o", "3x0e")
+            self.head = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            harmonics = o3.spherical_harmonics("1x0e+1x1o", x[:, 3:], normalize=True)
+            return self.head(self.product(self.gate(self.linear(x)), harmonics).tanh())
+
+    torch.manual_seed(0)
+    return Network(Equivariant().double(), uncovered=("linear.weight", "product.weight"))
+
+
 CASES = [
     Case("opacus", "1.6.0", "opacus", opacus),
     Case("mup", "1.0.0", "mup", mup),
     Case("spikingjelly", "2.0.0", "spikingjelly", spikingjelly),
     Case("spikingjelly", "2.0.0", "spikingjelly", spikingjelly_not_reset, "not reset"),
+    Case("e3nn", "0.6.0", "e3nn", e3nn),
+    *(
+        Case("torchdiffeq", "0.2.5", "torchdiffeq", functools.partial(torchdiffeq, **given), name)
+        for name, given in {
+            "fixed steps": {"name": "odeint", "method": "rk4", "options": {"step_size": 0.5}},
+            "adaptive steps": {"name": "odeint", "refusal": "cannot be told apart by the 2 samples"},
+            "adjoint": {"name": "odeint_adjoint", "method": "rk4", "refusal": "runs without recording a graph"},
+        }.items()
+    ),
     Case("torchao", "0.18.0", "torchao", functools.partial(torchao, fp8=False), "int8"),
     Case("torchao", "0.18.0", "torchao", functools.partial(torchao, fp8=True), "fp8"),
     Case("optimum-quanto", "0.2.7", "optimum.quanto", quanto),
@@ -171,15 +231,56 @@ def test_values_are_those_of_nested_autograd(case: Case) -> None:
     for layer in report.layers:
         weight = network.model.get_parameter(network.weights.get(layer, f"{layer}.weight"))
         matrix = _curvature(network, weight)
-        gram = weight.detach().flatten(1) @ weight.detach().flatten(1).t()
-        kappa = float((gram * torch.einsum("sjtj->st", matrix)).sum())
+        kappa = _relative_flatness(weight.detach().flatten(1), matrix)
         assert report[layer, "relative_flatness"].value == pytest.approx(kappa, rel=network.tolerance), layer
         trace = float(torch.einsum("sjsj->", matrix))
         assert report[layer, "trace"].value == pytest.approx(trace, rel=network.tolerance), layer
 
 
+EXPERTS = ("Mixtral", "Qwen3Moe", "GptOss")
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_of_transformers(family: str) -> None:
+    transformers = pytest.importorskip("transformers", "5", reason="experts in one parameter are of transformers 5")
+    sizes = {"vocab_size": 7, "hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "head_dim": 4}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 16}
+    more = {"moe_intermediate_size": 4, "num_experts": 3} if family == "Qwen3Moe" else {"num_local_experts": 3}
+    config = getattr(transformers, f"{family}Config")(**sizes, **heads, **more, num_experts_per_tok=2)
+    config._experts_implementation = "eager"  # the default has no float64
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).double().eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    tokens = torch.randint(0, 7, (2, 5))
+    report = pf.measure(model, data=[{"input_ids": tokens}], measures=["relative_flatness", "trace"])
+    assert report.uncovered == {}
+    experts = [layer for layer in report.layers if "[" in layer]
+    assert len(experts) == 6
+    outputs = model(input_ids=tokens, use_cache=False).logits[:, :-1].flatten(0, 1)
+    risk = nn.functional.cross_entropy(outputs, tokens[:, 1:].flatten())
+    for layer in experts:
+        name, _, expert = layer.rstrip("]").partition("[")
+        parameter, place = model.get_parameter(name), int(expert)
+        (gradient,) = torch.autograd.grad(risk, parameter, create_graph=True)
+        rows = [torch.autograd.grad(g, parameter, retain_graph=True)[0][place] for g in gradient[place].flatten()]
+        matrix = torch.stack(rows).view(*parameter.shape[1:], *parameter.shape[1:])
+        weight = parameter.detach()[place]
+        if family == "GptOss":  # it has its outputs in columns
+            matrix, weight = matrix.permute(1, 0, 3, 2), weight.t()
+        kappa, trace = _relative_flatness(weight, matrix), float(torch.einsum("sjsj->", matrix))
+        assert report[layer, "relative_flatness"].value == pytest.approx(kappa, rel=1e-4), layer  # routed in float32
+        assert report[layer, "trace"].value == pytest.approx(trace, rel=1e-4), layer
+
+
+def _relative_flatness(weight: Tensor, matrix: Tensor) -> float:
+    return float((weight @ weight.t() * torch.einsum("sjtj->st", matrix)).sum())
+
+
 def _curvature(network: Network, weight: Tensor) -> Tensor:
-    """Return the Hessian or GGN of the mean loss in a weight of two dimensions, (d, m, d, m)."""
+    """Return the Hessian or GGN of the mean loss in a weight of d rows and m columns, (d, m, d, m)."""
     forward = network.options.get("forward", lambda model, batch: (model(batch[0]), batch[1]))
     network.plainly(network.model)
     outputs, targets = forward(network.model, network.data)
@@ -193,7 +294,8 @@ def _curvature(network: Network, weight: Tensor) -> Tensor:
         (gradient,) = torch.autograd.grad(risk(outputs, targets), weight, create_graph=True)
         rows = [torch.autograd.grad(entry, weight, retain_graph=True)[0] for entry in gradient.flatten()]
         matrix = torch.stack(rows).flatten(1)
-    return matrix.unflatten(1, weight.shape).unflatten(0, weight.shape)
+    shape = weight.flatten(1).shape
+    return matrix.unflatten(1, shape).unflatten(0, shape)
 
 
 def test_the_page_has_a_row_for_each_library() -> None:

@@ -229,6 +229,11 @@ def of_one_row(net, x):
     return torch.func.vmap(torch.func.grad(lambda row: net.out(net.act(net.inner(row))).squeeze()))(x)
 
 
+# Torch's own, where a process first makes a dual number.
+of_torch = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+
+@of_torch
 @pytest.mark.parametrize("how", [{}, {"curvature": "ggn"}, {"probes": 3}])
 def test_layers_inside_of_forward_mode_are_refused(how: dict[str, object]) -> None:
     """What hooks give a layer has no tangent: the GGN values were those of another network."""
@@ -237,6 +242,7 @@ def test_layers_inside_of_forward_mode_are_refused(how: dict[str, object]) -> No
         pf.measure(model, LOSS, data_of(model), **how)
 
 
+@of_torch
 def test_a_layer_behind_those_in_forward_mode_has_its_value() -> None:
     model = network(lambda net, x: net.behind(in_forward_mode(net, x)), nn.Tanh(), behind=nn.Linear(6, 2))
     x, y = data_of(model)

@@ -50,6 +50,7 @@ def test_the_interval_of_an_estimate():
     assert sampled(stderr=None, exact=True).interval() == (2.0, 2.0)
     for unknown in (
         {"dof": None},
+        {"stderr": math.nan, "dof": 0.0},
         {"stderr": None},
         {"stderr": math.inf, "dof": 3.0},
         {"stderr": math.nan, "dof": 3.0},
