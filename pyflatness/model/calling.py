@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,8 +55,16 @@ def only_ours() -> bool:
 
 
 def is_transformed() -> bool:
-    """Return whether a transform of ``torch.func`` (``vmap``, ``grad``, ``jvp``) or forward-mode AD is under way."""
-    return transforms() > 0 or forward_ad._current_level >= 0
+    """Return whether a transform of ``torch.func`` (``vmap``, ``grad``, ``jvp``) is under way."""
+    return transforms() > 0
+
+
+def has_dual(given: Iterable[Any]) -> bool:
+    """Return whether any of what a layer gets or gives has a tangent of forward-mode AD."""
+    if forward_ad._current_level < 0:  # which is the process's, so that another thread's counts too
+        return False
+    tensors = (part for part in given if isinstance(part, Tensor))
+    return any(forward_ad.unpack_dual(part).tangent is not None for part in tensors)
 
 
 def transforms() -> int:

@@ -257,3 +257,13 @@ def test_derivatives_by_torch_func_are_refused_by_that_name() -> None:
     model = network(of_one_row, nn.Tanh())
     with pytest.raises(pf.errors.InputError, match=r"takes a derivative by torch\.func .*create_graph=True"):
         pf.measure(model, LOSS, data_of(model))
+
+
+def test_a_dual_level_of_another_thread_s_changes_nothing() -> None:
+    """There is one for the process."""
+    model = CASES["energy and forces, tanh"]()
+    data = data_of(model)
+    expected_report = pf.measure(model, LOSS, data)
+    with forward_ad.dual_level():
+        report = pf.measure(model, LOSS, data)
+    assert [estimate.value for *_, estimate in report] == [estimate.value for *_, estimate in expected_report]
