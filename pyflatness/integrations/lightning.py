@@ -52,8 +52,11 @@ class FlatnessCallback(Watch, *_bases()):  # type: ignore[misc]
             one; of a model of transformers its own.
         model: the attribute of the LightningModule that is measured, such as ``"net"`` or ``"ema.module"``; None: the
             LightningModule itself, called as ``module(inputs)``.
-        **others: ``layers``, ``measures``, ``every_n_epochs``, ``limit_batches``, ``name``, ``strict`` and options of
-            :func:`pyflatness.measure`, as :class:`.watch.Watch` describes them.
+        **others: ``layers`` and ``measures``, see :func:`pyflatness.measure`; ``every_n_epochs``: epochs n, 2 n, … are
+            measured, counted from 1 and from the first training, also after resuming; ``limit_batches``: how many are
+            read, on each rank; ``name``: what the names of logged values begin with (two callbacks of a trainer need
+            two); ``strict``: whether what is not possible is an error, which ends the training; and options of
+            :func:`pyflatness.measure`, such as ``probes`` and ``forward``.
 
     Attributes:
         history: a :class:`pyflatness.results.History` with a record for each measured epoch, ``epoch`` and ``step`` as

@@ -41,8 +41,11 @@ class FlatnessCallback(Watch, TrainerCallback):  # type: ignore[misc]
             ``trainer.get_eval_dataloader()``; or a loader, a list of batches or a tuple of tensors.
         loss: see :func:`pyflatness.measure`; ``"auto"`` is the one that the model computes itself.
         model: the attribute of the trainer's model that is measured; None: the model.
-        **others: ``layers`` and ``measures``, behind the trainer, ``every_n_epochs``, ``limit_batches``, ``name``,
-            ``strict`` and options of :func:`pyflatness.measure`, as :class:`.watch.Watch` describes them.
+        **others: ``layers`` and ``measures``, behind the trainer, see :func:`pyflatness.measure`; ``every_n_epochs``:
+            epochs n, 2 n, … are measured, counted from 1 and from the first training, also after resuming;
+            ``limit_batches``: how many are read, on each rank; ``name``: what the names of logged values begin with
+            (two callbacks of a trainer need two); ``strict``: whether what is not possible is an error, which ends the
+            training; and options of :func:`pyflatness.measure`, such as ``probes`` and ``forward``.
 
     Attributes:
         history: a :class:`pyflatness.results.History` with a record for each measured epoch, counted from 1.
