@@ -43,6 +43,8 @@ class FlatnessCallback(Watch, *_bases()):  # type: ignore[misc]
     strategies FSDP and DeepSpeed.
 
     Args:
+        layers: a selector or several, see :func:`pyflatness.measure`; None: every layer that can be measured and ran.
+        measures: names, or None, ``"sweep"`` or ``"all"``, see :func:`pyflatness.measure`.
         data: ``"train"``, which the papers' measure is of, or ``"val"``: the trainer's own loader, with its
             ``limit_train_batches`` or ``limit_val_batches``; or a loader, a list of batches or a tuple of tensors.
             Batches of all but a tuple go through the module's batch hooks (``on_after_batch_transfer``, …) as in
@@ -52,11 +54,11 @@ class FlatnessCallback(Watch, *_bases()):  # type: ignore[misc]
             one; of a model of transformers its own.
         model: the attribute of the LightningModule that is measured, such as ``"net"`` or ``"ema.module"``; None: the
             LightningModule itself, called as ``module(inputs)``.
-        **others: ``layers`` and ``measures``, see :func:`pyflatness.measure`; ``every_n_epochs``: epochs n, 2 n, … are
-            measured, counted from 1 and from the first training, also after resuming; ``limit_batches``: how many are
-            read, on each rank; ``name``: what the names of logged values begin with (two callbacks of a trainer need
-            two); ``strict``: whether what is not possible is an error, which ends the training; and options of
-            :func:`pyflatness.measure`, such as ``probes`` and ``forward``.
+        every_n_epochs: epochs n, 2 n, … are measured, counted from 1 and from the first training, also after resuming.
+        limit_batches: how many batches are read, on each rank; None: all.
+        name: what the names of logged values begin with; two callbacks of a trainer need two.
+        strict: whether what is not possible is an error, which ends the training.
+        **options: of :func:`pyflatness.measure`: ``probes``, ``curvature``, ``normalize``, ``forward``, ``memory``, …
 
     Attributes:
         history: a :class:`pyflatness.results.History` with a record for each measured epoch, ``epoch`` and ``step`` as

@@ -37,15 +37,17 @@ class FlatnessCallback(Watch, TrainerCallback):  # type: ignore[misc]
 
     Args:
         trainer: the trainer that the callback is added to. It is not known to callbacks otherwise, and has the loggers.
+        layers: a selector or several, see :func:`pyflatness.measure`; None: every layer that can be measured and ran.
+        measures: names, or None, ``"sweep"`` or ``"all"``, see :func:`pyflatness.measure`.
         data: ``"train"``, which the papers' measure is of: the loader of the training; ``"val"``: of
             ``trainer.get_eval_dataloader()``; or a loader, a list of batches or a tuple of tensors.
         loss: see :func:`pyflatness.measure`; ``"auto"`` is the one that the model computes itself.
         model: the attribute of the trainer's model that is measured; None: the model.
-        **others: ``layers`` and ``measures``, behind the trainer, see :func:`pyflatness.measure`; ``every_n_epochs``:
-            epochs n, 2 n, … are measured, counted from 1 and from the first training, also after resuming;
-            ``limit_batches``: how many are read, on each rank; ``name``: what the names of logged values begin with
-            (two callbacks of a trainer need two); ``strict``: whether what is not possible is an error, which ends the
-            training; and options of :func:`pyflatness.measure`, such as ``probes`` and ``forward``.
+        every_n_epochs: epochs n, 2 n, … are measured, counted from 1 and from the first training, also after resuming.
+        limit_batches: how many batches are read, on each rank; None: all.
+        name: what the names of logged values begin with; two callbacks of a trainer need two.
+        strict: whether what is not possible is an error, which ends the training.
+        **options: of :func:`pyflatness.measure`: ``probes``, ``curvature``, ``normalize``, ``forward``, ``memory``, …
 
     Attributes:
         history: a :class:`pyflatness.results.History` with a record for each measured epoch, counted from 1.
@@ -59,13 +61,28 @@ class FlatnessCallback(Watch, TrainerCallback):  # type: ignore[misc]
         >>> # trainer.add_callback(FlatnessCallback(trainer, layers="classifier", probes=4))
     """
 
-    def __init__(self, trainer: Any, *what: Any, loss: Any = "auto", **others: Any) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        layers: Selector | Sequence[Selector] | None = None,
+        measures: str | Sequence[str] | None = "relative_flatness",
+        data: Any = "train",
+        *,
+        loss: Any = "auto",
+        model: str | None = None,
+        every_n_epochs: int = 1,
+        limit_batches: int | None = None,
+        name: str = "flatness",
+        strict: bool = False,
+        **options: Any,
+    ) -> None:
         if not callable(getattr(trainer, "add_callback", None)):
             raise InputError(
                 f"trainer: a Trainer of transformers is wanted, got {type(trainer).__name__}; "
                 "trainer.add_callback(FlatnessCallback(trainer, layers=…))"
             )
-        super().__init__(*what, loss=loss, **others)
+        how: dict[str, Any] = {"every_n_epochs": every_n_epochs, "limit_batches": limit_batches}
+        super().__init__(layers, measures, data, loss=loss, model=model, name=name, strict=strict, **how, **options)
         self._trainer = trainer
         self._part_of(trainer.model)
         if auto.is_auto(loss) and (trainer.compute_loss_func is not None or trainer.label_smoother is not None):

@@ -50,18 +50,7 @@ class Watch:
         strict: bool = False,
         **options: Any,
     ) -> None:
-        """Take what is measured, when and how; each callback says what data, loss and model are.
-
-        Args:
-            layers: selectors, see :func:`pyflatness.measure`; None: every layer that can be measured and ran.
-            measures: names, or None, ``"sweep"`` or ``"all"``, see :func:`pyflatness.measure`.
-            every_n_epochs: epochs n, 2 n, … are measured, counted from 1 and from the first training, also after
-                resuming.
-            limit_batches: how many batches are read, on each rank; None: all.
-            name: what the names of logged values begin with; two callbacks of a trainer need two.
-            strict: whether what is not possible is an error, which ends the training.
-            **options: of :func:`pyflatness.measure`: ``probes``, ``curvature``, ``normalize``, ``forward``, …
-        """
+        """Take what is measured, when and how; the callbacks' own pages say what each argument is."""
         super().__init__()
         for option in options:
             if option not in _OPTIONS:
