@@ -289,7 +289,8 @@ class _Plan:
                 f"{math.ceil(least / 8)} bytes: {listed}"
             )
         chosen, gap = self.choices.best(bits * self.entries)
-        hidden, prices = self._hidden(self._changes(chosen), bits), self.folds.prices(self._changes(chosen))
+        changes = self._changes(chosen)
+        hidden, prices = self._hidden(changes, bits), self.folds.prices(changes)
         taken = [self.options[place] for place in chosen]
         formats = {name: one for option in taken for name, one in option.formats.items()}
         return Allocation(
@@ -363,7 +364,7 @@ def _planned(
             return [changes.of_layer(name, modules[name], of_layer(name)[one].change) for one in changing[name]]
 
     costs = ChangeSweep(task, {name: len(each) for name, each in changing.items()}, made, folds=_FOLDS).found()
-    weights = {name: Weight.of(task.model, name, modules[name]) for name in costs.places}
+    weights = {name: Weight.of(task.model, name, modules[name]) for name in costs.places}  # with the uses now found
     places = {
         (name, one): place
         for name, each in costs.places.items()

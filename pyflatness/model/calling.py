@@ -54,15 +54,13 @@ def only_ours() -> bool:
     return ours and not _len_torch_dispatch_stack()
 
 
-def is_transformed() -> bool:
-    """Return whether a transform of ``torch.func`` (``vmap``, ``grad``, ``jvp``) is under way."""
-    return transforms() > 0
+def is_transformed(given: Iterable[Any] = ()) -> bool:
+    """Return whether a transform of ``torch.func`` (``vmap``, ``grad``, ``jvp``) is under way.
 
-
-def has_dual(given: Iterable[Any]) -> bool:
-    """Return whether any of what a layer gets or gives has a tangent of forward-mode AD."""
-    if forward_ad._current_level < 0:  # which is the process's, so that another thread's counts too
-        return False
+    So it is in forward-mode AD for what is ``given`` to a layer, or by it, where any of it has a tangent.
+    """
+    if transforms() > 0 or forward_ad._current_level < 0:  # the level is the process's: another thread's counts too
+        return transforms() > 0
     tensors = (part for part in given if isinstance(part, Tensor))
     return any(forward_ad.unpack_dual(part).tangent is not None for part in tensors)
 

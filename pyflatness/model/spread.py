@@ -75,9 +75,9 @@ def has_weight_of(module: nn.Module) -> bool:
     return id(module) in _layers
 
 
-def owner(used: Tensor) -> Tensor:
-    """Return the parameter, spread over ranks, that a tensor is gathered of; another tensor is its own."""
-    return next((part.spread for part in _held.values() if part.used() is used), used)
+def owners() -> dict[int, Tensor]:
+    """Return the parameters that are spread over ranks, by the identity of what each is gathered in."""
+    return {id(part.used()): part.spread for part in _held.values()}
 
 
 def used(parameter: Tensor) -> Tensor | None:

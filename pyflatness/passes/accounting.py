@@ -53,8 +53,9 @@ def account(
 ) -> Account:
     """Account for the uses of the layers' weights on the first of some batches that the model takes."""
     recorded = dict(recorder.calls)
-    used = ((vector, spread.used(spread.owner(vector))) for vector in candidates.may_be_flat_weights(model))
-    vectors = {vector: leaf for vector, leaf in used if leaf is not None}
+    owners = spread.owners()
+    found = ((vector, owners.get(id(vector), vector)) for vector in candidates.may_be_flat_weights(model))
+    vectors = {vector: leaf for vector, owner in found if (leaf := spread.used(owner)) is not None}
     try:
         for number, batch in enumerate(batches):
             leaves = _Leaves(model, {name: module for name, module in modules.items() if name in recorded}, vectors)
@@ -89,7 +90,7 @@ class _Leaves:
     """
 
     def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module], others: Mapping[Tensor, Tensor]) -> None:
-        holders = walk.holders(walk.modules(model))
+        holders, owners = walk.holders(walk.modules(model)), spread.owners()
         self._modules, self._required = modules, [part for pair in others.items() for part in pair]
         self.are_shared = False  # weights that are spread over ranks, which have no leaf of their own
         self._places: list[tuple[nn.Module, str, Tensor, Tensor]] = []  # with the parameter, and the leaf of the place
@@ -99,7 +100,7 @@ class _Leaves:
                 for key, parameter in part._parameters.items():
                     if parameter is None or key == "bias" or not _is_real(parameter):
                         continue
-                    is_shared, owner = holders[id(parameter)] > 1, spread.owner(parameter)
+                    is_shared, owner = holders[id(parameter)] > 1, owners.get(id(parameter), parameter)
                     leaf = spread.used(owner)
                     if leaf is None or (is_shared and spread.is_held()):  # FSDP puts the same tensor in all places
                         self.are_shared |= is_shared

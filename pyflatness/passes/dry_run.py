@@ -276,7 +276,7 @@ def saved_storages() -> Iterator[dict[int, int]]:
 
     def pack(tensor: Tensor) -> Tensor:
         if type(tensor) is Tensor or not isinstance(tensor, nn.Parameter):  # the class first: the other is slow
-            storages[tensor.untyped_storage()._cdata] = tensor.numel() * tensor.element_size()
+            storages[tensor.untyped_storage()._cdata] = _bytes(tensor)
         return tensor.detach()  # the tensor itself would hold its own graph, in a cycle that nothing frees
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -21,16 +21,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from ..errors import InputError, NoGraphError
 from ..messages import check_tensor
 from ..model import layers, spread, walk
-from ..model.calling import (
-    end_transforms,
-    has_dual,
-    is_accounting,
-    is_aside,
-    is_transformed,
-    only_ours,
-    transforms,
-    version,
-)
+from ..model.calling import end_transforms, is_accounting, is_aside, is_transformed, only_ours, transforms, version
 from ..model.kinds import Linear, is_of_torch
 from ..model.uses import Use
 from ..model.uses.experts import Route
@@ -151,7 +142,7 @@ class Recorder:
     def _alias(self, name: str) -> Any:
         def alias(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self.running.append(name)
-            if self._paused or is_aside() or is_transformed() or has_dual((*args, *kwargs.values())):
+            if self._paused or is_aside() or is_transformed((*args, *kwargs.values())):
                 return None
             if self._active and not torch.is_grad_enabled():
                 raise NoGraphError(
@@ -177,7 +168,7 @@ class Recorder:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Tensor | None:
             if name in self.running:
                 self.running.remove(name)
-            if is_transformed() or has_dual((output,)):
+            if is_transformed((output,)):
                 self.transformed |= {name} if self._active else set()
                 return None
             kind = layers.kind_of_call(module)
