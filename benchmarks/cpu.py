@@ -23,13 +23,15 @@ import peers
 import plain_torch
 import torch
 import vocabularies
-from networks import images, lenet5, resnet18, resnet20, settled
+from networks import MessagePassing, Molecules, images, lenet5, resnet18, resnet20, settled
 from rich.console import Console
 from rich.table import Table
 from timing import in_turn, shares
+from torch import Tensor, nn
 
 import head
 import hessian
+import pyflatness as pf
 
 # What these cannot be below, by the arithmetic in docs/performance.md: of BackPACK's time, and of the products'.
 IN_PARTS, LAST_LAYERS = {"fc2": 0.8, "fc3": 0.9}, {4: 1.4, 6: 1.8}
@@ -130,6 +132,28 @@ def published(rounds: int) -> Iterator[Figure]:
     yield from swept(layers.Work("ResNet-20, 20 layers", resnet20(), images(1000)), 1.4, rounds)
 
 
+def molecules(rounds: int) -> Iterator[Figure]:
+    """A network of messages on batches of 32 molecules, which go through it whole."""
+    generator = torch.Generator().manual_seed(0)
+    model, batches = MessagePassing().eval(), [Molecules.random(32, generator) for _ in range(16)]
+
+    def forward(model: nn.Module, batch: Molecules) -> tuple[Tensor, Tensor]:
+        return model(batch), batch.targets
+
+    def measured() -> object:
+        return pf.measure(
+            model, nn.CrossEntropyLoss(), batches, measures="relative_flatness", forward=forward, progress=False
+        )
+
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    sweep = bare.Sweep(model, names)
+    timings = in_turn({"": measured, "sweep": lambda: sweep.run(batches)}, 3 * rounds, repeats=1)
+    ours, floor = timings.values()
+    figure = ours.ratio(floor)
+    parts = parts_of(measured, figure, LAYERS)
+    yield Figure("messages in 16 batches of 32 molecules, 8 layers", "× bare sweep", figure, 1.3, parts)
+
+
 def backpack(rounds: int) -> Iterator[Figure]:
     """One linear layer of LeNet5, beside BackPACK: all samples at once, and in parts."""
     for name in ("fc1", "fc2", "fc3"):
@@ -182,6 +206,7 @@ GROUPS: dict[str, Callable[[int], Iterator[Figure]]] = {
     "resnet32": _resnet18(32, 1.3),
     "resnet128": _resnet18(128, 1.35),
     "resnet20": published,
+    "molecules": molecules,
     "backpack": backpack,
     "hessian": products,
     "peers": traces,

@@ -272,8 +272,8 @@ def session(
 def _count(model: nn.Module, forward: calling.Forward, batch: Whole) -> int:
     """Return the samples of a batch that is not cut, which are those of the model's outputs."""
     with calling.aside(), torch.no_grad():
-        outputs, _ = calling.run(model, batch, forward)
-    return len(outputs) if outputs.ndim else 0
+        calling.run(model, batch, forward)
+    return batch.counted or 0
 
 
 def _check_same(ranks: Ranks, model: nn.Module, loss: losses.Loss | None, options: Options, reads: int) -> None:

@@ -206,7 +206,7 @@ def run(
 
     ``tensor`` finds the outputs in what the model returned; a mapping's ``labels`` are the targets.
     """
-    count = data.size(batch)
+    count = batch.counted or -1 if isinstance(batch, data.Whole) else data.size(batch)
     with interrupts.users_code(), _let(samples=count, runs=now["runs"] + 1):
         result = _run(model, batch, forward, tensor)
     if not now["runs"]:

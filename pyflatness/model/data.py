@@ -100,9 +100,7 @@ class Batches:
         """Return a batch, as one that is not cut where it has to be."""
         if self.count_by is None or not any(map(_holds_tensors, leaves(batch))):
             return batch
-        whole = to_device(Whole(batch), self._device)
-        whole.samples = self.count_by(whole)
-        return whole
+        return to_device(Whole(batch, self.count_by), self._device)
 
     def __len__(self) -> int:
         """Return the number of batches; 0 if the data cannot tell."""
@@ -137,11 +135,11 @@ class Batches:
         with progress.bar("batches", len(self), self._shown) as advance:
             self.say = functools.partial(advance, 0)
             for number, batch in enumerate(source):
-                samples = _checked_size(batch, number)
-                if samples > 0:
+                is_whole = isinstance(batch, Whole)
+                if is_whole or _checked_size(batch, number) > 0:
                     empty = False
                     if self._compared:
-                        read.add(with_samples(batch, samples), samples, whole=isinstance(batch, Whole))
+                        read.add(with_samples(batch, size(batch)), size(batch), whole=is_whole)
                     yield to_device(batch, self._device)
                 advance(1, "")
         if empty:
@@ -290,20 +288,27 @@ def with_samples(batch: Any, samples: int) -> Iterator[Tensor]:
 class Whole:
     """Hold a batch that is not cut: of objects that hold tensors in ways of their own, as a batch of graphs does.
 
-    Its samples are those of the model's outputs.
+    Its samples are those of the model's outputs: ``count`` takes a forward pass, unless one has told them before.
     """
 
-    def __init__(self, batch: Any, samples: int = 0) -> None:
-        self.batch, self.samples = batch, samples
+    def __init__(self, batch: Any, count: "Callable[[Whole], int]", counted: int | None = None) -> None:
+        self.batch, self._count, self.counted = batch, count, counted
         self.tensors: list[Tensor] = []
         _mapped(self.tensors.append, batch)
+
+    @property
+    def samples(self) -> int:
+        """Return how many samples there are."""
+        if self.counted is None:
+            self.counted = self._count(self)
+        return self.counted
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "Whole":
         """Return the batch with every tensor in it changed, or itself where none is."""
         changed = {id(tensor): change(tensor) for tensor in self.tensors}
         if all(changed[id(tensor)] is tensor for tensor in self.tensors):
             return self
-        return Whole(_mapped(lambda tensor: changed.get(id(tensor), tensor), self.batch), self.samples)
+        return Whole(_mapped(lambda tensor: changed.get(id(tensor), tensor), self.batch), self._count, self.counted)
 
 
 class NotCutError(InputError):
@@ -332,7 +337,7 @@ def _holds_tensors(leaf: Any) -> bool:
     if leaf is None or isinstance(leaf, (Tensor, str, bytes, int, float, complex, np.ndarray, np.generic)):
         return False
     try:
-        return bool(Whole(leaf).tensors)
+        return bool(Whole(leaf, size).tensors)
     except Exception:  # it cannot be copied
         return False
 

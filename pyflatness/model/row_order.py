@@ -15,6 +15,7 @@ class SampleRows:
     sample: Tensor  # (r,) of each row
     rank: Tensor  # (r,) the place of each among those of its sample
     place: Tensor  # (n, P) the row that is laid out there; r where there is none
+    padding: Tensor  # the places (of n P) where there is none
 
     @classmethod
     def of(cls, sample: Tensor, samples: int, **besides: Any) -> Self:
@@ -26,13 +27,14 @@ class SampleRows:
         rank[order] = torch.arange(len(sample), device=sample.device) - starts[of_sample]
         place = sample.new_full((samples, int(counts.max())), len(sample))
         place[sample, rank] = torch.arange(len(sample), device=sample.device)
-        return cls(sample, rank, place, **besides)
+        return cls(sample, rank, place, (place.flatten() == len(sample)).nonzero().flatten(), **besides)
 
     def laid_out(self, rows: Tensor) -> Tensor:
         """Return rows (r, …) as (n, P, …), padded with zeros."""
-        padded = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
-        laid_out: Tensor = padded.index_select(0, self.place.flatten()).unflatten(0, self.place.shape)
-        return laid_out
+        laid_out = rows.index_select(0, self.place.flatten().clamp_max(len(rows) - 1))
+        laid_out = laid_out.index_fill_(0, self.padding.to(rows.device), 0)  # the rows may be on the meta device
+        first: Tensor = laid_out.unflatten(0, self.place.shape)
+        return first
 
     def taken_back(self, laid_out: Tensor) -> Tensor:
         """Return the rows (r, …) of (n, P, …); undoes :meth:`laid_out`."""

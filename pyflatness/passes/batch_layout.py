@@ -102,20 +102,24 @@ def by_row(layouts: Mapping[str, ByRow], cotangent: Tensor, send: Sent) -> dict[
                 mixed[name] |= off.any() | ~((digits >= 0) & (digits < base)).all()
                 found[name][call] += digits.nan_to_num(0).long() * place
         place *= base
-    rows: dict[str, tuple[ByRow, ...]] = {}
+    layouts_of = {}
     for name, parts in arrived.items():
-        owners = [_filled(own, part.any(dim=1)) for part, own in zip(parts, found[name], strict=True)]
-        sure = all(bool(part.any(dim=1).all()) for part in parts)
-        known = {len(own): own for own in owners}
-        one = all(own.equal(known[len(own)]) for own in owners)
-        in_range = all(bool((own < samples).all()) for own in owners)
-        laid_out = {count: SampleRows.of(own, samples) for count, own in known.items()} if in_range else {}
-        rows[name] = (
-            (ByRow(dims=layouts[name].dims, rows=laid_out, sure=sure),)
-            if one and in_range and not bool(mixed[name])
-            else ()
-        )
-    return rows
+        owners = [torch.where(part.any(dim=1), own, -1) for part, own in zip(parts, found[name], strict=True)]
+        layouts_of[name] = () if bool(mixed[name]) else of_owners(layouts[name], owners, samples)
+    return layouts_of
+
+
+def of_owners(layout: ByRow, owners: Sequence[Tensor], samples: int) -> tuple[ByRow, ...]:
+    """Return a layout with the sample of each row, (r,) for each call; none if calls of a length have different ones.
+
+    A row of no sample, −1, is taken with the one in front of it.
+    """
+    filled = [_filled(own, own >= 0) for own in owners]
+    known = {len(own): own for own in filled}
+    if not all(own.equal(known[len(own)]) and bool((own < samples).all()) for own in filled):
+        return ()
+    rows = {count: SampleRows.of(own, samples) for count, own in known.items()}
+    return (ByRow(dims=layout.dims, rows=rows, sure=all(bool((own >= 0).all()) for own in owners)),)
 
 
 _DIGITS, _FEW_DIGITS = 32, 4  # of a sample's number in one cotangent, as far as powers of two go in a dtype
@@ -164,7 +168,7 @@ def check_outputs(outputs: Tensor, samples: int) -> None:
             f"model: its output {tuple(outputs.shape)} is {outputs.dtype}, which has no derivative; have the model (or "
             "forward=) return floating-point outputs, such as the logits in front of argmax"
         )
-    if outputs.ndim == 0 or len(outputs) % samples:
+    if outputs.ndim == 0 or samples < 1 or len(outputs) % samples:
         raise InputError(
             f"the model's output {tuple(outputs.shape)} does not hold {samples} samples in dimension 0; have the model "
             "(or forward=) return outputs with the samples there, such as (n, classes)"

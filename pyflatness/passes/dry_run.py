@@ -167,6 +167,16 @@ def narrow(
     left = {name: (Layout(),) if name in shown else several for name, several in layouts.items()}
     by_row = {name: several[0] for name, several in left.items() if several and isinstance(several[0], ByRow)}
     asked = [name for name in layouts if name not in shown | by_row.keys()]
+    if by_row:
+        made = {name: recorder.calls[name] for name in by_row}
+        for name, owners in kept_rows.owners(outputs, users, made, samples).items():
+            of_rows = [
+                own.repeat_interleave(call.output.shape[: by_row[name].dims].numel() // len(own))
+                for own, call in zip(owners, made[name], strict=True)
+            ]
+            left[name] = batch_layout.of_owners(by_row[name], of_rows, samples)
+            if left[name]:
+                del by_row[name]
     cotangent = Directions().like(outputs)
     if by_row:
         left |= batch_layout.by_row(by_row, cotangent, lambda sent: recorder.gradients(outputs, sent, by_row))

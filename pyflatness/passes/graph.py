@@ -19,6 +19,7 @@ class Operation(NamedTuple):
     of_torch: bool  # whether it is torch's own, and no custom autograd function
     linear: str  # how it is linear: a key of _LINEAR; empty for an operation that is linear in nothing
     rows: str  # by which of its inputs each sample keeps its rows: a key of _ROWS; empty if that is not known
+    moves: str  # how it moves rows by an index: a key of _MOVES; empty if it does not
     space: int  # dimensions of space of the images that it pools; 0 for no pooling
     of_layer: bool  # whether it may stand between the output of a layer and its input
     at_once: bool  # whether vmap sends several cotangents through it, and it takes less time so
@@ -35,9 +36,11 @@ _LINEAR = {
     ),
     "batch norm": re.compile(r"(Native|Cudnn|Miopen)BatchNormBackward\d+"),
     "norm": re.compile(r"Native(Layer|Group)NormBackward\d+"),
+    "reduction": re.compile(r"(ScatterReduce|IndexReduce|SegmentReduce)Backward\d+"),  # unless it is a product
     "piecewise": re.compile(
         r"(Relu|LeakyRelu|Hardtanh|Threshold|Abs|Clamp\w*|Max|Min|Amax|Amin|Maximum|Minimum|Where|MaskedFill|"
-        r"Gather|Sort|Topk|Add|Sub|Rsub|Neg|Sum|Mean|Cumsum|\w*Pool[123]?D?\w*|\w*Pad\w*|Upsample\w+|PixelShuffle|"
+        r"Gather|Sort|Topk|IndexAdd|IndexCopy|IndexFill|IndexPut|Scatter|ScatterAdd|MaskedSelect|Add|Sub|Rsub|Neg|"
+        r"Sum|Mean|Cumsum|\w*Pool[123]?D?\w*|\w*Pad\w*|Upsample\w+|PixelShuffle|"
         r"View|UnsafeView|ReshapeAlias|Reshape|Alias|T|Transpose|Permute|Movedim|Unsqueeze|Squeeze|Expand|Repeat|Flatten|"
         r"Unflatten|Cat|Stack|Split\w*|UnsafeSplit\w*|Chunk|Slice|Select|Narrow|Index|IndexSelect|Unbind|Unfold|Flip|Roll|"
         r"Diagonal|AsStrided|Clone|ToCopy|Col2Im|Im2Col)Backward\d+|(torch::autograd::)?CopyBackwards|"
@@ -64,6 +67,12 @@ _ROWS = {
         r"ConstantPadNd|Expand|Transpose|Permute|Slice|Select|Split|SplitWithSizes|Unbind)Backward\d+|"
         r"(Mean|Sum)Backward1"
     ),
+}
+# A row of the result is that row of the first input which an index names; or the index names the row of the result to
+# which a row of the second input goes, while those of the first stay where they are.
+_MOVES = {
+    "from": re.compile(r"(Index|IndexSelect)Backward\d+"),
+    "to": re.compile(r"(IndexAdd|IndexCopy|IndexPut|IndexReduce|ScatterAdd|ScatterReduce)Backward\d+"),
 }
 _OF_A_LAYER = re.compile(
     r"(Addmm|Mm|Linear|MkldnnLinear|\w*Convolution|View|UnsafeView|ReshapeAlias|Squeeze|Unsqueeze)Backward\d+"
@@ -97,6 +106,7 @@ def of(name: str) -> Operation:
         bool(_OF_TORCH.fullmatch(name)),
         next((kind for kind, names in _LINEAR.items() if names.fullmatch(name)), ""),
         next((kind for kind, names in _ROWS.items() if names.fullmatch(name)), ""),
+        next((kind for kind, names in _MOVES.items() if names.fullmatch(name)), ""),
         int(pooling[1]) if pooling else 0,
         bool(_OF_A_LAYER.fullmatch(name)),
         name in _AT_ONCE,

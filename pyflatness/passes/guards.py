@@ -413,6 +413,13 @@ class Checked:
         return ", ".join(sorted(kinds)).replace("torch.", "")
 
     def _run(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        """Run a batch, and count its samples if it is not cut."""
+        outputs, targets = self._run_or_copy(model, batch)
+        if isinstance(batch, data.Whole):
+            batch.counted = len(outputs) if outputs.ndim else 0
+        return outputs, targets
+
+    def _run_or_copy(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         """Run a batch, or a copy for a model that may change its inputs in place; the first pass shows whether."""
         given = batch if self._changes_inputs is False else data.copied(batch)
         before, flags = _versions(given), _flags(given)
@@ -514,14 +521,10 @@ class Checked:
 
     def _check_decisions(self, model: nn.Module, batch: Any, outputs: Tensor) -> None:
         """Raise if samples of a batch have other outputs by themselves: many of some batches, one of each other."""
+        if outputs.is_meta or outputs.ndim == 0 or isinstance(batch, data.Whole):
+            return
         samples, self._batches = data.size(batch), self._batches + 1
-        if (
-            outputs.is_meta
-            or outputs.ndim == 0
-            or samples < 2
-            or len(outputs) % samples
-            or isinstance(batch, data.Whole)
-        ):
+        if samples < 2 or len(outputs) % samples:
             return
         is_power_of_two = self._batches & (self._batches - 1) == 0
         count = min(samples, _ALONE)

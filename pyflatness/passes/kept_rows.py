@@ -4,12 +4,16 @@ Where every operation behind a layer makes the rows of a sample of that sample's
 sent back from one sample reaches another's, and no cotangent has to be sent to see that. A sample has one row in
 dimension 0, or several one after the other, as flattened tokens have. The operations are those of networks of images,
 of feature vectors and of transformers; other layers are asked by cotangents, see :func:`.dry_run.narrow`.
+
+Of a batch that is not cut, as one of graphs, a sample may have any rows, and operations move them by an index. There
+the numbers of the outputs' samples are handed from row to row, through the same operations and by these indices.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -17,6 +21,7 @@ from . import graph
 from .linearity import Calls, Users
 
 Shape = tuple[int, ...]
+_NOTHING = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 @dataclass
@@ -55,6 +60,98 @@ def repeated(outputs: Tensor, users: Users, calls: Calls, samples: int) -> set[s
         for name, made in calls.items()
         if all(call.edge.node in of_all and kept.nodes.issuperset(users.get(call.edge.node, ())) for call in made)
     }
+
+
+def owners(outputs: Tensor, users: Users, calls: Calls, samples: int) -> dict[str, list[Tensor]]:
+    """Return of which sample each row of the layers' calls' outputs is, (r,) int64; −1 for one that no output takes.
+
+    A layer is left out if the graph does not show it, or if a row is of several samples.
+    """
+    pending = {node: len(several) for node, several in users.items()}
+    last = outputs.grad_fn
+    found: dict[Node, Tensor | None] = {}  # None: not known
+    stack = [] if last is None or len(outputs) != samples else [last]
+    if last is not None:
+        found[last] = torch.arange(samples, device=outputs.device)
+    while stack:
+        node = stack.pop()  # all that take its result have been asked
+        rows, own = _rows(node), found[node]
+        own = None if own is None or rows != len(own) else own
+        of_sources = {} if own is None else _owners_of_sources(node, own)
+        for place, (source, number) in enumerate(node.next_functions):
+            if source is None:
+                continue
+            before, now = found.get(source, _NOTHING), of_sources.get(place) if number == 0 else None
+            found[source] = now if before is _NOTHING else _both(before, now)
+            pending[source] -= 1
+            if pending[source] == 0:
+                stack.append(source)
+    shown = {name: [found.get(call.edge.node) for call in made] for name, made in calls.items()}
+    known = {name: [part for part in parts if part is not None] for name, parts in shown.items()}
+    return {name: parts for name, parts in known.items() if len(parts) == len(calls[name])}
+
+
+def _owners_of_sources(node: Node, own: Tensor) -> dict[int, Tensor]:
+    """Return by the places of a node's inputs of which sample their rows are, from those of its result."""
+    sizes = {
+        place: graph.shape(source, number)
+        for place, (source, number) in enumerate(node.next_functions)
+        if source is not None
+    }
+    operation, shape = graph.of(node.name()), graph.shape(node, 0)
+    if operation.moves:
+        index = _index(node)
+        if index is None:
+            return {}
+        if operation.moves == "to":
+            return {place: own[index] if place else own for place in sizes}
+        moved = own.new_full(sizes[0][:1], -1)
+        known = own >= 0
+        moved[index[known]] = own[known]
+        return {0: moved} if moved[index[known]].equal(own[known]) else {}  # else a row is of several samples
+    if operation.rows == "view":
+        ((place, size),) = sizes.items()
+        if 0 in (len(size), *size):
+            return {}
+        if size[0] % len(own) == 0:
+            return {place: own.repeat_interleave(size[0] // len(own))}
+        of_row = own.view(size[0], -1) if len(own) % size[0] == 0 else None
+        return {} if of_row is None or not of_row.eq(of_row[:, :1]).all() else {place: of_row[:, 0]}
+    alike = {place: size for place, size in sizes.items() if len(size) == len(shape) and size[0] == len(own)}
+    inputs = alike if operation.rows == "pointwise" else sizes
+    if operation.rows and _keeps(node, shape, inputs, 1):
+        return dict.fromkeys(inputs, own)
+    return {}
+
+
+def _index(node: Node) -> Tensor | None:
+    """Return the index (r,) by which an operation moves rows in dimension 0; None for another index."""
+    saved = cast(Any, node)
+    if hasattr(saved, "_saved_indices"):
+        index, *others = saved._saved_indices
+        if any(other is not None for other in others):
+            return None
+    elif saved._saved_dim == 0:
+        index = saved._saved_index
+        if index.ndim > 1:  # of each element
+            rows = index.flatten(1)
+            index = rows[:, 0] if rows.eq(rows[:, :1]).all() else None
+    else:
+        return None
+    return index if index is not None and index.ndim == 1 else None
+
+
+def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Return the owners of rows that two operations take; None if they contradict each other, or are not known."""
+    if one is None or other is None or len(one) != len(other):
+        return None
+    united = torch.where(one < 0, other, one)
+    return united if united.equal(torch.where(other < 0, one, other)) else None
+
+
+def _rows(node: Node) -> int:
+    """Return how many rows an operation's first result has in dimension 0."""
+    return next(iter(graph.shape(node, 0)), 0)
 
 
 def _keeping(outputs: Tensor, users: Users, samples: int) -> _Kept:

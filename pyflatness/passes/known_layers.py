@@ -1,11 +1,12 @@
 """Learn from runs of a model which of the chosen layers ran, where they keep samples, and which have no gradient."""
 
 from collections.abc import Collection
+from typing import Any
 
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..model import calling, layers, uses
+from ..model import calling, data, layers, uses
 from ..model.selectors import Selection
 from ..model.uses import Use
 from . import batch_layout, dry_run, linearity
@@ -64,9 +65,9 @@ class KnownLayers:
         """Return where each layer that ran keeps the samples."""
         return {name: layouts[0] for name, layouts in self._layouts.items()}
 
-    def suffice(self, samples: int) -> bool:
-        """Return whether a batch of so many samples needs no dry run."""
-        return self._samples > 1 or (self._samples == 1 and samples == 1)
+    def suffice(self, batch: Any) -> bool:
+        """Return whether a batch needs no dry run."""
+        return self._samples > 1 or (self._samples == 1 and data.size(batch) == 1)
 
     def add(self, found: dry_run.Findings, *, first: bool) -> None:
         """Take in what a dry run found; where it came ``first``, before a batch, layers that did not run are missed."""

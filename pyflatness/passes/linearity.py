@@ -221,6 +221,8 @@ def _is_piecewise(node: Node, varied: Collection[Node] | None = None) -> bool:
         return not getattr(node, "_saved_training", True) and len(inputs) == 1
     if kind == "norm":
         return inputs in ([1], [2])  # weight, bias
+    if kind == "reduction":
+        return getattr(node, "_saved_reduce", "prod") != "prod"
     return len(inputs) == 1 and not (kind == "quotient" and inputs == [1])
 
 

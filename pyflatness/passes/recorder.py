@@ -67,6 +67,11 @@ class Recorder:
         """Return the layers that stand for uses of parameters."""
         return [module for module in self._modules.values() if isinstance(module, Use)]
 
+    @property
+    def counts(self) -> bool:
+        """Return whether a layer's calls depend on the number of samples: shared embeddings, and routed experts."""
+        return bool(self._shared) or any(use.routed for use in self.stand_ins)
+
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
         """Attach the hooks inside."""

@@ -17,7 +17,7 @@ from . import batch_layout, dry_run, guards, linearity
 from .batch_layout import Layout
 from .guards import Check, Spacing, check_unchanged
 from .known_layers import KnownLayers
-from .memory import MicroBatches
+from .memory import MicroBatches, Place
 from .recorder import RecordedCall, Recorder, frozen
 from .task import Task
 
@@ -149,38 +149,38 @@ class Runner:
         """
         with self._recorder.attached(), frozen(self.model), uses.attached(self.selected):
             done = 0
-            for number, (batch, numbers) in enumerate(self._numbered() if chosen is None else self._packed(chosen)):
-                seen, samples = self._dry_run(batch, first=True), data.size(batch)
+            batches = ((batch, None) for batch in self.batches) if chosen is None else self._packed(chosen)
+            for number, (batch, taken) in enumerate(batches):
+                seen = self._dry_run(batch, first=True)
                 compare = seen is None and self.cuttable and self._spacing.due(number, done)
+                samples = 1 if isinstance(batch, data.Whole) else data.size(batch)  # that could be by themselves
                 for place in self._micro_batches.places(samples, samples, first if done == 0 else lambda: None):
-                    cut = partial(data.part, batch, place.start, place.stop)
+                    cut: Callable[[], Any] = partial(_part, batch, place)
+                    numbers = partial(self._numbers, taken, done, place)
                     check: Check = guards.unchecked
                     if place.start == 0 and seen is not None:
                         check = partial(_check_as_seen, seen, place.stop)
                     elif place.start == 0 and compare:
                         check = guards.two_alone(cut(), self._outputs_and_targets)
                     with contextlib.nullcontext() if chosen is None else calling.dry_run():
-                        result = self._run(cut, number, numbers[place.slice], work, check)
+                        result = self._run(cut, number, numbers, work, check)
                     if result is not None:
                         place.done = True
                         take(result)
-                done += samples
+                done += data.size(batch)
             self._unite()
             self._known.finish()
 
-    def _numbered(self) -> Iterator[tuple[Any, Tensor]]:
-        """Yield the batches, and the places of their samples in all data."""
-        done = 0
-        for batch in self.batches:
-            samples = data.size(batch)
-            yield batch, self.batches.shard.numbers(done, samples)
-            done += samples
+    def _numbers(self, taken: Tensor | None, done: int, place: Place, samples: int) -> Tensor:
+        """Return the places in all data of a micro-batch's samples, of a batch ``taken`` of them or the next ones."""
+        return self.batches.shard.numbers(done + place.start, samples) if taken is None else taken[place.slice]
 
     def _packed(self, chosen: Tensor) -> Iterator[tuple[Any, Tensor]]:
         """Yield the chosen samples in batches of one size, whatever the user's are, and their places in all data."""
         held: list[tuple[Any, Tensor]] = []
         done = 0
-        for batch, numbers in self._numbered():
+        for batch in self.batches:
+            numbers = self.batches.shard.numbers(done, data.size(batch))
             index = chosen[done : done + len(numbers)].nonzero().flatten()
             done += len(numbers)
             if len(index):
@@ -231,37 +231,45 @@ class Runner:
             doing = partial(_work_on, work, place.slice)
             with calling.dry_run():  # these samples went through the model before
                 batch = partial(data.take, run.batch, index)
-                result = self._run(batch, run.number, run.numbers[index], doing, check)
+                numbers = partial(_taken, run.numbers[index])
+                result = self._run(batch, run.number, numbers, doing, check)
             if result is not None:
                 place.done = True
                 take(result)
 
     def _run(
-        self, cut: Callable[[], Any], number: int, numbers: Tensor, work: Callable[[Run], Result | None], check: Check
+        self,
+        cut: Callable[[], Any],
+        number: int,
+        numbers: Callable[[int], Tensor],
+        work: Callable[[Run], Result | None],
+        check: Check,
     ) -> Result | None:
         """Do ``work`` on a run of a micro-batch; return None if it is to be tried again, as with fewer samples."""
+        micro_batch = cut()
         try:
             # Around the work too: activation checkpointing runs the model again in backward passes.
             with self._certificate.attention(), calling.differentiated(), _checkpointing(), self._inside():
-                micro_batch = cut()
                 run = self._recorded(micro_batch, number, numbers, check)
                 if run is not None:
                     return work(run)
             if self._known.unseen:
                 self._dry_run(micro_batch, first=False)
         except RuntimeError as error:
-            if len(numbers) == 1 or not is_out_of_memory(error):
+            if not is_out_of_memory(error) or data.size(micro_batch) == 1:
                 raise
-            self._micro_batches.halve(len(numbers))
+            data.check_cut(micro_batch)
+            self._micro_batches.halve(data.size(micro_batch))
         finally:
             self._recorder.calls.clear()
         return None
 
-    def _recorded(self, batch: Any, number: int, numbers: Tensor, check: Check) -> Run | None:
+    def _recorded(self, batch: Any, number: int, numbers: Callable[[int], Tensor], check: Check) -> Run | None:
         """Run the model on a micro-batch; return None if what was found out by it asks for another run in its place."""
-        recorder, known, samples = self._recorder, self._known, len(numbers)
-        with recorder.recording(samples):
+        recorder, known, is_whole = self._recorder, self._known, isinstance(batch, data.Whole)
+        with recorder.recording(data.size(batch) if recorder.counts or not is_whole else 1):
             outputs, targets = self._outputs_and_targets(batch)
+        samples = data.size(batch)
         known.note_unseen()
         if known.unseen:
             return None
@@ -274,7 +282,7 @@ class Runner:
         if known.find_otherwise_used(users) or known.find_without_path(outputs, users, batch):
             return None
         if self._by_sample:
-            known.narrow(outputs, users, samples, whole=isinstance(batch, data.Whole))
+            known.narrow(outputs, users, samples, whole=is_whole)
         if self._certify and self._is_sampled(outputs, samples):
             self._certificate.reasons |= dict.fromkeys(
                 recorder.calls.keys() - self._certificate.reasons, linearity.UNASKED
@@ -289,7 +297,7 @@ class Runner:
             targets,
             samples,
             number,
-            numbers.to(outputs.device),
+            numbers(samples).to(outputs.device),
             recorder,
             known.layouts(),
             users,
@@ -323,13 +331,12 @@ class Runner:
 
     def _dry_run(self, batch: Any, *, first: bool) -> dry_run.Findings | None:
         """Return what a dry run finds, of the user's batch or one that a new layer ran in; None if none is needed."""
-        samples = data.size(batch)
-        if samples < 1:
+        if first and self._known.suffice(batch):
+            return None
+        if data.size(batch) < 1:
             raise InputError(
                 f"data: a batch of type {type(batch).__name__} holds no tensor with samples in dimension 0"
             )
-        if first and self._known.suffice(samples):
-            return None
         with calling.differentiated(), _checkpointing():
             found = self._found(batch, whole=not first)
         self._known.add(found, first=first)
@@ -379,6 +386,15 @@ def _check_rows(outputs: Tensor, samples: int, rows: Tensor, now: Tensor) -> Non
 def _check_as_seen(found: dry_run.Findings, samples: int, outputs: Tensor) -> None:
     """Raise if samples that were in the dry run too have other outputs than there."""
     check_unchanged(found.outputs, outputs[found.start * (len(outputs) // samples) :])
+
+
+def _part(batch: Any, place: Place) -> Any:
+    """Return the samples of a batch at a place, or all of one that is not cut."""
+    return batch if isinstance(batch, data.Whole) else data.part(batch, place.start, place.stop)
+
+
+def _taken(numbers: Tensor, samples: int) -> Tensor:
+    return numbers
 
 
 def _work_on(work: Callable[[Run, slice], Result], which: slice, run: Run) -> Result:
