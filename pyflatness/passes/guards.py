@@ -34,6 +34,7 @@ from ..messages import IN_TRAINING, is_out_of_memory
 from ..model import calling, data, state, walk
 from ..model.generators import Randomness, equal, outside
 from ..model.outputs import meant
+from ..model.uses.watched import unseen
 from .linearity import users_of
 
 TAKEN_AS_CONSTANT = (
@@ -422,7 +423,7 @@ class Checked:
     def _run_or_copy(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         """Run a batch, or a copy for a model that may change its inputs in place; the first pass shows whether."""
         given = batch if self._changes_inputs is False else data.copied(batch)
-        before, flags = _versions(given), _flags(given)
+        before = _marks(given)
         if self._looks and calling.is_dry_run():
             self._looks -= 1
             # A later pass may raise, and what is drawn in this one be all that is.
@@ -431,10 +432,12 @@ class Checked:
             self.decides |= decisions.seen
         else:
             result = self._run_on(model, given)
+        marks = _marks(given) if given is batch or self._changes_inputs is None else before
         if self._changes_inputs is None:
-            self._changes_values = _versions(given) != before or not data.same(batch, given)
-            self._changes_inputs = self._changes_values or _flags(given) != flags
-        elif given is batch and (_versions(batch) != before or _flags(batch) != flags):
+            changed = [version for version, _ in marks] != [version for version, _ in before]
+            self._changes_values = changed or not data.same(batch, given)
+            self._changes_inputs = self._changes_values or marks != before
+        elif marks != before:
             raise InputError(
                 "model: it changes its inputs in place on the batch "
                 f"{data.described(batch)}, which is changed now, and did not on those before; have it work on a copy, "
@@ -569,14 +572,11 @@ def _coarser(outputs: Tensor, parameters: Sequence[Tensor]) -> tuple[str, ...]:
     )
 
 
-def _versions(batch: Any) -> list[int]:
-    """Return how often each tensor of a batch was changed in place."""
-    return [calling.version(part) for part in data.leaves(batch) if isinstance(part, Tensor)]
-
-
-def _flags(batch: Any) -> list[bool]:
-    """Return whether each tensor of a batch requires a gradient."""
-    return [part.requires_grad for part in data.leaves(batch) if isinstance(part, Tensor)]
+def _marks(batch: Any) -> list[tuple[int, bool]]:
+    """Return how often each tensor of a batch was changed in place, and whether it requires a gradient."""
+    with unseen():
+        leaves = [part for part in data.leaves(batch) if isinstance(part, Tensor)]
+        return [(calling.version(part), part.requires_grad) for part in leaves]
 
 
 @contextlib.contextmanager

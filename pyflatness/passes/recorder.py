@@ -25,7 +25,7 @@ from ..model.calling import end_transforms, is_accounting, is_aside, is_transfor
 from ..model.kinds import Linear, is_of_torch
 from ..model.uses import Use
 from ..model.uses.experts import Route
-from ..model.uses.watched import unwatched
+from ..model.uses.watched import unseen, unwatched
 from . import backward
 
 
@@ -160,10 +160,11 @@ class Recorder:
             inputs = args[0] if args else kwargs.get(str(key))
             if not isinstance(inputs, Tensor):
                 return None
-            check_tensor(f"layer {name!r}: input", inputs, may_be_fake=True)  # in a dry run that is planned
-            if inputs.requires_grad or not torch.is_grad_enabled():
-                return None  # else also in a backward pass: activation checkpointing computes the same again
-            layers.check_dtype(f"layer {name!r}: input", inputs.dtype)
+            with unseen():
+                check_tensor(f"layer {name!r}: input", inputs, may_be_fake=True)  # in a dry run that is planned
+                if inputs.requires_grad or not torch.is_grad_enabled():
+                    return None  # else also in a backward pass: activation checkpointing computes the same again
+                layers.check_dtype(f"layer {name!r}: input", inputs.dtype)
             inputs = (inputs.clone() if inputs.is_inference() else inputs.detach()).requires_grad_()
             return ((inputs, *args[1:]), kwargs) if args else (args, {**kwargs, str(key): inputs})
 
@@ -192,6 +193,8 @@ class Recorder:
             elif self._active:
                 sources = _sources(module, (*args, *kwargs.values())) if is_accounting() else ()
                 with unwatched():  # an input may have been computed of a watched weight
+                    self._check(name, module, inputs, own, coefficients)
+                with unseen():
                     self._take(name, module, kind, inputs, own, coefficients, sources)
             return None if own is output else own
 
@@ -204,6 +207,18 @@ class Recorder:
         single = part if dims > 1 and len(part) == 1 else part.unsqueeze(0)
         return single.expand(self._samples, *single.shape[1:]).contiguous()
 
+    def _check(self, name: str, module: nn.Module, inputs: Tensor, output: Tensor, coefficients: Tensor | None) -> None:
+        if inputs.ndim < layers.kind_of_call(module).least_dims:
+            raise InputError(
+                f"layer {name!r} is called on an input {tuple(inputs.shape)} without a dimension for samples; give "
+                f"it one, {(1, *inputs.shape)}"
+            ).about({name: "its input has no dimension for samples"})
+        if self._checking and not (is_of_torch(module) and only_ours()):
+            whole = spread.full(inputs), spread.full(output)
+            self._computed.append((name, module, layers.computes(module, *whole, coefficients)))
+        if self._checking:
+            self._check_weight(name, module)
+
     def _take(
         self,
         name: str,
@@ -214,16 +229,7 @@ class Recorder:
         coefficients: Tensor | None,
         sources: tuple[Node, ...],
     ) -> None:
-        if inputs.ndim < kind.least_dims:
-            raise InputError(
-                f"layer {name!r} is called on an input {tuple(inputs.shape)} without a dimension for samples; give "
-                f"it one, {(1, *inputs.shape)}"
-            ).about({name: "its input has no dimension for samples"})
         before, inputs = inputs, spread.full(inputs)
-        if self._checking and not (is_of_torch(module) and only_ours()):
-            self._computed.append((name, module, layers.computes(module, inputs, spread.full(output), coefficients)))
-        if self._checking:
-            self._check_weight(name, module)
         overwritten = name in self._copied
         kept = inputs.clone() if overwritten else inputs
         has_edge = not kind.tokens and not (overwritten and before._is_view())

@@ -76,10 +76,11 @@ class Contracted:
 
     def of(self, cotangent: Tensor, sign: Sign = None) -> list[tuple[str, Contribution]]:
         """Return each layer's contribution for a cotangent of the run's outputs; none of one that holds it back."""
-        arrived = self._arrived([(cotangent, sign)])
-        if self._tail is not None:
-            self._waiting.append((cotangent, sign))
-            arrived = self._together() if len(self._waiting) == self._at_once else iter(())
+        self._waiting.append((cotangent, sign))
+        if len(self._waiting) < self._at_once:
+            return []
+        waiting, self._waiting = self._waiting, []
+        arrived = self._arrived(waiting) if self._tail is None else self._together(self._tail, waiting)
         found = []
         with contractions.full_precision(self._run.outputs):
             for name, contract, gradients, signs in arrived:
@@ -138,11 +139,9 @@ class Contracted:
             self.at_inputs = {name: self.gradients[name].pop() for name in self._input_edges}
             yield from self._in_form(self.gradients, sign)
 
-    def _together(self) -> Arrivals:
-        """Yield what arrives of the cotangents that wait, which go through the tail at once."""
-        waiting, self._waiting = self._waiting, []
-        assert self._tail is not None
-        gradients, others = self._tail.send(torch.stack([cotangent for cotangent, _ in waiting]))
+    def _together(self, tail: Tail, waiting: Sequence[tuple[Tensor, Sign]]) -> Arrivals:
+        """Yield what arrives of cotangents that go through the tail at once."""
+        gradients, others = tail.send(torch.stack([cotangent for cotangent, _ in waiting]))
         signs = [sign for _, sign in waiting]
         for name, several in gradients.items():
             stack = self._forms[name].cotangents(self._run, several) if self._contractions[name].takes_several else None

@@ -34,6 +34,12 @@ def unwatched() -> contextlib.AbstractContextManager[None]:
     return guard
 
 
+def unseen() -> contextlib.AbstractContextManager[None]:
+    """Let operations inside ask neither watched tensors nor function modes, to which they would be the model's."""
+    guard: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return guard
+
+
 class WeightOwner(Protocol):
     """Own a watched weight."""
 
