@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules.loss import _Loss
 from torch.utils.data import Dataset
 
+from . import private
 from .errors import FlatnessError, InputError
 
 _FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠")  # and tab, CR and LF, which are escaped anyway
@@ -34,7 +33,7 @@ _NOT_TWICE = (
 _SLIPS: tuple[tuple[str, Any, str], ...] = (  # the argument, what is often passed in its place, and what to do then
     ("model", type, "pass an instance of it"),
     ("model", Mapping, "load it into the model first, model.load_state_dict(…)"),
-    ("model", (tuple, list, str, Callable, _Loss), ORDER),
+    ("model", (tuple, list, str, Callable, private.LossModule), ORDER),
     ("loss", type, "pass an instance of it"),
     ("loss", Iterable, ORDER),
     ("data", Dataset, "it yields single samples: wrap it, DataLoader(dataset, batch_size=256)"),
@@ -144,7 +143,7 @@ def check_tensor(what: str, tensor: object, *, may_be_fake: bool = False) -> Ten
 
 def without_values(tensor: Tensor) -> bool:
     """Return whether a tensor has a shape and no values."""
-    return tensor.is_meta or isinstance(tensor, FakeTensor)
+    return tensor.is_meta or isinstance(tensor, private.FakeTensor)
 
 
 def check_module(what: str, model: object) -> nn.Module:

@@ -3,19 +3,17 @@
 import contextlib
 import functools
 import inspect
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from types import CodeType, MappingProxyType
+from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
-from torch import _C, Tensor, nn
-from torch.overrides import _get_current_function_mode_stack
+from torch import Tensor, nn
 
-from . import interrupts, losses
+from . import interrupts, losses, private
 from .errors import InputError
 from .losses import auto, log_softmax
 from .messages import shown, unknown_argument
@@ -38,32 +36,6 @@ _NETWORK = """
         with ``labels``. How data are cut into batches does not change values.
 """
 _AS_IT_IS: Mapping[str, Any] = MappingProxyType({})
-
-
-def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function that ``torch.compile`` does not trace.
-
-    Torch's own decorator loads the compiler, which takes longer than most calls. Where nothing has loaded it yet
-    nothing is compiled, and there is nothing to keep from tracing.
-    """
-    disabled: Callable[P, R] = getattr(torch, "_disable_dynamo")(function)  # noqa: B009, no public name
-
-    @functools.wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        return (disabled if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
-
-    _skip(cast(Any, called).__code__)  # else it would be compiled by itself
-    return called
-
-
-def _skip(code: CodeType) -> None:
-    """Keep ``torch.compile`` from compiling a function, but not what it calls."""
-    frames = _C._dynamo.eval_frame
-    if hasattr(frames, "skip_code"):  # torch 2.6
-        frames.skip_code(code)
-    else:
-        action = frames._FrameAction
-        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
 
 
 def public(*taken: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -119,7 +91,7 @@ def public(*taken: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 if not done:
                     switches.put_back()
 
-        return cast(Callable[P, R], untraced(called))
+        return cast(Callable[P, R], private.untraced(called))
 
     return decorated
 
@@ -129,29 +101,20 @@ class _Switches:
 
     def __init__(self) -> None:
         self._depth, self._grad, self._filters = interrupts.depth(), torch.is_grad_enabled(), warnings.filters
-        self._modes, self._dispatches = _get_current_function_mode_stack(), _C._len_torch_dispatch_stack()
-        self._hooks = _top_hooks(True)
+        self._modes, self._dispatches = private.function_modes(), private.count_dispatch_modes()
+        self._hooks = private.top_saved_tensors_hooks(True)
 
     def put_back(self) -> None:
         """Undo what a call changed, and what was not put back where an exception came while it was."""
         interrupts.undo(self._depth)
         calling.end_transforms(0)
-        if _C._len_torch_function_stack() != len(self._modes):  # a mode is off while it is asked
-            while _C._len_torch_function_stack():
-                _C._pop_torch_function_stack()
-            for mode in self._modes:
-                _C._push_on_torch_function_stack(mode)
-        while _C._len_torch_dispatch_stack() > self._dispatches:
-            _C._pop_torch_dispatch_stack(None)
-        while _top_hooks(True) not in (self._hooks, None):
-            _C._autograd._pop_saved_tensors_default_hooks()
+        private.put_back_modes(self._modes, self._dispatches)  # a function mode is off while it is asked
+        while private.top_saved_tensors_hooks(True) not in (self._hooks, None):
+            private.pop_saved_tensors_hooks()
         if torch.is_grad_enabled() != self._grad:
-            _C._set_grad_enabled(self._grad)
+            private.set_grad_enabled(self._grad)
         if warnings.filters is not self._filters and threading.active_count() == 1:  # else another thread's, maybe
             warnings.filters = self._filters
-
-
-_top_hooks = getattr(_C._autograd, "_top_saved_tensors_default_hooks", lambda of_tracing: None)  # since torch 2.7
 
 
 class _Needed:

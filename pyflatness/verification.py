@@ -18,7 +18,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from typing_extensions import Unpack
 
-from . import losses
+from . import losses, private
 from . import progress as progress_bar
 from .api import relative_flatness
 from .contractions import backends, promoted_dtype
@@ -235,7 +235,7 @@ def verify(
 def _coarsest(value: Tensor) -> float:
     """Return the tolerance of the coarsest dtype that a float64 model computes in, as normalisations do in float32."""
     nodes = [value.grad_fn, *users_of(value)]
-    dtypes = {entry.dtype for node in nodes if node is not None for entry in node._input_metadata}
+    dtypes = {entry.dtype for node in nodes if node is not None for entry in private.results_of(node)}
     return max((_TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=0.0)
 
 

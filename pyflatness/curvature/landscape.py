@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import Unpack
 
+from .. import private
 from .. import progress as bars
 from ..errors import InputError, NotYetError
 from ..messages import check_choice, check_path, shown
@@ -778,12 +778,14 @@ def _barrier(coefficients: Tensor, values: Tensor) -> float:
 _MEAN, _VARIANCE, _CALLS = "running_mean", "running_var", "num_batches_tracked"
 
 
-def _norms(model: nn.Module) -> dict[str, _BatchNorm]:
+def _norms(model: nn.Module) -> dict[str, private.BatchNorm]:
     """Return the BatchNorm layers with running statistics by name."""
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and module.running_mean is not None and module.num_batches_tracked is not None
+        if isinstance(module, private.BatchNorm)
+        and module.running_mean is not None
+        and module.num_batches_tracked is not None
     }
 
 
@@ -810,7 +812,7 @@ def _refreshed(task: Task, values: Parameters) -> Parameters:
 
 
 @contextlib.contextmanager
-def _of_batches(found: Iterable[_BatchNorm]) -> Iterator[None]:
+def _of_batches(found: Iterable[private.BatchNorm]) -> Iterator[None]:
     """Let BatchNorm layers, and these alone, normalise by the batch and average its statistics, inside."""
     before = [(norm, norm.training, norm.momentum) for norm in found]
     try:

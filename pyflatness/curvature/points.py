@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from .. import interrupts
+from .. import interrupts, private
 from ..losses import risk
 from ..model import calling, data
 from ..model.fingerprint import Fingerprint
@@ -139,7 +137,7 @@ class Points:
         return PointLosses(losses / self._normaliser, right / self._targets if accurate else None)
 
 
-class _Written(TorchDispatchMode):
+class _Written(private.TorchDispatchMode):
     """Add up the bytes that operations inside return, views too: what a forward pass moves."""
 
     def __init__(self) -> None:
@@ -148,7 +146,7 @@ class _Written(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returned = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(returned):
+        for leaf in private.tree_leaves(returned):
             if isinstance(leaf, Tensor):
                 self.bytes += leaf.numel() * leaf.element_size()
         return returned

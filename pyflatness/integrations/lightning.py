@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from .. import private
 from ..errors import InputError, MissingExtraError
 from ..model import hugging_face, selectors
 from ..training.history import History
@@ -153,7 +153,7 @@ class FlatnessCallback(Watch, *_bases()):  # type: ignore[misc]
             loop = trainer.fit_loop.epoch_loop.val_loop
             loop.setup_data()  # where no validation came before, as with check_val_every_n_epoch
             held, limit = trainer.val_dataloaders, sum(loop.max_batches)
-        found = [] if held is None else tree_leaves(held)
+        found = [] if held is None else private.tree_leaves(held)
         if len(found) != 1:
             raise InputError(f"data={data!r}: the trainer has {len(found)} such loaders; pass one as data=")
         return _Prepared(found[0], trainer, limit)

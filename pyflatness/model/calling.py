@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
-from .. import interrupts
+from .. import interrupts, private
 from ..errors import InputError, NoGraphError
 from . import data, hugging_face, spread
 from .outputs import refusal, single
@@ -39,19 +37,19 @@ class Mode(TorchFunctionMode):
     """Serve as the base of modes; torch takes one off while it is asked, and Ctrl-C can come then."""
 
     def __enter__(self) -> Self:
-        self._below = _len_torch_function_stack()
+        self._below = private.count_function_modes()
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        if _len_torch_function_stack() > self._below:
+        if private.count_function_modes() > self._below:
             super().__exit__(*exception)
 
 
 def only_ours() -> bool:
     """Return whether no mode is on but those that watch here, so that operations are torch's own."""
-    ours = all(isinstance(mode, Mode) for mode in _get_current_function_mode_stack())
-    return ours and not _len_torch_dispatch_stack()
+    ours = all(isinstance(mode, Mode) for mode in private.function_modes())
+    return ours and not private.count_dispatch_modes()
 
 
 def is_transformed(given: Iterable[Any] = ()) -> bool:
@@ -59,23 +57,18 @@ def is_transformed(given: Iterable[Any] = ()) -> bool:
 
     So it is in forward-mode AD for what is ``given`` to a layer, or by it, where any of it has a tangent.
     """
-    if transforms() > 0 or forward_ad._current_level < 0:  # the level is the process's: another thread's counts too
-        return transforms() > 0
+    if private.transforms() > 0 or private.forward_ad_level() < 0:
+        return private.transforms() > 0
     tensors = (part for part in given if isinstance(part, Tensor))
     return any(forward_ad.unpack_dual(part).tangent is not None for part in tensors)
 
 
-def transforms() -> int:
-    """Return how many transforms of ``torch.func`` are under way."""
-    return int(torch._C._functorch.get_dynamic_layer_stack_depth())
-
-
 def end_transforms(depth: int) -> None:
     """End those beyond a number of them, which an exception of another thread's kept torch from ending."""
-    if transforms() > depth:
+    if private.transforms() > depth:
         interrupts.end_generators()  # torch's own, which end a transform each
-    if transforms() > depth:
-        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+    if private.transforms() > depth:
+        private.end_transforms(depth)
 
 
 def version(tensor: Tensor) -> int:

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
 
+from .. import private
 from ..errors import InputError
 from ..messages import IN_TRAINING, without_values
 from .spread import WHOLE, is_spread
@@ -18,7 +17,7 @@ def check_modules(named: Named, *, spread: bool = False) -> None:
     """Raise an InputError that names the first of a model's modules that cannot be measured as it is."""
     check_kinds(named, spread=spread)
     for name, module in named:
-        if isinstance(module, (_NormBase, _DropoutNd)):
+        if isinstance(module, (private.NormBase, private.Dropout)):
             _check_mode(name, module)
     _check_values(named)
 
@@ -67,7 +66,7 @@ def _is(name: str) -> str:
 
 def _check_mode(name: str, module: nn.Module) -> None:
     """Raise for a module in a mode in which samples are not independent, or dropped out at random."""
-    if isinstance(module, _NormBase) and (module.training or module.running_mean is None):
+    if isinstance(module, private.NormBase) and (module.training or module.running_mean is None):
         if isinstance(module, nn.modules.instancenorm._InstanceNorm):
             return  # normalises each sample by itself
         if module.training:
@@ -76,7 +75,7 @@ def _check_mode(name: str, module: nn.Module) -> None:
             f"{name!r} ({type(module).__name__}) has no running statistics, so its output for a sample depends on the "
             "batch; a value over the data set does not exist"
         )
-    if isinstance(module, _DropoutNd) and module.training and module.p > 0:
+    if isinstance(module, private.Dropout) and module.training and module.p > 0:
         raise InputError(f"{name!r} ({type(module).__name__}) {IN_TRAINING}")
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import private
 
 
 class Randomness:
@@ -90,7 +91,7 @@ def watched() -> contextlib.AbstractContextManager[None]:
     return _here.held[-1].watched() if _here.held else contextlib.nullcontext()
 
 
-class _Draws(TorchDispatchMode):
+class _Draws(private.TorchDispatchMode):
     """Notice operations of this thread that draw from a generator of torch's own."""
 
     drew = False

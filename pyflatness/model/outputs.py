@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from .. import private
 from ..errors import InputError
 
 _WAY_OUT = "pass forward=, a function (model, batch) -> (outputs, targets) that returns the outputs that are meant"
@@ -36,7 +36,7 @@ def meant(outputs: Any, loss_is_known: bool) -> Tensor | None:
 
 def refusal(outputs: Any, way_out: str = _WAY_OUT) -> InputError:
     """Return the error that asks which tensor is meant."""
-    found = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    found = [leaf for leaf in private.tree_leaves(outputs) if isinstance(leaf, Tensor)]
     shapes = ", ".join(str(tuple(leaf.shape)) for leaf in found)
     if not found:
         return InputError(
@@ -58,7 +58,7 @@ class SideBySide:
     @classmethod
     def of(cls, outputs: Any) -> "tuple[SideBySide, Tensor]":
         """Return where the outputs lie, and the tensor that they lie in."""
-        leaves, structure = pytree.tree_flatten(outputs)
+        leaves, structure = private.tree_flatten(outputs)
         floating = all(isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim for leaf in leaves)
         if not leaves or not floating or len({len(leaf) for leaf in leaves}) > 1:
             raise refusal(outputs)
@@ -69,4 +69,4 @@ class SideBySide:
         """Return what the model returned, from (n, C) of any number of samples."""
         parts = whole.split([shape.numel() for shape in self.shapes], dim=1)
         leaves = [part.reshape(len(part), *shape) for part, shape in zip(parts, self.shapes, strict=True)]
-        return pytree.tree_unflatten(leaves, self.structure)
+        return private.tree_unflatten(leaves, self.structure)

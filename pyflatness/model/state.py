@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from torch.backends import cuda
 from torch.nn.utils import parametrize
 
-from .. import interrupts
+from .. import interrupts, private
 from ..errors import InputError
 from ..messages import check_module, received
 from ..numerics.ranks import Ranks
@@ -117,8 +117,8 @@ class Found:
         self._compiler = compiler and compiler.eval_frame
         self._stance = self._compiler and self._compiler._stance
         self._attention = [enabled() for enabled, _ in _ATTENTION]
-        self._level = forward_ad._current_level
-        self._thread = threading.get_ident(), torch.is_grad_enabled(), calling.transforms(), {**calling.now}
+        self._level = private.forward_ad_level()
+        self._thread = threading.get_ident(), torch.is_grad_enabled(), private.transforms(), {**calling.now}
         _inside.append(self)
 
     def kept(self) -> list[str]:
@@ -140,11 +140,11 @@ class Found:
         thread, grad, depth, flags = self._thread
         if thread == threading.get_ident():  # and not in a forked process that another one lives on in
             calling.end_transforms(depth)
-            torch._C._set_grad_enabled(grad)
-        for level in range(forward_ad._current_level, self._level, -1):
+            private.set_grad_enabled(grad)
+        for level in range(private.forward_ad_level(), self._level, -1):
             with contextlib.suppress(RuntimeError):  # torch has left it, and not noted that
                 forward_ad.exit_dual_level(level=level)
-            forward_ad._current_level = level - 1
+            private.set_forward_ad_level(level - 1)
         calling.now.update(flags)
         torch.backends.mha.set_fastpath_enabled(self._fastpath)
         if self._compiler:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+from .. import private
 from ..model import calling, data, spread, walk
 from ..model.uses import Use, candidates
 from ..model.uses.operations import each_of
@@ -142,7 +143,7 @@ def _is_real(parameter: Tensor) -> bool:
 
 def _twin(parameter: Tensor) -> Tensor:
     """Return another leaf with a parameter's memory, class and attributes."""
-    twin = torch.Tensor._make_subclass(type(parameter), parameter.detach())
+    twin: Tensor = private.as_subclass(type(parameter), parameter.detach())
     twin.__dict__.update(parameter.__dict__)
     return twin
 

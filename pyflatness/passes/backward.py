@@ -7,7 +7,9 @@ call than the call into autograd's engine.
 from collections.abc import Sequence
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.autograd.graph import GradientEdge
+
+from .. import private
 
 
 def gradients(
@@ -18,6 +20,6 @@ def gradients(
     create_graph: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """Return gradients at edges for cotangents of the outputs' shapes, None without a path; the graph is kept."""
-    return _engine_run_backward(
+    return private.run_backward(
         tuple(outputs), tuple(cotangents), True, create_graph, tuple(edges), True, accumulate_grad=False
     )

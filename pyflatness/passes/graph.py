@@ -7,9 +7,11 @@ operation it is. All that is concluded from names is in this file; the readers (
 
 import functools
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch.autograd.graph import Node
+
+from .. import private
 
 
 class Operation(NamedTuple):
@@ -117,5 +119,4 @@ def of(name: str) -> Operation:
 
 def shape(node: Node, number: int) -> tuple[int, ...]:
     """Return the shape of an operation's result of this number."""
-    entry: Any = node._input_metadata[number]  # torch's annotation says a list of anything
-    return tuple(entry.shape)
+    return tuple(private.results_of(node)[number].shape)

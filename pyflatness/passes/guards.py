@@ -23,9 +23,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._C import _functorch
 
-from .. import interrupts
+from .. import interrupts, private
 from ..errors import FlatnessError, InputError
 from ..losses import Loss, remarks
 from ..losses.closure import REFUSAL, depends_on
@@ -69,7 +68,7 @@ class Detached(calling.Mode):
 
     def doubts(self, outputs: Tensor) -> list[str]:
         """Return why derivatives of the outputs may not be those of what was computed."""
-        scripted = torch._C._last_executed_optimized_graph() is not self._script
+        scripted = private.last_script() is not self._script
         found = {
             TAKEN_AS_CONSTANT: self._is_lost or self._is_held(outputs) or scripted,
             TWICE_WRONG: self._is_twice_wrong,
@@ -149,15 +148,9 @@ def _memory(tensor: Tensor) -> int:
 
 def _last_script() -> Any:
     """Return what torch has noted as the last run of TorchScript in this thread; a run makes it another one."""
-    if torch._C._last_executed_optimized_graph() is not None:
-        _nothing()(0)  # the next run may be of the same code
-    return torch._C._last_executed_optimized_graph()
-
-
-@functools.cache
-def _nothing() -> Any:
-    """Return a script that returns the number that it is given."""
-    return torch._C._create_function_from_graph("nothing", torch._C.parse_ir("graph(%x : int):\n  return (%x)"))
+    if private.last_script() is not None:
+        private.empty_script()(0)  # the next run may be of the same code
+    return private.last_script()
 
 
 def _tensors(*values: Any) -> list[Tensor]:
@@ -165,8 +158,8 @@ def _tensors(*values: Any) -> list[Tensor]:
     found, waiting = [], [*values]
     for value in waiting:  # which grows meanwhile
         if isinstance(value, Tensor):
-            while _functorch.is_functorch_wrapped_tensor(value):
-                value = _functorch.get_unwrapped(value)
+            while private.is_wrapped(value):
+                value = private.unwrapped(value)
             found.append(value)
         elif isinstance(value, (tuple, list)):
             waiting.extend(value)  # not by +, which a tuple of a library may have for its numbers
@@ -563,7 +556,7 @@ def _coarser(outputs: Tensor, parameters: Sequence[Tensor]) -> tuple[str, ...]:
     if any(parameter.dtype != torch.float64 for parameter in parameters if parameter.is_floating_point()):
         return ()
     nodes = [node for node in (outputs.grad_fn, *users_of(outputs)) if node is not None]
-    found = {entry.dtype for node in nodes for entry in node._input_metadata}
+    found = {entry.dtype for node in nodes for entry in private.results_of(node)}
     coarse = [dtype for dtype in (torch.float32, torch.float16, torch.bfloat16) if dtype in found]
     return tuple(
         f"the model computes in {str(dtype).removeprefix('torch.')} in places, though its parameters are float64: "

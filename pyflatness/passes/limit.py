@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from .. import private
 from ..errors import PassesError
 from ..messages import duration
 
@@ -35,5 +35,5 @@ def check_passes(
 
 def _wait_for(made: Any) -> None:
     """Wait until these tensors are there: a GPU begins when the host has asked for them."""
-    for device in {leaf.device for leaf in tree_leaves(made) if isinstance(leaf, Tensor) and leaf.is_cuda}:
+    for device in {leaf.device for leaf in private.tree_leaves(made) if isinstance(leaf, Tensor) and leaf.is_cuda}:
         torch.cuda.synchronize(device)

@@ -18,7 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .. import interrupts
+from .. import interrupts, private
 from ..errors import InputError
 from ..model import spread
 from ..numerics.directions import Directions
@@ -208,7 +208,7 @@ def _is_piecewise(node: Node, varied: Collection[Node] | None = None) -> bool:
     kind = graph.of(node.name()).linear
     if not kind or not _is_of_torch(node):
         return False
-    for entry in node._input_metadata:
+    for entry in private.results_of(node):
         if entry.dtype.is_complex:
             return False
     if kind == "piecewise":

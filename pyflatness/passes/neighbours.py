@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from .. import private
 from . import graph
 from .batch_layout import Layout
 from .linearity import Users
@@ -62,7 +63,7 @@ def pooled_behind(run: Run, name: str) -> Pooled | None:
     nodes = _chain(calls[0].edge.node, run.users)
     if not any(node.name() == _POOLING for node in nodes):
         return None
-    elements = math.prod(nodes[-1]._input_metadata[0].shape[2:])
+    elements = math.prod(private.results_of(nodes[-1])[0].shape[2:])
     return Pooled(GradientEdge(nodes[-1], 0), elements, lambda: _positions(nodes))
 
 

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from .. import private
 from ..model import calling, data
 from .guards import check_of_user
 from .memory import Budget, MicroBatches
@@ -69,7 +68,7 @@ class Parts:
         self._cuts.plan(needed, cuttable=cuttable)
 
 
-class _Alive(TorchDispatchMode):
+class _Alive(private.TorchDispatchMode):
     """Note the bytes of what operations inside made and that is alive at once, at most, and of the largest of it."""
 
     def __init__(self) -> None:
@@ -90,7 +89,7 @@ class _Alive(TorchDispatchMode):
 
 
 def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
-    for part in tree_leaves(tree):
+    for part in private.tree_leaves(tree):
         if isinstance(part, Tensor):
             with contextlib.suppress(NotImplementedError):  # it is sparse, say
                 yield part.untyped_storage()

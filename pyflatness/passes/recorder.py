@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from .. import private
 from ..errors import InputError, NoGraphError
 from ..messages import check_tensor
 from ..model import layers, spread, walk
-from ..model.calling import end_transforms, is_accounting, is_aside, is_transformed, only_ours, transforms, version
+from ..model.calling import end_transforms, is_accounting, is_aside, is_transformed, only_ours, version
 from ..model.kinds import Linear, is_of_torch
 from ..model.uses import Use
 from ..model.uses.experts import Route
@@ -187,7 +188,7 @@ class Recorder:
                 inputs, own, coefficients = (self._repeated(part, inputs.ndim) for part in (inputs, own, coefficients))
             if kind.tokens and torch.is_grad_enabled() and not own.requires_grad:
                 # No leaf, which may not change in place.
-                own = torch.ops.aten._unsafe_view(own.detach().requires_grad_(), own.shape)
+                own = private.alias(own.detach().requires_grad_(), own.shape)
             if self._active and output.numel() == 0:
                 self.empty.add(name)
             elif self._active:
@@ -280,7 +281,7 @@ def frozen(model: nn.Module) -> Iterator[None]:
         raise InputError(
             "model: its parameters were made in inference mode and take no part in a graph; copy it outside"
         )
-    depth = transforms()
+    depth = private.transforms()
     try:
         for parameter, _ in flags:
             parameter.requires_grad_(False)
@@ -295,7 +296,7 @@ def or_zeros(gradient: Tensor | None, edge: GradientEdge) -> Tensor:
     """Return a gradient at an edge: zeros for None, where a function behind it hands none on."""
     if gradient is not None:
         return gradient
-    like: Any = edge.node._input_metadata[edge.output_nr]  # torch's annotation says a list of anything
+    like = private.results_of(edge.node)[edge.output_nr]
     return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
 
 
@@ -305,5 +306,4 @@ def with_own_history(output: Tensor) -> Tensor:
         return output
     if output.layout != torch.strided:
         return output.clone()
-    alias: Tensor = torch.ops.aten._unsafe_view(output, output.shape)
-    return alias
+    return private.alias(output, output.shape)

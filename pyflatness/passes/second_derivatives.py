@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from .. import private
 from ..model import walk
 from ..model.calling import Mode
 
@@ -124,7 +125,7 @@ def convolutions(model: nn.Module) -> list[nn.Module]:
 def _convolved(module: Any, own: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return what a module computes."""
     plain = x.ndim == weight.ndim and x.dtype == weight.dtype and not torch.is_autocast_enabled(x.device.type)
-    if not plain or torch._C._are_functorch_transforms_active():
+    if not plain or private.are_transforms_active():
         return own(x, weight, bias)
     shape = None if bias is None else [*bias.shape]
     form = _Convolution(module.stride, module.padding, module.dilation, module.groups, shape)
@@ -249,7 +250,7 @@ class _ByOwnBatchNorm(Mode):
 def _normalised(module: Any, in_eval: bool, x: Tensor) -> Tensor:
     """Return what a module computes."""
     wanted = torch.is_grad_enabled() and (module.training or in_eval)
-    own = wanted and not torch._C._are_functorch_transforms_active()
+    own = wanted and not private.are_transforms_active()
     with _ByOwnBatchNorm() if own else contextlib.nullcontext():
         found: Tensor = type(module).forward(module, x)
     return found
@@ -292,7 +293,7 @@ class WrittenOut(Mode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is not torch._weight_norm:
+        if func is not private.weight_norm:
             return func(*args, **(kwargs or {}))
         direction, size, dim = (*args, *(kwargs or {}).values(), 0)[:3]
         return direction * (size / torch.norm_except_dim(direction, 2, dim))

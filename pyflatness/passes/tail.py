@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from .. import private
 from . import backward, graph
 from .linear_map import LinearMap
 from .linearity import Users
@@ -92,6 +93,6 @@ def _size(entries: Iterable[tuple[Node, int]]) -> tuple[int, bool]:
     """Return the bytes of the largest of the gradients that go into nodes, and whether one is of images."""
     largest, images = 0, False
     for node, number in entries:
-        entry: Any = node._input_metadata[number]
+        entry: Any = private.results_of(node)[number]
         largest, images = max(largest, math.prod(entry.shape) * entry.dtype.itemsize), images or len(entry.shape) == 4
     return largest, images

@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from .. import private
 from ..errors import InputError
 from ..model import kinds, layers, uses
 
@@ -59,7 +57,7 @@ Elsewhere = Callable[[str, str, str], None]
 """(source, operation, name of the module it is in): a labelled tensor goes into something that keeps no label."""
 
 
-class Flow(TorchDispatchMode):
+class Flow(private.TorchDispatchMode):
     """Follow one run of a model inside, on a few samples.
 
     ``arrivals`` has the labels that came at each call of a layer. ``sources`` has how many labels a layer's rows
@@ -101,7 +99,8 @@ class Flow(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        held = [] if self._inside else [label for leaf in tree_leaves((args, kwargs)) if (label := self._label(leaf))]
+        leaves = [] if self._inside else private.tree_leaves((args, kwargs))
+        held = [label for leaf in leaves if (label := self._label(leaf))]
         if held:
             found = self._carried(func, args, kwargs or {}, result) if self._through and len(held) == 1 else None
             if found is None:
@@ -126,7 +125,7 @@ class Flow(TorchDispatchMode):
             return [(result, rows)]
         if name in _VIEWS and func._overloadname != "dtype":
             parts = rows.reshape(result.shape) if name in _RESHAPES else func(rows, *args[1:], **kwargs)
-            return list(zip(tree_leaves(result), tree_leaves(parts), strict=True))
+            return list(zip(private.tree_leaves(result), private.tree_leaves(parts), strict=True))
         if name in _REDUCTIONS:
             dims = args[1] if len(args) > 1 and args[1] else [*range(rows.ndim)]
             low, high = rows.amin(dims), rows.amax(dims)
@@ -136,7 +135,7 @@ class Flow(TorchDispatchMode):
             last = len(args[1]) // 2
         if last:
             first = rows.flatten(-last)[..., :1].unflatten(-1, (1,) * last)
-            pooled = tree_leaves(result)[0]
+            pooled = private.tree_leaves(result)[0]
             return [(pooled, first.expand(pooled.shape))] if bool((rows == first).all()) else None
         return None
 
@@ -165,7 +164,7 @@ class Flow(TorchDispatchMode):
             came = self.arrivals[name][-1]
             if name in self._sources:
                 self._labels[id(output)] = output, Label(name, _rows(module, output, self._sources[name]))
-            elif isinstance(module, _BatchNorm) and came is not None and self._through:
+            elif isinstance(module, private.BatchNorm) and came is not None and self._through:
                 self._labels[id(output)] = output, came
 
         return leave
@@ -173,7 +172,7 @@ class Flow(TorchDispatchMode):
 
 def takes_factors(module: nn.Module) -> bool:
     """Return whether factors on a module's inputs can be undone, or passed on, by its own numbers."""
-    return isinstance(module, _BatchNorm) or (kinds.is_plain(module) and layers.kind_of(module).has_input)
+    return isinstance(module, private.BatchNorm) or (kinds.is_plain(module) and layers.kind_of(module).has_input)
 
 
 def _rows(module: nn.Module, output: Tensor, count: int) -> Tensor:

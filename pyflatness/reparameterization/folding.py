@@ -6,8 +6,8 @@
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from .. import private
 from ..model import calling, kinds, layers
 from . import flow
 from .flow import Flow
@@ -24,7 +24,7 @@ class Folding:
         self.into: dict[str, str] = {}
         self.alone: tuple[str, ...] = ()
         self._batch, self._forward = batch, forward
-        norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+        norms = [name for name, module in model.named_modules() if isinstance(module, private.BatchNorm)]
         if not norms:
             return
         kept: set[str] = set()  # layers whose output goes elsewhere
@@ -49,7 +49,7 @@ class Folding:
         copy = duplicate(model)
         for name in (*self.into, *self.alone):
             norm = copy.get_submodule(name)
-            assert isinstance(norm, _BatchNorm)
+            assert isinstance(norm, private.BatchNorm)
             scale, shift = _affine(norm)
             if name in self.into:
                 layer = copy.get_submodule(self.into[name])
@@ -71,7 +71,7 @@ class Folding:
         return copy
 
 
-def _affine(norm: _BatchNorm) -> tuple[Tensor, Tensor]:
+def _affine(norm: private.BatchNorm) -> tuple[Tensor, Tensor]:
     """Return the scale s and shift β - s μ of a BatchNorm, float64."""
     assert norm.running_mean is not None
     assert norm.running_var is not None

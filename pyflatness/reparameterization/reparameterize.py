@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import Unpack
 
-from .. import interrupts
+from .. import interrupts, private
 from ..errors import InputError
 from ..messages import check_module
 from ..model import calling, layers, selectors, state, uses
@@ -221,7 +220,7 @@ def _followed(
         if not held:
             continue
         source = held[0].source
-        dim = 1 if isinstance(module, _BatchNorm) else layers.kind_of(module).class_dim
+        dim = 1 if isinstance(module, private.BatchNorm) else layers.kind_of(module).class_dim
         channels = [label.channels(dim) for label in held]
         if any(rows is None for rows in channels):
             raise InputError(f"layer {source!r}: one feature of {name!r} behind it gets several of its rows")
@@ -233,7 +232,7 @@ def _followed(
                 f"layer {source!r}: {name!r} behind it is called {len(labels)} times, with inputs of other layers (or "
                 "rows) too, which would need other factors"
             )
-        if not isinstance(module, _BatchNorm):
+        if not isinstance(module, private.BatchNorm):
             flow.check_plain(model, name, module)
         found[name] = Label(source, channels[0])  # type: ignore[arg-type]
     return found
@@ -255,7 +254,7 @@ def _multiply(model: nn.Module, factors: Mapping[str, Tensor], found: Mapping[st
         scale_rows(model.get_submodule(name), values)
     for name, label in found.items():
         module, values = model.get_submodule(name), factors[label.source][label.rows]
-        if not isinstance(module, _BatchNorm):
+        if not isinstance(module, private.BatchNorm):
             scale_columns(module, 1 / values)
             continue
         for tensor in (module.running_mean, module.bias):

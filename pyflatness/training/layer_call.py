@@ -11,10 +11,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils import parametrize
 
+from .. import private
 from ..errors import InputError
 from ..model import data, layers
 from ..model.calling import version
@@ -22,7 +21,7 @@ from ..passes import linearity
 from ..passes.batch_layout import Layout, mixed
 from ..passes.dry_run import layouts_of, narrow
 from ..passes.recorder import RecordedCall, Recorder, with_own_history
-from ..session import untraced
+from ..private import untraced
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
@@ -233,8 +232,8 @@ def _unused() -> LayerCalls:
 def _couples_samples(model: nn.Module) -> bool:
     """Return whether a BatchNorm normalises by the batch, so that every sample's output depends on all of them."""
     return any(
-        isinstance(module, _NormBase)
-        and not isinstance(module, _InstanceNorm)
+        isinstance(module, private.NormBase)
+        and not isinstance(module, private.InstanceNorm)
         and (module.training or module.running_mean is None)
         for module in model.modules()
     )

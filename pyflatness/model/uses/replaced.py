@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from ... import private
 from ...errors import InputError
 from .watched import Watched
 
@@ -30,12 +30,12 @@ class Replaced:
 
     def check(self, mine: Callable[..., Any], own: Callable[..., Any], *given: Any) -> None:
         """Raise unless both compute the same of the same arguments; that is looked at once."""
-        leaves = pytree.tree_leaves(given)
+        leaves = private.tree_leaves(given)
         if self._is_checked or any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
             return
-        detached = pytree.tree_map_only(Tensor, Tensor.detach, given)
-        with torch._C.DisableTorchFunction(), torch.no_grad():  # unseen by stand-ins, and by who watches the model
-            pairs = zip(*(pytree.tree_leaves(compute(*detached)) for compute in (mine, own)), strict=True)
+        detached = private.tree_map_only(Tensor, Tensor.detach, given)
+        with private.without_functions(), torch.no_grad():  # unseen by stand-ins, and by who watches the model
+            pairs = zip(*(private.tree_leaves(compute(*detached)) for compute in (mine, own)), strict=True)
             if not all(_agree(found, expected) for found, expected in pairs):
                 raise self.refusal(f"{self._what} computes something else than what is measured in its place")
         self._is_checked = True

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+from ... import private
 from .. import calling, kinds
 from ..kinds import Convolution, Linear, Together, TransposedLinear
 from . import watched
@@ -184,7 +185,7 @@ class Source:
         """See :class:`.watched.Source`."""
         if not self._attached:  # a tensor that the model's own code has kept
             return None
-        if torch._C._functorch.is_functorch_wrapped_tensor(operation.inputs):
+        if private.is_wrapped(operation.inputs):
             return None  # vmap does not go with hooks
         weight = operation.weight if calling.is_accounting() else operation.weight.detach()
         part = watched.view_of(operation.weight)  # type: ignore[arg-type]

@@ -12,11 +12,11 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import functional as F
 
+from ... import private
 from ...errors import InputError
 from . import operations
 from .operations import Operation, each_of
@@ -30,14 +30,12 @@ COPIES = {"contiguous", "clone", "to", "type", "type_as", "float", "double", "ha
 
 def unwatched() -> contextlib.AbstractContextManager[None]:
     """Let operations inside not ask watched tensors: those of this library are no uses that the model makes."""
-    guard: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
-    return guard
+    return private.without_subclasses()
 
 
 def unseen() -> contextlib.AbstractContextManager[None]:
     """Let operations inside ask neither watched tensors nor function modes, to which they would be the model's."""
-    guard: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunction()
-    return guard
+    return private.without_functions()
 
 
 class WeightOwner(Protocol):
@@ -110,7 +108,7 @@ def view_of(weight: Watched) -> Tensor | None:
 def leaf(weight: Tensor, source: WeightOwner) -> tuple[Watched, Node]:
     """Return a tensor that stands for a weight, with the same memory, and its node in autograd's graph."""
     values = weight.detach()
-    made: Watched = torch.Tensor._make_subclass(Watched, values, True)
+    made: Watched = private.as_subclass(Watched, values, True)
     vars(made).update(vars(weight))  # libraries mark parameters, and their modules read that
     made._is_param = True  # for isinstance(…, nn.Parameter)
     made.source, made.part, made.version = source, values, values._version
