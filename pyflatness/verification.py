@@ -250,7 +250,8 @@ def _in_double(module: nn.Module) -> nn.Module:
 
     Weights that hooks of the older weight_norm and spectral_norm make are parameters in it.
     """
-    double = duplicate(module)._apply(_doubled)  # .double() leaves complex numbers as they are
+    double = duplicate(module)
+    double._apply(_doubled)  # .double() leaves complex numbers as they are
     for part in double.modules():
         for hook in [*part._forward_pre_hooks.values()]:
             if isinstance(hook, WeightNorm):
