@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import contractions, interrupts
 from ..messages import is_out_of_memory
-from ..model import calling, data, parameters
+from ..model import calling, data, parameters, walk
 from ..numerics.directions import Directions
 from ..passes import dry_run
 from ..passes.guards import agree, check_unchanged, rounding
@@ -54,7 +54,9 @@ class PerSampleParameters:
 
     def __init__(self, task: Task) -> None:
         self._task, self._memory = task, task.budget(halved=True).work
-        self._together, self._compared = True, False
+        # Of samples with weights of their own torch.vmap leaves the padding of an embedding out for the first alone.
+        padded = (isinstance(part, nn.Embedding) and part.padding_idx is not None for part in walk.modules(task.model))
+        self._together, self._compared = not any(padded), False
         self._graph = -1  # bytes that a sample's takes, once known
 
     def each(self, run: Run, values: Mapping[str, Tensor], work: Callable[[Group], None]) -> None:
