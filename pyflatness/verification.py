@@ -28,7 +28,7 @@ from .messages import check_tensor
 from .model import calling, layers, state, uses
 from .model.data import copied, first, leaves, map_tensors
 from .model.outputs import meant
-from .model.uses import experts
+from .model.uses import besides, experts
 from .numerics import meeting
 from .numerics.directions import Directions
 from .options import CALL, How, check_count, check_number
@@ -185,13 +185,13 @@ def verify(
         calling.run(module, batch, task.forward)  # with its checks, which the copy in float64 cannot have
         double = _in_double(module)
         truth_loss = _double_loss(_of_resolved(task.loss) if auto.is_auto(loss) else loss, how.get("reduction"))
-    batch64 = map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
+    batch64 = map_tensors(_doubled, batch)
     measured = [(model, loss, batch), (double, loss if auto.is_auto(loss) else _double_loss(loss, None), batch64)]
     found = []
     if all(not parameter.is_floating_point() or parameter.dtype == torch.float64 for parameter in module.parameters()):
         del measured[0]
     for net, criterion, part in measured:
-        dtype = next(net.parameters()).dtype
+        dtype = next(parameter.dtype for parameter in net.parameters() if parameter.is_floating_point())
         kernels = not backends.compiled.unavailable(state.device(double), promoted_dtype(dtype))
         for backend in ("compiled", "reference") if kernels else ("reference",):
             estimate = relative_flatness(
@@ -239,12 +239,19 @@ def _coarsest(value: Tensor) -> float:
     return max((_TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=0.0)
 
 
+def _doubled(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
 def _in_double(module: nn.Module) -> nn.Module:
     """Return a copy of a module in float64.
 
     Weights that hooks of the older weight_norm and spectral_norm make are parameters in it.
     """
-    double = duplicate(module).double()
+    double = duplicate(module)
+    double._apply(_doubled)  # .double() leaves complex numbers as they are
     for part in double.modules():
         for hook in [*part._forward_pre_hooks.values()]:
             if isinstance(hook, WeightNorm):
@@ -379,17 +386,16 @@ def _differences(layer: nn.Module, risk: Callable[[], Tensor], rounding: float) 
     return tuple(_difference(weight, direction, lambda: run(risk), form, rounding) for direction, form in along)
 
 
-@torch.no_grad()
 def _difference(
     weight: Tensor, direction: Tensor, risk: Callable[[], Tensor], along: float, rounding: float
 ) -> Difference:
     """Return what differences of E give by the largest step that halving settles at, or else by the smallest."""
-    before, middle, last = weight.detach().clone(), float(risk()), math.nan
+    before, middle, last = weight.detach().clone(), float(risk().detach()), math.nan
     for step in (_STEP / 2**halving for halving in range(_HALVINGS)):
         ends = []
         for sign in (1, -1):
             weight.detach().copy_(before + sign * step * direction)
-            ends.append(float(risk()))
+            ends.append(float(risk().detach()))
         weight.detach().copy_(before)
         value, rounded = (ends[0] - 2 * middle + ends[1]) / step**2, 4 * rounding * _EPS * abs(middle) / step**2
         change, last = abs(value - last), value
@@ -409,19 +415,20 @@ def _as_leaf(layer: nn.Module, matrix: Tensor, weight: Tensor) -> Tensor:
 
 
 def _leaf(layer: nn.Module) -> tuple[Tensor, Callable[[Callable[[], Tensor]], Tensor]]:
-    """Return the weight, or the parameter that has it, as a leaf, and what runs a function in which it is used."""
-    if not isinstance(layer, uses.Use):
+    """Return the weight, or the parameter that has it, as a leaf, and what runs a function in which it is used.
+
+    Where the layer's value is of its calls alone, these alone have the leaf.
+    """
+    if isinstance(layer, uses.Use) and not layer.source.effective:
+        return layer.source.parameter.requires_grad_(), lambda risk: risk()
+    if not isinstance(layer, uses.Use) and not besides.of(layer):
         assert isinstance(layer.weight, Tensor)
         return layer.weight.requires_grad_(), lambda risk: risk()
-    if not layer.source.effective:
-        return layer.source.parameter.requires_grad_(), lambda risk: risk()
-    leaf = layer.weight.clone().requires_grad_()
+    leaf = layers.weight_of(layer).clone().requires_grad_()
 
     def run(risk: Callable[[], Tensor]) -> Tensor:
-        def forward(inputs: Tensor) -> Tensor:
-            return layers.kind_of(layer).affine(inputs, leaf, layer.bias)
-
-        with calling.replaced_forward(layer, forward), uses.attached({layer.name: layer}):
+        forward = layers.with_weight(layer, lambda weight: leaf)
+        with calling.replaced_forward(layer, forward), uses.attached({getattr(layer, "name", ""): layer}):
             return risk()
 
     return leaf, run

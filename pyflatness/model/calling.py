@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from .. import interrupts, private
 from ..errors import InputError, NoGraphError
+from ..messages import lacks_a_second_derivative
 from . import data, hugging_face, spread
 from .outputs import refusal, single
 
@@ -276,6 +277,17 @@ def differentiated() -> Iterator[None]:
             ) from error
         if "does not require grad and does not have a grad_fn" in str(error):
             raise without_graph() from error
+        if "differentiated Tensors does not require grad" in str(error):
+            raise InputError(
+                "model: its forward pass takes a derivative in a tensor that requires none: in its own weights, say, "
+                "as for a step of gradient descent inside of it; weights require no gradient while they are measured. "
+                "Take such a step before, and measure the model at the weights that it gives"
+            ) from error
+        if lacks_a_second_derivative(error):
+            raise InputError(
+                "model: its forward pass takes a derivative through an operation that torch differentiates once only "
+                f"({error}); run attention inside of torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+            ) from error
         if "saved tensor hooks" in str(error):
             raise InputError(
                 "model: it takes a derivative by torch.func (grad, vjp, jacrev, hessian) in its forward pass, inside "

@@ -8,6 +8,7 @@ and switched for the time of the call if the user says so.
 
 import contextlib
 import functools
+import itertools
 import operator
 import os
 import sys
@@ -72,10 +73,10 @@ def _prepared(model: nn.Module, ranks: Ranks | None) -> tuple[nn.Module, Randomn
     named = walk.named_modules(model)
     modules = [module for _, module in named]
     check_modules(named, spread=ranks is not None)
-    for module in modules:
-        if getattr(module, "sparse", False) is True:  # an embedding, whose gradients have another layout
-            interrupts.later(functools.partial(setattr, module, "sparse", True))
-            module.sparse = False  # type: ignore[assignment]
+    for module, key in itertools.product(modules, _OF_GRADIENTS):
+        if getattr(module, key, False) is True:
+            interrupts.later(functools.partial(setattr, module, key, True))
+            setattr(module, key, False)
     interrupts.later(Found(named).put_back)
     stack = contextlib.ExitStack()
     interrupts.later(stack.close)
@@ -175,6 +176,7 @@ def kept() -> list[str]:
     return _inside[-1].kept() if _inside else []
 
 
+_OF_GRADIENTS = ("sparse", "scale_grad_by_freq")  # embeddings' own: another layout, or not the function's gradients
 _ATTENTION: list[tuple[Callable[[], bool], Callable[[bool], None]]] = [  # that torch may choose among
     (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
     (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),

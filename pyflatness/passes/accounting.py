@@ -5,7 +5,8 @@ function outside of the layer, or in the backward pass of a model that different
 score, a physics-informed residual), which no hook and no function mode sees. Autograd's graph has every such use as an
 edge. So two samples go through the model with the layers' parameters requiring gradients, and the graph is walked from
 the outputs; at the output of a recorded call the walk goes on at the call's inputs. A parameter that it still reaches
-has a use that no call accounts for.
+has a use that no call accounts for. Where this may be a derivative of the calls, they have leaves of their own in one
+more pass: a parameter that is reached then too is used outside of them.
 """
 
 import contextlib
@@ -15,15 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from .. import private
-from ..model import calling, data, spread, walk
+from ..model import calling, data, layers, spread, state, walk
 from ..model.uses import Use, candidates
 from ..model.uses.operations import each_of
 from ..model.uses.watched import COPIES, TRANSPOSES, VIEWS
-from . import graph
-from .guards import check_of_user
+from . import graph, linearity
+from .guards import TAKEN_AS_CONSTANT, Detached, check_of_user
 from .recorder import Recorder
 
 _UNSEEN = "whether the model uses its weights outside of the layers' calls is not known: "
@@ -62,7 +63,7 @@ def account(
             leaves = _Leaves(model, {name: module for name, module in modules.items() if name in recorded}, vectors)
             try:
                 with calling.accounting(), recorder.recording(data.size(batch)), leaves.in_place():
-                    with _Watch(leaves.of_layers, recorder) as watch:
+                    with state.made_anew(model), _Watch(leaves.of_layers, recorder) as watch, Detached() as detached:
                         outputs, _ = calling.run(model, batch, forward)
                     nodes = leaves.nodes()
                     of_vectors = [(vector, get_gradient_edge(leaf).node) for vector, leaf in vectors.items()]
@@ -73,14 +74,40 @@ def account(
             unaccounted = {name for name, ends in nodes.items() if not ends.isdisjoint(reached)}
             elsewhere = {name: ", ".join(watch.functions[name]) for name in unaccounted if watch.functions[name]}
             differentiated = {name for name in unaccounted if watch.differentiates or name not in elsewhere}
+            if differentiated and not spread.is_held():
+                apart = _with_other_weights([modules[name] for name in differentiated])
+                with calling.accounting(), recorder.paused(), leaves.in_place(), state.made_anew(model), apart:
+                    others = linearity.users_of(calling.run(model, batch, forward)[0])
+                    own = leaves.nodes()
+                for name in differentiated:
+                    functions = elsewhere.pop(name, "a function that torch did not write")
+                    if not own[name].isdisjoint(others):
+                        elsewhere[name] = functions
             acting = ((vector, _functions_of(node, reached)) for vector, node in of_vectors)
             flat = {vector: ", ".join(functions) for vector, functions in acting if functions}
-            doubts = (SHARED,) if leaves.are_shared else ()
-            return Account(number, outputs.detach(), frozenset(differentiated), elsewhere, flat, doubts)
+            ends = {name: [GradientEdge(node, 0) for node in nodes[name]] for name in differentiated}
+            doubts = {
+                SHARED: leaves.are_shared,
+                TAKEN_AS_CONSTANT: detached.reaches(outputs),
+                linearity.TAKEN_AS_THEY_ARE: ends and linearity.read(linearity.users_of(outputs), ends).custom,
+            }
+            why = tuple(doubt for doubt, holds in doubts.items() if holds)
+            return Account(number, outputs.detach(), frozenset(differentiated), elsewhere, flat, why)
     finally:
         recorder.calls.clear()
         recorder.calls.update(recorded)
     return Account(doubts=(UNSEEN,))
+
+
+@contextlib.contextmanager
+def _with_other_weights(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Record a graph, inside, in which calls of some layers, and derivatives of these, have leaves of their own."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        for module in modules:
+            forward = layers.with_weight(module, lambda weight: weight.detach().requires_grad_())
+            stack.enter_context(calling.replaced_forward(module, forward))
+        yield
 
 
 class _Leaves:

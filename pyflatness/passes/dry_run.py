@@ -17,7 +17,7 @@ from ..numerics.directions import Directions
 from . import batch_layout, kept_rows, linearity
 from .accounting import account
 from .batch_layout import ByRow, Layout, check_outputs
-from .guards import agree, alone, check_of_user, rounding
+from .guards import agree, alone, check_of_user, memory_of, rounding
 from .recorder import RecordedCall, Recorder
 
 _SHARE = 16  # one sample of so many of the first batch is looked at, at least two and at most _MOST
@@ -286,7 +286,7 @@ def saved_storages() -> Iterator[dict[int, int]]:
 
     def pack(tensor: Tensor) -> Tensor:
         if type(tensor) is Tensor or not isinstance(tensor, nn.Parameter):  # the class first: the other is slow
-            storages[tensor.untyped_storage()._cdata] = _bytes(tensor)
+            storages[memory_of(tensor)] = _bytes(tensor)
         return tensor.detach()  # the tensor itself would hold its own graph, in a cycle that nothing frees
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -42,6 +42,11 @@ TAKEN_AS_CONSTANT = (
     "constant, and are not those of the function it computes"
 )
 
+HOOKED = (
+    "a hook that the forward pass puts on a tensor (register_hook) changes gradients: derivatives are not those of the "
+    "function it computes"
+)
+
 TWICE_WRONG = (
     "the model calls torch.logcumsumexp, whose second derivative torch gets wrong where a gradient that reaches it is "
     "0 (2.13): where all of them are nonzero this value is right"
@@ -54,10 +59,11 @@ _OUT_OF_TORCH = {"item", "__float__", "tolist", "numpy", "__array__", "__dlpack_
 
 
 class Detached(calling.Mode):
-    """Watch one forward pass inside; see :meth:`doubts`."""
+    """Watch one forward pass inside; see :meth:`doubts`. What its hooks do in backward passes is told by ``doubt``."""
 
-    def __init__(self) -> None:
+    def __init__(self, doubt: Callable[[str], None] | None = None) -> None:
         super().__init__()
+        self._doubt = doubt
         self._held: dict[int, Tensor] = {}  # by id; the tensors are kept so that ids and memory stay theirs
         # Memory of these; false where tensors with a graph share it, so that it is held for those without one alone.
         self._memory: dict[int, bool] = {}
@@ -70,10 +76,17 @@ class Detached(calling.Mode):
         """Return why derivatives of the outputs may not be those of what was computed."""
         scripted = private.last_script() is not self._script
         found = {
-            TAKEN_AS_CONSTANT: self._is_lost or self._is_held(outputs) or scripted,
+            TAKEN_AS_CONSTANT: self._is_lost or self.reaches(outputs) or scripted,
             TWICE_WRONG: self._is_twice_wrong,
         }
         return [doubt for doubt, holds in found.items() if holds]
+
+    def reaches(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is one that is followed, or shares its memory."""
+        if self._held.get(id(tensor)) is tensor:
+            return True
+        whole = self._memory.get(memory_of(tensor))
+        return whole is not None and (whole or tensor.is_leaf)
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -81,12 +94,14 @@ class Detached(calling.Mode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         had_graph = name == "detach_" and any(tensor.requires_grad for tensor in _tensors(args))
+        if name == "register_hook" and self._doubt is not None and _is_user_s(args[1]):
+            args = args[0], self._noting(args[1])
         result = func(*args, **kwargs)
         self._is_twice_wrong |= name == "logcumsumexp"
         if name == "_set_grad_enabled":
             self._recording = args[0]
-        elif name in _OUT_OF_TORCH and args[0].is_floating_point():
-            self._is_lost |= args[0].requires_grad or self._is_held(args[0])
+        elif name in _OUT_OF_TORCH and (args[0].is_floating_point() or args[0].is_complex()):
+            self._is_lost |= args[0].requires_grad or self.reaches(args[0])
         elif name in ("__setitem__", "__set__"):  # of entries, of ``.data``
             self._follow(name, _tensors(args), _tensors(args[:1]))
         elif isinstance(result, (Tensor, tuple, list)):
@@ -94,8 +109,20 @@ class Detached(calling.Mode):
             self._follow(name, _tensors(read), _tensors(result), had_graph=had_graph)
         return result
 
+    def _noting(self, hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
+        """Return a hook that tells where it changes a gradient."""
+
+        def noted(gradient: Tensor) -> Tensor | None:
+            result = hook(gradient)
+            if result is not None and result is not gradient and not torch.equal(result.detach(), gradient.detach()):
+                assert self._doubt is not None
+                self._doubt(HOOKED)
+            return result
+
+        return noted
+
     def _follow(self, name: str, inputs: list[Tensor], results: list[Tensor], *, had_graph: bool = False) -> None:
-        depends = bool(self._held) and any(map(self._is_held, inputs))
+        depends = bool(self._held) and any(map(self.reaches, inputs))
         for tensor in inputs:  # a loop, since this is asked of every operation
             had_graph |= tensor.requires_grad
         if not (depends or had_graph):
@@ -103,7 +130,7 @@ class Detached(calling.Mode):
         if name in _WITHOUT_VALUES:
             return
         for tensor in results:
-            if tensor.is_floating_point() and (depends or self._is_cut(tensor)):
+            if (tensor.is_floating_point() or tensor.is_complex()) and (depends or self._is_cut(tensor)):
                 self._hold(tensor, inputs)
 
     def _hold(self, tensor: Tensor, inputs: Sequence[Tensor]) -> None:
@@ -113,8 +140,8 @@ class Detached(calling.Mode):
         itself.
         """
         self._held[id(tensor)] = tensor
-        memory = _memory(tensor)
-        of = [given for given in inputs if given is not tensor and given.requires_grad and _memory(given) == memory]
+        memory = memory_of(tensor)
+        of = [given for given in inputs if given is not tensor and given.requires_grad and memory_of(given) == memory]
         if not of:
             self._memory[memory] = True
         elif not all(given.is_leaf for given in of):
@@ -130,14 +157,13 @@ class Detached(calling.Mode):
             return not tensor.requires_grad
         return not self._recording
 
-    def _is_held(self, tensor: Tensor) -> bool:
-        if self._held.get(id(tensor)) is tensor:
-            return True
-        whole = self._memory.get(_memory(tensor))
-        return whole is not None and (whole or tensor.is_leaf)
+
+def _is_user_s(hook: Any) -> bool:
+    """Return whether a hook is none of torch's or ours, which leave the values of gradients."""
+    return not (getattr(hook, "__module__", None) or "torch.").startswith(("torch.", "pyflatness."))
 
 
-def _memory(tensor: Tensor) -> int:
+def memory_of(tensor: Tensor) -> int:
     """Return what tensors that share memory have in common."""
     try:
         memory: int = tensor.untyped_storage()._cdata
@@ -475,10 +501,14 @@ class Checked:
         return logits, targets
 
     def _watched(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-        with Detached() as detached:
+        with Detached(self._doubt) as detached:
             outputs, targets = self._run(model, batch)
-        self.doubts = tuple(dict.fromkeys([*self.doubts, *detached.doubts(outputs)]))
+        for doubt in detached.doubts(outputs):
+            self._doubt(doubt)
         return outputs, targets
+
+    def _doubt(self, why: str) -> None:
+        self.doubts = tuple(dict.fromkeys([*self.doubts, why]))
 
     def _check_repeated(self, model: nn.Module, batch: Any, outputs: Tensor) -> None:
         """Raise if a second forward pass of a batch, in which random numbers were drawn, has other outputs."""

@@ -2,7 +2,7 @@
 
     f_i = f(x_i, θ_i),   θ_i = θ for all i:   ∂ Σ_i ⟨s_i, f_i⟩ / ∂θ_i = ∂⟨s_i, f(x_i, θ)⟩ / ∂θ,   and ∂²/∂θ_i∂θ_j = 0
 
-Samples go through the model together where ``torch.vmap`` takes it and gives the outputs that it had, and for the first
+Samples go through the model together where ``torch.vmap`` takes it and gives the outputs that it had, and for the last
 sample the derivatives that it has alone: torch's rule for several samples is wrong for some kernels, as that of
 BatchNorm behind weights that are ``channels_last``. Elsewhere samples go one by one.
 """
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import contractions, interrupts
 from ..messages import is_out_of_memory
-from ..model import calling, data, parameters
+from ..model import calling, data, parameters, walk
 from ..numerics.directions import Directions
 from ..passes import dry_run
 from ..passes.guards import agree, check_unchanged, rounding
@@ -54,7 +54,9 @@ class PerSampleParameters:
 
     def __init__(self, task: Task) -> None:
         self._task, self._memory = task, task.budget(halved=True).work
-        self._together, self._compared = True, False
+        # Of samples with weights of their own torch.vmap leaves the padding of an embedding out for the first alone.
+        padded = (isinstance(part, nn.Embedding) and part.padding_idx is not None for part in walk.modules(task.model))
+        self._together, self._compared = not any(padded), False
         self._graph = -1  # bytes that a sample's takes, once known
 
     def each(self, run: Run, values: Mapping[str, Tensor], work: Callable[[Group], None]) -> None:
@@ -123,13 +125,13 @@ class PerSampleParameters:
         return group if self._together else None
 
     def _agrees(self, run: Run, values: Mapping[str, Tensor], group: Group) -> bool:
-        """Return whether the first sample of a group has the derivatives, of first and second order, it has alone."""
-        first: list[list[Tensor]] = []
-        place = slice(group.place.start, group.place.start + 1)
-        self._alone(run, values, place, lambda alone: first.append(_derivatives(alone)))
-        several = [part[:1] for part in _derivatives(group)]
+        """Return whether the last sample of a group has the derivatives, of first and second order, it has alone."""
+        found: list[list[Tensor]] = []
+        place = slice(group.place.stop - 1, group.place.stop)
+        self._alone(run, values, place, lambda alone: found.append(_derivatives(alone)))
+        several = [part[-1:] for part in _derivatives(group)]
         half = len(several) // 2  # of first order, and of second; each relative to the largest, since some are 0
-        alone = first[0][:half], first[0][half:]
+        alone = found[0][:half], found[0][half:]
         together = several[:half], several[half:]
         joined = [(_joined(one), _joined(other)) for one, other in zip(alone, together, strict=True)]
         return all(agree(one, other, rounding(one.dtype)) for one, other in joined)

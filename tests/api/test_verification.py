@@ -51,6 +51,17 @@ def test_verify_knows_the_rounding_of_what_a_model_computes_in_float32():
     assert {check.tolerance for check in result.checks} == {1e-3}
 
 
+def test_verify_takes_complex_weights():
+    def spectral(net, x):
+        return net.head(torch.fft.irfft(torch.fft.rfft(net.body(x)) @ net.spectrum, n=6))
+
+    model = Net(spectral, body=nn.Linear(6, 6), head=nn.Linear(6, C))
+    model.spectrum = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+    result = pf.verify(model, nn.CrossEntropyLoss(), (torch.randn(9, 6), torch.randint(C, (9,))), "body")
+    assert result, result
+    assert [check.path for check in result.checks][-1] == "reference, float64"
+
+
 def test_verify_notices_a_wrong_value(monkeypatch):
     from pyflatness.contractions.backends import reference
 

@@ -60,6 +60,25 @@ def test_is_the_dense_diagonal(name, kind):
     assert found.samples == case.samples
 
 
+@pytest.mark.parametrize("kind", ["hessian", "ggn"])
+def test_the_padding_of_an_embedding_has_no_derivative_at_any_sample(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(6, 4, padding_idx=1), nn.Flatten(), nn.Linear(12, 5), nn.Tanh(), nn.Linear(5, 3))
+    nn.init.normal_(model[0].weight)
+    tokens, targets = torch.tensor([[1, 1, 2], [3, 0, 3], [2, 2, 2], [5, 1, 0], [4, 4, 1]]), torch.arange(5) % 3
+    loss = nn.CrossEntropyLoss()
+    found = pf.importance(model.double(), loss, (tokens, targets), kind=kind)
+    if kind == "ggn":
+        assert float(found["0.weight"][1].abs().sum()) == 0
+        return
+    risk, weight = loss(model(tokens), targets), model[0].weight
+    (gradient,) = torch.autograd.grad(risk, weight, create_graph=True)
+    rows = [torch.autograd.grad(entry, weight, retain_graph=True)[0].flatten() for entry in gradient.flatten()]
+    expected = torch.stack(rows).diagonal().view(6, 4)
+    torch.testing.assert_close(found["0.weight"], expected, rtol=1e-9, atol=1e-14)
+    assert found.exact
+
+
 class Smooth(nn.Module):
     """An embedding, a convolution, BatchNorm, and a head that is tied with the embedding."""
 

@@ -29,6 +29,8 @@ class Network:
     data: object = (X, Y)
     options: dict = field(default_factory=dict)  # of pf.measure
     weights: dict[str, str] = field(default_factory=dict)  # the parameter of a layer where it is not NAME.weight
+    loss: Callable[..., Tensor] = nn.functional.cross_entropy
+    entrywise: tuple[str, ...] = ()  # layers whose entries multiply features one by one
     uncovered: tuple[str, ...] = ()
     refusal: str = ""  # a part of the error, for a model that is refused
     tolerance: float = 1e-9
@@ -167,11 +169,55 @@ def e3nn() -> Network:
     return Network(Equivariant().double(), uncovered=("linear.weight", "product.weight"))
 
 
+def neuraloperator() -> Network:
+    from neuralop.models import FNO
+
+    torch.manual_seed(0)
+    sizes = {"in_channels": 1, "out_channels": 1, "hidden_channels": 3, "n_layers": 2}
+    model = FNO(n_modes=(3,), lifting_channel_ratio=1, projection_channel_ratio=1, **sizes).double()
+    for parameter in model.parameters():  # .double() leaves spectra in complex64
+        parameter.data = parameter.data.to(torch.complex128) if parameter.is_complex() else parameter.data
+    skips = tuple(f"fno_blocks.channel_mlp_skips.{block}.weight" for block in range(2))
+    for name in skips:
+        nn.init.normal_(model.get_parameter(name))
+    waves = torch.randn(2, 3, 1, 8, dtype=torch.float64)
+    return Network(
+        model,
+        tuple(waves),
+        loss=nn.functional.mse_loss,
+        weights={name: name for name in skips},
+        entrywise=skips,
+        uncovered=tuple(f"fno_blocks.convs.{block}.weight.tensor" for block in range(2)),
+        tolerance=1e-5,  # it has spectra in complex64
+    )
+
+
+def brevitas(convolution: bool) -> Network:
+    import brevitas.nn
+
+    torch.manual_seed(0)
+    if convolution:
+        layers = [nn.Unflatten(1, (1, 6)), brevitas.nn.QuantConv1d(1, 2, 3, weight_bit_width=4), nn.Flatten()]
+    else:
+        layers = [nn.Identity(), brevitas.nn.QuantLinear(6, 8, bias=True, weight_bit_width=4), nn.Identity()]
+
+    def plainly(model: nn.Module) -> None:
+        """Have the quantised weight in a layer of torch's."""
+        plain = nn.Conv1d(1, 2, 3) if convolution else nn.Linear(6, 8)
+        plain.weight = nn.Parameter(model[1].quant_weight().value.detach())
+        plain.bias, model[1] = model[1].bias, plain
+
+    return Network(nn.Sequential(*layers, nn.Tanh(), nn.Linear(8, 3)).double().eval(), plainly=plainly)
+
+
 CASES = [
     Case("opacus", "1.6.0", "opacus", opacus),
     Case("mup", "1.0.0", "mup", mup),
     Case("spikingjelly", "2.0.0", "spikingjelly", spikingjelly),
     Case("spikingjelly", "2.0.0", "spikingjelly", spikingjelly_not_reset, "not reset"),
+    Case("brevitas", "0.13.4", "brevitas", functools.partial(brevitas, convolution=False), "linear"),
+    Case("brevitas", "0.13.4", "brevitas", functools.partial(brevitas, convolution=True), "convolution"),
+    Case("neuraloperator", "2.0.0", "neuralop", neuraloperator),
     Case("e3nn", "0.6.0", "e3nn", e3nn),
     *(
         Case("torchdiffeq", "0.2.5", "torchdiffeq", functools.partial(torchdiffeq, **given), name)
@@ -221,17 +267,18 @@ def test_values_are_those_of_nested_autograd(case: Case) -> None:
     before["state"] = {name: held for name, held in before["state"].items() if type(held) is Tensor}  # can be compared
     if network.refusal:
         with pytest.raises(InputError, match=re.escape(network.refusal)):
-            pf.measure(network.model, "cross_entropy", network.data, measures=measures, **network.options)
+            pf.measure(network.model, network.loss, network.data, measures=measures, **network.options)
         assert_unchanged(network.model, before)
         return
-    report = pf.measure(network.model, "cross_entropy", network.data, measures=measures, **network.options)
+    report = pf.measure(network.model, network.loss, network.data, measures=measures, **network.options)
     assert_unchanged(network.model, before)
     assert tuple(report.uncovered) == network.uncovered
     assert report.layers
+    network.plainly(network.model)
     for layer in report.layers:
         weight = network.model.get_parameter(network.weights.get(layer, f"{layer}.weight"))
         matrix = _curvature(network, weight)
-        kappa = _relative_flatness(weight.detach().flatten(1), matrix)
+        kappa = _relative_flatness(weight.detach().flatten(1), matrix, entrywise=layer in network.entrywise)
         assert report[layer, "relative_flatness"].value == pytest.approx(kappa, rel=network.tolerance), layer
         trace = float(torch.einsum("sjsj->", matrix))
         assert report[layer, "trace"].value == pytest.approx(trace, rel=network.tolerance), layer
@@ -275,16 +322,17 @@ def test_experts_of_transformers(family: str) -> None:
         assert report[layer, "trace"].value == pytest.approx(trace, rel=1e-4), layer
 
 
-def _relative_flatness(weight: Tensor, matrix: Tensor) -> float:
+def _relative_flatness(weight: Tensor, matrix: Tensor, *, entrywise: bool = False) -> float:
+    if entrywise:
+        return float((weight.square() * torch.einsum("sjsj->sj", matrix)).sum())
     return float((weight @ weight.t() * torch.einsum("sjtj->st", matrix)).sum())
 
 
 def _curvature(network: Network, weight: Tensor) -> Tensor:
     """Return the Hessian or GGN of the mean loss in a weight of d rows and m columns, (d, m, d, m)."""
     forward = network.options.get("forward", lambda model, batch: (model(batch[0]), batch[1]))
-    network.plainly(network.model)
     outputs, targets = forward(network.model, network.data)
-    risk = nn.functional.cross_entropy
+    risk = network.loss
     if network.options.get("curvature") == "ggn":
         inner = torch.autograd.functional.hessian(lambda o: risk(o, targets), outputs.detach())
         rows = [torch.autograd.grad(entry, weight, retain_graph=True)[0] for entry in outputs.flatten()]

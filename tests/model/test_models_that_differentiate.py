@@ -111,6 +111,59 @@ def test_every_layer_has_the_hessian_of_its_parameter(name: str) -> None:
     assert not x.requires_grad, "the model set this on what it was given"
 
 
+@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm", "orthogonal"])
+def test_a_parametrised_layer_has_the_hessian_in_what_it_computes(kind: str) -> None:
+    model = CASES["energy and forces, tanh"]()
+    getattr(nn.utils.parametrizations, kind)(model.inner)
+    x, y = data_of(model)
+    report = pf.measure(model, LOSS, (x, y))
+    found = [report["inner", measure] for measure in ("relative_flatness", "trace")]
+    nn.utils.parametrize.remove_parametrizations(model.inner, "weight")
+    assert [estimate.value for estimate in found] == pytest.approx(expected(model, x, y, "inner"), rel=1e-9)
+    assert all(estimate.exact for estimate in found)
+
+
+@pytest.mark.parametrize("name", ["energy and forces, tanh", "energy and forces, relu", "forces alone", "convolution"])
+def test_verify_agrees(name: str) -> None:
+    model = CASES[name]()
+    for layer in pf.measure(model, LOSS, data_of(model)).layers:
+        result = pf.verify(model, LOSS, data_of(model), layer)
+        assert result, result
+        assert result.truth == pytest.approx(expected(model, *data_of(model), layer)[0], rel=1e-9)
+
+
+class WeightInBackward(torch.autograd.Function):
+    """The identity, with a weight in its backward pass alone."""
+
+    @staticmethod
+    def forward(ctx, h, weight):
+        ctx.save_for_backward(weight)
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (weight,) = ctx.saved_tensors
+        return gradient @ weight, None
+
+
+@pytest.mark.parametrize("place", ["behind", "in front"])
+@pytest.mark.parametrize("derivative", [False, True])
+def test_a_weight_in_the_backward_pass_of_a_custom_function_is_told(place: str, derivative: bool) -> None:
+    def forward(net, x):
+        given = WeightInBackward.apply(x, net.inner.weight) if place == "in front" else x
+        h = net.inner(given).tanh()
+        return net.out(WeightInBackward.apply(h, net.inner.weight) if place == "behind" else h)
+
+    def forces(net, x):
+        return torch.autograd.grad(forward(net, x.requires_grad_()).sum(), x, create_graph=True)[0]
+
+    model = network(forces if derivative else forward, None, inner=nn.Linear(3, 3), out=nn.Linear(3, 2))
+    report = pf.measure(model, LOSS, data_of(model), measures=["relative_flatness", "trace"])
+    for measure in report.measures:
+        assert not report[measure].exact
+        assert report["inner", measure].notes, "of its calls alone, or of derivatives taken as they are"
+
+
 @pytest.mark.parametrize("name", ["energy and forces, tanh", "forces alone, relu"])
 def test_sampled_values_are_within_their_errors(name: str) -> None:
     model = CASES[name]()
@@ -257,6 +310,40 @@ def test_derivatives_by_torch_func_are_refused_by_that_name() -> None:
     model = network(of_one_row, nn.Tanh())
     with pytest.raises(pf.errors.InputError, match=r"takes a derivative by torch\.func .*create_graph=True"):
         pf.measure(model, LOSS, data_of(model))
+
+
+def after_a_step(net, x):
+    """Return the outputs at the weight that a step of gradient descent on data of the model's own gives."""
+    (gradient,) = torch.autograd.grad(net.out(net.inner(torch.eye(3, dtype=x.dtype))).sum(), net.out.weight)
+    return nn.functional.linear(net.inner(x), net.out.weight - gradient)
+
+
+def by_jvp(net, x):
+    return torch.func.jvp(lambda x: net.out(net.act(net.inner(x))), (x,), (torch.ones_like(x),))[1]
+
+
+def of_attention(net, x):
+    x = x.requires_grad_()
+    h = net.inner(x).unflatten(1, (1, 1, 5)).expand(-1, 1, 2, 5)
+    energy = net.out(nn.functional.scaled_dot_product_attention(h, h, h)[:, 0, 0])
+    return torch.autograd.grad(energy.sum(), x, create_graph=True)[0]
+
+
+@of_torch
+@pytest.mark.parametrize(
+    ("forward", "said"),
+    [
+        (after_a_step, "derivative in a tensor that requires none: in its own weights"),
+        (by_jvp, r"inside of torch\.func\.vmap \(or grad, jvp\)"),
+        (of_attention, r"differentiates once only .*sdpa_kernel"),
+    ],
+)
+def test_what_cannot_be_had_says_so(forward, said: str) -> None:
+    model = network(forward, nn.Tanh())
+    with torch.enable_grad():
+        y = normal(1, *forward(model, X.clone()).shape)
+    with pytest.raises(pf.errors.InputError, match=said):
+        pf.measure(model, LOSS, (X.clone(), y))
 
 
 def test_a_dual_level_of_another_thread_s_changes_nothing() -> None:

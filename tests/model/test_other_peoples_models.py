@@ -122,18 +122,20 @@ def lookup(module):
     return nn.Sequential(module, nn.Flatten(), nn.Linear(20, 3)).double()
 
 
+@pytest.mark.parametrize("option", ["sparse", "scale_grad_by_freq"])
 @pytest.mark.parametrize("kind", ["ggn", "hessian", "fisher"])
-def test_sparse_gradients_change_no_value(kind):
-    sparse = lookup(nn.Embedding(7, 5, sparse=True))
+def test_options_of_gradients_change_no_value(kind, option):
+    tokens = TOKENS % 3  # some more than once in a sample
+    sparse = lookup(nn.Embedding(7, 5, **{option: True}))
     dense = copy.deepcopy(sparse)
-    dense[0].sparse = False
-    one, other = (pf.importance(model, "cross_entropy", (TOKENS, Y), kind=kind) for model in (sparse, dense))
+    setattr(dense[0], option, False)
+    one, other = (pf.importance(model, "cross_entropy", (tokens, Y), kind=kind) for model in (sparse, dense))
     assert float(one["0.weight"].sum()) == pytest.approx(float(other["0.weight"].sum()), rel=1e-12)
     names = ["adaptive_sharpness", "fisher_rao", "sharpness", "trace"]
-    one, other = (pf.measure(model, "cross_entropy", (TOKENS, Y), measures=names) for model in (sparse, dense))
+    one, other = (pf.measure(model, "cross_entropy", (tokens, Y), measures=names) for model in (sparse, dense))
     for name in names:
         assert one[name].value == pytest.approx(other[name].value, rel=1e-12)
-    assert sparse[0].sparse
+    assert getattr(sparse[0], option)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,12 @@ def test_another_use_is_named_and_the_network_is_not_exact(function: str) -> Non
     assert pf.relative_flatness(net, LOSS, (X, Y), "a").notes == (said,)
 
 
+@pytest.mark.parametrize("function", OUTSIDE)
+def test_verify_has_the_derivative_through_the_same_calls(function: str) -> None:
+    result = pf.verify(network(OUTSIDE[function]), LOSS, (X, Y), "a")
+    assert result, result
+
+
 @pytest.mark.parametrize("what", NOTHING)
 def test_what_has_no_derivative_or_is_the_layer_itself_is_no_other_use(what: str) -> None:
     report = pf.measure(network(NOTHING[what]), LOSS, (X, Y), measures="trace")

@@ -120,6 +120,7 @@ CUT = {
     "shared with another library": lambda z: z * torch.from_dlpack(z.detach()).sigmoid(),
     "data of another tensor": data_set,
     "detached in place": detached_in_place,
+    "through complex numbers": lambda z: z * torch.fft.irfft(torch.fft.rfft(z.detach()), n=6).sigmoid(),
     "in vmap": torch.func.vmap(lambda row: row * torch.sigmoid(row).detach()),
     "by columns in vmap": torch.func.vmap(lambda row: row * torch.sigmoid(row).detach(), in_dims=1, out_dims=1),
     "no_grad in vmap": torch.func.vmap(inside_no_grad),
@@ -257,3 +258,31 @@ def test_behind_logcumsumexp_no_hessian_value_is_called_exact():
     assert pf.relative_flatness(model, LOSS, (X, Y)).exact  # the head's takes no derivative
     with pytest.raises(pf.errors.InputError, match="logcumsumexp"):
         pf.block_traces(model, LOSS, (X, Y), "0")
+
+
+@pytest.mark.parametrize("cut", [lambda weight: weight.detach(), lambda weight: weight.data.clone()])
+def test_a_weight_of_a_layer_that_is_detached_elsewhere_is_not_exact(cut):
+    def forward(net, x):
+        return net.b(torch.relu(net.a(x)) + nn.functional.linear(x, cut(net.a.weight)))
+
+    model = Net(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 3)).double()
+    report = pf.measure(model, LOSS, (X, Y), measures="trace")
+    assert not report["a", "trace"].exact
+    assert any("detach" in note for note in report["a", "trace"].notes)
+    assert not pf.verify(model, LOSS, (X, Y), "a")
+
+
+@pytest.mark.parametrize("between", [torch.relu, torch.tanh])
+@pytest.mark.parametrize("hook", [lambda g: g / 2, lambda g: g.clone(), lambda g: None])
+def test_a_hook_that_changes_gradients_is_told(between, hook):
+    def forward(net, x):
+        h = net.a(x)
+        if h.requires_grad:
+            h.register_hook(hook)
+        return net.b(between(h))
+
+    model = Net(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 3)).double()
+    report = pf.measure(model, LOSS, (X, Y), measures="trace")
+    changes = hook(torch.ones(1)) == 0.5
+    assert report["a", "trace"].exact == (not changes)
+    assert any("register_hook" in note for note in report["a", "trace"].notes) == bool(changes)

@@ -164,6 +164,17 @@ class Vectors(nn.Module):
         return self.head(torch.tanh(self.base(x) + change))
 
 
+class Slopes(nn.Module):
+    """Activations with a trained slope for each feature."""
+
+    def __init__(self):
+        super().__init__()
+        self.act, self.head = nn.PReLU(3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.head(self.act(x))
+
+
 class Spectral(nn.Module):
     def __init__(self):
         super().__init__()
@@ -188,6 +199,7 @@ class Quantised(nn.Module):
 
 UNUSUAL = {  # the entries left out, how many entries all weights have, and why
     "in one dimension": (Flat, {"flat": 12}, 24, "its entries, in one dimension, are used in mm"),
+    "slopes": (Slopes, {"act.weight": 3}, 12, "its entries, in one dimension, are used in prelukernel"),
     "vectors": (Vectors, {"d": 2, "b": 4}, 12 + 12 + 6 + 8 + 6, "its entries, in one dimension, are used in mul"),
     "complex": (Spectral, {"spectrum": 4}, 10, "its numbers are complex"),
     "quantised": (

@@ -182,14 +182,15 @@ def is_weight(module: nn.Module, name: str, parameter: Tensor) -> bool:
 
 
 def may_be_flat_weights(model: nn.Module) -> list[Tensor]:
-    """Return the parameters of one dimension that may be weights: of other modules than torch's and normalisations.
+    """Return the parameters of one dimension that may be weights: of PReLUs, and of what is neither torch's nor a norm.
 
     Those are weights with which the forward pass multiplies, and no biases.
     """
     return [
         parameter
         for module in walk.modules(model)
-        if not (type(module).__module__.startswith("torch.nn.modules") or "norm" in type(module).__name__.lower())
+        if type(module) is nn.PReLU
+        or not (type(module).__module__.startswith("torch.nn.modules") or "norm" in type(module).__name__.lower())
         for parameter in module._parameters.values()
         if parameter is not None and parameter.ndim == 1 and parameter.numel() > 1
         if parameter.is_floating_point() or parameter.is_complex()
