@@ -1,5 +1,6 @@
 """Formats for layers under a budget: the products of all pairs against a dense GGN, the search against all choices."""
 
+import copy
 import itertools
 import json
 import re
@@ -214,12 +215,10 @@ def test_choices_are_priced_by_samples_that_had_no_part_in_them():
         along = (sizes * torch.randn(16, 3 * layers, dtype=torch.float64, generator=generator)).view(16, 1, -1)
         gram = torch.einsum("fna,fnb->fab", along, along)
         first = torch.zeros(16, 3 * layers, dtype=torch.float64)
-        folds = allocate._Folds(torch.full((16,), 1 / 16).double(), first, gram, torch.tensor(group))
-        parts = [torch.arange(16) % 4 == part for part in range(4)]
-        others = [(part, folds.some(~part).problem(options, group)) for part in parts]
-        plan = allocate._Plan(
-            options, folds.problem(options, group), folds, others, {}, layers, like, 1.0, "", True, (), None, {}, {}
-        )
+        none = torch.zeros(3 * layers, dtype=torch.float64)
+        folds = allocate._Folds(torch.full((16,), 1 / 16).double(), first, gram, torch.tensor(group), none)
+        choices, others = folds.problems(options, group)
+        plan = allocate._Plan(options, choices, folds, others, {}, layers, like, 1.0, "", True, (), None, {}, {})
         chosen, _ = plan.choices.best(3.0 * layers)
         prices = folds.prices([*chosen])
         own += float(folds.shares @ prices)
@@ -268,6 +267,60 @@ def test_of_choices_without_the_coarsest_formats_one_of_clearly_less_loss_is_tak
         assert plan.frontier([budget]).plans[0].choice == each[0].choice
         found.append(taken)
     assert any(found)
+
+
+@pytest.mark.parametrize("case", [_images, _texts])
+def test_at_a_choice_the_expansion_is_that_of_the_changed_model(case, monkeypatch):
+    model, data = case()
+    formats, found, measured = ["int2", "int3", "int4"], {}, allocate._Read.measured
+
+    def at_the_choice(read, bits, *options):
+        best = read.plan.best(bits)
+        found["there"], found["changed"] = read.at(best._formats), best.apply(model)
+        return measured(read, bits, *options)
+
+    monkeypatch.setattr(allocate._Read, "measured", at_the_choice)
+    before = copy.deepcopy(model.state_dict())
+    pf.allocate(model, CE, data, formats, bits=3, probes=None)
+    assert all(torch.equal(values, before[name]) for name, values in model.state_dict().items())
+    made = {name: pf.changes.of_format(model, name) for name in formats}
+    gradient, products = _dense(
+        found["changed"], data, [(layer, made[name][layer]) for layer in made["int2"] for name in formats]
+    )
+    folds = found["there"].folds
+    torch.testing.assert_close(total(folds), (gradient, products), rtol=1e-9, atol=1e-12)
+    places = [*range(0, len(gradient), 3)]  # int2 for every layer
+    more = -folds.made
+    more[places] += 1
+    assert folds.made.sum() == len(places)
+    price = float(gradient @ more + more @ products @ more / 2)
+    assert float(folds.shares @ folds.prices(places)) == pytest.approx(price, rel=1e-9)
+    assert found["there"].best(3).choice.keys() == made["int2"].keys()
+
+
+def test_expansions_at_the_choice_find_better_ones_and_none_that_is_worse():
+    rounds, better = (0, 1, 3), 0
+    for seed in range(6):
+        torch.manual_seed(seed)
+        model = nn.Sequential(
+            nn.Linear(8, 24), nn.Tanh(), *(part for _ in range(3) for part in (nn.Linear(24, 24), nn.Tanh()))
+        )
+        model.append(nn.Linear(24, 4)).double().eval()
+        for values in model.parameters():
+            values.data *= 3
+        x = torch.randn(128, 8).double()
+        data = x, model(x).argmax(1)
+        plans = [pf.allocate(model, CE, data, ["int2", "int3", "int4"], bits=2.7, rounds=count) for count in rounds]
+        changes = [plan.loss_change for plan in plans]
+        assert changes == sorted(changes, reverse=True)
+        assert all(plan.bits <= 2.7 for plan in plans)
+        with torch.no_grad():
+            assert changes[2] == pytest.approx((CE(plans[2].apply(model)(x), data[1]) - CE(model(x), data[1])).item())
+        by_default = pf.allocate(model, CE, data, ["int2", "int3", "int4"], bits=2.7)
+        is_large = changes[0] > 0.5 * CE(model(x), data[1]).item()
+        assert by_default.choice == plans[2 if is_large else 0].choice
+        better += changes[2] < 0.9 * changes[0]
+    assert better >= 3
 
 
 def test_folds_are_the_same_however_batches_are_cut():
