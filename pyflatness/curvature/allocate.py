@@ -49,6 +49,7 @@ from ..messages import check_choice, check_module, check_path, instead, shown
 from ..model import layers as kinds
 from ..model import selectors, uses
 from ..model.selectors import Selection, Selector
+from ..model.uses import Use
 from ..numerics.choices import ChoiceProblem, Indices
 from ..options import CALL, How, Options, check_count, check_flag, check_number, check_numbers, check_probes
 from ..passes.task import Task
@@ -116,7 +117,8 @@ def allocate(
         size: the budget in bytes of these weights, in the place of ``bits``.
         layers: selectors; None: all that have changes by ``pf.changes`` and run. The rest stays as it is, uncounted.
         fixed: by name of a layer, or a glob, the format that it has; it counts in the budget. A name counts more than a
-            glob.
+            glob. An expert of a mixture to which no token is routed has no price: it has a format here, or that of the
+            experts that it is ``together`` with, and stays as it is else.
         together: groups of names of layers, or globs, that get one format, as queries, keys and values do; ``"vllm"``:
             those that vLLM runs as one, queries, keys and values, gates and ups, and all experts of a mixture. A weight
             that layers share has one format, changes in all of its uses, and is counted once.
@@ -296,6 +298,7 @@ class _Plan:
     convex: bool  # whether the loss is
     rest: tuple[str, ...]  # linear modules that are not in the plan
     tool: str | None
+    tokens: Mapping[str, int]  # of experts
     uncovered: Mapping[str, float]  # weights that have no layer here
     why_uncovered: Mapping[str, str]
 
@@ -404,7 +407,15 @@ def _planned(
         return ChangeSweep(task, {name: len(each) for name, each in changing.items()}, made, folds=_FOLDS).found()
 
     costs = swept()
-    weights = {name: Weight.of(task.model, name, modules[name]) for name in costs.places}  # with the uses now found
+    ran = costs.places.keys()
+    told = {*own, *(name for names in groups if not names.isdisjoint(ran) for name in names)}
+    idle: set[str] = set()  # layers that did not run, and have a format all the same
+    for name, module in modules.items():
+        if name in told and name not in ran and not (isinstance(module, Use) and not module.routed):
+            idle.add(name)
+            if isinstance(module, Use):  # its matrix is as those of the other experts
+                module.kind = next((other.kind for other in module.source.uses.values() if other.ran), module.kind)
+    weights = {name: Weight.of(task.model, name, modules[name]) for name in modules if name in ran or name in idle}
     places = {
         (name, one): place
         for name, each in costs.places.items()
@@ -450,6 +461,7 @@ def _planned(
             and whole_weights.kind_name(layer) in exports.LINEAR
         ),
         tool=tool,
+        tokens=costs.tokens,
         uncovered=uncovered,
         why_uncovered=uses.reasons(task.model, uncovered)
         | {key: computed[own] for key in uncovered for own in (key, key.rpartition(".")[0]) if own in computed},
@@ -745,6 +757,8 @@ class Allocation(Result):
             for place, layer in enumerate(weight.modules):
                 row = {"layer": layer, "weights": weight.matrix.numel(), "format": held.name}
                 row["bits"] = held.bits_of(weight.matrix)
+                if self._plan.tokens:
+                    row["tokens"] = self._plan.tokens.get(name)
                 if self._stored is not None:
                     d, m = weight.matrix.shape
                     row["bytes"] = self._stored(held, d, m, weight.matrix.itemsize)
@@ -757,14 +771,15 @@ class Allocation(Result):
         return None if self._plan.tool is None else exports.TOOLS[self._plan.tool].stored
 
     def __str__(self) -> str:
-        right = [Column(name, justify="right") for name in ("bits", *(["bytes"] if self._stored else []))]
+        more = [name for name, is_there in (("tokens", self._plan.tokens), ("bytes", self._stored)) if is_there]
+        right = [Column(name, justify="right") for name in ("bits", *more)]
         table = Table(
             Column("layer", no_wrap=True), Column("weights", justify="right"), "format", *right, box=box.SIMPLE_HEAD
         )
         rows = self._rows()
         for row in rows:
-            stored = [f"{row['bytes']:,}"] if "bytes" in row else []
-            cells = f"{row['weights']:,}", row["format"], f"{row['bits']:.4g}", *stored
+            numbers = ["" if row[name] is None else f"{row[name]:,}" for name in more]
+            cells = f"{row['weights']:,}", row["format"], f"{row['bits']:.4g}", *numbers
             table.add_row(row["layer"] or "(the model)", *cells)
         planned = math.ceil(self.bits * self.weights / 8)
         size = [f"{planned:,} bytes as planned"]
