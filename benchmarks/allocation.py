@@ -8,11 +8,12 @@ the loss, and the accuracy of ResNet-20, on other data that all of them share:
 
 - same: the same bits for all layers;
 - single: an integer linear program (scipy.optimize.milp) over what ``pf.cost_of_change`` predicts of each layer alone;
-- ours: ``pf.allocate``, and by second order alone, with ``measured=False``;
+- ours: ``pf.allocate``, with ``rounds=0``, and by second order alone, with ``measured=False``;
 - measured: that program over the measured change of the loss when one layer alone is rounded;
+- KL: over the measured KL divergence from the model then, as Model-Optimizer and mlx-lm choose;
 - HAWQ-V2, Fisher: over Tr(H_l) |Δ|² / (2 d m), and ½ Σ_j F_j Δ_j² with squared gradients of single samples.
 
-A weight that layers share is one layer for all of them. ``--methods`` leaves out what is not named of the last four.
+A weight that layers share is one layer for all of them. ``--methods`` leaves out what is not named of the last five.
 Means over seeds, which draw other data to plan with, and the standard deviation over them. ``seconds`` are those of
 processors: of pf.allocate alone, and of measuring each layer with each format by plain torch.
 """
@@ -41,7 +42,7 @@ import pyflatness as pf
 
 BUDGETS = (3.0, 3.5, 4.0, 4.5, 5.0, 6.0)
 BITS = (2, 3, 4, 5, 6, 8)
-METHODS = ("single", "measured", "HAWQ-V2", "Fisher")
+METHODS = ("single", "measured", "KL", "HAWQ-V2", "Fisher")
 Judge = Callable[[nn.Module], tuple[float, float]]
 
 
@@ -53,6 +54,7 @@ class Case:
     loss: Any
     plan_with: Callable[[int], Any]
     risk: Callable[[nn.Module, Any], float]
+    log_p: Callable[[nn.Module, Any], Tensor]  # of each term's classes
     judge: Judge
     formats: tuple[str, ...]
     samples: Callable[[Any], Iterator[Callable[[], Tensor]]]
@@ -70,6 +72,10 @@ def resnet(depth: int, bits: Sequence[int], planned: int, judged: int) -> Case:
         with torch.no_grad():
             return float(loss(network(data[0]), data[1]))
 
+    def log_p(network: nn.Module, data: Any) -> Tensor:
+        with torch.no_grad():
+            return network(data[0]).log_softmax(dim=1)
+
     def judge(network: nn.Module) -> tuple[float, float]:
         with torch.no_grad():
             outputs = torch.cat([network(part) for part in x[:judged].split(250)])
@@ -79,7 +85,7 @@ def resnet(depth: int, bits: Sequence[int], planned: int, judged: int) -> Case:
         for image, label in zip(*data, strict=True):
             yield lambda image=image, label=label: loss(model(image[None]), label[None])
 
-    return Case(model, loss, plan_with, risk, judge, tuple(f"int{each}" for each in bits), samples)
+    return Case(model, loss, plan_with, risk, log_p, judge, tuple(f"int{each}" for each in bits), samples)
 
 
 def of_language(model: nn.Module, tokens: Tensor, planned: int, judged: int, formats: tuple[str, ...]) -> Case:
@@ -89,6 +95,11 @@ def of_language(model: nn.Module, tokens: Tensor, planned: int, judged: int, for
         with torch.no_grad():
             parts = [part for batch in data for part in batch["input_ids"].split(1)]
             return float(sum(network(input_ids=part, labels=part).loss for part in parts)) / len(parts)
+
+    def log_p(network: nn.Module, data: Any) -> Tensor:
+        with torch.no_grad():
+            logits = [network(input_ids=part).logits for batch in data for part in batch["input_ids"].split(1)]
+        return torch.cat(logits)[:, :-1].flatten(0, 1).log_softmax(dim=1)
 
     def plan_with(seed: int) -> Any:
         start = judged + seed * planned
@@ -101,7 +112,7 @@ def of_language(model: nn.Module, tokens: Tensor, planned: int, judged: int, for
         for part in (part for batch in data for part in batch["input_ids"].split(1)):
             yield lambda part=part: model(input_ids=part, labels=part).loss
 
-    return Case(model, "auto", plan_with, risk, judge, formats, samples)
+    return Case(model, "auto", plan_with, risk, log_p, judge, formats, samples)
 
 
 def of_folder(
@@ -131,12 +142,17 @@ class Single:
             for layer in changes:
                 self.found["single"][layer, name] = float(report[layer, "predicted"])
         start, before = time.process_time(), case.risk(model, data)
-        for name, changes in made.items() if "measured" in methods else ():
+        own = case.log_p(model, data) if "KL" in methods else None
+        for name, changes in made.items() if own is not None or "measured" in methods else ():
             for layer, change in changes.items():
                 values = weight(model, layer).data
                 kept = values.clone()
                 values += change
-                self.found["measured"][layer, name] = case.risk(model, data) - before
+                if "measured" in methods:
+                    self.found["measured"][layer, name] = case.risk(model, data) - before
+                if own is not None:
+                    log_p = case.log_p(model, data)
+                    self.found["KL"][layer, name] = float((own.exp() * (own - log_p)).sum(dim=1).mean())
                 values.copy_(kept)
         self.seconds = time.process_time() - start
         weights = {layer: weight(model, layer) for layer in self.sizes}
@@ -184,7 +200,7 @@ def applied(model: nn.Module, choice: Mapping[str, str]) -> nn.Module:
 
 
 def seed_of(
-    case: Case, seed: int, budgets: Sequence[float], probes: int, methods: Sequence[str]
+    case: Case, seed: int, budgets: Sequence[float], probes: int, methods: Sequence[str], *, more: bool
 ) -> Iterator[tuple[str, float, float, float, str]]:
     """Yield method, budget, loss, accuracy, and a remark."""
     data = case.plan_with(seed)
@@ -192,12 +208,16 @@ def seed_of(
     least = single._bits(case.formats[0]) - int(case.formats[0][3])
     for budget in budgets:
         start = time.process_time()
-        found = pf.allocate(case.model, case.loss, data, case.formats, bits=budget + least, probes=probes, seed=seed)
+        how = {"bits": budget + least, "probes": probes, "seed": seed}
+        found = pf.allocate(case.model, case.loss, data, case.formats, **how)
         yield "seconds", 0.0, time.process_time() - start, single.seconds, ""
         remark = f"predicted {pf.report.intervals.shown(found.predicted.value, found.predicted.interval())}"
         remark += f", on its own data {found.loss_change:.4f}"
         remark += f", gap {found.gap:.2g}, {found.bits:.3f} bits"
         yield "ours", budget, *case.judge(found.apply(case.model)), remark
+        if more:
+            without = pf.allocate(case.model, case.loss, data, case.formats, rounds=0, **how)
+            yield "rounds=0", budget, *case.judge(without.apply(case.model)), ""
         (by_order,) = found.frontier([budget + least]).plans
         yield "by second order", budget, *case.judge(by_order.apply(case.model)), ""
         for by in single.found:
@@ -214,11 +234,12 @@ def main() -> None:
     parser.add_argument("--text", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--probes", type=int, default=4)
+    parser.add_argument("--without-rounds", action="store_true", help="also by pf.allocate(…, rounds=0)")
     parser.add_argument("--budgets", type=float, nargs="+", default=BUDGETS, help="bits a weight")
     parser.add_argument("--formats", type=int, nargs="+", default=BITS, help="bits of those to choose among")
     parser.add_argument("--planned", type=int, help="samples to plan with")
     parser.add_argument("--judged", type=int, help="samples to judge with")
-    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS, help="beside same and ours")
+    parser.add_argument("--methods", nargs="*", default=METHODS, choices=METHODS, help="beside same and ours")
     options = parser.parse_args()
     if options.network in ("resnet20", "resnet56"):
         case = resnet(int(options.network[6:]), options.formats, options.planned or 1024, options.judged or 2000)
@@ -233,7 +254,7 @@ def main() -> None:
     before = case.judge(case.model)
     for seed in range(options.seeds):
         for method, budget, loss, accuracy, remark in seed_of(
-            case, seed, options.budgets, options.probes, options.methods
+            case, seed, options.budgets, options.probes, options.methods, more=options.without_rounds
         ):
             found[method, budget].append((loss, accuracy))
             if remark:

@@ -15,8 +15,13 @@ data then lose more than these. So the samples are in folds. How their sums diff
 is noise, and of the products of different layers, and the choice takes both less by that (as Schäfer and Strimmer 2005
 do with correlations). What the choice costs other data is what it costs these, and what choosing by them hides: by how
 much more a quarter of the folds loses by the choice that the other three make than by that of all.
+
+Where changes are too large for an expansion at w, one more sweep makes it at the weights w* = w + Δ* of a choice. Other
+choices then have the prices ⟨∇E(w*), Δ - Δ*⟩ + ½⟨Δ - Δ*, G(w*) (Δ - Δ*)⟩, which are near for those that differ in few
+layers. In the changes Δ_lf this is the same problem with another linear term.
 """
 
+import contextlib
 import copy
 import fnmatch
 import functools
@@ -24,7 +29,7 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +41,7 @@ from rich.table import Column, Table
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from .. import interrupts
 from ..errors import InputError
 from ..losses import divergence, remarks
 from ..losses.divergence import Divergence
@@ -43,6 +49,7 @@ from ..messages import check_choice, check_module, check_path, instead, shown
 from ..model import layers as kinds
 from ..model import selectors, uses
 from ..model.selectors import Selection, Selector
+from ..model.uses import Use
 from ..numerics.choices import ChoiceProblem, Indices
 from ..options import CALL, How, Options, check_count, check_flag, check_number, check_numbers, check_probes
 from ..passes.task import Task
@@ -50,7 +57,7 @@ from ..report import Estimate, intervals, views
 from ..report.result import Result, write_json
 from ..session import public, session
 from . import changes, exports, whole_weights
-from .change_sweep import ChangeSweep, FoldLosses, fold_losses
+from .change_sweep import ChangeCosts, ChangeSweep, FoldLosses, fold_losses
 from .changes import Copy, Format
 from .whole_weights import Weight
 
@@ -58,6 +65,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Choice = Mapping[str, Format]  # by the name of a weight
 Losses = Callable[..., FoldLosses]  # of choices, on the data or on others
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"), ("w1", "w3"))
 _BUDGETS = 9  # of a frontier
@@ -67,6 +75,7 @@ _TOO_LARGE = (
     "the change is predicted to be more than half of the loss, where second order is a poor guide for choices; what "
     "the loss does is what measured=True finds"
 )
+_ROUNDS = 3  # of expansions at the choice, where the change is so large
 _FITTED = 0.1  # of the held-out loss: by as much less the data are visibly fitted
 
 
@@ -84,6 +93,7 @@ def allocate(
     together: str | Iterable[Iterable[str]] = (),
     probes: int | None = 16,
     measured: bool = True,
+    rounds: int | None = None,
     held_out: Any = None,
     tool: str | None = None,
     **how: Unpack[How],
@@ -107,7 +117,8 @@ def allocate(
         size: the budget in bytes of these weights, in the place of ``bits``.
         layers: selectors; None: all that have changes by ``pf.changes`` and run. The rest stays as it is, uncounted.
         fixed: by name of a layer, or a glob, the format that it has; it counts in the budget. A name counts more than a
-            glob.
+            glob. An expert of a mixture to which no token is routed has no price: it has a format here, or that of the
+            experts that it is ``together`` with, and stays as it is else.
         together: groups of names of layers, or globs, that get one format, as queries, keys and values do; ``"vllm"``:
             those that vLLM runs as one, queries, keys and values, gates and ups, and all experts of a mixture. A weight
             that layers share has one format, changes in all of its uses, and is counted once.
@@ -115,6 +126,9 @@ def allocate(
             all columns, whatever they are. More samples with fewer probes make better choices in the same time.
         measured: also try the best choices without the coarsest format, without the two coarsest and so on, by a
             forward pass each, and take one whose loss is less by more than the standard error of the prediction.
+        rounds: how often at most the loss is expanded again at the weights of the choice, and the choice that this
+            finds is taken, as long as its measured loss is less by more than the standard error of the difference. Each
+            takes as long as the call without. None: 3 where the change is more than half of the loss, else none.
         held_out: data that neither the model nor the choice has seen: ``predicted`` is of them, and a note says so
             where the loss of ``data`` is far below theirs, since the model has fitted ``data`` then.
         tool: whose formats the names of formats mean, and for which layers get no format that it does not keep them in;
@@ -154,6 +168,11 @@ def allocate(
     measured, options = check_flag("measured", measured), Options.of(how, curvature="ggn", probes=probes)
     if held_out is not None and not measured:
         raise InputError("held_out= is measured: leave measured=False out")
+    of_kl = isinstance(loss, str) and loss == divergence.NAME
+    rounds = None if rounds is None else check_count("rounds", rounds, 0, "a number of expansions")
+    if rounds and (of_kl or not measured):
+        why = "loss='kl' is expanded at the model's own weights" if of_kl else "measured=False measures no choice"
+        raise InputError(f"rounds={rounds}: {why}; leave one of both out")
     given = [formats] if isinstance(formats, (str, Format, Copy)) else [*formats]
     if not given:
         raise InputError("formats: an empty list; pass names such as 'int4' and 'int8'")
@@ -171,13 +190,13 @@ def allocate(
 
     known = [*{made.name: made for made in map(named, given)}.values()]
     of_layer = {name: named(one) for name, one in (fixed or {}).items()}
-    of_kl = isinstance(loss, str) and loss == divergence.NAME
     base = divergence.trained_with(model) if of_kl else loss
     with session(model, base, data, options, how, reads=1 + measured, placed=True) as task:
         task = replace(task, loss=Divergence.of(task.loss)) if of_kl else task
-        plan, losses = _planned(task, layers, known, of_layer, together, tool)
+        read = _planned(task, layers, known, of_layer, together, tool)
+        plan = read.plan
         budget = bits if size is None else 8 * size / plan.entries
-        found = _tried(plan, budget, losses, held_out) if measured else plan.best(budget)
+        found = read.measured(budget, rounds, held_out) if measured else plan.best(budget)
         task.unite()
     return found
 
@@ -198,24 +217,44 @@ class _Option:
 
 @dataclass(frozen=True)
 class _Folds:
-    """Hold what folds of the samples give, each its own mean over samples, and the layer of each change."""
+    """Hold what folds of the samples give at some weights, each its own mean over samples."""
 
     shares: Tensor  # (folds,) of the samples
     first: Tensor  # (folds, changes)
     gram: Tensor  # (folds, changes, changes)
-    layer: Tensor  # (changes,)
+    group: Tensor  # (changes,), the number of the layers that have a format together
+    made: Tensor  # (changes,), 1 of those that the weights have already, else 0
+
+    @classmethod
+    def of(cls, costs: ChangeCosts, group: Tensor, made: Sequence[int] = ()) -> "_Folds":
+        """Return what a sweep gives at weights that have some changes."""
+        assert costs.folds is not None
+        shares, first = costs.folds
+        indicator = torch.zeros(len(group), dtype=torch.float64, device="cpu")
+        indicator[[*made]] = 1.0
+        return cls(shares.cpu(), first.cpu(), costs.gram.cpu(), group, indicator)
 
     def some(self, places: Tensor) -> "_Folds":
         """Return some of the folds."""
-        return _Folds(self.shares[places], self.first[places], self.gram[places], self.layer)
+        return replace(self, shares=self.shares[places], first=self.first[places], gram=self.gram[places])
 
     def prices(self, places: Sequence[int]) -> Tensor:
-        """Return ⟨∇E, Δ⟩ + ½⟨Δ, G Δ⟩ of the sum Δ of some changes, by each fold."""
-        of_some = self.gram[:, [*places]][:, :, [*places]]
-        return self.first[:, [*places]].sum(dim=1) + 0.5 * of_some.sum(dim=(1, 2))
+        """Return ⟨∇E, Δ⟩ + ½⟨Δ, G Δ⟩ of the sum Δ of some changes less those that are made, by each fold."""
+        more = -self.made
+        more[[*places]] += 1
+        return self.first @ more + 0.5 * ((self.gram @ more) @ more)
+
+    def problems(
+        self, options: Sequence[_Option], group: Sequence[int]
+    ) -> tuple[ChoiceProblem, list[tuple[Tensor, ChoiceProblem]]]:
+        """Return the problem of all folds, and for parts of the folds their places and the problem of the others."""
+        of_part = torch.arange(len(self.shares), device="cpu") % _PARTS
+        parts = [of_part == part for part in of_part.unique()] if len(self.shares) > 1 else []
+        others = [(part, self.some(~part).problem(options, group)) for part in parts]
+        return self.problem(options, group), others
 
     def problem(self, options: Sequence[_Option], group: Sequence[int]) -> ChoiceProblem:
-        """Return the problem of choosing among options, with the first order and products of layers less their noise.
+        """Return the problem of choosing among options, with the first order and products of groups less their noise.
 
         The share of noise is of squares, by how folds differ.
         """
@@ -223,7 +262,7 @@ class _Folds:
         first, gram = weights @ self.first, torch.einsum("f,fab->ab", weights, self.gram)
         alone = gram.diagonal()
         alone = alone.where(alone > 0, torch.inf)
-        apart = self.layer.unsqueeze(1) != self.layer
+        apart = self.group.unsqueeze(1) != self.group
         sizes = alone, (alone.unsqueeze(1) * alone).where(apart, torch.inf)
         noise, count = [0.0, 0.0], len(weights)
         for weight, of_first, of_gram in zip(weights, self.first, self.gram, strict=True):
@@ -237,9 +276,9 @@ class _Folds:
         of_option = gram.new_zeros(len(gram), len(options))
         for place, option in enumerate(options):
             of_option[[*option.places], place] = 1.0
-        products = of_option.t() @ gram @ of_option
-        products = signal[1] * products + (1 - signal[1]) * products.diagonal().diag()
-        costs, size = signal[0] * of_option.t() @ first, np.array([option.bits for option in options])
+        gram = torch.where(apart, signal[1] * gram, gram)
+        costs = of_option.t() @ (signal[0] * first - gram @ self.made)
+        products, size = of_option.t() @ gram @ of_option, np.array([option.bits for option in options])
         return ChoiceProblem(np.array(group), costs.numpy(), products.numpy(), size)
 
 
@@ -259,6 +298,7 @@ class _Plan:
     convex: bool  # whether the loss is
     rest: tuple[str, ...]  # linear modules that are not in the plan
     tool: str | None
+    tokens: Mapping[str, int]  # of experts
     uncovered: Mapping[str, float]  # weights that have no layer here
     why_uncovered: Mapping[str, str]
 
@@ -336,8 +376,8 @@ def _planned(
     fixed: Mapping[str, Format | Copy],
     together: str | Iterable[Iterable[str]],
     tool: str | None,
-) -> tuple[_Plan, Losses]:
-    """Return what one sweep over a task's data gives, and what measures choices by one read more."""
+) -> "_Read":
+    """Return what one sweep over a task's data gives, and what reads them again."""
     task, _ = whole_weights.taken(task.of(chosen))
     task, computed = whole_weights.stored(task)
     modules = task.selection.modules
@@ -363,8 +403,19 @@ def _planned(
         with torch.no_grad():
             return [changes.of_layer(name, modules[name], of_layer(name)[one].change) for one in changing[name]]
 
-    costs = ChangeSweep(task, {name: len(each) for name, each in changing.items()}, made, folds=_FOLDS).found()
-    weights = {name: Weight.of(task.model, name, modules[name]) for name in costs.places}  # with the uses now found
+    def swept() -> ChangeCosts:
+        return ChangeSweep(task, {name: len(each) for name, each in changing.items()}, made, folds=_FOLDS).found()
+
+    costs = swept()
+    ran = costs.places.keys()
+    told = {*own, *(name for names in groups if not names.isdisjoint(ran) for name in names)}
+    idle: set[str] = set()  # layers that did not run, and have a format all the same
+    for name, module in modules.items():
+        if name in told and name not in ran and not (isinstance(module, Use) and not module.routed):
+            idle.add(name)
+            if isinstance(module, Use):  # its matrix is as those of the other experts
+                module.kind = next((other.kind for other in module.source.uses.values() if other.ran), module.kind)
+    weights = {name: Weight.of(task.model, name, modules[name]) for name in modules if name in ran or name in idle}
     places = {
         (name, one): place
         for name, each in costs.places.items()
@@ -383,23 +434,20 @@ def _planned(
             changed = tuple(places[name, one] for name in names if (name, one) in places)
             options.append(_Option({name: of_layer(name)[one] for name in names}, bits, changed))
             group.append(number)
-    assert costs.folds is not None
-    shares, of_first = costs.folds
-    of_change = torch.full((of_first.shape[1],), -1, dtype=torch.int64, device="cpu")  # -1: of a layer that did not run
-    for number, each in enumerate(costs.places.values()):
-        of_change[each.start : each.stop] = number
-    folds = _Folds(shares.cpu(), of_first.cpu(), costs.gram.cpu(), of_change)
-    of_part = torch.arange(len(shares), device="cpu") % _PARTS
-    parts = [of_part == part for part in of_part.unique()] if len(shares) > 1 else []
+    of_change = torch.full(costs.gram.shape[1:2], -1, dtype=torch.int64, device="cpu")  # -1: of a layer without options
+    for option, number in zip(options, group, strict=True):
+        of_change[[*option.places]] = number
+    folds = _Folds.of(costs, of_change)
+    choices, parts = folds.problems(options, group)
     remarks.refuse_without_curvature(task.forward.notes, "the price of every format")
     sums, method = costs.sums, "ggn-sampled" if costs.sampled else "ggn"
     like = Estimate(0.0, None, sums.samples, method, exact=False, backend="reference", omitted=sums.omitted)
     uncovered = uses.left_out(task.model, [modules[name] for name in weights]) if chosen is None else {}
     plan = _Plan(
         options=options,
-        choices=folds.problem(options, group),
+        choices=choices,
         folds=folds,
-        parts=[(part, folds.some(~part).problem(options, group)) for part in parts],
+        parts=parts,
         weights=weights,
         entries=entries,
         like=task.noted(like),
@@ -413,17 +461,42 @@ def _planned(
             and whole_weights.kind_name(layer) in exports.LINEAR
         ),
         tool=tool,
+        tokens=costs.tokens,
         uncovered=uncovered,
         why_uncovered=uses.reasons(task.model, uncovered)
         | {key: computed[own] for key in uncovered for own in (key, key.rpartition(".")[0]) if own in computed},
     )
 
-    def losses(choices: Sequence[Mapping[str, Format]], others: Any = None) -> FoldLosses:
+    def losses(choices: Sequence[Choice], others: Any = None) -> FoldLosses:
         each = [{name: one.name for name, one in choice.items() if one.name in changing[name]} for choice in choices]
         made_of = [{name: made(name)[changing[name].index(one)] for name, one in some.items()} for some in each]
         return fold_losses(task if others is None else task.on(others), made_of, _FOLDS)
 
-    return plan, losses
+    def at(choice: Choice) -> _Plan:
+        with _kept(task.model, weights, choice):
+            costs = swept()
+        made_here = [places[name, one.name] for name, one in choice.items() if (name, one.name) in places]
+        folds = _Folds.of(costs, of_change, made_here)
+        choices, parts = folds.problems(options, group)
+        return replace(plan, choices=choices, parts=parts, folds=folds)
+
+    return _Read(plan, losses, at)
+
+
+@contextlib.contextmanager
+def _kept(model: nn.Module, weights: Mapping[str, Weight], choice: Choice) -> Iterator[None]:
+    """Have a model's weights as a choice keeps them, inside."""
+    with interrupts.undone():
+        for weight, held in _once(weights, choice):
+            own = weight.in_model(kinds.unwrap(model))
+            interrupts.later(functools.partial(own.copy_, own.clone()))
+            weight.keep(own, held)
+        yield
+
+
+def _once(weights: Mapping[str, Weight], choice: Choice) -> Iterable[tuple[Weight, Format]]:
+    """Return each weight with its format, one that layers share once."""
+    return {weights[name].key: (weights[name], held) for name, held in choice.items()}.values()
 
 
 def _of_tool(
@@ -503,36 +576,62 @@ def _united(weights: Mapping[str, Weight], groups: Iterable[Collection[str]]) ->
     return dict.fromkeys(tuple(name for name in weights if name in each) for each in group.values())
 
 
-def _tried(plan: _Plan, bits: float, losses: Losses, held_out: Any) -> "Allocation":
-    """Return the best choice, or one without the coarsest formats if its loss on the data is less.
+@dataclass(frozen=True)
+class _Read:
+    """Hold a plan, and what reads the data again."""
 
-    It has to be less by more than the standard error of the prediction: other data differ by as much.
-    """
-    bits_of: dict[str, float] = defaultdict(float)
-    for option in plan.options:
-        bits_of[option.name] += option.bits
-    coarsest = sorted(bits_of, key=bits_of.__getitem__)
-    finer = itertools.takewhile(
-        lambda each: each.fits(bits), (plan.without(coarsest[:count]) for count in range(1, len(coarsest)))
-    )
-    found: dict[tuple[str, ...], Allocation] = {}
-    for each in (plan, *finer):
-        best = each.best(bits)
-        found.setdefault(tuple(best.choice.values()), best)  # each choice is measured once
-    tried = [*found.values()]
-    own = losses([best._formats for best in tried])
-    changes = own.changes @ own.shares
-    least, noise = int(changes.argmin()), tried[0].predicted.stderr
-    if noise is not None and changes[0] - changes[least] <= noise:  # not of NaN, where there is none
-        least = 0
-    taken = tried[least]
-    predicted = plan.estimate(float(changes[least]), float(own.errors[least]), taken._hidden, method="definition")
-    if held_out is not None:
-        other = losses([taken._formats], held_out)
-        change, error = float(other.changes[0] @ other.shares), float(other.errors[0])
-        predicted = plan.estimate(change, error, method="definition", samples=other.samples)
-        predicted = replace(predicted, notes=(*predicted.notes, *_fitted(own, other)))
-    return replace(taken, predicted=predicted, loss_change=float(changes[least]), _plan=plan)
+    plan: _Plan
+    losses: Losses
+    at: Callable[[Choice], _Plan]  # the same at the weights of a choice, by a sweep
+
+    def measured(self, bits: float, rounds: int | None, held_out: Any) -> "Allocation":
+        """Return the choice of the least loss on the data that is found."""
+        plan = self.plan
+        taken, own, place = self._tried(bits)
+        if rounds is None:
+            rounds = _ROUNDS if float(own.changes[place] @ own.shares) > _LARGE * plan.loss else 0
+        for _ in range(rounds):
+            step = self.at(taken._formats).best(bits)
+            if step.choice == taken.choice:
+                break
+            other = self.losses([step._formats])
+            more = other.changes[0] - own.changes[place]
+            if not float(more @ own.shares) < -_error(own.shares, more):
+                break
+            taken, own, place = replace(step, _hidden=taken._hidden + step._hidden), other, 0
+        change = float(own.changes[place] @ own.shares)
+        predicted = plan.estimate(change, float(own.errors[place]), taken._hidden, method="definition")
+        if held_out is not None:
+            other = self.losses([taken._formats], held_out)
+            of_others, error = float(other.changes[0] @ other.shares), float(other.errors[0])
+            predicted = plan.estimate(of_others, error, method="definition", samples=other.samples)
+            predicted = replace(predicted, notes=(*predicted.notes, *_fitted(own, other)))
+        return replace(taken, predicted=predicted, loss_change=change, _plan=plan)
+
+    def _tried(self, bits: float) -> tuple["Allocation", FoldLosses, int]:
+        """Return the best choice, or one without the coarsest formats if its loss on the data is less, and its losses.
+
+        It has to be less by more than the standard error of the prediction: other data differ by as much.
+        """
+        plan = self.plan
+        bits_of: dict[str, float] = defaultdict(float)
+        for option in plan.options:
+            bits_of[option.name] += option.bits
+        coarsest = sorted(bits_of, key=bits_of.__getitem__)
+        finer = itertools.takewhile(
+            lambda each: each.fits(bits), (plan.without(coarsest[:count]) for count in range(1, len(coarsest)))
+        )
+        found: dict[tuple[str, ...], Allocation] = {}
+        for each in (plan, *finer):
+            best = each.best(bits)
+            found.setdefault(tuple(best.choice.values()), best)  # each choice is measured once
+        tried = [*found.values()]
+        own = self.losses([best._formats for best in tried])
+        changes, noise = own.changes @ own.shares, tried[0].predicted.stderr
+        least = int(changes.argmin())
+        if noise is not None and changes[0] - changes[least] <= noise:  # not of NaN, where there is none
+            least = 0
+        return tried[least], own, least
 
 
 def _fitted(own: FoldLosses, other: FoldLosses) -> tuple[str, ...]:
@@ -606,12 +705,8 @@ class Allocation(Result):
             InputError: it has no such layers, or a weight that is computed of others.
         """
         made = copy.deepcopy(check_module("model", model))
-        weights = self._plan.weights
-        once = {weights[name].key: (weights[name], held) for name, held in self._formats.items()}
-        with torch.no_grad():
-            for weight, held in once.values():
-                own = weight.in_model(kinds.unwrap(made))
-                own.copy_(weight.kind.from_rows(held.kept(weight.kind.as_rows(own))))
+        for weight, held in _once(self._plan.weights, self._formats):
+            weight.keep(weight.in_model(kinds.unwrap(made)), held)
         return made
 
     def export(self, tool: str, path: str | Path) -> None:
@@ -662,6 +757,8 @@ class Allocation(Result):
             for place, layer in enumerate(weight.modules):
                 row = {"layer": layer, "weights": weight.matrix.numel(), "format": held.name}
                 row["bits"] = held.bits_of(weight.matrix)
+                if self._plan.tokens:
+                    row["tokens"] = self._plan.tokens.get(name)
                 if self._stored is not None:
                     d, m = weight.matrix.shape
                     row["bytes"] = self._stored(held, d, m, weight.matrix.itemsize)
@@ -674,14 +771,15 @@ class Allocation(Result):
         return None if self._plan.tool is None else exports.TOOLS[self._plan.tool].stored
 
     def __str__(self) -> str:
-        right = [Column(name, justify="right") for name in ("bits", *(["bytes"] if self._stored else []))]
+        more = [name for name, is_there in (("tokens", self._plan.tokens), ("bytes", self._stored)) if is_there]
+        right = [Column(name, justify="right") for name in ("bits", *more)]
         table = Table(
             Column("layer", no_wrap=True), Column("weights", justify="right"), "format", *right, box=box.SIMPLE_HEAD
         )
         rows = self._rows()
         for row in rows:
-            stored = [f"{row['bytes']:,}"] if "bytes" in row else []
-            cells = f"{row['weights']:,}", row["format"], f"{row['bits']:.4g}", *stored
+            numbers = ["" if row[name] is None else f"{row[name]:,}" for name in more]
+            cells = f"{row['weights']:,}", row["format"], f"{row['bits']:.4g}", *numbers
             table.add_row(row["layer"] or "(the model)", *cells)
         planned = math.ceil(self.bits * self.weights / 8)
         size = [f"{planned:,} bytes as planned"]

@@ -44,6 +44,7 @@ from ..sweep.totals import Sums, Totals, layer_error
 FIRST, SECOND = 0, 1  # the columns of the values of samples: ⟨∇E, Δ⟩, and ½⟨Δ, G Δ⟩ of each change by itself
 _GRAM, _ROWS = ("", "gram"), "rows"
 _LOSS, _FIRST_OF_FOLDS, _SHARES = ("", "loss"), ("", "first order of folds"), ("", "shares of folds")
+_TOKENS = ("", "tokens")
 _PER_PRODUCT = 3  # backward passes that take as long as a Hessian product, about
 
 
@@ -143,6 +144,7 @@ class ChangeCosts:
     folds: tuple[Tensor, Tensor] | None  # of folds: each one's share of the data, and its ⟨∇E, Δ_a⟩ (folds, changes)
     sampled: bool  # whether the draws differ
     places: Mapping[str, range]  # of each layer's changes among all of them
+    tokens: Mapping[str, int]  # of the data that are routed to each expert of a mixture
     by_factors: frozenset[str]  # layers whose second order is in the Gram matrix
     together: bool  # whether that of all changes together is, as the GGN has it
     linear: frozenset[str]  # layers in whose weight the model is certified to be locally linear; all where not asked
@@ -239,7 +241,9 @@ class ChangeSweep:
             shares, gram = shares[some], gram[some] / shares[some, None, None]
             folds = shares, sums.parts[_FIRST_OF_FOLDS][some] / shares[:, None]
         kinds = by_factors, together, linear, frozenset().union(*(fact["differentiated"] for fact in every))
-        return ChangeCosts(float(sums.parts[_LOSS]), sums, gram, folds, sampled, places, *kinds)
+        counted = zip(self._runner.selected.items(), (sums.normaliser * sums.parts[_TOKENS]).tolist(), strict=True)
+        tokens = {n: round(count) for (n, each), count in counted if isinstance(each, uses.Use) and each.routed}
+        return ChangeCosts(float(sums.parts[_LOSS]), sums, gram, folds, sampled, places, tokens, *kinds)
 
     def _values(self, run: Run) -> Values:
         sent = cotangents.of_run(run, self._task.loss)
@@ -249,7 +253,9 @@ class ChangeSweep:
         for name, along in self._along(run, gradient, changed).items() if changed else ():
             values[0, self._places[name].start : self._places[name].stop, FIRST] = along.sum(dim=2)
         self._many = self._many or (self._most is not None and sent.passes > self._most)
+        tokens = [sum(len(call.route.sample) for call in run.calls(name) if call.route) for name in self._places]
         parts = {_LOSS: values.new_tensor(value), _GRAM: values.new_zeros(self._groups, self._count, self._count)}
+        parts[_TOKENS] = values.new_tensor(tokens)
         if changed and not self._many:
             parts |= self._second_order(run, sent, changed, values)
         values = sent.marked(values)

@@ -141,6 +141,11 @@ class Weight:
             raise self._wrong("model: a parameter", "as in the plan", parameter)
         return self._viewed(parameter.data)
 
+    def keep(self, own: Tensor, held: Format) -> None:
+        """Round a weight in a model, see :meth:`in_model`."""
+        with torch.no_grad():
+            own.copy_(self.kind.from_rows(held.kept(self.kind.as_rows(own))))
+
     def format_of(self, one: Format | Copy, own: Tensor) -> Format:
         """Return a format of this weight; that of a copy keeps what the copy has in its place.
 

@@ -1,5 +1,6 @@
 """Formats for layers under a budget: the products of all pairs against a dense GGN, the search against all choices."""
 
+import copy
 import itertools
 import json
 import re
@@ -214,12 +215,10 @@ def test_choices_are_priced_by_samples_that_had_no_part_in_them():
         along = (sizes * torch.randn(16, 3 * layers, dtype=torch.float64, generator=generator)).view(16, 1, -1)
         gram = torch.einsum("fna,fnb->fab", along, along)
         first = torch.zeros(16, 3 * layers, dtype=torch.float64)
-        folds = allocate._Folds(torch.full((16,), 1 / 16).double(), first, gram, torch.tensor(group))
-        parts = [torch.arange(16) % 4 == part for part in range(4)]
-        others = [(part, folds.some(~part).problem(options, group)) for part in parts]
-        plan = allocate._Plan(
-            options, folds.problem(options, group), folds, others, {}, layers, like, 1.0, "", True, (), None, {}, {}
-        )
+        none = torch.zeros(3 * layers, dtype=torch.float64)
+        folds = allocate._Folds(torch.full((16,), 1 / 16).double(), first, gram, torch.tensor(group), none)
+        choices, others = folds.problems(options, group)
+        plan = allocate._Plan(options, choices, folds, others, {}, layers, like, 1.0, "", True, (), None, {}, {}, {})
         chosen, _ = plan.choices.best(3.0 * layers)
         prices = folds.prices([*chosen])
         own += float(folds.shares @ prices)
@@ -268,6 +267,86 @@ def test_of_choices_without_the_coarsest_formats_one_of_clearly_less_loss_is_tak
         assert plan.frontier([budget]).plans[0].choice == each[0].choice
         found.append(taken)
     assert any(found)
+
+
+@pytest.mark.parametrize("case", [_images, _texts])
+def test_at_a_choice_the_expansion_is_that_of_the_changed_model(case, monkeypatch):
+    model, data = case()
+    formats, found, measured = ["int2", "int3", "int4"], {}, allocate._Read.measured
+
+    def at_the_choice(read, bits, *options):
+        best = read.plan.best(bits)
+        found["there"], found["changed"] = read.at(best._formats), best.apply(model)
+        return measured(read, bits, *options)
+
+    monkeypatch.setattr(allocate._Read, "measured", at_the_choice)
+    before = copy.deepcopy(model.state_dict())
+    pf.allocate(model, CE, data, formats, bits=3, probes=None)
+    assert all(torch.equal(values, before[name]) for name, values in model.state_dict().items())
+    made = {name: pf.changes.of_format(model, name) for name in formats}
+    gradient, products = _dense(
+        found["changed"], data, [(layer, made[name][layer]) for layer in made["int2"] for name in formats]
+    )
+    folds = found["there"].folds
+    torch.testing.assert_close(total(folds), (gradient, products), rtol=1e-9, atol=1e-12)
+    places = [*range(0, len(gradient), 3)]  # int2 for every layer
+    more = -folds.made
+    more[places] += 1
+    assert folds.made.sum() == len(places)
+    price = float(gradient @ more + more @ products @ more / 2)
+    assert float(folds.shares @ folds.prices(places)) == pytest.approx(price, rel=1e-9)
+    assert found["there"].best(3).choice.keys() == made["int2"].keys()
+
+
+def _trained(seed):
+    """A deep narrow network that has learnt four classes which overlap, and 256 samples of them."""
+    torch.manual_seed(seed)
+    layers = [nn.Linear(8, 16), *(nn.Linear(16, 16) for _ in range(8))]
+    model = nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())), nn.Linear(16, 4)).double()
+    generator = torch.Generator().manual_seed(seed)
+    centres = 1.5 * torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).double()
+
+    def drawn(count):
+        labels = torch.randint(4, (count,), generator=generator)
+        return centres[labels] + torch.randn(count, 8, generator=generator).double(), labels
+
+    optimiser = torch.optim.Adam(model.parameters(), lr=5e-3)
+    for _ in range(400):
+        x, labels = drawn(128)
+        optimiser.zero_grad()
+        CE(model(x), labels).backward()
+        optimiser.step()
+    return model.eval(), drawn(256)
+
+
+def test_expansions_at_the_choice_find_better_ones_and_none_that_is_worse():
+    formats, sums = ["int2", "int3", "int4"], np.zeros(3)
+    for seed in (1, 2, 3):
+        model, data = _trained(seed)
+        plans = [pf.allocate(model, CE, data, formats, bits=2.5, rounds=rounds) for rounds in (0, 1, 3)]
+        changes = [plan.loss_change for plan in plans]
+        assert changes == sorted(changes, reverse=True)
+        assert all(plan.bits <= 2.5 for plan in plans)
+        wanted = _losses(plans[2].apply(model), data).mean() - _losses(model, data).mean()
+        assert changes[2] == pytest.approx(wanted.item(), rel=1e-9)
+        sums += changes
+    assert sums[2] < 0.9 * sums[0]
+
+
+def test_by_default_the_expansion_is_made_again_where_the_change_is_more_than_half_of_the_loss(monkeypatch):
+    sweeps = []
+
+    class Counted(allocate.ChangeSweep):
+        def found(self):
+            sweeps.append(self)
+            return super().found()
+
+    monkeypatch.setattr(allocate, "ChangeSweep", Counted)
+    model, data = _trained(3)
+    for bits, again in ((2.5, True), (8, False)):
+        sweeps.clear()
+        plan = pf.allocate(model, CE, data, ["int2", "int3", "int8"], bits=bits)
+        assert (plan.loss_change > 0.5 * CE(model(data[0]), data[1]).item()) == (len(sweeps) > 1) == again
 
 
 def test_folds_are_the_same_however_batches_are_cut():
@@ -399,6 +478,9 @@ BAD = {
     "together": ({"bits": 4, "together": [["0", "7"]]}, "'7' is none of these layers"),
     "fixed apart": ({"bits": 4, "together": [["0", "3"]], "fixed": {"0": "int4", "3": "int5"}}, "'0', '3' have one"),
     "probes": ({"bits": 4, "probes": 0}, "probes=0"),
+    "rounds": ({"bits": 4, "rounds": -1}, "rounds=-1"),
+    "rounds unmeasured": ({"bits": 4, "rounds": 1, "measured": False}, "rounds=1: measured=False measures no choice"),
+    "rounds of KL": ({"bits": 4, "rounds": 1, "loss": "kl"}, "rounds=1: loss='kl' is expanded at the model's own"),
 }
 
 
@@ -407,7 +489,7 @@ def test_refuses(case):
     model, data = _images()
     given, message = BAD[case]
     with pytest.raises(pf.errors.InputError, match=message):
-        pf.allocate(model, CE, data, **{"formats": ["int3", "int4"], **given})
+        pf.allocate(model, data=data, **{"loss": CE, "formats": ["int3", "int4"], **given})
 
 
 def _exported(tmp_path, tool, formats, bits):

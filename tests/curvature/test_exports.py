@@ -227,3 +227,17 @@ def test_llm_compressor_means_each_layer_by_its_own_pattern(tmp_path):
         name: key for key, group in groups.items() for name, _ in utils.match_named_modules(model, group["targets"])
     }
     assert found == {name: chosen for name, chosen in plan.choice.items() if chosen != "keep"}
+
+
+@pytest.mark.soak
+def test_auto_round_resolves_each_layer_as_it_is_planned(tmp_path):
+    utils = pytest.importorskip("auto_round.compressors.utils", reason="auto-round is not installed")
+    model, plan = _numbered(), _plan("auto-round", TOOLS["auto-round"])
+    written = json.loads(_written(tmp_path, plan, "auto-round"))
+    types = (nn.Linear,)
+    resolved, _, _ = utils.set_layer_config(model, written, "W8A16", torch.float16, types, ())
+    for name, chosen in plan.choice.items():
+        bits, _, size = chosen.removeprefix("int").partition("-g")
+        wanted = (16, None) if chosen == "keep" else (int(bits), int(size))
+        got = resolved[name]["bits"], None if chosen == "keep" else resolved[name]["group_size"]
+        assert got == wanted, name
