@@ -155,7 +155,7 @@ class Network(Setting, Model):
         criterion, to = loss_of(self.loss, self.loss_args), moved(self.device, self.dtype)
         makers = maker("model", self.model, self.model_args, to), self.source(self.model)
         size = None if self.batch_size == "auto" else self.batch_size
-        bench = Bench(Setup("", *makers, Request(criterion, None, (), Options()), size, self.limit))
+        bench = Bench(Setup(*makers, Request(criterion, None, (), Options()), size, self.limit))
         assert bench.network is not None
         if checkpoint is not None:
             try:

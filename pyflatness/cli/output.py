@@ -8,7 +8,6 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -39,13 +38,11 @@ def show(table: Table, width: int = _WIDTH_OF_FILES) -> None:
     console = Console(markup=False, highlight=False, emoji=False, color_system=None if plain else "auto")
     for column in table.columns:
         column.overflow = "fold"
-    console.width = max(console.width if console.is_terminal else width, _NARROWEST, views.least_width(table))
     if console.is_terminal:
+        console.width = max(console.width, _NARROWEST, views.least_width(table))
         console.print(table)
         return
-    with console.capture() as captured:
-        console.print(table)
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()))  # click would take ASCII for UTF-8
+    print("\n".join(views.text(table, max(width, _NARROWEST))))  # click would take ASCII for UTF-8
 
 
 def show_json(facts: Any) -> None:
@@ -86,27 +83,13 @@ def _short(paths: list[str]) -> list[str]:
     return [os.path.relpath(path, shared) for path in paths]
 
 
-class Notes:
-    """Collect notes on checkpoints, to be printed once each."""
+Notes = dict[str, set[str]]  # the names of the checkpoints that a note is on
 
-    def __init__(self) -> None:
-        self._names: dict[str, set[str]] = {}
 
-    def add(self, name: str, notes: Iterable[str]) -> None:
-        """Take the notes on a checkpoint."""
-        for note in notes:
-            self._names.setdefault(note, set()).add(name)
-
-    def lines(self) -> Iterator[str]:
-        """Yield each note with the first checkpoint that it is on."""
-        for note, names in self._names.items():
-            first, *more = sorted(names)  # workers have them in no order
-            yield printable(f"{first}{f' and {len(more)} more' if more else ''}: {note}")
-
-    def show(self) -> None:
-        """Print the lines."""
-        for line in self.lines():
-            click.echo(line)
+def note_lines(notes: Notes) -> list[str]:
+    """Return each note with the first checkpoint that it is on."""
+    firsts = {note: sorted(names) for note, names in notes.items()}  # workers have them in no order
+    return [f"{first}{f' and {len(more)} more' if more else ''}: {note}" for note, (first, *more) in firsts.items()]
 
 
 def prepare_folder(path: Path) -> None:

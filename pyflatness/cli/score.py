@@ -11,6 +11,7 @@ import math
 import os
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import asdict, fields, replace
@@ -38,12 +39,12 @@ from ..scoring import checkpoints, executors, metadata, pretrained, specs
 from ..scoring.run import Kept, ScoringRun, keep
 from ..scoring.score import score as call
 from ..scoring.store import Store
-from ..scoring.units import NO_FIT, Held, Pair, Request, Row, csv_line, rows
-from ..scoring.worker import Job, Outcome
+from ..scoring.units import NO_FIT, Held, Pair, Request, Row, WorkUnit, csv_line, rows
+from ..scoring.worker import Outcome, Setup
 from .group import command_line
 from .network import DEFAULT_MEASURES, SPEC, Estimates, Measures, Setting, loss_of, maker, moved
 from .options import Count, Json, Keywords, Metadata, command, takes
-from .output import Notes, append_whole, echo, is_same_file, prepare_file, show_json, show_rows
+from .output import Notes, append_whole, echo, is_same_file, note_lines, prepare_file, show_json, show_rows
 
 _OF_A_LAUNCHER = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 
@@ -159,14 +160,16 @@ def score(
         run = ScoringRun(
             {str(path): path for path in found}
             or {name: specs.build_model(make.made, to) for name, make in makers.items()},
-            makers[spec] if found else None,
-            source,
-            Request(criterion, setting.layers or None, measures, options),
-            batch_size=setting.batch_size,
-            limit=setting.limit,
-            version=version,
-            progress=progress_shown is not False,
-            ranks=ranks,
+            Setup(
+                makers[spec] if found else None,
+                source,
+                Request(criterion, setting.layers or None, measures, options),
+                setting.batch_size,
+                setting.limit,
+                version=version,
+                progress=progress_shown is not False,
+            ),
+            ranks,
         )
         if auto.is_auto(criterion) and hugging_face.inner(unwrap(run.network(next(iter(run.models))))) is None:
             raise click.UsageError(
@@ -186,7 +189,7 @@ def score(
             arguments = executor_args | ({"address": ray_address} if ray_address else {})
             name, status = executor if ranks.alone and found else "serial", 0
             if ranks.rank > 0:  # measures what the first rank hands out
-                run.go((), executors.Serial(), lambda job, outcome: None)
+                run.go((), executors.Serial(), lambda unit, outcome: None)
             else:
                 status = to_store(
                     *(run, path, columns),
@@ -289,7 +292,8 @@ def to_csv(run: ScoringRun, out: Path | None, shown: bool | None = None, *, as_j
     With a status of 1 if a row has an error.
     """
     found: list[Row] = []
-    notes, interrupted = Notes(), None
+    interrupted = None
+    notes: Notes = defaultdict(set)
     try:
         _append(run, Path(os.devnull) if out is None else out, found, notes, shown)
     except KeyboardInterrupt as error:
@@ -298,11 +302,11 @@ def to_csv(run: ScoringRun, out: Path | None, shown: bool | None = None, *, as_j
         raise InputError(f"--out {out}: cannot be written ({error.strerror}); it has {len(found)} rows") from None
     errors = sum(bool(row.error) for row in found)
     if as_json:
-        facts = {"rows": [*map(asdict, found)], "notes": [*notes.lines()], "interrupted": interrupted is not None}
+        facts = {"rows": [*map(asdict, found)], "notes": note_lines(notes), "interrupted": interrupted is not None}
         show_json({"file": None if out is None else str(out), "errors": errors, **facts})
     else:
         show_rows(found)
-        notes.show()
+        echo(*note_lines(notes))
         where = "" if out is None else f"wrote {out}: "
         echo(f"{'interrupted; ' if interrupted else ''}{where}{len(found)} rows, {errors} errors")
     if interrupted or errors:
@@ -317,7 +321,7 @@ def _append(run: ScoringRun, out: Path, found: list[Row], notes: Notes, shown: b
     def step(part: float) -> None:
         nonlocal done
         if batches:
-            more = min(part * len(job.unit.pairs) / batches, end - done)
+            more = min(part * len(unit.pairs) / batches, end - done)
             done += more
             advance(more, "")
 
@@ -328,11 +332,12 @@ def _append(run: ScoringRun, out: Path, found: list[Row], notes: Notes, shown: b
         for name, pairs in each.items():
             held: dict[Pair, Held] = {}
             end += len(pairs)
-            for job in run.jobs(name, pairs):
+            for unit in run.units(name, pairs):
                 known = any(one.fit != NO_FIT for one in held.values())
-                outcome = run.bench.outcome(replace(job, fit=job.fit and not known), step)
+                outcome = run.bench.outcome(replace(unit, fit=unit.fit and not known), step)
                 held |= outcome.held
-                notes.add(name, outcome.notes)
+                for note in outcome.notes:
+                    notes[note].add(name)
             for row in rows(name, pairs, held):
                 append_whole(file, csv_line(asdict(row).values()))
                 found.append(row)
@@ -353,26 +358,27 @@ def to_store(
     """Measure what the store does not have yet, each kept once it is there; return 1 if something failed."""
     if keeping.get("ends"):
         click.echo("the data are known by their first and last batch: a change between these goes unnoticed", err=True)
-    with Store.copied(path) if dry_run else Store(path, write=True, command=command_line()) as store:
+    with Store(path, write=True, command=command_line(), copy=dry_run) as store:
         kept = keep(run, store, **keeping)
         for note in kept.notes:
             click.echo(printable(note), err=True)
         store.describe(columns)
         echo(_summary(run, kept, path))
-        spectra = [job for job in kept.jobs if job.spectrum]
+        spectra = [unit for unit in kept.units if unit.spectrum]
         seconds = run.bench.spectrum_seconds(spectra[0]) if spectra and run.ranks.alone else None
         if seconds is not None:
             all_of_them = f"about {duration(seconds * len(spectra))} one after the other"
             echo(f"{len(spectra)} spectra, by a trial {seconds:.3g} s each: {all_of_them}")
         if dry_run:
-            _estimate(run, kept.jobs)
+            _estimate(run, kept.units)
             return 0
-        done, interrupted = _measured(run, store, kept, executor, shown, notes := Notes())
+        notes: Notes = defaultdict(set)
+        done, interrupted = _measured(run, store, kept, executor, shown, notes)
         counts = store.counts(kept.setting, kept.contents.values())
         errors = store.errors(kept.setting, kept.contents.values())
         failed = kept.failures(store)
-    echo(f"{path}: {done} units done, {len(kept.jobs) - done} to do; {counts['failed']} values failed")
-    notes.show()
+    echo(f"{path}: {done} units done, {len(kept.units) - done} to do; {counts['failed']} values failed")
+    echo(*note_lines(notes))
     if failed:
         echo(f"spectra that failed: {len(failed)}")
     echo(*(f"{name}: {error}" for name, error in (errors + failed)[:_SHOWN]))
@@ -385,27 +391,27 @@ def to_store(
 
 
 def _summary(run: ScoringRun, kept: Kept, path: Path) -> str:
-    checkpoints, units = len(kept.contents), len(kept.jobs)
-    values = sum(len(job.unit.pairs) for job in kept.jobs)
-    spectra = sum(bool(job.spectrum) for job in kept.jobs)
+    checkpoints, units = len(kept.contents), len(kept.units)
+    values = sum(len(unit.pairs) for unit in kept.units)
+    spectra = sum(bool(unit.spectrum) for unit in kept.units)
     also = f", and {spectra} spectra of some 600 Hessian products each" if spectra else ""
-    reads = f"{run.reads(kept.jobs)} reads of the data{also}"
+    reads = f"{run.reads(kept.units)} reads of the data{also}"
     return f"{path}: {checkpoints} checkpoints, {units} units to do ({values} values, {reads})"
 
 
-def _estimate(run: ScoringRun, jobs: list[Job]) -> None:
+def _estimate(run: ScoringRun, units: list[WorkUnit]) -> None:
     """Measure the first unit, keep nothing of it, and print how long all of them, but for spectra, will take."""
-    jobs = [job for job in jobs if not job.spectrum]
-    if jobs:
+    units = [unit for unit in units if not unit.spectrum]
+    if units:
         seconds = math.inf
         for _ in range(2):  # what is done once for a process counts once, if the unit is short
             start = time.perf_counter()
-            outcome = run.bench.outcome(jobs[0])
+            outcome = run.bench.outcome(units[0])
             seconds = min(seconds, time.perf_counter() - start)
             if seconds > _SHORT:
                 break
         note = f" (it failed: {outcome.errors[0]})" if outcome.errors else ""
-        total = seconds * run.reads(jobs) / max(1, run.reads(jobs[:1]))
+        total = seconds * run.reads(units) / max(1, run.reads(units[:1]))
         echo(f"the first took {seconds:.3g} s{note}; all of them one after the other: {duration(total)}")
 
 
@@ -415,17 +421,18 @@ def _measured(
     """Measure the units and take the notes; return how many were committed, and what interrupted this."""
     done = 0
 
-    def take(job: Job, outcome: Outcome) -> None:
+    def take(unit: WorkUnit, outcome: Outcome) -> None:
         nonlocal done
-        kept.commit(store, job, outcome)
-        notes.add(str(job.weights), outcome.notes)
+        kept.commit(store, unit, outcome)
+        for note in outcome.notes:
+            notes[note].add(str(unit.weights))
         done += 1
         advance(1, "")
 
-    with progress.bar("scoring", len(kept.jobs), shown, "units") as advance:
-        workers = executor(len(kept.jobs)) if kept.jobs else executors.Serial()
+    with progress.bar("scoring", len(kept.units), shown, "units") as advance:
+        workers = executor(len(kept.units)) if kept.units else executors.Serial()
         try:
-            run.go(kept.jobs, workers, take)
+            run.go(kept.units, workers, take)
         except KeyboardInterrupt as error:
             return done, error
         finally:

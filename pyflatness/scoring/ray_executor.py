@@ -14,7 +14,7 @@ import torch
 
 from ..errors import InputError
 from ..messages import reason
-from .calls import RemoteCall
+from . import calls
 
 # Ray reads it when it is imported, and would print each death, which the unit's row tells, among the program's output.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^A worker died or was killed while executing a task")
@@ -62,7 +62,7 @@ class Ray(Executor):
         here = address is None and not ray.is_initialized()
         cpus: float = (max(1, torch.get_num_threads() // workers) if here else 1) if num_cpus is None else num_cpus
         try:
-            self._task = ray.remote(max_retries=0, num_cpus=cpus, num_gpus=num_gpus, **options)(RemoteCall.made)
+            self._task = ray.remote(max_retries=0, num_cpus=cpus, num_gpus=num_gpus, **options)(calls.made)
         except (TypeError, ValueError) as error:
             raise InputError(f"executor='ray': {error}") from None
         self._threads = max(1, int(cpus))
@@ -76,7 +76,7 @@ class Ray(Executor):
     def submit(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> "Future[R]":
         """Return the future of a task."""
         try:
-            reference = self._task.remote(RemoteCall.of(ray.cloudpickle.dumps, self._threads, function, args, kwargs))
+            reference = self._task.remote(*calls.packed(ray.cloudpickle.dumps, self._threads, function, args, kwargs))
         except (RayError, ConnectionError) as error:
             raise BrokenExecutor(reason(error)) from error
         future: Future[R] = Future()

@@ -20,45 +20,47 @@ from . import keys, result_files, worker
 from .executors import Serial
 from .result_files import ResultFile
 from .store import Store
-from .units import Pair, Request, WorkUnit
-from .worker import Bench, Job, Maker, Outcome, Setup, measure
+from .units import Pair, WorkUnit
+from .worker import Bench, Outcome, Setup, measure
+
+Take = Callable[[WorkUnit, Outcome], None]  # what is done with the outcome of a unit
 
 _TRIES = 3  # of a unit whose worker dies
 _KILLED = "it was killed, as by a system without memory left, or crashed in compiled code"
 
 
-def drive(executor: Executor, setup: Setup, jobs: Iterable[Job], take: Callable[[Job, Outcome], None]) -> None:
-    """Measure all jobs, as many at a time as the executor has workers; an interruption loses no finished unit."""
+def drive(executor: Executor, setup: Setup, units: Iterable[WorkUnit], take: Take) -> None:
+    """Measure all units, as many at a time as the executor has workers; an interruption loses no finished unit."""
     window = int(getattr(executor, "workers", None) or getattr(executor, "_max_workers", None) or 1)
-    waiting, deaths = deque(jobs), Counter[int]()
-    pending: dict[Future[Outcome], Job] = {}
+    waiting, deaths = deque(units), Counter[int]()
+    pending: dict[Future[Outcome], WorkUnit] = {}
     try:
         while waiting or pending:
             while waiting and len(pending) < window:
-                job = waiting.popleft()
-                pending[_submitted(executor, setup, job)] = job
+                unit = waiting.popleft()
+                pending[_submitted(executor, setup, unit)] = unit
             for future in wait(pending, return_when=FIRST_COMPLETED).done:
-                job = pending.pop(future)
+                unit = pending.pop(future)
                 if not isinstance(future.exception(), BrokenExecutor):
-                    take(job, future.result())
+                    take(unit, future.result())
                     continue
-                deaths[id(job)] += 1
-                if deaths[id(job)] < _TRIES:
-                    waiting.append(job)
+                deaths[id(unit)] += 1
+                if deaths[id(unit)] < _TRIES:
+                    waiting.append(unit)
                 else:
                     error = future.exception()
                     why = _KILLED if isinstance(error, BrokenProcessPool) else printable(str(error))
-                    take(job, Outcome.failed(job.unit, f"the worker died {_TRIES} times in this unit: {why}"))
+                    take(unit, Outcome.failed(unit, f"the worker died {_TRIES} times in this unit: {why}"))
     except KeyboardInterrupt:
-        for future, job in pending.items():
+        for future, unit in pending.items():
             if future.done() and future.exception() is None:
-                take(job, future.result())
+                take(unit, future.result())
         raise
 
 
-def _submitted(executor: Executor, setup: Setup, job: Job) -> "Future[Outcome]":
+def _submitted(executor: Executor, setup: Setup, unit: WorkUnit) -> "Future[Outcome]":
     try:
-        return executor.submit(measure, setup, job)
+        return executor.submit(measure, setup, unit)
     except BrokenExecutor as error:
         raise InputError(f"executor: it is broken and takes no more units ({error}); what was done is kept") from error
 
@@ -69,29 +71,13 @@ Models = Mapping[str, Path | nn.Module]  # by name, which rows have: the path of
 class ScoringRun:
     """Hold some models and what is asked of them.
 
-    ``model`` makes the network that paths are checkpoints of; ``version`` stands for the user's code in a store's keys.
     All ranks have the data, measure each model together, and the first one decides what is done.
     """
 
-    def __init__(
-        self,
-        models: Models,
-        model: Maker | None,
-        data: Maker,
-        request: Request,
-        *,
-        batch_size: int | str | None = None,
-        limit: float | None = None,
-        version: str | None = None,
-        progress: bool = False,
-        ranks: Ranks = ALONE,
-    ) -> None:
-        ranks.check_alike("the models", {"models": ", ".join(models), "measures": request.measures})
-        self.models, self.request, self.ranks = models, request, ranks
-        self.setup = Setup(
-            uuid.uuid4().hex, model, data, request, batch_size, limit, version=version, progress=progress
-        )
-        self.bench = Bench(self.setup, ranks)
+    def __init__(self, models: Models, setup: Setup, ranks: Ranks = ALONE) -> None:
+        ranks.check_alike("the models", {"models": ", ".join(models), "measures": setup.request.measures})
+        self.models, self.setup, self.request, self.ranks = models, setup, setup.request, ranks
+        self.bench = Bench(setup, ranks)
         self._units: dict[tuple[int, tuple[Pair, ...]], list[WorkUnit]] = {}
 
     @cached_property
@@ -113,35 +99,28 @@ class ScoringRun:
         network = self.network(name)
         return self._pairs if network is self.bench.network else self.request.pairs(network)
 
-    def jobs(self, name: str, pairs: Iterable[Pair], content: str = "") -> list[Job]:
+    def units(self, name: str, pairs: Iterable[Pair], content: str = "") -> list[WorkUnit]:
         """Return some of a model's pairs as units of work."""
         network, wanted = self.network(name), tuple(pairs)
         key = id(network), wanted  # most models have the same to do, and the same network
         if key not in self._units:
             self._units[key] = self.request.units(network, wanted)
-        units = self._units[key]
-        # Of units that read no data themselves, the first one reads them for loss and accuracy, if no other unit does.
-        reading = [any(row.reads for row in named(unit.measures)) for unit in units]
-        first = units[reading.index(True) if any(reading) else 0] if units else None
-        return [
-            Job(unit, self.models[name], content, fit=reads or unit is first)
-            for unit, reads in zip(units, reading, strict=True)
-        ]
+        return [replace(unit, weights=self.models[name], content=content) for unit in self._units[key]]
 
-    def reads(self, jobs: Iterable[Job]) -> int:
+    def reads(self, units: Iterable[WorkUnit]) -> int:
         """Return how often units read the data; those of spectra are not known before, and not counted."""
-        units = Counter(job.unit for job in jobs if not job.spectrum)
+        counts = Counter((*unit.measures,) for unit in units if not unit.spectrum)
         options = self.request.options
-        return sum(count * plan.plan(named(unit.measures), options).reads for unit, count in units.items())
+        return sum(count * plan.plan(named(measures), options).reads for measures, count in counts.items())
 
-    def go(self, jobs: Iterable[Job], executor: Executor, take: Callable[[Job, Outcome], None]) -> None:
+    def go(self, units: Iterable[WorkUnit], executor: Executor, take: Take) -> None:
         """Measure units, see :func:`drive`; over ranks, those that the first one has."""
         if not self.ranks.alone and not isinstance(executor, Serial):
             raise InputError(
                 f"executor: the {self.ranks.size} ranks of a process group measure each model together, one after the "
                 "other, and there are no other workers; leave the executor out, or start one process without torchrun"
             )
-        jobs = self._of_first(jobs)
+        units = self._of_first(units)
         if isinstance(executor, Serial):
             worker.adopt(self.bench)
         elif not self.setup.data.is_made:
@@ -151,18 +130,18 @@ class ScoringRun:
         elif any(isinstance(held, nn.Module) for held in self.models.values()):
             raise InputError("models: the workers of an executor read weights by themselves; save them, and pass paths")
         try:
-            drive(executor, self.setup, jobs, take)
+            drive(executor, self.setup, units, take)
         finally:
             worker.adopt(None)
 
-    def _of_first(self, jobs: Iterable[Job]) -> Iterable[Job]:
+    def _of_first(self, units: Iterable[WorkUnit]) -> Iterable[WorkUnit]:
         """Return the units that the first rank has, on all ranks."""
         if self.ranks.alone:
-            return jobs
-        names, own = {id(held): name for name, held in self.models.items()}, [*jobs]
-        told = [(names[id(job.weights)], replace(job, weights=Path())) for job in own]
+            return units
+        names, own = {id(held): name for name, held in self.models.items()}, [*units]
+        told = [(names[id(unit.weights)], replace(unit, weights=Path())) for unit in own]
         found = self.ranks.first("the units of work", told)
-        return own if self.ranks.rank == 0 else [replace(job, weights=self.models[name]) for name, job in found]
+        return own if self.ranks.rank == 0 else [replace(unit, weights=self.models[name]) for name, unit in found]
 
 
 @dataclass(frozen=True)
@@ -171,16 +150,16 @@ class Kept:
 
     setting: int  # the store's number of what is the same for all values
     contents: dict[str, str]  # of the checkpoints, by name
-    jobs: list[Job]  # what is to be computed
+    units: list[WorkUnit]  # what is to be computed
     notes: tuple[str, ...]  # why values will not be found again
     spectra: ResultFile | None = None  # what they are written as, but for weights and result; None: none are wanted
 
-    def commit(self, store: Store, job: Job, outcome: Outcome) -> None:
-        """Write what came of a job into the store."""
-        if self.spectra is None or not job.spectrum:
-            store.commit(self.setting, job.content, outcome)
+    def commit(self, store: Store, unit: WorkUnit, outcome: Outcome) -> None:
+        """Write what came of a unit into the store."""
+        if self.spectra is None or not unit.spectrum:
+            store.commit(self.setting, unit.content, outcome)
         else:
-            held = self.spectra._replace(content=job.content, file=outcome.file, error=outcome.error)
+            held = self.spectra._replace(content=unit.content, file=outcome.file, error=outcome.error)
             result_files.put(store, held)
 
     def failures(self, store: Store) -> list[tuple[str, str]]:
@@ -221,23 +200,23 @@ def keep(run: ScoringRun, store: Store, *, retry: bool = False, ends: bool = Fal
     for name, content in contents.items():
         first.setdefault(content, name)
     missing = store.ask(setting, {content: run.pairs(name) for content, name in first.items()}, retry=retry)
-    jobs = [job for content, pairs in missing.items() for job in run.jobs(first[content], pairs, content)]
+    units = [unit for content, pairs in missing.items() for unit in run.units(first[content], pairs, content)]
     said = tuple(
         f"{what}: values that depend on it are computed anew by each run; put it into a file that is imported, or pass "
         "a version (version=, --version) that stands for your code"
         for what in dict.fromkeys([*code.unknown, *notes])
     )
     if not spectrum:
-        return Kept(setting, contents, jobs, said)
+        return Kept(setting, contents, units, said)
     options = {"curvature": run.request.options.curvature, "seed": run.request.options.seed, "k": spectrum}
     of_all = f"{keys.of_json({**key, 'options': {}})} {keys.of_json(options)}"
     there = result_files.there(store, "spectrum", of_all, failed=not retry)
-    jobs += [
-        Job(WorkUnit((), None), run.models[name], content, spectrum=spectrum)
+    units += [
+        WorkUnit(weights=run.models[name], content=content, spectrum=spectrum)
         for content, name in first.items()
         if content not in there
     ]
-    return Kept(setting, contents, jobs, said, ResultFile("", "", "spectrum", setup.data.text(), of_all, b""))
+    return Kept(setting, contents, units, said, ResultFile("", "", "spectrum", setup.data.text(), of_all, b""))
 
 
 def _once(unknown: Sequence[str] | str) -> dict[str, str]:

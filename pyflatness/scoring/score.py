@@ -22,8 +22,8 @@ from . import checkpoints, data_specs, executors, pretrained, specs
 from .run import Models, ScoringRun, keep
 from .scores import Scores
 from .store import Store
-from .units import Request, Row, rows
-from .worker import Job, Maker, Outcome
+from .units import Request, Row, WorkUnit, rows
+from .worker import Maker, Outcome, Setup
 
 Model = nn.Module | str | Path
 
@@ -125,10 +125,10 @@ def score(
             if isinstance(network, nn.Module):
                 stack.enter_context(in_eval_mode(network))
         source = Maker(data, _for_data(data, model, models), "data=")
-        run = ScoringRun(named_models, made, source, request, version=version, ranks=ranks)
+        run = ScoringRun(named_models, Setup(made, source, request, version=version), ranks)
         where = _executor(executor, check_count("workers", workers, 1), stack)
         if ranks.rank > 0:
-            run.go((), where, lambda job, outcome: None)
+            run.go((), where, lambda unit, outcome: None)
             scores = Scores((), 0)
         elif path is None:
             scores = _scored(run, where)
@@ -183,26 +183,26 @@ def _executor(given: str | Executor | None, workers: int, stack: contextlib.Exit
 
 def _scored(run: ScoringRun, executor: Executor) -> Scores:
     pairs = {name: run.pairs(name) for name in run.models}
-    jobs = {id(job): (name, job) for name, own in pairs.items() for job in run.jobs(name, own)}
+    units = {id(unit): (name, unit) for name, own in pairs.items() for unit in run.units(name, own)}
     found: dict[str, dict[int, Outcome]] = {name: {} for name in pairs}
 
-    def take(job: Job, outcome: Outcome) -> None:
-        found[jobs[id(job)][0]][id(job)] = outcome
+    def take(unit: WorkUnit, outcome: Outcome) -> None:
+        found[units[id(unit)][0]][id(unit)] = outcome
 
-    run.go([job for _, job in jobs.values()], executor, take)
+    run.go([unit for _, unit in units.values()], executor, take)
     every: list[Row] = []
     for name, own in pairs.items():
-        outcomes = (found[name][key] for key in jobs if key in found[name])
+        outcomes = (found[name][key] for key in units if key in found[name])
         every += rows(name, own, {pair: one for outcome in outcomes for pair, one in outcome.held.items()})
-    return Scores(tuple(every), len(jobs))
+    return Scores(tuple(every), len(units))
 
 
 def _kept(run: ScoringRun, executor: Executor, store: Store, *, retry: bool, spectrum: int) -> Scores:
     kept = keep(run, store, retry=retry, spectrum=spectrum)
-    run.go(kept.jobs, executor, lambda job, outcome: kept.commit(store, job, outcome))
+    run.go(kept.units, executor, lambda unit, outcome: kept.commit(store, unit, outcome))
     every = (
         row
         for name, content in kept.contents.items()
         for row in rows(name, run.pairs(name), store.values(kept.setting, content))
     )
-    return Scores(tuple(every), len(kept.jobs), kept.notes)
+    return Scores(tuple(every), len(kept.units), kept.notes)

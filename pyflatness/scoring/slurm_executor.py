@@ -21,7 +21,7 @@ import submitit
 
 from ..errors import InputError
 from ..messages import check_choice, reason
-from .calls import RemoteCall
+from . import calls
 
 R = TypeVar("R")
 
@@ -100,7 +100,7 @@ class Slurm(Executor):
         """Return the future of a task; what is submitted at about the same time becomes one array."""
         future: Future[R] = Future()
         future.set_running_or_notify_cancel()
-        call = RemoteCall.of(cloudpickle.dumps, self._threads, function, args, kwargs)
+        call = calls.packed(cloudpickle.dumps, self._threads, function, args, kwargs)
         self._gathered.append((future, functools.partial(_run, call)))
         if self._end.is_set():  # asked afterwards: what ends it takes what was gathered by then
             raise BrokenExecutor(self._why)
@@ -136,9 +136,9 @@ class Slurm(Executor):
         """Submit what was gathered as an array, once the cluster has little left to do."""
         if not self._gathered or len(self._sent) > 2 * self._parallel:
             return
-        calls = [self._gathered[place] for place in range(min(len(self._gathered), _ARRAY))]
-        jobs = self._slurm.submit_array([call for _, call in calls])
-        for (future, _), job in zip(calls, jobs, strict=True):
+        gathered = [self._gathered[place] for place in range(min(len(self._gathered), _ARRAY))]
+        jobs = self._slurm.submit_array([call for _, call in gathered])
+        for (future, _), job in zip(gathered, jobs, strict=True):
             self._sent[future] = job
             self._gathered.popleft()
 
@@ -189,11 +189,11 @@ def _stop(jobs: Iterable["submitit.Job[Any]"]) -> None:
         time.sleep(0.05)
 
 
-def _run(call: RemoteCall) -> tuple[Any, Exception | None]:
+def _run(call: calls.Packed) -> tuple[Any, Exception | None]:
     """Make a call in a task, and return its result or what it raised, of which submitit would return a text."""
     _end_on_timeout()
     try:
-        return call.made(), None
+        return calls.made(*call), None
     except Exception as error:
         return None, error
 

@@ -17,10 +17,8 @@ import json
 import math
 import os
 import platform
-import shutil
 import sqlite3
 import sys
-import tempfile
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
@@ -85,10 +83,13 @@ CREATE TABLE result_files (
 class Store:
     """Hold a store open; a context manager. The file need not be there to be written.
 
-    If anything is added the store keeps what did it: ``command``, a command line, or the name of a Python call.
+    If anything is added the store keeps what did it: ``command``, a command line, or the name of a Python call. A
+    ``copy`` is in memory: what is written into it is gone afterwards, and the file stays as it is.
     """
 
-    def __init__(self, path: Path, *, write: bool = False, new: bool = True, command: str = "Python call") -> None:
+    def __init__(
+        self, path: Path, *, write: bool = False, new: bool = True, command: str = "Python call", copy: bool = False
+    ) -> None:
         self.path = path
         self._write = write
         self._run = command, time.time()
@@ -97,11 +98,11 @@ class Store:
             self.path = path = resolved(path)
             if not (write and new) and not path.is_file():
                 raise StoreError(f"store: there is no file {path}")
-            if write:
+            if write and not copy:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 check_local(path)
                 stack.enter_context(only_writer(path))
-            self._connection = self._connected()
+            self._connection = self._connected(copy=copy)
             stack.callback(self._connection.close)
             self._check()
             if write:
@@ -109,22 +110,13 @@ class Store:
                 stack.callback(self._into_one_file)
             self._stack = stack.pop_all()
 
-    @classmethod
-    @contextlib.contextmanager
-    def copied(cls, path: Path) -> Iterator["Store"]:
-        """Hold a copy of a store to be written, or a new one, which is gone afterwards."""
-        with temporary_folder() as folder:
-            copy = folder / "copy.sqlite"
-            if path.exists():
-                with cls(path) as store, contextlib.closing(sqlite3.connect(copy)) as connection:
-                    store._connection.backup(connection)
-            with cls(copy, write=True) as store:
-                yield store
-
-    def _connected(self) -> sqlite3.Connection:
-        mode = "rwc" if self._write else "rw"  # a reader takes back what a writer that died had half written
+    def _connected(self, *, copy: bool) -> sqlite3.Connection:
+        mode = "memory" if copy else "rwc" if self._write else "rw"  # a reader takes back what a writer that died left
         uri = f"{self.path.absolute().as_uri()}?mode={mode}"
         connection = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=30)
+        if copy and self.path.exists():
+            with Store(self.path) as store:
+                store._connection.backup(connection)
         connection.row_factory = sqlite3.Row
         connection.execute("PRAGMA foreign_keys = ON")
         return connection
@@ -512,8 +504,6 @@ def collect(store: Store) -> list[str]:
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _REMOTE = ("nfs", "cifs", "smb", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "9p", "ncpfs", "fuse.sshfs")
-_FOLDERS = "pyflatness-tmp-"
-_NEW = 60.0  # seconds for which a folder without a lock may be one that is being made
 
 
 def resolved(path: Path) -> Path:
@@ -589,29 +579,6 @@ def only_writer(path: Path) -> Iterator[None]:
                 f"store: {path} has {path.stat().st_nlink} names (hard links), by which others may write it; copy it "
                 "(cp), and write the copy"
             )
-        yield
-    finally:
-        os.close(handle)
-
-
-@contextlib.contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """Hold a locked folder that is gone afterwards; those of processes that were killed are removed first."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*"):
-        with contextlib.suppress(OSError):  # another's, in use, or gone meanwhile
-            if time.time() - left.stat().st_mtime > _NEW:
-                with _locked(left):
-                    shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(prefix=_FOLDERS) as folder, _locked(Path(folder)):
-        yield Path(folder)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock on a file or folder."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        _lock(handle)
         yield
     finally:
         os.close(handle)

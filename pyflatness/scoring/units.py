@@ -9,6 +9,7 @@ import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from torch import nn
@@ -82,7 +83,11 @@ class Request:
             for needed, wanted in by_layers.items()
             for group in plan.shared(wanted, self.options, layers=len(needed))
         ]
-        return sorted(units, key=lambda unit: self.measures.index(unit.measures[0]))
+        units.sort(key=lambda unit: self.measures.index(unit.measures[0]))
+        # Of units that read no data themselves, the first one reads them for loss and accuracy, if no other unit does.
+        reading = [any(rows[name].reads for name in unit.measures) for unit in units]
+        first = reading.index(True) if any(reading) else 0
+        return [replace(unit, fit=reading[place] or place == first) for place, unit in enumerate(units)]
 
     def _selectors(
         self, needed: tuple[str, ...], every: tuple[str, ...], group: Sequence[Measure]
@@ -97,10 +102,17 @@ class Request:
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """Hold the values of one checkpoint that share their reads of the data."""
+    """Hold the values of one model that share their reads of the data, and where its weights are.
 
-    pairs: tuple[Pair, ...]  # what is asked
-    selectors: tuple[str, ...] | None  # of the layers that these need; None for all layers
+    With ``spectrum`` so many eigenvalues are wanted, and the unit has no values.
+    """
+
+    pairs: tuple[Pair, ...] = ()  # what is asked
+    selectors: tuple[str, ...] | None = None  # of the layers that these need; None for all layers
+    weights: Path | nn.Module = Path()  # a file, or a network itself
+    content: str = ""  # the key of the file's bytes
+    fit: bool = True  # whether loss and accuracy are wanted too
+    spectrum: int = 0
 
     @property
     def measures(self) -> list[str]:

@@ -8,6 +8,7 @@ import json
 import sys
 import threading
 import time
+import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -311,7 +312,6 @@ class Maker:
 class Setup:
     """Hold what is the same for all units of a run."""
 
-    token: str  # a name that no other run has
     model: Maker | None  # of the network that the checkpoints are of; None where each brings its own
     data: Maker
     request: Request  # what is asked of each checkpoint
@@ -321,21 +321,7 @@ class Setup:
     code: keys.Code | None = None  # of model and loss, likewise
     version: str | None = None  # what stands for the user's code; None: it is looked at
     progress: bool = False  # whether long units print how far they are, where standard error is no terminal
-
-
-@dataclass(frozen=True)
-class Job:
-    """Hold a unit and where its weights are: a file, or a network itself; ``content`` is the key of the file's bytes.
-
-    ``fit`` says whether loss and accuracy are wanted too. With ``spectrum``, so many eigenvalues are wanted, and the
-    unit has no values.
-    """
-
-    unit: WorkUnit
-    weights: Path | nn.Module
-    content: str = ""
-    fit: bool = True
-    spectrum: int = 0
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)  # a name that no other run has
 
 
 class Bench:
@@ -390,29 +376,29 @@ class Bench:
                 "callable return the same data whenever it is called (seed what is drawn)"
             )
 
-    def outcome(self, job: Job, step: Step = lambda part: None) -> Outcome:
+    def outcome(self, unit: WorkUnit, step: Step = lambda part: None) -> Outcome:
         """Measure a unit; what goes wrong with its checkpoint or its measures is in its values."""
         try:
             with self.ranks.agreed("a checkpoint"):
-                model, notes = self._with_weights(job)
+                model, notes = self._with_weights(unit)
         except Exception as error:  # a damaged file can raise anything
             if is_the_end(error):
                 raise
-            return Outcome.failed(job.unit, reason(error))
+            return Outcome.failed(unit, reason(error))
         while True:
             request, data, ranks = self.setup.request, self._mine, self.ranks
-            if job.spectrum:
+            if unit.spectrum:
                 shown = None if self.setup.progress and not sys.stderr.isatty() else False  # lines, as in a log
-                found = spectrum_of(model, data, request, job.spectrum, ranks, progress=shown)
+                found = spectrum_of(model, data, request, unit.spectrum, ranks, progress=shown)
             else:
-                found = measured(*(model, data, request, job.unit, step), fit=job.fit, counts=self._counts, ranks=ranks)
+                found = measured(*(model, data, request, unit, step), fit=unit.fit, counts=self._counts, ranks=ranks)
             if self.setup.batch_size != "auto" or not self._halved(found):
                 return replace(found, batch_size=data.most if isinstance(data, Cut) else None, notes=notes)
 
-    def spectrum_seconds(self, job: Job) -> float | None:
+    def spectrum_seconds(self, unit: WorkUnit) -> float | None:
         """Return about how long a spectrum takes, by a trial of a few of its products; None if that fails."""
         try:
-            model, _ = self._with_weights(job)
+            model, _ = self._with_weights(unit)
         except Exception:  # a damaged file, which is an error of the unit
             return None
         found = spectrum_of(model, self._mine, self.setup.request, 0, self.ranks, steps=_TRIAL)
@@ -427,18 +413,18 @@ class Bench:
         self._mine.most = max(1, most // 2) if further else 0
         return further
 
-    def _with_weights(self, job: Job) -> tuple[nn.Module, tuple[str, ...]]:
+    def _with_weights(self, unit: WorkUnit) -> tuple[nn.Module, tuple[str, ...]]:
         """Return the network with its weights, and the notes on reading them."""
-        if isinstance(job.weights, nn.Module):
-            return job.weights, ()
+        if isinstance(unit.weights, nn.Module):
+            return unit.weights, ()
         assert self.network is not None
-        if self._held != (job.weights, job.content):
+        if self._held != (unit.weights, unit.content):
             self._held = None  # a file that does not fit leaves a part of itself behind
-            checkpoint = checkpoints.read(job.weights)
+            checkpoint = checkpoints.read(unit.weights)
             self._notes = checkpoint.notes + checkpoints.load(self.network, checkpoint.state)
-            if job.content and keys.of_file(job.weights) != job.content:
+            if unit.content and keys.of_file(unit.weights) != unit.content:
                 raise InputError("the file changed after the run had begun")
-            self._held = job.weights, job.content
+            self._held = unit.weights, unit.content
         return self.network, self._notes
 
 
@@ -450,11 +436,11 @@ def adopt(bench: Bench | None) -> None:
     _here.bench = bench
 
 
-def measure(setup: Setup, job: Job) -> Outcome:
+def measure(setup: Setup, unit: WorkUnit) -> Outcome:
     """Measure a unit in the thread or process that this is called in: the function that executors are given."""
     bench: Bench | None = getattr(_here, "bench", None)
     if bench is None or bench.setup.token != setup.token:
         bench = Bench(setup)
         bench.check()
         _here.bench = bench
-    return bench.outcome(job)
+    return bench.outcome(unit)

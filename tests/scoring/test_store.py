@@ -1,23 +1,19 @@
 """The store's file: whole or not at all, one writer, and no database of anybody else's is touched."""
 
 import contextlib
-import os
 import random
 import shutil
-import signal
 import sqlite3
 import stat
 import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import pyflatness as pf
-from pyflatness.scoring import keys, result_files, store
+from pyflatness.scoring import keys, result_files
 from pyflatness.scoring import store as stores
 from pyflatness.scoring.store import SCHEMA, Store, check_local
 from pyflatness.scoring.units import Fit, Pair, Row
@@ -291,33 +287,3 @@ def test_a_moved_checkpoint_takes_its_row_along(tmp_path: Path) -> None:
         for name in ("d", "e"):  # two that are not there have nothing to do with each other
             store.name({name: (str(tmp_path / name), keys.of_file(tmp_path / name))})
         assert [row["name"] for row in store.select("SELECT name FROM checkpoints ORDER BY id")] == ["a", "c", "d", "e"]
-
-
-# --- files that killed processes leave --------------------------------------------------------------------------------
-
-
-KILLED = """
-import os, signal
-from pyflatness.scoring import store
-with store.temporary_folder() as folder:
-    (folder / "model.pt").write_bytes(b"0" * 100)
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_folders_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    others = tmp_path / "of_another_program"
-    others.mkdir()
-    ended = subprocess.run([sys.executable, "-c", KILLED], env={**os.environ, "TMPDIR": str(tmp_path)}, check=False)
-    (left,) = {*tmp_path.iterdir()} - {others}
-    assert ended.returncode == -signal.SIGKILL
-    assert (left / "model.pt").is_file()
-
-    with store.temporary_folder() as held:
-        assert left.is_dir(), "one that was made this minute may not be locked yet"
-        for folder in (left, held, others):
-            os.utime(folder, (long_ago := time.time() - 86_400, long_ago))
-        with store.temporary_folder() as second:
-            assert {*tmp_path.iterdir()} == {others, held, second}
-    assert {*tmp_path.iterdir()} == {others}
