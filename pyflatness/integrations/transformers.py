@@ -157,7 +157,7 @@ class FlatnessCallback(Watch, TrainerCallback):  # type: ignore[misc]
 
 
 def _epoch(state: Any) -> int:
-    return math.ceil(state.epoch - 1e-6)  # steps are fractions of an epoch, and a last one may be cut short
+    return math.ceil(float(state.epoch) - 1e-6)  # steps are fractions of an epoch, and a last one may be cut short
 
 
 class PenaltyCallback(TrainerCallback):  # type: ignore[misc]

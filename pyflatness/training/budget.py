@@ -6,6 +6,7 @@ cost too, unless fewer than :data:`_OFTEN` such measurements would have been wit
 """
 
 import math
+import statistics
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 HOW = {"curvature": "ggn", "probes": 1}
 _FIRST = 8  # samples
 _CHEAPER = 1.6  # times as long for twice the samples
-_OFTEN = 10
+_OFTEN = 5
 _DRIFTS = (0.0, *(10.0 ** (k / 4) for k in range(-36, 1)))  # in a step
+_BEFORE, _ENOUGH, _ALIKE = 10, 32, 0.65  # records, samples, and so much of what was
 _NEARLY = 1.0  # of the logarithm of a likelihood
 
 
@@ -90,7 +92,8 @@ class Budget:
         self._costs[samples] = seconds if known is None else min(seconds, 2 * known) * 0.5 + known * 0.5
         half = self._costs.get(samples // 2)
         more = samples >= self._samples and (half is None or seconds < _CHEAPER * half)
-        if known is not None and more and self._part * self.trained > _OFTEN * self._expected(2 * samples):
+        warm = known is not None or samples > _FIRST
+        if warm and more and self._part * self.trained > _OFTEN * self._expected(2 * samples):
             self._samples = 2 * samples
         return seconds
 
@@ -139,9 +142,24 @@ def pooled(reports: Sequence[tuple[float, Report]], measure: str) -> dict[str, E
     for name in names:
         value, variance, _ = _filtered(series[name], q)
         samples = sum(values[name].samples for _, values in recent)
-        how = {"stderr": math.sqrt(variance), "samples": samples, "dof": float(samples - 1), "exact": False}
+        how: dict[str, Any] = {"stderr": math.sqrt(variance), "samples": samples, "dof": float(samples - 1)}
         found[name] = replace(held[-1][1][name], value=value, **how) if variance else held[-1][1][name]
     return found
+
+
+def alarms(held: Sequence[Estimate]) -> list[int]:
+    """Return the places of values at which single samples' values are much more alike than just before.
+
+    c = s / value, s the standard deviation over single samples, is then less than :data:`_ALIKE` times the median of
+    the last :data:`_BEFORE` ones. It falls where predictions lose their certainty for all samples at once.
+    """
+    spreads = [math.sqrt(_variance(one) * one.samples) / one.value if one.value > 0 else 0.0 for one in held]
+    return [
+        place
+        for place in range(_BEFORE, len(held))
+        if held[place].samples >= _ENOUGH
+        and 0 < spreads[place] < _ALIKE * statistics.median(spreads[place - _BEFORE : place])
+    ]
 
 
 def _filtered(values: Sequence[tuple[float, Estimate]], q: float) -> tuple[float, float, float]:

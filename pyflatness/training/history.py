@@ -161,6 +161,22 @@ class History(Readable):
         reports = self._measure()
         return self._appended(Record(*when, reports, time.perf_counter() - began))
 
+    def alarms(self, measure: str = "relative_flatness", weights: str = "live") -> tuple[Record, ...]:
+        """Return the records of ``budget=`` at which something has happened to the training, such as random labels.
+
+        The network's values of single samples are then much more alike than before: their standard deviation over the
+        value is less than 0.65 times the median of the last ten records, from 32 samples on. It is so where
+        predictions lose their certainty for all samples at once.
+
+        Raises:
+            InputError: no records of the measure.
+        """
+        held = [(one, one.reports[weights]) for one in self if weights in one.reports]
+        found = [(one, report[measure]) for one, report in held if measure in report.measures]
+        if not found:
+            raise InputError(f"history: {shown(measure)} of {weights!r} weights is in no record")
+        return tuple(found[place][0] for place in budgets.alarms([value for _, value in found]))
+
     def add(
         self,
         reports: Report | Mapping[str, Report],

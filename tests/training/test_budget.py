@@ -100,7 +100,7 @@ def test_the_weights_of_a_training_are_those_without():
 
 def report(value, stderr, samples=16):
     held = pf.results.Estimate(value, stderr, samples, "ggn-sampled", exact=False, backend="reference", dof=15.0)
-    return pf.results.Report(("a",), ("relative_flatness",), {("a", "relative_flatness"): held})
+    return pf.results.Report(("a",), ("relative_flatness",), {(name, "relative_flatness"): held for name in ("a", "")})
 
 
 def test_pooled_values_hold_the_last_value_as_often_as_they_say():
@@ -120,6 +120,19 @@ def test_pooled_values_hold_the_last_value_as_often_as_they_say():
             widths.append((high - low) / 2 / found.value)
         assert inside / 200 > 0.92
         assert statistics.median(widths) < (0.13 if moved else 0.1)
+
+
+def test_an_alarm_is_where_samples_become_alike():
+    history = pf.results.History()
+    for step in range(30):
+        history.add(report(1.0, (0.3 if step < 20 else 0.1) * (4 if step == 5 else 1), samples=64), step=step)
+    assert [record.step for record in history.alarms()] == [*range(20, 26)]  # until the median is the new one
+    few = pf.results.History()
+    for step in range(30):
+        few.add(report(1.0, 0.3 if step < 20 else 0.1, samples=31), step=step)
+    assert few.alarms() == ()
+    with pytest.raises(pf.errors.InputError, match="'trace' of 'live' weights is in no record"):
+        few.alarms("trace")
 
 
 def test_what_is_refused():
