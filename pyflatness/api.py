@@ -9,6 +9,7 @@ from typing_extensions import Unpack
 
 from . import head, losses, plan, tensor_head
 from .errors import InputError
+from .losses import auto
 from .measures import RELATIVE_FLATNESS, are_named, at_head, named
 from .measures.layer_values import LayerValues
 from .messages import check_module
@@ -182,7 +183,9 @@ def measure(
     layers that are not piecewise linear (smooth activations) it is Hessian products, and there the measures count:
     relative flatness alone takes min(d, m) for a layer of d outputs and m inputs (times its positions), with any others
     d. One sweep more for measures that are normalised in another way; measures that are not of the sweep have costs of
-    their own (``pyflatness measures``).
+    their own (``pyflatness measures``). Where an exact value takes more than a hundred backward passes, a line on
+    standard error says before how long. A language model with the loss ``"auto"`` is then measured by one probe of the
+    GGN, unless an option says otherwise.
 
     Args:
         layers: a selector or several, each a name, glob, ``re:…``, ``type:…`` or module; None: every layer that can be
@@ -219,10 +222,10 @@ def measure(
     options = Options.of(how).of_layers
     wanted, by_name = named(measures), are_named(measures)
     steps = plan.plan(wanted, options, networks=measures is not None and measures != "sweep")
-    with session(
-        *(model, loss, data, options, how), reads=steps.reads, ordered=options.by_sample, sharded=True
-    ) as task:
-        task = task.of(layers)
+    unsaid = auto.is_auto(loss) and options.unsaid
+    reads: dict[str, Any] = {"reads": steps.reads, "ordered": options.by_sample, "placed": unsaid, "sharded": True}
+    with session(model, loss, data, options, how, **reads) as task:
+        task = (plan.by_one_probe(task) if unsaid else task).of(layers)
         measurement = plan.Measurement(steps, task, named=by_name)
         found = measurement.estimates()
         covered = [module for name, module in task.selection.modules.items() if name in measurement.measured]

@@ -206,6 +206,11 @@ class Options:
         return not (self.probes is None and self.fraction is None)
 
     @property
+    def unsaid(self) -> bool:
+        """Return whether no option says which values are wanted, and what they may take."""
+        return not self.sampled and self.curvature == "auto" and self.max_passes == MAX_PASSES
+
+    @property
     def by_ggn(self) -> bool:
         """Return whether values are to be the GGN's, also where these are not the Hessian's."""
         return self.curvature == "ggn"

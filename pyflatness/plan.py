@@ -12,18 +12,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
-from . import head
+import torch
+
+from . import head, losses
 from .errors import InputError, NoGraphError
 from .measures import RELATIVE_FLATNESS, Measure, at_head, with_bases
 from .measures.base import Values
 from .measures.layer_values import LayerValues, no_part
 from .messages import is_out_of_memory
-from .model import layers, spread, uses
+from .model import calling, data, layers, spread, uses
 from .model.data import OtherSamplesError
 from .model.selectors import Selector
 from .numerics.accumulate import check_followed
 from .numerics.ranks import Ranks
 from .options import Options
+from .passes import cotangents
+from .passes.limit import MANY
 from .passes.task import Task
 from .report import Estimate
 from .sweep import jacobians
@@ -81,6 +85,24 @@ def shared(measures: Sequence[Measure], options: Options, *, layers: int) -> lis
             step = "sweep", options.normalize or row.normalize
         steps.setdefault(step, []).append(measure)
     return [tuple(step) for step in steps.values()]
+
+
+def by_one_probe(task: Task) -> Task:
+    """Return the task as it is, or by one probe of the GGN where each token's exact value takes passes of its own."""
+    with calling.aside(), torch.no_grad():
+        outputs, targets = task.run(data.first(task.batches.peek(), 1))
+        sent = cotangents.prepare(outputs, losses.tensor_targets(targets, 0), task.loss, 1)
+    many = sent.used.shape[1] > 1 and sent.places > MANY
+    if not any(task.batches.shard.ranks.exchange("whether exact values take many passes", many)):
+        return task
+    task.batches.tell(
+        lambda: (
+            f"exact values of this language model take about {sent.places} backward passes a batch, so the GGN is "
+            "measured by one probe of each sample, with a standard error; rtol=0.05 or probes= take more, and "
+            f"max_passes={sent.places} allows exact values"
+        )
+    )
+    return replace(task, options=replace(task.options, curvature="ggn", probes=1))
 
 
 def of_layer(row: Measure, task: Task, layer: Selector | None) -> tuple["Measurement", str]:

@@ -239,6 +239,8 @@ def scatter(figure: "Figure", networks: Networks, measures: Sequence[str], colum
 
     The recipes have one legend below the panels. A measure that reaches far is drawn logarithmically.
     """
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     rows = -(-len(measures) // columns)
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     table: dict[str, list[Any]] = {key: networks.columns[key] for key in ("name", "gap", "recipe", *measures)}
@@ -254,6 +256,9 @@ def scatter(figure: "Figure", networks: Networks, measures: Sequence[str], colum
         values = [value for value in table[measure] if math.isfinite(value)]
         if min(values) > 0 and max(values) > _FAR * min(values):
             panel.set_xscale("log")
+            panel.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+            panel.xaxis.set_major_formatter("{x:g}")
+            panel.xaxis.set_minor_formatter(NullFormatter())
         panel.get_legend().remove()
         named = panel.get_legend_handles_labels()
     for panel in panels[len(measures) :]:

@@ -25,6 +25,7 @@ def report(
     max_loss: MaxLoss = None,
     history: tuple[Path, ...] = (),
     interval: Interval = "bootstrap",
+    colour: Column = None,
 ) -> None:
     """Write what is in STORE as one HTML file that needs no network.
 
@@ -39,6 +40,8 @@ def report(
         test: store or CSV file of the same checkpoints on test data.
         exclude: checkpoints to leave out of the correlations; with commas or repeated.
         history: JSON file that a pf.results.History wrote, to show; may be repeated.
+        colour: a column, or a word with a number behind it in all names, such as lr of lr0.1_batch16.pt, that gives
+            points their colours.  [default: the first such word with up to ten values]
         interval: how confidence intervals of correlations are found; fisher takes less time for many checkpoints.
     """
     charts.altair()  # before any work is done
@@ -48,7 +51,7 @@ def report(
     if test is not None and test.suffix != ".csv":
         with Store(test) as held:
             other = page.table(held)
-    options = PageOptions(against, other, exclude, max_loss, interval, histories)
+    options = PageOptions(against, other, exclude, max_loss, interval, colour, histories)
     with Store(store) as held:
         more = metadata.of_store(held, table)
         text = page.of_store(held, title or f"Results in {store.name}", options, more).html()

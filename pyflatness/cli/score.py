@@ -109,7 +109,7 @@ def score(
         progress_shown: show a progress bar.  [default: on a terminal; elsewhere a line every half minute]
     """
     if out is not None and store is not None:
-        raise click.UsageError("pass --out FILE.csv, or --store FILE.sqlite, with which the same command goes on")
+        raise click.UsageError("pass one of --out and --store; pyflatness store export writes the table of a store")
     if store is None and (retry or version or spectrum or shard or table or settings or dry_run or workers > 1):
         raise click.UsageError(
             "--retry, --version, --spectrum, --shard, --workers, --metadata, --settings and --dry-run go with --store"

@@ -37,7 +37,7 @@ from ..model import layers
 from ..numerics.signs import Signs
 from ..passes import linearity
 from ..passes.layer_form import LayerForm
-from ..passes.limit import check_passes
+from ..passes.limit import MANY, check_passes
 from ..passes.linear_map import LinearMap
 from ..passes.runner import Run
 from .entries import Entries, Varied, WeightDirections, tells_all
@@ -188,7 +188,7 @@ class BlockTraces:
 
     def _check_affordable(self) -> None:
         """Raise if an exact value takes more products than the user allows."""
-        if self.products <= self._most:
+        if self.products <= min(self._most, MANY):
             return
         groups, d, _ = self._weight.shape
         rows = f"{self.products // self._columns} rows of its weight x {self._columns} directions of a sample's inputs"
@@ -197,7 +197,7 @@ class BlockTraces:
         with self._directions(few=False) as directions:
             zeros = self._weight.new_zeros(1, 1, groups, directions.columns, d)
             one = partial(directions.products, zeros)
-            check_passes(self.products, self._most, what, one, self._run.samples, by_hessian=True)
+            check_passes(self.products, self._most, what, one, self._run.samples, by_hessian=True, tell=self._run.tell)
 
     def varied(self) -> contextlib.AbstractContextManager[Varied]:
         """Return a context with what varies with the weight."""

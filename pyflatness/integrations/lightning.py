@@ -4,7 +4,7 @@ import contextlib
 import importlib
 import math
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -58,6 +58,9 @@ class FlatnessCallback(Watch, *_bases()):  # type: ignore[misc]
         limit_batches: how many batches are read, on each rank; None: all.
         name: what the names of logged values begin with; two callbacks of a trainer need two.
         strict: whether what is not possible is an error, which ends the training.
+        budget: the part of the training's time, such as 0.01, that may go into measuring: after steps in place of
+            epochs, the GGN by one probe of each of some samples of the batch that was trained on, or of ``data``, a
+            tuple or a list of batches; see :func:`pyflatness.track`.
         **options: of :func:`pyflatness.measure`: ``probes``, ``curvature``, ``normalize``, ``forward``, ``memory``, …
 
     Attributes:
@@ -89,6 +92,8 @@ class FlatnessCallback(Watch, *_bases()):  # type: ignore[misc]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the history of a checkpoint."""
         self.history = History.from_json(state_dict["history"])
+        if self._budget is not None:
+            self._budget.resume(self.history)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Raise before a fit begins if there is no loss, model or layer; the module has made what it makes itself."""
@@ -103,9 +108,17 @@ class FlatnessCallback(Watch, *_bases()):  # type: ignore[misc]
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Measure the epoch, if it is one that is to be measured, and log the values."""
-        if (trainer.current_epoch + 1) % self._every_n_epochs:
-            return
+        if self._budget is None and (trainer.current_epoch + 1) % self._every_n_epochs == 0:
+            self._measure(trainer, pl_module, lambda: self._batches(trainer))
 
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Measure where the budget allows it, and log the values."""
+        batch = self._due(batch)
+        if batch is not None:
+            as_it_is = isinstance(self._data, (str, tuple))
+            self._measure(trainer, pl_module, lambda: [batch] if as_it_is else _Prepared([batch], trainer))
+
+    def _measure(self, trainer: Any, pl_module: Any, batches: Callable[[], Any]) -> None:
         def problem() -> tuple[nn.Module, Any]:
             if any(kind.__name__ in _NOT_WHOLE for kind in type(trainer.strategy).__mro__):
                 raise InputError(
@@ -117,7 +130,7 @@ class FlatnessCallback(Watch, *_bases()):  # type: ignore[misc]
 
         epoch, step = trainer.current_epoch, trainer.global_step
         with _validating(trainer):
-            values = self._measured(epoch, step, problem, lambda: self._batches(trainer))
+            values = self._measured(epoch, step, problem, batches)
         if values:
             pl_module.log_dict(values, sync_dist=trainer.world_size > 1, batch_size=1)
 

@@ -1,12 +1,12 @@
 """Measure flatness in the training of the Trainer of Hugging Face's transformers, or add it to the loss."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import InputError, MissingExtraError
 from ..losses import auto
@@ -47,6 +47,9 @@ class FlatnessCallback(Watch, TrainerCallback):  # type: ignore[misc]
         limit_batches: how many batches are read, on each rank; None: all.
         name: what the names of logged values begin with; two callbacks of a trainer need two.
         strict: whether what is not possible is an error, which ends the training.
+        budget: the part of the training's time, such as 0.01, that may go into measuring: after steps in place of
+            epochs, the GGN by one probe of each of some samples of the batch that was trained on, or of ``data``, a
+            tuple or a list of batches; see :func:`pyflatness.track`.
         **options: of :func:`pyflatness.measure`: ``probes``, ``curvature``, ``normalize``, ``forward``, ``memory``, …
 
     Attributes:
@@ -74,6 +77,7 @@ class FlatnessCallback(Watch, TrainerCallback):  # type: ignore[misc]
         limit_batches: int | None = None,
         name: str = "flatness",
         strict: bool = False,
+        budget: float | None = None,
         **options: Any,
     ) -> None:
         if not callable(getattr(trainer, "add_callback", None)):
@@ -81,9 +85,9 @@ class FlatnessCallback(Watch, TrainerCallback):  # type: ignore[misc]
                 f"trainer: a Trainer of transformers is wanted, got {type(trainer).__name__}; "
                 "trainer.add_callback(FlatnessCallback(trainer, layers=…))"
             )
-        how: dict[str, Any] = {"every_n_epochs": every_n_epochs, "limit_batches": limit_batches}
+        how: dict[str, Any] = {"every_n_epochs": every_n_epochs, "limit_batches": limit_batches, "budget": budget}
         super().__init__(layers, measures, data, loss=loss, model=model, name=name, strict=strict, **how, **options)
-        self._trainer = trainer
+        self._trainer, self._batch = trainer, dict[str, Tensor]()
         self._part_of(trainer.model)
         if auto.is_auto(loss) and (trainer.compute_loss_func is not None or trainer.label_smoother is not None):
             own = "compute_loss_func=" if trainer.compute_loss_func is not None else "label_smoothing_factor"
@@ -100,14 +104,23 @@ class FlatnessCallback(Watch, TrainerCallback):  # type: ignore[misc]
             raise InputError("data='val': the trainer has no eval_dataset; pass data='train', or a loader")
         if self._layers is not None:
             selectors.select(self._part_of(self._trainer.model), self._layers)
+        if self._budget is not None:
+            self._hook = kwargs["model"].register_forward_pre_hook(self._keep, with_kwargs=True)
         self._begin()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure the epoch, if it is one that is to be measured, and log the values."""
-        epoch = math.ceil(state.epoch - 1e-6)  # steps are counted as fractions of an epoch; a last one may be cut short
-        if epoch % self._every_n_epochs:
-            return
+        train = kwargs["train_dataloader"]
+        if self._budget is None and _epoch(state) % self._every_n_epochs == 0:
+            self._measure(state, control, lambda: self._batches(train))
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Measure where the budget allows it, and log the values."""
+        batch = self._due(self._batch)
+        if batch is not None:
+            self._measure(state, control, lambda: [batch])
+
+    def _measure(self, state: Any, control: Any, batches: Callable[[], Any]) -> None:
         def problem() -> tuple[nn.Module, Any]:
             if self._trainer.is_deepspeed_enabled:
                 raise InputError(
@@ -116,8 +129,7 @@ class FlatnessCallback(Watch, TrainerCallback):  # type: ignore[misc]
                 )
             return self._part_of(self._trainer.model), self._loss
 
-        train = kwargs["train_dataloader"]
-        values = self._measured(epoch, state.global_step, problem, lambda: self._batches(train))
+        values = self._measured(_epoch(state), state.global_step, problem, batches)
         if values:
             due = control.should_log  # of the training's own loss, by logging_strategy="epoch"
             self._trainer.log(values)
@@ -125,7 +137,14 @@ class FlatnessCallback(Watch, TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Say what the measurements have cost."""
+        if self._budget is not None:
+            self._hook.remove()
         self._end(prints=state.is_world_process_zero)
+
+    def _keep(self, model: nn.Module, args: Any, given: dict[str, Any]) -> None:
+        """Keep the batch of a step, of which a trainer tells callbacks nothing."""
+        if model.training:
+            self._batch = {name: held for name, held in given.items() if isinstance(held, Tensor) and held.ndim}
 
     def _batches(self, train: Any) -> Any:
         data = self._data
@@ -135,6 +154,10 @@ class FlatnessCallback(Watch, TrainerCallback):  # type: ignore[misc]
         if isinstance(data, str):
             data = self._trainer.get_eval_dataloader() if data == "val" else train
         return _plain(data)
+
+
+def _epoch(state: Any) -> int:
+    return math.ceil(float(state.epoch) - 1e-6)  # steps are fractions of an epoch, and a last one may be cut short
 
 
 class PenaltyCallback(TrainerCallback):  # type: ignore[misc]

@@ -23,6 +23,7 @@ from ..model.state import in_eval_mode
 from ..options import EVERY, Options, check_count, check_flag
 from ..report import Report
 from ..training import loaders
+from ..training.budget import HOW, Budget, of_distribution
 from ..training.history import History
 
 NETWORK = "network"
@@ -48,6 +49,7 @@ class Watch:
         limit_batches: int | None = None,
         name: str = "flatness",
         strict: bool = False,
+        budget: float | None = None,
         **options: Any,
     ) -> None:
         """Take what is measured, when and how; the callbacks' own pages say what each argument is."""
@@ -57,7 +59,9 @@ class Watch:
                 raise unknown_argument("FlatnessCallback", option, _OPTIONS)
         Options.of(options)
         self._layers, self._data, self._loss, self._path, self._name = layers, data, loss, model, name
-        self._options = {"progress": False, **options}
+        self._budget = None if budget is None else Budget(budget, None if data == "train" else data)
+        by_budget = {} if budget is None else {**HOW, "per_sample": True}
+        self._options = {"progress": False, **by_budget, **options}
         self._measures: Any = measures
         if measures is not None and (not isinstance(measures, str) or are_named(measures)):
             self._measures = [row.name for row in named(measures)]  # of which some may be left out later
@@ -83,6 +87,8 @@ class Watch:
 
     def _begin(self) -> None:
         """Say that the training begins now, against which the measurements' time is held."""
+        if self._budget is not None and _is_distributed():
+            raise InputError("budget= is for one process: the others cannot know when it measures")
         self._begun, self._spent = time.perf_counter(), 0.0
 
     def _measured(
@@ -104,16 +110,24 @@ class Watch:
         finally:
             spent = time.perf_counter() - started
             self._spent += spent
+            if self._budget is not None:
+                self._budget.took()
         if self._layers is None and report.uncovered:
             names, share = ", ".join(report.uncovered), sum(report.uncovered.values())
             self._once("", f"weights with {share:.2g} of all entries are not measured, nor in any later epoch: {names}")
-        self.history.add(report, step=step, epoch=epoch, seconds=spent)
+        numbers = {} if self._budget is None else {"train_seconds": self._budget.trained}
+        report = report if self._budget is None else of_distribution(report)
+        self.history.add(report, step=step, epoch=epoch, seconds=spent, **numbers)
         values = {
             self._logged_as(name, layer): found.value
             for name, held in report.by_measure().items()
             for layer, found in held.items()
         }
         return {**values, f"{self._name}/seconds": spent}
+
+    def _due(self, batch: Any) -> Any:
+        """Return what to measure after a step of the training on a batch, where there is a budget that allows it."""
+        return None if self._budget is None else self._budget.due(batch if self._data == "train" else None)
 
     def _end(self, *, prints: bool) -> None:
         """Print what the measurements have cost since :meth:`_begin`, where something was measured."""

@@ -2,8 +2,8 @@
 
 import contextlib
 import copy
-import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -41,14 +41,14 @@ class Batches:
     They are a tuple of tensors with the samples in dimension 0, or an iterable of batches. A one-shot iterator is
     refused for more than one of ``reads``, and what a loader gives at a later read is held against what it gave at the
     first. Samples have to come in the same order at each read if they are ``ordered``. ``shard`` is which part of all
-    data it is, where they are spread over ranks; ``say`` puts a text beside the progress bar of a read.
+    data it is, where they are spread over ranks; ``shown`` is whether they show how far a read is, and what it takes.
     """
 
     def __init__(
         self, data: Any, device: torch.device, *, reads: int = 1, ordered: bool = False, shown: bool | None = None
     ) -> None:
         self._device, self._shown, self._ordered, self.shard = device, shown, ordered, WHOLE
-        self.say: Callable[[str], None] = lambda text: None
+        self._told = shown is False
         self.count_by: Callable[[Whole], int] | None = None  # counts the samples of a batch that is not cut
         self._tensors: tuple[Tensor, ...] = ()
         if isinstance(data, tuple) and data and isinstance(data[0], (Tensor, np.ndarray)):
@@ -133,7 +133,6 @@ class Batches:
         begun, self._begun = self._begun, None
         source = self._fetched() if begun is None else itertools.chain(*begun)
         with progress.bar("batches", len(self), self._shown) as advance:
-            self.say = functools.partial(advance, 0)
             for number, batch in enumerate(source):
                 is_whole = isinstance(batch, Whole)
                 if is_whole or _checked_size(batch, number) > 0:
@@ -146,6 +145,12 @@ class Batches:
             raise no_samples(self._data)
         if self._compared:
             self._compare(read)
+
+    def tell(self, text: Callable[[], str]) -> None:
+        """Print a line on what takes long, before it does: the first one that there is."""
+        if not self._told:
+            self._told = True
+            print(f"pyflatness: {text()}", file=sys.stderr, flush=True)
 
     def count(self) -> int:
         """Return how many samples there are for sure, if need be by a read of the data."""

@@ -24,7 +24,7 @@ from ..losses import Factors, Loss, Mixtures, Terms
 from ..model import data
 from ..numerics.signs import Signs
 from .batch_layout import check_outputs
-from .limit import check_passes
+from .limit import Tell, check_passes
 from .runner import Run
 
 STREAM = 0  # of the signs
@@ -51,15 +51,17 @@ class Cotangents:
     _factors: Callable[[], Factors]
     _mixtures: Callable[[], Mixtures]
 
-    def exact(self, most: int, send: Callable[[Tensor], Any]) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield cotangents and their signs; ``send`` shows how long one takes where there are more than ``most``."""
+    def exact(
+        self, most: int, send: Callable[[Tensor], Any], tell: Tell | None = None
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield cotangents and their signs; ``send`` shows how long one takes, see :func:`.check_passes`."""
         samples, terms = self._order.shape
         columns = self._loss.columns(self._rows.shape[1])
         what = (
             f"an exact value takes {self.passes} backward passes a batch ({terms} loss terms of a sample x {columns} "
             "columns of the loss's factor)"
         )
-        check_passes(self.passes, most, what, lambda: send(torch.zeros_like(self.outputs)), samples)
+        check_passes(self.passes, most, what, lambda: send(torch.zeros_like(self.outputs)), samples, tell=tell)
         first = torch.arange(samples, device=self._rows.device) * self.used.shape[1]
         for t in range(terms):
             index = first + self._order[:, t]
@@ -75,11 +77,16 @@ class Cotangents:
                 yield self._shaped(values), signs
 
     def sent(
-        self, signs: Signs | None, numbers: Tensor, most: int, send: Callable[[Tensor], Any]
+        self,
+        signs: Signs | None,
+        numbers: Tensor,
+        most: int,
+        send: Callable[[Tensor], Any],
+        tell: Tell | None = None,
     ) -> Iterator[tuple[int, Tensor, Tensor | float | None]]:
         """Yield draw, cotangent and sign: those of :meth:`exact` as draw 0 without signs, else of :meth:`sampled`."""
         if signs is None:
-            yield from ((0, cotangent, sign) for cotangent, sign in self.exact(most, send))
+            yield from ((0, cotangent, sign) for cotangent, sign in self.exact(most, send, tell))
         else:
             yield from self.sampled(signs, numbers)
 

@@ -1,4 +1,4 @@
-"""Refuse exact values that take more backward passes or Hessian products than ``max_passes=`` allows."""
+"""Refuse exact values that take more backward passes than ``max_passes=`` allows, and say before what many take."""
 
 import time
 from collections.abc import Callable
@@ -11,26 +11,48 @@ from .. import private
 from ..errors import PassesError
 from ..messages import duration
 
+MANY = 100  # backward passes of a micro-batch, or Hessian products of a layer
+Tell = Callable[[Callable[[], str]], None]
+
 
 def check_passes(
-    needed: int, most: int, what: str, one: Callable[[], Any], samples: int, *, by_hessian: bool = False
+    needed: int,
+    most: int,
+    what: str,
+    one: Callable[[], Any],
+    samples: int,
+    *,
+    by_hessian: bool = False,
+    tell: Tell | None = None,
 ) -> None:
     """Raise if an exact value takes more passes of a micro-batch than the user allows, and say how long they take.
 
-    ``what`` begins the message; ``one`` makes one of them, to see how long that takes.
+    ``what`` begins the message; ``one`` makes one of them, to see how long that takes. ``tell`` is told of as many as
+    the user allows, where these are many.
     """
     if needed <= most:
+        if tell is not None and needed > MANY:
+            tell(
+                lambda: (
+                    f"{what}, about {duration(needed * _seconds(one))} for each {samples} samples; rtol=0.05 takes "
+                    "a fraction of that, with a standard error"
+                )
+            )
         return
-    _wait_for(one())  # the first one has more to do
-    start = time.perf_counter()
-    _wait_for(one())
-    seconds = time.perf_counter() - start
+    seconds = _seconds(one)
     ggn = "; or curvature='ggn' for the GGN value, another number" if by_hessian else ""
     raise PassesError(
         f"{what}, more than max_passes={most}, and about {duration(needed * seconds)} for each {samples} samples by "
         f"the {seconds:.2g} s that one took; pass max_passes={needed} to take that time, or probes= for a value "
         f"sampled from fewer, with a standard error{ggn}"
     ).taking(what, needed)
+
+
+def _seconds(one: Callable[[], Any]) -> float:
+    _wait_for(one())  # the first one has more to do
+    start = time.perf_counter()
+    _wait_for(one())
+    return time.perf_counter() - start
 
 
 def _wait_for(made: Any) -> None:

@@ -17,6 +17,7 @@ from . import batch_layout, dry_run, guards, linearity
 from .batch_layout import Layout
 from .guards import Check, Spacing, check_unchanged
 from .known_layers import KnownLayers
+from .limit import Tell
 from .memory import MicroBatches, Place
 from .recorder import RecordedCall, Recorder, frozen
 from .task import Task
@@ -42,6 +43,7 @@ class Run:
     nonlinear: frozenset[str]  # layers in whose weight the model is not certified to be locally linear
     differentiated: frozenset[str]  # layers of these whose weight acts in a derivative that the model takes
     again: Callable[[], tuple[Tensor, Any]]  # the model on these samples once more, unrecorded
+    tell: Tell | None  # takes what exact values cost, where these are wanted
 
     def calls(self, name: str) -> list[RecordedCall]:
         """Return a layer's calls; none if it did not run."""
@@ -95,6 +97,7 @@ class Runner:
     ) -> None:
         selection, self._forward = task.selection, forward or task.forward
         self._options, self._checked = task.options, task.forward
+        self._tell = None if task.options.sampled or not task.loss.convex else task.batches.tell
         self.model, self.batches, self.selected = task.model, task.batches, selection.modules
         self._approve, self._reserve, self._inside = approve, reserve, inside
         self._second_order, self._by_sample, self._certify = second_order, by_sample, certify
@@ -304,6 +307,7 @@ class Runner:
             frozenset(self._certificate.reasons).intersection(recorder.calls),
             frozenset(self._certificate.differentiated.intersection(recorder.calls)),
             partial(self._again, batch),
+            self._tell,
         )
 
     def _is_sampled(self, outputs: Tensor, samples: int) -> bool:

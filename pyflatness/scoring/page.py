@@ -39,6 +39,7 @@ HOLLOW = (
     "Hollow points are models that do not count in the correlations: they were excluded by name, are not trained, or "
     "one of their two numbers is missing, and then they are drawn at the left or lower edge."
 )
+_COUNTS = ("s", "seed", "epoch", "step", "iteration", "checkpoint", "ckpt")  # of names, which are no settings
 _FEWEST = 5  # networks for an interval
 _TOO_FEW = "too few networks for an interval"
 
@@ -57,6 +58,7 @@ class PageOptions:
     exclude: Collection[str] = ()  # names of models that do not count in the correlations
     max_loss: float | None = None  # of models that count; None: see :meth:`.tables.Networks.untrained`
     interval: str = "bootstrap"  # how the intervals of correlations are made, ``"bootstrap"`` or ``"fisher"``
+    colour: str | None = None  # the setting that gives points their colours; None: one that is in all names
     histories: Mapping[str, History] = field(default_factory=dict)  # of trainings, by the names to show
 
 
@@ -119,6 +121,8 @@ class _Against:
     kept: NDArray[np.bool_]
     left_out: Mapping[str, str]  # networks that do not count, each with the reason
     interval: str
+    setting: str  # that gives points their colours; "": each has its own
+    values: Mapping[str, Any]  # of the setting, by network
 
     @classmethod
     def of(cls, records: Sequence[Record], options: PageOptions) -> "_Against":
@@ -128,7 +132,8 @@ class _Against:
         networks.column(y)  # raises if there is none
         excluded = networks.named(~networks.kept(_among(options.exclude, records)))
         left_out = networks.untrained(options.max_loss) | dict.fromkeys(excluded, "excluded by name")
-        return cls(records, networks, y, networks.kept([*left_out]), left_out, options.interval)
+        colours = _setting(records, networks.names, options.colour)
+        return cls(records, networks, y, networks.kept([*left_out]), left_out, options.interval, *colours)
 
     def with_test(self) -> list[Record]:
         """Return the values with the test loss and the gap of their networks, where these are known."""
@@ -234,16 +239,30 @@ class _Against:
             lines = [f"{row.statistic} {_correlation(own, x, row.statistic).text}" for row in own.rows] if own else []
             lines += [_TOO_FEW] if own and own.points < _FEWEST else []
             across = Axis.of(f"x{place}", x, columns[f"x{place}"].tolist())
-            specs.append(charts.scatter(across, upward, lines, len(self.kept)))
+            specs.append(charts.scatter(across, upward, lines, len(self.kept), self.setting))
         return Charts(self._data(columns), tuple(specs))
 
     def _data(self, columns: Mapping[str, Vector]) -> charts.Rows:
         short = charts.short(self.networks.names)
         return [
-            {"model": name, "name": short[name], "out": not kept}
+            {"model": name, "name": short[name], "out": not kept, "setting": self.values.get(name)}
             | {key: float(column[place]) for key, column in columns.items() if math.isfinite(column[place])}
             for place, (name, kept) in enumerate(zip(self.networks.names, self.kept, strict=True))
         ]
+
+
+def _setting(records: Sequence[Record], names: Sequence[str], wanted: str | None) -> tuple[str, dict[str, str]]:
+    """Return the setting that gives points their colours, with its values by network: a column, or a part of names."""
+    columns = {name for name in records[0] if name not in {*COLUMNS, *_BESIDE, "setting"}}
+    found: dict[str, list[Any]] = dict(charts.settings(names))
+    for name in columns:
+        held = {record["checkpoint"]: record[name] for record in records}
+        found[name] = [held.get(network) for network in names]
+    if wanted is not None and wanted not in found:
+        raise InputError(f"colour: {wanted!r} is no column, nor a number in all names; there are {', '.join(found)}")
+    several = [name for name, held in found.items() if 1 < len({*held}) <= charts.NAMED and name not in _COUNTS]
+    setting = wanted or next(iter(several), "")
+    return setting, {n: str(value) for n, value in zip(names, found.get(setting, ()), strict=False)}
 
 
 def _measure_and_layer(column: str) -> tuple[str, str]:

@@ -84,6 +84,7 @@ class Scores(Result):
         max_loss: float | None = None,
         interval: str = "bootstrap",
         histories: Mapping[str, History] | None = None,
+        colour: str | None = None,
     ) -> str:
         """Return a page of all values, with charts and correlations, as one file that loads nothing.
 
@@ -99,12 +100,14 @@ class Scores(Result):
                 five times the median. The page names them.
             interval: ``"bootstrap"``, or ``"fisher"``, which takes less time for many models.
             histories: of trainings, by the names that they are shown under.
+            colour: a column of metadata, or a word with a number behind it in all names, such as ``"lr"`` of
+                ``lr0.1_batch16``, that gives points their colours; None: the first such word with up to ten values.
 
         Raises:
             InputError: no rows, no such column, no such model, or a model that is not in ``test``.
             MissingExtraError: without Altair.
         """
-        options = page.PageOptions(against, test, exclude, max_loss, interval, histories or {})
+        options = page.PageOptions(against, test, exclude, max_loss, interval, colour, histories or {})
         return written(page.page(title, [page.SettingValues("", self._rows())], options), path)
 
     def plot(

@@ -31,12 +31,13 @@ from ..numerics.signs import Signs
 from ..options import Options
 from ..passes import cotangents, linearity
 from ..passes.cotangents import Cotangents
+from ..passes.limit import MANY
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from ..report import Estimate
 from .entries import EntrySums
 from .layer_gradients import LayerGradients
-from .layer_sweep import MANY, Values
+from .layer_sweep import Values
 from .per_sample_diagonal import PerSampleDiagonal
 from .per_sample_parameters import Group, PerSampleParameters
 from .totals import OR_OVERFLOW, Sums, Totals
@@ -109,7 +110,8 @@ class Diagonal:
         signs_of_factors = None if entries is not None and sent.passes <= draws else signs
         if signs is None:
             self._passes = max(self._passes, sent.passes)
-            self._runner.batches.say(self.fewer)
+            if self.fewer:
+                self._runner.batches.tell(lambda: self.fewer)
         by_layer = self._by_layer(run)
         if by_layer:
             self._add_layers(run, sent, signs_of_factors, by_layer, values, entries)

@@ -29,6 +29,7 @@ from ..numerics.signs import Signs
 from ..options import Options
 from ..passes import cotangents, linearity, normalize
 from ..passes.layer_form import Gathered, LayerForm
+from ..passes.limit import MANY
 from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
 from . import directions, residuals
@@ -36,7 +37,6 @@ from .activations import ACTIVATIONS, Activations
 from .contracted import Contracted
 from .heads import Heads
 
-MANY = 100  # backward passes of a batch
 Parts = dict[tuple[str, str], Tensor]
 
 
@@ -206,7 +206,6 @@ class Sweep:
         """Add the values (draws, quantities, n) of layers by cotangents, and their summands."""
         count = sent.passes if signs is None else len(signs.draws)
         self.sent = self.sent if signs is not None else max(self.sent, count)
-        self._runner.batches.say(self.fewer)
         activations = self._activations(run)
         # Several cotangents go through operations whose weights are there in backward passes of the model alone.
         held_back = self._budget.held_back if signs is None and not spread.is_held() else 0
@@ -217,7 +216,7 @@ class Sweep:
             for name, contribution in (*none, *activations.nothing(active)):
                 _add(parts, name, contribution)
         send = partial(run.recorder.gradients, run.outputs, names=found)
-        for draw, cotangent, sign in sent.sent(signs, run.numbers, self._options.max_passes, send):
+        for draw, cotangent, sign in sent.sent(signs, run.numbers, self._options.max_passes, send, run.tell):
             for name, contribution in contracted.of(cotangent, sign):
                 found[name][draw, : len(contribution.values)] += contribution.values
                 _add(parts, name, contribution)

@@ -11,7 +11,9 @@ from ..messages import shown
 from ..options import check_count, check_number
 from ..report import Estimate, Readable, Report, views
 from ..report.result import write_json
+from . import budget as budgets
 from . import curves
+from .budget import Budget
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -79,12 +81,55 @@ class History(Readable):
     Args:
         records: to begin with.
         measure: returns a report for each set of weights; None: nothing can be recorded.
+        budget: chooses when :meth:`step` measures; ``measure`` then takes the samples to measure on.
     """
 
     def __init__(
-        self, records: Iterable[Record] = (), measure: Callable[[], Mapping[str, Report]] | None = None
+        self,
+        records: Iterable[Record] = (),
+        measure: Callable[..., Mapping[str, Report]] | None = None,
+        budget: Budget | None = None,
     ) -> None:
-        self._records, self._measure = [*records], measure
+        self._records, self._measure, self._budget = [*records], measure, budget
+        if budget is not None:
+            budget.resume(self._records)
+
+    def step(self, *, epoch: float | None = None, **numbers: Any) -> Record | None:
+        """Count a step of the training, and measure where the budget allows it, see :func:`pyflatness.track`.
+
+        Args:
+            epoch: the epoch, or a fraction of one.
+            numbers: whatever else belongs to this step, by name.
+
+        Returns:
+            The new record, with ``train_seconds`` among its numbers, or None.
+
+        Raises:
+            InputError: a history without ``budget=``, and as :meth:`record`.
+        """
+        budget = self._budget
+        if budget is None or self._measure is None:
+            raise InputError("history: step() is for pf.track(…, budget=0.01); record() measures at once")
+        batch = budget.due()
+        if batch is None:
+            return None
+        when = _checked(budget.steps, epoch, {**numbers, "train_seconds": budget.trained})
+        reports = self._measure(batch)
+        return self._appended(Record(*when, reports, budget.took()))
+
+    def pooled(self, measure: str = "relative_flatness", weights: str = "live") -> dict[str, Estimate]:
+        """Return each layer's last value by all records, of which older ones count by less as far as values drift.
+
+        A value's level is taken to walk at random; how fast is what the records of the last half of the steps allow, so
+        that intervals are rather too wide.
+
+        Raises:
+            InputError: no records of the measure with steps.
+        """
+        held = [(float(one.step), one.reports[weights]) for one in self if one.step and weights in one.reports]
+        if not any(measure in report.measures for _, report in held):
+            raise InputError(f"history: {shown(measure)} of {weights!r} weights is in no record with a step")
+        return budgets.pooled(held, measure)
 
     def record(self, *, step: int | None = None, epoch: float | None = None, **numbers: Any) -> Record:
         """Measure the network now, and append what comes of it.
@@ -104,6 +149,8 @@ class History(Readable):
             InputError: a step or number that is none, a name that a column of the table has, or a history that was
                 read from a file; and as :func:`pyflatness.measure`.
         """
+        if self._budget is not None:
+            raise InputError("history: budget= chooses when to measure: call step() after each step of the training")
         if self._measure is None:
             raise InputError(
                 "history: this one was read from a file or made without a model; pf.track(model, loss, data, "
@@ -113,6 +160,22 @@ class History(Readable):
         began = time.perf_counter()
         reports = self._measure()
         return self._appended(Record(*when, reports, time.perf_counter() - began))
+
+    def alarms(self, measure: str = "relative_flatness", weights: str = "live") -> tuple[Record, ...]:
+        """Return the records of ``budget=`` at which something has happened to the training, such as random labels.
+
+        The network's values of single samples are then much more alike than before: their standard deviation over the
+        value is less than 0.65 times the median of the last ten records, from 32 samples on. It is so where
+        predictions lose their certainty for all samples at once.
+
+        Raises:
+            InputError: no records of the measure.
+        """
+        held = [(one, one.reports[weights]) for one in self if weights in one.reports]
+        found = [(one, report[measure]) for one, report in held if measure in report.measures]
+        if not found:
+            raise InputError(f"history: {shown(measure)} of {weights!r} weights is in no record")
+        return tuple(found[place][0] for place in budgets.alarms([value for _, value in found]))
 
     def add(
         self,

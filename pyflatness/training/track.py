@@ -19,6 +19,7 @@ from ..options import EVERY, MeasureHow, check_names
 from ..report import Report
 from ..session import public
 from . import loaders
+from .budget import HOW, Budget, of_distribution
 from .history import History
 
 _AVERAGED = ("ema", "swa")
@@ -36,6 +37,7 @@ def track(
     averaged: nn.Module | None = None,
     history: History | None = None,
     layers: Selector | Sequence[Selector] | None = None,
+    budget: float | None = None,
     **how: Unpack[MeasureHow],
 ) -> History:
     """Return a history of a network's measures, to which every call of ``history.record()`` adds those of that moment.
@@ -58,6 +60,10 @@ def track(
             with ``use_buffers=True``.
         history: one to go on with, as :meth:`.History.from_json` returns it; it is not changed.
         layers: selectors; None: every layer that can be measured. Names where averaged weights are measured.
+        budget: the part of the time, such as 0.01, that may go into measuring. Call ``history.step()`` after each step
+            of the training in place of ``record()``: it measures the GGN by one probe of each of some samples, going
+            round in ``data`` (tensors in random order, or a list of batches), as often as is within the part; standard
+            errors are those of the values over the samples' distribution. A history that is gone on with has its time.
         process_group: whose ranks make the call together; None: all, where ``torch.distributed`` is initialised. Every
             rank records, with its own data, and has the values of the whole.
 
@@ -92,7 +98,13 @@ def track(
     if history is not None and not isinstance(history, History):
         raise InputError(f"history: a History is wanted, got {type(history).__name__} {shown(history)}")
 
-    def measured() -> dict[str, Report]:
+    rest: dict[str, Any] = dict(how)
+    chooser = None
+    if budget is not None:
+        chooser = Budget(budget, data, how.get("process_group"))
+        rest = {**HOW, "per_sample": True, **how}
+
+    def measured(batch: Any = None) -> dict[str, Report]:
         reports = {}
         with interrupts.undone():
             for name, module in chosen.items():
@@ -101,10 +113,12 @@ def track(
                         continue
                     module = module.module
                 with in_eval_mode(module), loaders.as_found(data):
-                    reports[name] = measure(module, loss, data, measures=measures, layers=layers, **how)
+                    some = data if batch is None else [batch]
+                    report = measure(module, loss, some, measures=measures, layers=layers, **rest)
+                    reports[name] = report if batch is None else of_distribution(report)
         return reports
 
-    return History(history or (), measured)
+    return History(history or (), measured, chooser)
 
 
 def _chosen(model: nn.Module, weights: str | Sequence[str], averaged: nn.Module | None) -> dict[str, nn.Module]:

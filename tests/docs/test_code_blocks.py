@@ -45,6 +45,14 @@ model, loss, data = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), nn.CrossEntro
 """,
     "models.md": LANGUAGE_MODEL,
     "layers.md": LANGUAGE_MODEL,
+    "statistics.md": DIGITS
+    + """
+x_test, y_test, loss = torch.randn(60, 1, 8, 8), torch.randint(3, (60,)), nn.CrossEntropyLoss()
+def trained(rate):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 3))
+    model[1].weight.data *= 1 + 10 * rate
+    return model.eval()
+""",
     "training.md": DIGITS
     + """
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn

@@ -51,6 +51,23 @@ def test_a_training_is_what_it_is_without_the_callback(package, options):
     assert len({row["epoch"] for row in rows(callback)}) == 3 // options.get("every_n_epochs", 1)
 
 
+@pytest.mark.parametrize("data", ["train", loaders()[1]], ids=["the batch", "own"])
+def test_a_budget_measures_steps(data):
+    *_, expected = fit(pl)
+    callback = FlatnessCallback(data=data if data == "train" else [*data], budget=0.999, strict=True)
+    *_, found = fit(pl, [callback])
+    assert found == expected
+    first = callback.history[0]
+    assert first.step == 1
+    assert first.reports["live"]["relative_flatness"].stderr > 0
+    restored = FlatnessCallback(budget=0.5)
+    restored.load_state_dict(callback.state_dict())
+    assert restored.history == callback.history
+    assert restored._budget.spent > 0
+    with pytest.raises(pf.errors.InputError, match="budget= reads a part"):
+        FlatnessCallback(data="val", budget=0.5)
+
+
 def test_a_penalty_in_a_training_step():
     """It is made when the fit begins, and added to the loss that the module computes."""
 

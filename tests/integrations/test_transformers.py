@@ -65,6 +65,18 @@ def trained(folder, *callbacks, **options):
     return trainer, found, made
 
 
+def test_a_budget_measures_steps_on_the_batch_that_was_trained_on(tmp_path, capsys):
+    _, expected, _ = trained(tmp_path, gradient_accumulation_steps=2)
+    trainer, found, (callback,) = trained(tmp_path, {"budget": 0.999, "strict": True}, gradient_accumulation_steps=2)
+    assert found == expected
+    first = callback.history[0]
+    assert first.step == 1
+    assert 0 < first.reports["live"]["relative_flatness"].samples <= 4
+    assert any("flatness/network/relative_flatness" in row for row in trainer.state.log_history)
+    assert not trainer.model._forward_pre_hooks
+    assert "measured on the training data" in capsys.readouterr().out
+
+
 CALLBACKS = {
     "val": {"data": "val", "layers": "classifier"},
     "train, sampled": {"data": "train", "probes": 2, "curvature": "ggn"},

@@ -1,11 +1,13 @@
 """``max_passes=``: how many backward passes or Hessian products an exact value may take."""
 
+import re
+import statistics
+
 import pytest
 import torch
 from torch import nn
 
 import pyflatness as pf
-from pyflatness import progress
 
 LOSS = nn.CrossEntropyLoss()
 TIME = r"and about \d+ min \d\d s for each 3 samples by the \S+ s that one took"
@@ -79,9 +81,8 @@ def test_limits_that_are_none(given):
 
 
 @pytest.mark.parametrize("classes", [101, 102])
-def test_many_passes_say_what_fewer_would_give(monkeypatch, capsys, classes):
-    """Once in a report, in the value of one layer, beside the progress; not of sampled values, nor a head alone."""
-    monkeypatch.setattr(progress, "_EVERY", 0.0)
+def test_many_passes_say_what_fewer_would_give(capsys, classes):
+    """Once before a call and once in a report, in the value of one layer; not of sampled values, nor a head alone."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(250, 250), nn.ReLU(), nn.Linear(250, classes)).eval()
     data, note = (torch.randn(6, 250), torch.arange(6)), "101 backward passes a batch; rtol=0.01"
@@ -89,5 +90,39 @@ def test_many_passes_say_what_fewer_would_give(monkeypatch, capsys, classes):
     found.append(pf.relative_flatness(model, nn.CrossEntropyLoss(), data))
     assert [note in repr(each) for each in found] == [classes == 102, False, False]
     capsys.readouterr()
-    assert str(pf.measure(model, nn.CrossEntropyLoss(), data)).count(note) == (classes == 102)
-    assert (f"batches: {note}" in capsys.readouterr().err) == (classes == 102)
+    batches = [(data[0][:3], data[1][:3]), (data[0][3:], data[1][3:])]
+    assert str(pf.measure(model, nn.CrossEntropyLoss(), batches)).count(note) == (classes == 102)
+    said = capsys.readouterr().err
+    assert said.count("101 backward passes a batch") == said.count("rtol=0.05") == (classes == 102)
+    assert not said or re.search(r"columns of the loss's factor\), about \d+ min \d+ s for each 3 samples; rtol", said)
+    pf.measure(model, nn.CrossEntropyLoss(), batches, progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_many_hessian_products_say_what_they_take(capsys):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(150, 144), nn.Tanh(), nn.Linear(144, 3)).eval()
+    data, layer = (torch.randn(20, 150), torch.randint(3, (20,))), {"layers": "0", "measures": "trace"}
+    assert pf.measure(model, nn.CrossEntropyLoss(), data, **layer)["0", "trace"].exact
+    assert re.search(r"layer '0': its exact Hessian value takes 144 Hessian products.*rtol=", capsys.readouterr().err)
+    pf.measure(model, nn.CrossEntropyLoss(), data, **layer, rtol=0.05)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("tokens", "sampled"), [(5, False), (9, True)])
+def test_a_language_model_without_options_is_measured_by_one_probe(capsys, tokens, sampled):
+    """Of so many passes; an option that says what is wanted is followed, and the mean over seeds is the GGN's value."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=16, n_embd=4, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=0)
+    model = transformers.GPT2LMHeadModel(config).double().eval()
+    how = {"data": [{"input_ids": torch.randint(16, (3, tokens))}], "layers": "transformer.h.0.mlp.c_fc"}
+    capsys.readouterr()
+    found = pf.measure(model, **how)["trace"]
+    said = capsys.readouterr().err
+    assert ("by one probe" in said, found.exact, found.method == "ggn-sampled") == (sampled, not sampled, sampled)
+    assert pf.measure(model, **how, max_passes=3000)["trace"].exact
+    if sampled:
+        ggn = pf.measure(model, **how, curvature="ggn")["trace"].value
+        values = [pf.measure(model, **how, seed=seed)["trace"].value for seed in range(60)]
+        assert abs(statistics.fmean(values) - ggn) < 4 * statistics.stdev(values) / 60**0.5

@@ -32,7 +32,7 @@ def test_an_estimate_shows_its_interval_and_escapes_its_notes():
 def test_a_report_shows_every_value(report):
     shown = report._repr_html_()
     for layer in ("0", "2"):
-        assert f"{report[layer, 'trace'].value:.6g}" in shown
+        assert f"{report[layer, 'trace'].value:.4g}" in shown
     assert "network" in shown
 
 

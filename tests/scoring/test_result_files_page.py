@@ -71,7 +71,7 @@ def test_eigenvalues_are_in_a_table(parsed: Parsed) -> None:
     header, *rows = parsed.tables["Eigenvalues"]
     assert header[:6] == ["spectrum", "weights", "λ1", "λ2", "λ3", "trace by the density"]
     for row, (name, spectrum) in zip(rows, SPECTRA.items(), strict=True):
-        values = [f"{value:.6g}" for value in spectrum.eigenvalues.tolist()]
+        values = [f"{value:.4g}" for value in spectrum.eigenvalues.tolist()]
         trace = "" if spectrum.density is None else f"{with_error(*spectrum.density.moment(1))} (2 probes)"
         assert row[:6] == [name, str(spectrum.size), *values, *[""] * (3 - len(values)), trace]
         assert row[6:10] == ["hessian", "yes", "20", str(spectrum.products)]
@@ -105,9 +105,9 @@ def test_landscapes_have_their_numbers(parsed: Parsed, charts) -> None:
     by_name = {row[0]: dict(zip(header, row, strict=True)) for row in rows}
     for name, found, points in (("run/epoch_9, line", LINE, "5"), ("run/epoch_9", PLANE, "4 × 3")):
         row = by_name[name]
-        assert (row["points"], row["loss at the weights"]) == (points, f"{found.loss:.6g}")
-        assert row["smallest loss"] == f"{float(found.losses.min()):.6g}"
-        assert row["largest loss"] == f"{float(found.losses.max()):.6g}"
+        assert (row["points"], row["loss at the weights"]) == (points, f"{found.loss:.4g}")
+        assert row["smallest loss"] == f"{float(found.losses.min()):.4g}"
+        assert row["largest loss"] == f"{float(found.losses.max()):.4g}"
         assert row["curvature"] == "; ".join(f"{x:.4g}" for x in found.quadratic.hessian.diagonal().tolist())
     line, *lines = charts["Landscapes"]["data"]
     assert line["a"] == LINE.coefficients[0].tolist()
@@ -135,7 +135,7 @@ def test_histories_are_lines_over_their_steps(parsed: Parsed, charts) -> None:
     for name, made in HISTORIES.items():
         for record in made:
             value = record.reports["live"]["trace"].value
-            assert held[f"{name}, step {record.step}, live", "network"] == f"{value:.6g}"
+            assert held[f"{name}, step {record.step}, live", "network"] == f"{value:.4g}"
             of = {"training": name, "x": record.step, "weights": "live", "layer": "network", "m0": value}
             assert of in data
     trace, loss = charts["Training · 2 histories"]["specs"]

@@ -140,6 +140,30 @@ def test_the_page_begins_with_answers():
     assert [point["name"] for point in data] == [f"m{place}" for place in range(8)]
 
 
+def test_points_have_the_colours_of_a_setting():
+    """Of the first word that all names have with up to ten numbers, or of the one that is named; seeds are none."""
+    names = [f"runs/lr{rate}_b{batch}_s{seed}.pt" for rate in (0.1, 0.01) for batch in (16, 64) for seed in (0, 1)]
+    scores = pf.results.Scores(tuple(row(name, "trace", 1.0 + n, loss=n % 3) for n, name in enumerate(names)), 0)
+
+    def colours(**how):
+        found = drawn(scores.to_html(max_loss=math.inf, **how))["Flatness and loss"]
+        assert {layer["encoding"]["color"]["legend"]["title"] for layer in found["specs"][0]["layer"]} == {
+            how.get("colour", "lr")
+        }
+        return [point["setting"] for point in found["data"]]
+
+    assert colours() == ["0.1"] * 4 + ["0.01"] * 4
+    assert colours(colour="b") == ["16", "16", "64", "64"] * 2
+    with pytest.raises(pf.errors.InputError, match=r"colour: 'width' is no column, .* there are lr, b, s"):
+        scores.to_html(colour="width")
+
+
+def test_values_have_four_digits_and_all_where_the_pointer_rests():
+    html = pf.results.Scores((row("a", "trace", 1234.56789),), 0).to_html()
+    assert Parsed(html).tables["Values by model and layer"][1][-1] == "1235"
+    assert "1234.56789" in html
+
+
 def test_a_smallest_value_that_is_not_sure():
     html = texts_of([0.1, 0.2, 0.3], [1.0, 2.0, 3.0])
     assert "may have as small a value" not in html
@@ -224,7 +248,7 @@ def test_a_report_and_a_history(tmp_path):
     text = report.to_html(tmp_path / "report.html")
     assert (tmp_path / "report.html").read_text(encoding="utf-8") == text
     lines = {line[0]: line for line in Parsed(text).tables["Values by layer"]}
-    assert lines["network"][1] == f"{report['trace'].value:.6g}"
+    assert lines["network"][1] == f"{report['trace'].value:.4g}"
     history = pf.results.History()
     for step in range(3):
         history.add(report, step=step, train_loss=1.0 - step)

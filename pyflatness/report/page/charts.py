@@ -24,6 +24,7 @@ NAMED = 10  # models that a legend has room for
 _LINES = 50  # models of which each has a line; of more the median is drawn, with a band
 _SIZE: dict[str, Any] = {"width": "container", "height": 340}
 _ENDING = re.compile(r"\.(safetensors|ckpt|pth?|bin)$")
+_NUMBER = re.compile(r"([A-Za-z]+)[=_-]?(\d+(?:\.\d+)?(?:e-?\d+)?)")
 _APART = 8  # pixels between labels of an axis, and between points and the frame
 
 
@@ -75,7 +76,15 @@ def short(names: Sequence[str]) -> dict[str, str]:
     return dict(zip(names, cut if len({*cut}) == len({*names}) else names, strict=True))
 
 
-def scatter(x: Axis, y: Axis, lines: Sequence[str], models: int) -> Spec:
+def settings(names: Sequence[str]) -> dict[str, list[str]]:
+    """Return the settings that all names have a number of, such as lr0.1_batch16, each with its value in each name."""
+    found = [dict(_NUMBER.findall(name)) for name in short(names).values()]
+    return (
+        {word: [one[word] for one in found] for word in found[0] if all(word in one for one in found)} if found else {}
+    )
+
+
+def scatter(x: Axis, y: Axis, lines: Sequence[str], models: int, setting: str = "") -> Spec:
     """Return a chart of one field against another: a point for each model, with an interval where x has one.
 
     Models that do not count (the field ``out``) are hollow; those without x are hollow at the left edge, those without
@@ -86,13 +95,20 @@ def scatter(x: Axis, y: Axis, lines: Sequence[str], models: int) -> Spec:
         y: upward.
         lines: below the title.
         models: how many there are; few have colours, and a legend of the field ``name``.
+        setting: what the field ``setting`` holds, for colours in place of these.
     """
     alt = altair()
+    told = [alt.Tooltip("setting:N", title=setting)] if setting else []
     base = alt.Chart(alt.NamedData(name=DATA)).encode(
-        tooltip=["model:N", *(alt.Tooltip(axis.field, type="quantitative", title=axis.title) for axis in (x, y))]
+        tooltip=["model:N", *told, *(alt.Tooltip(axis.field, type="quantitative", title=axis.title) for axis in (x, y))]
     )
     across, upward = alt.X(**position(alt, x)), alt.Y(**position(alt, y))
-    base = base.encode(color=colour(alt, "name", models)) if models <= NAMED else base
+    if setting:
+        legend = alt.Legend(title=setting, orient="bottom", symbolOpacity=1, symbolFillColor=None)
+        colours = alt.Scale(scheme="category10")
+        base = base.encode(color=alt.Color("setting:N", sort=None, legend=legend, scale=colours))
+    elif models <= NAMED:
+        base = base.encode(color=colour(alt, "name", models))
     has_x, has_y = f"isValid(datum.{x.field})", f"isValid(datum.{y.field})"
     left, bottom = alt.value(0), alt.value(_SIZE["height"])
 
@@ -122,7 +138,12 @@ def profile(measure: Axis, layers: Sequence[str], models: int) -> Spec:
     alt = altair()
     base = alt.Chart(alt.NamedData(name=DATA)).transform_filter(f"isValid(datum.{measure.field})")
     base = base.encode(
-        x=alt.X("layer:N", sort=[*layers], title="layer, in the model's order", axis=alt.Axis(labelLimit=90)),
+        x=alt.X(
+            "layer:N",
+            sort=[*layers],
+            title="layer, in the model's order",
+            axis=alt.Axis(labelLimit=90, labelOverlap="greedy"),
+        ),
         y=alt.Y(**position(alt, measure)),
     )
     if models > _LINES:

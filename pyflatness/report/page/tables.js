@@ -32,7 +32,8 @@ function filterable(form, table, status) {
   const measures = [...(measure?.options ?? [])].map((option) => option.value);
   const rows = [...table.tBodies[0].rows].map((row) => [row, row.textContent.toLowerCase()]);
   let before = "";
-  if ([...(layer?.options ?? [])].some((option) => option.value === "network")) layer.value = "network";
+  const several = layer && layer.dataset.column !== "0"; // networks
+  if (several && [...layer.options].some((option) => option.value === "network")) layer.value = "network";
   const filter = () => {
     const wanted = words.value.toLowerCase().split(/\s+/);
     const of = (row) => !layer?.value || row.cells[layer.dataset.column].textContent === layer.value;

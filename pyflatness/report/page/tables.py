@@ -111,7 +111,7 @@ def text(given: object) -> Cell:
 
 def number(given: float | None) -> Cell:
     """Return a number as a cell, or an empty one."""
-    return Cell("") if given is None else Cell(f"{given:.6g}", _key(given))
+    return Cell("") if given is None else Cell(f"{given:.4g}", _key(given), note=f"{given:.10g}")
 
 
 def value(record: Record) -> Cell:
@@ -125,8 +125,8 @@ def value(record: Record) -> Cell:
         note = f"{found:.10g}, standard error {standard_error(stderr)}; {_how(record)}"
         return Cell(f"{with_error(found, stderr)} {brackets}", _key(found), note=note)
     if record["exact"]:
-        return Cell(f"{found:.6g}", _key(found))
-    return Cell(f"≈ {found:.6g}", _key(found), note=f"not exact; {_how(record)}")
+        return Cell(f"{found:.4g}", _key(found), note=f"{found:.10g}; {_how(record)}")
+    return Cell(f"≈ {found:.4g}", _key(found), note=f"{found:.10g}, not exact; {_how(record)}")
 
 
 def standard_error(given: float) -> str:

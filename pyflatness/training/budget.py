@@ -1,0 +1,181 @@
+"""Choose when to measure in a training, and on how many samples, so that it takes at most a part of the time.
+
+The time between two calls is the training's. A measurement of n samples is due where what was spent, with what it is
+expected to take, is within the part. n doubles while that makes a sample cheaper, since each measurement has a fixed
+cost too, unless fewer than :data:`_OFTEN` such measurements would have been within the part so far.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..messages import shown
+from ..model import data
+from ..numerics.meeting import joined
+from ..options import check_number
+from ..report import Estimate, Report
+
+if TYPE_CHECKING:
+    from .history import Record
+
+HOW = {"curvature": "ggn", "probes": 1}
+_FIRST = 8  # samples
+_CHEAPER = 1.6  # times as long for twice the samples
+_OFTEN = 5
+_DRIFTS = (0.0, *(10.0 ** (k / 4) for k in range(-36, 1)))  # in a step
+_BEFORE, _ENOUGH, _ALIKE = 10, 32, 0.65  # records, samples, and so much of what was
+_NEARLY = 1.0  # of the logarithm of a likelihood
+
+
+class Budget:
+    """Hold the time of a training and of its measurements, and the samples that are measured next.
+
+    ``batches``: tensors or a list of batches to go round in; None: each call brings the batch that was trained on.
+    """
+
+    def __init__(self, part: Any, batches: Any, process_group: Any = None) -> None:
+        self._part = check_number("budget", part, "a part of the time between 0 and 1", lambda part: 0 < part < 1)
+        if batches is not None and not isinstance(batches, (tuple, list)):
+            raise InputError(
+                f"data: budget= reads a part of them at a time, so tensors or a list of batches are wanted, as "
+                f"list(itertools.islice(loader, 20)), got {shown(batches)}"
+            )
+        with joined(process_group) as ranks:
+            if not ranks.alone:
+                raise InputError("budget= is for one process: the others cannot know when it measures")
+        is_tensors = isinstance(batches, tuple) and isinstance(batches[0], Tensor)
+        self._batches = [batches] if is_tensors else batches or ()
+        orders = torch.Generator().manual_seed(0)
+        self._orders = [torch.randperm(data.size(batch), generator=orders) for batch in self._batches]
+        self._place = (0, 0)
+        self._samples, self._taken, self._costs = _FIRST, 0, dict[int, float]()
+        self._ended: float | None = None
+        self.steps, self.trained, self.spent = 0, 0.0, 0.0
+
+    def resume(self, records: "Iterable[Record]") -> None:
+        """Go on with the steps and the time of records that were kept."""
+        for record in records:
+            self.steps, self.spent = record.step or 0, self.spent + (record.seconds or 0.0)
+            self.trained = record.numbers.get("train_seconds", 0.0)
+
+    def due(self, batch: Any = None) -> Any:
+        """Count a step of the training; return the batch to measure now, or None."""
+        now = time.perf_counter()
+        self.steps += 1
+        self.trained += 0.0 if self._ended is None else now - self._ended
+        self._ended = now
+        cost = self._expected(self._samples)
+        if self.spent + cost > self._part * (self.trained + self.spent + cost) and self.spent:
+            return None
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # what the steps before have asked for is the training's
+            self.trained += time.perf_counter() - now
+        self._ended = time.perf_counter()
+        chosen = self._next() if batch is None else data.first(batch, min(self._samples, data.size(batch)))
+        self._taken = data.size(chosen)
+        return chosen
+
+    def took(self) -> float:
+        """Count a measurement of what :meth:`due` returned; return how long it took."""
+        assert self._ended is not None
+        samples, now = self._taken, time.perf_counter()
+        seconds, self._ended = now - self._ended, now
+        self.spent += seconds
+        known = self._costs.get(samples)
+        self._costs[samples] = seconds if known is None else min(seconds, 2 * known) * 0.5 + known * 0.5
+        half = self._costs.get(samples // 2)
+        more = samples >= self._samples and (half is None or seconds < _CHEAPER * half)
+        warm = known is not None or samples > _FIRST
+        if warm and more and self._part * self.trained > _OFTEN * self._expected(2 * samples):
+            self._samples = 2 * samples
+        return seconds
+
+    def _expected(self, samples: int) -> float:
+        """Return the seconds that so many samples are expected to take: in line with half and a quarter as many."""
+        half, quarter = (self._costs.get(samples // part, 0.0) for part in (2, 4))
+        return self._costs.get(samples, half + 2 * max(0.0, half - quarter) if quarter else 2 * half)
+
+    def _next(self) -> Any:
+        """Return the next samples, going round in the batches."""
+        number, start = self._place
+        chosen = self._orders[number][start : start + self._samples]
+        ends = start + len(chosen) == len(self._orders[number])
+        self._place = ((number + 1) % len(self._batches), 0) if ends else (number, start + len(chosen))
+        return data.take(self._batches[number], chosen)
+
+
+def of_distribution(report: Report) -> Report:
+    """Return a report with the standard errors of the values that are expected over the samples' distribution."""
+    return replace(report, _estimates={key: _of_distribution(held) for key, held in report._estimates.items()})
+
+
+def _of_distribution(held: Estimate) -> Estimate:
+    if held.per_sample is None or held.samples < 2:
+        return held
+    stderr = float(held.per_sample.std() / held.samples**0.5) or math.nan
+    return replace(held, per_sample=None, stderr=stderr, dof=float(held.samples - 1), exact=False)
+
+
+def pooled(reports: Sequence[tuple[float, Report]], measure: str) -> dict[str, Estimate]:
+    """Return each layer's last value by all records, of which older ones count by less as far as values drift.
+
+    A value's level is taken to walk at random, by a variance of q in a step relative to the value, and a record to be
+    off by its standard error: the level is that of Kalman's filter. A record's variance is the layer's mean one for its
+    number of samples. q is the largest of those under which the records of the last half of the steps are nearly as
+    likely as under the likeliest, in the mean over the layers; so intervals are rather too wide.
+    """
+    held = [(step, report.by_measure()[measure]) for step, report in reports if measure in report.measures]
+    names = [name for name in held[-1][1] if all(name in values for _, values in held)]
+    recent = [one for one in held if one[0] >= held[-1][0] / 2]
+    series = {name: [(step, values[name]) for step, values in recent] for name in names}
+    likely = [sum(_filtered(own, q)[2] for own in series.values()) for q in _DRIFTS]
+    near = max(likely) - _NEARLY * len(names)
+    q = max(q for q, one in zip(_DRIFTS, likely, strict=True) if one >= near)
+    found = {}
+    for name in names:
+        value, variance, _ = _filtered(series[name], q)
+        samples = sum(values[name].samples for _, values in recent)
+        how: dict[str, Any] = {"stderr": math.sqrt(variance), "samples": samples, "dof": float(samples - 1)}
+        found[name] = replace(held[-1][1][name], value=value, **how) if variance else held[-1][1][name]
+    return found
+
+
+def alarms(held: Sequence[Estimate]) -> list[int]:
+    """Return the places of values at which single samples' values are much more alike than just before.
+
+    c = s / value, s the standard deviation over single samples, is then less than :data:`_ALIKE` times the median of
+    the last :data:`_BEFORE` ones. It falls where predictions lose their certainty for all samples at once.
+    """
+    spreads = [math.sqrt(_variance(one) * one.samples) / one.value if one.value > 0 else 0.0 for one in held]
+    return [
+        place
+        for place in range(_BEFORE, len(held))
+        if held[place].samples >= _ENOUGH
+        and 0 < spreads[place] < _ALIKE * statistics.median(spreads[place - _BEFORE : place])
+    ]
+
+
+def _filtered(values: Sequence[tuple[float, Estimate]], q: float) -> tuple[float, float, float]:
+    """Return a layer's last level, its variance, and the logarithm of the records' likelihood."""
+    mean = sum(one.value for _, one in values) / len(values)
+    spread = sum(_variance(one) * one.samples for _, one in values) / len(values)
+    (step, first), *others = values
+    level, variance, likelihood = first.value, spread / first.samples, 0.0
+    for now, one in others if spread else ():
+        variance += q * (now - step) * mean**2
+        off, step = one.value - level, now
+        total = variance + spread / one.samples
+        likelihood -= (math.log(total) + off**2 / total) / 2
+        level, variance = level + variance / total * off, variance * (1 - variance / total)
+    return level, variance, likelihood
+
+
+def _variance(held: Estimate) -> float:
+    return 0.0 if held.stderr is None or math.isnan(held.stderr) else held.stderr**2

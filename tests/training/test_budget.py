@@ -1,0 +1,191 @@
+"""``budget=``: measurements within a part of the training's time, and what many small ones say together."""
+
+import statistics
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import pyflatness as pf
+from pyflatness.training import budget as budgets
+from pyflatness.training.budget import Budget
+from support import trainings
+from support.cases import classifier
+
+X, Y = torch.randn(64, 5, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 3
+LOSS = nn.CrossEntropyLoss()
+
+
+class Clock:
+    """A clock that goes on when it is told to."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(budgets.time, "perf_counter", lambda: self.now)
+
+
+@pytest.mark.parametrize("part", [0.01, 0.1])
+@pytest.mark.parametrize(("fixed", "each"), [(0.5, 0.001), (0.05, 0.05)])
+def test_the_part_of_the_time_is_kept(monkeypatch, part, fixed, each):
+    """The first measurement is at once; at the end nearly all of the part is used, and samples are more where cheap."""
+    clock, budget, taken = Clock(monkeypatch), Budget(part, (torch.zeros(4096, 1), torch.zeros(4096))), []
+    for step in range(20_000):
+        clock.now += 0.1
+        batch = budget.due()
+        if batch is not None:
+            taken.append((step, len(batch[0])))
+            clock.now += fixed + each * len(batch[0])
+            budget.took()
+    assert taken[0] == (0, 8)
+    assert 0.8 * part < budget.spent / (budget.spent + budget.trained) <= part
+    assert max(samples for _, samples in taken) > 100 if fixed > each else max(samples for _, samples in taken) <= 32
+    assert len(taken) >= 10
+
+
+@pytest.mark.parametrize("data", [(X, Y), [(X[:40], Y[:40]), (X[40:], Y[40:])]], ids=["tensors", "batches"])
+def test_a_step_measures_some_samples_of_the_data_in_turn(data, monkeypatch):
+    Clock(monkeypatch)  # measuring takes no time, and so is always within the part
+    model = classifier(5, 6, 3).train()
+    history = pf.track(model, LOSS, data, budget=0.999, seed=1)
+    torch.manual_seed(0)
+    before = trainings.random_states()
+    records = [history.step(train_loss=1.0) for _ in range(9)]
+    assert trainings.random_states() == before
+    assert model.training
+    assert all(records)
+    seen = Budget(0.5, data)
+    for record in records[:2]:
+        batch = seen._next()
+        found = record.reports["live"]["0", "relative_flatness"]
+        how = {"curvature": "ggn", "probes": 1, "seed": 1, "per_sample": True, "eval": True}
+        expected = pf.measure(model, LOSS, batch, measures="relative_flatness", **how)["0", "relative_flatness"]
+        assert (found.value, found.samples, found.exact, found.per_sample) == (expected.value, 8, False, None)
+        assert found.stderr == pytest.approx(statistics.stdev(expected.per_sample.tolist()) / 8**0.5)
+    assert [record.step for record in records] == [*range(1, 10)]
+    places = Budget(0.5, (torch.arange(20), torch.arange(20)))
+    assert sorted(n for _ in range(3) for n in places._next()[0].tolist()) == [*range(20)]
+
+
+def test_a_history_goes_on_with_its_time(tmp_path):
+    model = classifier(5, 6, 3)
+    history = pf.track(model, LOSS, (X, Y), budget=0.5)
+    history.step()
+    last = history[-1]
+    history.to_json(tmp_path / "history.json")
+    again = pf.track(model, LOSS, (X, Y), budget=1e-9, history=pf.results.History.from_json(tmp_path / "history.json"))
+    assert again._budget.spent == sum(record.seconds for record in history) > 0
+    assert (again._budget.trained, again._budget.steps) == (last.numbers["train_seconds"], last.step)
+    assert again.step() is None
+
+
+def test_the_weights_of_a_training_are_those_without():
+    found = []
+    for budget in (None, 0.9):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3)).train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        history = pf.track(model, LOSS, (X, Y), budget=budget)
+        for _ in range(5):
+            chosen = torch.randint(64, (16,))
+            optimizer.zero_grad()
+            LOSS(model(X[chosen]), Y[chosen]).backward()
+            optimizer.step()
+            if budget:
+                history.step()
+        found.append((trainings.bits(model), trainings.random_states()))
+    assert found[0] == found[1]
+
+
+def report(value, stderr, samples=16):
+    held = pf.results.Estimate(value, stderr, samples, "ggn-sampled", exact=False, backend="reference", dof=15.0)
+    return pf.results.Report(("a",), ("relative_flatness",), {(name, "relative_flatness"): held for name in ("a", "")})
+
+
+def test_pooled_values_hold_the_last_value_as_often_as_they_say():
+    """A level that stays, or moves: 95 % intervals over 200 draws, narrower than the 0.15 of one record alone."""
+    draw = torch.Generator().manual_seed(0)
+    for moved in (0.0, 0.05):
+        inside, widths = 0, []
+        for _ in range(200):
+            history, level = pf.results.History(), 10.0
+            for step in range(1, 41):
+                level *= 1 + moved * float(torch.randn((), generator=draw))
+                seen = level * (1 + 0.3 * torch.randn(16, generator=draw, dtype=torch.float64))
+                history.add(report(float(seen.mean()), float(seen.std() / 4)), step=10 * step)
+            found = history.pooled()["a"]
+            low, high = found.interval()
+            inside += low <= level <= high
+            widths.append((high - low) / 2 / found.value)
+        assert inside / 200 > 0.92
+        assert statistics.median(widths) < (0.13 if moved else 0.1)
+
+
+def test_an_alarm_is_where_samples_become_alike():
+    history = pf.results.History()
+    for step in range(30):
+        history.add(report(1.0, (0.3 if step < 20 else 0.1) * (4 if step == 5 else 1), samples=64), step=step)
+    assert [record.step for record in history.alarms()] == [*range(20, 26)]  # until the median is the new one
+    few = pf.results.History()
+    for step in range(30):
+        few.add(report(1.0, 0.3 if step < 20 else 0.1, samples=31), step=step)
+    assert few.alarms() == ()
+    with pytest.raises(pf.errors.InputError, match="'trace' of 'live' weights is in no record"):
+        few.alarms("trace")
+
+
+def test_what_is_refused():
+    model = classifier(5, 6, 3)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=8)
+    for budget in (0, 1, -0.1, "much"):
+        with pytest.raises(pf.errors.InputError, match=r"budget=.* a part of the time between 0 and 1"):
+            pf.track(model, LOSS, (X, Y), budget=budget)
+    with pytest.raises(pf.errors.InputError, match=r"data: budget= .*list\(itertools.islice\(loader, 20\)\), got"):
+        pf.track(model, LOSS, loader, budget=0.1)
+    with pytest.raises(pf.errors.InputError, match=r"call step\(\) after each step"):
+        pf.track(model, LOSS, (X, Y), budget=0.1).record()
+    history = pf.track(model, LOSS, (X, Y))
+    with pytest.raises(pf.errors.InputError, match=r"step\(\) is for pf.track\(…, budget=0.01\)"):
+        history.step()
+    history.record()
+    with pytest.raises(pf.errors.InputError, match="'relative_flatness' of 'live' weights is in no record with a step"):
+        history.pooled()
+
+
+class Attention(nn.Module):
+    """A block with fused attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.head = nn.Linear(8, 24), nn.Linear(8, 3)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(len(x), -1, 2, 12).transpose(1, 2).chunk(3, dim=-1)
+        return self.head(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).mean(dim=1))
+
+
+@pytest.mark.parametrize("kind", ["flash attention", "compiled", "FSDP2"])
+def test_first_derivatives_are_enough(kind, tmp_path):
+    """Of models whose second derivatives cannot be had."""
+    torch.manual_seed(0)
+    model, x, y = Attention(), torch.randn(16, 6, 8), torch.arange(16) % 3
+    history = pf.track(model, LOSS, (x, y), budget=0.9)
+    if kind == "flash attention":
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            record = history.step()
+    elif kind == "compiled":
+        model.qkv.compile(backend="aot_eager")
+        model(x)
+        record = history.step()
+    else:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        try:
+            mesh = torch.distributed.init_device_mesh("cpu", (1,))
+            torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+            record = history.step()
+        finally:
+            torch.distributed.destroy_process_group()
+    found = record.reports["live"]
+    assert set(found.layers) == {"qkv", "head"}
+    assert all(estimate.value > 0 for _, _, estimate in found)
