@@ -4,7 +4,7 @@
 
 to second order in δ, with labels locally constant. The first term bounds E_F on average over rO, r ≤ δ; for |E_Rep|,
 which only the distribution of the data would tell, its plug-in estimate by folds is taken
-(:mod:`.representativeness`), so this is an approximation of the bound, as in the paper's Figure 4, and not a bound: ψ
+(:mod:`.sampling`), so this is an approximation of the bound, as in the paper's Figure 4, and not a bound: ψ
 has seen the folds that are held out, and where it has fitted them better than new data the measured gap is larger. The
 plug-in of a ψ fitted on each fold's sample is :func:`pyflatness.theory.representativeness` with ``fit=``, for a head.
 Uniform over all |A| ≤ δ, at a minimum and to second order, from other measures:
@@ -42,7 +42,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from .. import head
 from ..errors import InputError
 from ..losses import Loss
 from ..measures import RELATIVE_FLATNESS
@@ -216,9 +215,8 @@ def generalization_bound(
     kappa, uniform = None if kappa is None else _number("kappa", kappa), check_flag("uniform", uniform)
     rho = None if rho is None else check_number("rho", rho)
     with session(model, loss, train, how={**how, "process_group": False}, reads=3) as task:
-        name, source = head.find(task, layer)
-        perturbed = Perturbed(task, name, head=source is not None)
-        m = _features(perturbed, name)
+        perturbed = Perturbed(task, layer)
+        name, m = perturbed.name, _features(perturbed)
         samples = sum(data.size(batch) for batch in task.batches)
         rho = default_rho(samples, m) if rho is None else rho
         places = assigned(samples, folds, seed)
@@ -227,7 +225,6 @@ def generalization_bound(
             (_sums(perturbed, task.loss, task.batches, places, (folds, probes), share * rho, seed), share * rho)
             for share in shares
         ]
-        rows = int(layers.matrix(perturbed.layer)[0].shape[0])
         measured = None if test is None else GeneralizationGap(performance(task), performance(task.on(test)))
         if kappa is None:
             if uniform:
@@ -251,17 +248,18 @@ def generalization_bound(
         ),
         key=lambda candidate: candidate.magnitude,
     )
+    rows = perturbed.matrix.shape[1]
     flatness = uniform_robustness_bound(rho, rows, mean_kappa) if uniform else rho**2 * mean_kappa / (2 * m)
     return GeneralizationBound(flatness + found.magnitude, flatness, found, mean_kappa, rho, m, samples, name, measured)
 
 
-def _features(perturbed: Perturbed, name: str) -> int:
+def _features(perturbed: Perturbed) -> int:
     if layers.is_convolution(perturbed.layer):
         raise InputError(
-            f"layer {name!r} is a {type(perturbed.layer).__name__}: its patches overlap, so that there is no one "
-            "feature vector for a sample; pf.theory.feature_robustness takes it"
+            f"layer {perturbed.name!r} is a {type(perturbed.layer).__name__}: its patches overlap, so that there is no "
+            "one feature vector for a sample; pf.theory.feature_robustness takes it"
         )
-    return int(layers.matrix(perturbed.layer)[0].shape[1])
+    return perturbed.matrix.shape[2]
 
 
 def _sums(

@@ -1,4 +1,4 @@
-"""Change the features or the weight of a layer: random directions to go, and the model's outputs there.
+"""Change the features or the weight of a layer: random changes, the model's outputs with them, and the loss.
 
 The kernel k_h(0, z) ∝ exp(-|z|²/2h²) on |z| < h (Petzka et al. 2021, Eq. 6, with a width of 1 in units of h = δ|φ|) is
 induced by matrices A = rO, O Haar-distributed on the orthogonal group (Proposition 2): ξ = Aφ = r |φ| u with u uniform
@@ -12,12 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import head
 from ..contractions import promoted, promoted_dtype
 from ..errors import InputError
+from ..losses import risk
 from ..messages import check_tensor
 from ..model import calling, layers, uses
+from ..model.data import size
+from ..model.selectors import Selector
+from ..numerics.accumulate import Accumulator
 from ..options import check_number, check_probes, check_seed
-from ..passes.task import Task
+from ..passes.task import Risk, Task
 
 _TOGETHER = 2**18  # numbers
 
@@ -111,28 +116,34 @@ Change = Callable[[Tensor, Tensor], Tensor]
 
 
 class Perturbed:
-    """Run a model with one of its layers perturbed; at a head it runs once a batch, and its outputs are displaced."""
+    """Run a model with one of its layers perturbed; at a head it runs once a batch, and its outputs are displaced.
 
-    def __init__(self, task: Task, name: str, *, head: bool) -> None:
-        self._task, self._name, self._head = task, name, head
-        self.layer = uses.layer(task.model, name)
-        layers.check_measurable(name, self.layer)
-        if not layers.kind_of(self.layer).has_input:
+    ``matrix`` is the layer's weight (groups, d / groups, m), in at least float32.
+    """
+
+    def __init__(self, task: Task, layer: Selector | None) -> None:
+        self.name, source = head.find(task, layer)
+        self._task, self._head = task, source is not None
+        self.layer = uses.layer(task.model, self.name)
+        layers.check_measurable(self.name, self.layer)
+        kind = layers.kind_of(self.layer)
+        self.matrix = promoted(layers.matrix(self.layer)[0].detach()).unflatten(0, (kind.groups, -1))
+        if not kind.has_input:
             raise InputError(
-                f"layer {name!r} is of type {type(self.layer).__name__}: there is no feature vector in front of it to "
-                "perturb; choose a linear layer or a convolution"
+                f"layer {self.name!r} is of type {type(self.layer).__name__}: there is no feature vector in front of "
+                "it to perturb; choose a linear layer or a convolution"
             )
         self._batch: Any = None
         self._call: calling.Call | None = None  # of a layer that was called once
 
     def outputs(self, batch: Any) -> tuple[Tensor, Any]:
         """Return the unperturbed model's outputs and targets for a batch, which later calls perturb."""
-        with calling.Calls({self._name: self.layer}) as calls, self._attached():
+        with calling.Calls({self.name: self.layer}) as calls, self._attached():
             outputs, targets = self._task.run(batch)
-            if self._name not in calls.last:
-                raise layers.did_not_run([self._name], {self._name: self.layer})
-            call = calls.last[self._name]
-            single = calls.count[self._name] == 1 and calling.version(call.inputs) == call.versions[0]
+            if self.name not in calls.last:
+                raise layers.did_not_run([self.name], {self.name: self.layer})
+            call = calls.last[self.name]
+            single = calls.count[self.name] == 1 and calling.version(call.inputs) == call.versions[0]
             self._call = call if single else None
             self._at_head = self._head and single and not call.changed()
         self._batch, self._outputs = batch, outputs
@@ -142,7 +153,7 @@ class Perturbed:
         """Return φ of the batch, of a layer that is called once."""
         if self._call is None:
             raise InputError(
-                f"layer {self._name!r} runs several times in one forward pass, or its input is modified in place: "
+                f"layer {self.name!r} runs several times in one forward pass, or its input is modified in place: "
                 "there is no one set of features to put noise on"
             )
         return self._call.inputs.detach()
@@ -160,8 +171,41 @@ class Perturbed:
                 outputs, _ = self._task.run(self._batch)
             yield outputs
 
+    def risks(self, changes: Sequence[Tensor], scales: Sequence[float] = (1.0,)) -> tuple[Tensor, Risk]:
+        """Return E(w + s Δw) for each Δw and s, (changes, scales) float64, and E(w), by one read of the data.
+
+        Changes are of the weight's shape. To the ``grad`` of one that requires a gradient that of E is added, not yet
+        divided by the normaliser.
+        """
+        task, policy = self._task, self._task.options.nan_policy
+        values = torch.zeros(len(changes), len(scales), dtype=torch.float64, device="cpu")
+        own, over = 0.0, Accumulator(policy, task.loss.reduction)
+        for number, batch in enumerate(task.batches):
+            outputs, targets = self.outputs(batch)
+            over.add(size(batch), risk.weight(outputs, targets, task.loss, number))
+            own += risk.finite(task.loss.value(outputs, targets), policy, number)
+            for row, change in zip(values, changes, strict=True):
+                with torch.set_grad_enabled(change.requires_grad):
+                    for place, outputs in enumerate(self.displaced(by_weight(self.layer, change), scales)):
+                        value = task.loss.value(outputs, targets)
+                        if change.requires_grad:
+                            self._add_gradient(value, change, number)
+                        row[place] += risk.finite(value.detach(), policy, number, " with changed features")
+        sums = {"values": values, "own": torch.tensor(own, dtype=torch.float64, device="cpu")}
+        sums = over.together(task.batches.shard, sums)
+        return sums["values"] / over.normaliser, Risk(float(sums["own"]) / over.normaliser, over.samples)
+
+    def _add_gradient(self, value: Tensor, change: Tensor, number: int) -> None:
+        if not value.requires_grad:
+            raise InputError(
+                f"batch {number}: the loss does not come from the outputs by operations that torch differentiates, so "
+                f"it has no gradient behind layer {self.name!r}"
+            )
+        (found,) = torch.autograd.grad(value, change)
+        change.grad = found if change.grad is None else change.grad + found
+
     def _attached(self) -> contextlib.AbstractContextManager[None]:
-        return uses.attached({self._name: self.layer})
+        return uses.attached({self.name: self.layer})
 
     def _of_outputs(self, delta: Tensor) -> Tensor | None:
         """Return Δz as a direction of the model's outputs, where these are a view of z; float64."""

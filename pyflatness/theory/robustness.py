@@ -43,24 +43,21 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from .. import head, losses, tensor_head
+from .. import losses, tensor_head
 from ..contractions import product, promoted
 from ..errors import InputError
-from ..losses import risk
 from ..measures import RELATIVE_FLATNESS
 from ..messages import check_tensor, in_words, span
 from ..model import layers
-from ..model.data import size
 from ..model.selectors import Selector
 from ..numerics import meeting
-from ..numerics.accumulate import Accumulator, omits
+from ..numerics.accumulate import omits
 from ..numerics.variances import standard_error
 from ..options import CALL, How, Options, check_count, check_function, check_number, check_numbers, check_probes
-from ..passes.task import Risk, Task
 from ..plan import of_layer
 from ..report import Estimate, intervals, views
 from ..session import public, session
-from .perturbed import Perturbed, by_weight, orthonormal, turns
+from .perturbed import Perturbed, orthonormal, turns
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,7 +65,7 @@ if TYPE_CHECKING:
 
 RHO = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
 PROBES = 16
-_MEMORY = 2**28  # bytes of the turned weights that are kept for one read of the data
+_MEMORY = 2**28  # bytes of the weights wA that are kept for one read of the data
 _RISE = 1e-9  # by which a step has to raise the loss to go on, relatively
 
 Labels = Callable[[Tensor], Tensor]  # features (n, m) -> targets as the loss takes them, (n, …)
@@ -200,49 +197,30 @@ def feature_robustness(
     if omits(options.nan_policy):
         raise InputError("nan_policy='omit': no sample can be left out of feature robustness; 'raise' or 'propagate'")
     with session(model, loss, data, options, how, reads=2) as task:
-        name, source = head.find(task, layer)
-        perturbed = Perturbed(task, name, head=source is not None)
-        matrix, parts = layers.matrix(perturbed.layer)[0], []
+        perturbed, risks = Perturbed(task, layer), []
+        scales = [sign * alpha for alpha in steps for sign in (1.0, -1.0)]
         draws = itertools.islice(turns(perturbed.layer, torch.Generator("cpu").manual_seed(options.seed)), probes)
-        kept = max(1, _MEMORY // (4 * matrix.numel()))  # probes in one read of the data
-        while weights := [*itertools.islice(draws, kept)]:
-            found, at_weights = _rises(perturbed, task, steps, weights)
-            parts.append(found)
+        kept = max(1, _MEMORY // (4 * perturbed.matrix.numel()))  # probes in one read of the data
+        while turned := [*itertools.islice(draws, kept)]:
+            found, at_weights = perturbed.risks(turned, scales)
+            risks.append(found)
         if kappa is None:
-            measurement, _ = of_layer(RELATIVE_FLATNESS, task, name)
+            measurement, name = of_layer(RELATIVE_FLATNESS, task, perturbed.name)
             kappa = measurement.estimates()[name, RELATIVE_FLATNESS.name]
-    rises = torch.cat(parts)
-    grid = torch.tensor(steps, dtype=torch.float64, device="cpu")
+    rises = torch.cat(risks).view(probes, -1, 2).mean(dim=2) - at_weights.value
+    grid, columns = torch.tensor(steps, dtype=torch.float64, device="cpu"), perturbed.matrix.shape[2]
     return FeatureRobustness(
         rho=grid,
         rises=rises.mean(dim=0),
         stderr=standard_error(rises),
-        parabola=grid.square() * float(kappa) / (2 * matrix.shape[1]),
+        parabola=grid.square() * float(kappa) / (2 * columns),
         kappa=float(kappa),
-        features=matrix.shape[1],
+        features=columns,
         loss=at_weights.value,
         probes=probes,
         samples=at_weights.samples,
-        layer=name,
+        layer=perturbed.name,
     )
-
-
-def _rises(perturbed: Perturbed, task: Task, rho: Sequence[float], weights: Sequence[Tensor]) -> tuple[Tensor, Risk]:
-    """Return the rises of the loss with each turned weight, (draws, rho), and the loss, by one read of the data."""
-    scales, policy = [sign * alpha for alpha in rho for sign in (1.0, -1.0)], task.options.nan_policy
-    values = torch.zeros(len(weights), len(scales), dtype=torch.float64, device="cpu")
-    own, over = 0.0, Accumulator(policy, task.loss.reduction)
-    for number, batch in enumerate(task.batches):
-        outputs, targets = perturbed.outputs(batch)
-        over.add(size(batch), risk.weight(outputs, targets, task.loss, number))
-        own += risk.finite(task.loss.value(outputs, targets), policy, number)
-        for row, weight in zip(values, weights, strict=True):
-            for place, outputs in enumerate(perturbed.displaced(by_weight(perturbed.layer, weight), scales)):
-                row[place] += risk.finite(task.loss.value(outputs, targets), policy, number, " with turned features")
-    sums = {"rises": values, "own": torch.tensor(own, dtype=torch.float64, device="cpu")}
-    sums = over.together(task.batches.shard, sums)
-    loss = Risk(float(sums["own"]) / over.normaliser, over.samples)
-    return sums["rises"].view(len(weights), -1, 2).mean(dim=2) / over.normaliser - loss.value, loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -331,7 +309,7 @@ def matrix_robustness(
     its mean over orthogonal A.
 
     Args:
-        data: … They are read for every α.
+        data: …
         layer: a Linear layer or a convolution, whose rows are its filters; None takes the last Linear that ran.
         matrix: A, (m, m) for m columns of the weight; of a convolution with groups also (groups, m, m).
         rho: α, of any sign.
@@ -354,14 +332,18 @@ def matrix_robustness(
     """
     steps = check_numbers("rho", rho, "numbers", math.isfinite)
     matrix = check_tensor("matrix", matrix)
-    with session(model, loss, data, how=how, reads=1 + len(steps)) as task:
-        curve = _Loss(task, layer)
-        change = product(curve.weight, curve.fitting(matrix))
-        own = curve.at(torch.zeros_like(change))
-        rises = [curve.at(alpha * change) - own for alpha in steps]
+    with session(model, loss, data, how=how) as task:
+        perturbed = Perturbed(task, layer)
+        task.forward.compare_by_itself()
+        groups, _, m = perturbed.matrix.shape
+        if tuple(matrix.shape) not in ((m, m), (groups, m, m)):
+            raise InputError(
+                f"matrix: layer {perturbed.name!r} has {m} columns, ({m}, {m}) is wanted, got {tuple(matrix.shape)}"
+            )
+        turned = product(perturbed.matrix, matrix.detach().to(perturbed.matrix).view(-1, m, m))
+        values, own = perturbed.risks([layers.as_weight(perturbed.layer, turned.flatten(0, 1))], steps)
     grid = torch.tensor(steps, dtype=torch.float64, device="cpu")
-    values = torch.tensor(rises, dtype=torch.float64, device="cpu")
-    return MatrixRobustness(grid, values, own, curve.name, curve.samples)
+    return MatrixRobustness(grid, values[0] - own.value, own.value, perturbed.name, own.samples)
 
 
 @public(*CALL, "seed")
@@ -410,85 +392,34 @@ def largest_robustness(
     steps, options = check_count("steps", steps, 1), Options.of(how)
     alone = {**how, "process_group": False}
     with session(model, loss, data, options, alone, reads=1 + starts * (steps + 1)) as task:
-        curve = _Loss(task, layer)
-        q, r = torch.linalg.qr(curve.weight.transpose(1, 2))  # w = Rᵀ Qᵀ of the QR decomposition's Q
-        own = curve.at(torch.zeros_like(curve.weight))
+        perturbed = Perturbed(task, layer)
+        task.forward.compare_by_itself()
+        w = perturbed.matrix
+        q, r = torch.linalg.qr(w.transpose(1, 2))  # w = Rᵀ Qᵀ of the QR decomposition's Q
+        _, own = perturbed.risks(())
         generator, found = torch.Generator("cpu").manual_seed(options.seed), []
         for _ in range(starts):
-            turned = orthonormal(len(r), r.shape[1], curve.weight.shape[2], generator, curve.weight)
-            found.append(_ascent(curve, r.transpose(1, 2), turned, rho, steps))
-    values = torch.tensor([value - own for value, _ in found], dtype=torch.float64, device="cpu")
+            turned = orthonormal(len(r), r.shape[1], w.shape[2], generator, w)
+            found.append(_ascent(perturbed, r.transpose(1, 2), turned, rho, steps))
+    values = torch.tensor([value - own.value for value, _ in found], dtype=torch.float64, device="cpu")
     matrix = q @ found[int(values.argmax())][1]
     rise = float(values.max())
     return LargestRobustness(
-        rise, matrix[0] if len(matrix) == 1 else matrix, rho, values, own, curve.name, curve.samples
+        rise, matrix[0] if len(matrix) == 1 else matrix, rho, values, own.value, perturbed.name, own.samples
     )
 
 
-class _Loss:
-    """Evaluate the loss of a model with one layer's weight w (groups, d / groups, m) changed, by a read of the data."""
-
-    def __init__(self, task: Task, layer: Selector | None) -> None:
-        self.name, source = head.find(task, layer)
-        task.forward.compare_by_itself()
-        self._task, self._perturbed = task, Perturbed(task, self.name, head=source is not None)
-        self._layer = self._perturbed.layer
-        matrix = promoted(layers.matrix(self._layer)[0].detach())
-        self.weight = matrix.unflatten(0, (layers.kind_of(self._layer).groups, -1))
-        self.samples = 0
-
-    def fitting(self, matrix: Tensor) -> Tensor:
-        """Return a feature matrix as (1 or groups, m, m), in the weight's dtype."""
-        groups, _, m = self.weight.shape
-        if tuple(matrix.shape) not in ((m, m), (groups, m, m)):
-            raise InputError(
-                f"matrix: layer {self.name!r} has {m} columns, ({m}, {m}) is wanted, got {tuple(matrix.shape)}"
-            )
-        return matrix.detach().to(self.weight).view(-1, m, m)
-
-    def at(self, change: Tensor) -> float:
-        """Return E(w + Δw) for Δw (groups, d / groups, m)."""
-        return self._read(change)[0]
-
-    def gradient(self, change: Tensor) -> tuple[float, Tensor]:
-        """Return E(w + Δw) and its gradient in Δw."""
-        value, gradient = self._read(change.detach().requires_grad_())
-        return value, change.new_zeros(change.shape) if gradient is None else gradient
-
-    def _read(self, change: Tensor) -> tuple[float, Tensor | None]:
-        task, total = self._task, 0.0
-        gradient: Tensor | None = None
-        over = Accumulator(task.options.nan_policy, task.loss.reduction)
-        for number, batch in enumerate(task.batches):
-            outputs, targets = self._perturbed.outputs(batch)
-            over.add(size(batch), risk.weight(outputs, targets, task.loss, number))
-            with torch.set_grad_enabled(change.requires_grad):
-                moved = by_weight(self._layer, layers.as_weight(self._layer, change.flatten(0, 1)))
-                (outputs,) = self._perturbed.displaced(moved, (1.0,))
-                value = task.loss.value(outputs, targets)
-                if change.requires_grad:
-                    if not value.requires_grad:
-                        raise InputError(
-                            f"batch {number}: the loss does not come from the outputs by operations that torch "
-                            f"differentiates, so it has no gradient behind layer {self.name!r}"
-                        )
-                    (found,) = torch.autograd.grad(value, change)
-                    gradient = found if gradient is None else gradient + found
-            total += risk.finite(value, "raise", number, " with changed features")
-        summed = {"loss": torch.tensor(total, dtype=torch.float64, device="cpu")}
-        total = float(over.together(task.batches.shard, summed)["loss"])
-        self.samples = over.samples
-        return total / over.normaliser, gradient
-
-
-def _ascent(curve: _Loss, left: Tensor, turned: Tensor, rho: float, steps: int) -> tuple[float, Tensor]:
+def _ascent(perturbed: Perturbed, left: Tensor, turned: Tensor, rho: float, steps: int) -> tuple[float, Tensor]:
     """Return the largest loss on the way, and B there; ``left`` is Rᵀ, ``turned`` the first B."""
-    best, at = -math.inf, turned
+    best, at, layer = -math.inf, turned, perturbed.layer
     for _ in range(steps + 1):
-        value, gradient = curve.gradient(rho * left @ turned)
+        change = layers.as_weight(layer, (rho * left @ turned).flatten(0, 1)).detach().requires_grad_()
+        value = float(perturbed.risks([change])[0])
         if not value > best + _RISE * abs(best if math.isfinite(best) else 0.0):
             break
         best, at = value, turned
+        assert change.grad is not None
+        gradient = layers.as_matrix(layer, change.grad).unflatten(0, (len(left), -1))
         u, _, v = torch.linalg.svd(left.transpose(1, 2) @ gradient, full_matrices=False)
         turned = u @ v
     return best, at
