@@ -29,8 +29,8 @@ from .model import calling, layers, state, uses
 from .model.data import copied, first, leaves, map_tensors
 from .model.outputs import meant
 from .model.uses import experts
-from .numerics import meeting
-from .numerics.directions import Directions
+from .numerics.normal_vectors import NormalVectors
+from .numerics.process_groups import refuse
 from .options import CALL, How, check_count, check_number
 from .passes.linearity import users_of
 from .reparameterization.reparameterize import duplicate
@@ -171,7 +171,7 @@ def verify(
         >>> bool(pf.verify(model, torch.nn.CrossEntropyLoss(), (torch.eye(3).double(), torch.tensor([0, 1, 1]))))
         True
     """
-    meeting.refuse(how.get("process_group"), "verify")
+    refuse(how.get("process_group"), "verify")
     samples = check_count("samples", samples, 1, "a number of samples")
     if seconds is not None:
         seconds = check_number("seconds", seconds, "a number of seconds, 0 or more,", lambda given: given >= 0)
@@ -361,7 +361,7 @@ def _definition(layer: nn.Module, risk: Callable[[], Tensor], passes: _Passes) -
 def _differences(layer: nn.Module, risk: Callable[[], Tensor], rounding: float) -> tuple[Difference, ...]:
     """Return ⟨D, H D⟩ along two random directions D = wU by both ways; ``rounding`` is that of E over float64's."""
     weight, run = _leaf(layer)
-    matrix, random = layers.matrix(layer)[0], Directions()
+    matrix, random = layers.matrix(layer)[0], NormalVectors()
     (gradient,) = torch.autograd.grad(run(risk), weight, create_graph=True, materialize_grads=True)
     along: list[tuple[Tensor, float]] = []
     for _ in range(2):

@@ -7,8 +7,8 @@ the loss by
 
     ⟨∇E, Σ_l Δ_l⟩ + ½ Σ_l Σ_m Δ_lᵀ G Δ_m
 
-which :mod:`..numerics.choices` minimises. Sums of what layers cost alone leave out the terms with l ≠ m: rounding
-errors of one layer meet those of the next.
+which :mod:`..numerics.choice_problem` minimises. Sums of what layers cost alone leave out the terms with l ≠ m:
+rounding errors of one layer meet those of the next.
 
 A minimum over noise is too low, and a choice follows the noise of its data, be it of few samples or of probes: other
 data then lose more than these. So the samples are in folds. How their sums differ tells which share of the first order
@@ -37,13 +37,13 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ..errors import InputError
-from ..losses import divergence, remarks
+from ..losses import divergence, loss_notes
 from ..losses.divergence import Divergence
 from ..messages import check_choice, check_module, check_path, instead, shown
 from ..model import layers as kinds
 from ..model import selectors, uses
 from ..model.selectors import Selection, Selector
-from ..numerics.choices import ChoiceProblem, Indices
+from ..numerics.choice_problem import ChoiceProblem, Indices
 from ..options import CALL, How, Options, check_count, check_flag, check_number, check_numbers, check_probes
 from ..passes.task import Task
 from ..report import Estimate, intervals, views
@@ -391,7 +391,7 @@ def _planned(
     folds = _Folds(shares.cpu(), of_first.cpu(), costs.gram.cpu(), of_change)
     of_part = torch.arange(len(shares), device="cpu") % _PARTS
     parts = [of_part == part for part in of_part.unique()] if len(shares) > 1 else []
-    remarks.refuse_without_curvature(task.forward.notes, "the price of every format")
+    loss_notes.refuse_without_curvature(task.forward.notes, "the price of every format")
     sums, method = costs.sums, "ggn-sampled" if costs.sampled else "ggn"
     like = Estimate(0.0, None, sums.samples, method, exact=False, backend="reference", omitted=sums.omitted)
     uncovered = uses.left_out(task.model, [modules[name] for name in weights]) if chosen is None else {}

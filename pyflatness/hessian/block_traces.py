@@ -16,7 +16,7 @@ Where the input of a call depends on the output of another (a recurrence), or th
 forward pass in which the weight is used again, the outputs' second derivatives are not all there is: D is put into the
 layer itself, with V the unit vectors, which takes r m products.
 
-Quantities that are not of T are in :mod:`.entries`, and those of T beside them, from the same products.
+Quantities that are not of T are in :mod:`.entries_and_neurons`, and those of T beside them, from the same products.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from ..passes.layer_form import LayerForm
 from ..passes.limit import check_passes
 from ..passes.linear_map import LinearMap
 from ..passes.runner import Run
-from .entries import Entries, Varied, WeightDirections, tells_all
+from .entries_and_neurons import EntriesAndNeurons, Varied, WeightDirections, tells_all
 
 Value = Callable[[Tensor, Any], Tensor]
 """A number of a run's (outputs, targets), with a graph, which is a sum over samples: :meth:`.Loss.value`."""
@@ -85,10 +85,10 @@ class BlockTraces:
         self._basis = _basis(whole, self._traced, partial(form.factor, run))
         self._behind = [name for name in quantities if QUANTITIES[name].of_outputs]
         others = [name for name in quantities if name not in (*self._traced, *self._behind)]
-        self._entries = Entries(self._weight, form.kernel_elements, others, whole)
+        self._entries = EntriesAndNeurons(self._weight, form.kernel_elements, others, whole)
         self._everything = None
         if tells_all(quantities):
-            self._everything = Entries(self._weight, form.kernel_elements, quantities, whole)
+            self._everything = EntriesAndNeurons(self._weight, form.kernel_elements, quantities, whole)
         calls, self._columns = run.calls(form.name), self._weight.shape[2]  # directions of a sample's inputs
         self.in_weight = form.by_weight or form.name in run.differentiated or linearity.feeds_itself(calls)
         if not self.in_weight:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..numerics.signs import Signs
 from .block_traces import BlockTraces, derivatives
-from .entries import batch_of
+from .entries_and_neurons import batch_of
 
 
 def sampled(layers: Sequence[BlockTraces], streams: Sequence[int], quantities: Sequence[str], signs: Signs) -> Tensor:

@@ -12,8 +12,8 @@ from ..errors import InputError
 from ..messages import near
 from ..options import check_names
 from ..sweep.activations import ACTIVATIONS
-from . import at_head as at_head
 from . import bounds, representation
+from . import head_sums as head_sums
 from .adaptive_sharpness_mc import ADAPTIVE_SHARPNESS_MC, adaptive_sharpness_mc
 from .base import Measure as Measure
 from .fisher_rao import FISHER_RAO

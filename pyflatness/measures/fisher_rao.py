@@ -25,7 +25,7 @@ from ..losses import risk
 from ..losses.rows import check_squares, of_batch
 from ..model import calling, data, parameters
 from ..numerics.accumulate import Accumulator, masked, non_finite
-from ..numerics.directions import Directions
+from ..numerics.normal_vectors import NormalVectors
 from ..report import Estimate
 from .base import Measure, Task, Values
 
@@ -107,7 +107,7 @@ class _Tangent:
             outputs, targets = self._task.run(batch, named)
             if not outputs.requires_grad:
                 raise calling.without_graph()
-            v = Directions().like(outputs).requires_grad_()
+            v = NormalVectors().like(outputs).requires_grad_()
             try:
                 back = torch.autograd.grad(outputs, leaves, v, create_graph=True, allow_unused=True)
                 pairs = zip(back, theta, strict=True)

@@ -44,7 +44,7 @@ from ..errors import InputError, NotYetError
 from ..model import layers, uses
 from ..model.uses import Use
 from ..numerics import lanczos
-from ..numerics.directions import Directions
+from ..numerics.normal_vectors import NormalVectors
 from ..options import Options
 from ..report import Estimate
 from ..report.intervals import together
@@ -83,7 +83,7 @@ def spectral_norm(module: nn.Module) -> float:
 
 def _by_products(matrix: Tensor) -> float | None:
     """Return the root of the largest eigenvalue of wᵀw; None if it is not found to rounding."""
-    start = Directions().like(matrix.new_empty(1, matrix.shape[1], dtype=torch.float64))
+    start = NormalVectors().like(matrix.new_empty(1, matrix.shape[1], dtype=torch.float64))
 
     def times(vectors: Tensor) -> Tensor:
         total = torch.zeros_like(vectors[0])

@@ -50,7 +50,7 @@ from ..messages import check_tensor, in_words
 from ..model import data, layers
 from ..model.data import Batches
 from ..model.selectors import Selector
-from ..numerics import meeting
+from ..numerics.process_groups import refuse
 from ..options import CALL, How, Options, check_count, check_flag, check_number, check_probes
 from ..plan import of_layer
 from ..report import Estimate
@@ -209,7 +209,7 @@ def generalization_bound(
         >>> abs(parts.gap - found.measured.gap) < 1e-12, found.rho == 300 ** (-1 / 12)
         (True, True)
     """
-    meeting.refuse(how.get("process_group"), "generalization_bound", "generalization_gap and relative_flatness are, ")
+    refuse(how.get("process_group"), "generalization_bound", "generalization_gap and relative_flatness are, ")
     folds, probes = check_count("folds", folds, 2), check_probes("probes", probes, 2)
     seed = Options.of(how).seed
     kappa, uniform = None if kappa is None else _number("kappa", kappa), check_flag("uniform", uniform)

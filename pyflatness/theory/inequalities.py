@@ -31,7 +31,7 @@ from ..measures.sharpness import ADAPTIVE_SHARPNESS, HalfSquaredError
 from ..messages import in_words
 from ..model import calling, parameters
 from ..model.selectors import Selector
-from ..numerics import meeting
+from ..numerics.process_groups import refuse
 from ..options import READING, How, Options, check_count, check_flag, check_number, check_several
 from ..passes.task import Task
 from ..report import Estimate, Result, views
@@ -380,7 +380,7 @@ def interpolation_error(
         >>> round(found.residual, 6), found.difference <= found.middle <= found.bound
         (0.01, True)
     """
-    meeting.refuse(how.get("process_group"), "interpolation_error", "sharpness and interpolation_sharpness are, ")
+    refuse(how.get("process_group"), "interpolation_error", "sharpness and interpolation_sharpness are, ")
     adaptive = check_flag("adaptive", adaptive)
     reads = 3 + check_flag("second_derivatives", second_derivatives)
     alone = {**how, "process_group": False}

@@ -50,8 +50,8 @@ from ..measures import RELATIVE_FLATNESS
 from ..messages import check_tensor, in_words, span
 from ..model import layers
 from ..model.selectors import Selector
-from ..numerics import meeting
 from ..numerics.accumulate import omits
+from ..numerics.process_groups import refuse
 from ..numerics.variances import standard_error
 from ..options import CALL, How, Options, check_count, check_function, check_number, check_numbers, check_probes
 from ..plan import of_layer
@@ -387,7 +387,7 @@ def largest_robustness(
         >>> round(found.rise, 6)  # |δwA|² / 2 at |wA| = 5
         0.125
     """
-    meeting.refuse(how.get("process_group"), "largest_robustness", "matrix_robustness is, ")
+    refuse(how.get("process_group"), "largest_robustness", "matrix_robustness is, ")
     rho, starts = check_number("rho", rho), check_count("starts", starts, 1)
     steps, options = check_count("steps", steps, 1), Options.of(how)
     alone = {**how, "process_group": False}

@@ -37,7 +37,8 @@ from ..contractions import product, promoted
 from ..errors import InputError
 from ..losses import Loss, risk
 from ..messages import check_tensor, in_words, shown
-from ..numerics import accumulate, meeting
+from ..numerics import accumulate
+from ..numerics.process_groups import refuse
 from ..numerics.variances import standard_error
 from ..options import How, Options, check_count, check_function, check_number, check_probes
 from ..report import intervals
@@ -176,7 +177,7 @@ def representativeness(
         >>> abs(parts.gap - parts.representativeness - parts.robustness) < 1e-12
         True
     """
-    meeting.refuse(how.get("process_group"), "representativeness")
+    refuse(how.get("process_group"), "representativeness")
     resolved = losses.resolve(loss, how.get("reduction"))
     folds, probes = check_count("folds", folds, 2), check_probes("probes", probes, 2)
     seed = Options.of(how).seed
@@ -411,7 +412,7 @@ def authors_representativeness(
         >>> abs(value - 0.693147 * (1 - 0.398942 / 2)) < 1e-6  # log 2, and K = 1/√(2π) divided by |S| = 2
         True
     """
-    meeting.refuse(how.get("process_group"), "authors_representativeness")
+    refuse(how.get("process_group"), "authors_representativeness")
     folds, seed = check_count("folds", folds, 2), Options.of(how).seed
     resolved = losses.resolve(loss, how.get("reduction"))
     features, targets = check_tensor("features", features), check_tensor("targets", targets)

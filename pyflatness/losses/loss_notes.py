@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..numerics.directions import Directions
+from ..numerics.normal_vectors import NormalVectors
 from . import advice, log_softmax
 from .base import Loss
 from .cross_entropy import CrossEntropy
@@ -83,5 +83,5 @@ def _is_straight(loss: CustomLoss, outputs: Tensor, targets: Tensor) -> bool:
         (gradient,) = torch.autograd.grad(loss.value(leaf, targets), leaf, create_graph=True)
         if not gradient.requires_grad:
             return True
-        (product,) = torch.autograd.grad(gradient, leaf, Directions().like(leaf), allow_unused=True)
+        (product,) = torch.autograd.grad(gradient, leaf, NormalVectors().like(leaf), allow_unused=True)
     return product is None or not bool(product.any())

@@ -71,7 +71,7 @@ class WeightDirections:
         return self.varied.rows(self.second(changes.expand(-1, *self.varied.gradient.shape)), len(changes))
 
 
-class Entries:
+class EntriesAndNeurons:
     """Compute quantities of a layer's weight that are not block traces, or all where one tells everything about H.
 
     ``whole`` is the weight with columns that no input has too, of which w wᵀ is.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Directions:
+class NormalVectors:
     """Draw a sequence of random directions, the same one every time; one generator for each device."""
 
     def __init__(self) -> None:
