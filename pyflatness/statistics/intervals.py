@@ -66,8 +66,8 @@ def finder(
 ) -> Finder:
     """Return a function for the interval of a correlation over n networks; NaN of too few networks or clusters.
 
-    So many columns are ``held`` fixed. Without ``clusters`` (n,) networks are independent; ``seeds`` (n,) say what was
-    drawn with which each was trained, for Fisher's z over clusters; networks are compared inside of ``strata`` (n,).
+    ``held`` is the number of columns held fixed. Without ``clusters`` (n,) networks are independent. ``seeds`` (n,) are
+    those that networks were trained with, for Fisher's z over clusters. Networks are compared within ``strata`` (n,).
     """
     check_choice("interval", interval, _NAMES)
     if seeds is not None and (clusters is None or interval != "fisher"):
@@ -81,8 +81,8 @@ def finder(
     return lambda value, statistic, columns: fisher(value, statistic, columns, jackknife, strata)
 
 
-def described(interval: str, clustered: bool, seeded: bool) -> str:
-    """Return what the intervals are, for a heading."""
+def method(interval: str, clustered: bool, seeded: bool) -> str:
+    """Return how the intervals are made, as the beginning of a sentence."""
     return "95 % " + _NAMES[interval][clustered] + (" and seeds" if seeded else "")
 
 

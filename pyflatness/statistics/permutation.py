@@ -31,7 +31,7 @@ def check(permutations: int, clusters: NDArray[np.intp] | None, within: bool) ->
         raise InputError("within=True permutes inside of clusters: pass settings= and permutations= too")
 
 
-def described(permutations: int, clusters: NDArray[np.intp] | None, within: bool) -> str:
+def method(permutations: int, clusters: NDArray[np.intp] | None, within: bool) -> str:
     """Return how the p-values are made, as the end of a sentence."""
     if not permutations:
         return ""

@@ -41,7 +41,7 @@ class Networks:
     names: tuple[str, ...]  # of the rows
     columns: dict[str, Vector]  # numbers by name; NaN where a cell is empty
     measures: tuple[str, ...]  # columns that are measures, as far as that is known; else all
-    texts: dict[str, tuple[str, ...]] = field(default_factory=dict)  # others; "" where a cell is empty
+    text_columns: dict[str, tuple[str, ...]] = field(default_factory=dict)  # the others; "" where a cell is empty
 
     def column(self, name: str) -> Vector:
         """Return one column."""
@@ -83,10 +83,11 @@ class Networks:
         for name in names:
             if name in self.columns:
                 cells = ["" if math.isnan(cell) else f"{cell:.15g}" for cell in self.columns[name]]
-            elif name in self.texts:
-                cells = [*self.texts[name]]
+            elif name in self.text_columns:
+                cells = [*self.text_columns[name]]
             else:
-                raise InputError(f"table: no column {name!r}; there are {_known(name, [*self.columns, *self.texts])}")
+                known = _known(name, [*self.columns, *self.text_columns])
+                raise InputError(f"table: no column {name!r}; there are {known}")
             self._whole(name, np.array([cell != "" for cell in cells]), kept, "empty")
             columns.append([cell for cell, counts in zip(cells, kept, strict=True) if counts])
         rows = [*zip(*columns, strict=True)]
