@@ -43,8 +43,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from .. import losses, tensor_head
-from ..contractions import product, promoted
+from .. import losses
+from ..contractions import product
 from ..errors import InputError
 from ..measures import RELATIVE_FLATNESS
 from ..messages import check_tensor, in_words, span
@@ -58,6 +58,7 @@ from ..plan import of_layer
 from ..report import Estimate, intervals, views
 from ..session import public, session
 from .perturbed import Perturbed, orthonormal, turns
+from .sampling import Psi
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -513,21 +514,18 @@ def label_constancy(
     radii = check_numbers("rho", rho)
     probes, seed = check_probes("probes", probes, 2), Options.of(how).seed
     check_function("labels", labels, "of features (n, m) that returns their targets")
-    targets = check_tensor("targets", labels(features) if targets is None else targets)
-    tensor_head.check_tensors(features, weight, bias, targets, resolved)
-    phi, w = promoted(features.detach()), promoted(weight.detach())
-    shift = 0 if bias is None else promoted(bias.detach())
-    generator = torch.Generator(phi.device).manual_seed(seed)
+    psi = Psi(features, weight, bias, labels(features) if targets is None else targets, resolved)
+    phi, generator = psi.features, torch.Generator(psi.features.device).manual_seed(seed)
     changes = []
     with torch.no_grad():
         for radius in radii:
             largest = torch.zeros(len(phi), dtype=torch.float64, device=phi.device)
             for draw in range(probes):
                 moved = phi + radius * _within(phi, generator, on_sphere=draw % 2 == 0)
-                outputs = product(moved, w.t()) + shift
+                outputs = psi.outputs(moved)
                 each = [
                     resolved.each(outputs, y).double().view(len(outputs), -1).mean(dim=1)  # over a sample's terms
-                    for y in (labels(moved.to(features.dtype)), targets)
+                    for y in (labels(moved.to(features.dtype)), psi.targets)
                 ]
                 largest = torch.maximum(largest, (each[0] - each[1]).abs())
             changes.append(float(largest.mean()))
