@@ -29,8 +29,9 @@ later layer's input, as where that input is the sum.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -92,6 +93,10 @@ class LayerTerms:
     def mls_bound(self) -> float:
         """Return C of Eq. 48."""
         return product(self.spread, self.spectral, self.weights)
+
+    def sharpness_bound(self, sharpness: float) -> float:
+        """Return D of Eq. 48, for the S given."""
+        return product(self.spread, self.spectral, math.sqrt(sharpness))
 
 
 class NetworkTerms:
@@ -177,37 +182,31 @@ def _estimate(samples: Samples, value: float, layer: str, caveat: str) -> Estima
     )
 
 
-def _mls_bounds(samples: Samples) -> Values:
-    found = [LayerTerms(samples, name) for name in samples.layers]
-    return {layer.name: _estimate(samples, layer.mls_bound, layer.name, layer.caveat) for layer in found}
-
-
-def _nmls_bound(samples: Samples) -> Values:
-    net = NetworkTerms(samples)
-    return {"": _estimate(samples, net.nmls(), "", net.caveat)}
-
-
-def _log_volume_bounds(samples: Samples) -> Values:
-    net = NetworkTerms(samples)
-    found = {layer.name: _estimate(samples, net.log_volume([layer]), layer.name, layer.caveat) for layer in net.layers}
-    return {**found, "": _estimate(samples, net.log_volume(net.layers), "", net.caveat)}
+def _values(
+    of_layer: Callable[[NetworkTerms, LayerTerms], float] | None,
+    of_network: Callable[[NetworkTerms], float] | None,
+    samples: Samples,
+    sharpness: float | None = None,
+) -> Values:
+    """Return the values of a bound for each layer, and for the network; None where there is none."""
+    net, found = NetworkTerms(samples, sharpness), {}
+    for layer in net.layers if of_layer is not None else ():
+        found[layer.name] = _estimate(samples, of_layer(net, layer), layer.name, layer.caveat)
+    if of_network is not None:
+        found[""] = _estimate(samples, of_network(net), "", net.caveat)
+    return found
 
 
 def _sharpness_bounds(samples: Samples) -> Values:
-    net = NetworkTerms(samples, at_interpolation(samples.task).value)
-    root = math.sqrt(net.sharpness)
-    found = {
-        layer.name: _estimate(samples, product(layer.spread, layer.spectral, root), layer.name, layer.caveat)
-        for layer in net.layers
-    }
-    return {**found, "": _estimate(samples, net.nmls(), "", net.caveat)}
+    sharpness = at_interpolation(samples.task).value
+    return _values(lambda net, layer: layer.sharpness_bound(net.sharpness), NetworkTerms.nmls, samples, sharpness)
 
 
 MLS_BOUND = Measure(
     name="mls_bound",
     formula="|W|₂ √(mean_i 1/|x_i|²) √(mean_i |∂f_i/∂W|_F²)",
     source="From Loss Flatness to Compressed Representations, Eq. 48, C",
-    of_jacobians=_mls_bounds,
+    of_jacobians=partial(_values, lambda net, layer: layer.mls_bound, None),
     needs=NEEDS,
     granularity="layer",
     cost=COST,
@@ -216,7 +215,7 @@ NMLS_BOUND = Measure(
     name="nmls_bound",
     formula="√(mean_i Σ_l |W_l|₂²/|x_i^l|²) √(mean_i Σ_l |∂f_i/∂W_l|_F²)",
     source="From Loss Flatness to Compressed Representations, Eq. 12",
-    of_jacobians=_nmls_bound,
+    of_jacobians=partial(_values, None, NetworkTerms.nmls),
     needs=NEEDS,
     granularity="network",
     cost=COST,
@@ -226,7 +225,7 @@ LOG_VOLUME_BOUND = Measure(
     name="log_volume_bound",
     formula="log of (1/n) √(Σ_i |W|₂^2N/|x_i|^2N) (nS/N)^(N/2), S = mean_i Σ_l |∂f_i/∂W_l|_F²",
     source="From Loss Flatness to Compressed Representations, Eq. 9 and 10",
-    of_jacobians=_log_volume_bounds,
+    of_jacobians=partial(_values, lambda net, layer: net.log_volume([layer]), lambda net: net.log_volume(net.layers)),
     needs=NEEDS,
     cost=COST,
     network_of=TOGETHER,

@@ -112,7 +112,7 @@ class Bounds(Result):
 
 
 def _of_layer(net: NetworkTerms, layer: LayerTerms, behind: LayerTerms | None, least: Minimum | None) -> list[Bound]:
-    root, A = math.sqrt(net.sharpness), mean(layer.s)
+    A = mean(layer.s)
 
     def row(equation: str, what: str, left: float, right: float, *, log: bool = False) -> Bound:
         return Bound(equation, layer.name, what, left, right, log, layer.caveat)
@@ -131,7 +131,7 @@ def _of_layer(net: NetworkTerms, layer: LayerTerms, behind: LayerTerms | None, l
         row("9, middle", "log of the mean volume, by |J|_F", volume, net.log_norms([layer]), log=True),
         row("9", "log of the mean volume, by S", volume, net.log_volume([layer]), log=True),
         row("48, C", "mean s_max, by W", A, layer.mls_bound),
-        row("11", "mean s_max, by S: D of Eq. 48", A, product(layer.spread, layer.spectral, root)),
+        row("11", "mean s_max, by S: D of Eq. 48", A, layer.sharpness_bound(net.sharpness)),
         row("37", "2 mean |J|_F |x|, by g² + |W|²", 2 * both, layer.weights**2 + layer.frobenius**2),
     ]
     if least is not None and layer.rescaled is not None:
