@@ -136,11 +136,8 @@ class ColumnSquaredError(SquaredError):
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
         return super().terms(outputs, None if targets is None else _as_column(targets, outputs), class_dim)
 
-    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return super().value(outputs, _as_column(targets, outputs))
-
-    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return super().each(outputs, _as_column(targets, outputs))
+    def reduced(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        return super().reduced(outputs, _as_column(targets, outputs), reduction)
 
 
 def _as_column(targets: Tensor, outputs: Tensor) -> Tensor:

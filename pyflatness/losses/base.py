@@ -150,6 +150,12 @@ class Known(Loss, Protocol):
     def side_by_side(self, returned: Any) -> Tensor:
         raise refusal(returned)
 
+    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.reduced(outputs, targets, "sum")
+
+    def reduced(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        """Return the loss in float64 by torch's formula, for the reduction ``"sum"`` or ``"none"``."""
+
     def sampled(self, rows: Tensor, terms: Terms, signs: Tensor) -> Tensor:
         """Return Σ_c r_c s_·c of signs r (rows, C), (rows, C), with a graph in ``rows``."""
 

@@ -108,13 +108,10 @@ class CrossEntropy(Known):
         variance = SoftmaxVariance(weight, bias, backend, rows=rows, memory=memory, rtol=rtol)
         return Curvature(variance.bounded, variance.total)
 
-    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self._reduced(outputs, targets, "sum")
-
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self._reduced(outputs, targets, "none").flatten()
+        return self.reduced(outputs, targets, "none").flatten()
 
-    def _reduced(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    def reduced(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
         """Return the loss in float64; of many logits whose classes lie together, some rows at a time.
 
         A copy of all logits in float64 takes as long as the products that made them.

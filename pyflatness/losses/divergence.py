@@ -44,7 +44,7 @@ class Divergence(CrossEntropy):
             raise InputError(f"loss='kl': it is one of probabilities of classes, and the model's loss is {shown(loss)}")
         return cls(None, loss.ignore_index, 0.0, loss.reduction)
 
-    def _reduced(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    def reduced(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
         reference = outputs.detach() if self.reference is None else self.reference
         log_p, of_model = (F.log_softmax(logits.double(), dim=1) for logits in (outputs, reference))
         each = torch.where(of_model == -torch.inf, 0.0, of_model.exp() * (of_model - log_p)).sum(dim=1)

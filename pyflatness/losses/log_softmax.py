@@ -60,7 +60,7 @@ class DivergenceOfLogits(OfLogits):
     def _share(self, outputs: Tensor) -> float:
         return 1 / outputs.shape[1] if self.how == "mean" else 1.0
 
-    def _reduced(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    def reduced(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
         log_p = F.log_softmax(outputs.double(), dim=1)
         each = F.kl_div(log_p, targets.double(), reduction="none", log_target=self.log_target).sum(dim=1)
         each = each * self._share(outputs)
