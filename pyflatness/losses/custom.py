@@ -34,7 +34,7 @@ class CustomLoss:
     known: ClassVar[bool] = False
     by_rows: ClassVar[bool] = False
     several: SideBySide | None = None  # how the outputs lie in one tensor, if the loss takes several
-    _first: list[tuple[Tensor, Tensor]] | None = field(default_factory=list)  # until there are two samples; then None
+    _first: list[tuple[Tensor, Tensor]] | None = field(default_factory=list)  # the first samples; None once checked
     _shape: tuple[int, ...] = ()  # of one sample's outputs, as the loss takes them
 
     def class_dim(self, outputs: Tensor) -> int:
@@ -75,7 +75,7 @@ class CustomLoss:
         return self._sum(outputs.double(), targets)
 
     def _check_separable(self, outputs: Tensor, targets: Tensor) -> None:
-        """Raise if the loss of the first samples is not made of their single losses: coupled, or reduced otherwise."""
+        """Raise if the loss of the first samples is not the sum or mean of their single losses."""
         if self._first is None:
             return
         self._first.append((outputs, targets))

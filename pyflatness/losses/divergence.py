@@ -23,15 +23,15 @@ NAME = "kl"
 
 
 def trained_with(model: nn.Module) -> str:
-    """Return the loss whose terms a divergence is over: that of a model of transformers, or cross-entropy."""
+    """Return the loss whose terms the divergence is over: the own loss of a model of transformers, or cross-entropy."""
     return "cross_entropy" if hugging_face.inner(model) is None else AUTO
 
 
 @dataclass
 class Divergence(CrossEntropy):
-    """Represent that divergence, over the terms of a cross-entropy: its targets say which are ignored."""
+    """Represent this divergence over the terms of a cross-entropy, whose targets say which rows are ignored."""
 
-    reference: Tensor | None = None  # the model's outputs; None: those at hand
+    reference: Tensor | None = None  # the unchanged model's outputs; None: the outputs passed
 
     @classmethod
     def of(cls, loss: Loss) -> "Divergence":

@@ -1,4 +1,4 @@
-"""Remark on how a loss and the model's outputs go together, where a reader of a value should know it."""
+"""Note for readers of a value how a loss and the model's outputs fit together, where that matters."""
 
 from collections.abc import Sequence
 
@@ -32,14 +32,14 @@ OF_GGN_ALONE = (
 
 
 def refuse_without_curvature(notes: Sequence[str] | None, what: str) -> None:
-    """Raise if a value by the GGN would be 0 for every weight, since the loss has no curvature in the outputs."""
+    """Raise if values by the GGN would be 0 for every weight, since the loss has no curvature in the outputs."""
     reason = next((note for note in notes or () if note in (NO_CURVATURE, NLL_OF_LOGITS, OF_GGN_ALONE)), None)
     if reason is not None:
         raise InputError(f"loss: without curvature in the outputs {what} would be 0 for every weight: {reason}")
 
 
 def of(loss: Loss, outputs: Tensor, targets: Tensor, parameters: Sequence[Tensor]) -> tuple[str, ...]:
-    """Return what is to be said, as notes of an estimate, by outputs and targets of some samples."""
+    """Return notes for estimates, judged by the outputs and targets of some samples."""
     outputs, notes = outputs.detach(), []
     real = [part.dtype for part in parameters if part.is_floating_point()]
     finer = [dtype for dtype in real if torch.promote_types(dtype, outputs.dtype) != outputs.dtype]

@@ -1,7 +1,7 @@
-"""Say what each row of a head counts in a penalty, as an operator that compilers and transforms need not look into.
+"""Compute how much each row of a head counts in a penalty, as an operator that is opaque to compilers and transforms.
 
-Whether targets fit is read off their values, which ``torch.compile`` and ``torch.func.vmap`` do not have while they
-trace. To them this is one operation; it runs as it is written here, and so do its checks.
+Checks of targets depend on their values, which ``torch.compile`` and ``torch.func.vmap`` do not have while they trace.
+To them this is one operation, and its code runs as written here, with the checks.
 """
 
 from typing import Any
