@@ -93,7 +93,7 @@ _ALL_LISTED = " `pyflatness measures` lists all names; 'sweep' and 'all' stand f
 
 
 def are_named(names: str | Sequence[str] | None) -> bool:
-    """Return whether measures are asked for by their names, so that one which cannot be had is an error."""
+    """Return whether measures are asked for by name, so that it is an error if one of them has no value."""
     return names is not None and not (isinstance(names, str) and names in _SETS)
 
 
@@ -115,10 +115,10 @@ def named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:
 
 
 def _of_one_sweep(row: Measure) -> bool:
-    """Return whether a measure takes no more than relative flatness' own sweep, or the weights alone.
+    """Return whether a measure takes no more than the sweep for relative flatness, or the weights alone.
 
-    Not normalised sharpness, for which weight gradients are written out, and which most networks behind layers that are
-    not piecewise linear do not have; nor what is of activations, which takes Hessian products of its own there.
+    Normalised sharpness takes more: weight gradients are written out for it, and most networks with layers that are not
+    piecewise linear have no value of it. So do measures of activations, with Hessian products of their own there.
     """
     if row.quantity in ACTIVATIONS:
         return False

@@ -46,11 +46,11 @@ from .sharpness import of_outputs
 
 NEEDS = ("log_volume", "weights", "past", "rescaled")
 NO_GUARANTEE = "no guarantee"
-_ROUNDING = 1e-5  # by which a largest singular value may be off, relatively; in half precision it may be by more
+_ROUNDING = 1e-5  # relative error allowed of a largest singular value; in half precision it may be larger
 
 
 class LayerTerms:
-    """Hold what the inequalities of one layer are made of; tensors are (n,) float64, norms are not squared."""
+    """Hold the terms in the inequalities of one layer; tensors are (n,) float64, norms are not squared."""
 
     def __init__(self, samples: Samples, name: str) -> None:
         self.rows = layer_weights.matrix(samples.task.selection.modules[name])[0].shape[0]
@@ -114,7 +114,7 @@ class NetworkTerms:
 
     @property
     def telescopes(self) -> bool:
-        """Return whether Eq. 17 of some layers, added up, leads from the first layer's input to the last's."""
+        """Return whether the sum of Eq. 17 over some layers leads from the first layer's input to the last's."""
         reached = [self.layers[-1]]
         for layer in reversed(self.layers[:-1]):
             if not layer.apart and any(bool((layer.past <= later.s * (1 + _ROUNDING)).all()) for later in reached):

@@ -1,12 +1,12 @@
-"""Measure how much noise the parameters bear: PAC-Bayes flatness.
+"""Measure how much noise on the parameters a network tolerates: PAC-Bayes flatness.
 
 It is defined by Petzka et al. (2021), appendix C.2, after Jiang et al. (2020).
 
     σ: mean accuracy of the network at θ + u, u ~ N(0, σ²) on all parameters, is 0.1 below its own;  flatness 1/σ²
 
-found by bisection on [0, 2], in at most 15 steps, ended where the drop is within 0.01 of 0.1. Each step is over the
-same 10 probes of the noise, so that the drop of each draw is one function of σ. BatchNorm is folded into the layers in
-front of it first, so that numbers which only scale each other do not count. With θ the weights (parameters of two
+found by bisection on [0, 2], in at most 15 steps, until the drop is within 0.01 of 0.1. All steps use the same 10
+probes of the noise, so that the drop of each probe is one function of σ. BatchNorm is folded into the layers in front
+of it first, so that parameters which only rescale each other do not count. With θ the weights (parameters of two
 dimensions and more) of which there are ω, θ⁰ those before training, n samples, ε = 1e-3:
 
     bound            |θ|² / (4σ²) + log(n/σ) + 10                      initial: |θ-θ⁰|² in the place of |θ|²
@@ -20,8 +20,8 @@ Standard errors over the probes are by the delta method. Where the mean drop D g
 
     stderr(σ) = σ/p √(s²/K + (D - 0.1)²) / D        stderr(1/σ²) = 2/σ³ stderr(σ)        K - 1 degrees of freedom
 
-with s the standard deviation of the K probes' drops; D - 0.1 is what the bisection left. p is that between σ and the
-nearest others that were tried, on each side, on average. To first order: the 95 % interval of 10 probes
+with s the standard deviation of the K probes' drops; D - 0.1 is what the bisection left. p is the mean of the exponents
+between σ and the nearest other values tried, below and above. This is to first order: the 95 % interval of 10 probes
 holds 1/σ² of 2,000 probes in 91-92 % of cases, that of 40 in 97 %, where D - 0.1 is as large as the probes' scatter.
 """
 
@@ -57,16 +57,16 @@ _NO_ACCURACY = "the model's outputs have NaN in them, so it has no accuracy; lea
 
 @dataclass(frozen=True)
 class Bisection:
-    """Hold what a bisection ended with.
+    """Hold the result of a bisection.
 
     Attributes:
-        sigma: σ, the last one tried.
-        bracket: between which σ the wanted drop was last known to lie; the ends of [0, 2] were not tried.
-        drops: by how much the accuracy is lower at σ, probe by probe.
+        sigma: σ, the last value tried.
+        bracket: the values between which the σ of the wanted drop lies; the ends of [0, 2] were not tried.
+        drops: by how much the accuracy is lower at σ, for each probe.
         reached: whether their mean is within tolerance of the wanted drop.
-        stderr: standard error of ``sigma`` over the probes, of one degree of freedom less than there are probes; None
-            for one probe, where the wanted drop was not reached, and where one σ alone was tried or the drop does not
-            grow.
+        stderr: the standard error of ``sigma`` over the probes, with one degree of freedom less than there are probes;
+            None for one probe, if the wanted drop was not reached, and if only one σ was tried or the drop does not
+            grow with σ.
     """
 
     sigma: float
@@ -188,7 +188,7 @@ def _reads(probes: int, steps: int) -> int:
 
 
 class _Search:
-    """Search by bisection on one network and data set."""
+    """Search by bisection for the noise that a network tolerates on a data set."""
 
     def __init__(
         self,
@@ -268,7 +268,7 @@ class _Search:
         return sigma * error / (exponent * drop) if exponent > 0 else None
 
     def _noisy(self, spread: Callable[[Tensor], Any], key: int) -> float:
-        """Return the accuracy with one draw of the noise."""
+        """Return the accuracy with one probe of the noise."""
 
         def deviation(w: Tensor) -> Any:
             return spread(w) ** 2 if self._squared else spread(w)
