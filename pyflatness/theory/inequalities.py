@@ -1,14 +1,14 @@
-"""Compute the inequalities of "From Loss Flatness to Compressed Representations" (C24), with both their sides.
+"""Compute both sides of the inequalities of "From Loss Flatness to Compressed Representations" (C24).
 
-What they are made of, and when they are guaranteed, is in :mod:`.measures.bounds`.
+Their terms, and when they are guaranteed, are in :mod:`.measures.bounds`.
 
 **Sharpness and its value at an interpolation** (Lemma B.1 and E.2). For E = (1/n) Σ_i ½|f_i - y_i|², residuals
 r_i = f_i - y_i of norm at most ε, and m trainable parameters θ_j,
 
     |Tr ∂²E/∂θ² - (1/n) Σ_i |∂f_i/∂θ|²|  ≤  (1/n) Σ_i Σ_j |⟨r_i, ∂²f_i/∂θ_j²⟩|  ≤  m M ε,   M = max_ij |∂²f_i/∂θ_j²|
 
-and with every term of j times θ_j² the same of adaptive sharpness (Lemma E.2), M = max_ij θ_j² |∂²f_i/∂θ_j²|. A network
-that is locally linear in each parameter has no second derivatives, and both sides are zero.
+and the same for adaptive sharpness with every term of j times θ_j² (Lemma E.2), M = max_ij θ_j² |∂²f_i/∂θ_j²|. For a
+network that is locally linear in each parameter both sides are zero.
 """
 
 import math
@@ -46,11 +46,11 @@ class Bound:
     """Hold one inequality: ``left`` is at most ``right`` where it is guaranteed.
 
     Attributes:
-        equation: of the paper: its number, and which of its steps.
-        layer: whose; empty for the network.
+        equation: its number in the paper, and which of its steps.
+        layer: the name of its layer; empty for the network.
         what: the left side in words.
-        left: its value.
-        right: the right-hand side.
+        left: the value of the left side.
+        right: the value of the right side.
         log: whether both are logarithms, as wherever a power of N appears.
         caveat: why it need not hold; empty where it must.
     """
@@ -76,7 +76,7 @@ class Bounds(Result):
     Attributes:
         rows: layer by layer, then of the network.
         sharpness: S, of the chosen layers' weights unless it was given.
-        samples: how many all means are over.
+        samples: the number of samples in all means.
         outputs: N.
     """
 
@@ -103,10 +103,10 @@ class Bounds(Result):
         for header in ("value", "bound"):
             table.add_column(header, justify="right", no_wrap=True)
         guaranteed = [f"{NO_GUARANTEE}: {row.caveat}" if row.caveat else "yes" for row in self.rows]
-        longest = max((len(word) for said in guaranteed for word in said.split()), default=0)  # layers' names are in it
+        longest = max((len(word) for text in guaranteed for word in text.split()), default=0)  # a layer's name, say
         table.add_column("guaranteed", min_width=longest)
-        for row, said in zip(self.rows, guaranteed, strict=True):
-            table.add_row(row.layer or "network", row.equation, row.what, f"{row.left:.6g}", f"{row.right:.6g}", said)
+        for row, text in zip(self.rows, guaranteed, strict=True):
+            table.add_row(row.layer or "network", row.equation, row.what, f"{row.left:.6g}", f"{row.right:.6g}", text)
         facts = f"{self.samples} samples, N = {self.outputs}, S = {self.sharpness:.6g}"
         return "\n".join([*views.text(table, 200), facts])
 
@@ -135,7 +135,7 @@ def _of_layer(net: NetworkTerms, layer: LayerTerms, behind: LayerTerms | None, l
         row("37", "2 mean |J|_F |x|, by g² + |W|²", 2 * both, layer.weights**2 + layer.frobenius**2),
     ]
     if least is not None and layer.rescaled is not None:
-        # The minimum of Eq. 36 is in proportion to the root of H, of which the sum over samples was taken, σ' is not.
+        # The minimum of Eq. 36 is proportional to the root of H, which is a sum over samples here; σ' does not change.
         right = least.value / math.sqrt(net.samples)
         rows.append(row("37, least", "the same with σ' of Eq. 36, by Eq. 36", 2 * mean(layer.rescaled), right))
     if layer.passed:
@@ -187,7 +187,7 @@ def _log_mean(values: Tensor, power: int) -> float:
 
 
 def _adaptive(net: NetworkTerms, weighted: Mapping[str, float], everything: float) -> list[Bound]:
-    """Return Eq. 44 of each layer: by its own weight, by the trainable parameters that there are.
+    """Return Eq. 44 of each layer, with its own weight and with all trainable parameters on the right-hand side.
 
     ``weighted`` is (1/n) Σ_i |W ∘ ∂f_i/∂W|_F², ``everything`` (1/n) Σ_i Σ_j θ_j² |∂f_i/∂θ_j|².
     """
@@ -414,7 +414,7 @@ def _residual(task: Task) -> float:
 
 
 def _second(task: Task, *, adaptive: bool) -> tuple[float, float]:
-    """Return the sum between both sides, and M."""
+    """Return the sum between the two sides, and M."""
     theta = parameters.trainable(task.model)
     entries = sum(w.numel() for w in theta.values())
     if entries > task.options.max_passes:

@@ -24,7 +24,7 @@ from ..numerics.accumulate import Accumulator
 from ..options import check_number, check_probes, check_seed
 from ..passes.task import Risk, Task
 
-_TOGETHER = 2**18  # numbers
+_TOGETHER = 2**18  # numbers that are drawn at once
 
 
 def truncated_normal_noise(features: Tensor, rho: float, *, probes: int = 1, seed: int = 0) -> Tensor:
@@ -64,7 +64,7 @@ def truncated_normal_noise(features: Tensor, rho: float, *, probes: int = 1, see
 
 
 def kernel_noise(features: Tensor, rho: float, probes: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yield probes of ξ for each feature vector of (…, m), in at least float32; small ones are made together."""
+    """Yield probes of ξ for each feature vector of (…, m), in at least float32; several are drawn at once if small."""
     together = max(1, _TOGETHER // max(1, features.numel()))
     for start in range(0, probes, together):
         yield from _noise(features.expand(min(together, probes - start), *features.shape), rho, generator)
@@ -74,7 +74,7 @@ def _noise(features: Tensor, rho: float, generator: torch.Generator) -> Tensor:
     dtype = promoted_dtype(features.dtype)
     features = features.to(dtype)
     direction: Tensor = torch.randn(features.shape, generator=generator, dtype=torch.float32, device=features.device)
-    direction = direction.to(dtype)  # a direction in steps of float32 is random enough, and its numbers come faster
+    direction = direction.to(dtype)  # float32 is fine enough for a random direction, and is drawn faster
     lengths = direction.norm(dim=-1, keepdim=True)
     radius = radii(lengths.numel(), features.shape[-1], generator).to(dtype).view_as(lengths)
     scale: Tensor = rho * radius * features.norm(dim=-1, keepdim=True) / lengths
@@ -84,8 +84,8 @@ def _noise(features: Tensor, rho: float, generator: torch.Generator) -> Tensor:
 def radii(count: int, m: int, generator: torch.Generator) -> Tensor:
     """Return t (count,) float64 on (0, 1] of density proportional to t^(m-1) exp(-t²/2), by exact rejection.
 
-    A proposal u^(1/m) has density m t^(m-1) and is kept with probability exp(-t²/2), 0.61 or more for every m; the
-    inverse of the distribution function would underflow from a few hundred features on.
+    A proposal u^(1/m) has density m t^(m-1) and is kept with probability exp(-t²/2) ≥ 0.61 for every m. The inverse of
+    the distribution function would underflow from a few hundred features on.
     """
     kept: list[Tensor] = []
     missing = count
@@ -101,8 +101,8 @@ def radii(count: int, m: int, generator: torch.Generator) -> Tensor:
 def orthonormal(groups: int, rows: int, m: int, generator: torch.Generator, like: Tensor) -> Tensor:
     """Return the first rows (groups, rows, m) of Haar-distributed orthogonal matrices, independent by group.
 
-    The Q factor of a Gaussian matrix, with the signs of R's diagonal fixed: QR alone is not uniform. Its numbers are of
-    the dtype of ``like``, and go from the generator's device to that of ``like``.
+    They are the Q factor of a Gaussian matrix with the signs of R's diagonal fixed, without which Q is not uniform.
+    They are drawn on the generator's device, and have the dtype and device of ``like``.
     """
     normal = torch.randn(groups, m, rows, generator=generator, dtype=like.dtype, device=generator.device)
     q, r = torch.linalg.qr(normal.to(like.device))
@@ -134,7 +134,7 @@ class Perturbed:
                 "it to perturb; choose a linear layer or a convolution"
             )
         self._batch: Any = None
-        self._call: calling.Call | None = None  # of a layer that was called once
+        self._call: calling.Call | None = None  # the layer's call, if there is only one
 
     def outputs(self, batch: Any) -> tuple[Tensor, Any]:
         """Return the unperturbed model's outputs and targets for a batch, which later calls perturb."""
@@ -150,7 +150,7 @@ class Perturbed:
         return outputs, targets
 
     def inputs(self) -> Tensor:
-        """Return φ of the batch, of a layer that is called once."""
+        """Return φ of the batch, for a layer that is called once."""
         if self._call is None:
             raise InputError(
                 f"layer {self.name!r} runs several times in one forward pass, or its input is modified in place: "
@@ -228,7 +228,7 @@ def _scaled(change: Change, known: Tensor | None, scale: float) -> Change:
 
 @contextlib.contextmanager
 def _adding(layer: nn.Module, addition: Change) -> Iterator[None]:
-    """Add something that is made of the layer's input and output to its output, inside."""
+    """Add a function of the layer's input and output to its output, within the context."""
 
     def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         inputs = args[0] if args else kwargs["input"]
@@ -250,8 +250,8 @@ def by_weight(layer: nn.Module, weight: Tensor) -> Change:
 def turns(layer: nn.Module, generator: torch.Generator) -> Iterator[Tensor]:
     """Yield wA for random A, Haar on O(m), independent for each group of a convolution, in the shape of the weight.
 
-    With w = Rᵀ Q, Q of orthonormal rows, wA = Rᵀ (QA), and QA is a set of the first rows of such a matrix again: min(d,
-    m) rows are drawn, not m.
+    With w = Rᵀ Q, Q of orthonormal rows, wA = Rᵀ (QA), and QA are the first rows of a Haar-distributed matrix again. So
+    min(d, m) rows are drawn, not m.
     """
     matrix = promoted(layers.matrix(layer)[0]).unflatten(0, (layers.kind_of(layer).groups, -1))
     left = torch.linalg.qr(matrix.transpose(1, 2)).R.transpose(1, 2)  # (groups, d / groups, rows)

@@ -8,20 +8,20 @@ After Petzka et al. (2021), Definition 1 and Eq. 4 and 7, labels unchanged:
 
     E_A E_F = α² κ / (2m) + O(α⁴)                                                               (Theorem 5)
 
-The terms of odd order vanish, since A and -A are equally likely; a minimum is not needed. Every draw is taken with both
-signs, u_k(α) = (E(w + αwA_k) + E(w - αwA_k)) / 2 - E(w); the value is their mean and its standard error std_k u_k / √K
-of K - 1 degrees of freedom, given the data. Each group of a convolution has a matrix of its own, as it has in κ.
+The terms of odd order vanish, since A and -A are equally likely; a minimum is not needed. Every probe is taken with
+both signs, u_k(α) = (E(w + αwA_k) + E(w - αwA_k)) / 2 - E(w). The value is their mean, with the standard error std_k
+u_k / √K of K - 1 degrees of freedom, given the data. Each group of a convolution has a matrix of its own, as in κ.
 
-Theorem 5 is about twice differentiable models. Behind a ReLU the parabola holds as far as no sample crosses a kink,
-which for many samples is not far: kinks that are crossed add a rise of order α² of their own, which no Hessian sees.
+Theorem 5 is about twice differentiable models. Behind a ReLU the parabola holds as long as no sample crosses a kink,
+which for many samples is not far: kinks that are crossed add a rise of order α² that no Hessian sees.
 
 **To one matrix, and to the worst.** f is ((δ, S, A), ε)-feature robust for ε = max_{0 ≤ α ≤ δ} |E_F(f, S, αA)|. The
 worst A of norm at most 1 is the left side of Theorem 14, whose right side is δ² d/2 κ^φ + O(δ³) at a minimum
 (:func:`.gap_bounds.uniform_robustness_bound`). With w = Rᵀ Q, Q of orthonormal rows, wA = Rᵀ B for B = QA, and the B
 that belong to |A| ≤ 1 are those with |B| ≤ 1. Over these a linear function ⟨G, B⟩ is largest at the polar factor U Vᵀ
-of G = U S Vᵀ. The search goes from B to that of the gradient at B, again and again (the method of Frank and Wolfe with
-whole steps): where E is convex in w, as at a head, each step raises E. What is found is a lower bound of the maximum;
-several starts say how much to trust it.
+of G = U S Vᵀ. The search goes from B to the polar factor of the gradient at B, again and again (the method of Frank and
+Wolfe with whole steps): where E is convex in w, as at a head, each step raises E. The result is a lower bound of the
+maximum; several starts say how far to trust it.
 
 **Labels that are not constant** (Definition 9 and Corollary 10).
 
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 RHO = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
 PROBES = 16
 _MEMORY = 2**28  # bytes of the weights wA that are kept for one read of the data
-_RISE = 1e-9  # by which a step has to raise the loss to go on, relatively
+_RISE = 1e-9  # the least relative rise of the loss in a step after which the search goes on
 
 Labels = Callable[[Tensor], Tensor]  # features (n, m) -> targets as the loss takes them, (n, …)
 
@@ -85,9 +85,9 @@ class FeatureRobustness:
         kappa: κ.
         features: m.
         loss: E(w).
-        probes: pairs ±A.
-        samples: of the data.
-        layer: its qualified name.
+        probes: the number of pairs ±A.
+        samples: the number of samples.
+        layer: the layer's qualified name.
     """
 
     rho: Tensor
@@ -232,8 +232,8 @@ class MatrixRobustness:
         rho: α, (k,) float64.
         rises: E_F(f, S, αA), (k,) float64, in units of the loss.
         loss: E(w).
-        layer: its qualified name.
-        samples: of the data.
+        layer: the layer's qualified name.
+        samples: the number of samples.
     """
 
     rho: Tensor
@@ -254,7 +254,7 @@ class MatrixRobustness:
 
     @property
     def epsilon(self) -> float:
-        """Return the ε for which the model is feature robust as far as these α tell, the largest absolute E_F."""
+        """Return ε, the largest absolute E_F among these α."""
         return float(self.rises.abs().max())
 
 
@@ -266,10 +266,10 @@ class LargestRobustness:
         rise: E_F(f, S, δA), in units of the loss; a lower bound of the maximum over |A| ≤ 1.
         matrix: A, (m, m); (groups, m, m) of a convolution with groups.
         rho: δ.
-        rises: of the starts, (starts,) float64, where each of them ended.
+        rises: E_F where each start ended, (starts,) float64.
         loss: E(w).
-        layer: its qualified name.
-        samples: of the data.
+        layer: the layer's qualified name.
+        samples: the number of samples.
     """
 
     rise: float
@@ -435,7 +435,7 @@ class LabelConstancy:
         changes: D(δ), (k,) float64, in units of the loss, from below.
         features: m.
         samples: n.
-        probes: of Δ, for each sample and δ.
+        probes: the number of Δ for each sample and δ.
     """
 
     rho: Tensor
@@ -535,7 +535,7 @@ def label_constancy(
 
 
 def _within(phi: Tensor, generator: torch.Generator, *, on_sphere: bool) -> Tensor:
-    """Return Δ of |Δ_i| ≤ |φ_i|, of that length or uniform in the ball."""
+    """Return Δ with |Δ_i| = |φ_i|, or uniform in the ball |Δ_i| ≤ |φ_i|."""
     normal: Tensor = torch.randn(phi.shape, generator=generator, dtype=phi.dtype, device=phi.device)
     length = phi.norm(dim=1, keepdim=True)
     if not on_sphere:

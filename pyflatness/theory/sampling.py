@@ -6,20 +6,20 @@ For a fold T of the data, S the rest, and ξ of the truncated normal kernel of b
     E_F   = (1/|S|) Σ_{i∈S} E_ξ [ℓ(ψ(φ_i + ξ), y_i) - ℓ(ψ(φ_i), y_i)]
     E_gen = mean_T ℓ - mean_S ℓ = E_Rep + E_F                                                   (Eq. 5)
 
-E_ξ is a mean over probes in pairs ±ξ. With one ψ for all folds the folds' E_gen cancel, and so their mean E_Rep is -E_F
-whatever the data: only its size by fold, ``magnitude``, says something, or a ψ that is fitted on each S (``fit=``, as
-in the authors' experiment), or data that ψ has not seen (``test=``). Means are weighted as the user's loss weights its
-terms, and are means also for the reduction ``"sum"``.
+E_ξ is a mean over probes in pairs ±ξ. With one ψ for all folds the folds' E_gen cancel, so that their mean E_Rep is
+-E_F whatever the data. What tells something then is its size by fold, ``magnitude``, a ψ that is fitted on each S
+(``fit=``, as in the authors' experiment), or data that ψ has not seen (``test=``). Means are weighted as the user's
+loss weights its terms, and are means also for the reduction ``"sum"``.
 
 **What the authors' code calls representativeness** is not Eq. 3:
 
     mean_{j∈T} [ ℓ(ψ(φ_j), y_j) - (1/|S|) Σ_{i∈S} v_i K(φ_j, φ_i) ℓ(ψ(φ_i), y_j) ]
     v_i = δ|φ_i| / Σ_S δ|φ|,   K(a, b) = exp(-|a - b|/2) / √(2π)
 
-averaged over folds T. δ|φ_i|, meant as bandwidths, are passed as weights of a density estimate of bandwidth 1 which
-normalises them, so δ cancels; its kernel is given √|a - b| for a distance and normalised for one dimension, and the sum
-is divided by |S| once more. So what is taken off the mean loss of T is of order 1/|S|: the value is nearly that loss.
-Read off ``SyntheticExperiments/interpolatingness.py`` of the authors' published code.
+averaged over folds T. δ|φ_i|, meant as bandwidths, are passed as weights of a density estimate of bandwidth 1, which
+normalises them, so that δ cancels. Its kernel takes √|a - b| as the distance and is normalised for one dimension, and
+the sum is divided by |S| once more. So the term that is subtracted from the mean loss of T is of order 1/|S|, and the
+value is nearly that loss. See ``SyntheticExperiments/interpolatingness.py`` in the authors' published code.
 """
 
 import itertools
@@ -75,7 +75,7 @@ class Representativeness:
 
     Attributes:
         value: E_Rep, its mean over the folds.
-        stderr: of ``value`` over the probes of ξ, given the data, of ``probes - 1`` degrees of freedom.
+        stderr: standard error of ``value`` over the probes of ξ, given the data, of ``probes - 1`` degrees of freedom.
         magnitude: the mean over the folds of |E_Rep|.
         folds: E_gen = E_Rep + E_F of each fold.
         test: the same between test data and the whole sample; None without test data.
@@ -221,7 +221,7 @@ def refit(fit: Fit, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor |
 
 
 def assigned(samples: int, folds: int, seed: int) -> Tensor:
-    """Return a fold for each sample at random, (samples,); folds are of one size, or of two sizes one apart."""
+    """Return a random fold for each sample, (samples,); sizes of folds differ by at most one."""
     if samples < folds:
         raise InputError(f"folds={folds}: there are {samples} samples")
     order = torch.randperm(samples, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
