@@ -180,14 +180,14 @@ class RelativeFlatness(Metric):
         return weight.to(device), None if bias is None else bias.to(device)
 
     def _checked_weights(self, weight: Tensor, bias: Tensor | None) -> int:
-        """Return a number that is made of the weights, which is the one of the first update."""
+        """Return a checksum of the weights, which has to be that of the first update."""
         read = 1 + fingerprint.of_all_entries([weight] if bias is None else [weight, bias])
         _the_same(torch.stack([self.weights_read, torch.full_like(self.weights_read, read)]))
         return read
 
 
 def _checked(weight: Any, bias: Any) -> tuple[Any, Any]:
-    """Return a head as it is held: a module and None, or a weight and a bias."""
+    """Return a head as the metric holds it: a module and None, or a weight and a bias."""
     if not isinstance(weight, nn.Module):
         for what, tensor, ndim in (("weight", weight, 2), ("bias", bias, 1)):
             if not isinstance(tensor, Tensor) and (what == "weight" or bias is not None):
@@ -207,7 +207,7 @@ def _checked(weight: Any, bias: Any) -> tuple[Any, Any]:
 
 
 def _the_same(read: Tensor) -> Tensor:
-    """Return the number of the weights that several sums are of, 0 for none; torchmetrics adds sums up by it."""
+    """Return the one checksum of the weights among several, 0 for none; torchmetrics reduces the state by this."""
     numbers: Tensor = read[read != 0].unique()
     if len(numbers) > 1:
         raise InputError(

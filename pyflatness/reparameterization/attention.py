@@ -2,9 +2,9 @@
 
     ⟨A q, A⁻ᵀ k⟩ = ⟨q, k⟩        (o B⁻¹) Σ a (B v) = o Σ a v        for invertible A, B (h, h)
 
-Heads that share keys and values (grouped queries) share A and B. Rotary embeddings turn pairs of entries of q and k by
-angles that depend on the position, so that A has to commute with these rotations: of each pair it is a rotation times a
-factor. Norms of q and k leave a factor of each head. B is free in all of them.
+Heads that share keys and values (grouped queries) share A and B. Rotary embeddings rotate pairs of entries of q and k
+by angles that depend on the position, so that A has to commute with these rotations: on each pair it is a rotation
+times a factor. With norms of q and k it is one factor for each head. B is free in all cases.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,16 +25,16 @@ GROUPS = {
     "pairs of neighbours": "a rotation and a factor of each pair of entries (2j, 2j + 1), as some rotary ones do",
     "one factor": "a factor of each head",
 }
-"""What A may be, the larger groups first."""
+"""What A may be, larger groups first."""
 
 _OUTPUTS = ("o_proj", "out_proj")  # of modules with q_proj, k_proj and v_proj
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Say which rows of a matrix (d, m) the heads are, or of the outputs' which columns: ``heads`` of ``size``."""
+    """Hold which rows of a matrix (d, m) are the heads', or which columns of the outputs' are: ``heads`` of ``size``."""
 
-    module: str  # that holds the weight
+    module: str  # the module that holds the weight
     weight: str
     bias: str
     first: int
@@ -44,7 +44,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Attention:
-    """Hold where the heads of one attention module are; ``layers`` has the layers of its rows and of its columns."""
+    """Hold where the heads of one attention module are in its matrices."""
 
     name: str
     q: Rows
@@ -105,7 +105,7 @@ def named(model: nn.Module, selector: object) -> Attention:
 
 
 def drawn(group: str, one: Rows, groups: int, random: np.random.Generator, factors: tuple[float, float]) -> Tensor:
-    """Return random matrices (groups, h, h) of one of :data:`GROUPS`, whose singular values are between the factors."""
+    """Return random matrices (groups, h, h) of one of :data:`GROUPS`, with singular values between the factors."""
     h = one.size
     if group == "one factor":
         identity = torch.eye(h, dtype=torch.float64, device="cpu")
@@ -129,9 +129,10 @@ def largest_group(
     factors: tuple[float, float],
     keeps: Callable[[Mapping[str, Tensor]], bool],
 ) -> tuple[str, dict[str, Tensor]]:
-    """Return the largest of :data:`GROUPS` whose A leave the function alone, by trial, and random A and B.
+    """Return the largest of :data:`GROUPS` whose A leave the function alone, found by trial, and random A and B.
 
-    ``keeps`` says whether matrices leave the function alone. "": there is none, nor a B.
+    ``keeps`` tells whether matrices leave the function alone. The group is "" if no A does, and then B may be missing
+    too.
     """
     values = {"vo": drawn("any", one.v, one.groups, random, factors)}
     values = values if keeps(values) else {}
@@ -148,7 +149,7 @@ def _of_module(name: str, module: nn.Module) -> Attention | None:
     if isinstance(module, nn.MultiheadAttention):
         e, heads = module.embed_dim, module.num_heads
         if module.bias_k is not None:
-            return None  # a key beside those of the projection
+            return None  # it has a key that no projection makes
         packed = module.in_proj_weight is not None
         q, k, v = (
             Rows(
