@@ -32,7 +32,7 @@ _OUTPUTS = ("o_proj", "out_proj")  # of modules with q_proj, k_proj and v_proj
 
 @dataclass(frozen=True)
 class Rows:
-    """Hold which rows of a matrix (d, m) are the heads', or which columns of the outputs' are: ``heads`` of ``size``."""
+    """Hold which rows of a matrix (d, m) are the heads', or which columns of the outputs': ``heads`` of ``size``."""
 
     module: str  # the module that holds the weight
     weight: str
