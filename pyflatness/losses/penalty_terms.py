@@ -37,21 +37,6 @@ def of(loss: Known, features: Tensor, outputs: int, targets: Tensor | None) -> S
     return found
 
 
-def _made(
-    kind: str,
-    weight: Tensor | None,
-    pos_weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-) -> Known:
-    if kind == CrossEntropy.__name__:
-        return CrossEntropy(weight, ignore_index, label_smoothing, reduction)
-    if kind == BinaryCrossEntropy.__name__:
-        return BinaryCrossEntropy(weight, pos_weight, reduction)
-    return SquaredError(reduction)
-
-
 @torch.library.custom_op("pyflatness::head_terms", mutates_args=())
 def _operator(
     features: Tensor,
@@ -64,7 +49,11 @@ def _operator(
     label_smoothing: float,
     reduction: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    loss = _made(kind, weight, pos_weight, ignore_index, label_smoothing, reduction)
+    loss: Known = SquaredError(reduction)
+    if kind == CrossEntropy.__name__:
+        loss = CrossEntropy(weight, ignore_index, label_smoothing, reduction)
+    elif kind == BinaryCrossEntropy.__name__:
+        loss = BinaryCrossEntropy(weight, pos_weight, reduction)
     shape = *features.shape[:-1], outputs
     terms = loss.terms(features.new_zeros(()).expand(shape), targets, len(shape) - 1)
     total = float(terms.weights.sum())

@@ -13,6 +13,7 @@ residual sum say, there is no such reparameterisation of that layer alone.
 
 import copy
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ def reparameterize(
                 part.training = mode
             return changed
         with interrupts.shielded():
-            for (_, own), (_, other) in zip(_tensors(module), _tensors(changed), strict=True):
+            for own, other in zip(*(chain(net.parameters(), net.buffers()) for net in (module, changed)), strict=True):
                 if not torch.equal(own, other):
                     own.copy_(other)
         return model
@@ -261,7 +262,3 @@ def _multiply(model: nn.Module, factors: Mapping[str, Tensor], found: Mapping[st
         for tensor in (module.running_mean, module.bias):
             if tensor is not None:
                 tensor.copy_(tensor.double() * values)
-
-
-def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]

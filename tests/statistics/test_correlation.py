@@ -55,42 +55,20 @@ def test_against_scipy():
     assert other["kappa", "Pearson"].low != found["kappa", "Pearson"].low
 
 
-SCIPY = {
-    "Pearson": lambda x, y: stats.pearsonr(x, y).statistic,
-    "Spearman": lambda x, y: stats.spearmanr(x, y).statistic,
-    "Kendall": lambda x, y: stats.kendalltau(x, y).statistic,
-}
-
-
-@pytest.mark.parametrize("statistic", SCIPY)
-@pytest.mark.parametrize("decimals", [1, 16])  # one decimal: with ties
-def test_values_and_intervals_against_scipy(statistic, decimals):
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=30).round(decimals)
-    y = (x + rng.normal(size=30)).round(decimals)
-    found = pf.statistics.correlations({"x": x.tolist(), "y": y.tolist()}, "x", "y")["x", statistic]
-    assert found.value == pytest.approx(SCIPY[statistic](x, y), abs=1e-12)
-    truth = stats.bootstrap(
-        (x, y), SCIPY[statistic], paired=True, vectorized=False, method="percentile", n_resamples=1000, rng=rng
-    ).confidence_interval
-    assert (found.low, found.high) == pytest.approx((truth.low, truth.high), abs=0.05)
-    assert found.low < found.value < found.high
-
-
-@pytest.mark.parametrize("statistic", SCIPY)
-def test_a_line_and_degenerate_values(statistic):
-    def ends(x, y):
-        row = pf.statistics.correlations({"x": x, "y": y}, "x", "y")["x", statistic]
-        return row.value, row.low, row.high
-
-    line = np.arange(5.0)
-    assert ends(line, -1e-9 * line) == pytest.approx((-1, -1, -1))
-    for x, y in ((line, np.full(5, 0.1)), (np.full(5, 0.1), line), (line[:1], line[:1])):
-        assert all(map(math.isnan, ends(x, y)))
-    for bad in (math.nan, math.inf):
-        for x, y in ((line, [0, 1, 2, 3, bad]), ([0, 1, 2, 3, bad], line)):
-            with pytest.raises(pf.errors.InputError, match="is empty, NaN or infinite for 4"):
-                ends(x, y)
+def test_a_broken_checkpoint_makes_no_column(tmp_path):
+    """It is left out by its name, in a file of several layers too."""
+    rows = []
+    for number, loss in enumerate([1.0, 3.0, 2.0, 5.0, 4.0, 6.0]):
+        facts = {"checkpoint": f"n{number}", "measure": "kappa", "loss": loss, "error": ""}
+        rows += [facts | {"layer": layer, "value": number * sign} for layer, sign in (("fc1", 1), ("fc2", -1))]
+    rows.append({"checkpoint": "broken", "layer": "", "measure": "kappa", "value": "", "loss": "", "error": "no file"})
+    path = write(tmp_path / "scores.csv", rows)
+    found = pf.statistics.correlations(path, y="loss", exclude=["broken"])
+    assert {row.measure for row in found.rows} == {"kappa fc1", "kappa fc2"}
+    expected = stats.kendalltau(range(6), [1, 3, 2, 5, 4, 6]).statistic
+    assert found["kappa fc1", "Kendall"].value == pytest.approx(expected)
+    with pytest.raises(pf.errors.InputError, match="broken"):
+        pf.statistics.correlations(path, y="loss")
 
 
 def test_no_interval_from_fewer_than_five_networks():
