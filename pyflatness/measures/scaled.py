@@ -92,7 +92,7 @@ def _by_products(matrix: Tensor) -> float | None:
             total += rows.t() @ (rows @ vectors[0])
         return total.unsqueeze(0)
 
-    search = lanczos.largest(start, tolerance=_TOLERANCE, limit=_PRODUCTS, size=_BASIS)
+    search = lanczos.largest(start, tolerance=_TOLERANCE, max_products=_PRODUCTS, size=_BASIS)
     ritz = lanczos.solved(search, times)
     return math.sqrt(max(0.0, float(ritz.values))) if ritz.converged else None
 

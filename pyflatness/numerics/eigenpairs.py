@@ -52,15 +52,15 @@ def least_vectors(pairs: int, size: int) -> int:
 
 
 class Search:
-    """Search for eigenpairs of one matrix at both ends of its spectrum, by at most ``limit`` products.
+    """Search for eigenpairs of one matrix at both ends of its spectrum, by at most ``max_products`` products.
 
     ``tolerance`` is of the residuals, relative to the largest Ritz value so far. ``room`` is the number of vectors that
     memory has room for, besides :data:`BESIDE` others; :func:`least_vectors` are taken in any case.
     """
 
-    def __init__(self, random: RandomVectors, *, tolerance: float, room: int, limit: int) -> None:
+    def __init__(self, random: RandomVectors, *, tolerance: float, room: int, max_products: int) -> None:
         self._random, self._size, self._device = random, random.size, random.device
-        self._tolerance, self._room, self._limit = tolerance, room, limit
+        self._tolerance, self._room, self._max_products = tolerance, room, max_products
         self._products, self._norm, self._converged, self._limited = 0, 0.0, True, False
 
     def pairs(self, largest: int, smallest: int, *, copies: bool = True) -> Generator[Tensor, Tensor, Pairs]:
@@ -73,19 +73,19 @@ class Search:
             nothing = torch.zeros(0, self._size, dtype=torch.float64, device=self._device)
             return Pairs(nothing[:, 0], nothing, nothing[:, 0], 0, converged=True)
         copies = copies and max(largest, smallest) > 1 and wanted < self._size
-        self._starts = min(_STARTS, self._size, self._limit) if copies else 1
+        self._starts = min(_STARTS, self._size, self._max_products) if copies else 1
         most = min(self._size, max(least_vectors(wanted, self._size), min(self._room, _LONGEST)))
         space = KrylovSpace(self._random, most)
         space.start(self._starts)
         ritz = yield from self._ends(space, largest, smallest, fewest=0)
         again = copies and ritz is not None and self._is_multiple(ritz, largest, smallest)
         while again and self._converged and ritz is not None:
-            if self._products >= self._limit:
+            if self._products >= self._max_products:
                 self._converged, self._limited = False, True
                 break
             before = ritz
             space.restart(ritz.vectors[:, ritz.ends(largest, smallest)])
-            space.start(min(self._starts, self._size - wanted, self._limit - self._products))
+            space.start(min(self._starts, self._size - wanted, self._max_products - self._products))
             fewest = self._products + _FEWEST * self._starts
             ritz = yield from self._ends(space, largest + bool(largest), smallest + bool(smallest), fewest)
             again = ritz is not None and self._is_beyond(ritz, before, largest, smallest)
@@ -120,11 +120,11 @@ class Search:
             count = len(space)
             small = bool((ritz.left[ritz.ends(upper, lower)] <= self._tolerance * self._norm).all())
             done = count == self._size or (small and count >= upper + lower and self._products >= fewest)
-            if done or self._products >= self._limit:
+            if done or self._products >= self._max_products:
                 self._converged &= done
                 self._limited |= not done
                 return ritz
-            more = min(self._starts, self._size - count, self._limit - self._products)
+            more = min(self._starts, self._size - count, self._max_products - self._products)
             if count + more > space.most:
                 space.restart(ritz.vectors[:, _outer(count, upper, lower, space.most - more)])
             space.extend(more, self._norm)

@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-LIMIT = 200  # products of a search at most, unless given
+MAX_PRODUCTS = 200  # products of a search at most, unless given
 _FEWEST = 4  # vectors of a basis before a restart, at least
 
 
@@ -39,14 +39,13 @@ Search = Generator[Tensor, Tensor, LargestEigenvalues]
 """Yields vectors (b, N), receives their products with the matrices (b, N), and returns the eigenvalues."""
 
 
-def largest(start: Tensor, *, tolerance: float, size: int, limit: int | None = None) -> Search:
+def largest(start: Tensor, *, tolerance: float, size: int, max_products: int | None = None) -> Search:
     """Return the algebraically largest eigenvalue of each matrix, from random starts (b, N) float64.
 
-    ``tolerance`` is for the residual, relative to the matrix's norm (as seen so far); a full basis of ``size`` vectors
-    is restarted from its upper half of Ritz vectors; ``limit`` products are taken at most, besides the one for the
-    residual.
+    ``tolerance`` is of the residual, relative to the matrix's norm (as seen so far). A full basis of ``size`` vectors is
+    restarted from its upper half of Ritz vectors. At most ``max_products`` products are taken, and one for the residual.
     """
-    limit = LIMIT if limit is None else limit
+    max_products = MAX_PRODUCTS if max_products is None else max_products
     basis = torch.nn.functional.normalize(start, dim=1).unsqueeze(1)
     projected = start.new_zeros(len(start), 0, 0)
     found, done = torch.zeros_like(start), torch.zeros(len(start), dtype=torch.bool, device=start.device)
@@ -65,7 +64,7 @@ def largest(start: Tensor, *, tolerance: float, size: int, limit: int | None = N
         fresh = ~done  # a matrix that is done keeps its value: its Krylov space may be exhausted
         found[fresh] = torch.einsum("bk,bkn->bn", vectors[fresh, :, -1], basis[fresh])
         done |= small
-        if bool(done.all()) or products >= limit:
+        if bool(done.all()) or products >= max_products:
             break
         if basis.shape[1] >= max(size, _FEWEST):
             basis, projected = _restarted(basis, values, vectors)

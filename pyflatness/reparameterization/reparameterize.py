@@ -91,7 +91,7 @@ def reparameterize(
         if not isinstance(factors, Mapping) or not factors:
             raise InputError(f"factors: a mapping from layers to numbers is wanted, got {factors!r:.80}")
         matrices = {selector: given for selector, given in factors.items() if isinstance(given, Mapping)}
-        heads = [_heads(module, selector, given) for selector, given in matrices.items()]
+        attentions = [_of_attention(module, selector, given) for selector, given in matrices.items()]
         wanted = _factors(module, {key: given for key, given in factors.items() if key not in matrices})
         batch = task.batches.peek()
         try:
@@ -101,8 +101,8 @@ def reparameterize(
             found = _followed(module, wanted, batch, task.forward)
         changed = duplicate(module)
         _multiply(changed, wanted, found)
-        for one, of_heads in heads:
-            one.change(changed, of_heads.get("qk"), of_heads.get("vo"))
+        for one, given in attentions:
+            one.change(changed, given.get("qk"), given.get("vo"))
         for number, batch in enumerate(task.batches):
             check_same(module, changed, batch, task.forward, number)
         if not inplace:
@@ -166,7 +166,7 @@ def scale_columns(module: nn.Module, factors: Tensor) -> None:
     weight.copy_(layers.as_weight(module, (columns * normalize.of_columns(module, factors)).flatten(0, 1)))
 
 
-def _heads(model: nn.Module, selector: Any, given: Mapping[str, Any]) -> tuple[Attention, dict[str, Tensor]]:
+def _of_attention(model: nn.Module, selector: Any, given: Mapping[str, Any]) -> tuple[Attention, dict[str, Tensor]]:
     """Return an attention module and its matrices by "qk" and "vo"."""
     one, device = attention.named(model, selector), state.device(model)
     wrong = [key for key in given if key not in ("qk", "vo")]

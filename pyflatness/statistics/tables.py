@@ -174,8 +174,8 @@ def _networks(table: Any, what: str) -> Networks:
     label = next((name for name in _NAMES if name in cells), None)
     rows = range(lengths.pop()) if index is None else index
     names = tuple(map(str, rows if label is None else cells[label]))
-    columns, texts = _sorted({name: column for name, column in cells.items() if name != label})
-    return Networks(names, columns, tuple(columns), texts)
+    columns, text_columns = _sorted({name: column for name, column in cells.items() if name != label})
+    return Networks(names, columns, tuple(columns), text_columns)
 
 
 def is_store(path: Path) -> bool:
@@ -224,7 +224,7 @@ def _scored(cells: Mapping[str, Sequence[Any]], what: str) -> Networks:
             layers.setdefault(row["measure"], set()).add(row["layer"])
     columns: dict[str, Vector] = {}
     settings, written = _sorted({name: column for name, column in cells.items() if name not in _OF_VALUES})
-    texts = {name: [""] * len(places) for name in written}
+    text_columns = {name: [""] * len(places) for name in written}
     for row in rows:
         several = len(layers.get(row["measure"], ())) > 1
         name = f"{row['measure']} {row['layer'] or NETWORK}" if several else row["measure"]
@@ -242,11 +242,11 @@ def _scored(cells: Mapping[str, Sequence[Any]], what: str) -> Networks:
                     f"{what}: {row['checkpoint']!r} has two rows of {name!r}{hint if 'setting' in row else ''}"
                 )
             column[place] = value
-        for key in texts:
-            texts[key][place] = _text(row[key]) or texts[key][place]
+        for key, column_of_text in text_columns.items():
+            column_of_text[place] = _text(row[key]) or column_of_text[place]
     beside = {"loss", "accuracy", "chance", *settings}
     measures = tuple(name for name in columns if name not in beside)
-    return Networks(tuple(places), columns, measures, {name: tuple(column) for name, column in texts.items()})
+    return Networks(tuple(places), columns, measures, {name: tuple(column) for name, column in text_columns.items()})
 
 
 def _sorted(cells: Mapping[str, Sequence[Any]]) -> tuple[dict[str, Vector], dict[str, tuple[str, ...]]]:

@@ -150,15 +150,15 @@ def invariances(
     running: How = {"forward": how.get("forward"), "eval": how.get("eval", False)}
     random = np.random.default_rng(seed % 2**64)
     multiplied, skipped = _multiplied(model, data, random, factors, running)
-    heads, notes = _heads(model, data, random, factors, running)
-    if not multiplied and not heads:
+    matrices, notes = _attention_matrices(model, data, random, factors, running)
+    if not multiplied and not matrices:
         raise InputError(f"model: there is no layer whose weights can be multiplied; {shown(skipped)}")
     before = measure(model, loss, data, layers=layers, measures=measures, **how)
     tolerance = _EXACT if next(model.parameters()).dtype == torch.float64 else _ROUNDED
     found: dict[str, list[Invariance]] = {name: [] for name in before.measures}
-    known = [one for name, one in attention.attentions(model).items() if name in heads]
-    of_heads = dict(zip(OF_ATTENTION, (_layers(known, "qkv"), _layers(known, "o")), strict=True))
-    changes: list[tuple[dict[str, Any], dict[str, Any]]] = [(heads, of_heads)] if heads else []
+    known = [one for name, one in attention.attentions(model).items() if name in matrices]
+    places_of = dict(zip(OF_ATTENTION, (_layers(known, "qkv"), _layers(known, "o")), strict=True))
+    changes: list[tuple[dict[str, Any], dict[str, Any]]] = [(matrices, places_of)] if matrices else []
     if multiplied:
         each = {way: {name: drawn[way] for name, drawn in multiplied.items()} for way in WAYS}
         changes[:0] = [(change, {way: None}) for way, change in each.items()]
@@ -171,7 +171,7 @@ def invariances(
                 if compared:
                     found[name].append(_compared(name, way, compared, after.get(name, {}), tolerance))
     rows = tuple(row for own in found.values() for row in own)
-    return Invariances(rows, (*multiplied, *heads), skipped | dict(before.skipped), notes)
+    return Invariances(rows, (*multiplied, *matrices), skipped | dict(before.skipped), notes)
 
 
 def _layers(known: Sequence[attention.Attention], matrices: str) -> set[str]:
@@ -180,7 +180,7 @@ def _layers(known: Sequence[attention.Attention], matrices: str) -> set[str]:
     return {one.module if one.weight == "weight" else f"{one.module}.{one.weight}" for one in rows}
 
 
-def _heads(
+def _attention_matrices(
     model: nn.Module, data: Any, random: np.random.Generator, factors: tuple[float, float], running: How
 ) -> tuple[dict[str, dict[str, Tensor]], tuple[str, ...]]:
     """Return matrices for each attention module, of the largest group that leaves the function alone, and notes."""
