@@ -42,8 +42,9 @@ Search = Generator[Tensor, Tensor, LargestEigenvalues]
 def largest(start: Tensor, *, tolerance: float, size: int, max_products: int | None = None) -> Search:
     """Return the algebraically largest eigenvalue of each matrix, from random starts (b, N) float64.
 
-    ``tolerance`` is of the residual, relative to the matrix's norm (as seen so far). A full basis of ``size`` vectors is
-    restarted from its upper half of Ritz vectors. At most ``max_products`` products are taken, and one for the residual.
+    ``tolerance`` is of the residual, relative to the matrix's norm (as seen so far). A full basis of ``size`` vectors
+    is restarted from its upper half of Ritz vectors. At most ``max_products`` products are taken, and one for the
+    residual.
     """
     max_products = MAX_PRODUCTS if max_products is None else max_products
     basis = torch.nn.functional.normalize(start, dim=1).unsqueeze(1)
