@@ -214,10 +214,10 @@ def refit(fit: Fit, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor |
         result = fit(features, targets)
     if not isinstance(result, tuple) or len(result) != 2:
         raise InputError(f"fit: a pair (weight, bias) is wanted, got {type(result).__name__}")
-    weight, bias = result
+    weight, bias = (None if tensor is None else tensor.detach() for tensor in result)
     if weight is None:
         raise InputError("fit: a pair (weight, bias) is wanted, got None for the weight")
-    return weight.detach(), None if bias is None else bias.detach()
+    return weight, bias
 
 
 def assigned(samples: int, folds: int, seed: int) -> Tensor:
