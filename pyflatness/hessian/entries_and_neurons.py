@@ -157,18 +157,8 @@ class EntriesAndNeurons:
                         columns = slice(at - at % width, at - at % width + width)
                         left = phi.new_zeros(samples, width, dtype=torch.float64)
                         left[:, at % width] = 1.0
-                    yield RowHessian(
-                        self._weight,
-                        gram,
-                        width,
-                        group,
-                        s,
-                        columns,
-                        left,
-                        phi[:, :, columns],
-                        outputs[:, group],
-                        y,
-                    )
+                    at_group = phi[:, :, columns], outputs[:, group], y
+                    yield RowHessian(self._weight, gram, width, group, s, columns, left, *at_group)
 
     def _forms(self, directions: WeightDirections, samples: int, neurons: Neurons) -> Tensor:
         """Return ⟨Δφ, H_z Δφ⟩ of all neurons, (n, G neurons)."""

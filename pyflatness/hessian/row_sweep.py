@@ -70,12 +70,7 @@ class RowSweep:
         task.batches.shard.ranks.refuse("relative_flatness_max", "leave it out of measures=, ")
         self._task, self._options = task, task.options
         self._budget = task.budget(halved=True)
-        self._runner = Runner(
-            task,
-            self._approve,
-            second_order=not task.options.by_ggn,
-            halved=True,
-        )
+        self._runner = Runner(task, self._approve, second_order=not task.options.by_ggn, halved=True)
         self._scales: dict[str, Tensor] = {}
         if task.options.normalize:
             self._scales = normalize.feature_scales(self._runner, task.loss, task.options.nan_policy)
@@ -165,9 +160,8 @@ class RowSweep:
         nonlinear = set() if self._options.by_ggn else set(run.nonlinear)
         self._custom |= {name for name in nonlinear if self._runner.why_not_linear(name) == linearity.CUSTOM}
         with contractions.full_precision(run.outputs):
-            weights = self._by_factors(
-                run, sent, run.recorder.calls.keys() - nonlinear, single.keys(), micro_batch.blocks
-            )
+            linear = run.recorder.calls.keys() - nonlinear
+            weights = self._by_factors(run, sent, linear, single.keys(), micro_batch.blocks)
             weights.update(self._by_second_derivatives(run, nonlinear & single.keys()))
         micro_batch.weighted = {name: (single[name], weights[name]) for name in weights}
         self._by_entries |= nonlinear - single.keys()
@@ -175,12 +169,10 @@ class RowSweep:
 
     def _take(self, micro_batch: _RowMicroBatch) -> None:
         measured = micro_batch.weighted.keys() | micro_batch.blocks.keys()
-        for name in filter(
-            measured.__contains__, self._runner.modules
-        ):  # an error names the first in the model's order
-            self._check_batch(
-                micro_batch.number, name, micro_batch.is_finite(name) and math.isfinite(micro_batch.weight)
-            )
+        finite = math.isfinite(micro_batch.weight)
+        for name in self._runner.modules:  # so that an error names the first layer in the model's order
+            if name in measured:
+                self._check_batch(micro_batch.number, name, finite and micro_batch.is_finite(name))
         for name, (features, weights) in micro_batch.weighted.items():
             self._blocks[name].add_weighted(features, weights)
             if self._blocks[name].full:
