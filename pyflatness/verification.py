@@ -178,9 +178,9 @@ def verify(
     with session(model, loss, data, how={**how, "process_group": False}) as task:
         module = task.model
         batch = task.batches.peek()
-        for part in leaves(batch):
-            if isinstance(part, Tensor):  # of which some samples will be cut, and copied in float64
-                check_tensor("data: batch 0", part)
+        for leaf in leaves(batch):
+            if isinstance(leaf, Tensor):  # of which some samples will be cut, and copied in float64
+                check_tensor("data: batch 0", leaf)
         batch = first(batch, samples)
         calling.run(module, batch, task.forward)  # with the checks, which the copy in float64 does not make
         double = _in_double(module)

@@ -158,7 +158,7 @@ class RelativeFlatness(Metric):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RelativeFlatness":
         """Return a copy that is of the same head, or of its copy if the head is copied too, in front of the metric."""
-        alive = {id(part): part for part in self._head if id(part) not in memo}
+        alive = {id(held): held for held in self._head if id(held) not in memo}
         copied = type(self).__new__(type(self))
         memo |= {id(self): copied, **alive}
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))

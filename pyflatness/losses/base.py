@@ -32,7 +32,7 @@ class Terms:
     def take(self, index: Tensor) -> "Terms":
         """Return the terms of some of the rows."""
         used = None if self.used is None else self.used[index]
-        return Terms(self.scale[index], self.weights[index], tuple(part[index] for part in self.extra), used)
+        return Terms(self.scale[index], self.weights[index], tuple(tensor[index] for tensor in self.extra), used)
 
 
 @dataclass
@@ -249,7 +249,7 @@ def dense(roots: Tensor, weights: Tensor) -> Mixtures:
 
     def mixed(signs: Tensor) -> list[tuple[Tensor, float]]:
         kept = [((weights * sign > 0) | weights.isnan(), sign) for sign in (1.0, -1.0)]
-        parts = [(torch.where(chosen, signs.double(), 0.0), sign) for chosen, sign in kept]
-        return [((roots @ part.unsqueeze(2)).squeeze(2), sign) for part, sign in parts if bool((part != 0).any())]
+        by_sign = [(torch.where(chosen, signs.double(), 0.0), sign) for chosen, sign in kept]
+        return [((roots @ some.unsqueeze(2)).squeeze(2), sign) for some, sign in by_sign if bool((some != 0).any())]
 
     return Mixtures(mixed, lambda: weights, lambda index: dense(roots[index], weights[index]), orthogonal=True)

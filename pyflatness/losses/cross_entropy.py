@@ -124,8 +124,8 @@ class CrossEntropy(Known):
             return self._of_logits(outputs, targets, reduction)
         given = targets.movedim(1, -1).flatten(0, -2) if of_classes else targets.flatten()
         each = zip(rows.flatten(0, -2).split(few), given.split(few), strict=True)
-        parts = [self._of_logits(*part, reduction) for part in each]
-        return torch.stack(parts).sum() if reduction == "sum" else torch.cat(parts)
+        values = [self._of_logits(*some, reduction) for some in each]
+        return torch.stack(values).sum() if reduction == "sum" else torch.cat(values)
 
     def _of_logits(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
         return F.cross_entropy(
@@ -282,8 +282,8 @@ def _away(changes: Tensor, q: Tensor) -> Tensor:
 
 def _eigenbasis(q: Tensor, roots: Tensor) -> Mixtures:
     """Return mixtures of the columns V Λ^½ of the loss Hessian V Λ Vᵀ; ``roots`` are 0 for the most probable class."""
-    parts = zip(q.double().split(_MATRICES), roots.double().split(_MATRICES), strict=True)
-    columns = torch.cat([_orthogonal(*part) for part in parts])
+    blocks = zip(q.double().split(_MATRICES), roots.double().split(_MATRICES), strict=True)
+    columns = torch.cat([_orthogonal(*block) for block in blocks])
     return dense(columns, columns.square().sum(dim=1))
 
 

@@ -79,17 +79,17 @@ class CustomLoss:
         if self._first is None:
             return
         self._first.append((outputs, targets))
-        outputs, targets = (torch.cat(parts) for parts in zip(*self._first, strict=True))
+        outputs, targets = (torch.cat(tensors) for tensors in zip(*self._first, strict=True))
         if len(outputs) < 2:
             return
         self._first = None
         whole = self._sum(outputs.double(), targets)
         for cut in {1, (len(outputs) + 1) // 2}:
-            parts = self._sum(outputs[:cut].double(), targets[:cut]) + self._sum(outputs[cut:].double(), targets[cut:])
-            if not torch.isclose(whole, parts, rtol=1e-6, atol=1e-9):
+            in_two = self._sum(outputs[:cut].double(), targets[:cut]) + self._sum(outputs[cut:].double(), targets[cut:])
+            if not torch.isclose(whole, in_two, rtol=1e-6, atol=1e-9):
                 raise InputError(
                     f"loss: over the first samples it is not the {self.reduction} of their losses ({float(whole):.6g} "
-                    f"together, {float(parts):.6g} in two parts, both as sums): it couples samples, or its reduction "
+                    f"together, {float(in_two):.6g} in two parts, both as sums): it couples samples, or its reduction "
                     "is not that (pass reduction='sum' or 'mean'), or it is a mean over something else; "
                     f"{advice.for_callable(self.loss)}"
                 )

@@ -120,12 +120,12 @@ class BinaryCrossEntropy(_Elementwise):
         chunk = max(1, memory // (weight.element_size() * 3 * len(weight)))
 
         def values(features: Tensor, scale: Tensor, coefficients: Tensor) -> Bounded:
-            parts = []
+            curvatures = []
             for rows, weights in zip(features.split(chunk), coefficients.split(chunk), strict=True):
                 rows = promoted(rows)
                 logits = product(rows, weight.t(), bias)
-                parts.append(backend.sigmoid_curvature(logits, weights, norms))
-            return Bounded(torch.cat(parts) * backend.squared_norms(features, memory), None)
+                curvatures.append(backend.sigmoid_curvature(logits, weights, norms))
+            return Bounded(torch.cat(curvatures) * backend.squared_norms(features, memory), None)
 
         return Curvature(values)
 

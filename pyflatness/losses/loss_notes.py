@@ -41,7 +41,7 @@ def refuse_without_curvature(notes: Sequence[str] | None, what: str) -> None:
 def of(loss: Loss, outputs: Tensor, targets: Tensor, parameters: Sequence[Tensor]) -> tuple[str, ...]:
     """Return notes for estimates, judged by the outputs and targets of some samples."""
     outputs, notes = outputs.detach(), []
-    real = [part.dtype for part in parameters if part.is_floating_point()]
+    real = [parameter.dtype for parameter in parameters if parameter.is_floating_point()]
     finer = [dtype for dtype in real if torch.promote_types(dtype, outputs.dtype) != outputs.dtype]
     if finer:
         eps = torch.finfo(outputs.dtype).eps

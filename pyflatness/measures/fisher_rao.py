@@ -111,8 +111,8 @@ class _Tangent:
             try:
                 back = torch.autograd.grad(outputs, leaves, v, create_graph=True, allow_unused=True)
                 pairs = zip(back, theta, strict=True)
-                parts = [(g.double() * values.double()).sum() for g, values in pairs if g is not None]
-                product = torch.stack(parts).sum()
+                terms = [(g.double() * values.double()).sum() for g, values in pairs if g is not None]
+                product = torch.stack(terms).sum()
                 (change,) = torch.autograd.grad(product, v)
                 entries = v.detach().double() * change.double()
                 off, size = float(entries.sum() - product.detach()), float(entries.norm())

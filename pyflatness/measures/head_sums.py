@@ -7,8 +7,8 @@ It is invariant to layer-wise rescalings of ReLU networks; with features divided
 deviation (Theorem 4) also to neuron-wise ones. Never negative for a convex loss.
 
 The rows of a head for cross-entropy may be spread over the ranks of a process group. With p the softmax over all
-classes, P_r the part of it on rank r, p^r = p / P_r the softmax over that rank's classes alone, and w̄_r = E_{p^r} w the
-mean of its rows,
+classes, P_r the probability of the classes on rank r, p^r = p / P_r the softmax over that rank's classes alone, and
+w̄_r = E_{p^r} w the mean of its rows,
 
     var_p(w) = Σ_r P_r var_{p^r}(w) + Σ_r P_r |w̄_r - Σ_r P_r w̄_r|²        (the law of total variance)
 
@@ -59,10 +59,10 @@ def _by_row(
         sent = torch.cat([sizes.unsqueeze(1), variances.unsqueeze(1), means], dim=1)
         found = torch.stack([each["rows"] for each in shard.each("the moments of rows", {"rows": sent})])
         sizes, variances, means = found.to(rows.device).split([1, 1, means.shape[1]], dim=2)
-        parts = torch.softmax(sizes, dim=0)
-        centre = (parts * means).sum(dim=0)
-        between = (parts * (means - centre).square()).sum(dim=(0, 2))
-        within = torch.where(parts > 0, parts * variances, 0.0).sum(dim=(0, 2))
+        probabilities = torch.softmax(sizes, dim=0)
+        centre = (probabilities * means).sum(dim=0)
+        between = (probabilities * (means - centre).square()).sum(dim=(0, 2))
+        within = torch.where(probabilities > 0, probabilities * variances, 0.0).sum(dim=(0, 2))
         chunks.append(within + rows.double().square().sum(dim=1) * between)
     return Bounded(torch.cat(chunks), None)
 

@@ -91,8 +91,8 @@ def _of_outputs(task: Task, steps: int, rho: float | None, *, normalized: bool) 
     found, over = [], Accumulator(task.options.nan_policy)
     parts = task.parts(lambda some: _Ascent(task, some, 0, rho).values(1, signs, shard.numbers(0, batching.size(some))))
     with recorder.frozen(task.model):
-        for number, part in parts.numbered(task.batches):
-            ascent = _Ascent(task, part, number, rho)
+        for number, micro_batch in parts.numbered(task.batches):
+            ascent = _Ascent(task, micro_batch, number, rho)
             values = ascent.values(steps, signs, shard.numbers(done, len(ascent.sizes)))
             done += len(values)
             if normalized:

@@ -284,12 +284,12 @@ class _Search:
     def accuracy(self, values: Mapping[str, Tensor]) -> float:
         """Return the accuracy at other parameters of these names, and count the samples."""
         right = total = samples = 0
-        for number, part in self._parts.numbered(self._task.batches):
-            outputs, targets = self._run(part, values)
+        for number, micro_batch in self._parts.numbered(self._task.batches):
+            outputs, targets = self._run(micro_batch, values)
             hits = risk.hits(outputs, targets, self._task.loss, number)
             if not values and bool(outputs.isnan().any()):
                 raise NonFiniteError(f"batch {number}: {_NO_ACCURACY}")
-            right, total, samples = right + int(hits.sum()), total + len(hits), samples + size(part)
+            right, total, samples = right + int(hits.sum()), total + len(hits), samples + size(micro_batch)
         counts = torch.tensor([right, total, samples], dtype=torch.float64, device="cpu")
         found = self._task.batches.shard.sum("an accuracy", {"counts": counts})["counts"]
         right, total, samples = map(int, found.tolist())

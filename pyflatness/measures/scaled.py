@@ -60,7 +60,7 @@ _TOLERANCE, _PRODUCTS, _BASIS = 1e-11, 2000, 64
 def squared_norm(module: nn.Module) -> float:
     """Return |w|² of the layer's effective weight."""
     weight = layers.matrix(module)[0]
-    return sum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in _parts(weight))
+    return sum(float(torch.linalg.vector_norm(rows, dtype=torch.float64)) ** 2 for rows in _pieces(weight))
 
 
 def spectral_norm(module: nn.Module) -> float:
@@ -87,8 +87,8 @@ def _by_products(matrix: Tensor) -> float | None:
 
     def times(vectors: Tensor) -> Tensor:
         total = torch.zeros_like(vectors[0])
-        for part in _parts(matrix):
-            rows = part.double()
+        for piece in _pieces(matrix):
+            rows = piece.double()
             total += rows.t() @ (rows @ vectors[0])
         return total.unsqueeze(0)
 
@@ -97,7 +97,7 @@ def _by_products(matrix: Tensor) -> float | None:
     return math.sqrt(max(0.0, float(ritz.values))) if ritz.converged else None
 
 
-def _parts(weight: Tensor) -> tuple[Tensor, ...]:
+def _pieces(weight: Tensor) -> tuple[Tensor, ...]:
     """Return the rows of a matrix in pieces that are small enough to be copied."""
     rows: tuple[Tensor, ...] = weight.split(max(1, _ENTRIES // max(1, weight.shape[1])))
     return rows

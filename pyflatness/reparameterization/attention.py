@@ -115,7 +115,7 @@ def drawn(group: str, one: Rows, groups: int, random: np.random.Generator, facto
         found: Tensor = left @ (torch.from_numpy(random.uniform(*factors, (groups, h, 1))) * right)
         return found
     angles, sizes = random.uniform(0, 2 * np.pi, (groups, h // 2)), random.uniform(*factors, (groups, h // 2))
-    a, b = (torch.diag_embed(torch.from_numpy(sizes * part)) for part in (np.cos(angles), np.sin(angles)))
+    a, b = (torch.diag_embed(torch.from_numpy(sizes * ratios)) for ratios in (np.cos(angles), np.sin(angles)))
     turned = torch.cat([torch.cat([a, -b], dim=2), torch.cat([b, a], dim=2)], dim=1)
     if group == "pairs of neighbours":
         order = torch.arange(h, device="cpu").view(2, -1).t().flatten()
@@ -161,11 +161,11 @@ def _of_module(name: str, module: nn.Module) -> Attention | None:
     size = getattr(module, "head_dim", None)
     if not isinstance(size, int):
         return None
-    parts = dict(module.named_children())
-    output = next((key for key in _OUTPUTS if key in parts), "")
-    if {"q_proj", "k_proj", "v_proj"} <= parts.keys() and output:
-        linear = [parts[key] for key in ("q_proj", "k_proj", "v_proj", output)]
-        heads = [layers.without_entries(part).shape[0] // size for part in linear if layers.is_linear(part)]
+    children = dict(module.named_children())
+    output = next((key for key in _OUTPUTS if key in children), "")
+    if {"q_proj", "k_proj", "v_proj"} <= children.keys() and output:
+        linear = [children[key] for key in ("q_proj", "k_proj", "v_proj", output)]
+        heads = [layers.without_entries(layer).shape[0] // size for layer in linear if layers.is_linear(layer)]
         if len(heads) < len(linear):
             return None
         q, k, v = (
@@ -173,15 +173,15 @@ def _of_module(name: str, module: nn.Module) -> Attention | None:
             for key, count in zip("qkv", heads, strict=False)
         )
         return Attention(name, q, k, v, Rows(_inside(name, output), "weight", "", 0, heads[0], size))
-    if {"c_attn", "c_proj"} <= parts.keys() and not getattr(module, "is_cross_attention", False):
-        e = len(layers.matrix(parts["c_attn"])[0]) // 3
+    if {"c_attn", "c_proj"} <= children.keys() and not getattr(module, "is_cross_attention", False):
+        e = len(layers.matrix(children["c_attn"])[0]) // 3
         q, k, v = (Rows(_inside(name, "c_attn"), "weight", "bias", first * e, e // size, size) for first in range(3))
         return Attention(name, q, k, v, Rows(_inside(name, "c_proj"), "weight", "", 0, e // size, size))
     return None
 
 
-def _inside(name: str, part: str) -> str:
-    return f"{name}.{part}" if name else part
+def _inside(name: str, child: str) -> str:
+    return f"{name}.{child}" if name else child
 
 
 def _check(model: nn.Module, rows: Rows) -> None:

@@ -125,8 +125,8 @@ class Flow(TorchDispatchMode):
         if name.rstrip("_") in _PRODUCTS and result.shape == rows.shape and "rounding_mode" not in kwargs:
             return [(result, rows)]
         if name in _VIEWS and func._overloadname != "dtype":
-            parts = rows.reshape(result.shape) if name in _RESHAPES else func(rows, *args[1:], **kwargs)
-            return list(zip(tree_leaves(result), tree_leaves(parts), strict=True))
+            views = rows.reshape(result.shape) if name in _RESHAPES else func(rows, *args[1:], **kwargs)
+            return list(zip(tree_leaves(result), tree_leaves(views), strict=True))
         if name in _REDUCTIONS:
             dims = args[1] if len(args) > 1 and args[1] else [*range(rows.ndim)]
             low, high = rows.amin(dims), rows.amax(dims)

@@ -83,7 +83,7 @@ def reparameterize(
     """
     inplace = check_flag("inplace", inplace)
     batches = [(data, None)] if isinstance(data, Tensor) else data
-    modes = [part.training for part in layers.unwrap(check_module("model", model)).modules()]
+    modes = [each.training for each in layers.unwrap(check_module("model", model)).modules()]
     with session(  # no loss has a part in it
         model, nn.MSELoss(), batches, how={**how, "process_group": False}, reads=2
     ) as task:
@@ -106,8 +106,8 @@ def reparameterize(
         for number, batch in enumerate(task.batches):
             check_same(module, changed, batch, task.forward, number)
         if not inplace:
-            for part, mode in zip(changed.modules(), modes, strict=True):
-                part.training = mode
+            for each, mode in zip(changed.modules(), modes, strict=True):
+                each.training = mode
             return changed
         with interrupts.shielded():
             for own, other in zip(*(chain(net.parameters(), net.buffers()) for net in (module, changed)), strict=True):

@@ -61,13 +61,13 @@ def coefficients(
     total, weight = np.zeros((2, len(drawn.draws)))
     for stratum in range(int(strata.max()) + 1):
         inside = strata == stratum
-        part = drawn.inside(inside)
-        some = (part.counts > 0).sum(axis=1) > 1
+        within = drawn.inside(inside)
+        some = (within.counts > 0).sum(axis=1) > 1
         found = np.full(len(some), np.nan)
         if some.any():
-            chosen = Resamples(part.draws[some], part.counts[some])
+            chosen = Resamples(within.draws[some], within.counts[some])
             found[some] = coefficients(statistic, [column[inside] for column in columns], chosen)
-        networks = np.where(np.isfinite(found), part.counts.sum(axis=1), 0)
+        networks = np.where(np.isfinite(found), within.counts.sum(axis=1), 0)
         total += networks * np.nan_to_num(found)
         weight += networks
     means: Vector = np.divide(total, weight, out=np.full(len(total), np.nan), where=weight > 0)

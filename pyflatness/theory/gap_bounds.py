@@ -149,10 +149,10 @@ class GeneralizationBound:
             f"m = {self.features}",
             f"{self.samples} samples",
         ]
-        parts = self.representativeness.test
-        if parts is not None:
-            split = f"{parts.representativeness:.4g} representativeness + {parts.robustness:.4g} robustness"
-            facts.insert(1, f"measured gap {parts.gap:.6g} = {split}")
+        test = self.representativeness.test
+        if test is not None:
+            split = f"{test.representativeness:.4g} representativeness + {test.robustness:.4g} robustness"
+            facts.insert(1, f"measured gap {test.gap:.6g} = {split}")
         return in_words(self, *facts)
 
 

@@ -401,9 +401,9 @@ def _half_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def _residual(task: Task) -> float:
     largest = 0.0
-    for number, part in task.parts().numbered(task.batches):
+    for number, micro_batch in task.parts().numbered(task.batches):
         with torch.no_grad():
-            outputs, targets = task.run(part)
+            outputs, targets = task.run(micro_batch)
         if not isinstance(targets, Tensor) or targets.shape != outputs.shape:
             shape = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
             raise InputError(

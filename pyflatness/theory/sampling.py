@@ -120,8 +120,8 @@ class Representativeness:
             f"{self.samples} samples",
         ]
         if self.test is not None:
-            parts = self.test
-            facts.append(f"test: gap {parts.gap:.4g} = {parts.representativeness:.4g} + {parts.robustness:.4g}")
+            gap, first, second = self.test.gap, self.test.representativeness, self.test.robustness
+            facts.append(f"test: gap {gap:.4g} = {first:.4g} + {second:.4g}")
         return in_words(self, *facts)
 
 
