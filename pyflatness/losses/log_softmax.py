@@ -51,18 +51,18 @@ class DivergenceOfLogits(OfLogits):
         if targets is None or not targets.is_floating_point():
             raise InputError("targets: KLDivLoss wants probabilities (float), of the outputs' shape")
         made = super().terms(outputs, targets.exp() if self.log_target else targets, class_dim)
-        return replace(made, scale=made.scale * self._share(outputs))
+        return replace(made, scale=made.scale * self._factor(outputs))
 
     def labels(self, shape: Sequence[int], targets: Tensor | None, class_dim: int) -> None:
         """See :class:`.base.Loss`."""
 
-    def _share(self, outputs: Tensor) -> float:
+    def _factor(self, outputs: Tensor) -> float:
         return 1 / outputs.shape[1] if self.how == "mean" else 1.0
 
     def reduced(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
         log_p = F.log_softmax(outputs.double(), dim=1)
         each = F.kl_div(log_p, targets.double(), reduction="none", log_target=self.log_target).sum(dim=1)
-        each = each * self._share(outputs)
+        each = each * self._factor(outputs)
         return each.sum() if reduction == "sum" else each
 
 

@@ -16,14 +16,14 @@ from .cross_entropy import CrossEntropy
 from .elementwise import BinaryCrossEntropy, SquaredError
 from .penalty import one_by_one
 
-Shares = tuple[Tensor, Tensor, Tensor]
+RowTerms = tuple[Tensor, Tensor, Tensor]
 """What each row is multiplied by, (rows,) float64; coefficients of its outputs, (rows, d), or (0, d) for none; and what
 is added to the sum, 0 or, of a mean over no rows, NaN."""
 
 
-def of(loss: Known, features: Tensor, outputs: int, targets: Tensor | None) -> Shares:
-    """Return the shares of the rows of a head with d ``outputs``; no gradient flows to targets."""
-    found: Shares = _operator(
+def of(loss: Known, features: Tensor, outputs: int, targets: Tensor | None) -> RowTerms:
+    """Return how much each row of a head with d ``outputs`` counts; no gradient flows to targets."""
+    found: RowTerms = _operator(
         features.detach(),
         outputs,
         targets,
@@ -58,14 +58,14 @@ def _operator(
     terms = loss.terms(features.new_zeros(()).expand(shape), targets, len(shape) - 1)
     total = float(terms.weights.sum())
     divided_by = normaliser_or_nan(total, reduction)
-    shares = terms.scale / (divided_by if total else 1.0)  # of no terms 0, so that gradients are as the loss's
+    counts = terms.scale / (divided_by if total else 1.0)  # of no terms 0, so that gradients are as the loss's
     coefficients = terms.extra[0].clone() if terms.extra else features.new_empty(0, outputs)
     added = features.new_tensor(0.0 if total or reduction == "sum" else torch.nan, dtype=promoted_dtype(features.dtype))
-    return shares, coefficients, added
+    return counts, coefficients, added
 
 
 @_operator.register_fake
-def _(features: Tensor, outputs: int, targets: Tensor | None, kind: str, *options: Any) -> Shares:
+def _(features: Tensor, outputs: int, targets: Tensor | None, kind: str, *options: Any) -> RowTerms:
     rows = features.shape[:-1].numel()
     of_rows = rows if kind == BinaryCrossEntropy.__name__ else 0
     dtype = promoted_dtype(features.dtype)

@@ -85,14 +85,14 @@ class LayerValues:
         kind = AdaptiveSweep if self._options.probes == "adaptive" else Sweep
         sweep = kind(self._runner, self._loss, self._options, wanted)
         draws = self._options.draws
-        for chosen, share in self._parts():
-            if share is not None:
+        for chosen, left in self._parts():
+            if left is not None:
                 options = replace(self._options, probes="adaptive", fraction=None)
                 sweep = AdaptiveSweep(self._runner, self._loss, options, wanted)
             by_groups = isinstance(sweep, AdaptiveSweep)
             totals = self._totals(sampled=draws is not None and not by_groups)
             if isinstance(sweep, AdaptiveSweep):
-                sweep.by_groups(totals.add, self._subset, share or 1.0)
+                sweep.by_groups(totals.add, self._subset, left or 1.0)
             else:
                 self._runner.each(sweep.work(draws), totals.add, chosen=chosen)
             sweep.unite()
@@ -123,7 +123,7 @@ class LayerValues:
             return
         subset = self._subset = Subset.of(self._task)
         samples, ranks = subset.over.samples, self._runner.batches.shard.ranks
-        count, share = _FIRST_PART if rtol else float(fraction) * samples, None
+        count, left = _FIRST_PART if rtol else float(fraction) * samples, None
         variance = 0.0  # of a sample's one probe, over t²
         for _ in range(_PARTS):
             if (rtol and count > samples / 2) or not subset.choose(count):
@@ -133,14 +133,14 @@ class LayerValues:
                     ranks.refuse(more, "pass a larger rtol= or probes=k without it, ")
                 yield None, 1.0 if rtol else None
                 return
-            yield subset.chosen, share
+            yield subset.chosen, left
             excess = self._sums.relative_error / rtol if rtol else 0.0
             if excess <= _CLOSE:
                 return
             growth = _MARGIN * excess**2
             if ranks.alone:
                 variance = growth * (variance or rtol**2 / subset.spread())
-                count, share = subset.part(variance, rtol**2)
+                count, left = subset.part(variance, rtol**2)
             else:  # one process alone sends groups
                 count *= growth
 

@@ -60,7 +60,7 @@ from .gap import GeneralizationGap, performance
 from .perturbed import Change, Perturbed, kernel_noise
 from .sampling import FOLDS, PROBES, NoiseSums, Representativeness, assigned, default_rho, summary
 
-_SHARES = (0.25, 0.5, 0.75, 1.0)  # of δ, the bandwidths that Theorem 15 chooses among
+_FRACTIONS = (0.25, 0.5, 0.75, 1.0)  # of δ, the bandwidths that Theorem 15 chooses among
 
 
 def uniform_robustness_bound(rho: float, rows: int, maximal_flatness: float) -> float:
@@ -221,10 +221,10 @@ def generalization_bound(
         samples = sum(data.size(batch) for batch in task.batches)
         rho = default_rho(samples, m) if rho is None else rho
         places = assigned(samples, folds, seed)
-        shares = _SHARES if uniform else (1.0,)
+        fractions = _FRACTIONS if uniform else (1.0,)
         every = [
-            (_sums(perturbed, task.loss, task.batches, places, (folds, probes), share * rho, seed), share * rho)
-            for share in shares
+            (_sums(perturbed, task.loss, task.batches, places, (folds, probes), fraction * rho, seed), fraction * rho)
+            for fraction in fractions
         ]
         measured = None if test is None else GeneralizationGap(performance(task), performance(task.on(test)))
         if kappa is None:
