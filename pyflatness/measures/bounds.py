@@ -190,8 +190,9 @@ def _values(
 ) -> Values:
     """Return the values of a bound for each layer, and for the network; None where there is none."""
     net, found = NetworkTerms(samples, sharpness), {}
-    for layer in net.layers if of_layer is not None else ():
-        found[layer.name] = _estimate(samples, of_layer(net, layer), layer.name, layer.caveat)
+    if of_layer is not None:
+        for layer in net.layers:
+            found[layer.name] = _estimate(samples, of_layer(net, layer), layer.name, layer.caveat)
     if of_network is not None:
         found[""] = _estimate(samples, of_network(net), "", net.caveat)
     return found
