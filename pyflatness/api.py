@@ -10,14 +10,14 @@ from typing_extensions import Unpack
 from . import head, losses, plan, tensor_head
 from .errors import InputError
 from .losses import auto
-from .measures import RELATIVE_FLATNESS, are_named, at_head, named
+from .measures import RELATIVE_FLATNESS, are_named, head_sums, named
 from .measures.layer_values import LayerValues
 from .messages import check_module
 from .model import selectors, uses, walk
 from .model.checks import check_kinds
 from .model.layers import unwrap
 from .model.selectors import Selector
-from .numerics.meeting import joined
+from .numerics.process_groups import joined
 from .options import CALL, EVERY, MeasureHow, Options
 from .report import Estimate, Report, coverage
 from .session import public, session
@@ -73,7 +73,7 @@ def head_flatness(
     resolved = losses.resolve(loss, how.get("reduction"))
     with joined(how.get("process_group")) as group, torch.inference_mode(False), torch.no_grad():
         source = tensor_head.from_tensors(features, weight, bias, targets, resolved, group)
-        return at_head.total(source, resolved, options).estimate()
+        return head_sums.total(source, resolved, options).estimate()
 
 
 @public(*EVERY)

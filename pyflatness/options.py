@@ -15,7 +15,7 @@ from . import contractions
 from .errors import BackendError, InputError
 from .messages import check_choice, shown
 from .numerics.accumulate import NAN_POLICIES, omits, raises
-from .numerics.meeting import Group
+from .numerics.process_groups import Group
 
 MAX_PASSES = 2048  # backward passes of a micro-batch, or Hessian products of a layer, unless the user says otherwise
 _MOST_PROBES = 2**20  # random ones: their standard error is a thousandth of one's, and each has numbers to keep

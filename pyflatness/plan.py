@@ -16,7 +16,7 @@ import torch
 
 from . import head, losses
 from .errors import InputError, NoGraphError
-from .measures import RELATIVE_FLATNESS, Measure, at_head, with_bases
+from .measures import RELATIVE_FLATNESS, Measure, head_sums, with_bases
 from .measures.base import Values
 from .measures.layer_values import LayerValues, no_part
 from .messages import is_out_of_memory
@@ -192,7 +192,7 @@ class Measurement:
         again = all(self._ranks.exchange("whether the data can be read again", again))
         try:
             with self._ranks.agreed("the pass for the head"):
-                estimate = at_head.total(source, self._task.loss, options).estimate()
+                estimate = head_sums.total(source, self._task.loss, options).estimate()
         except Exception as error:
             by_sweep = isinstance(error, head.NotTheHeadError) or is_out_of_memory(error)
             if not by_sweep or options.tolerance or not again:

@@ -19,7 +19,7 @@ from .losses import auto, log_softmax
 from .messages import shown, unknown_argument
 from .model import calling, fingerprint, shards, spread, state
 from .model.data import Batches, Whole, copied, first, leaves
-from .numerics.meeting import joined
+from .numerics.process_groups import joined
 from .numerics.ranks import ALONE, Ranks
 from .options import EVERY, How, MeasureHow, Options, check_flag, check_function, check_progress
 from .passes.guards import Checked, explained

@@ -9,7 +9,7 @@ from . import losses
 from .contractions import product, promoted, promoted_dtype
 from .errors import InputError, NotYetError
 from .head import HeadBatch, terms_of
-from .losses.closure import REFUSAL, depends_on_more
+from .losses.parameter_dependence import REFUSAL, depends_on_more
 from .messages import check_tensor
 from .model import fingerprint, layers
 from .model.spread import is_spread

@@ -1,4 +1,4 @@
-"""Hold a measurement against nested autograd, on a slice of the user's own data."""
+"""Compare a measurement with nested autograd, on a slice of the user's own data."""
 
 import contextlib
 import copy
@@ -29,8 +29,8 @@ from .model import calling, layers, state, uses
 from .model.data import copied, first, leaves, map_tensors
 from .model.outputs import meant
 from .model.uses import besides, experts
-from .numerics import meeting
-from .numerics.directions import Directions
+from .numerics.normal_vectors import NormalVectors
+from .numerics.process_groups import refuse
 from .options import CALL, How, check_count, check_number
 from .passes.linearity import users_of
 from .reparameterization.reparameterize import duplicate
@@ -39,17 +39,17 @@ from .session import public, session
 
 Item = TypeVar("Item")
 
-_TIMED = 3  # backward passes that say how long the others will take
+_TIMED = 3  # backward passes after which the time of all is estimated
 _DEFINITION_ENTRIES = 4096  # weights up to which the definition's one backward pass per weight is affordable
 _STEP, _HALVINGS, _EPS = 4e-3, 8, torch.finfo(torch.float64).eps  # of differences, relative to the weight
-_CLASSES = (torch.int8, torch.int16, torch.int32)  # which torch's losses want in int64 or uint8
-# The forward pass's own rounding is in these.
+_CLASSES = (torch.int8, torch.int16, torch.int32)  # dtypes of labels that torch's losses do not take
+# Tolerances include the rounding of the forward pass.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 @dataclass(frozen=True)
 class Check:
-    """Hold the value that one way of computing gives, and how far it is from the truth."""
+    """Hold the value by one way of computing, and its relative error."""
 
     path: str
     value: float
@@ -63,15 +63,15 @@ class Check:
 
     @property
     def verdict(self) -> str:
-        """Return in a word whether the relative error is within tolerance."""
+        """Return ``"within"`` or ``"ABOVE"``, for the relative error and the tolerance."""
         return "within" if self.ok else "ABOVE"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Hold ⟨D, H D⟩ along a direction D = wU: by autograd, and by central differences of E, which rest on no gradient.
+    """Hold ⟨D, H D⟩ along a direction D = wU: by autograd, and by central differences of E, which need no gradient.
 
-    ``bound`` is what halving the step changes, with rounding; None where that does not settle, as beside a kink.
+    ``bound`` is the change when the step is halved, with rounding; None if that does not converge, as beside a kink.
     """
 
     autograd: float
@@ -80,7 +80,7 @@ class Difference:
 
     @property
     def ok(self) -> bool:
-        """Return whether the two are within the bound; where there is none, nothing is known against it."""
+        """Return whether the two agree within the bound; True if there is no bound."""
         return self.bound is None or abs(self.value - self.autograd) <= self.bound
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class Difference:
 class Verification:
     """Hold relative flatness of a slice of data by every path, against nested autograd; true if all agree.
 
-    The truth is computed in float64. ``differences`` hold the loss itself against its derivatives by autograd, along
+    The truth is computed in float64. ``differences`` compare the loss itself with its derivatives by autograd, along
     two random directions.
     """
 
@@ -171,18 +171,18 @@ def verify(
         >>> bool(pf.verify(model, torch.nn.CrossEntropyLoss(), (torch.eye(3).double(), torch.tensor([0, 1, 1]))))
         True
     """
-    meeting.refuse(how.get("process_group"), "verify")
+    refuse(how.get("process_group"), "verify")
     samples = check_count("samples", samples, 1, "a number of samples")
     if seconds is not None:
         seconds = check_number("seconds", seconds, "a number of seconds, 0 or more,", lambda given: given >= 0)
     with session(model, loss, data, how={**how, "process_group": False}) as task:
         module = task.model
         batch = task.batches.peek()
-        for part in leaves(batch):
-            if isinstance(part, Tensor):  # of which some samples will be cut, and copied in float64
-                check_tensor("data: batch 0", part)
+        for leaf in leaves(batch):
+            if isinstance(leaf, Tensor):  # of which some samples will be cut, and copied in float64
+                check_tensor("data: batch 0", leaf)
         batch = first(batch, samples)
-        calling.run(module, batch, task.forward)  # with its checks, which the copy in float64 cannot have
+        calling.run(module, batch, task.forward)  # with the checks, which the copy in float64 does not make
         double = _in_double(module)
         truth_loss = _double_loss(_of_resolved(task.loss) if auto.is_auto(loss) else loss, how.get("reduction"))
     batch64 = map_tensors(_doubled, batch)
@@ -263,14 +263,14 @@ def _in_double(module: nn.Module) -> nn.Module:
 
 
 class _Passes:
-    """Run the backward passes of the truth under a progress bar, while they end in time."""
+    """Run the backward passes of the truth with a progress bar, unless they would take too long."""
 
     def __init__(self, estimate: Estimate, layer: nn.Module, seconds: float | None, shown: bool | None) -> None:
         self._estimate, self._seconds, self._shown = estimate, seconds, shown
         self._weights = layers.matrix(layer)[0].numel()
 
     def over(self, items: Iterable[Item], total: int) -> Iterator[Item]:
-        """Yield the items, a pass each."""
+        """Yield the items, one for each pass."""
         start = time.monotonic()
         for done, item in enumerate(progress_bar.track(items, total, "backward passes", self._shown)):
             expected = (time.monotonic() - start) / max(1, done) * total
@@ -341,7 +341,7 @@ def _differentiable(layer: nn.Module) -> contextlib.AbstractContextManager[None]
 
 
 def _untie(layer: nn.Module) -> None:
-    """Give the layer a separate copy of its weight, so that derivatives are through this use only."""
+    """Give the layer a copy of its weight, so that derivatives are those of this use alone."""
     weight = layer._parameters.get("weight")
     if weight is not None:
         layer._parameters["weight"] = untied = nn.Parameter(weight.detach().clone())
@@ -368,7 +368,7 @@ def _definition(layer: nn.Module, risk: Callable[[], Tensor], passes: _Passes) -
 def _differences(layer: nn.Module, risk: Callable[[], Tensor], rounding: float) -> tuple[Difference, ...]:
     """Return ⟨D, H D⟩ along two random directions D = wU by both ways; ``rounding`` is that of E over float64's."""
     weight, run = _leaf(layer)
-    matrix, random = layers.matrix(layer)[0], Directions()
+    matrix, random = layers.matrix(layer)[0], NormalVectors()
     (gradient,) = torch.autograd.grad(run(risk), weight, create_graph=True, materialize_grads=True)
     along: list[tuple[Tensor, float]] = []
     for _ in range(2):
@@ -389,7 +389,7 @@ def _differences(layer: nn.Module, risk: Callable[[], Tensor], rounding: float) 
 def _difference(
     weight: Tensor, direction: Tensor, risk: Callable[[], Tensor], along: float, rounding: float
 ) -> Difference:
-    """Return what differences of E give by the largest step that halving settles at, or else by the smallest."""
+    """Return the difference quotient of the largest step at which halving converges, or else of the smallest."""
     before, middle, last = weight.detach().clone(), float(risk().detach()), math.nan
     for step in (_STEP / 2**halving for halving in range(_HALVINGS)):
         ends = []
@@ -435,7 +435,7 @@ def _leaf(layer: nn.Module) -> tuple[Tensor, Callable[[Callable[[], Tensor]], Te
 
 
 def _as_matrix(layer: nn.Module, gradient: Tensor) -> Tensor:
-    """Return a gradient in what :func:`_leaf` returns as one in the layer's matrix (d, m)."""
+    """Return a gradient in the leaf of :func:`_leaf` as a gradient in the layer's matrix (d, m)."""
     if isinstance(layer, uses.Use) and not layer.source.effective:
         gradient = gradient.flatten()[layer.entries.start : layer.entries.stop].view(layer.weight.shape)
     return layers.as_matrix(layer, gradient)
@@ -446,8 +446,8 @@ def _laplacian(
 ) -> float | None:
     """Return Σ over rows of |φ|² Δ_φ E, by second derivatives along an orthonormal basis of the rows of w.
 
-    It is None where the second derivative of a row would mix with that of others: with several positions in a sample,
-    but at a head.
+    It is None where second derivatives of a row would mix with those of others: for several positions in a sample,
+    except at a head.
     """
     if not layers.kind_of(layer).has_input:
         return None
@@ -473,8 +473,8 @@ def _laplacian(
     directions = torch.linalg.qr(layers.matrix(layer)[0].t()).Q.t()
     for direction in passes.over(directions, len(directions)):
         step = direction.expand_as(rows).reshape(gradient.movedim(layers.kind_of(layer).class_dim, -1).shape)
-        (turn,) = torch.autograd.grad(
+        (second,) = torch.autograd.grad(
             gradient, inputs[0], step.movedim(-1, layers.kind_of(layer).class_dim), retain_graph=True
         )
-        total = total + layers.input_rows(layer, turn) @ direction
+        total = total + layers.input_rows(layer, second) @ direction
     return float(rows.square().sum(dim=1) @ total)

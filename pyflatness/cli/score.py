@@ -32,7 +32,7 @@ from ..model import hugging_face, state
 from ..model.data import Batches
 from ..model.data import first as first_of
 from ..model.layers import unwrap
-from ..numerics.meeting import joined
+from ..numerics.process_groups import joined
 from ..numerics.ranks import ALONE, Ranks, is_known
 from ..options import Options
 from ..scoring import checkpoints, executors, metadata, pretrained, specs

@@ -7,8 +7,8 @@ the loss by
 
     ⟨∇E, Σ_l Δ_l⟩ + ½ Σ_l Σ_m Δ_lᵀ G Δ_m
 
-which :mod:`..numerics.choices` minimises. Sums of what layers cost alone leave out the terms with l ≠ m: rounding
-errors of one layer meet those of the next.
+which :mod:`..numerics.choice_problem` minimises. Sums of what layers cost alone leave out the terms with l ≠ m:
+rounding errors of one layer meet those of the next.
 
 A minimum over noise is too low, and a choice follows the noise of its data, be it of few samples or of probes: other
 data then lose more than these. So the samples are in folds. How their sums differ tells which share of the first order
@@ -43,14 +43,14 @@ from typing_extensions import Unpack
 
 from .. import interrupts
 from ..errors import InputError
-from ..losses import divergence, remarks
+from ..losses import divergence, loss_notes
 from ..losses.divergence import Divergence
 from ..messages import check_choice, check_module, check_path, instead, shown
 from ..model import layers as kinds
 from ..model import selectors, uses
 from ..model.selectors import Selection, Selector
 from ..model.uses import Use
-from ..numerics.choices import ChoiceProblem, Indices
+from ..numerics.choice_problem import ChoiceProblem, Indices
 from ..options import CALL, How, Options, check_count, check_flag, check_number, check_numbers, check_probes
 from ..passes.task import Task
 from ..report import Estimate, intervals, views
@@ -439,7 +439,7 @@ def _planned(
         of_change[[*option.places]] = number
     folds = _Folds.of(costs, of_change)
     choices, parts = folds.problems(options, group)
-    remarks.refuse_without_curvature(task.forward.notes, "the price of every format")
+    loss_notes.refuse_without_curvature(task.forward.notes, "the price of every format")
     sums, method = costs.sums, "ggn-sampled" if costs.sampled else "ggn"
     like = Estimate(0.0, None, sums.samples, method, exact=False, backend="reference", omitted=sums.omitted)
     uncovered = uses.left_out(task.model, [modules[name] for name in weights]) if chosen is None else {}

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ..errors import InputError
-from ..losses import remarks
+from ..losses import loss_notes
 from ..losses.empirical import empirical_fisher
 from ..messages import check_choice, instead
 from ..model import parameters, uses
@@ -197,7 +197,7 @@ def importance(
             raise type(error)(message).about(error.layers) from error
         task.unite()
         if kind == "ggn":
-            remarks.refuse_without_curvature(task.forward.notes, "an importance of kind='ggn'")
+            loss_notes.refuse_without_curvature(task.forward.notes, "an importance of kind='ggn'")
         total = task.noted(found.total)
     method = total.method.replace("ggn", "fisher") if kind == "fisher" else total.method
     doubtful = task.forward.doubts or linearity.TAKEN_AS_THEY_ARE in total.notes

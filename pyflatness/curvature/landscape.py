@@ -38,7 +38,7 @@ from ..messages import check_choice, check_path, shown
 from ..model import calling, fingerprint
 from ..model.parameters import Parameters
 from ..model.selectors import Selector
-from ..numerics.meeting import joined
+from ..numerics.process_groups import joined
 from ..numerics.ranks import Ranks
 from ..options import CALL, How, Options, check_count, check_flag, check_progress
 from ..passes.task import Task

@@ -176,7 +176,7 @@ class _Block:
             RandomVectors(self._seed, self._size, self._device),
             tolerance=tolerance,
             room=self._budget.bases // (_NUMBER * self._size) - BESIDE,
-            limit=most,
+            max_products=most,
         )
         found: Pairs = self._found(search.pairs(largest, smallest, copies=copies))
         return found

@@ -13,10 +13,11 @@ Exact, B are the unit vectors: r products for a layer of one position, r min(P, 
 :mod:`.probes`.
 
 Where the input of a call depends on the output of another (a recurrence), or the model takes a derivative in its
-forward pass in which the weight is used again, the outputs' second derivatives are not all there is: D is put into the
-layer itself, with V the unit vectors, which takes r m products.
+forward pass in which the weight is used again, the outputs' second derivatives are not enough: D is added to the weight
+of each sample in the layer itself, with V the unit vectors, which takes r m products.
 
-Quantities that are not of T are in :mod:`.entries`, and those of T beside them, from the same products.
+Other quantities than those of T are in :mod:`.entries_and_neurons`, which reads T off the same products if both are
+wanted.
 """
 
 import contextlib
@@ -40,18 +41,18 @@ from ..passes.layer_form import LayerForm
 from ..passes.limit import MANY, check_passes
 from ..passes.linear_map import LinearMap
 from ..passes.runner import Run
-from .entries import Entries, Varied, WeightDirections, tells_all
+from .entries_and_neurons import EntriesAndNeurons, Varied, WeightDirections, tells_all
 
 Value = Callable[[Tensor, Any], Tensor]
-"""A number of a run's (outputs, targets), with a graph, which is a sum over samples: :meth:`.Loss.value`."""
+"""(outputs, targets) of a run -> a scalar with a graph that is a sum over samples, as :meth:`.Loss.value` is."""
 
-_MOST_POSITIONS = 256  # for which a sampled value takes an eigendecomposition for every sample
-_RANK = 1e-13  # an eigenvalue below so much of the largest is rounding
+_MOST_POSITIONS = 256  # up to which a sampled value takes an eigendecomposition of every sample
+_RANK = 1e-13  # an eigenvalue below this fraction of the largest is rounding
 
 
 @dataclass(frozen=True)
 class RowBasis:
-    """Hold a basis of the rows along which a layer's weight is varied, and how quantities follow from T in it."""
+    """Hold a basis of the rows in which a layer's weight is varied, and how quantities follow from T in this basis."""
 
     size: int  # r
     rows: Tensor | None  # U, (G, r, d); None: unit vectors
@@ -65,7 +66,8 @@ class RowBasis:
 class BlockTraces:
     """Compute the block traces T of one layer for the samples of a run, and quantities that follow from T.
 
-    ``value`` is what second derivatives are taken of; ``in_weight``: they are in the weight itself.
+    ``value`` is the number whose second derivatives are taken: in the layer's outputs, or if ``in_weight`` in the
+    weight itself.
     """
 
     def __init__(
@@ -85,19 +87,19 @@ class BlockTraces:
         self._basis = _basis(whole, self._traced, partial(form.factor, run))
         self._behind = [name for name in quantities if QUANTITIES[name].of_outputs]
         others = [name for name in quantities if name not in (*self._traced, *self._behind)]
-        self._entries = Entries(self._weight, form.kernel_elements, others, whole)
+        self._entries = EntriesAndNeurons(self._weight, form.kernel_elements, others, whole)
         self._everything = None
         if tells_all(quantities):
-            self._everything = Entries(self._weight, form.kernel_elements, quantities, whole)
-        calls, self._columns = run.calls(form.name), self._weight.shape[2]  # directions of a sample's inputs
+            self._everything = EntriesAndNeurons(self._weight, form.kernel_elements, quantities, whole)
+        calls, self._columns = run.calls(form.name), self._weight.shape[2]  # ρ, the columns of K
         self.in_weight = form.by_weight or form.name in run.differentiated or linearity.feeds_itself(calls)
         if not self.in_weight:
-            outputs = [call.output for call in calls]  # of their shapes alone
+            outputs = [call.output for call in calls]  # for their shapes alone
             self._columns = min(form.rows(run, outputs).shape[2], self._columns)
 
     @property
     def products(self) -> int:
-        """Return how many Hessian products an exact value takes, at most."""
+        """Return the largest number of Hessian products that an exact value may take."""
         if self._everything is not None:
             return self._everything.products(self._columns)
         traced = len(self._weight) * self._basis.size * self._columns if self._traced or not self._quantities else 0
@@ -106,7 +108,7 @@ class BlockTraces:
         return traced + behind + self._entries.products(self._columns)
 
     def exact(self) -> Contribution:
-        """Return the quantities of every sample, and the summands by neuron of those that have some."""
+        """Return the quantities of every sample, and the summands of those that are sums over neurons."""
         self._check_affordable()
         with self._directions() as directions:
             if self._everything is not None:
@@ -121,7 +123,7 @@ class BlockTraces:
         return self._on_all_columns(Contribution(self._in_order(total, found.values), found.parts))
 
     def matrix(self, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """Return Σ_i T_i over the samples that are kept (n,), (G, d, d); Tr T_i of every sample, (n,); float64."""
+        """Return Σ_i T_i over the samples that are ``kept`` (n,), (G, d, d), and every Tr T_i, (n,); float64."""
         groups, d, _ = self._weight.shape
         total = self._weight.new_zeros(groups * d, d, dtype=torch.float64)
         traces = self._weight.new_zeros(len(kept), dtype=torch.float64)
@@ -149,14 +151,14 @@ class BlockTraces:
         return product(span, drawn if rows is None else product(drawn, rows.to(drawn.dtype)))
 
     def _in_order(self, traced: Tensor, entries: Tensor) -> Tensor:
-        """Return the values of block traces and the others in the order in which the quantities were given."""
+        """Return values of block traces and of other quantities in the order in which these were asked for."""
         first = [*self._traced, *self._behind]
         names = [*first, *(name for name in self._quantities if name not in first)]
         places = torch.tensor([names.index(name) for name in self._quantities], dtype=torch.int64, device=traced.device)
         return torch.cat([traced, entries])[places]
 
     def _on_all_columns(self, found: Contribution) -> Contribution:
-        """Return what was found with the parts that are by column for all columns of the layer's weight."""
+        """Return a contribution whose summands by column are of all columns of the layer's weight."""
         parts = {
             name: self._form.on_all_columns(self._run, part) if QUANTITIES[name].by_column else part
             for name, part in found.parts.items()
@@ -177,7 +179,7 @@ class BlockTraces:
         return total
 
     def _units(self, directions: WeightDirections, rows: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield the unit directions e_s e_bᵀ, some at a time: s over all groups, b (k,), and B (k, 1, G, ρ, rows)."""
+        """Yield unit directions e_s e_bᵀ in batches of k: s over all groups, b (k,), and B (k, 1, G, ρ, rows)."""
         groups, columns = len(self._weight), directions.columns
         count = groups * rows * columns
         for chosen in torch.arange(count, device=self._weight.device).split(directions.batch):
@@ -200,12 +202,12 @@ class BlockTraces:
             check_passes(self.products, self._most, what, one, self._run.samples, by_hessian=True, tell=self._run.tell)
 
     def varied(self) -> contextlib.AbstractContextManager[Varied]:
-        """Return a context with what varies with the weight."""
+        """Return a context that gives what varies with the weight."""
         return self._in_every_call() if self.in_weight else contextlib.nullcontext(self._outputs())
 
     @contextlib.contextmanager
     def _directions(self, *, few: bool = True) -> Iterator[WeightDirections]:
-        """Yield the directions of the layer's weight; as few as there can be, which takes eigenvectors, or all."""
+        """Yield the directions of the layer's weight, as few as possible, by eigenvectors; or all if not ``few``."""
         patches, span = self._patches(), None
         if not self.in_weight:
             span = _spanning(patches, patches.shape[2]) if few else patches
@@ -213,7 +215,7 @@ class BlockTraces:
             yield WeightDirections(span, patches, varied, derivatives(varied.gradient, varied.inputs))
 
     def _patches(self) -> Tensor:
-        """Return φ by position, (n or 1, G, P, m), which may be large; the unit vectors of the weight's own changes."""
+        """Return φ by position, (n or 1, G, P, m), which may be large; unit vectors if ``in_weight``."""
         if not self.in_weight:
             return self._form.patches(self._run)
         groups, _, columns = self._weight.shape
@@ -222,7 +224,7 @@ class BlockTraces:
 
     @cached_property
     def _few_columns(self) -> Tensor | None:
-        """Return K for sampled values, where it is not φ itself."""
+        """Return K for sampled values; None where it is φ itself."""
         if self.in_weight:
             return None
         patches = self._patches()
@@ -231,7 +233,7 @@ class BlockTraces:
         return None if span is patches else span
 
     def _few_outputs(self, most: int) -> Tensor:
-        """Return K of inputs Q φ in place of φ, QᵀQ = wᵀw; of the weight's own changes Qᵀ."""
+        """Return K for inputs Q φ in place of φ, QᵀQ = wᵀw; Qᵀ if ``in_weight``."""
         outputs = product(self._patches(), gram_factor(self._weight.mT).mT)
         return outputs if self.in_weight else _spanning(outputs, most)
 
@@ -255,7 +257,7 @@ class BlockTraces:
 
     @contextlib.contextmanager
     def _in_every_call(self) -> Iterator[Varied]:
-        """Yield changes of the weight in every call of the layer, per sample."""
+        """Yield a change of each sample's weight, added in every call of the layer."""
         run, form = self._run, self._form
         groups, d, columns = self._weight.shape
         added = self._weight.new_zeros(run.samples, groups, columns, d).requires_grad_()
@@ -273,7 +275,7 @@ class BlockTraces:
             return added.new_zeros(count, *added.shape) if part is None else part
 
         handle = self._module.register_forward_hook(add, with_kwargs=True, prepend=True)
-        try:  # until all products are done: activation checkpointing calls the layer again in them
+        try:  # the hook stays until all products are done: activation checkpointing calls the layer in them
             outputs, targets = run.again()
             with torch.enable_grad():
                 value = self._value(outputs, targets)
@@ -338,7 +340,7 @@ def _norms(patches: Tensor) -> Tensor:
 
 
 def derivatives(gradient: Tensor, inputs: Sequence[Any]) -> Callable[[Tensor], list[Tensor | None]]:
-    """Return the map of directions (k, …) to the derivatives of ⟨gradient, direction⟩ in each input, None without."""
+    """Return the map from directions (k, …) to the derivatives of ⟨gradient, direction⟩ in each input; None for 0."""
     if not gradient.requires_grad:
         return lambda directions: [None] * len(inputs)
 

@@ -1,4 +1,4 @@
-"""Find the largest eigenvalues of several blocks of the loss Hessian in step: a data read is a product for all."""
+"""Find the largest eigenvalues of several blocks of the loss Hessian; each data read gives a product for all blocks."""
 
 from collections.abc import Sequence
 
@@ -8,13 +8,13 @@ from ..numerics.signs import RandomVectors
 from ..passes.memory import Budget
 from .products import Names, Products
 
-# Residuals relative to the block's norm, in double and in other precisions: products in single precision cannot bring
-# them down much further. The eigenvalue's own error is their square over the distance to the next one.
+# Residuals relative to the block's norm, in double and in other precisions: with products in single precision they
+# cannot become much smaller. The eigenvalue's own error is their square over the distance to the next eigenvalue.
 _TOLERANCE, _COARSE_TOLERANCE = 1e-8, 1e-5
 
 
 def largest(products: Products, blocks: Sequence[Names], budget: Budget, seed: int) -> dict[Names, LargestEigenvalues]:
-    """Return the algebraically largest eigenvalue of each block, of some layers."""
+    """Return the algebraically largest eigenvalue of each block, which is that of some layers."""
     sizes = {names: products.size(names) for names in blocks}
     basis = max(1, budget.bases // (8 * sum(sizes.values())))
     tolerance = tolerance_of(products)

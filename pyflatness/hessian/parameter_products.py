@@ -1,8 +1,8 @@
 """Multiply the loss Hessian, or its GGN, by vectors in the space of a network's parameters, all trainable ones or some.
 
-It is what :mod:`.products` does for layers' weights, with every parameter as a leaf: biases, scales of normalisations
-and weights that are no layer's too, and a tied parameter once, with all of its uses. The one block there is has the
-names of all these parameters.
+This is what :mod:`.products` does for layers' weights, with every parameter as a leaf: also biases, scales of
+normalisations and weights that belong to no layer, and a tied parameter once, with all of its uses. There is one block,
+whose names are those of all these parameters.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ from .products import Names, Products, for_second_derivatives
 
 
 class ParameterProducts(Products):
-    """Represent E's Hessian or GGN in all trainable parameters, or ``some``, as a matrix to multiply with.
+    """Represent E's Hessian or GGN in all trainable parameters, or in ``some``, as a matrix to multiply with.
 
-    The block is called by ``names``, the parameters'.
+    ``names`` are those of the parameters, and so of the one block.
     """
 
     _what = "parameter"
@@ -38,8 +38,8 @@ class ParameterProducts(Products):
             self._theta = {name: values for name, values in parameters.every(task.model).items() if name in some}
         self.names: Names = tuple(self._theta)
         self._all = some is None
-        self._weight_norms = False  # whether the model has such, in what was run so far
-        self._replaced: list[nn.Module] = []  # none where the graph is looked at: it is to be torch's
+        self._weight_norms = False  # whether a weight norm has been seen in a graph so far
+        self._replaced: list[nn.Module] = []  # none while the graph is inspected, which has to be torch's own
         super().__init__(task)
         self._replaced = second_derivatives.convolutions(self._model) + second_derivatives.batch_norms(self._model)
 
@@ -51,7 +51,7 @@ class ParameterProducts(Products):
         def forward(model: Any, batch: Any) -> Any:
             if self._leaves:
                 return self._task.run(batch)
-            # Outside of work on a run: a look at how much its graph takes.
+            # Outside of work on a run, when the memory of its graph is measured.
             return self._task.run(batch, self._fresh())
 
         return Runner(

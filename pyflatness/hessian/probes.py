@@ -5,13 +5,13 @@ Hessian in the outputs of all of them has
 
     E⟨v_l, (H v)_l⟩ = E⟨v_l, H_ll v_l⟩ + Σ_(m ≠ l) E⟨v_l, H_lm v_m⟩ = the layer's quantity
 
-since the signs of two layers are independent: what the others add has the mean 0 and the variance Σ_m ‖H_lm‖_F², each
-block weighted as the directions are. Bekas, Kokiopoulou and Saad 2007 ("An estimator for the diagonal of a matrix")
-have it for blocks of one entry.
+since the signs of two layers are independent: the other layers add a term of mean 0 and variance Σ_m ‖H_lm‖_F², each
+block weighted as the directions are. For blocks of one entry this is the estimator of Bekas, Kokiopoulou and Saad 2007
+("An estimator for the diagonal of a matrix").
 
-All layers share. With g groups of L layers a probe would take c + d g of time, c for the GGN's cotangent, and have the
-variance a + b L / g, so that one group is off the least of their product by a factor of 1 + c / d at most. That was 1.4
-for a language model of 36 layers, and for the sum of all layers one group is the best.
+All layers share one product. If L layers were split into g groups, a probe would take time c + d g, c for the GGN's
+cotangent, and have variance a + b L / g, so that one group comes within a factor of 1 + c / d of the least product of
+the two. That factor was 1.4 for a language model of 36 layers, and for the sum of all layers one group is the best.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ from torch import Tensor
 
 from ..numerics.signs import Signs
 from .block_traces import BlockTraces, derivatives
-from .entries import batch_of
+from .entries_and_neurons import batch_of
 
 
 def sampled(layers: Sequence[BlockTraces], streams: Sequence[int], quantities: Sequence[str], signs: Signs) -> Tensor:
-    """Return values of layers of one run in each draw, (draws, layers, quantities, n) float64.
+    """Return values of layers of one run by each probe, (probes, layers, quantities, n) float64.
 
-    A draw takes a product for each quantity, which the layers share.
+    A probe takes one product for each quantity, shared by the layers.
     """
     with contextlib.ExitStack() as stack:
         group = [stack.enter_context(layer.varied()) for layer in layers]
@@ -37,7 +37,7 @@ def sampled(layers: Sequence[BlockTraces], streams: Sequence[int], quantities: S
         second = derivatives(joined, [entered for each in group for entered in each.inputs])
 
         def values(quantity: str, some: Signs) -> Tensor:
-            """Return those of some draws, (draws, layers, n)."""
+            """Return the values of a quantity by some probes, (probes, layers, n)."""
             changes = [layer.probe(quantity, some, stream) for layer, stream in zip(layers, streams, strict=True)]
             found = iter(second(torch.cat([change.flatten(1) for change in changes], dim=1)))
             products = [

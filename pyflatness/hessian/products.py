@@ -3,13 +3,13 @@
     H v = ∂⟨∂E/∂w, v⟩/∂w                        back through the graph twice
     G v = Σ_i J_iᵀ (∂²ℓ_i/∂f_i²) (J_i v) / Σ_i ω_i    J v as the derivative of ⟨Jᵀu, v⟩ in u
 
-The derivative is in the effective weight of each layer, a leaf that its calls are given: so it is through the layer's
-own use of a tied weight, in what a parametrisation made of its parts, and of every call of a layer that is called
-several times, on its own output too. Pushing the layers' outputs instead (δz = v φ) would be wrong there, and for
-several layers together: one layer's input depends on the others' weights.
+The derivative is in the effective weight of each layer, a leaf that the layer's calls are given. So it is that of the
+layer's own use of a tied weight, of the weight that a parametrisation returns, and of all calls of a layer, also of one
+on its own output. Changing the layers' outputs instead (δz = v φ) would be wrong there, and for several layers
+together, since one layer's input depends on the others' weights.
 
-Vectors are float64: for each layer in turn its (d, m) matrix, row by row. The passes are in the model's dtype, what
-they give for each micro-batch is added up in float64.
+Vectors are float64: the (d, m) matrix of each layer in turn, row by row. The passes are in the model's dtype, and the
+results of micro-batches are added up in float64.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from . import block_traces
 Names = tuple[str, ...]  # layers whose joint block is meant
 Vectors = dict[Names, Tensor]  # for a block: (b, N), some vectors in the space of its weights
 
-_GRAPHS = 4  # the graph of second derivatives takes about so many times the memory of the forward pass's
+_GRAPHS = 4  # times the memory of the forward pass's graph that the graph of second derivatives takes, about
 
 
 def for_second_derivatives(found: dry_run.Findings) -> int:
@@ -44,12 +44,12 @@ def for_second_derivatives(found: dry_run.Findings) -> int:
 
 
 class Products:
-    """Represent E's Hessian or GGN in the weights of some layers, as a matrix to multiply with, also in w_j σ_j.
+    """Represent E's Hessian or GGN in the weights of some layers, or in w_j σ_j, as a matrix to multiply with.
 
-    ``eps`` is the products' relative rounding; behind ``custom`` layers are functions that torch did not write.
+    ``eps`` is the products' relative rounding; ``custom`` are the layers with custom autograd functions behind them.
     """
 
-    _what = "layer"  # that vectors are in the weights of, for messages
+    _what = "layer"  # what the weights are of, for messages
 
     def __init__(self, task: Task) -> None:
         self._task, self._model, self._loss, self._options = task, task.model, task.loss, task.options
@@ -78,7 +78,7 @@ class Products:
         )
 
     def _set_up(self) -> None:
-        """Take in where the weights are, when it is known which layers run, and what they are multiplied by."""
+        """Note device, precision and the factors of the weights, once it is known which layers run."""
         self.modules = self._runner.modules
         weights = [layers.matrix(module)[0] for module in self.modules.values()]
         self.device, self.eps = weights[0].device, max(torch.finfo(weight.dtype).eps for weight in weights)
@@ -95,7 +95,7 @@ class Products:
         return run.samples, sent.weight, custom
 
     def _edges(self, run: Run) -> linearity.Edges:
-        """Return where each layer enters the graph of a run."""
+        """Return the gradient edges of each layer in the graph of a run."""
         return linearity.edges_of(run.recorder.calls)
 
     @contextlib.contextmanager
@@ -119,13 +119,13 @@ class Products:
         return vectors * (self._inverse_spread(names) != 0)
 
     def notes(self, name: str) -> tuple[str, ...]:
-        """Return what a reader of a layer's value should know, or of the network's (``""``)."""
+        """Return the notes on a layer's value, or on the network's (``""``)."""
         custom = name in self.custom if name else bool(self.custom)
         tied = layers.tie_notes(self._model, self.modules[name]) if name else ()
         return (*tied, *((linearity.TAKEN_AS_THEY_ARE,) if custom else ()))
 
     def __call__(self, vectors: Mapping[Names, Tensor]) -> Vectors:
-        """Return each block times its vectors, all in one read of the data."""
+        """Return the product of each block with its vectors, by one read of the data."""
         inverse = {names: self._inverse_spread(names) for names in vectors} if self._spreads else {}
         sent = {names: rows * inverse[names] if inverse else rows for names, rows in vectors.items()}
         sums = {names: torch.zeros_like(rows) for names, rows in vectors.items()}
@@ -172,7 +172,7 @@ class Products:
 
     @staticmethod
     def _each(multiply: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-        """Return the products of rows (b, N), which all go back through one graph."""
+        """Return the products of rows (b, N), all by backward passes through one graph."""
         found = torch.empty_like(rows, memory_format=torch.contiguous_format)
         for row, place in zip(rows, found, strict=True):
             place.copy_(multiply(row))
@@ -229,11 +229,11 @@ class Products:
     def as_weights(self, names: Names, vector: Tensor) -> dict[str, Tensor]:
         """Return a vector (N,) as tensors of the shape of the layers' weights."""
         parts = zip(names, vector.split([self.size((name,)) for name in names]), strict=True)
-        aligned = {name: part.clone() if part.storage_offset() % 2 else part for name, part in parts}  # as pairs are
+        aligned = {name: part.clone() if part.storage_offset() % 2 else part for name, part in parts}  # to 16 bytes
         return {name: self._as_weight(name, part.view(self._shape(name))) for name, part in aligned.items()}
 
     def as_parameters(self, names: Names, vector: Tensor) -> dict[str, Tensor]:
-        """Return a vector (N,) as tensors of the shape of the layers' parameters, or of their rows of them."""
+        """Return a vector (N,) as tensors of the shape of the layers' parameters, or of the rows that layers have."""
         weights = self.as_weights(names, vector)
         return {name: layers.as_parameter(self.modules[name], weight) for name, weight in weights.items()}
 
@@ -252,7 +252,7 @@ class Products:
         return torch.cat([self._as_matrix(n, g).flatten().double() for n, g in gradients.items()])
 
     def _inverse_spread(self, names: Names) -> Tensor:
-        """Return the inverse of what each entry is multiplied by, (N,), or (1,) where nothing is normalised."""
+        """Return the inverse of each entry's factor, (N,), or (1,) where nothing is normalised."""
         if not self._spreads:
             return torch.ones(1, dtype=torch.float64, device=self.device)
         spread = torch.cat([self._spreads[name].flatten() for name in names])
@@ -265,7 +265,7 @@ class Products:
 
 
 def check_batch(options: Options, runner: Runner, number: int, fine: bool, what: str) -> None:
-    """Raise unless a batch's contribution to an eigenvalue is fine, or may be NaN; ``what`` is not."""
+    """Raise unless a batch's contribution to an eigenvalue is ``fine``, or may be NaN; ``what`` says what is wrong."""
 
     def error() -> NonFiniteError:
         layers.check_finite(runner.modules)
@@ -278,7 +278,7 @@ def check_batch(options: Options, runner: Runner, number: int, fine: bool, what:
 
 
 def check_filters(task: Task) -> None:
-    """Raise if convolutions are to be dense matrices."""
+    """Raise if convolutions are to be taken as dense matrices."""
     found = [name for name, module in task.selection.modules.items() if layers.is_convolution(module)]
     if task.options.conv == "affine" and found:
         raise NotYetError(

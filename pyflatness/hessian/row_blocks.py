@@ -1,9 +1,10 @@
 """Hold the blocks H_ss = ∂²E/∂w_s² of all rows of a weight matrix, and find each one's largest eigenvalue.
 
-Axes: ``b`` rows of the weight, those of all its groups in turn; ``m`` columns; ``n`` samples. Either form adds up:
+Axes: ``b`` rows of the weight, those of all its groups in turn; ``m`` columns; ``n`` samples. Blocks have one of two
+forms, both of which add up over samples:
 
     one position:  H_ss = Σ_i h_is φ_i φ_iᵀ,  h_is = ∂²ℓ_i/∂z_is² (GGN: Σ_c σ_ic (δ_is^c)²)    φ and h are kept
-    else:          H_ss = Σ_i σ_i M_is M_isᵀ,  M_is row s of a sample's weight gradient           blocks written out
+    else:          H_ss = Σ_i σ_i M_is M_isᵀ,  M_is row s of a sample's weight gradient           blocks are written out
 
 A product of all kept blocks with a vector each is two matrix products, φᵀ (h ∘ (φ Vᵀ)); so their eigenvalues come by
 Lanczos, for all rows at once, unless the blocks are so small that writing them out costs less.
@@ -18,13 +19,14 @@ from ..numerics.signs import RandomVectors
 from ..passes.memory import Budget
 
 TOLERANCE = 1e-6  # of the residuals, relative to each block's norm
-_USUAL = 25  # products that are reckoned with
+_USUAL = 25  # products that Lanczos is expected to take
 
 
 class RowBlocks:
-    """Hold the blocks of a layer, summed over micro-batches, all in float64; ``full`` when neither rows nor blocks fit.
+    """Hold the blocks of a layer, summed over micro-batches, in float64; ``full`` if neither rows nor blocks fit.
 
-    ``columns`` (b, m) is False for one that drops out; beyond ``memory`` rows φ and weights h go into the blocks.
+    ``columns`` (b, m) is False for those that drop out. Where φ and h take more than ``memory`` the blocks are written
+    out.
     """
 
     def __init__(self, columns: Tensor, memory: int, budget: Budget) -> None:
@@ -33,8 +35,8 @@ class RowBlocks:
         self._blocks: Tensor | None = None
 
     def add_weighted(self, features: Tensor, weights: Tensor) -> None:
-        """Take in φ (n, m) and h (n, b) of samples with one position."""
-        self._kept.append((features.clone(), weights))  # what goes through the model may be written into later
+        """Add φ (n, m) and h (n, b) of samples with one position."""
+        self._kept.append((features.clone(), weights))  # the model may write into its tensors later
         if self.full or sum(x.numel() * x.element_size() for pair in self._kept for x in pair) > self._memory:
             if fit(self._columns, self._budget):
                 self._write_out()
@@ -43,7 +45,7 @@ class RowBlocks:
                 self.full = True
 
     def add_blocks(self, blocks: Tensor) -> None:
-        """Take in H_ss themselves, (b, m, m)."""
+        """Add H_ss themselves, (b, m, m)."""
         self._allocated().add_(blocks)
 
     def largest(self, seed: int) -> LargestEigenvalues:
@@ -61,7 +63,7 @@ class RowBlocks:
         blocks = self._allocated()
         finite = blocks.isfinite().all(dim=2).all(dim=1)
         size = blocks.abs().sum(dim=2).amax(dim=1, keepdim=True)
-        below = torch.diag_embed(torch.where(self._columns, 0.0, -1 - size))  # under every other eigenvalue
+        below = torch.diag_embed(torch.where(self._columns, 0.0, -1 - size))  # below all other eigenvalues
         values = torch.linalg.eigvalsh(torch.where(finite[:, None, None], blocks + below, 0.0))[:, -1]
         values = torch.where(finite, values, torch.nan)
         return LargestEigenvalues(values, torch.zeros_like(values), 0, converged=bool(finite.all()))

@@ -1,10 +1,9 @@
 """Sweep over the data for the blocks H_ss = ∂²E/∂w_s² of the rows of layers' weights.
 
 Where the model is locally linear in the layer's weight, or the GGN is asked for, the blocks come from square-root
-factors sent backward: in one sweep, or where blocks are too large for memory in one for each product
-(:func:`_products_of_run`).
-Elsewhere second derivatives are taken: in the layer's outputs if there is one position and one
-call,
+factors sent backward: in one sweep, or if blocks are too large for memory in one sweep for each product
+(:func:`_products_of_run`). Elsewhere second derivatives are taken: in the layer's outputs if there is one position and
+one call,
 
     h_is = ∂²ℓ_i/∂z_is²,   a backward pass for each row,
 
@@ -40,17 +39,17 @@ _COARSE_TOLERANCE = 1e-5  # for products in other than double precision
 
 @dataclass(frozen=True)
 class LayerRows:
-    """Hold what was found of a layer."""
+    """Hold the norms and eigenvalues of the rows of a layer."""
 
     norms: Tensor  # (b,) float64, |w_s|²
     ritz: LargestEigenvalues  # λ_max(H_ss) (b,)
     method: str
-    exact: bool  # whether it is the Hessian's
+    exact: bool  # whether the eigenvalues are the Hessian's
 
 
 @dataclass
 class _RowMicroBatch:
-    """Hold what a micro-batch adds, by layer: it is taken in when that is done, since one may be begun again."""
+    """Hold what a micro-batch adds, by layer; it is added once that is done, since a micro-batch may be run again."""
 
     samples: int
     weight: float
@@ -71,12 +70,7 @@ class RowSweep:
         task.batches.shard.ranks.refuse("relative_flatness_max", "leave it out of measures=, ")
         self._task, self._options = task, task.options
         self._budget = task.budget(halved=True)
-        self._runner = Runner(
-            task,
-            self._approve,
-            second_order=not task.options.by_ggn,
-            halved=True,
-        )
+        self._runner = Runner(task, self._approve, second_order=not task.options.by_ggn, halved=True)
         self._scales: dict[str, Tensor] = {}
         if task.options.normalize:
             self._scales = normalize.feature_scales(self._runner, task.loss, task.options.nan_policy)
@@ -92,7 +86,7 @@ class RowSweep:
         linearity.refuse_ggn_of_derivatives(self._options, nonlinear)
 
     def rows(self) -> dict[str, LayerRows]:
-        """Return what is found of every layer that ran."""
+        """Return the rows' norms and eigenvalues of every layer that ran."""
         over = Accumulator(self._options.nan_policy, self._task.loss.reduction)
 
         def take(micro_batch: _RowMicroBatch) -> None:
@@ -115,7 +109,7 @@ class RowSweep:
         return {name: self._rows(name, module, found[name]) for name, module in self._runner.modules.items()}
 
     def notes(self, name: str) -> tuple[str, ...]:
-        """Return what a reader of a layer's value should know."""
+        """Return the notes on a layer's value."""
         trusted = (linearity.TAKEN_AS_THEY_ARE,) if name in self._custom else ()
         return (*layers.tie_notes(self._task.model, self._runner.selected[name]), *trusted)
 
@@ -166,9 +160,8 @@ class RowSweep:
         nonlinear = set() if self._options.by_ggn else set(run.nonlinear)
         self._custom |= {name for name in nonlinear if self._runner.why_not_linear(name) == linearity.CUSTOM}
         with contractions.full_precision(run.outputs):
-            weights = self._by_factors(
-                run, sent, run.recorder.calls.keys() - nonlinear, single.keys(), micro_batch.blocks
-            )
+            linear = run.recorder.calls.keys() - nonlinear
+            weights = self._by_factors(run, sent, linear, single.keys(), micro_batch.blocks)
             weights.update(self._by_second_derivatives(run, nonlinear & single.keys()))
         micro_batch.weighted = {name: (single[name], weights[name]) for name in weights}
         self._by_entries |= nonlinear - single.keys()
@@ -176,12 +169,10 @@ class RowSweep:
 
     def _take(self, micro_batch: _RowMicroBatch) -> None:
         measured = micro_batch.weighted.keys() | micro_batch.blocks.keys()
-        for name in filter(
-            measured.__contains__, self._runner.modules
-        ):  # an error names the first in the model's order
-            self._check_batch(
-                micro_batch.number, name, micro_batch.is_finite(name) and math.isfinite(micro_batch.weight)
-            )
+        finite = math.isfinite(micro_batch.weight)
+        for name in self._runner.modules:  # so that an error names the first layer in the model's order
+            if name in measured:
+                self._check_batch(micro_batch.number, name, finite and micro_batch.is_finite(name))
         for name, (features, weights) in micro_batch.weighted.items():
             self._blocks[name].add_weighted(features, weights)
             if self._blocks[name].full:
@@ -192,7 +183,7 @@ class RowSweep:
     def _by_factors(
         self, run: Run, sent: cotangents.Cotangents, names: set[str], single: Iterable[str], blocks: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Return h (n, b) of layers with a single position; the blocks of the others are filled in, if they fit."""
+        """Return h (n, b) of layers with a single position; fill in the ``blocks`` of the others, if they fit."""
         columns = {name: self._spread(name) for name in names - set(single)}
         self._by_sweeps |= {name for name in columns if not row_blocks.fit(columns[name], self._budget)}
         names = names - self._by_sweeps
@@ -237,7 +228,7 @@ class RowSweep:
         return found
 
     def _diagonal(self, run: Run, name: str, gradient: Tensor) -> Tensor:
-        """Return h (n, b), a backward pass per row; all samples at once, none of whose gradients depends on another."""
+        """Return h (n, b), by a backward pass per row for all samples at once, since these are independent."""
         if name in self._custom:
             linearity.check_complete(f"layer {name!r}", [gradient])
         (call,), dim = run.calls(name), layers.kind_of(self._runner.selected[name]).class_dim
@@ -277,7 +268,7 @@ class RowSweep:
     # --- a sweep for each product -------------------------------------------------------------------------------------
 
     def _swept(self, names: set[str]) -> dict[str, LargestEigenvalues]:
-        """Return eigenvalues of layers whose blocks do not fit, in step."""
+        """Return the eigenvalues of layers whose blocks do not fit, by a sweep for each product of all of them."""
         spreads = {name: self._spread(name) for name in names}
         inverse = {name: torch.where(spread > 0, 1 / spread, 0.0) for name, spread in spreads.items()}
 
@@ -324,7 +315,7 @@ def _products_of_run(
 
 
 class _Pass:
-    """Hold a layer's calls with V for its weight, and the cotangent that will go back."""
+    """Hold the outputs of a layer's calls with V for its weight, and the cotangents of these outputs."""
 
     def __init__(self, run: Run, name: str, module: nn.Module, vectors: Tensor) -> None:
         self._run, self._name, self._module = run, name, module
@@ -337,7 +328,7 @@ class _Pass:
         self._cotangents = [torch.zeros_like(rows) for rows in self._outputs]
 
     def add(self, gradients: list[Tensor], signs: Tensor | None) -> None:
-        """Take in the gradients of one cotangent, one for each call."""
+        """Add the gradients of one cotangent of the model, one for each call."""
         with torch.no_grad():
             deltas = [self._rows(gradient) for gradient in gradients]
             products = [(delta * rows).sum(dim=2) for delta, rows in zip(deltas, self._outputs, strict=True)]

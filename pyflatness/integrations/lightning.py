@@ -16,7 +16,7 @@ from ..training.history import History
 from .watch import Watch
 
 _LOSSES = ("loss", "criterion", "loss_fn", "loss_function")  # attributes of modules
-_NOT_WHOLE = ("FSDPStrategy", "DeepSpeedStrategy")  # whose weights are not on any rank as the module has them
+_NOT_WHOLE = ("FSDPStrategy", "DeepSpeedStrategy")  # with these no rank has the module's whole weights
 
 
 def _bases() -> tuple[type, ...]:
@@ -143,7 +143,7 @@ class FlatnessCallback(Watch, *_bases()):  # type: ignore[misc]
         if self._loss is not None:
             return self._loss
         held = {name: getattr(owner, name, None) for owner in (model, pl_module) for name in _LOSSES}
-        # A method takes what its class gives it, and that is often a batch.
+        # Methods of these names often take a batch, and are no loss functions.
         found = {name: loss for name, loss in held.items() if callable(loss) and type(loss) is not types.MethodType}
         if len({id(loss) for loss in found.values()}) == 1:
             return next(iter(found.values()))
@@ -193,7 +193,7 @@ class _Prepared:
 
 @contextlib.contextmanager
 def _validating(trainer: Any) -> Iterator[None]:
-    """Let the trainer be in validation inside, for hooks that ask it, and the model compute in its precision."""
+    """Set the trainer to validation within the context, for hooks that ask it, with the trainer's precision."""
     trainer.validating = True
     try:
         with trainer.precision_plugin.val_step_context():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .. import losses, tensor_head
 from ..errors import InputError, MissingExtraError, NotYetError
-from ..measures import at_head
+from ..measures import head_sums
 from ..model import fingerprint, layers, state
 from ..model.spread import is_spread
 from ..numerics.accumulate import normaliser_or_nan
@@ -122,7 +122,7 @@ class RelativeFlatness(Metric):
             read = self._checked_weights(weight, bias)
             source = tensor_head.from_tensors(features, weight, bias, target, self._loss)
             source.batch.number = self._updates + self.update_count - 1
-            found = at_head.total(source, self._loss, self._options)
+            found = head_sums.total(source, self._loss, self._options)
         self.total = self.total + found.value
         self.normaliser = self.normaliser + found.weight
         self.weights_read = torch.full_like(self.weights_read, read)
@@ -158,7 +158,7 @@ class RelativeFlatness(Metric):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RelativeFlatness":
         """Return a copy that is of the same head, or of its copy if the head is copied too, in front of the metric."""
-        alive = {id(part): part for part in self._head if id(part) not in memo}
+        alive = {id(held): held for held in self._head if id(held) not in memo}
         copied = type(self).__new__(type(self))
         memo |= {id(self): copied, **alive}
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
@@ -180,14 +180,14 @@ class RelativeFlatness(Metric):
         return weight.to(device), None if bias is None else bias.to(device)
 
     def _checked_weights(self, weight: Tensor, bias: Tensor | None) -> int:
-        """Return a number that is made of the weights, which is the one of the first update."""
+        """Return a checksum of the weights, which has to be that of the first update."""
         read = 1 + fingerprint.of_all_entries([weight] if bias is None else [weight, bias])
         _the_same(torch.stack([self.weights_read, torch.full_like(self.weights_read, read)]))
         return read
 
 
 def _checked(weight: Any, bias: Any) -> tuple[Any, Any]:
-    """Return a head as it is held: a module and None, or a weight and a bias."""
+    """Return a head as the metric holds it: a module and None, or a weight and a bias."""
     if not isinstance(weight, nn.Module):
         for what, tensor, ndim in (("weight", weight, 2), ("bias", bias, 1)):
             if not isinstance(tensor, Tensor) and (what == "weight" or bias is not None):
@@ -207,7 +207,7 @@ def _checked(weight: Any, bias: Any) -> tuple[Any, Any]:
 
 
 def _the_same(read: Tensor) -> Tensor:
-    """Return the number of the weights that several sums are of, 0 for none; torchmetrics adds sums up by it."""
+    """Return the one checksum of the weights among several, 0 for none; torchmetrics reduces the state by this."""
     numbers: Tensor = read[read != 0].unique()
     if len(numbers) > 1:
         raise InputError(

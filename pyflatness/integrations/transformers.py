@@ -225,5 +225,5 @@ class PenaltyCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _plain(loader: Any) -> Any:
-    """Return the loader in accelerate's, which tells gradient accumulation that it is read, and counts epochs."""
+    """Return the loader inside of accelerate's: reading that one counts epochs and tells gradient accumulation."""
     return loader.base_dataloader if type(loader).__name__ == "DataLoaderShard" else loader

@@ -1,4 +1,4 @@
-"""Do what the callbacks have in common: measure a model in training, name the values, keep them, and count the time."""
+"""Hold what the callbacks share: measuring a model in training, naming and keeping the values, counting the time."""
 
 import contextlib
 import itertools
@@ -31,7 +31,7 @@ _OPTIONS = [name for name in EVERY if name not in ("eval", "process_group")]
 
 
 class Watch:
-    """Measure a model at the ends of epochs, and leave all that the training depends on as it was: a base of callbacks.
+    """Measure a model at the ends of epochs, and leave all that the training depends on as it was; a base of callbacks.
 
     Attributes:
         history: a :class:`pyflatness.results.History` with a record for each measured epoch.
@@ -64,7 +64,7 @@ class Watch:
         self._options = {"progress": False, **by_budget, **options}
         self._measures: Any = measures
         if measures is not None and (not isinstance(measures, str) or are_named(measures)):
-            self._measures = [row.name for row in named(measures)]  # of which some may be left out later
+            self._measures = [row.name for row in named(measures)]  # some may be left out in later epochs
         self._every_n_epochs = check_count("every_n_epochs", every_n_epochs, 1)
         self._limit_batches = None if limit_batches is None else check_count("limit_batches", limit_batches, 1)
         self._strict = check_flag("strict", strict)
@@ -86,7 +86,7 @@ class Watch:
         return found
 
     def _begin(self) -> None:
-        """Say that the training begins now, against which the measurements' time is held."""
+        """Start the clock of the training, which the time of the measurements is compared with."""
         if self._budget is not None and _is_distributed():
             raise InputError("budget= is for one process: the others cannot know when it measures")
         self._begun, self._spent = time.perf_counter(), 0.0
@@ -94,7 +94,7 @@ class Watch:
     def _measured(
         self, epoch: int, step: int, problem: Callable[[], tuple[nn.Module, Any]], batches: Callable[[], Any]
     ) -> dict[str, float]:
-        """Return values by the names that they are logged under; none where it is not possible, with a warning.
+        """Return the values by the names they are logged under; none, with a warning, if measuring is not possible.
 
         Epoch and step are as the trainer counts them; ``problem`` returns the model and its loss.
         """
@@ -102,7 +102,7 @@ class Watch:
         try:
             with interrupts.undone():
                 report = self._as_found(problem, batches)
-        except Exception as error:  # of whatever kind: hours of training are not to end by it
+        except Exception as error:  # of any kind: it must not end hours of training
             if self._strict or interrupts.is_raised(error):
                 raise
             self._once(f"epoch {epoch} is not measured: ", f"{type(error).__name__}: {error}")
@@ -140,7 +140,7 @@ class Watch:
         print(f"{self._name}: measured on {data} in {self._spent:.1f} s, {share:.1%} of the training's {whole:.1f} s")
 
     def _limited(self, data: Any) -> Any:
-        """Return so many batches as a list, for a measure may read them several times, and a loader may shuffle."""
+        """Return the first batches as a list: a measure may read them several times, and a loader may shuffle."""
         if self._limit_batches is None:
             return data
         if isinstance(data, tuple):
@@ -148,7 +148,7 @@ class Watch:
         return [*itertools.islice(data, self._limit_batches)]
 
     def _as_found(self, problem: Callable[[], tuple[nn.Module, Any]], batches: Callable[[], Any]) -> Report:
-        """Measure a model in training, in eval mode; afterwards it, its loader and random states are as they were."""
+        """Measure a model in training in eval mode, and leave it, its loader and random states as they were."""
         model, loss = problem()
         with in_eval_mode(model), _buffers_of_rank_zero(model):
             random = generators.hold([*model.modules()])
@@ -161,7 +161,7 @@ class Watch:
                 return self._report(model, loss, some)
 
     def _report(self, model: nn.Module, loss: Any, data: Any) -> Report:
-        """Return all measures, or those that are possible, if they were named; the others are not tried again."""
+        """Return a report of all measures; of measures that were named, those that are possible, from now on."""
         names = self._measures if isinstance(self._measures, list) and len(self._measures) > 1 else []
         refused: dict[str, Any] = {}
         try:
@@ -192,7 +192,7 @@ class Watch:
         return measure(model, loss, data, layers=self._layers, measures=measures, **self._options)
 
     def _once(self, beginning: str, text: str) -> None:
-        """Warn of what is so in every epoch, in the first one alone."""
+        """Warn once of what is the same in every epoch."""
         if text not in self._said:
             self._said.add(text)
             self._warn(beginning + text)
@@ -207,9 +207,9 @@ class Watch:
 
 @contextlib.contextmanager
 def _buffers_of_rank_zero(model: nn.Module) -> Iterator[None]:
-    """Give all ranks the buffers of the first one inside, as DistributedDataParallel does before a forward pass.
+    """Give all ranks the buffers of the first one, as DistributedDataParallel does before a forward pass.
 
-    In training each rank's BatchNorm gathers statistics of its own samples.
+    In training the BatchNorm of each rank collects statistics of the rank's own samples.
     """
     buffers: Iterable[Any] = model.buffers() if _is_distributed() else ()
     kept = [(buffer, buffer.clone()) for buffer in buffers]

@@ -14,7 +14,7 @@ from ..messages import is_out_of_memory, second_derivatives, shown
 _KNOWN = (nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss)
 _ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 _ELEMENTWISE_FUNCTIONS = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
-# Of a call that does not fit; an exception of another kind is the loss's own affair.
+# What torch raises where a call does not fit; an exception of another kind is passed on.
 _OF_A_CALL = (TypeError, ValueError, RuntimeError, IndexError, AttributeError, AssertionError)
 
 
@@ -26,15 +26,15 @@ def name(loss: Any) -> str:
 
 
 def is_nll(loss: Any) -> bool:
-    """Return whether a loss is torch's negative log-likelihood, which wants log-probabilities."""
+    """Return whether a loss is torch's negative log-likelihood, which takes log-probabilities."""
     loss = _inner(loss)
     return isinstance(loss, nn.NLLLoss) or loss is F.nll_loss
 
 
 def is_elementwise(loss: Any) -> bool:
-    """Return whether a loss is one of torch's that compare outputs with targets of their shape, one by one.
+    """Return whether a loss is one of torch's that compare outputs with targets of the same shape entry by entry.
 
-    Torch broadcasts other shapes, with a warning, and the value is of another function.
+    Torch broadcasts other shapes with a warning, and the value is that of another function.
     """
     loss = _inner(loss)
     return isinstance(loss, _ELEMENTWISE) or (callable(loss) and loss in _ELEMENTWISE_FUNCTIONS)
@@ -74,7 +74,7 @@ def for_callable(loss: Any) -> str:
 
 @contextlib.contextmanager
 def on_call(loss: Any, outputs: Tensor, targets: Tensor) -> Iterator[None]:
-    """Let an error that a loss raises inside say how the loss was called."""
+    """Turn an error that a loss raises in this context into one that says how the loss was called."""
     try:
         yield
     except FlatnessError:
@@ -88,13 +88,13 @@ def on_call(loss: Any, outputs: Tensor, targets: Tensor) -> Iterator[None]:
                 f"float64 (loss.double() for a module), or follow the outputs' dtype; {for_callable(loss)}"
             ) from error
         raise InputError(
-            f"loss: {name(loss)} is called as loss(outputs, targets), with outputs {_described(outputs)} and targets "
-            f"{_described(targets)}, and raised {type(error).__name__}: {error}; {_way_out(outputs)}"
+            f"loss: {name(loss)} is called as loss(outputs, targets), with outputs {_shape_and_dtype(outputs)} and "
+            f"targets {_shape_and_dtype(targets)}, and raised {type(error).__name__}: {error}; {_way_out(outputs)}"
         ) from error
 
 
 def on_second_derivative(loss: Any) -> contextlib.AbstractContextManager[None]:
-    """Return a context for differentiating a loss twice, in which an error says that torch cannot do that."""
+    """Return a context for differentiating a loss twice; its error says that torch has no second derivative."""
     return second_derivatives(
         f"loss: torch has no second derivative of {name(loss)}",
         "pass the same loss written with operations that have one, a callable (outputs, targets) -> scalar",
@@ -114,5 +114,5 @@ def _way_out(outputs: Any) -> str:
     )
 
 
-def _described(tensor: Tensor) -> str:
+def _shape_and_dtype(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} of {tensor.dtype}" if isinstance(tensor, Tensor) else shown(tensor)

@@ -16,8 +16,8 @@ from . import BinaryCrossEntropy, CrossEntropy, Loss, SquaredError, resolve, ris
 from .base import Known, Reduction, Terms
 
 AUTO = "auto"
-_SAMPLES = 2  # of the first batch, for which the model is asked for its own loss
-_MOST_LOGITS = 2**24  # of two samples; else one is enough
+_SAMPLES = 2  # of the first batch, on which the loss is compared with the model's own
+_MOST_LOGITS = 2**24  # of two samples; if they have more, one sample is compared
 _RTOL = 1e-4
 _WAY_OUT = (
     "pass loss=, and where outputs and labels do not fit as they are, forward=, a function (model, batch) -> "
@@ -26,15 +26,15 @@ _WAY_OUT = (
 
 
 def is_auto(loss: Any) -> bool:
-    """Return whether the loss is to be that of the model."""
+    """Return whether the loss is to be the model's own."""
     return isinstance(loss, str) and loss == AUTO
 
 
 def of_model(model: nn.Module, batch: Any, reduction: Reduction | None = None) -> Loss:
-    """Return the loss that a model has by itself: cross-entropy, squared error or binary cross-entropy.
+    """Return the loss that a model computes itself: cross-entropy, squared error or binary cross-entropy.
 
-    It is held against the model's own ``.loss`` on the first two samples of the data, or one if their logits are many.
-    It belongs inside :func:`.state.observing`, with the first batch on the model's device.
+    It is compared with the model's own ``.loss`` on the first two samples of the data, or on one if the logits are
+    many. Call it within :func:`.state.observing`, with the first batch on the model's device.
     """
     few = _few(model, batch)
     own, inputs, labels = _with_labels(model, few)
@@ -45,25 +45,25 @@ def of_model(model: nn.Module, batch: Any, reduction: Reduction | None = None) -
 
 
 def unchecked(model: nn.Module, batch: Any) -> Loss:
-    """Return what :func:`of_model` does, of a model and data for which it was called already."""
+    """Return what :func:`of_model` does, for a model and data that it has checked already."""
     own, _, labels = _with_labels(model, batch)
     return _found(own, labels, None)
 
 
 @dataclass(frozen=True)
 class Returned:
-    """Hold what the loss of a model takes of a batch that the model was called on."""
+    """Hold what the loss takes of a batch that the model was called on."""
 
     outputs: Tensor
     targets: Any
     loss: Known
-    items: Any  # what the sum of the loss terms is divided by, where the model was told so; None: a mean
+    items: Any  # the ``num_items_in_batch`` that the model divides the sum of loss terms by; None: a mean
 
     @classmethod
     def of(cls, model: nn.Module, returned: Any, given: Any, *, by_items: bool = True) -> "Returned":
-        """Return what the loss takes of what the model returned, with labels, or the mapping that it was called with.
+        """Return what the loss takes of the model's return value, and of labels or the mapping it was called with.
 
-        ``by_items``: ``num_items_in_batch`` in it counts, which some models are given and take no notice of.
+        ``by_items``: the mapping's ``num_items_in_batch`` counts, which some models are given and ignore.
         """
         batch = given if isinstance(given, Mapping) else {"labels": given}
         own = of_transformers(model)
@@ -73,7 +73,7 @@ class Returned:
         return cls(outputs, targets, _found(own, targets, None if items is None else "sum"), items)
 
     def check(self, model: nn.Module, returned: Any) -> None:
-        """Raise if the model returned a loss of its own that is another than this one."""
+        """Raise if the model returned a loss of its own that differs from this one."""
         wanted = getattr(returned, "loss", None)
         if isinstance(wanted, Tensor) and wanted.numel() == 1:
             with torch.no_grad():
@@ -89,7 +89,7 @@ def _few(model: nn.Module, batch: Any) -> Any:
 
 
 def of_transformers(model: nn.Module) -> nn.Module:
-    """Return the model of transformers that a module is, or that PEFT wraps; another has no loss of its own."""
+    """Return the model of transformers that a module is, or that PEFT wraps, or raise: others have no loss."""
     own = hugging_face.inner(model)
     if own is None:
         raise InputError(
@@ -136,11 +136,8 @@ class ColumnSquaredError(SquaredError):
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
         return super().terms(outputs, None if targets is None else _as_column(targets, outputs), class_dim)
 
-    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return super().value(outputs, _as_column(targets, outputs))
-
-    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return super().each(outputs, _as_column(targets, outputs))
+    def reduced(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        return super().reduced(outputs, _as_column(targets, outputs), reduction)
 
 
 def _as_column(targets: Tensor, outputs: Tensor) -> Tensor:
@@ -148,7 +145,7 @@ def _as_column(targets: Tensor, outputs: Tensor) -> Tensor:
 
 
 def _own_loss(model: nn.Module, own: nn.Module, inputs: Mapping[str, Any]) -> float:
-    """Return the loss that the model computes; its configuration, where it notes the kind of labels, stays as it is."""
+    """Return the loss that the model computes, and put back its configuration, in which it notes the kind of labels."""
     config: Any = own.config
     before, returned = {**vars(config)}, None
     try:
@@ -175,7 +172,7 @@ def _own_loss(model: nn.Module, own: nn.Module, inputs: Mapping[str, Any]) -> fl
 def _check(
     model: nn.Module, wanted: float, loss: Loss, arranged: Callable[[], tuple[Tensor, Any]], items: Any = None
 ) -> None:
-    """Raise if a loss of the outputs and targets that ``arranged`` returns is another than the model's own."""
+    """Raise if the loss of the outputs and targets that ``arranged`` returns differs from the model's own."""
     name = type(hugging_face.inner(model)).__name__
     try:
         outputs, targets = arranged()

@@ -1,4 +1,4 @@
-"""Define what every loss says of its rows, and the helpers that losses share."""
+"""Define the interface of losses, and the helpers that they share."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,52 +19,52 @@ Reduction = str
 class Terms:
     """Hold the rows of a batch as the loss sees them.
 
-    ``scale`` (rows,) float64 is 0 for a row that adds nothing, NaN for one without a loss: its targets, or what is
-    known of its outputs, have NaN or infinity in them. Its curvature may be a number all the same. ``used`` (rows,) is
-    False for a row that the loss ignores (one of class weight 0 is used); None where all are.
+    ``scale`` (rows,) float64 is 0 for a row that adds nothing, and NaN for one without a loss: its targets, or what is
+    known of its outputs, have NaN or infinity in them, although its curvature may still be a number. ``used`` (rows,)
+    is False for a row that the loss ignores (a row of class weight 0 is used); None if all rows are used.
     """
 
     scale: Tensor
     weights: Tensor  # (rows,) float64, the row's weight in a mean; their sum over the data is the normaliser
-    extra: tuple[Tensor, ...] = ()  # what the curvature needs besides the features: coefficients or targets, rows first
+    extra: tuple[Tensor, ...] = ()  # what else the curvature needs: coefficients or targets, rows in dimension 0
     used: Tensor | None = None
 
     def take(self, index: Tensor) -> "Terms":
         """Return the terms of some of the rows."""
         used = None if self.used is None else self.used[index]
-        return Terms(self.scale[index], self.weights[index], tuple(part[index] for part in self.extra), used)
+        return Terms(self.scale[index], self.weights[index], tuple(tensor[index] for tensor in self.extra), used)
 
 
 @dataclass
 class Mixtures:
-    """Hold square-root factors S of the loss Hessian for a batch's rows, whose columns random signs add up.
+    """Hold square-root factors S of the loss Hessian for a batch's rows, to be mixed by random signs.
 
-    For each row i, scale_i ∂²ℓ_i/∂f_i² = Σ_c σ_ic s_ic s_icᵀ. Any S Q with an orthogonal Q does; the variance of what
-    signs give depends on it (docs/estimators.md). ``mixed`` takes signs r (rows, C) and gives Σ_c r_c s_·c, (rows, C),
-    over the columns of one sign σ together, with that σ; a column whose r is 0 is left out. ``weights`` gives (rows, C)
-    float64, how much each column that is added up counts, about σ |s_·c|²; 0 for a place in r that has none.
+    For each row i, scale_i ∂²ℓ_i/∂f_i² = Σ_c σ_ic s_ic s_icᵀ. S Q is a factor for every orthogonal Q, and the variance
+    of sampled values depends on the choice (docs/estimators.md). ``mixed`` takes signs r (rows, C) and returns
+    Σ_c r_c s_·c, (rows, C), for the columns of each sign σ, with that σ; a column with r = 0 is left out. ``weights``
+    returns how much each column counts, (rows, C) float64, about σ |s_·c|²; 0 for a place in r without a column.
     """
 
     mixed: Callable[[Tensor], list[tuple[Tensor, float]]]
     weights: Callable[[], Tensor]
-    take: Callable[[Tensor], "Mixtures"]  # the same of some of the rows, by their places
-    orthogonal: bool = False  # whether the columns of a row are
+    take: Callable[[Tensor], "Mixtures"]  # places of some rows -> the same of these rows
+    orthogonal: bool = False  # whether the columns of each row are orthogonal
 
 
 @dataclass
 class Factors:
-    """Hold square-root factors of the loss Hessian for a batch's rows, made a column at a time.
+    """Hold square-root factors of the loss Hessian for a batch's rows, computed a column at a time.
 
-    For each row i, scale_i ∂²ℓ_i/∂f_i² = Σ_c σ_ic s_ic s_icᵀ. ``column`` takes c and gives s_·c, (rows, C) in at least
-    float32, and its signs σ_·c, (rows,) float64, None if all are +1. ``form`` takes changes v (rows, C) of the outputs
-    and gives Σ_c σ_c ⟨s_c, v⟩², (rows,) float64; it is None where only columns are known. ``times`` takes them too and
-    gives Σ_c σ_c ⟨s_c, v⟩ s_c, (rows, C); it is None where nothing is cheaper than second derivatives.
+    For each row i, scale_i ∂²ℓ_i/∂f_i² = Σ_c σ_ic s_ic s_icᵀ. ``column`` takes c and returns s_·c, (rows, C) in at
+    least float32, and its signs σ_·c, (rows,) float64, or None if all are +1. ``form`` takes changes v (rows, C) of the
+    outputs and returns Σ_c σ_c ⟨s_c, v⟩², (rows,) float64; it is None where only columns are known. ``times`` returns
+    Σ_c σ_c ⟨s_c, v⟩ s_c, (rows, C), for the same; it is None where second derivatives are as cheap.
     """
 
     count: int  # columns
     column: Callable[[int], tuple[Tensor, Tensor | None]]
-    mixtures: Callable[[], Mixtures]  # other factors of the same, for random signs
-    sizes: Callable[[], Tensor]  # () -> Σ_c |s_·c|², (rows,): the trace of scale_i ∂²ℓ_i/∂f_i² where all signs are +1
+    mixtures: Callable[[], Mixtures]  # factors of the same Hessian to be mixed by random signs
+    sizes: Callable[[], Tensor]  # Σ_c |s_·c|², (rows,): the trace of scale_i ∂²ℓ_i/∂f_i² where all signs are +1
     form: Callable[[Tensor], Tensor] | None = None
     times: Callable[[Tensor], Tensor] | None = None
 
@@ -73,11 +73,11 @@ class Factors:
 class Curvature:
     """Hold the curvature at a head for one weight matrix.
 
-    ``by_row`` takes features (rows, m), the scale and extra of the terms, and gives |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩, (rows,)
-    float64, and their bounds. A loss of which a sample is one term takes features (rows, P, m) of P positions too:
-    Σ_pp' ⟨φ_ip, φ_ip'⟩ ⟨w wᵀ, ∂²ℓ_i/∂z_ip∂z_ip'⟩. ``total`` takes features, labels and values (rows,) float64 to be
-    written, or None, and gives the sum over rows whose labels count at once, None where that cannot be had, or a label
-    is no class.
+    ``by_row`` takes features (rows, m), the scale and extra of the terms, and returns |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩,
+    (rows,) float64, and their bounds. A loss with one term per sample also takes features (rows, P, m) of P positions:
+    Σ_pp' ⟨φ_ip, φ_ip'⟩ ⟨w wᵀ, ∂²ℓ_i/∂z_ip∂z_ip'⟩. ``total`` takes features, labels, and a tensor (rows,) float64 to
+    write values to, or None. It returns the sum over rows whose labels count, in one pass; None where there is no such
+    pass, or a label is no class.
     """
 
     by_row: Callable[..., Bounded]
@@ -85,13 +85,13 @@ class Curvature:
 
 
 class Loss(Protocol):
-    """Describe what the measures ask of a loss.
+    """Describe what the measures need of a loss.
 
-    ``positions`` says whether each position of a sample is a loss term of its own; else a sample is one;
-    ``elementwise`` that it is a sum over all outputs, none of which belong together more than others do;
-    ``convex`` that it is known to be, in the outputs, so that all signs are +1; ``known`` that it is one of torch's, a
-    :class:`Known`, and no callable of which values alone can be asked; ``by_rows`` that its curvature at a head follows
-    from that of some of the head's rows at a time, so that these may be spread over ranks.
+    ``positions``: each position of a sample is a loss term of its own; otherwise a sample is one term.
+    ``elementwise``: the loss is a sum over all outputs. ``convex``: it is known to be convex in the outputs, so that
+    all signs are +1. ``known``: it is one of torch's, a :class:`Known`, and no callable that gives values alone.
+    ``by_rows``: its curvature at a head follows from some of the head's rows at a time, so that these may be spread
+    over ranks.
     """
 
     reduction: Reduction
@@ -108,10 +108,10 @@ class Loss(Protocol):
         """Return the rows of ``outputs`` (classes in ``class_dim``) and their targets, checked, in row-major order."""
 
     def side_by_side(self, returned: Any) -> Tensor:
-        """Return several outputs of a model as one tensor (n, C), if the loss takes them all."""
+        """Return several outputs of a model as one tensor (n, C), or raise if the loss does not take several."""
 
     def labels(self, shape: Sequence[int], targets: Tensor | None, class_dim: int) -> Labels | None:
-        """Return the class indices of outputs of a shape if they say all of :meth:`terms`; None if that is not so."""
+        """Return the class indices for outputs of a shape if :meth:`terms` follow from them alone; else None."""
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of the loss terms of a model's outputs, as the user's loss has them: float64, with a graph.
@@ -123,20 +123,20 @@ class Loss(Protocol):
         """Return the loss terms that :meth:`value` sums, (rows,), in the order of :meth:`terms`."""
 
     def columns(self, outputs: int) -> int:
-        """Return how many columns the square-root factor of a term with so many outputs has."""
+        """Return the number of columns of the square-root factor of a term with this number of outputs."""
 
     def factors(self, rows: Tensor, terms: Terms, *, alone: bool = False) -> Factors:
         """Return square-root factors for ``rows`` (rows, C) of outputs, in their order in ``terms``.
 
-        ``alone``: each row is all of a sample, so that no terms of others have their signs in the same cotangent.
+        ``alone``: each row is a whole sample, so that no other terms are mixed into the same cotangent of a sample.
         """
 
     def curvature(
         self, weight: Tensor, bias: Tensor | None, backend: Backend, rows: int, memory: int, rtol: float
     ) -> Curvature:
-        """Return the curvature at a head for one weight matrix, prepared once; about ``rows`` rows will come.
+        """Return the curvature at a head for one weight matrix, prepared for about ``rows`` rows.
 
-        A relative error up to ``rtol`` may be made where that saves time.
+        A relative error of up to ``rtol`` is allowed where it saves time.
         """
 
 
@@ -150,6 +150,12 @@ class Known(Loss, Protocol):
     def side_by_side(self, returned: Any) -> Tensor:
         raise refusal(returned)
 
+    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.reduced(outputs, targets, "sum")
+
+    def reduced(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        """Return the loss in float64 by torch's formula, for the reduction ``"sum"`` or ``"none"``."""
+
     def sampled(self, rows: Tensor, terms: Terms, signs: Tensor) -> Tensor:
         """Return Σ_c r_c s_·c of signs r (rows, C), (rows, C), with a graph in ``rows``."""
 
@@ -159,22 +165,20 @@ class Known(Loss, Protocol):
     def penalty(
         self, features: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, coefficients: Tensor
     ) -> Tensor:
-        """Return Σ_i a_i |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ of a head, a scalar that is differentiable twice in all of it.
+        """Return Σ_i a_i |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ of a head, a scalar that is twice differentiable in all tensors.
 
-        ``counts`` are the a_i, (rows,) float64, in which the scale of the terms is; ``coefficients`` (rows, d), where
-        the loss has them.
+        ``counts`` are the a_i, (rows,) float64, which include the scale of the terms; ``coefficients`` are (rows, d)
+        for a loss that has them.
         """
 
 
 def marked(terms: Terms, values: Tensor, *, masks: bool = False) -> Terms:
     """Return terms in which the scale of rows without a loss is NaN.
 
-    A row with NaN or infinity in ``values``, targets or outputs, has none, unless it adds nothing; with ``masks`` minus
-    infinity is allowed, as it is for logits of classes that are masked.
+    A row with NaN or infinity in ``values``, its targets or outputs, has no loss, unless it adds nothing. With
+    ``masks`` minus infinity is allowed, as for the logits of masked classes.
     """
-    if (
-        not values.is_floating_point() or values.is_meta or math.isfinite(float(values.sum()))
-    ):  # the one look that is paid
+    if not values.is_floating_point() or values.is_meta or math.isfinite(float(values.sum())):  # one wait for a GPU
         return terms
     bad = (values.isnan() | (values == torch.inf)) if masks else ~values.isfinite()
     bad = bad.flatten(1).any(dim=1).to(terms.scale.device) & (terms.scale != 0)
@@ -182,20 +186,20 @@ def marked(terms: Terms, values: Tensor, *, masks: bool = False) -> Terms:
 
 
 def uniform(rows: int, scale: float, weight: float, device: torch.device) -> Terms:
-    """Return terms of the same scale and weight for all rows, in no memory."""
+    """Return terms of the same scale and weight for all rows, which take no memory."""
     numbers = torch.tensor([scale, weight], dtype=torch.float64, device=device)
     return Terms(numbers[:1].expand(rows), numbers[1:].expand(rows))
 
 
 def without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
-    """Return ``shape`` less one dimension."""
+    """Return a shape without one of its dimensions."""
     sizes = list(shape)
     del sizes[dim]
     return tuple(sizes)
 
 
 def wrong_shape(what: str, values: Tensor, outputs: Tensor) -> InputError:
-    """Return the error for values that are not of the outputs' shape."""
+    """Return the error for values whose shape is not that of the outputs."""
     shape, advice = tuple(outputs.shape), "pass a value for each output"
     if values.numel() == outputs.numel():
         advice = f"pass targets.reshape{shape}"
@@ -245,7 +249,7 @@ def dense(roots: Tensor, weights: Tensor) -> Mixtures:
 
     def mixed(signs: Tensor) -> list[tuple[Tensor, float]]:
         kept = [((weights * sign > 0) | weights.isnan(), sign) for sign in (1.0, -1.0)]
-        parts = [(torch.where(chosen, signs.double(), 0.0), sign) for chosen, sign in kept]
-        return [((roots @ part.unsqueeze(2)).squeeze(2), sign) for part, sign in parts if bool((part != 0).any())]
+        by_sign = [(torch.where(chosen, signs.double(), 0.0), sign) for chosen, sign in kept]
+        return [((roots @ some.unsqueeze(2)).squeeze(2), sign) for some, sign in by_sign if bool((some != 0).any())]
 
     return Mixtures(mixed, lambda: weights, lambda index: dense(roots[index], weights[index]), orthogonal=True)

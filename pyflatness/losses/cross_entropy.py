@@ -15,10 +15,10 @@ from ..interrupts import cached_property
 from . import penalty
 from .base import Curvature, Factors, Known, Mixtures, Reduction, Terms, dense, marked, rows_like, uniform, without
 
-_EIGENBASIS = 16  # classes up to which eigenvectors take about the time and memory of a small network's samples
-_MATRICES = 2**13  # whose eigenvectors are taken at once; torch's CUDA kernel fails at a few times as many
-_ROUNDING = 1e-15  # of the largest eigenvalue
-_AT_ONCE = 2**18  # probabilities whose roots are taken in float64, so that these stay in a processor's caches
+_EIGENBASIS = 16  # classes up to which eigenvectors take no more time and memory than a small network does
+_MATRICES = 2**13  # whose eigenvectors are computed at once; torch's CUDA kernel fails at a few times as many
+_ROUNDING = 1e-15  # of the largest eigenvalue, below which an eigenvalue is 0
+_AT_ONCE = 2**18  # probabilities that are in float64 at once, so that they stay in a processor's caches
 
 
 @dataclass
@@ -67,7 +67,7 @@ class CrossEntropy(Known):
                 f"targets: class {int(wrong[0])} does not exist among {classes} classes, which are numbered from 0 to "
                 f"{classes - 1} (ignore_index is {self.ignore_index})"
             )
-        if self.weight is None:  # then smoothing moves weight 1 about between classes of weight 1
+        if self.weight is None:  # smoothing spreads a weight of 1 over classes of weight 1
             weights = kept.double()
             return Terms(weights, weights, used=kept)
         weight = self._class_weights(classes, labels.device)
@@ -76,10 +76,10 @@ class CrossEntropy(Known):
         return Terms((1 - self.label_smoothing) * weights + smooth, weights, used=kept)
 
     def labels(self, shape: Sequence[int], targets: Tensor | None, class_dim: int) -> Labels | None:
-        """Return the class indices of outputs of a shape if all that count do so the same; None if that is not so.
+        """Return the class indices for outputs of a shape if all rows that count have the same weight; else None.
 
-        :meth:`terms` follow from them, and raise where they, or the targets that give None, do not fit. They give None
-        also where classes are so many that no kernel takes them so.
+        :meth:`terms` check them, as they check targets for which this is None. It is None also for more classes than
+        kernels take this way.
         """
         if self.weight is not None or shape[class_dim] > FUSED_OUTPUTS:
             return None
@@ -108,16 +108,13 @@ class CrossEntropy(Known):
         variance = SoftmaxVariance(weight, bias, backend, rows=rows, memory=memory, rtol=rtol)
         return Curvature(variance.bounded, variance.total)
 
-    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self._reduced(outputs, targets, "sum")
-
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self._reduced(outputs, targets, "none").flatten()
+        return self.reduced(outputs, targets, "none").flatten()
 
-    def _reduced(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        """Return the loss in float64; of many logits whose classes lie together, some rows at a time.
+    def reduced(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        """Return the loss in float64; of many logits, with classes contiguous in memory, some rows at a time.
 
-        A copy of all logits in float64 takes as long as the products that made them.
+        A copy of all logits in float64 would take as long as the products that made them.
         """
         rows = outputs.movedim(1, -1) if outputs.ndim > 1 else outputs
         of_classes = targets.is_floating_point()
@@ -127,8 +124,8 @@ class CrossEntropy(Known):
             return self._of_logits(outputs, targets, reduction)
         given = targets.movedim(1, -1).flatten(0, -2) if of_classes else targets.flatten()
         each = zip(rows.flatten(0, -2).split(few), given.split(few), strict=True)
-        parts = [self._of_logits(*part, reduction) for part in each]
-        return torch.stack(parts).sum() if reduction == "sum" else torch.cat(parts)
+        values = [self._of_logits(*some, reduction) for some in each]
+        return torch.stack(values).sum() if reduction == "sum" else torch.cat(values)
 
     def _of_logits(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
         return F.cross_entropy(
@@ -181,9 +178,10 @@ class CrossEntropy(Known):
 
 
 class _Columns:
-    """Make the columns √(scale p_j) (e_j - q), j ≠ k, from the softmax p (rows, C), which alone is kept.
+    """Compute the columns √(scale p_j) (e_j - q), j ≠ k, from the softmax p (rows, C).
 
-    What else is as large is made of some rows at a time, so that it stays in a processor's caches.
+    Only p is kept. Other tensors of its size are made for some rows at a time, so that they stay in a processor's
+    caches.
     """
 
     def __init__(self, p: Tensor, scale: Tensor) -> None:
@@ -213,7 +211,7 @@ class _Columns:
 
     @cached_property
     def _whole(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return -q, all classes but k, and their roots, for all columns."""
+        """Return -q, the classes other than k, and their roots, for all columns."""
         q, roots, top = self._parts(slice(None))
         numbers = torch.arange(roots.shape[1] - 1, device=top.device)
         classes = numbers + (top <= numbers)
@@ -278,24 +276,25 @@ class _Columns:
 
 
 def _away(changes: Tensor, q: Tensor) -> Tensor:
-    """Return v_j - ⟨q, v⟩, what a change v has along e_j - q."""
+    """Return v_j - ⟨q, v⟩ = ⟨e_j - q, v⟩ for changes v."""
     return changes - (q * changes).sum(dim=1, keepdim=True)
 
 
 def _eigenbasis(q: Tensor, roots: Tensor) -> Mixtures:
     """Return mixtures of the columns V Λ^½ of the loss Hessian V Λ Vᵀ; ``roots`` are 0 for the most probable class."""
-    parts = zip(q.double().split(_MATRICES), roots.double().split(_MATRICES), strict=True)
-    columns = torch.cat([_orthogonal(*part) for part in parts])
+    blocks = zip(q.double().split(_MATRICES), roots.double().split(_MATRICES), strict=True)
+    columns = torch.cat([_orthogonal(*block) for block in blocks])
     return dense(columns, columns.square().sum(dim=1))
 
 
 def _orthogonal(q: Tensor, roots: Tensor) -> Tensor:
-    """Return orthogonal columns by the Gram matrix of those of :class:`_Columns`, in which nothing cancels.
+    """Return orthogonal columns, by eigenvectors of the Gram matrix of those of :class:`_Columns`.
 
-    The sign of an eigenvector, which a library is free in, is that of its product with the roots of 1, 2, …
+    Nothing cancels in it. The sign of an eigenvector, which libraries choose freely, is made that of its product with
+    the roots of 1, 2, …
     """
     columns = torch.diag_embed(roots) - q.unsqueeze(2) * roots.unsqueeze(1)
-    bad = ~columns.isfinite().all(dim=(1, 2))[:, None, None]  # one such sample would make eigh refuse them all
+    bad = ~columns.isfinite().all(dim=(1, 2))[:, None, None]  # for one such sample eigh would refuse all
     columns = columns.masked_fill(bad, 0.0)
     values, vectors = torch.linalg.eigh(columns.mT @ columns)
     kept = values > _ROUNDING * values[:, -1:]  # the others are 0, one of them always
@@ -311,8 +310,8 @@ def _contrasts(p: Tensor, scale: Tensor) -> Mixtures:
 
         diag(p) - p pᵀ = Σ_k p_k P_k / P_{k+1} (e_k - Σ_{i<k} p_i e_i / P_k) (…)ᵀ
 
-    the law of total variance, class after class. Nothing in it cancels. The order is that of steps of √2, so that
-    rounding hardly changes it.
+    by the law of total variance, class by class. Nothing in it cancels. Probabilities are ordered in steps of √2, so
+    that rounding hardly changes the order.
     """
     order = (2 * p.log2()).round_().sort(dim=1, stable=True).indices
     return _ordered_contrasts(p.gather(1, order), order, scale.unsqueeze(1))
@@ -340,7 +339,7 @@ def _before(values: Tensor) -> Tensor:
 
 
 def _advice(outputs: Tensor, targets: Tensor, class_dim: int) -> str:
-    """Return what to do about class indices of another shape than the outputs less their classes."""
+    """Return advice for class indices whose shape is not that of the outputs without their classes."""
     expected = without(outputs.shape, class_dim)
     if outputs.shape[class_dim] == 1:
         return "one output is no choice among classes: have the model return (n, classes), or take another loss"

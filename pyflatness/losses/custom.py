@@ -34,7 +34,7 @@ class CustomLoss:
     known: ClassVar[bool] = False
     by_rows: ClassVar[bool] = False
     several: SideBySide | None = None  # how the outputs lie in one tensor, if the loss takes several
-    _first: list[tuple[Tensor, Tensor]] | None = field(default_factory=list)  # until there are two samples; then None
+    _first: list[tuple[Tensor, Tensor]] | None = field(default_factory=list)  # the first samples; None once checked
     _shape: tuple[int, ...] = ()  # of one sample's outputs, as the loss takes them
 
     def class_dim(self, outputs: Tensor) -> int:
@@ -75,21 +75,21 @@ class CustomLoss:
         return self._sum(outputs.double(), targets)
 
     def _check_separable(self, outputs: Tensor, targets: Tensor) -> None:
-        """Raise if the loss of the first samples is not made of their single losses: coupled, or reduced otherwise."""
+        """Raise if the loss of the first samples is not the sum or mean of their single losses."""
         if self._first is None:
             return
         self._first.append((outputs, targets))
-        outputs, targets = (torch.cat(parts) for parts in zip(*self._first, strict=True))
+        outputs, targets = (torch.cat(tensors) for tensors in zip(*self._first, strict=True))
         if len(outputs) < 2:
             return
         self._first = None
         whole = self._sum(outputs.double(), targets)
         for cut in {1, (len(outputs) + 1) // 2}:
-            parts = self._sum(outputs[:cut].double(), targets[:cut]) + self._sum(outputs[cut:].double(), targets[cut:])
-            if not torch.isclose(whole, parts, rtol=1e-6, atol=1e-9):
+            in_two = self._sum(outputs[:cut].double(), targets[:cut]) + self._sum(outputs[cut:].double(), targets[cut:])
+            if not torch.isclose(whole, in_two, rtol=1e-6, atol=1e-9):
                 raise InputError(
                     f"loss: over the first samples it is not the {self.reduction} of their losses ({float(whole):.6g} "
-                    f"together, {float(parts):.6g} in two parts, both as sums): it couples samples, or its reduction "
+                    f"together, {float(in_two):.6g} in two parts, both as sums): it couples samples, or its reduction "
                     "is not that (pass reduction='sum' or 'mean'), or it is a mean over something else; "
                     f"{advice.for_callable(self.loss)}"
                 )

@@ -23,15 +23,15 @@ NAME = "kl"
 
 
 def trained_with(model: nn.Module) -> str:
-    """Return the loss whose terms a divergence is over: that of a model of transformers, or cross-entropy."""
+    """Return the loss whose terms the divergence is over: the own loss of a model of transformers, or cross-entropy."""
     return "cross_entropy" if hugging_face.inner(model) is None else AUTO
 
 
 @dataclass
 class Divergence(CrossEntropy):
-    """Represent that divergence, over the terms of a cross-entropy: its targets say which are ignored."""
+    """Represent this divergence over the terms of a cross-entropy, whose targets say which rows are ignored."""
 
-    reference: Tensor | None = None  # the model's outputs; None: those at hand
+    reference: Tensor | None = None  # the unchanged model's outputs; None: the outputs passed
 
     @classmethod
     def of(cls, loss: Loss) -> "Divergence":
@@ -44,7 +44,7 @@ class Divergence(CrossEntropy):
             raise InputError(f"loss='kl': it is one of probabilities of classes, and the model's loss is {shown(loss)}")
         return cls(None, loss.ignore_index, 0.0, loss.reduction)
 
-    def _reduced(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    def reduced(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
         reference = outputs.detach() if self.reference is None else self.reference
         log_p, of_model = (F.log_softmax(logits.double(), dim=1) for logits in (outputs, reference))
         each = torch.where(of_model == -torch.inf, 0.0, of_model.exp() * (of_model - log_p)).sum(dim=1)

@@ -31,6 +31,11 @@ class _Elementwise(Known):
     def columns(self, outputs: int) -> int:
         return outputs
 
+    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return sums over the outputs of each row, the last dimension; of one dimension every output is a row."""
+        values = self.reduced(outputs, targets, "none")
+        return values if values.ndim < 2 else values.sum(dim=-1).flatten()
+
 
 @dataclass
 class SquaredError(_Elementwise):
@@ -49,11 +54,8 @@ class SquaredError(_Elementwise):
         norm = backend.squared_norms(weight, memory).sum()
         return Curvature(lambda features, scale: Bounded(norm * backend.squared_norms(features, memory), None))
 
-    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.mse_loss(outputs.double(), targets.double(), reduction="sum")
-
-    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return _by_row(F.mse_loss(outputs.double(), targets.double(), reduction="none"))
+    def reduced(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        return F.mse_loss(outputs.double(), targets.double(), reduction=reduction)
 
     def factors(self, rows: Tensor, terms: Terms, *, alone: bool = False) -> Factors:
         """Return the columns √2 e_c."""
@@ -118,22 +120,16 @@ class BinaryCrossEntropy(_Elementwise):
         chunk = max(1, memory // (weight.element_size() * 3 * len(weight)))
 
         def values(features: Tensor, scale: Tensor, coefficients: Tensor) -> Bounded:
-            parts = []
+            curvatures = []
             for rows, weights in zip(features.split(chunk), coefficients.split(chunk), strict=True):
                 rows = promoted(rows)
                 logits = product(rows, weight.t(), bias)
-                parts.append(backend.sigmoid_curvature(logits, weights, norms))
-            return Bounded(torch.cat(parts) * backend.squared_norms(features, memory), None)
+                curvatures.append(backend.sigmoid_curvature(logits, weights, norms))
+            return Bounded(torch.cat(curvatures) * backend.squared_norms(features, memory), None)
 
         return Curvature(values)
 
-    def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return self._reduced(outputs, targets, "sum")
-
-    def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return _by_row(self._reduced(outputs, targets, "none"))
-
-    def _reduced(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    def reduced(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
         weight, pos_weight = (
             None if w is None else w.to(outputs.device, torch.float64) for w in (self.weight, self.pos_weight)
         )
@@ -162,8 +158,3 @@ class BinaryCrossEntropy(_Elementwise):
 
 def _weighted(values: Tensor, counts: Tensor) -> Tensor:
     return (values.double() * counts).sum().to(values.dtype)
-
-
-def _by_row(values: Tensor) -> Tensor:
-    """Return sums over the outputs of each row, the last dimension; of one dimension every output is a row."""
-    return values if values.ndim < 2 else values.sum(dim=-1).flatten()

@@ -24,7 +24,7 @@ def empirical_fisher(loss: Loss) -> Loss:
 
 @dataclass
 class _EmpiricalFisher:
-    """Represent that loss; what is not said here is as the loss says."""
+    """Represent this loss; attributes that are not defined here are those of the loss it is made of."""
 
     loss: Loss
     convex: ClassVar[bool] = True
@@ -45,7 +45,7 @@ class _EmpiricalFisher:
         return 1
 
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
-        """Return the loss's terms with their columns √ω ∂ℓ/∂f beside them, (rows, C)."""
+        """Return the loss's terms, with their columns √ω ∂ℓ/∂f, (rows, C), as ``extra``."""
         assert targets is not None
         seen = rows_of(outputs, targets, self.loss)
         with torch.enable_grad():
@@ -61,7 +61,7 @@ class _EmpiricalFisher:
         return replace(terms, scale=scale, extra=(columns,))
 
     def _joined(self, terms: Terms, count: int) -> Terms:
-        """Return terms of which those of each row of dimension 0 are one."""
+        """Return terms in which all terms of one row of dimension 0 are joined to one."""
         scale, weights = (each.reshape(count, -1).sum(dim=1) for each in (terms.scale, terms.weights))
         return Terms(scale, weights if self.loss.reduction == "mean" else torch.ones_like(weights))
 
@@ -71,7 +71,7 @@ class _EmpiricalFisher:
 
 
 def _mixtures(columns: Tensor) -> Mixtures:
-    """Return mixtures of a column for each row, whose sign is the first of the row's."""
+    """Return mixtures of one column for each row, which takes the first of the row's signs."""
 
     def weights() -> Tensor:
         found = torch.zeros_like(columns)

@@ -1,11 +1,10 @@
-"""Take losses that are linear in a model's log-probabilities as what they are of its logits: cross-entropy.
+"""Take losses that are linear in a model's log-probabilities as cross-entropy of its logits.
 
     -log softmax(z)_y,   Σ_c t_c (log t_c - log softmax(z)_c)
 
-The second derivative of ``NLLLoss`` and ``KLDivLoss`` in their own argument is 0, so that a GGN at the outputs is 0,
-and so are prices and importances by it. Where the last thing that a model does is a ``log_softmax``, or the logarithm
-of a softmax, the model is taken to end at the argument z of that. The loss is the same number, and all curvature is in
-it.
+The second derivative of ``NLLLoss`` and ``KLDivLoss`` in their own argument is 0, so that the GGN at the outputs is 0,
+and so are prices and importances by it. If a model ends in a ``log_softmax``, or the logarithm of a softmax, its
+outputs are taken to be the argument z of that. The loss is the same number, and has all of the curvature.
 """
 
 import functools
@@ -52,27 +51,27 @@ class DivergenceOfLogits(OfLogits):
         if targets is None or not targets.is_floating_point():
             raise InputError("targets: KLDivLoss wants probabilities (float), of the outputs' shape")
         made = super().terms(outputs, targets.exp() if self.log_target else targets, class_dim)
-        return replace(made, scale=made.scale * self._share(outputs))
+        return replace(made, scale=made.scale * self._factor(outputs))
 
     def labels(self, shape: Sequence[int], targets: Tensor | None, class_dim: int) -> None:
         """See :class:`.base.Loss`."""
 
-    def _share(self, outputs: Tensor) -> float:
+    def _factor(self, outputs: Tensor) -> float:
         return 1 / outputs.shape[1] if self.how == "mean" else 1.0
 
-    def _reduced(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    def reduced(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
         log_p = F.log_softmax(outputs.double(), dim=1)
         each = F.kl_div(log_p, targets.double(), reduction="none", log_target=self.log_target).sum(dim=1)
-        each = each * self._share(outputs)
+        each = each * self._factor(outputs)
         return each.sum() if reduction == "sum" else each
 
 
 def split(loss: Loss, run: Callable[[], Tensor]) -> Loss:
-    """Return a loss in the logits, if it is such a loss and what ``run`` returns is of a log_softmax; else itself."""
+    """Return the loss in the logits, if it is such a loss and ``run`` returns a log_softmax; otherwise the loss."""
     found = _in_logits(loss)
     if found is None:
         return loss
-    with interrupts.suppressed(), Last() as last:  # what does not run is an error of the measure
+    with interrupts.suppressed(), Last() as last:  # an error of the model comes again when it is measured
         logits = last.argument(run())
         if logits is not None and found.fits(logits):
             return found
@@ -80,7 +79,7 @@ def split(loss: Loss, run: Callable[[], Tensor]) -> Loss:
 
 
 def _in_logits(loss: Loss) -> OfLogits | None:
-    """Return the loss in the logits of one of these, where its reduction is what the user says."""
+    """Return the loss in the logits for one of these two losses; None if the user gave another reduction."""
     if not isinstance(loss, CustomLoss):
         return None
     given: Any = loss.loss
@@ -106,15 +105,15 @@ _LOG = (torch.log, Tensor.log)
 
 
 class Last(Mode):
-    """Keep what the last log_softmax inside, or logarithm of a softmax, was taken of."""
+    """Keep the argument of the last log_softmax in this context, or of the softmax in the last logarithm of one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._softmax: tuple[Any, Tensor | None] = (None, None)  # of a softmax what it returned, and its argument
+        self._softmax: tuple[Any, Tensor | None] = (None, None)  # what the last softmax returned, and its argument
         self._found: tuple[Any, Tensor | None] = (None, None)
 
     def argument(self, outputs: Tensor) -> Tensor | None:
-        """Return the argument, over dimension 1, of the log_softmax that returned these very outputs."""
+        """Return the argument of the log_softmax over dimension 1 that returned these very outputs; else None."""
         returned, logits = self._found
         return logits if returned is outputs else None
 

@@ -33,10 +33,10 @@ _Gradients = tuple[Tensor, ...]
 _Pullback = Callable[[Any], _Gradients]
 
 
-def weighted_sum(features: Tensor, weight: Tensor, bias: Tensor | None, shares: Tensor) -> Tensor:
-    """Return ``Σ_i shares_i |φ_i|² var_{p_i}(w)``; what is in rows of share 0 goes nowhere, be it NaN."""
-    rows = torch.where((shares != 0).unsqueeze(1), features, 0.0)
-    return (softmax_variance(rows, weight, bias).double() * shares).sum().to(features.dtype)
+def weighted_sum(features: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
+    """Return ``Σ_i counts_i |φ_i|² var_{p_i}(w)``; rows of count 0 add nothing, even if they have NaN."""
+    rows = torch.where((counts != 0).unsqueeze(1), features, 0.0)
+    return (softmax_variance(rows, weight, bias).double() * counts).sum().to(features.dtype)
 
 
 def softmax_variance(features: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -96,11 +96,11 @@ def fuses(weight: Tensor) -> bool:
     return backends.kernels(weight.device).fuses_gradient(weight)
 
 
-def fused(features: Tensor, weight: Tensor, bias: Tensor | None, shares: Tensor) -> Tensor:
+def fused(features: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
     """Return what :func:`weighted_sum` does."""
     given = (features, weight) if bias is None else (features, weight, bias)
     wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
-    value: Tensor = _Penalty.apply(features, weight, bias, shares, wanted)[0]
+    value: Tensor = _Penalty.apply(features, weight, bias, counts, wanted)[0]
     return value
 
 
@@ -120,14 +120,14 @@ def one_by_one(operator: Callable[..., Sequence[Tensor]]) -> Callable[..., Any]:
 
 @torch.library.custom_op("pyflatness::head_penalty", mutates_args=())
 def _operator(
-    features: Tensor, weight: Tensor, bias: Tensor | None, shares: Tensor, wanted: bool
+    features: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, wanted: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with full_precision(features):
-        counted = (shares != 0).unsqueeze(1)
+        counted = (counts != 0).unsqueeze(1)
         whole = features.device.type == "cpu" and bool(counted.all())  # for a GPU the host would wait
         rows = features if whole else torch.where(counted, features, 0.0)
         backend = backends.choose("auto", features.device, features.dtype)
-        found = backend.softmax_variance_gradient(rows, weight, bias, shares)
+        found = backend.softmax_variance_gradient(rows, weight, bias, counts)
         value = torch.as_tensor(found.total, dtype=features.dtype, device=features.device)
         if not wanted:
             return value, value.new_empty(0), value.new_empty(0), value.new_empty(0)
@@ -139,7 +139,7 @@ def _operator(
 
 
 @_operator.register_fake
-def _(features: Tensor, weight: Tensor, bias: Tensor | None, shares: Tensor, wanted: bool) -> _Gradients:
+def _(features: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, wanted: bool) -> _Gradients:
     made = [
         features.new_empty(tensor.shape if wanted and tensor is not None else 0) for tensor in (features, weight, bias)
     ]
@@ -155,8 +155,8 @@ class _Penalty(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(features: Tensor, weight: Tensor, bias: Tensor | None, shares: Tensor, wanted: bool) -> _Gradients:
-        found: _Gradients = _operator(features, weight, bias, shares, wanted)
+    def forward(features: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, wanted: bool) -> _Gradients:
+        found: _Gradients = _operator(features, weight, bias, counts, wanted)
         return found
 
     @staticmethod
@@ -166,13 +166,13 @@ class _Penalty(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        features, weight, bias, shares, *found = ctx.saved_tensors
+        features, weight, bias, counts, *found = ctx.saved_tensors
         if found[0].shape != features.shape:  # they were not seen to be wanted, as under some transforms
-            made = _gradients(shares, gradient, features, weight, bias)
+            made = _gradients(counts, gradient, features, weight, bias)
         elif torch.compiler.is_compiling() or not torch.is_grad_enabled():  # nothing is differentiated again
             made = tuple(gradient * one for one in found)
         else:
-            made = _Scaled.apply(gradient, features, weight, bias, shares, *found)
+            made = _Scaled.apply(gradient, features, weight, bias, counts, *found)
         return made[0], made[1], None if bias is None else made[2], None, None
 
 
@@ -183,7 +183,7 @@ class _Scaled(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        gradient: Tensor, features: Tensor, weight: Tensor, bias: Tensor | None, shares: Tensor, *found: Tensor
+        gradient: Tensor, features: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, *found: Tensor
     ) -> _Gradients:
         return tuple(gradient * one for one in found)
 
@@ -193,20 +193,20 @@ class _Scaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gradient, features, weight, bias, shares = ctx.saved_tensors
+        gradient, features, weight, bias, counts = ctx.saved_tensors
         given = (gradient, features, weight) if bias is None else (gradient, features, weight, bias)
-        pull: _Pullback = vjp(partial(_gradients, shares), *given)[1]
+        pull: _Pullback = vjp(partial(_gradients, counts), *given)[1]
         found = pull(gradients[: len(given) - 1])
         return *found, *([None] * (8 - len(found)))
 
 
-def _gradients(shares: Tensor, gradient: Tensor, *given: Tensor | None) -> _Gradients:
+def _gradients(counts: Tensor, gradient: Tensor, *given: Tensor | None) -> _Gradients:
     """Return the gradients of the composed penalty in features, weight and bias."""
     here = [tensor for tensor in given if tensor is not None]
 
     def composed(features: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return weighted_sum(features, weight, bias, shares)
+        return weighted_sum(features, weight, bias, counts)
 
-    with full_precision(shares):
+    with full_precision(counts):
         pull: _Pullback = vjp(composed, *here)[1]
         return pull(gradient)

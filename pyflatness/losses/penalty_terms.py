@@ -1,7 +1,7 @@
-"""Say what each row of a head counts in a penalty, as an operator that compilers and transforms need not look into.
+"""Compute how much each row of a head counts in a penalty, as an operator that is opaque to compilers and transforms.
 
-Whether targets fit is read off their values, which ``torch.compile`` and ``torch.func.vmap`` do not have while they
-trace. To them this is one operation; it runs as it is written here, and so do its checks.
+Checks of targets depend on their values, which ``torch.compile`` and ``torch.func.vmap`` do not have while they trace.
+To them this is one operation, and its code runs as written here, with the checks.
 """
 
 from typing import Any
@@ -16,14 +16,14 @@ from .cross_entropy import CrossEntropy
 from .elementwise import BinaryCrossEntropy, SquaredError
 from .penalty import one_by_one
 
-Shares = tuple[Tensor, Tensor, Tensor]
+RowTerms = tuple[Tensor, Tensor, Tensor]
 """What each row is multiplied by, (rows,) float64; coefficients of its outputs, (rows, d), or (0, d) for none; and what
 is added to the sum, 0 or, of a mean over no rows, NaN."""
 
 
-def of(loss: Known, features: Tensor, outputs: int, targets: Tensor | None) -> Shares:
-    """Return the shares of the rows of a head with d ``outputs``; no gradient flows to targets."""
-    found: Shares = _operator(
+def of(loss: Known, features: Tensor, outputs: int, targets: Tensor | None) -> RowTerms:
+    """Return how much each row of a head with d ``outputs`` counts; no gradient flows to targets."""
+    found: RowTerms = _operator(
         features.detach(),
         outputs,
         targets,
@@ -35,21 +35,6 @@ def of(loss: Known, features: Tensor, outputs: int, targets: Tensor | None) -> S
         loss.reduction,
     )
     return found
-
-
-def _made(
-    kind: str,
-    weight: Tensor | None,
-    pos_weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    reduction: str,
-) -> Known:
-    if kind == CrossEntropy.__name__:
-        return CrossEntropy(weight, ignore_index, label_smoothing, reduction)
-    if kind == BinaryCrossEntropy.__name__:
-        return BinaryCrossEntropy(weight, pos_weight, reduction)
-    return SquaredError(reduction)
 
 
 @torch.library.custom_op("pyflatness::head_terms", mutates_args=())
@@ -64,19 +49,23 @@ def _operator(
     label_smoothing: float,
     reduction: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    loss = _made(kind, weight, pos_weight, ignore_index, label_smoothing, reduction)
+    loss: Known = SquaredError(reduction)
+    if kind == CrossEntropy.__name__:
+        loss = CrossEntropy(weight, ignore_index, label_smoothing, reduction)
+    elif kind == BinaryCrossEntropy.__name__:
+        loss = BinaryCrossEntropy(weight, pos_weight, reduction)
     shape = *features.shape[:-1], outputs
     terms = loss.terms(features.new_zeros(()).expand(shape), targets, len(shape) - 1)
     total = float(terms.weights.sum())
     divided_by = normaliser_or_nan(total, reduction)
-    shares = terms.scale / (divided_by if total else 1.0)  # of no terms 0, so that gradients are as the loss's
+    counts = terms.scale / (divided_by if total else 1.0)  # of no terms 0, so that gradients are as the loss's
     coefficients = terms.extra[0].clone() if terms.extra else features.new_empty(0, outputs)
     added = features.new_tensor(0.0 if total or reduction == "sum" else torch.nan, dtype=promoted_dtype(features.dtype))
-    return shares, coefficients, added
+    return counts, coefficients, added
 
 
 @_operator.register_fake
-def _(features: Tensor, outputs: int, targets: Tensor | None, kind: str, *options: Any) -> Shares:
+def _(features: Tensor, outputs: int, targets: Tensor | None, kind: str, *options: Any) -> RowTerms:
     rows = features.shape[:-1].numel()
     of_rows = rows if kind == BinaryCrossEntropy.__name__ else 0
     dtype = promoted_dtype(features.dtype)

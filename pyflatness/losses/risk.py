@@ -1,4 +1,4 @@
-"""Take from outputs what an empirical risk and an accuracy are summed of."""
+"""Compute what an empirical risk and an accuracy are sums of, from the outputs of a batch."""
 
 import functools
 import math
@@ -27,7 +27,7 @@ def weight(outputs: Tensor, targets: Any, loss: Loss, number: int) -> float:
 
 
 def not_finite(number: int, value: float, where: str = "") -> NonFiniteError:
-    """Return the error for a loss of all samples together, which none is left out of."""
+    """Return the error for a loss of all samples together, from which none can be left out."""
     return NonFiniteError(
         f"batch {number}: the loss of the model{where} is {value}; no sample can be left out of this value "
         "(nan_policy='omit' has no part in it), so leave samples with NaN or infinity out of the data"
@@ -42,13 +42,13 @@ def finite(value: Tensor, policy: str, number: int, where: str = "") -> float:
 
 
 def hits(outputs: Tensor, targets: Any, loss: Loss, number: int) -> Tensor:
-    """Return for each prediction of a batch whether it is right, (predictions,); see :func:`judged`."""
+    """Return whether each prediction of a batch that counts is right, (predictions,); see :func:`judged`."""
     right, counting = judged(outputs, targets, loss, number)
     return right[counting]
 
 
 def judged(outputs: Tensor, targets: Any, loss: Loss, number: int) -> tuple[Tensor, Tensor]:
-    """Return for each target of a batch whether it is predicted rightly, and whether it counts; bool, of one shape.
+    """Return whether each target of a batch is predicted correctly, and whether it counts; bool, of one shape.
 
     The prediction is the largest output of a term, or the sign of a binary one.
     """
@@ -78,7 +78,7 @@ def judged(outputs: Tensor, targets: Any, loss: Loss, number: int) -> tuple[Tens
 
 
 def has_classes(outputs: Tensor, targets: Tensor, loss: Loss) -> bool:
-    """Return whether the targets are something a prediction can be right about, so that :func:`hits` takes them."""
+    """Return whether the targets are classes, so that there is an accuracy and :func:`hits` takes them."""
     if isinstance(loss, SquaredError) or _takes_several(loss):
         return False
     if isinstance(loss, (BinaryCrossEntropy, CrossEntropy)):

@@ -1,4 +1,4 @@
-"""Turn a batch's outputs into rows, one loss term each; errors name the batch."""
+"""Turn a batch's outputs into rows, one for each loss term, with errors that name the batch."""
 
 import contextlib
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ class Rows:
     """Hold the loss terms of a model's outputs."""
 
     terms: Terms  # scales and weights of the rows, and what else the loss needs
-    positions: bool  # whether each position is a term; else a sample is
-    dim: int  # the dimension that a term's outputs are in, if so
+    positions: bool  # whether each position is a term; otherwise a sample is
+    dim: int  # the dimension of a term's outputs, where each position is a term
 
     def of(self, entries: Tensor) -> Tensor:
         """Return entries of the outputs' shape as (rows, C)."""
@@ -70,7 +70,7 @@ def tensor_targets(targets: Any, number: int) -> Tensor:
 
 @contextlib.contextmanager
 def of_batch(number: int) -> Iterator[None]:
-    """Let errors of input inside say that the input is that of batch ``number``."""
+    """Have input errors raised in this context name batch ``number``."""
     try:
         yield
     except InputError as error:

@@ -12,36 +12,12 @@ from ..errors import InputError
 from ..messages import near
 from ..options import check_names
 from ..sweep.activations import ACTIVATIONS
-from . import at_head as at_head
-from . import bounds, representation
+from . import bounds, fisher_rao, normalized_sharpness, relative_flatness, representation, scaled, sharpness, trace
 from .adaptive_sharpness_mc import ADAPTIVE_SHARPNESS_MC, adaptive_sharpness_mc
 from .base import Measure as Measure
-from .fisher_rao import FISHER_RAO
 from .mls_adversarial import MLS_ADVERSARIAL, NORMALIZED_MLS_ADVERSARIAL, mls_adversarial
-from .normalized_sharpness import NORMALIZED_SHARPNESS
 from .pac_bayes import PAC_BAYES, PAC_BAYES_MAGNITUDE, pac_bayes
-from .relative_flatness import (
-    NEURON_FLATNESS,
-    NEURON_FLATNESS_MAX,
-    NEURON_FLATNESS_ROWS,
-    NEURON_FLATNESS_ROWS_MAX,
-    RELATIVE_FLATNESS_COLUMNS,
-    RELATIVE_FLATNESS_MAX,
-)
 from .relative_flatness import RELATIVE_FLATNESS as RELATIVE_FLATNESS
-from .relative_flatness import RELATIVE_FLATNESS_STD as RELATIVE_FLATNESS_STD
-from .scaled import (
-    LARGEST_SCALED_LAMBDA_MAX,
-    LARGEST_SCALED_TRACE,
-    MATRIX_NORMALIZED_SHARPNESS,
-    MATRIX_NORMALIZED_SHARPNESS_FROBENIUS,
-    RELATIVE_FLATNESS_PER_FEATURE,
-    SCALED_LAMBDA_MAX,
-    SCALED_TRACE,
-    WEIGHT_NORM,
-)
-from .sharpness import ADAPTIVE_SHARPNESS, INTERPOLATION_ADAPTIVE_SHARPNESS, INTERPOLATION_SHARPNESS, SHARPNESS
-from .trace import INPUT_TRACE, LAMBDA_MAX, OUTPUT_TRACE
 from .trace import TRACE as TRACE
 
 if TYPE_CHECKING:
@@ -52,34 +28,34 @@ _ABOVE = {"critical_sharpness": "..curvature.critical", "keskar_sharpness": "..c
 
 MEASURES = (
     RELATIVE_FLATNESS,
-    RELATIVE_FLATNESS_STD,
-    RELATIVE_FLATNESS_PER_FEATURE,
-    RELATIVE_FLATNESS_COLUMNS,
-    RELATIVE_FLATNESS_MAX,
+    relative_flatness.RELATIVE_FLATNESS_STD,
+    scaled.RELATIVE_FLATNESS_PER_FEATURE,
+    relative_flatness.RELATIVE_FLATNESS_COLUMNS,
+    relative_flatness.RELATIVE_FLATNESS_MAX,
     TRACE,
-    SCALED_TRACE,
-    LARGEST_SCALED_TRACE,
-    LAMBDA_MAX,
-    SCALED_LAMBDA_MAX,
-    LARGEST_SCALED_LAMBDA_MAX,
-    SHARPNESS,
-    INTERPOLATION_SHARPNESS,
-    INTERPOLATION_ADAPTIVE_SHARPNESS,
-    ADAPTIVE_SHARPNESS,
-    NEURON_FLATNESS,
-    NEURON_FLATNESS_MAX,
-    NEURON_FLATNESS_ROWS,
-    NEURON_FLATNESS_ROWS_MAX,
-    NORMALIZED_SHARPNESS,
-    MATRIX_NORMALIZED_SHARPNESS,
-    MATRIX_NORMALIZED_SHARPNESS_FROBENIUS,
-    OUTPUT_TRACE,
-    INPUT_TRACE,
+    scaled.SCALED_TRACE,
+    scaled.LARGEST_SCALED_TRACE,
+    trace.LAMBDA_MAX,
+    scaled.SCALED_LAMBDA_MAX,
+    scaled.LARGEST_SCALED_LAMBDA_MAX,
+    sharpness.SHARPNESS,
+    sharpness.INTERPOLATION_SHARPNESS,
+    sharpness.INTERPOLATION_ADAPTIVE_SHARPNESS,
+    sharpness.ADAPTIVE_SHARPNESS,
+    relative_flatness.NEURON_FLATNESS,
+    relative_flatness.NEURON_FLATNESS_MAX,
+    relative_flatness.NEURON_FLATNESS_ROWS,
+    relative_flatness.NEURON_FLATNESS_ROWS_MAX,
+    normalized_sharpness.NORMALIZED_SHARPNESS,
+    scaled.MATRIX_NORMALIZED_SHARPNESS,
+    scaled.MATRIX_NORMALIZED_SHARPNESS_FROBENIUS,
+    trace.OUTPUT_TRACE,
+    trace.INPUT_TRACE,
     ADAPTIVE_SHARPNESS_MC,
-    FISHER_RAO,
+    fisher_rao.FISHER_RAO,
     PAC_BAYES,
     PAC_BAYES_MAGNITUDE,
-    WEIGHT_NORM,
+    scaled.WEIGHT_NORM,
     *representation.ROWS,
     MLS_ADVERSARIAL,
     NORMALIZED_MLS_ADVERSARIAL,
@@ -93,7 +69,7 @@ _ALL_LISTED = " `pyflatness measures` lists all names; 'sweep' and 'all' stand f
 
 
 def are_named(names: str | Sequence[str] | None) -> bool:
-    """Return whether measures are asked for by their names, so that one which cannot be had is an error."""
+    """Return whether measures are asked for by name, so that it is an error if one of them has no value."""
     return names is not None and not (isinstance(names, str) and names in _SETS)
 
 
@@ -115,10 +91,10 @@ def named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:
 
 
 def _of_one_sweep(row: Measure) -> bool:
-    """Return whether a measure takes no more than relative flatness' own sweep, or the weights alone.
+    """Return whether a measure takes no more than the sweep for relative flatness, or the weights alone.
 
-    Not normalised sharpness, for which weight gradients are written out, and which most networks behind layers that are
-    not piecewise linear do not have; nor what is of activations, which takes Hessian products of its own there.
+    Normalised sharpness takes more: weight gradients are written out for it, and most networks with layers that are not
+    piecewise linear have no value of it. So do measures of activations, with Hessian products of their own there.
     """
     if row.quantity in ACTIVATIONS:
         return False

@@ -4,10 +4,10 @@ It is defined by Andriushchenko et al. (2023), and by C24 in Eq. 38 and appendix
 
     S_ρ = (2/ρ²) E_δ[L(θ + δ) - L(θ)],   δ ~ N(0, ρ² diag θ²),   ρ = 0.1
 
-over all trainable parameters; for ρ → 0 it is Σ_j θ_j² H_jj (C24 Eq. 40). Draws come in pairs ±δ, which takes the odd
-terms of the expansion out. With u_k = (L(θ + δ_k) + L(θ - δ_k)) / 2 - L(θ) the value is (2/ρ²) mean_k u_k. Its standard
+over all trainable parameters; for ρ → 0 it is Σ_j θ_j² H_jj (C24 Eq. 40). Probes come in pairs ±δ, which removes the
+odd terms of the expansion. With u_k = (L(θ + δ_k) + L(θ - δ_k)) / 2 - L(θ) the value is (2/ρ²) mean_k u_k. Its standard
 error is (2/ρ²) std_k u_k / √K, of K - 1 degrees of freedom. C24's Eq. 46, mean_k u_k, lacks the factor. Invariant to
-layer-wise and neuron-wise rescalings, draw by draw: δ is multiplied as θ is.
+layer-wise and neuron-wise rescalings for every δ, which is scaled as θ is.
 
 The limit is that of twice differentiable models. Behind a ReLU kinks keep the value from it: a sample whose distance to
 a kink is about ρ adds a rise of order ρ/n, and so one of order 1/(ρn) to S_ρ, which no Hessian sees. A smaller ρ may

@@ -22,13 +22,13 @@ TOGETHER = "of the layers together"
 class Measure:
     """Represent a measure of the loss around a trained network: of a layer, or of all its parameters.
 
-    Either a sum over quantities of the weight gradients, and so one of the sweep's, or computed by itself, or of the
-    Jacobians, whose sweep such measures share, or derived from another measure. ``quantity`` is a name of
+    It is a sum over a quantity of the weight gradients, taken by the sweep; or computed by itself; or of the Jacobians,
+    whose sweep such measures share; or derived from another measure. ``quantity`` is a name of
     :data:`pyflatness.contractions.quantities.QUANTITIES`, or :data:`pyflatness.sweep.activations.ACTIVATIONS`;
-    ``of_parts`` is for one with parts that are not to be summed: layer, weight (G, d, m) and the parts -> the layer's
-    value, and a note if that is not the definition's to rounding. ``invariant`` names the reparameterisations that
-    change the network's weights but neither its function nor the measure: ``"none"``, ``"layer-wise"``, ``"layer-wise,
-    neuron-wise"``.
+    ``of_parts`` is for a quantity whose summands are not to be summed: (layer, weight (G, d, m), summands) -> the
+    layer's value, and a note if that is not the definition's up to rounding. ``invariant`` names the
+    reparameterisations that change the network's weights but neither its function nor the measure: ``"none"``,
+    ``"layer-wise"``, ``"layer-wise, neuron-wise"``.
     """
 
     name: str  # in reports, tables and on the command line
@@ -37,18 +37,18 @@ class Measure:
     quantity: str | None = None
     normalize: str | None = None  # the option of relative_flatness that gives it
     of_parts: Callable[[str, Tensor, Tensor], tuple[float, str]] | None = None
-    of_network: Callable[[Task], Estimate] | None = None  # the network's value, where it is no sum of the layers'
-    compute: Callable[[Task], Values] | None = None  # its values, if it is not one of the sweep's
-    of_jacobians: Callable[[Samples], Values] | None = None  # its values from those of sweep.jacobians.measured
-    needs: tuple[str, ...] = ()  # which quantities these must have that not all measures need
+    of_network: Callable[[Task], Estimate] | None = None  # the network's value, where it is not the sum over layers
+    compute: Callable[[Task], Values] | None = None  # its values, for a measure that no sweep is shared for
+    of_jacobians: Callable[[Samples], Values] | None = None  # its values from the result of sweep.jacobians.measured
+    needs: tuple[str, ...] = ()  # quantities of the Jacobians that it needs and not all measures do
     base: str | None = None  # the measure from whose values it follows without reading the data again
     derive: Callable[[nn.Module, Options, Values], Values] | None = None
-    of_layers: bool = True  # the network's value is of its measured layers; else of all parameters, or the input
+    of_layers: bool = True  # the network's value is of its measured layers; otherwise of all parameters or the input
     network_of: str = "the sum over layers"
     granularity: str = "layer, network"  # what it is a number of: "layer", "network", "layer, network"
     invariant: str = "none"
     cost: str = "one sweep, shared"
-    reads: int = 1  # of the data
+    reads: int = 1  # how often the data are read
 
     def __post_init__(self) -> None:
         ways = self.quantity, self.compute, self.of_jacobians, self.derive

@@ -29,8 +29,9 @@ later layer's input, as where that input is the sum.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,11 +46,11 @@ from .sharpness import of_outputs
 
 NEEDS = ("log_volume", "weights", "past", "rescaled")
 NO_GUARANTEE = "no guarantee"
-_ROUNDING = 1e-5  # by which a largest singular value may be off, relatively; in half precision it may be by more
+_ROUNDING = 1e-5  # relative error allowed of a largest singular value; in half precision it may be larger
 
 
 class LayerTerms:
-    """Hold what the inequalities of one layer are made of; tensors are (n,) float64, norms are not squared."""
+    """Hold the terms in the inequalities of one layer; tensors are (n,) float64, norms are not squared."""
 
     def __init__(self, samples: Samples, name: str) -> None:
         self.rows = layer_weights.matrix(samples.task.selection.modules[name])[0].shape[0]
@@ -93,6 +94,10 @@ class LayerTerms:
         """Return C of Eq. 48."""
         return product(self.spread, self.spectral, self.weights)
 
+    def sharpness_bound(self, sharpness: float) -> float:
+        """Return D of Eq. 48, for the S given."""
+        return product(self.spread, self.spectral, math.sqrt(sharpness))
+
 
 class NetworkTerms:
     """Hold the terms of all layers together."""
@@ -109,7 +114,7 @@ class NetworkTerms:
 
     @property
     def telescopes(self) -> bool:
-        """Return whether Eq. 17 of some layers, added up, leads from the first layer's input to the last's."""
+        """Return whether the sum of Eq. 17 over some layers leads from the first layer's input to the last's."""
         reached = [self.layers[-1]]
         for layer in reversed(self.layers[:-1]):
             if not layer.apart and any(bool((layer.past <= later.s * (1 + _ROUNDING)).all()) for later in reached):
@@ -177,37 +182,32 @@ def _estimate(samples: Samples, value: float, layer: str, caveat: str) -> Estima
     )
 
 
-def _mls_bounds(samples: Samples) -> Values:
-    found = [LayerTerms(samples, name) for name in samples.layers]
-    return {layer.name: _estimate(samples, layer.mls_bound, layer.name, layer.caveat) for layer in found}
-
-
-def _nmls_bound(samples: Samples) -> Values:
-    net = NetworkTerms(samples)
-    return {"": _estimate(samples, net.nmls(), "", net.caveat)}
-
-
-def _log_volume_bounds(samples: Samples) -> Values:
-    net = NetworkTerms(samples)
-    found = {layer.name: _estimate(samples, net.log_volume([layer]), layer.name, layer.caveat) for layer in net.layers}
-    return {**found, "": _estimate(samples, net.log_volume(net.layers), "", net.caveat)}
+def _values(
+    of_layer: Callable[[NetworkTerms, LayerTerms], float] | None,
+    of_network: Callable[[NetworkTerms], float] | None,
+    samples: Samples,
+    sharpness: float | None = None,
+) -> Values:
+    """Return the values of a bound for each layer, and for the network; None where there is none."""
+    net, found = NetworkTerms(samples, sharpness), {}
+    if of_layer is not None:
+        for layer in net.layers:
+            found[layer.name] = _estimate(samples, of_layer(net, layer), layer.name, layer.caveat)
+    if of_network is not None:
+        found[""] = _estimate(samples, of_network(net), "", net.caveat)
+    return found
 
 
 def _sharpness_bounds(samples: Samples) -> Values:
-    net = NetworkTerms(samples, at_interpolation(samples.task).value)
-    root = math.sqrt(net.sharpness)
-    found = {
-        layer.name: _estimate(samples, product(layer.spread, layer.spectral, root), layer.name, layer.caveat)
-        for layer in net.layers
-    }
-    return {**found, "": _estimate(samples, net.nmls(), "", net.caveat)}
+    sharpness = at_interpolation(samples.task).value
+    return _values(lambda net, layer: layer.sharpness_bound(net.sharpness), NetworkTerms.nmls, samples, sharpness)
 
 
 MLS_BOUND = Measure(
     name="mls_bound",
     formula="|W|₂ √(mean_i 1/|x_i|²) √(mean_i |∂f_i/∂W|_F²)",
     source="From Loss Flatness to Compressed Representations, Eq. 48, C",
-    of_jacobians=_mls_bounds,
+    of_jacobians=partial(_values, lambda net, layer: layer.mls_bound, None),
     needs=NEEDS,
     granularity="layer",
     cost=COST,
@@ -216,7 +216,7 @@ NMLS_BOUND = Measure(
     name="nmls_bound",
     formula="√(mean_i Σ_l |W_l|₂²/|x_i^l|²) √(mean_i Σ_l |∂f_i/∂W_l|_F²)",
     source="From Loss Flatness to Compressed Representations, Eq. 12",
-    of_jacobians=_nmls_bound,
+    of_jacobians=partial(_values, None, NetworkTerms.nmls),
     needs=NEEDS,
     granularity="network",
     cost=COST,
@@ -226,7 +226,7 @@ LOG_VOLUME_BOUND = Measure(
     name="log_volume_bound",
     formula="log of (1/n) √(Σ_i |W|₂^2N/|x_i|^2N) (nS/N)^(N/2), S = mean_i Σ_l |∂f_i/∂W_l|_F²",
     source="From Loss Flatness to Compressed Representations, Eq. 9 and 10",
-    of_jacobians=_log_volume_bounds,
+    of_jacobians=partial(_values, lambda net, layer: net.log_volume([layer]), lambda net: net.log_volume(net.layers)),
     needs=NEEDS,
     cost=COST,
     network_of=TOGETHER,

@@ -25,7 +25,7 @@ from ..losses import risk
 from ..losses.rows import check_squares, of_batch
 from ..model import calling, data, parameters
 from ..numerics.accumulate import Accumulator, masked, non_finite
-from ..numerics.directions import Directions
+from ..numerics.normal_vectors import NormalVectors
 from ..report import Estimate
 from .base import Measure, Task, Values
 
@@ -62,8 +62,8 @@ def _values(task: Task) -> Values:
 class _Tangent:
     """Compute f and (∂f/∂θ) θ of batches, in forward mode or by two backward passes.
 
-    The backward passes are for operations that have no forward mode, or one that overflows (LayerNorm's in float16, on
-    small inputs).
+    The backward passes are for operations without forward mode, or whose forward mode overflows (LayerNorm's in
+    float16, on small inputs).
     """
 
     def __init__(self, task: Task, theta: parameters.Parameters) -> None:
@@ -72,7 +72,7 @@ class _Tangent:
 
     def of(self, batch: Any) -> tuple[Tensor, Tensor, Any]:
         """Return outputs, their derivative along θ, and targets."""
-        with sdpa_kernel(SDPBackend.MATH):  # the other kernels of attention have neither
+        with sdpa_kernel(SDPBackend.MATH):  # other kernels of attention have no forward mode and no second derivative
             if self._forward_mode:
                 try:
                     outputs, change, targets = self._by_forward_mode(batch)
@@ -86,19 +86,19 @@ class _Tangent:
 
     def _by_forward_mode(self, batch: Any) -> tuple[Tensor, Tensor, Any]:
         with warnings.catch_warnings(), forward_ad.dual_level():
-            # At first torch scripts some derivatives of its own, which it warns of, by its version in another category.
+            # Torch scripts some of its derivatives at first use, with a warning whose category depends on its version.
             warnings.filterwarnings("ignore", "`torch.jit")
             duals = {name: forward_ad.make_dual(values, values) for name, values in self._theta.items()}
             outputs, targets = self._task.run(batch, duals)
             primal, change = forward_ad.unpack_dual(outputs)
-            if change is None:  # also where the model takes a derivative itself, which forward mode does not follow
+            if change is None:  # also if the model takes a derivative itself, which forward mode does not follow
                 raise NotImplementedError("the outputs have no derivative in forward mode")
             return primal, change, targets
 
     def _by_backward_passes(self, batch: Any) -> tuple[Tensor, Tensor, Any]:
         """Differentiate ⟨v, (∂f/∂θ) θ⟩ = ⟨(∂f/∂θ)ᵀ v, θ⟩, which is linear in v, in v.
 
-        That derivative may be wrong without a sign (``once_differentiable``), so it is held against the product itself.
+        That derivative may be silently wrong (``once_differentiable``), so it is compared with the product itself.
         """
         theta = [*self._theta.values()]
         with torch.enable_grad():
@@ -107,12 +107,12 @@ class _Tangent:
             outputs, targets = self._task.run(batch, named)
             if not outputs.requires_grad:
                 raise calling.without_graph()
-            v = Directions().like(outputs).requires_grad_()
+            v = NormalVectors().like(outputs).requires_grad_()
             try:
                 back = torch.autograd.grad(outputs, leaves, v, create_graph=True, allow_unused=True)
                 pairs = zip(back, theta, strict=True)
-                parts = [(g.double() * values.double()).sum() for g, values in pairs if g is not None]
-                product = torch.stack(parts).sum()
+                terms = [(g.double() * values.double()).sum() for g, values in pairs if g is not None]
+                product = torch.stack(terms).sum()
                 (change,) = torch.autograd.grad(product, v)
                 entries = v.detach().double() * change.double()
                 off, size = float(entries.sum() - product.detach()), float(entries.norm())
@@ -135,14 +135,14 @@ def _gradient(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _kept(over: Accumulator, fine: Tensor, count: int, number: int) -> Tensor | None:
-    """Return which of a batch's loss terms count, (terms,), by whether each is finite; None: all of them."""
+    """Return which of a batch's loss terms count, (terms,), given which are finite; None if all count."""
     error = partial(non_finite, number, fine, "in them or in their derivative", "loss terms")
     kept = over.kept(fine, error, lambda fine: _by_sample(fine, count, number).all(dim=1))
     return None if kept is None else kept.repeat_interleave(len(fine) // count)
 
 
 def _by_sample(rows: Tensor, count: int, number: int) -> Tensor:
-    """Return rows as (samples, rows of each)."""
+    """Return rows as (samples, rows of a sample)."""
     if len(rows) % count:
         raise InputError(f"batch {number}: its {len(rows)} loss terms cannot be told apart by its {count} samples")
     return rows.view(count, -1)

@@ -1,4 +1,4 @@
-"""Measure any layers of a model: by a sweep, its totals, and what is said about them."""
+"""Measure any layers of a model: run a sweep, and make estimates of its totals, with notes."""
 
 import contextlib
 import logging
@@ -29,8 +29,8 @@ from . import Measure
 _LOG = logging.getLogger("pyflatness")
 Attempt = Callable[[Measure], contextlib.AbstractContextManager[None]]
 _LARGEST_MATRIX = 2**30  # bytes of block traces
-_FIRST_PART, _PARTS = 128, 4  # samples from which it is found how many there have to be; how many parts there may be
-_MARGIN, _CLOSE = 1.1, 1.05  # more samples than a standard error seems to take; it is reached within so much
+_FIRST_PART, _PARTS = 128, 4  # samples of the first part, which tells how many are needed; parts at most
+_MARGIN, _CLOSE = 1.1, 1.05  # factor on the samples that a standard error seems to take; factor within which it counts
 
 
 class LayerValues:
@@ -50,7 +50,7 @@ class LayerValues:
         self._wanted: tuple[str, ...] = ()
 
     def _reserve(self, found: Findings) -> int:
-        """Return the bytes a sample that values take beside the graph: weights of its own, and Gram matrices."""
+        """Return the bytes per sample that values take beside the graph: per-sample weights and Gram matrices."""
         quantities = [name for name in self._wanted if name in QUANTITIES]
         of_weights = {name: self._selected[name] for name in found.places} if quantities else {}
         forms = (LayerForm(name, module, quantities, self._options) for name, module in of_weights.items())
@@ -59,7 +59,7 @@ class LayerValues:
         return sum(weight.numel() * weight.element_size() for weight in together) + kept
 
     def _approve(self, nonlinear: Mapping[str, str]) -> None:
-        """Raise if values of layers that are not linear cannot be had."""
+        """Raise if there are no values of layers in whose weights the model is not linear."""
         linearity.refuse_custom_functions(self._options, nonlinear)
         linearity.refuse_ggn_of_derivatives(self._options, nonlinear)
         if self._options.probes == "adaptive":
@@ -79,20 +79,20 @@ class LayerValues:
     ) -> dict[tuple[str, str], Estimate]:
         """Return (layer, measure) -> value for every layer that ran, and for the network under the name ``""``.
 
-        ``attempt`` is around what concerns one measure alone, and may be an error of it.
+        ``attempt`` is the context of what concerns one measure alone, whose errors are that measure's.
         """
         wanted = self._wanted = tuple(dict.fromkeys(measure.quantity for measure in measures if measure.quantity))
         kind = AdaptiveSweep if self._options.probes == "adaptive" else Sweep
         sweep = kind(self._runner, self._loss, self._options, wanted)
         draws = self._options.draws
-        for chosen, share in self._parts():
-            if share is not None:
+        for chosen, left in self._parts():
+            if left is not None:
                 options = replace(self._options, probes="adaptive", fraction=None)
                 sweep = AdaptiveSweep(self._runner, self._loss, options, wanted)
             by_groups = isinstance(sweep, AdaptiveSweep)
             totals = self._totals(sampled=draws is not None and not by_groups)
             if isinstance(sweep, AdaptiveSweep):
-                sweep.by_groups(totals.add, self._subset, share or 1.0)
+                sweep.by_groups(totals.add, self._subset, left or 1.0)
             else:
                 self._runner.each(sweep.work(draws), totals.add, chosen=chosen)
             sweep.unite()
@@ -112,10 +112,10 @@ class LayerValues:
         return found
 
     def _parts(self) -> Iterator[tuple[Tensor | None, float | None]]:
-        """Yield which samples each read of the data sends backward, (n,), None: all, and by what their number is.
+        """Yield for each read of the data which samples it sends backward, (n,), None if all, and how.
 
-        That is None for the options' probes, or the fraction of the variance that is left to groups of columns. The
-        sums of a read are set before the next one.
+        The second is the fraction of the variance that is left to groups of columns, or None: by the options' probes.
+        The sums of a read are set before the next one.
         """
         fraction, rtol = self._options.fraction, self._options.rtol or 0.0
         if fraction is None:
@@ -123,7 +123,7 @@ class LayerValues:
             return
         subset = self._subset = Subset.of(self._task)
         samples, ranks = subset.over.samples, self._runner.batches.shard.ranks
-        count, share = _FIRST_PART if rtol else float(fraction) * samples, None
+        count, left = _FIRST_PART if rtol else float(fraction) * samples, None
         variance = 0.0  # of a sample's one probe, over t²
         for _ in range(_PARTS):
             if (rtol and count > samples / 2) or not subset.choose(count):
@@ -133,14 +133,14 @@ class LayerValues:
                     ranks.refuse(more, "pass a larger rtol= or probes=k without it, ")
                 yield None, 1.0 if rtol else None
                 return
-            yield subset.chosen, share
+            yield subset.chosen, left
             excess = self._sums.relative_error / rtol if rtol else 0.0
             if excess <= _CLOSE:
                 return
             growth = _MARGIN * excess**2
             if ranks.alone:
                 variance = growth * (variance or rtol**2 / subset.spread())
-                count, share = subset.part(variance, rtol**2)
+                count, left = subset.part(variance, rtol**2)
             else:  # one process alone sends groups
                 count *= growth
 
@@ -172,7 +172,7 @@ class LayerValues:
     def _of_parts(
         self, measure: Measure, sums: Sums, sweep: Sweep, estimates: Mapping[str, Estimate]
     ) -> dict[str, Estimate]:
-        """Return a measure's estimates by its own function of a quantity's parts, and their sum for the network."""
+        """Return estimates by a measure's own function of a quantity's summands, and their sum for the network."""
         assert measure.of_parts is not None
         found = {}
         for name in self._runner.modules:
@@ -186,7 +186,7 @@ class LayerValues:
         return found
 
     def check_options(self, measure: Measure) -> None:
-        """Raise an error for options under which a measure has no value."""
+        """Raise for options under which a measure has no value."""
         if measure.quantity is None:
             return
         if measure.quantity in ACTIVATIONS:
@@ -209,7 +209,7 @@ class LayerValues:
                 )
 
     def _check_activations(self, measure: Measure) -> None:
-        """Raise an error for options, or layers, with which a measure of activations has no value."""
+        """Raise for options or layers for which a measure of activations has no value."""
         if self._options.probes == "adaptive":
             raise InputError(f"{measure.name} has no value by probes='adaptive': pass probes=k, a number of probes")
         if self._options.fraction is not None:
@@ -282,7 +282,7 @@ def missed(value: float, stderr: float | None, rtol: float | None) -> tuple[str,
 
 
 def no_part(measure: Measure) -> InputError:
-    """Return the error of a measure that has no value by a part of the data."""
+    """Return the error for a measure that has no value from a part of the data."""
     return InputError(
         f"{measure.name} has no value by a part of the data: pass fraction=None, or leave it out of measures="
     )

@@ -91,8 +91,8 @@ def _of_outputs(task: Task, steps: int, rho: float | None, *, normalized: bool) 
     found, over = [], Accumulator(task.options.nan_policy)
     parts = task.parts(lambda some: _Ascent(task, some, 0, rho).values(1, signs, shard.numbers(0, batching.size(some))))
     with recorder.frozen(task.model):
-        for number, part in parts.numbered(task.batches):
-            ascent = _Ascent(task, part, number, rho)
+        for number, micro_batch in parts.numbered(task.batches):
+            ascent = _Ascent(task, micro_batch, number, rho)
             values = ascent.values(steps, signs, shard.numbers(done, len(ascent.sizes)))
             done += len(values)
             if normalized:
@@ -118,7 +118,7 @@ def _of_outputs(task: Task, steps: int, rho: float | None, *, normalized: bool) 
 
 
 class _Ascent:
-    """Follow the gradient upward on the changes of one batch's inputs, whose ``sizes`` are |x_i|, (n,) float64."""
+    """Ascend on the changes of one batch's inputs; ``sizes`` are the |x_i|, (n,) float64."""
 
     def __init__(self, task: Task, batch: Any, number: int, rho: float | None) -> None:
         found = inputs.first_floating(batch, task.forward.by_user)
@@ -135,7 +135,7 @@ class _Ascent:
             self._start = self._outputs(found)
 
     def values(self, steps: int, signs: Signs, numbers: Tensor) -> Tensor:
-        """Return the largest quotient of each sample, (n,) float64, for samples by their numbers in the data."""
+        """Return the largest quotient of each sample, (n,) float64; ``numbers`` are the samples' places in the data."""
         dtype = torch.promote_types(self._input.dtype, torch.float32)
         shape, device = self._input.shape, self._input.device
         start = signs.uniform(0, numbers.to(device), shape[1:].numel()).squeeze(0).mul_(2).sub_(1)

@@ -23,8 +23,8 @@ from torch import Tensor
 from ..errors import InputError
 from .base import Measure
 
-TOLERANCE, STEPS = 1e-7, 2000  # of the relative gradient, at which the value is right to its square; most iterations
-_ROUNDING = 100.0  # a negative H within so many units of the largest's last place is zero
+TOLERANCE, STEPS = 1e-7, 2000  # of the relative gradient, whose square is the value's error; iterations at most
+_ROUNDING = 100.0  # a negative H within this many units in the last place of the largest is zero
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def minimised(curvature: Tensor, weight: Tensor) -> Minimum:
     value, gradient = float("inf"), float("inf")
     for _ in range(STEPS):
         a = ((squares @ b.reciprocal()) / (curvature @ b)).sqrt()
-        falling, rising = (squares.t() @ a.reciprocal()) / b, (curvature.t() @ a) * b  # of the rows the two are equal
+        falling, rising = (squares.t() @ a.reciprocal()) / b, (curvature.t() @ a) * b  # for rows they are equal
         before, value = value, float(falling.sum() + rising.sum())
         gradient = float((rising - falling).abs().sum()) / value
         if gradient <= TOLERANCE or not value < before:
@@ -57,7 +57,7 @@ def minimised(curvature: Tensor, weight: Tensor) -> Minimum:
 
 
 def _shrunk(squares: Tensor, curvature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return both without the rows and columns in which one of the two vanishes, and which columns are left."""
+    """Return both without rows and columns in which either vanishes, and which columns are left."""
     kept = torch.arange(squares.shape[1], device=squares.device)
     while squares.numel():
         rows = (squares > 0).any(dim=1) & (curvature > 0).any(dim=1)

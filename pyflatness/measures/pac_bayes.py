@@ -1,12 +1,12 @@
-"""Measure how much noise the parameters bear: PAC-Bayes flatness.
+"""Measure how much noise on the parameters a network tolerates: PAC-Bayes flatness.
 
 It is defined by Petzka et al. (2021), appendix C.2, after Jiang et al. (2020).
 
     σ: mean accuracy of the network at θ + u, u ~ N(0, σ²) on all parameters, is 0.1 below its own;  flatness 1/σ²
 
-found by bisection on [0, 2], in at most 15 steps, ended where the drop is within 0.01 of 0.1. Each step is over the
-same 10 probes of the noise, so that the drop of each draw is one function of σ. BatchNorm is folded into the layers in
-front of it first, so that numbers which only scale each other do not count. With θ the weights (parameters of two
+found by bisection on [0, 2], in at most 15 steps, until the drop is within 0.01 of 0.1. All steps use the same 10
+probes of the noise, so that the drop of each probe is one function of σ. BatchNorm is folded into the layers in front
+of it first, so that parameters which only rescale each other do not count. With θ the weights (parameters of two
 dimensions and more) of which there are ω, θ⁰ those before training, n samples, ε = 1e-3:
 
     bound            |θ|² / (4σ²) + log(n/σ) + 10                      initial: |θ-θ⁰|² in the place of |θ|²
@@ -20,8 +20,8 @@ Standard errors over the probes are by the delta method. Where the mean drop D g
 
     stderr(σ) = σ/p √(s²/K + (D - 0.1)²) / D        stderr(1/σ²) = 2/σ³ stderr(σ)        K - 1 degrees of freedom
 
-with s the standard deviation of the K probes' drops; D - 0.1 is what the bisection left. p is that between σ and the
-nearest others that were tried, on each side, on average. To first order: the 95 % interval of 10 probes
+with s the standard deviation of the K probes' drops; D - 0.1 is what the bisection left. p is the mean of the exponents
+between σ and the nearest other values tried, below and above. This is to first order: the 95 % interval of 10 probes
 holds 1/σ² of 2,000 probes in 91-92 % of cases, that of 40 in 97 %, where D - 0.1 is as large as the probes' scatter.
 """
 
@@ -29,6 +29,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,16 +57,16 @@ _NO_ACCURACY = "the model's outputs have NaN in them, so it has no accuracy; lea
 
 @dataclass(frozen=True)
 class Bisection:
-    """Hold what a bisection ended with.
+    """Hold the result of a bisection.
 
     Attributes:
-        sigma: σ, the last one tried.
-        bracket: between which σ the wanted drop was last known to lie; the ends of [0, 2] were not tried.
-        drops: by how much the accuracy is lower at σ, probe by probe.
+        sigma: σ, the last value tried.
+        bracket: the values between which the σ of the wanted drop lies; the ends of [0, 2] were not tried.
+        drops: by how much the accuracy is lower at σ, for each probe.
         reached: whether their mean is within tolerance of the wanted drop.
-        stderr: standard error of ``sigma`` over the probes, of one degree of freedom less than there are probes; None
-            for one probe, where the wanted drop was not reached, and where one σ alone was tried or the drop does not
-            grow.
+        stderr: the standard error of ``sigma`` over the probes, with one degree of freedom less than there are probes;
+            None for one probe, if the wanted drop was not reached, and if only one σ was tried or the drop does not
+            grow with σ.
     """
 
     sigma: float
@@ -187,7 +188,7 @@ def _reads(probes: int, steps: int) -> int:
 
 
 class _Search:
-    """Search by bisection on one network and data set."""
+    """Search by bisection for the noise that a network tolerates on a data set."""
 
     def __init__(
         self,
@@ -208,29 +209,29 @@ class _Search:
         self._parts = task.parts(lambda some: self._run(some, {}))
         seeds = torch.Generator().manual_seed(task.options.seed)
         self._seeds: list[int] = torch.randint(2**62, (probes,), generator=seeds, device="cpu").tolist()
-        self._samples = 0
+        self.samples = 0
 
     def result(self, initial: nn.Module | Mapping[str, Tensor] | None = None) -> PacBayes:
         before = None if initial is None else self._initial(initial)
-        accuracy = self._accuracy({})
-        found = self._bisected(accuracy, lambda sigma: lambda w: sigma)
+        accuracy = self.accuracy({})
+        found = self.bisected(accuracy, lambda sigma: lambda w: sigma)
         weights = [w.double() for w in self._theta.values() if w.ndim > 1]
         norm = sum(float(w.square().sum()) for w in weights)
-        rest = math.log(self._samples / found.sigma) + 10
+        rest = math.log(self.samples / found.sigma) + 10
         magnitude = bound = of_initial = of_origin = None
         if before is not None:
-            magnitude = self._bisected(accuracy, _by_magnitude)
+            magnitude = self.bisected(accuracy, by_magnitude)
             steps = [w.double() - before[name].double() for name, w in self._theta.items() if w.ndim > 1]
             step = torch.cat([s.flatten() for s in steps])
             bound, of_origin = (
-                _magnitude_bound(step, mean, magnitude.sigma) + math.log(self._samples / magnitude.sigma) + 10
+                _magnitude_bound(step, mean, magnitude.sigma) + math.log(self.samples / magnitude.sigma) + 10
                 for mean in (step.square().mean(), norm / len(step))
             )
             of_initial = float(step.square().sum()) / (4 * found.sigma**2) + rest
         return PacBayes(
             *(found.sigma, found.bracket, found.drops, found.reached, found.stderr),
             accuracy=accuracy,
-            samples=self._samples,
+            samples=self.samples,
             bound=norm / (4 * found.sigma**2) + rest,
             magnitude=magnitude,
             magnitude_bound=bound,
@@ -239,12 +240,8 @@ class _Search:
             magnitude_origin_bound=of_origin,
         )
 
-    def by_magnitude(self) -> tuple[Bisection, float, int]:
-        """Return the search with noise in proportion to the weights, the network's accuracy, and n."""
-        accuracy = self._accuracy({})
-        return self._bisected(accuracy, _by_magnitude), accuracy, self._samples
-
-    def _bisected(self, accuracy: float, spread: Callable[[float], Callable[[Tensor], Any]]) -> Bisection:
+    def bisected(self, accuracy: float, spread: Callable[[float], Callable[[Tensor], Any]]) -> Bisection:
+        """Return the search for σ of noise that is as large as ``spread`` says for it, in each parameter."""
         lower, upper = 0.0, LARGEST
         tried: dict[float, float] = {}
         for _ in range(self._steps):
@@ -271,33 +268,34 @@ class _Search:
         return sigma * error / (exponent * drop) if exponent > 0 else None
 
     def _noisy(self, spread: Callable[[Tensor], Any], key: int) -> float:
-        """Return the accuracy with one draw of the noise."""
+        """Return the accuracy with one probe of the noise."""
 
         def deviation(w: Tensor) -> Any:
             return spread(w) ** 2 if self._squared else spread(w)
 
         noise = parameters.noise(self._theta, torch.Generator(state.device(self._model)).manual_seed(key))
         with calling.dry_run():
-            return self._accuracy(parameters.displaced(self._theta, noise, deviation))
+            return self.accuracy(parameters.displaced(self._theta, noise, deviation))
 
     def _run(self, batch: Any, values: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
         with parameters.inside(self._model, values):
             return calling.run(self._model, batch, self._task.forward)
 
-    def _accuracy(self, values: Mapping[str, Tensor]) -> float:
+    def accuracy(self, values: Mapping[str, Tensor]) -> float:
+        """Return the accuracy at other parameters of these names, and count the samples."""
         right = total = samples = 0
-        for number, part in self._parts.numbered(self._task.batches):
-            outputs, targets = self._run(part, values)
+        for number, micro_batch in self._parts.numbered(self._task.batches):
+            outputs, targets = self._run(micro_batch, values)
             hits = risk.hits(outputs, targets, self._task.loss, number)
             if not values and bool(outputs.isnan().any()):
                 raise NonFiniteError(f"batch {number}: {_NO_ACCURACY}")
-            right, total, samples = right + int(hits.sum()), total + len(hits), samples + size(part)
+            right, total, samples = right + int(hits.sum()), total + len(hits), samples + size(micro_batch)
         counts = torch.tensor([right, total, samples], dtype=torch.float64, device="cpu")
         found = self._task.batches.shard.sum("an accuracy", {"counts": counts})["counts"]
         right, total, samples = map(int, found.tolist())
         if total == 0:
             raise InputError("targets: every one is ignored, so there is no accuracy")
-        self._samples = samples
+        self.samples = samples
         return right / total
 
     def _initial(self, initial: nn.Module | Mapping[str, Tensor]) -> parameters.Parameters:
@@ -311,7 +309,7 @@ class _Search:
         return parameters.every(self._folding.of(other))
 
 
-def _by_magnitude(sigma: float) -> Callable[[Tensor], Tensor]:
+def by_magnitude(sigma: float) -> Callable[[Tensor], Tensor]:
     """Return the deviation √(σ² θ_j² + ε²) of the noise on each entry."""
     return lambda w: (sigma**2 * w.square() + EPSILON**2).sqrt()
 
@@ -321,31 +319,21 @@ def _magnitude_bound(steps: Tensor, mean: float | Tensor, sigma: float) -> float
     return float(ratios.log().sum()) / 4
 
 
-def _values(task: Task) -> Values:
+def _values(name: str, task: Task) -> Values:
+    """Return 1/σ² of one of the two measures, by name."""
     search = _Search(task)
-    found = search.result()
-    note = f"{_said(PAC_BAYES.name, found, found.accuracy)}; bound {found.bound:.5g}"
-    return _estimates(PAC_BAYES.name, found, found.samples, note, search)
-
-
-def _by_magnitude_values(task: Task) -> Values:
-    search = _Search(task)
-    found, accuracy, samples = search.by_magnitude()
-    return _estimates(
-        PAC_BAYES_MAGNITUDE.name, found, samples, _said(PAC_BAYES_MAGNITUDE.name, found, accuracy), search
-    )
-
-
-def _said(name: str, found: Bisection, accuracy: float) -> str:
+    found: Bisection
+    if name == PAC_BAYES.name:
+        found = search.result()
+        bound, accuracy = f"; bound {found.bound:.5g}", found.accuracy
+    else:
+        accuracy, bound = search.accuracy({}), ""
+        found = search.bisected(accuracy, by_magnitude)
     low, high = min(found.drops), max(found.drops)
-    return (
+    notes = [
         f"{name}: σ = {found.sigma:.5g} lowers the accuracy of {accuracy:.4g} by {found.drop:.3g} "
-        f"({low:.3g} to {high:.3g} in {len(found.drops)} probes)"
-    )
-
-
-def _estimates(name: str, found: Bisection, samples: int, note: str, search: "_Search") -> Values:
-    notes = [note]
+        f"({low:.3g} to {high:.3g} in {len(found.drops)} probes){bound}"
+    ]
     if not found.reached:
         notes.append(f"{name}: no σ was found at which the accuracy drops by {DROP}; σ is where the search ended")
     if search.unfolded:
@@ -354,7 +342,7 @@ def _estimates(name: str, found: Bisection, samples: int, note: str, search: "_S
         "": Estimate(
             value=found.flatness,
             stderr=found.flatness_stderr,
-            samples=samples,
+            samples=search.samples,
             method="monte-carlo",
             exact=False,
             backend="reference",
@@ -369,7 +357,7 @@ PAC_BAYES = Measure(
     formula="1/σ², σ the noise N(0, σ²) on all parameters that lowers the accuracy by 0.1",
     source="Petzka et al. 2021, appendix C.2; Jiang et al. 2020",
     of_layers=False,
-    compute=_values,
+    compute=partial(_values, "pac_bayes"),
     granularity="network",
     cost=f"up to {_reads(PROBES, STEPS)} forward passes",
     reads=_reads(PROBES, STEPS),
@@ -379,7 +367,7 @@ PAC_BAYES_MAGNITUDE = Measure(
     formula="1/σ², σ the noise N(0, σ² θ_j² + 1e-6) on all parameters θ_j that lowers the accuracy by 0.1",
     source="Jiang et al. 2020; Petzka et al. 2021, appendix C.2",
     of_layers=False,
-    compute=_by_magnitude_values,
+    compute=partial(_values, "pac_bayes_magnitude"),
     granularity="network",
     cost=PAC_BAYES.cost,
     reads=PAC_BAYES.reads,

@@ -5,7 +5,7 @@
 
 is ``relative_flatness`` (Petzka et al. 2021, Definition 3; normalised, ``…_std``: Theorem 4). A network's value is the
 sum over its layers (appendix A). It is invariant to layer-wise rescalings of ReLU networks; with features divided and
-columns multiplied by the features' deviation also to neuron-wise ones. At a head see :mod:`.at_head`.
+columns multiplied by the features' deviation also to neuron-wise ones. At a head see :mod:`.head_sums`.
 
     κ_col(w) = Σ_{i,j} ⟨w_:i, w_:j⟩ Tr(∂²E/∂w_:i∂w_:j)        over the columns w_:j (d,), w (d, m)
              = Σ_i Σ_c σ_ic |w M_i^(c)ᵀ|² / Σ_i ω_i            by the GGN

@@ -48,7 +48,7 @@ COST = "one forward pass and one backward pass per output of the model, shared b
 _SOURCE = "From Loss Flatness to Compressed Representations"
 _NO_INPUT = "the model's input has no derivative (no floating-point tensor among a batch's inputs): layers only"
 
-Of = Callable[[Samples, str], Tensor]  # the values of samples at a place, (n,)
+Of = Callable[[Samples, str], Tensor]  # (samples, place) -> the values of samples there, (n,)
 
 
 def _volume(samples: Samples, place: str) -> Tensor:
@@ -61,7 +61,7 @@ def _dimension(samples: Samples, place: str) -> Tensor:
 
 
 def _at_places(of: Of, samples: Samples) -> Values:
-    """Return the value at each layer's input; the network's value is that at the model's."""
+    """Return the value at each layer's input, and as the network's that at the model's input."""
     found = {name: estimate(samples, of(samples, name), name) for name in samples.layers}
     if samples.has_input:
         found[INPUT] = estimate(samples, of(samples, INPUT), INPUT)
@@ -69,7 +69,7 @@ def _at_places(of: Of, samples: Samples) -> Values:
 
 
 def _summed(of: Of, samples: Samples) -> Values:
-    """Return the sum over layers alone, as the network's value."""
+    """Return the sum over layers as the network's value, and no others."""
     return {"": estimate(samples, torch.stack([of(samples, name) for name in samples.layers]).sum(dim=0), "")}
 
 

@@ -44,7 +44,7 @@ from ..errors import InputError, NotYetError
 from ..model import layers, uses
 from ..model.uses import Use
 from ..numerics import lanczos
-from ..numerics.directions import Directions
+from ..numerics.normal_vectors import NormalVectors
 from ..options import Options
 from ..report import Estimate
 from ..report.intervals import together
@@ -52,22 +52,22 @@ from .base import LARGEST, Measure, Task, Values
 from .relative_flatness import RELATIVE_FLATNESS
 from .trace import LAMBDA_MAX, TRACE
 
-_ENTRIES = 2**18  # of a weight that are in float64 at a time
-_WRITTEN_OUT = 1024  # rows of a Gram matrix, at most
+_ENTRIES = 2**18  # of a weight that are converted to float64 at a time
+_WRITTEN_OUT = 1024  # rows of a Gram matrix that is written out, at most
 _TOLERANCE, _PRODUCTS, _BASIS = 1e-11, 2000, 64
 
 
 def squared_norm(module: nn.Module) -> float:
     """Return |w|² of the layer's effective weight."""
     weight = layers.matrix(module)[0]
-    return sum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in _parts(weight))
+    return sum(float(torch.linalg.vector_norm(rows, dtype=torch.float64)) ** 2 for rows in _pieces(weight))
 
 
 def spectral_norm(module: nn.Module) -> float:
     """Return the largest singular value of the layer's weight matrix, or over a grouped convolution's groups.
 
-    It comes from the smaller Gram matrix, whose largest eigenvalue is as accurate; for many rows from Lanczos, without
-    that matrix. A weight with NaN or infinity in it gives NaN.
+    It is computed from the smaller Gram matrix, whose largest eigenvalue is as accurate, or for many rows by Lanczos,
+    without that matrix. It is NaN for a weight with NaN or infinity.
     """
     weight = layers.matrix(module)[0].unflatten(0, (layers.kind_of(module).groups, -1))
     size = min(weight.shape[1:])
@@ -82,23 +82,23 @@ def spectral_norm(module: nn.Module) -> float:
 
 
 def _by_products(matrix: Tensor) -> float | None:
-    """Return the root of the largest eigenvalue of wᵀw; None if it is not found to rounding."""
-    start = Directions().like(matrix.new_empty(1, matrix.shape[1], dtype=torch.float64))
+    """Return the root of the largest eigenvalue of wᵀw; None if Lanczos does not find it up to rounding."""
+    start = NormalVectors().like(matrix.new_empty(1, matrix.shape[1], dtype=torch.float64))
 
     def times(vectors: Tensor) -> Tensor:
         total = torch.zeros_like(vectors[0])
-        for part in _parts(matrix):
-            rows = part.double()
+        for piece in _pieces(matrix):
+            rows = piece.double()
             total += rows.t() @ (rows @ vectors[0])
         return total.unsqueeze(0)
 
-    search = lanczos.largest(start, tolerance=_TOLERANCE, limit=_PRODUCTS, size=_BASIS)
+    search = lanczos.largest(start, tolerance=_TOLERANCE, max_products=_PRODUCTS, size=_BASIS)
     ritz = lanczos.solved(search, times)
     return math.sqrt(max(0.0, float(ritz.values))) if ritz.converged else None
 
 
-def _parts(weight: Tensor) -> tuple[Tensor, ...]:
-    """Return the rows of a matrix in pieces, each as large as may be copied."""
+def _pieces(weight: Tensor) -> tuple[Tensor, ...]:
+    """Return the rows of a matrix in pieces that are small enough to be copied."""
     rows: tuple[Tensor, ...] = weight.split(max(1, _ENTRIES // max(1, weight.shape[1])))
     return rows
 
@@ -108,7 +108,7 @@ def _values(task: Task) -> Values:
     for name, module in task.selection.modules.items():
         if isinstance(module, Use) and not module.ran:
             if name not in task.selection.named:
-                continue  # it may be the weight of nothing, or have parts that are layers
+                continue  # it may be no weight at all, or have parts that are layers
             if module.source.effective:
                 raise InputError(
                     f"layer {name!r} computes its weight in its forward pass, and weight_norm by itself does without "
@@ -139,7 +139,7 @@ WEIGHT_NORM = Measure(
 
 
 def scaled(times: Callable[[nn.Module], float], model: nn.Module, options: Options, values: Values) -> Values:
-    """Return each layer's value times a number that its weight gives, and their sum for the network."""
+    """Return each layer's value times a function of its weight, and their sum for the network."""
     found = _by_layer(times, model, options, values)
     contributions = [estimate.per_sample for estimate in found.values() if estimate.per_sample is not None]
     stderr, dof = together([*found.values()])
@@ -157,7 +157,7 @@ def scaled(times: Callable[[nn.Module], float], model: nn.Module, options: Optio
 
 
 def largest_scaled(measure: str, model: nn.Module, options: Options, values: Values) -> Values:
-    """Return the largest of layers' scaled values, for the network, and which that is in the name of the measure."""
+    """Return the largest of the layers' scaled values for the network, with a note of which layer it is."""
     found = _by_layer(squared_norm, model, options, values)
     if any(estimate.stderr is not None for estimate in found.values()):
         raise InputError(
@@ -165,7 +165,7 @@ def largest_scaled(measure: str, model: nn.Module, options: Options, values: Val
             "leave it out of measures="
         )
     sizes = torch.tensor([estimate.value for estimate in found.values()], dtype=torch.float64, device="cpu")
-    place = int(sizes.argmax())  # that of a NaN, if there is one
+    place = int(sizes.argmax())  # of a NaN, if there is one
     name, largest = [*found.items()][place]
     exact = all(estimate.exact for estimate in found.values())
     return {"": replace(largest, exact=exact, layer="", notes=(f"{measure}: that of layer {name!r}",))}
@@ -187,7 +187,7 @@ def _by_layer(times: Callable[[nn.Module], float], model: nn.Module, options: Op
 
 
 def check_own_weights(name: str, module: nn.Module, options: Options) -> None:
-    """Raise a NotYetError for options under which a layer's values belong to another matrix than its weight."""
+    """Raise a NotYetError for options under which a layer's values are of another matrix than its weight."""
     if options.normalize is not None:
         raise NotYetError(
             f"measures scaled with a number of the weight are defined for the weights as they are; normalize="

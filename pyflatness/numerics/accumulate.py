@@ -1,9 +1,9 @@
-"""Reduce values over the samples of a data set: which of them count, and what sums over them are divided by.
+"""Reduce values over the samples of a data set: decide which samples count, and what sums over them are divided by.
 
     E = Σ_i t_i / Σ_i ω_i   (reduction "mean")        E = Σ_i t_i   (reduction "sum")
 
-over all samples that count, whatever the batches; t_i is what sample i adds, ω_i its weight in the mean, and what sums
-are divided by is the normaliser. It is decided here alone what a ``nan_policy`` makes of NaN and infinity:
+over all samples that count, whatever the batches. t_i is what sample i adds, ω_i its weight in the mean, and the number
+that sums are divided by is the normaliser. What a ``nan_policy`` does about NaN and infinity is decided here alone:
 
     "raise"      an error says where they are
     "propagate"  the values of their samples are NaN, and so are the sums
@@ -27,8 +27,8 @@ _SAMPLES = "samples"  # among sums over ranks
 _SMALL = torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps
 
 Error = Callable[[], NonFiniteError]
-"""Make the error for "raise". It may raise another itself, of weights, where leaving out samples would not help."""
-BySample = Callable[[Tensor], Tensor]  # make of which rows are fine, (rows,) bool, which samples are, (n,) bool
+"""Return the error for "raise", or raise another, as of weights that are not finite, which are no sample's fault."""
+BySample = Callable[[Tensor], Tensor]  # which rows are finite, (rows,) bool -> which samples are, (n,) bool
 
 
 def omits(policy: str) -> bool:
@@ -42,7 +42,7 @@ def raises(policy: str) -> bool:
 
 
 def non_finite(number: int, fine: Tensor, where: str, rows: str = "samples") -> NonFiniteError:
-    """Return the error of a batch for "raise"; ``fine`` (rows,) says where there is no NaN or infinity."""
+    """Return the error of a batch for "raise"; ``fine`` (rows,) is True where there is no NaN or infinity."""
     return NonFiniteError(
         f"batch {number}: {int((~fine).sum())} of {len(fine)} {rows} have NaN or infinity {where}; pass "
         "nan_policy='omit' or 'propagate' to go on"
@@ -79,7 +79,7 @@ def underflow(
 
 
 def kept(policy: str, fine: Tensor, error: Error, samples: BySample | None = None) -> Tensor | None:
-    """Return which samples of a batch count by which rows are ``fine``, (n,) bool; None: all of them do."""
+    """Return which samples of a batch count, (n,) bool, given which rows are ``fine``; None if all count."""
     if policy == "propagate" or bool(fine.all()):
         return None
     found = error()
@@ -89,12 +89,12 @@ def kept(policy: str, fine: Tensor, error: Error, samples: BySample | None = Non
 
 
 def finite_samples(values: Tensor) -> Tensor:
-    """Return which samples have finite values alone, (n,) bool, of values (…, n)."""
+    """Return which samples have only finite values among values (…, n), (n,) bool."""
     return values.isfinite().flatten(0, -2).all(dim=0)
 
 
 def counting(policy: str, values: Tensor) -> Tensor:
-    """Return which samples are going to count, (n,) bool, going by values (…, n)."""
+    """Return which samples will count, (n,) bool, judged by their values (…, n)."""
     fine = finite_samples(values)
     return fine if omits(policy) else torch.ones_like(fine)
 
@@ -105,13 +105,13 @@ def masked(values: Tensor, kept: Tensor | None, fill: float = 0.0) -> Tensor:
 
 
 def check_together(policy: str, fine: bool, error: Error) -> None:
-    """Raise unless a value of all samples together, which none can be left out of, is fine or is to be NaN."""
+    """Raise unless a value of all samples together, none of which can be left out, is finite or may be NaN."""
     if not fine and policy != "propagate":
         raise error()
 
 
 def check_followed(policy: str, error: Exception) -> None:
-    """Raise an error of NaN under "raise"; under other policies one measure alone has it, which cannot follow them."""
+    """Raise an error of NaN under "raise"; under another policy one measure has it, which cannot follow the policy."""
     if policy == "raise" and isinstance(error, NonFiniteError):
         raise error
 
@@ -145,11 +145,11 @@ class Accumulator:
         return found
 
     def add(self, samples: int, weight: float = 0.0) -> None:
-        """Take in a batch: how many samples it has, and the weight of those that count if a mean is by weights."""
+        """Add a batch: its number of samples, and the total weight of those that count if the mean is weighted."""
         self._seen, self.weight = self._seen + samples, self.weight + weight
 
     def together(self, shard: Shard, parts: Parts) -> dict[Key, Tensor]:
-        """Take in other ranks' samples, where a read of the data ends, and return sums of values over all ranks."""
+        """Add other ranks' samples where a read of the data ends, and return the sums of values over all ranks."""
         if shard.ranks.alone:
             return dict(parts)
         own = torch.tensor([self._seen, self.weight, self.omitted], dtype=torch.float64, device="cpu")

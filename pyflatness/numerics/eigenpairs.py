@@ -26,12 +26,12 @@ from .lanczos import bordered, orthogonalised
 from .signs import RandomVectors
 
 _STARTS = 2  # where copies of eigenvalues count
-_LONGEST = 300  # vectors of a basis, where more are not wanted: T is diagonalised at every step
-_FEWEST = 4  # products of each start that goes on beside pairs that were found: fewer may not show a large eigenvalue
-_NOTHING = 1e-12  # of a matrix's norm: a rest of so little is rounding
-BESIDE = 2 * _STARTS + 2  # vectors beside the basis of a search: sums and parts of products, and what one takes
-BESIDE_STEPS = 4  # beside the steps of a quadrature, for each of its starts
-_SLACK = 10  # of the tolerance: what residuals may be above it for the products' rounding
+_LONGEST = 300  # vectors of a basis, unless more pairs are wanted: T is diagonalised at every step
+_FEWEST = 4  # products of each new start beside pairs already found: fewer may not show a large eigenvalue
+_NOTHING = 1e-12  # of a matrix's norm: a remainder this small is rounding
+BESIDE = 2 * _STARTS + 2  # vectors in memory beside the basis of a search: sums, parts and buffers of products
+BESIDE_STEPS = 4  # vectors in memory beside the steps of a quadrature, for each of its starts
+_SLACK = 10  # how many times the tolerance residuals may be, for the products' rounding
 
 
 @dataclass(frozen=True)
@@ -40,49 +40,52 @@ class Pairs:
 
     values: Tensor  # (k,) float64, descending
     vectors: Tensor  # (k, N), orthonormal
-    residuals: Tensor  # (k,) |H y - θ y| of the products that were taken: an eigenvalue lies so near to each value
-    products: int  # how many were taken
-    converged: bool  # whether all residuals were brought to the tolerance, and no copies of eigenvalues are left out
-    limited: bool = False  # whether it ended by the limit of products instead
+    residuals: Tensor  # (k,) |H y - θ y|: an eigenvalue lies within this of each value
+    products: int  # how many products were taken
+    converged: bool  # whether all residuals are within the tolerance, and no copies of eigenvalues are left out
+    limited: bool = False  # whether the limit of products ended the search instead
 
 
 def least_vectors(pairs: int, size: int) -> int:
-    """Return how many vectors (N,) the basis of a search for so many pairs has room for at least."""
+    """Return the least number of vectors (N,) that the basis of a search for so many pairs needs room for."""
     return min(size, 2 * pairs + 2) if pairs else 0
 
 
 class Search:
-    """Search for eigenpairs of one matrix at both ends of its spectrum, by at most ``limit`` products.
+    """Search for eigenpairs of one matrix at both ends of its spectrum, by at most ``max_products`` products.
 
-    ``tolerance`` is for residuals, relative to the matrix's norm as seen so far; memory has ``room`` for vectors,
-    beside which there are :data:`BESIDE`, and :func:`least_vectors` are taken in any case.
+    ``tolerance`` is of the residuals, relative to the largest Ritz value so far. ``room`` is the number of vectors that
+    memory has room for, besides :data:`BESIDE` others; :func:`least_vectors` are taken in any case.
     """
 
-    def __init__(self, random: RandomVectors, *, tolerance: float, room: int, limit: int) -> None:
+    def __init__(self, random: RandomVectors, *, tolerance: float, room: int, max_products: int) -> None:
         self._random, self._size, self._device = random, random.size, random.device
-        self._tolerance, self._room, self._limit = tolerance, room, limit
+        self._tolerance, self._room, self._max_products = tolerance, room, max_products
         self._products, self._norm, self._converged, self._limited = 0, 0.0, True, False
 
     def pairs(self, largest: int, smallest: int, *, copies: bool = True) -> Generator[Tensor, Tensor, Pairs]:
-        """Yield vectors (b, N), want their products, and return the outermost pairs, of multiple ones ``copies``."""
+        """Yield vectors (b, N), receive their products, and return the outermost pairs.
+
+        Every copy of a multiple eigenvalue counts as a pair, unless ``copies`` is False.
+        """
         wanted = largest + smallest
         if not wanted:
             nothing = torch.zeros(0, self._size, dtype=torch.float64, device=self._device)
             return Pairs(nothing[:, 0], nothing, nothing[:, 0], 0, converged=True)
         copies = copies and max(largest, smallest) > 1 and wanted < self._size
-        self._starts = min(_STARTS, self._size, self._limit) if copies else 1
+        self._starts = min(_STARTS, self._size, self._max_products) if copies else 1
         most = min(self._size, max(least_vectors(wanted, self._size), min(self._room, _LONGEST)))
         space = KrylovSpace(self._random, most)
         space.start(self._starts)
         ritz = yield from self._ends(space, largest, smallest, fewest=0)
         again = copies and ritz is not None and self._is_multiple(ritz, largest, smallest)
         while again and self._converged and ritz is not None:
-            if self._products >= self._limit:
+            if self._products >= self._max_products:
                 self._converged, self._limited = False, True
                 break
             before = ritz
             space.restart(ritz.vectors[:, ritz.ends(largest, smallest)])
-            space.start(min(self._starts, self._size - wanted, self._limit - self._products))
+            space.start(min(self._starts, self._size - wanted, self._max_products - self._products))
             fewest = self._products + _FEWEST * self._starts
             ritz = yield from self._ends(space, largest + bool(largest), smallest + bool(smallest), fewest)
             again = ritz is not None and self._is_beyond(ritz, before, largest, smallest)
@@ -102,29 +105,26 @@ class Search:
         return Pairs(values, vectors, residuals, self._products, self._converged, self._limited)
 
     def _ends(self, space: KrylovSpace, upper: int, lower: int, fewest: int) -> Generator[Tensor, Tensor, Ritz | None]:
-        """Return the Ritz pairs that are at both ends, by ``fewest`` products at least.
-
-        None if these are not finite.
-        """
+        """Return the Ritz pairs at both ends, after at least ``fewest`` products; None if these are not finite."""
         upper = min(upper, self._size)
         lower = min(lower, self._size - upper)
         while True:
             images = yield space.newest
             self._products += len(images)
-            if not bool(images.isfinite().all()):  # the caller said that NaN is to be handed on
+            if not bool(images.isfinite().all()):  # the caller has decided to propagate NaN
                 self._converged = False
                 return None
             ritz = space.take(images)
-            del images  # the next products take their room
+            del images  # the memory is for the next products
             self._norm = max(self._norm, ritz.norm)
             count = len(space)
             small = bool((ritz.left[ritz.ends(upper, lower)] <= self._tolerance * self._norm).all())
             done = count == self._size or (small and count >= upper + lower and self._products >= fewest)
-            if done or self._products >= self._limit:
+            if done or self._products >= self._max_products:
                 self._converged &= done
                 self._limited |= not done
                 return ritz
-            more = min(self._starts, self._size - count, self._limit - self._products)
+            more = min(self._starts, self._size - count, self._max_products - self._products)
             if count + more > space.most:
                 space.restart(ritz.vectors[:, _outer(count, upper, lower, space.most - more)])
             space.extend(more, self._norm)
@@ -143,25 +143,25 @@ class Search:
         return False
 
     def _is_beyond(self, ritz: Ritz, before: Ritz, largest: int, smallest: int) -> bool:
-        """Return whether a wanted value lies further out than it did before, for a copy that was found beyond it."""
+        """Return whether a wanted value lies further out than before, since a copy was found beyond it."""
         upper = ritz.values.flip(0)[:largest] - before.values.flip(0)[:largest]
         lower = before.values[:smallest] - ritz.values[:smallest]
         return bool((torch.cat([upper, lower]) > self._slack).any())
 
     def _are_small(self, residuals: Tensor) -> bool:
-        """Return whether residuals came down to the tolerance, but for the products' rounding."""
+        """Return whether residuals are within the tolerance, up to the products' rounding."""
         return bool((residuals <= _SLACK * self._slack).all())
 
     @property
     def _slack(self) -> float:
-        """Return how far values may be from each other that are the same."""
+        """Return how far apart two values may be that count as equal."""
         return self._tolerance * self._norm
 
 
 def quadrature(starts: Tensor, steps: int) -> Generator[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Yield vectors (b, N), want their products, and return the nodes and weights of each start's quadrature.
+    """Yield vectors (b, N), receive their products, and return the nodes and weights of each start's quadrature.
 
-    These are (b, steps), ascending, and with sums 1. The starts are held no longer than until the first product.
+    Both are (b, steps); nodes are ascending, weights sum to 1. The starts are released at the first product.
     """
     basis = starts.new_empty(len(starts), steps, starts.shape[1])
     torch.div(starts, starts.norm(dim=1, keepdim=True), out=basis[:, 0])
@@ -180,7 +180,7 @@ def quadrature(starts: Tensor, steps: int) -> Generator[Tensor, Tensor, tuple[Te
 
 
 def _outer(count: int, upper: int, lower: int, most: int) -> list[int]:
-    """Return which of so many ascending Ritz vectors a restart keeps: those wanted, and as many more as leave room."""
+    """Return which of ``count`` ascending Ritz vectors a restart keeps: those wanted, and half of the spare room."""
     spare = max(0, (most - upper - lower) // 2)
     more = spare * upper // max(1, upper + lower)
     below = lower + (spare - more if lower else 0)

@@ -1,10 +1,10 @@
-"""Hold a basis with what a symmetric matrix H makes of it: Rayleigh-Ritz pairs and their residuals, without a product.
+"""Hold a Krylov basis with its products by a symmetric matrix H, for Ritz pairs and residuals without more products.
 
     H Qᵀ = Qᵀ C + Pᵀ A        Q (m, N) orthonormal, C (m, m); P (b, N) the rests of the newest products, A (b, m)
     |H y - θ y|² = |C s - θ s|² + |Pᵀ A s|²        of a Ritz vector y = Qᵀ s
 
-C has all coefficients of the products as they were, rounded, and of an H that is not symmetric too. So residuals are
-those of a product of its own with y, but for rounding in float64.
+C has all coefficients of the products as they were computed, also of an H that is not symmetric. So the residuals are
+those that a product with y itself would show, up to rounding in float64.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .signs import RandomVectors
 
-_NOTHING = 1e-12  # of the matrix's norm: a rest of so little is rounding
-_PARALLEL = 1e-3  # of a vector's norm: a rest of less is taken apart from the whole basis once more
+_NOTHING = 1e-12  # of the matrix's norm: a remainder this small is rounding
+_PARALLEL = 1e-3  # of a vector's norm: a smaller remainder is orthogonalised against the whole basis once more
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Ritz:
     """Hold the Ritz pairs of a basis, ascending."""
 
     values: Tensor  # (m,) float64, on the CPU like all here
-    vectors: Tensor  # (m, m), their columns are the coefficients s in the basis
-    left: Tensor  # (m,), |Pᵀ A s|: the residuals of an H that is symmetric
+    vectors: Tensor  # (m, m), whose columns are the coefficients s in the basis
+    left: Tensor  # (m,), |Pᵀ A s|: the residuals if H is symmetric
 
     @property
     def norm(self) -> float:
@@ -32,13 +32,13 @@ class Ritz:
         return float(self.values.abs().max())
 
     def ends(self, upper: int, lower: int) -> list[int]:
-        """Return which are so many at both ends, or all if there are fewer."""
+        """Return the places of the given numbers of values at both ends, or of all if there are fewer."""
         count = len(self.values)
         return [*range(lower), *range(count - upper, count)] if count >= upper + lower else [*range(count)]
 
 
-_CHUNK = 6  # vectors that room is made for at a time, so that what is not needed is not taken
-_COLUMNS = 2**12  # entries of all vectors that are turned at a time
+_CHUNK = 6  # vectors that are allocated at a time, so that no more memory is taken than needed
+_COLUMNS = 2**12  # entries of all vectors that are combined at a time
 
 
 class Basis:
@@ -53,7 +53,7 @@ class Basis:
         return self._count
 
     def append(self, vector: Tensor) -> None:
-        """Take in a vector (N,) of norm 1 that is orthogonal to all others; it is copied."""
+        """Append a copy of a vector (N,) of norm 1 that is orthogonal to all others."""
         room = sum(map(len, self._chunks))
         if self._count == room:
             rows = min(_CHUNK, self.most - room)
@@ -70,10 +70,7 @@ class Basis:
         return torch.stack([self._chunks[row // _CHUNK][row % _CHUNK] for row in range(first, self._count)])
 
     def take_out(self, vectors: Tensor) -> Tensor:
-        """Take the parts along the basis out of (b, N) vectors in place, twice for rounding.
-
-        Return coefficients (b, m).
-        """
+        """Orthogonalise vectors (b, N) against the basis in place, twice for rounding; return coefficients (b, m)."""
         coefficients = vectors.new_zeros(len(vectors), self._count)
         for _ in range(2):
             start = 0
@@ -85,7 +82,7 @@ class Basis:
         return coefficients
 
     def turn(self, turn: Tensor) -> None:
-        """Put combinations of the vectors in their place, (m, r) orthonormal columns for the first r of them."""
+        """Replace the vectors by r combinations of them, given by orthonormal columns (m, r)."""
         used, count = self._used(), turn.shape[1]
         for start in range(0, self._size, _COLUMNS):
             columns = slice(start, start + _COLUMNS)
@@ -95,14 +92,14 @@ class Basis:
         self._count = count
 
     def released(self) -> Tensor:
-        """Return all vectors, (m, N), and hold them no longer."""
+        """Return all vectors, (m, N), and release them."""
         self._chunks = self._used()
         found = torch.cat(self._chunks)
         self._chunks, self._count = [], 0
         return found
 
     def _used(self) -> list[Tensor]:
-        """Return the chunks as far as they have vectors."""
+        """Return the parts of the chunks that hold vectors."""
         whole, rest = divmod(self._count, _CHUNK)
         return [*self._chunks[:whole], *([self._chunks[whole][:rest]] if rest else [])]
 
@@ -114,7 +111,7 @@ class KrylovSpace:
         self._random, size, device = random, random.size, random.device
         self._size, self._device = size, device
         self._basis = Basis(most, size, device)
-        self._newest = 0  # how many vectors were not multiplied yet
+        self._newest = 0  # how many vectors have not been multiplied yet
         self._rests = torch.zeros(0, size, dtype=torch.float64, device=device)  # P
         self._after = _small(0, 0)  # A
         self._columns = _small(most, most)  # C, and below, in the rows of the newest vectors, what they have of P
@@ -125,7 +122,7 @@ class KrylovSpace:
 
     @property
     def most(self) -> int:
-        """Return how many vectors there may be."""
+        """Return the largest number of vectors."""
         return self._basis.most
 
     @property
@@ -134,7 +131,7 @@ class KrylovSpace:
         return self._basis.newest(self._newest)
 
     def take(self, images: Tensor) -> Ritz:
-        """Take in the products of the newest vectors, which are overwritten, and return the Ritz pairs."""
+        """Add the products of the newest vectors, which are overwritten, and return the Ritz pairs."""
         count = len(self)
         newest = slice(count - self._newest, count)
         self._columns[:count, newest] = self._basis.take_out(images).mT.cpu()
@@ -145,7 +142,7 @@ class KrylovSpace:
         return Ritz(values, vectors, self._of_rests(vectors))
 
     def extend(self, count: int, norm: float) -> None:
-        """Extend the basis by what the newest products have beside it; by random vectors where that is nothing."""
+        """Extend the basis by the remainders of the newest products; by random vectors where a remainder is 0."""
         before, order = len(self), self._rests.norm(dim=1).argsort(descending=True)
         for place, row in enumerate(order[:count].tolist()):
             self._append(self._beside(self._rests[row : row + 1], place), norm)
@@ -155,10 +152,10 @@ class KrylovSpace:
         if count < len(self._rests):
             left = self._rests - rests.mT.to(self._device) @ self.newest
             self._drop(self._after.mT @ _products(left) @ self._after)
-        self._rests = self._rests[:0].clone()  # no more is needed of them, and the next products take their room
+        self._rests = self._rests[:0].clone()  # they are not needed any more, and the next products need the memory
 
     def restart(self, kept: Tensor) -> None:
-        """Go on with some Ritz vectors, (m, r) orthonormal columns of coefficients, in the basis' place."""
+        """Replace the basis by some Ritz vectors, given by orthonormal columns of coefficients (m, r)."""
         before, count = len(self), kept.shape[1]
         self._basis.turn(kept.to(self._device))
         turned = self._columns[:before, :before] @ kept
@@ -171,7 +168,7 @@ class KrylovSpace:
         self._after = self._after @ kept
 
     def start(self, count: int) -> None:
-        """Go on with random vectors in the place of what the newest products have beside the basis."""
+        """Go on with random vectors in place of the remainders of the newest products."""
         if len(self):
             self._drop(self._after.mT @ _products(self._rests) @ self._after)
         self._rests = self._rests[:0].clone()
@@ -202,13 +199,13 @@ class KrylovSpace:
         return (turned * (_products(self._rests) @ turned)).sum(dim=0).clamp_min(0).sqrt()
 
     def _drop(self, products: Tensor) -> None:
-        """Take in DᵀD (m, m) of what is left out of the products of the first m vectors."""
+        """Add DᵀD (m, m) of what is left out of the products of the first m vectors."""
         count = len(products)
         self._dropped[:count, :count] += products
         self._times += 1
 
     def _beside(self, rest: Tensor, others: int) -> Tensor:
-        """Return a rest (1, N), which is orthogonal to the basis but for so many newest vectors, without these."""
+        """Return a remainder (1, N) orthogonalised to the newest ``others`` vectors, as it is to all before."""
         if not others:
             return rest
         rest, length, newest = rest.clone(), float(rest.norm()), self._basis.newest(others)
@@ -219,7 +216,7 @@ class KrylovSpace:
         return rest
 
     def _append(self, vector: Tensor, norm: float) -> None:
-        """Extend the basis by a vector (1, N), or by a random one if it is nothing beside the matrix's norm."""
+        """Extend the basis by a vector (1, N), or by a random one if it is negligible against the matrix's norm."""
         length = float(vector.norm())
         if length <= _NOTHING * norm:
             vector = self._random.draw().unsqueeze(0)

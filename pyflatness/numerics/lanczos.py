@@ -20,8 +20,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-LIMIT = 200  # products that a search takes at most, where nothing else is said
-_FEWEST = 4  # vectors of a basis that is restarted, at least
+MAX_PRODUCTS = 200  # products of a search at most, unless given
+_FEWEST = 4  # vectors of a basis before a restart, at least
 
 
 @dataclass(frozen=True)
@@ -29,24 +29,24 @@ class LargestEigenvalues:
     """Hold the largest eigenvalues of some matrices."""
 
     values: Tensor  # (b,) float64
-    residuals: Tensor  # (b,), an eigenvalue lies so near
-    products: int  # how many were taken
-    converged: bool  # whether every residual was brought down to the tolerance
+    residuals: Tensor  # (b,), an eigenvalue lies within this of the value
+    products: int  # how many products were taken
+    converged: bool  # whether every residual is within the tolerance
 
 
 Key = TypeVar("Key", bound=Hashable)
 Search = Generator[Tensor, Tensor, LargestEigenvalues]
-"""Yields vectors (b, N), wants their products with the matrices (b, N), and returns what it found."""
+"""Yields vectors (b, N), receives their products with the matrices (b, N), and returns the eigenvalues."""
 
 
-def largest(start: Tensor, *, tolerance: float, size: int, limit: int | None = None) -> Search:
+def largest(start: Tensor, *, tolerance: float, size: int, max_products: int | None = None) -> Search:
     """Return the algebraically largest eigenvalue of each matrix, from random starts (b, N) float64.
 
-    ``tolerance`` is for the residual, relative to the matrix's norm (as seen so far); a full basis of ``size`` vectors
-    is restarted from its upper half of Ritz vectors; ``limit`` products are taken at most, besides the one for the
+    ``tolerance`` is of the residual, relative to the matrix's norm (as seen so far). A full basis of ``size`` vectors
+    is restarted from its upper half of Ritz vectors. At most ``max_products`` products are taken, and one for the
     residual.
     """
-    limit = LIMIT if limit is None else limit
+    max_products = MAX_PRODUCTS if max_products is None else max_products
     basis = torch.nn.functional.normalize(start, dim=1).unsqueeze(1)
     projected = start.new_zeros(len(start), 0, 0)
     found, done = torch.zeros_like(start), torch.zeros(len(start), dtype=torch.bool, device=start.device)
@@ -54,7 +54,7 @@ def largest(start: Tensor, *, tolerance: float, size: int, limit: int | None = N
     while True:
         image = yield basis[:, -1]
         products += 1
-        if not bool(image.isfinite().all()):  # the caller said that NaN is to be handed on
+        if not bool(image.isfinite().all()):  # the caller has decided to propagate NaN
             nothing = start.new_full((len(start),), torch.nan)
             return LargestEigenvalues(nothing, nothing, products, converged=False)
         coefficients, rest = orthogonalised(basis, image)
@@ -62,10 +62,10 @@ def largest(start: Tensor, *, tolerance: float, size: int, limit: int | None = N
         values, vectors = torch.linalg.eigh(projected)
         norm = rest.norm(dim=1)
         small = norm * vectors[:, -1, -1].abs() <= tolerance * values.abs().amax(dim=1)
-        fresh = ~done  # one that is done stays as it was: its basis may hold no further directions
+        fresh = ~done  # a matrix that is done keeps its value: its Krylov space may be exhausted
         found[fresh] = torch.einsum("bk,bkn->bn", vectors[fresh, :, -1], basis[fresh])
         done |= small
-        if bool(done.all()) or products >= limit:
+        if bool(done.all()) or products >= max_products:
             break
         if basis.shape[1] >= max(size, _FEWEST):
             basis, projected = _restarted(basis, values, vectors)
@@ -79,14 +79,14 @@ def largest(start: Tensor, *, tolerance: float, size: int, limit: int | None = N
 
 
 def solved(search: Search, times: Callable[[Tensor], Tensor]) -> LargestEigenvalues:
-    """Return what a search finds with products from a function."""
+    """Run a search with products from a function, and return its result."""
     return solved_in_step({0: search}, lambda vectors: {0: times(vectors[0])})[0]
 
 
 def solved_in_step(
     searches: Mapping[Key, Search], times: Callable[[Mapping[Key, Tensor]], Mapping[Key, Tensor]]
 ) -> dict[Key, LargestEigenvalues]:
-    """Return what several searches find, with a product for all that still go on at each step."""
+    """Run several searches, with one call for the products of all that still go on, and return their results."""
     wanted, found = {key: next(search) for key, search in searches.items()}, {}
     while wanted:
         for key, image in times(wanted).items():
@@ -99,7 +99,7 @@ def solved_in_step(
 
 
 def orthogonalised(basis: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
-    """Return coefficients (b, k) in the basis and the rest (b, N); twice, or rounding brings converged vectors back."""
+    """Return coefficients (b, k) and the remainder (b, N), by two passes, or rounding revives converged vectors."""
     coefficients = image.new_zeros(basis.shape[:2])
     for _ in range(2):
         part = torch.einsum("bkn,bn->bk", basis, image)
@@ -118,6 +118,6 @@ def bordered(projected: Tensor, coefficients: Tensor) -> Tensor:
 
 
 def _restarted(basis: Tensor, values: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the upper half of the Ritz vectors as a basis; H takes them to themselves and one direction more."""
+    """Return the upper half of the Ritz vectors as a basis, which H maps to itself and one more direction."""
     kept = basis.shape[1] // 2
     return vectors[:, :, -kept:].mT @ basis, torch.diag_embed(values[:, -kept:])

@@ -1,17 +1,17 @@
-"""Let the processes of a ``torch.distributed`` group agree in one call: on sums, rows of samples, facts and errors.
+"""Have the processes of a ``torch.distributed`` group agree in one call: on sums, rows of samples, facts and errors.
 
-Every rank makes the same call on its own data. Where a read of the data ends, each adds what the others found to what
-it found itself, so that from there on all hold the same numbers. Sums are taken in float64 and in the order of the
-ranks, whatever the backend does: so they have the same bits on every rank and in every run. What ranks tell each other
-goes by ``all_gather_object``, sums of many numbers and the parts of tensors by ``all_gather``.
+Every rank makes the same call on its own data. Where a read of the data ends, the ranks add up their results, so that
+from there on all hold the same numbers. Sums are taken in float64 and in the order of the ranks, whatever the backend
+does, so that they have the same bits on every rank and in every run. Facts are exchanged by ``all_gather_object``, sums
+of many numbers and parts of tensors by ``all_gather``.
 
-A rank that fails takes part in one more exchange, with its error. The others, who wait for it where they will meet
-next, raise that error too (:meth:`Ranks.agreed`). Before tensors are sent all tell that they have the memory
-(:meth:`Ranks.gathered`). An error that was heard of is raised again at the next exchange if what called caught it, as
-one of the user's code.
+A rank that fails takes part in one more exchange, with its error. The others, which wait for it at their next exchange,
+raise that error too (:meth:`Ranks.agreed`). Before tensors are sent all ranks confirm that they have the memory
+(:meth:`Ranks.gathered`). If a caller, such as the user's code, catches an error of another rank, the next exchange
+raises it again.
 
-Of a tensor whose parts are spread over the ranks, one may ask for the whole at any time (:meth:`Ranks.whole`). The
-others hand over their parts wherever they wait: so ranks need not make the same passes, nor as many.
+A rank may ask for the whole of a tensor whose parts are spread over the ranks at any time (:meth:`Ranks.whole`). The
+others hand over their parts wherever they wait, so that ranks need not make the same passes, nor as many.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from torch import Tensor
 from .. import interrupts
 from ..errors import FlatnessError, NotYetError, RankError
 
-_AGREED = "_pyflatness_agreed"  # an attribute of an error that no rank has to be told: one of the next three
+_AGREED = "_pyflatness_agreed"  # an attribute of errors that all ranks know of: one of the next three
 _LOST, _OF_ALL, _OF_ONE = "lost", "of all", "of one"
 _ALIKE = (
     "all ranks of a process group measure one model together. Where the statistics of BatchNorm differ, as after "
@@ -44,7 +44,7 @@ class Ranks:
         self.size = 1 if group is None else dist.get_world_size(group)
         self.processes = [0] if group is None else dist.get_process_group_ranks(group)
         self._parts: Mapping[str, Callable[[], Tensor]] = {}
-        self._error: BaseException | None = None  # that all ranks have, until this one has left agreed() with it
+        self._error: BaseException | None = None  # an error of all ranks, until this one has left agreed() with it
 
     @property
     def alone(self) -> bool:
@@ -52,22 +52,22 @@ class Ranks:
         return self.size == 1
 
     def refuse(self, what: str, instead: str = "") -> None:
-        """Raise if there are others; ``what`` begins the sentence, ``instead`` ends in a comma and a space."""
+        """Raise if there are other ranks; ``what`` begins the sentence, ``instead`` ends in a comma and a space."""
         if not self.alone:
             raise refusal(what, self.size, instead)
 
     def exchange(self, step: str, fact: Any) -> list[Any]:
-        """Return what every rank has to say at a step of the call, in their order.
+        """Return every rank's fact at a step of the call, in the order of the ranks.
 
-        A rank that failed before raises here. The step is the same for all ranks, or they have lost each other; a fact
-        can be pickled, without tensors of a GPU.
+        The error of a rank that failed before is raised here. All ranks have to be at the same step, or they have lost
+        each other. A fact can be pickled and has no tensors of a GPU.
         """
         if self.alone:
             return [fact]
         return self._exchanged({"step": step, "fact": fact})
 
     def first(self, step: str, fact: Any) -> Any:
-        """Return what the first rank has to say at a step; what the others pass does not count."""
+        """Return the first rank's fact at a step; what the others pass does not count."""
         return self.exchange(step, fact if self.rank == 0 else None)[0]
 
     def check_alike(self, step: str, facts: Mapping[str, Any]) -> None:
@@ -81,11 +81,11 @@ class Ranks:
                 raise RankError(f"rank {rank} has other {what} than rank 0 ({found[rank][what]}; {first}): {_ALIKE}")
 
     def hand_over(self, parts: Mapping[str, Callable[[], Tensor]]) -> None:
-        """Hand over this rank's parts of tensors, as large as others' are, whenever another asks for the whole."""
+        """Register this rank's parts of tensors, as large as those of others, for when another asks for the whole."""
         self._parts = parts
 
     def whole(self, name: str, into: Tensor | None = None) -> Tensor:
-        """Return all ranks' parts of a tensor that :meth:`hand_over` was given, (ranks, entries of a part)."""
+        """Return all ranks' parts of a tensor registered by :meth:`hand_over`, (ranks, entries of a part)."""
         self._heard({"wanted": name})
         return self._sent(name, into)
 
@@ -104,10 +104,10 @@ class Ranks:
         return [each["fact"] for each in found]
 
     def _heard(self, told: Mapping[str, Any], own: BaseException | None = None) -> list[dict[str, Any]]:
-        """Return what all ranks tell, when this one has been asked for all parts that it was to be asked for first.
+        """Return what all ranks tell, after this one has sent all parts of tensors that others asked for before.
 
-        Of ranks that ask for parts of different tensors the first is served first. So the others wait for it to come to
-        where they are, and from there on one message serves all.
+        If ranks ask for different tensors, the first rank's is sent first. The others wait until it has caught up with
+        them, and from there on one message serves all.
         """
         while self._error is None:
             interrupts.check()
@@ -125,7 +125,7 @@ class Ranks:
         raise self._error from own
 
     def _sent(self, name: str, into: Tensor | None = None) -> Tensor:
-        """Send this rank's part of a tensor, which all send now; return all parts, (ranks, entries of a part)."""
+        """Send this rank's part of a tensor, as all ranks do now; return all parts, (ranks, entries of a part)."""
         part = self._parts[name]()
         whole = part.new_empty(self.size * part.numel()) if into is None else into
         sent, received = part, whole
@@ -146,7 +146,7 @@ class Ranks:
     def gathered(self, tensor: Tensor, step: str = "") -> list[Tensor]:
         """Return every rank's tensor, of the same shape and dtype, on the CPU.
 
-        At a ``step`` a rank may have failed since it said that it has such a tensor, so that all are asked once more.
+        With a ``step`` all ranks confirm first that they have such a tensor, since one may have failed in between.
         """
         held = tensor.to(self._device).contiguous()
         room = self._room(held)
@@ -156,11 +156,11 @@ class Ranks:
         return [each.to("cpu") for each in room]
 
     def _ready(self, step: str) -> None:
-        """Wait until all ranks are about to send tensors, between which nothing may fail."""
+        """Wait until all ranks are about to send tensors; from here on nothing may fail."""
         self.exchange(f"{step}, about to be sent", None)
 
     def _room(self, tensor: Tensor) -> list[Tensor]:
-        """Return where every rank's tensor will be."""
+        """Return buffers for every rank's tensor."""
         return [torch.empty_like(tensor) for _ in range(self.size)]
 
     def _collective(self, call: Callable[..., Any], *held: Any) -> None:
@@ -179,9 +179,10 @@ class Ranks:
 
     @contextlib.contextmanager
     def agreed(self, step: str) -> Iterator[None]:
-        """Leave together, inside: an error of one rank is one of all, on others a :class:`RankError` if it is foreign.
+        """Have all ranks leave the context together: an error of one is raised on all.
 
-        It belongs around what may raise an error that is caught outside, so that no rank goes on while another waits.
+        On others it is a :class:`RankError` unless it is an error of this library. The context belongs around code
+        whose errors are caught outside, so that no rank goes on while another waits.
         """
         if self.alone:
             yield
@@ -202,7 +203,7 @@ ALONE = Ranks()
 
 
 class _ToldError(NamedTuple):
-    """Hold what is said of an error: its class, its message, and whether the ranks can go on to other work after it."""
+    """Hold what a rank tells of its error: class, message, and whether the ranks can go on to other work after it."""
 
     kind: type[FlatnessError] | None  # of ours
     name: str
@@ -211,14 +212,14 @@ class _ToldError(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException) -> "_ToldError":
-        """Return what is said of an error: interrupts and disagreement of the ranks are the end."""
+        """Return what a rank tells of its error; after an interrupt or a disagreement the ranks cannot go on."""
         kind = type(error) if isinstance(error, FlatnessError) else None
         passes = isinstance(error, Exception) and not isinstance(error, RankError)
         return cls(kind, type(error).__name__, str(error), passes)
 
 
 def _together(errors: Mapping[int, _ToldError], size: int, own: BaseException | None) -> BaseException:
-    """Return the error to raise for those that ranks had: one that all have, or else the first rank's."""
+    """Return the error to raise given those of some ranks: the one that all have, or else the first."""
     rank, first = next(iter(errors.items()))
     how = _OF_ONE if all(error.passes for error in errors.values()) else _OF_ALL
     of_all = len(errors) == size and {*errors.values()} == {first}
@@ -239,7 +240,7 @@ def is_known(error: BaseException) -> bool:
 
 
 def is_the_end(error: BaseException) -> bool:
-    """Return whether an error is none of the work at hand: of the ranks together, or raised by a signal's handler."""
+    """Return whether an error ends the call: a disagreement of the ranks, or one raised by a signal's handler."""
     return interrupts.is_raised(error) or (isinstance(error, RankError) and _mark(error) != _OF_ONE)
 
 
@@ -248,7 +249,7 @@ def _mark(error: BaseException | None) -> str | None:
 
 
 def refusal(what: str, size: int, instead: str) -> NotYetError:
-    """Return the error for what is not there over so many ranks; see :meth:`Ranks.refuse`."""
+    """Return the error for what cannot be done over several ranks yet; see :meth:`Ranks.refuse`."""
     return NotYetError(
         f"{what} is not there over the {size} ranks of a process group yet; {instead}or take all data to one rank, "
         f"where {MEANT_ALONE}"

@@ -1,4 +1,4 @@
-"""Put together what the ranks of a process group found in their parts of the data, where a read of the data ends.
+"""Combine what the ranks of a process group found in their parts of the data, where a read of the data ends.
 
 Sums are taken in float64 and in the order of the ranks, whatever the backend does.
 """
@@ -19,37 +19,37 @@ Parts = Mapping[Key, Tensor]
 _Shapes = dict[Key, tuple[int, ...]]
 
 _CHUNK = 2**23  # numbers of all ranks that are summed at a time
-_FEW = 256  # numbers of a rank that go along with their shapes
+_FEW = 256  # numbers of a rank that are sent in one message with their shapes
 
 
 @dataclass(frozen=True)
 class Shard:
     """Represent this rank's part of a data set.
 
-    One without samples (``counts``) runs on a lent batch that adds nothing.
+    A rank without samples (``counts`` is False) runs on a batch of another, which adds nothing.
     """
 
-    ranks: Ranks = ALONE  # that have the parts
+    ranks: Ranks = ALONE  # the ranks that the data are spread over
     counts: bool = True
     start: int = 0  # the place in all data of its first sample
     step: int = 1  # between the places of two of its samples
-    notes: tuple[str, ...] = ()  # what a reader of a value should know of how the data are spread
+    notes: tuple[str, ...] = ()  # notes of estimates on how the data are spread
 
     def numbers(self, done: int, samples: int) -> Tensor:
-        """Return the places (samples,) int64 in all data of the next samples, after so many."""
+        """Return the places in all data of the next samples, (samples,) int64, after ``done`` of this rank."""
         if self.start == 0 and self.step == 1:
             return torch.arange(done, done + samples, device="cpu")
         return self.start + self.step * torch.arange(done, done + samples, device="cpu")
 
     def every(self, step: str, fact: Any) -> list[Any]:
-        """Return what the ranks that have samples have to say at a step, in their order; see :meth:`Ranks.exchange`."""
+        """Return the facts of the ranks that have samples, in the order of the ranks; see :meth:`Ranks.exchange`."""
         if self.ranks.alone:
             return [fact]
         found = self.ranks.exchange(step, [self.counts, fact])
         return [each for counts, each in found if counts]
 
     def united(self, step: str, facts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return the entries of all ranks' mappings, of each that of the first rank that has it."""
+        """Return the union of all ranks' mappings; of a key that several have, the first rank's entry."""
         united: dict[str, dict[str, Any]] = {name: {} for name in facts}
         for each in self.every(step, facts):
             for name, entries in each.items():
@@ -79,7 +79,7 @@ class Shard:
         total = torch.empty_like(own)
         for place, chunk in zip(*(held.split(max(1, _CHUNK // self.ranks.size)) for held in (total, own)), strict=True):
             place.copy_(_added(self.ranks.gathered(chunk, step)))
-            step = ""  # all are there
+            step = ""  # the ranks need to confirm once only
         return total
 
     def each(self, step: str, parts: Parts) -> list[dict[Key, Tensor]]:
@@ -120,7 +120,7 @@ def _united(step: str, told: Iterable[_Shapes]) -> _Shapes:
 
 
 def _laid_out(parts: Parts, shapes: _Shapes) -> Tensor:
-    """Return parts of these shapes one behind the other, in float64 on the CPU; zeros for those that are not there."""
+    """Return parts of these shapes as one vector, in float64 on the CPU, with zeros for parts that are missing."""
     flat = torch.zeros(sum(map(math.prod, shapes.values())), dtype=torch.float64, device="cpu")
     for key, place in _cut(flat, shapes).items():
         if key in parts:
@@ -129,7 +129,7 @@ def _laid_out(parts: Parts, shapes: _Shapes) -> Tensor:
 
 
 def _cut(flat: Tensor, shapes: _Shapes) -> dict[Key, Tensor]:
-    """Return views of numbers that lie one behind the other."""
+    """Return views of the parts, of these shapes, of one vector."""
     pieces = flat.split([math.prod(shape) for shape in shapes.values()])
     return {key: piece.view(shape) for (key, shape), piece in zip(shapes.items(), pieces, strict=True)}
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-_BLOCK = 2**19  # entries of J that are in float64 at a time
-_SMALL = 32  # rows that the batched solver takes
-_CLEAR = 1e-4  # an eigenvalue of G above this part of the largest is as good as the square of a singular value of J
+_BLOCK = 2**19  # entries of J that are converted to float64 at a time
+_SMALL = 32  # rows up to which the batched solver is used
+_CLEAR = 1e-4  # an eigenvalue of G above this fraction of the largest is accurate as a squared singular value of J
 
 
 def gram(rows: Sequence[Tensor]) -> Tensor:

@@ -17,7 +17,7 @@ _FEWEST = 8
 
 
 class Variances:
-    """Hold running sums of variances over samples, in some probes of each or in groups of cotangents."""
+    """Hold running sums of the variances of samples, from their probes or from groups of cotangents."""
 
     def __init__(self) -> None:
         self._sums = torch.zeros((), dtype=torch.float64, device="cpu")
@@ -32,11 +32,11 @@ class Variances:
         *,
         exact: bool = False,
     ) -> None:
-        """Take in k probes' values (k, …, n) of n samples, of which those count that are ``kept``.
+        """Add the values (k, …, n) of k probes of n samples, of which those ``kept`` count.
 
-        They are about proportional to ``sizes`` (n,), of one probe or of a part of the data. ``chances`` (n,) are those
-        with which these samples are a part of the data, see :mod:`.subset`: values and sizes are divided by them; None:
-        all data. If ``exact`` the values are no probes', and vary by the choice of samples alone.
+        With one probe, or a part of the data, values are taken as roughly proportional to ``sizes`` (n,). ``chances``
+        (n,) are the probabilities with which these samples were drawn, see :mod:`.subset`, by which values and sizes
+        have been divided; None: all data are there. If ``exact`` only the choice of samples varies the values.
         """
         alone = len(probes) == 1 and not exact
         if len(probes) > 1:
@@ -49,7 +49,7 @@ class Variances:
             self._add_residuals(probes.mean(dim=0), kept, sizes, 0 * sizes if alone or chances is None else chances)
 
     def add_groups(self, found: Tensor, means: Tensor, kept: Tensor | None, sizes: Tensor, chances: Tensor) -> None:
-        """Take in variances of a part of the data, as :meth:`add`; its values and sizes are over their chances."""
+        """Add variances of a part of the data, as :meth:`add`; its values and sizes are divided by their chances."""
         self.add(masked(torch.cat([found[:1] / chances, found[1:2] / chances**2, found[2:]]), kept))
         self._add_residuals(means, kept, sizes, chances)
 
@@ -57,11 +57,11 @@ class Variances:
         self._residuals.add(masked(means, kept), masked(sizes, kept), masked(1 - chances, kept))
 
     def add(self, found: Tensor) -> None:
-        """Take in variances of n samples, squares over degrees of freedom, and replicates of groups, (2 or 3, …, n)."""
+        """Add variances of n samples, squares over degrees of freedom, and replicates of groups, (2 or 3, …, n)."""
         self._sums = self._sums.to(found.device) + found.sum(dim=-1)
 
     def together(self, shard: Shard) -> None:
-        """Take in what the other ranks took in, where a read of the data ends."""
+        """Add what the other ranks have, where a read of the data ends."""
         if shard.ranks.alone:
             return
         parts = {"sums": self._sums, "residuals": self._residuals.sums}
@@ -71,9 +71,9 @@ class Variances:
     def result(self) -> tuple[Tensor, Tensor] | None:
         """Return the variance of the sum over samples of the mean over probes, and its degrees of freedom, (…) each.
 
-        It is None if there was nothing to take in: the values are exact. The degrees of freedom are NaN where they are
-        not known, and with few replicates: by how many there are and not by what they say, since intervals of many
-        degrees of freedom among those of few replicates are those where the largest groups agree by chance.
+        None if nothing was added, so that the values are exact. The degrees of freedom are NaN where they are unknown,
+        and always where replicates are few, whatever these say: with few of them, many degrees of freedom only show
+        that the largest groups agree by chance.
         """
         found = [self._sums[:2]] if self._sums.ndim else []
         found += [torch.stack(self._residuals.squares())] if self._residuals.sums.ndim else []
@@ -101,7 +101,7 @@ class RatioResiduals:
         self.sums = torch.zeros((), dtype=torch.float64, device="cpu")
 
     def add(self, values: Tensor, sizes: Tensor, weights: Tensor) -> None:
-        """Take in values (…, n), sizes and weights (n,) of n samples; 0 for those that do not count."""
+        """Add values (…, n), sizes and weights (n,) of n samples; 0 for those that do not count."""
         sizes, weights = sizes.expand_as(values), weights.expand_as(values)
         terms = [(weights > 0).to(values), sizes**2, weights * sizes**3, values, sizes]
         terms += [weights ** (d // 2) * values ** (d - j) * sizes**j for d in (2, 4) for j in range(d + 1)]
@@ -118,7 +118,7 @@ class RatioResiduals:
         squares = moments[2]
         kept = torch.where(size > 0, 1 + whole / size**2 - 2 * cubes / (size * squares), 1 - 1 / count)
         second, fourth = second.clamp_min(0) / kept, fourth / kept**2
-        return second, torch.maximum(fourth, second**2 / count)  # it may be lost to rounding
+        return second, torch.maximum(fourth, second**2 / count)  # rounding may have lost it
 
 
 def standard_error(draws: Tensor, factor: float = 1.0) -> Tensor:

@@ -13,7 +13,7 @@ from .. import interrupts
 from ..errors import InputError
 from ..model import calling, data, layers, uses, walk
 from ..model.uses import Use, besides
-from ..numerics.directions import Directions
+from ..numerics.normal_vectors import NormalVectors
 from . import batch_layout, kept_rows, linearity
 from .accounting import account
 from .batch_layout import ByRow, Layout, check_outputs
@@ -177,7 +177,7 @@ def narrow(
             left[name] = batch_layout.of_owners(by_row[name], of_rows, samples)
             if left[name]:
                 del by_row[name]
-    cotangent = Directions().like(outputs)
+    cotangent = NormalVectors().like(outputs)
     if by_row:
         left |= batch_layout.by_row(by_row, cotangent, lambda sent: recorder.gradients(outputs, sent, by_row))
         for name in by_row:
@@ -216,7 +216,7 @@ def _check_computed(
     computed = {name: use for name, use in stand_ins.items() if use.source.effective}
     if not computed:
         return
-    random = Directions()
+    random = NormalVectors()
 
     def other(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(
@@ -242,7 +242,7 @@ def matters(
     model: nn.Module, module: nn.Module, calls: Collection[int], batch: Any, forward: calling.Forward | None
 ) -> bool:
     """Return whether the model's outputs change, in any bit, when some calls of a layer, by number, give a bit more."""
-    numbers, random = itertools.count(), Directions()
+    numbers, random = itertools.count(), NormalVectors()
 
     def nudge(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         if output.numel() == 0 or next(numbers) not in calls:

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from .. import interrupts, private
 from ..errors import FlatnessError, InputError
-from ..losses import Loss, remarks
-from ..losses.closure import REFUSAL, depends_on
+from ..losses import Loss, loss_notes
 from ..losses.log_softmax import Last, OfLogits
+from ..losses.parameter_dependence import REFUSAL, depends_on
 from ..messages import IN_TRAINING, is_out_of_memory
 from ..model import calling, data, state, walk
 from ..model.generators import Randomness, equal, outside
@@ -404,7 +404,7 @@ class Checked:
             if self.notes is None and not outputs.is_meta and isinstance(targets, Tensor):
                 self.notes = (GIVEN_COPIES,) if self._changes_values else ()
                 with interrupts.suppressed():  # what does not go together is an error of the measure
-                    self.notes += remarks.of(self._loss, outputs, targets, self._parameters)
+                    self.notes += loss_notes.of(self._loss, outputs, targets, self._parameters)
             if self.notes is not None and not self._has_dtypes and outputs.requires_grad:
                 self._has_dtypes = True
                 self.notes += _coarser(outputs, self._parameters)

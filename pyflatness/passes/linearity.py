@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .. import interrupts, private
 from ..errors import InputError
 from ..model import spread
-from ..numerics.directions import Directions
+from ..numerics.normal_vectors import NormalVectors
 from ..options import Options
 from . import graph
 from .recorder import RecordedCall, Recorder
@@ -110,7 +110,7 @@ def nonlinear_layers(outputs: Tensor, users: Users, recorder: Recorder, names: I
     if rest and spread.is_held():  # weights are there in first backward passes only
         return found | dict.fromkeys(rest, NONLINEAR)
     if rest:
-        random = Directions()
+        random = NormalVectors()
         gradients = recorder.gradients(outputs, random.like(outputs), create_graph=True)
         moving = _changing(rest, gradients, list(rest), random, _is_change)
         alone = read(users, {name: rest[name] for name in moving}, alone=True).proven if len(rest) > 1 else ()
@@ -129,7 +129,7 @@ def nonlinear_parameters(outputs: Tensor, leaves: Mapping[str, Tensor]) -> dict[
     found = dict.fromkeys(reading.custom, CUSTOM)
     rest = [name for name in leaves if name not in reading.proven | found.keys()]
     if rest:
-        random = Directions()
+        random = NormalVectors()
         first = torch.autograd.grad(
             outputs, [leaves[name] for name in rest], random.like(outputs), create_graph=True, allow_unused=True
         )
@@ -282,7 +282,7 @@ def _changing(
     edges: Edges,
     gradients: Gradients,
     varied: Sequence[str],
-    random: Directions,
+    random: NormalVectors,
     changes: Callable[[Tensor, Tensor], bool],
 ) -> set[str]:
     """Return the names in ``varied`` whose gradient changes when all are varied; ``changes`` says whether one does."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..interrupts import cached_property
 from ..losses import Loss, risk
-from ..losses.remarks import OF_GGN_ALONE
+from ..losses.loss_notes import OF_GGN_ALONE
 from ..model import calling, data, parameters, selectors, shards, state, uses
 from ..model.data import Batches
 from ..model.selectors import Selection, Selector

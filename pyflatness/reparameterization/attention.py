@@ -2,9 +2,9 @@
 
     ⟨A q, A⁻ᵀ k⟩ = ⟨q, k⟩        (o B⁻¹) Σ a (B v) = o Σ a v        for invertible A, B (h, h)
 
-Heads that share keys and values (grouped queries) share A and B. Rotary embeddings turn pairs of entries of q and k by
-angles that depend on the position, so that A has to commute with these rotations: of each pair it is a rotation times a
-factor. Norms of q and k leave a factor of each head. B is free in all of them.
+Heads that share keys and values (grouped queries) share A and B. Rotary embeddings rotate pairs of entries of q and k
+by angles that depend on the position, so that A has to commute with these rotations: on each pair it is a rotation
+times a factor. With norms of q and k it is one factor for each head. B is free in all cases.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,16 +25,16 @@ GROUPS = {
     "pairs of neighbours": "a rotation and a factor of each pair of entries (2j, 2j + 1), as some rotary ones do",
     "one factor": "a factor of each head",
 }
-"""What A may be, the larger groups first."""
+"""What A may be, larger groups first."""
 
 _OUTPUTS = ("o_proj", "out_proj")  # of modules with q_proj, k_proj and v_proj
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Say which rows of a matrix (d, m) the heads are, or of the outputs' which columns: ``heads`` of ``size``."""
+    """Hold which rows of a matrix (d, m) are the heads', or which columns of the outputs': ``heads`` of ``size``."""
 
-    module: str  # that holds the weight
+    module: str  # the module that holds the weight
     weight: str
     bias: str
     first: int
@@ -44,7 +44,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Attention:
-    """Hold where the heads of one attention module are; ``layers`` has the layers of its rows and of its columns."""
+    """Hold where the heads of one attention module are in its matrices."""
 
     name: str
     q: Rows
@@ -105,7 +105,7 @@ def named(model: nn.Module, selector: object) -> Attention:
 
 
 def drawn(group: str, one: Rows, groups: int, random: np.random.Generator, factors: tuple[float, float]) -> Tensor:
-    """Return random matrices (groups, h, h) of one of :data:`GROUPS`, whose singular values are between the factors."""
+    """Return random matrices (groups, h, h) of one of :data:`GROUPS`, with singular values between the factors."""
     h = one.size
     if group == "one factor":
         identity = torch.eye(h, dtype=torch.float64, device="cpu")
@@ -115,7 +115,7 @@ def drawn(group: str, one: Rows, groups: int, random: np.random.Generator, facto
         found: Tensor = left @ (torch.from_numpy(random.uniform(*factors, (groups, h, 1))) * right)
         return found
     angles, sizes = random.uniform(0, 2 * np.pi, (groups, h // 2)), random.uniform(*factors, (groups, h // 2))
-    a, b = (torch.diag_embed(torch.from_numpy(sizes * part)) for part in (np.cos(angles), np.sin(angles)))
+    a, b = (torch.diag_embed(torch.from_numpy(sizes * ratios)) for ratios in (np.cos(angles), np.sin(angles)))
     turned = torch.cat([torch.cat([a, -b], dim=2), torch.cat([b, a], dim=2)], dim=1)
     if group == "pairs of neighbours":
         order = torch.arange(h, device="cpu").view(2, -1).t().flatten()
@@ -129,9 +129,10 @@ def largest_group(
     factors: tuple[float, float],
     keeps: Callable[[Mapping[str, Tensor]], bool],
 ) -> tuple[str, dict[str, Tensor]]:
-    """Return the largest of :data:`GROUPS` whose A leave the function alone, by trial, and random A and B.
+    """Return the largest of :data:`GROUPS` whose A leave the function alone, found by trial, and random A and B.
 
-    ``keeps`` says whether matrices leave the function alone. "": there is none, nor a B.
+    ``keeps`` tells whether matrices leave the function alone. The group is "" if no A does, and then B may be missing
+    too.
     """
     values = {"vo": drawn("any", one.v, one.groups, random, factors)}
     values = values if keeps(values) else {}
@@ -148,7 +149,7 @@ def _of_module(name: str, module: nn.Module) -> Attention | None:
     if isinstance(module, nn.MultiheadAttention):
         e, heads = module.embed_dim, module.num_heads
         if module.bias_k is not None:
-            return None  # a key beside those of the projection
+            return None  # it has a key that no projection makes
         packed = module.in_proj_weight is not None
         q, k, v = (
             Rows(
@@ -160,11 +161,11 @@ def _of_module(name: str, module: nn.Module) -> Attention | None:
     size = getattr(module, "head_dim", None)
     if not isinstance(size, int):
         return None
-    parts = dict(module.named_children())
-    output = next((key for key in _OUTPUTS if key in parts), "")
-    if {"q_proj", "k_proj", "v_proj"} <= parts.keys() and output:
-        linear = [parts[key] for key in ("q_proj", "k_proj", "v_proj", output)]
-        heads = [layers.without_entries(part).shape[0] // size for part in linear if layers.is_linear(part)]
+    children = dict(module.named_children())
+    output = next((key for key in _OUTPUTS if key in children), "")
+    if {"q_proj", "k_proj", "v_proj"} <= children.keys() and output:
+        linear = [children[key] for key in ("q_proj", "k_proj", "v_proj", output)]
+        heads = [layers.without_entries(layer).shape[0] // size for layer in linear if layers.is_linear(layer)]
         if len(heads) < len(linear):
             return None
         q, k, v = (
@@ -172,15 +173,15 @@ def _of_module(name: str, module: nn.Module) -> Attention | None:
             for key, count in zip("qkv", heads, strict=False)
         )
         return Attention(name, q, k, v, Rows(_inside(name, output), "weight", "", 0, heads[0], size))
-    if {"c_attn", "c_proj"} <= parts.keys() and not getattr(module, "is_cross_attention", False):
-        e = len(layers.matrix(parts["c_attn"])[0]) // 3
+    if {"c_attn", "c_proj"} <= children.keys() and not getattr(module, "is_cross_attention", False):
+        e = len(layers.matrix(children["c_attn"])[0]) // 3
         q, k, v = (Rows(_inside(name, "c_attn"), "weight", "bias", first * e, e // size, size) for first in range(3))
         return Attention(name, q, k, v, Rows(_inside(name, "c_proj"), "weight", "", 0, e // size, size))
     return None
 
 
-def _inside(name: str, part: str) -> str:
-    return f"{name}.{part}" if name else part
+def _inside(name: str, child: str) -> str:
+    return f"{name}.{child}" if name else child
 
 
 def _check(model: nn.Module, rows: Rows) -> None:

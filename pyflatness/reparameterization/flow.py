@@ -1,12 +1,12 @@
-"""Follow the outputs of layers through a model, entry by entry, to see what multiplying them would multiply.
+"""Follow the outputs of layers through a model, entry by entry, to see what a factor on them would multiply.
 
-A label says for each entry of a tensor which row of which layer it comes from: if that row's output were multiplied by
-λ > 0, so would be the entry. ReLU and LeakyReLU, pooling, reshapes and eval BatchNorm (whose own numbers can be
-rescaled) keep that up.
+A label gives for each entry of a tensor the row of a layer that it comes from: if that row's output were multiplied by
+λ > 0, so would be the entry. Labels pass through ReLU and LeakyReLU, pooling, reshapes and eval BatchNorm (whose own
+parameters can be rescaled).
 
-It is looked at in a run on real data, below autograd: any Python code may be in the model, which symbolic tracing would
-not take, and every operation of torch that a labelled tensor goes into is seen, also ``detach``, comparisons and writes
-into other tensors. What cannot be seen (a way through numpy) is left to a comparison of outputs.
+Labels are followed in a run on real data, below autograd. So the model may contain any Python code, which symbolic
+tracing would not accept, and every operation of torch on a labelled tensor is seen, also ``detach``, comparisons and
+writes into other tensors. What cannot be seen (a detour through numpy) is left to a comparison of outputs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ _VIEWS |= {"slice", "select", "split", "split_with_sizes", "chunk", "unbind"}
 _RESHAPES = {"view", "_unsafe_view", "_reshape_alias"}
 _PRODUCTS = {"mul", "div"}
 _REDUCTIONS = {"mean", "sum", "amax"}
-_POOLS = {  # how many of the last dimensions each works along
+_POOLS = {  # the number of last dimensions that each pools over
     "max_pool1d": 1,
     "max_pool2d_with_indices": 2,
     "max_pool3d_with_indices": 3,
@@ -41,28 +41,28 @@ _POOLS = {  # how many of the last dimensions each works along
 
 @dataclass(frozen=True)
 class Label:
-    """Say where the entries of a tensor come from: ``rows``, of the tensor's shape, of the layer ``source``."""
+    """Hold where the entries of a tensor come from: ``rows`` of the layer ``source``, in the tensor's shape."""
 
     source: str
     rows: Tensor
 
     def channels(self, dim: int) -> Tensor | None:
-        """Return the row of each index along ``dim``, (channels,); None if entries of one index have different ones."""
+        """Return the row of each index along ``dim``, (channels,); None if entries of one index differ in it."""
         rows = self.rows.movedim(dim, -1)
         rows = rows.reshape(-1, rows.shape[-1])
         return rows[0] if bool((rows == rows[0]).all()) else None
 
 
 Elsewhere = Callable[[str, str, str], None]
-"""(source, operation, name of the module it is in): a labelled tensor goes into something that keeps no label."""
+"""(source, operation, name of its module): called where a labelled tensor enters an operation that keeps no label."""
 
 
 class Flow(private.TorchDispatchMode):
-    """Follow one run of a model inside, on a few samples.
+    """Follow labels through one run of a model on a few samples, within the context.
 
-    ``arrivals`` has the labels that came at each call of a layer. ``sources`` has how many labels a layer's rows
-    have; ``elsewhere`` is called where a label ends that no layer takes up; labels go on behind operations if
-    ``through``.
+    ``arrivals`` has the label of the input of each call of a layer. ``sources`` has the number of labels of each
+    layer's rows. ``elsewhere`` is called where a label ends and no layer receives it. Labels pass through operations
+    only if ``through``.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class Flow(private.TorchDispatchMode):
         super().__init__()
         self.arrivals: dict[str, list[Label | None]] = {}
         self._model, self._sources, self._elsewhere, self._through = model, sources, elsewhere, through
-        self._labels: dict[int, tuple[Tensor, Label]] = {}  # by id; the tensors are kept so that ids stay theirs
+        self._labels: dict[int, tuple[Tensor, Label]] = {}  # by id; tensors are kept so that ids are not reused
         self._running: list[str] = []
-        self._inside = 0  # layers that are looked at from outside
+        self._inside = 0  # depth of calls of layers, whose inside is not followed
         self._handles: list[Any] = []
 
     def __enter__(self) -> "Flow":
@@ -89,7 +89,7 @@ class Flow(private.TorchDispatchMode):
         super().__exit__(*exception)
 
     def finish(self, outputs: Tensor) -> None:
-        """Take in what came out of the model."""
+        """Note where a label of the model's outputs comes from, and forget all labels."""
         label = self._label(outputs)
         if label is not None:
             self._elsewhere(label.source, "output", "")
@@ -114,9 +114,9 @@ class Flow(private.TorchDispatchMode):
     def _carried(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> list[tuple[Tensor, Tensor]] | None:
-        """Return the labelled tensors in an operation's result with their rows; None if it does not keep factors up."""
+        """Return the labelled tensors in an operation's result with their rows; None if factors do not pass through."""
         name, label = func.overloadpacket.__name__, self._label(args[0])
-        if label is None:  # the labelled tensor is not the one that is worked on
+        if label is None:  # the labelled tensor is not the first argument
             return self._carried(func, args[1::-1], kwargs, result) if name == "mul" and self._label(args[1]) else None
         rows = label.rows
         if name.rstrip("_") in _ELEMENTWISE:
@@ -124,8 +124,8 @@ class Flow(private.TorchDispatchMode):
         if name.rstrip("_") in _PRODUCTS and result.shape == rows.shape and "rounding_mode" not in kwargs:
             return [(result, rows)]
         if name in _VIEWS and func._overloadname != "dtype":
-            parts = rows.reshape(result.shape) if name in _RESHAPES else func(rows, *args[1:], **kwargs)
-            return list(zip(private.tree_leaves(result), private.tree_leaves(parts), strict=True))
+            views = rows.reshape(result.shape) if name in _RESHAPES else func(rows, *args[1:], **kwargs)
+            return list(zip(private.tree_leaves(result), private.tree_leaves(views), strict=True))
         if name in _REDUCTIONS:
             dims = args[1] if len(args) > 1 and args[1] else [*range(rows.ndim)]
             low, high = rows.amin(dims), rows.amax(dims)
@@ -171,7 +171,7 @@ class Flow(private.TorchDispatchMode):
 
 
 def takes_factors(module: nn.Module) -> bool:
-    """Return whether factors on a module's inputs can be undone, or passed on, by its own numbers."""
+    """Return whether a module's own parameters can undo factors on its inputs, or pass them on."""
     return isinstance(module, private.BatchNorm) or (kinds.is_plain(module) and layers.kind_of(module).has_input)
 
 
@@ -182,7 +182,7 @@ def _rows(module: nn.Module, output: Tensor, count: int) -> Tensor:
 
 
 def obstacle(model: nn.Module, name: str, module: nn.Module) -> str:
-    """Return why the layer's weight and bias cannot be changed without changing more; empty if they can be."""
+    """Return why the layer's weight and bias cannot be changed alone; empty if they can be."""
     for what in ("weight", "bias"):
         held = getattr(module, what, None)
         if held is not None and not isinstance(module._parameters.get(what), nn.Parameter):

@@ -15,9 +15,9 @@ from .reparameterize import check_same, duplicate, scale_rows
 
 
 class Folding:
-    """Hold what of a model's BatchNorm can be folded where, found out on a batch: ``into`` a layer, or ``alone``.
+    """Find out on a batch which of a model's BatchNorm can be folded ``into`` which layer, and which are ``alone``.
 
-    The latter become their own scale and shift, with mean 0 and variance 1.
+    The latter keep a scale and a shift of their own, with mean 0 and variance 1.
     """
 
     def __init__(self, model: nn.Module, batch: Any, forward: calling.Forward | None) -> None:
@@ -43,7 +43,7 @@ class Folding:
         self.alone = tuple(name for name in norms if name not in self.into)
 
     def of(self, model: nn.Module) -> nn.Module:
-        """Return the model (of that structure) folded: a copy, or itself if it has no BatchNorm."""
+        """Return a model of that structure with BatchNorm folded: a copy, or itself if it has no BatchNorm."""
         if not self.into and not self.alone:
             return model
         copy = duplicate(model)

@@ -2,17 +2,18 @@
 
     w_l -> diag(λ) w_l,  b_l -> λ b_l,    w_{l+1} -> w_{l+1} diag(1/λ)      (Petzka et al. 2019, Theorems 2 and 3)
 
-The heads of attention get other weights by matrices, see :mod:`.attention`.
+For the heads of attention, whose weights are multiplied by matrices, see :mod:`.attention`.
 
-One factor for all rows is the layer-wise reparameterisation, one for each the neuron-wise one. It leaves the function
-alone where every operation between the two layers is positively homogeneous and keeps rows apart: ReLU, LeakyReLU,
-pooling, flatten. Of an eval BatchNorm between them running mean and β are multiplied too, γ and running variance are
-left: γ (λz - λμ) / √(v + ε) + λβ is λ times what it was. Where the outputs go elsewhere, into a residual sum say, there
-is no such reparameterisation of that layer alone.
+With one factor for all rows this is the layer-wise reparameterisation, with one for each row the neuron-wise one. It
+leaves the function alone if every operation between the two layers is positively homogeneous and keeps rows apart:
+ReLU, LeakyReLU, pooling, flatten. For an eval BatchNorm between them the running mean and β are multiplied too, but not
+γ and the running variance: γ (λz - λμ) / √(v + ε) + λβ is λ times what it was. Where the outputs go elsewhere, into a
+residual sum say, there is no such reparameterisation of that layer alone.
 """
 
 import copy
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from . import attention, flow
 from .attention import Attention
 from .flow import Flow, Label
 
-_SAMPLES = 2  # that are followed through the model
+_SAMPLES = 2  # samples that are followed through the model
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 _HINTS = {
     "add": "a sum, as of a residual connection",
@@ -81,7 +82,7 @@ def reparameterize(
     """
     inplace = check_flag("inplace", inplace)
     batches = [(data, None)] if isinstance(data, Tensor) else data
-    modes = [part.training for part in layers.unwrap(check_module("model", model)).modules()]
+    modes = [each.training for each in layers.unwrap(check_module("model", model)).modules()]
     with session(  # no loss has a part in it
         model, nn.MSELoss(), batches, how={**how, "process_group": False}, reads=2
     ) as task:
@@ -89,33 +90,33 @@ def reparameterize(
         if not isinstance(factors, Mapping) or not factors:
             raise InputError(f"factors: a mapping from layers to numbers is wanted, got {factors!r:.80}")
         matrices = {selector: given for selector, given in factors.items() if isinstance(given, Mapping)}
-        heads = [_heads(module, selector, given) for selector, given in matrices.items()]
+        attentions = [_of_attention(module, selector, given) for selector, given in matrices.items()]
         wanted = _factors(module, {key: given for key, given in factors.items() if key not in matrices})
         batch = task.batches.peek()
         try:
             found = _followed(module, wanted, first(batch, _SAMPLES), task.forward)
-        except Exception as error:  # not a batch that can be cut; an error of the model's own comes again
+        except Exception as error:  # the batch cannot be cut; an error of the model itself comes again
             check_of_user(error)
             found = _followed(module, wanted, batch, task.forward)
         changed = duplicate(module)
         _multiply(changed, wanted, found)
-        for one, of_heads in heads:
-            one.change(changed, of_heads.get("qk"), of_heads.get("vo"))
+        for one, given in attentions:
+            one.change(changed, given.get("qk"), given.get("vo"))
         for number, batch in enumerate(task.batches):
             check_same(module, changed, batch, task.forward, number)
         if not inplace:
-            for part, mode in zip(changed.modules(), modes, strict=True):
-                part.training = mode
+            for each, mode in zip(changed.modules(), modes, strict=True):
+                each.training = mode
             return changed
         with interrupts.shielded():
-            for (_, own), (_, other) in zip(_tensors(module), _tensors(changed), strict=True):
+            for own, other in zip(*(chain(net.parameters(), net.buffers()) for net in (module, changed)), strict=True):
                 if not torch.equal(own, other):
                     own.copy_(other)
         return model
 
 
 def duplicate(model: nn.Module) -> nn.Module:
-    """Return a copy of the user's model, which is inside :func:`.state.observing`."""
+    """Return a copy of the user's model, within :func:`.state.observing`."""
     held = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
     made = [tensor for tensor in held if tensor.grad_fn is not None]  # by hooks of the older weight_norm, for one
     try:
@@ -124,7 +125,7 @@ def duplicate(model: nn.Module) -> nn.Module:
     except (RuntimeError, TypeError) as error:
         raise InputError(f"model: it cannot be copied ({error})") from None
     for own, other in zip(model.parameters(), copied.parameters(), strict=True):
-        vars(other).update(vars(own))  # torch copies parameters without what libraries mark them by
+        vars(other).update(vars(own))  # torch copies parameters without the attributes that libraries set on them
     return copied
 
 
@@ -164,7 +165,7 @@ def scale_columns(module: nn.Module, factors: Tensor) -> None:
     weight.copy_(layers.as_weight(module, (columns * normalize.of_columns(module, factors)).flatten(0, 1)))
 
 
-def _heads(model: nn.Module, selector: Any, given: Mapping[str, Any]) -> tuple[Attention, dict[str, Tensor]]:
+def _of_attention(model: nn.Module, selector: Any, given: Mapping[str, Any]) -> tuple[Attention, dict[str, Tensor]]:
     """Return an attention module and its matrices by "qk" and "vo"."""
     one, device = attention.named(model, selector), state.device(model)
     wrong = [key for key in given if key not in ("qk", "vo")]
@@ -204,7 +205,7 @@ def _factors(model: nn.Module, factors: Mapping[Selector, Any]) -> dict[str, Ten
 def _followed(
     model: nn.Module, factors: Mapping[str, Tensor], batch: Any, forward: calling.Forward | None
 ) -> dict[str, Label]:
-    """Return, for each module that multiplied values go into, where the features that arrive there come from."""
+    """Return for each module that receives multiplied values which rows of which layer its features come from."""
     if not factors:
         return {}
     with Flow(model, {name: len(values) for name, values in factors.items()}, _refuse) as seen, calling.dry_run():
@@ -260,7 +261,3 @@ def _multiply(model: nn.Module, factors: Mapping[str, Tensor], found: Mapping[st
         for tensor in (module.running_mean, module.bias):
             if tensor is not None:
                 tensor.copy_(tensor.double() * values)
-
-
-def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]

@@ -15,7 +15,7 @@ from ..losses import auto
 from ..measures import named
 from ..messages import check_path, shown
 from ..model.state import in_eval_mode
-from ..numerics.meeting import joined
+from ..numerics.process_groups import joined
 from ..options import CALL, EVERY, MeasureHow, Options, check_count, check_flag, check_names
 from ..session import public
 from . import checkpoints, data_specs, executors, pretrained, specs

@@ -1,12 +1,12 @@
-"""Compute correlation coefficients of resampled networks, with other quantities held fixed if there are some.
+"""Compute correlation coefficients of resampled networks, also with other quantities held fixed.
 
-Pearson's r, Spearman's ρ and Kendall's τ_b are each the cosine of the angle between an aspect of x and the same of y:
+Pearson's r, Spearman's ρ and Kendall's τ_b are each the cosine of the angle between two vectors made of x and y:
 
     Pearson     the values less their mean, (n,)
-    Spearman    the ranks less their mean, doubled, (n,); of ties the mean rank
-    Kendall     the order of every pair, sign(x_i - x_j), (n, n); tied pairs have length 0, which makes it τ_b
+    Spearman    twice the ranks less their mean, (n,); ties have their mean rank
+    Kendall     the order of every pair, sign(x_i - x_j), (n, n); tied pairs are 0, which makes it τ_b
 
-A resample has a network once for each time that it is drawn. Ranks and pairs need only how often that is, so that
+A resample contains a network as often as it was drawn, c_i times. Ranks and pairs depend only on these counts, so that
 Kendall's sum over pairs is Σ_ij c_i c_j sign(x_i - x_j) sign(y_i - y_j), a product of matrices for all resamples.
 """
 
@@ -18,42 +18,42 @@ from numpy.typing import NDArray
 
 from .tables import Vector
 
-Product = Callable[[int, int], Vector]  # the inner products of two of the columns, (resamples,)
+Product = Callable[[int, int], Vector]  # numbers of two columns -> their inner products, (resamples,)
 
-_ROUNDING = 1e-12  # 1 - r² below this is that of r = ±1
+_ROUNDING = 1e-12  # a smaller 1 - r² means r = ±1
 
 
 @dataclass(frozen=True, eq=False)
 class Resamples:
-    """Hold which networks every resample is made of."""
+    """Hold which networks are in every resample."""
 
-    draws: NDArray[np.intp]  # by number, (resamples, drawn); -1 behind a resample that is smaller than others
+    draws: NDArray[np.intp]  # the networks' numbers, (resamples, drawn), filled up with -1 where a resample is smaller
     counts: Vector  # how often each network is in a resample, (resamples, n)
 
     def inside(self, chosen: NDArray[np.bool_]) -> "Resamples":
-        """Return what some of the networks, (n,), are of the resamples, numbered anew."""
-        numbers = np.append(np.where(chosen, chosen.cumsum() - 1, -1), -1)  # of no network, -1, too
+        """Return the resamples restricted to some of the networks, (n,), which are numbered anew."""
+        numbers = np.append(np.where(chosen, chosen.cumsum() - 1, -1), -1)  # the last is for -1
         return Resamples(numbers[self.draws], self.counts[:, chosen])
 
 
 def resamples(draws: NDArray[np.intp], n: int) -> Resamples:
-    """Return resamples of n networks from their draws, (resamples, drawn), as in :class:`Resamples`."""
-    places = draws % (n + 1) + (n + 1) * np.arange(len(draws))[:, None]  # -1 becomes n, beyond the networks
+    """Return resamples of n networks from ``draws``, (resamples, drawn), as in :class:`Resamples`."""
+    places = draws % (n + 1) + (n + 1) * np.arange(len(draws))[:, None]  # -1 becomes n, a column that is dropped
     counts = np.bincount(places.ravel(), minlength=len(draws) * (n + 1)).reshape(len(draws), n + 1)
     return Resamples(draws, counts[:, :n].astype(np.float64))
 
 
 def whole(n: int) -> Resamples:
-    """Return the one sample that has every network once."""
+    """Return one sample that contains every network once."""
     return resamples(np.arange(n)[None], n)
 
 
 def coefficients(
     statistic: str, columns: Sequence[Vector], drawn: Resamples, strata: NDArray[np.intp] | None = None
 ) -> Vector:
-    """Return a correlation in every resample, of columns x, y, and those that are held fixed, (n,) finite values each.
+    """Return a correlation in every resample; the columns are x, y, and those held fixed, (n,) finite values each.
 
-    With ``strata`` (n,) it is the mean of those inside of the strata in which it is defined, weighted by their
+    With ``strata`` (n,) it is the mean of the correlations within strata, where defined, weighted by their numbers of
     networks. It is NaN where a column is constant, and where x or y follows from what is held fixed.
     """
     if strata is None:
@@ -61,13 +61,13 @@ def coefficients(
     total, weight = np.zeros((2, len(drawn.draws)))
     for stratum in range(int(strata.max()) + 1):
         inside = strata == stratum
-        part = drawn.inside(inside)
-        some = (part.counts > 0).sum(axis=1) > 1
+        within = drawn.inside(inside)
+        some = (within.counts > 0).sum(axis=1) > 1
         found = np.full(len(some), np.nan)
         if some.any():
-            chosen = Resamples(part.draws[some], part.counts[some])
+            chosen = Resamples(within.draws[some], within.counts[some])
             found[some] = coefficients(statistic, [column[inside] for column in columns], chosen)
-        networks = np.where(np.isfinite(found), part.counts.sum(axis=1), 0)
+        networks = np.where(np.isfinite(found), within.counts.sum(axis=1), 0)
         total += networks * np.nan_to_num(found)
         weight += networks
     means: Vector = np.divide(total, weight, out=np.full(len(total), np.nan), where=weight > 0)
@@ -75,7 +75,7 @@ def coefficients(
 
 
 def products(statistic: str, columns: Sequence[Vector], drawn: Resamples) -> Vector:
-    """Return the inner products of k columns' aspects in every resample, (resamples, k, k)."""
+    """Return the inner products of the vectors of k columns in every resample, (resamples, k, k)."""
     product = _PRODUCTS[statistic](columns, drawn)
     k = len(columns)
     found = np.empty((len(drawn.draws), k, k))
@@ -96,7 +96,7 @@ def cosines(products: Vector) -> Vector:
 def partial(correlations: Vector) -> Vector:
     """Return the correlation of the first two of k variables with the others held fixed, (…,) from (…, k, k).
 
-    The others are taken out one by one: r_xy·z = (r_xy - r_xz r_yz) / √((1 - r_xz²) (1 - r_yz²)).
+    The others are eliminated one by one: r_xy·z = (r_xy - r_xz r_yz) / √((1 - r_xz²) (1 - r_yz²)).
     """
     while correlations.shape[-1] > 2:
         with_last = correlations[..., :-1, -1]
@@ -112,7 +112,7 @@ def permuted_products(statistic: str, columns: Vector, values: Vector, orders: N
     """Return inner products of columns (k, n) with values by ``orders`` (permutations, n), (k, permutations)."""
     if statistic == "Kendall":
         permuted, total = values[orders], np.zeros((len(columns), len(orders)))
-        for i in range(1, len(values)):  # the pairs of one network with those before it, so as not to write out all
+        for i in range(1, len(values)):  # pairs of one network with those before it, to save memory
             total += np.sign(columns[:, i, None] - columns[:, :i]) @ np.sign(permuted[:, i, None] - permuted[:, :i]).T
         return 2 * total
     aspect, sample = {"Pearson": _deviations, "Spearman": _ranks}[statistic], whole(len(values))
@@ -151,7 +151,7 @@ STATISTICS = tuple(_PRODUCTS)
 
 
 def _deviations(values: Vector, drawn: Resamples) -> Vector:
-    """Return the values that are drawn less their mean, over their range, (resamples, drawn)."""
+    """Return the values drawn, less their mean, divided by their range, (resamples, drawn)."""
     there = drawn.draws >= 0
     rows = np.where(there, values[drawn.draws], 0)
     high = rows.max(axis=1, where=there, initial=-np.inf)
@@ -162,7 +162,7 @@ def _deviations(values: Vector, drawn: Resamples) -> Vector:
 
 
 def _ranks(values: Vector, drawn: Resamples) -> Vector:
-    """Return how many drawn networks are below each network less how many are above it, (resamples, n)."""
+    """Return the number of drawn networks below each network less the number above it, (resamples, n)."""
     tallies, place = _tallies(values, drawn)
     below_and_equal = tallies.cumsum(axis=1)
     ranks: Vector = (2 * below_and_equal - tallies - below_and_equal[:, -1:])[:, place]
@@ -170,7 +170,7 @@ def _ranks(values: Vector, drawn: Resamples) -> Vector:
 
 
 def _tallies(values: Vector, drawn: Resamples) -> tuple[Vector, NDArray[np.intp]]:
-    """Return how often each distinct value is drawn, (resamples, distinct), and which of them a network has, (n,)."""
+    """Return how often each distinct value is drawn, (resamples, distinct), and the place of each network's, (n,)."""
     _, place = np.unique(values, return_inverse=True)
     order = np.argsort(place, kind="stable")
     starts = np.searchsorted(place[order], np.arange(place.max() + 1))

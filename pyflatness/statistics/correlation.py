@@ -19,16 +19,15 @@ from .coefficients import STATISTICS, coefficients, whole
 from .tables import Networks, Vector, listed, one_name, read
 
 _PERFECT = 1.99  # the sum of ends that are both written as 1.00, or both as -1.00
-_LEAST = 5  # networks or clusters for an interval
 _EQUAL = 1.5  # training losses within this factor count as equal
 
 
 @dataclass(frozen=True)
 class Correlation(Result):
-    """Hold how two quantities go together over the networks, and the 95 % interval.
+    """Hold how a measure correlates with another quantity over the networks, and the 95 % interval.
 
     Attributes:
-        measure: the one quantity.
+        measure: its name.
         statistic: "Pearson", "Spearman" or "Kendall".
         value: the correlation; NaN where it is not defined, of a quantity that is constant.
         low: the lower end of the interval; NaN where there is no value, and for fewer than 5 networks, too few for one.
@@ -69,11 +68,11 @@ class Correlations(Result):
 
     Attributes:
         rows: for each measure and statistic.
-        y: what the measures are held against.
-        points: networks that count.
-        excluded: names of those that do not.
+        y: what the measures are correlated with.
+        points: the number of networks that count.
+        excluded: the names of those that were left out.
         given: columns that are held fixed.
-        clusters: in how many clusters the networks are; None if they are taken as independent.
+        clusters: the number of clusters of networks; None if networks are taken as independent.
         method: how the intervals, and p-values if there are any, are made.
         note: a warning where training losses differ by more than a factor of 1.5 and are not held fixed, or "".
     """
@@ -120,7 +119,7 @@ class Correlations(Result):
         missing = any(math.isnan(row.low) and not math.isnan(row.value) for row in self.rows)
         same = ", or in the order of what is held fixed" if self.given else ""
         lines = [f"nan: not defined where a column is constant{same}"] if undefined else []
-        lines += [f"[–]: {few} {what} are too few for an interval"] if missing and few < _LEAST else []
+        lines += [f"[–]: {few} {what} are too few for an interval"] if missing and few < intervals.FEWEST else []
         return [*lines, *([self.note] if self.note else [])]
 
 
@@ -199,23 +198,25 @@ def correlations(
     if not wanted:
         raise InputError(f"table: there is no column of numbers but {y!r}")
     target, fixed = networks.finite(y, kept), [column for name in held for column in _held(networks, name, kept)]
-    groups, parts, seeded = (
+    clusters, stratum, seed_groups = (
         networks.groups(names, kept)[0] if names else None
         for names in (grouping, inside, () if seeds is None else (one_name("seeds", seeds),))
     )
-    if parts is not None and permutations:
+    if stratum is not None and permutations:
         raise InputError("permutations: there are no p-values inside of strata; leave one of the two out")
     measures = {name: networks.finite(name, kept) for name in wanted}
-    find = intervals.finder(interval, len(target), len(fixed), groups, seed, seeds=seeded, strata=parts)
-    tests = _tests([*measures.values()], target, fixed, groups, permutations, within, seed)
+    find = intervals.finder(interval, len(target), len(fixed), clusters, seed, seeds=seed_groups, strata=stratum)
+    tests = _tests([*measures.values()], target, fixed, clusters, permutations, within, seed)
     rows = []
     for number, (name, values) in enumerate(measures.items()):
+        columns = [values, target, *fixed]
         for how in STATISTICS:
-            found = _value_and_ends(how, [values, target, *fixed], find, parts)
-            rows.append(Correlation(name, how, *found, *(float(p[number]) for p in tests.get(how, ()))))
-    count = None if groups is None else int(groups.max()) + 1
-    method = intervals.described(interval, groups is not None, seeded is not None)
-    method += permutation.described(permutations, groups, within)
+            value = float(coefficients(how, columns, whole(len(target)), stratum)[0])
+            ends = (value, value) if math.isnan(value) else find(value, how, columns)
+            rows.append(Correlation(name, how, value, *ends, *(float(p[number]) for p in tests.get(how, ()))))
+    count = None if clusters is None else int(clusters.max()) + 1
+    method = intervals.method(interval, clusters is not None, seed_groups is not None)
+    method += permutation.method(permutations, clusters, within)
     if inside:
         method += f"; networks of equal {', '.join(inside)} are compared"
     losses = networks.columns["loss"][kept] if "loss" in {*networks.columns} - {y, *held} else None
@@ -235,8 +236,8 @@ def unequal_losses(losses: Vector) -> str:
 
 
 def _held(networks: Networks, name: str, kept: NDArray[np.bool_]) -> list[Vector]:
-    """Return the columns that hold one fixed: itself, or of text whether it is each of its values but the first."""
-    if name in networks.texts:
+    """Return what holds a column fixed: the column itself, or of text an indicator of each value but the first."""
+    if name in networks.text_columns:
         codes = networks.groups([name], kept)[0]
         found = [(codes == code).astype(np.float64) for code in range(1, int(codes.max()) + 1)]
     else:
@@ -246,38 +247,19 @@ def _held(networks: Networks, name: str, kept: NDArray[np.bool_]) -> list[Vector
     return found
 
 
-def correlation(x: Vector, y: Vector, statistic: str, seed: int) -> tuple[float, float, float]:
-    """Return the correlation of two samples, and the 95 % percentile interval of the paired bootstrap, NaN for n < 5.
-
-    All are NaN if x or y is constant or has an entry that is not finite.
-    """
-    if not (np.isfinite(x).all() and np.isfinite(y).all()):
-        return math.nan, math.nan, math.nan
-    return _value_and_ends(statistic, [x, y], intervals.finder("bootstrap", len(x), 0, None, seed))
-
-
-def _value_and_ends(
-    statistic: str, columns: list[Vector], find: intervals.Finder, strata: NDArray[np.intp] | None = None
-) -> tuple[float, float, float]:
-    value = float(coefficients(statistic, columns, whole(len(columns[0])), strata)[0])
-    if math.isnan(value):
-        return value, value, value
-    return value, *find(value, statistic, columns)
-
-
 def _tests(
     measures: list[Vector],
     target: Vector,
     fixed: list[Vector],
-    groups: NDArray[np.intp] | None,
+    clusters: NDArray[np.intp] | None,
     permutations: int,
     within: bool,
     seed: int,
 ) -> dict[str, tuple[Vector, Vector, Vector]]:
     """Return the p-values of every measure by statistic: plain, by Holm, and by Benjamini and Hochberg."""
-    permutation.check(permutations, groups, within)
+    permutation.check(permutations, clusters, within)
     if not permutations:
         return {}
-    orders = permutation.orders(len(target), groups, within, permutations, seed)
+    orders = permutation.orders(len(target), clusters, within, permutations, seed)
     plain = {how: permutation.p_values(how, measures, target, fixed, orders) for how in STATISTICS}
     return {how: (p, permutation.holm(p), permutation.benjamini_hochberg(p)) for how, p in plain.items()}

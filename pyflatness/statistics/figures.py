@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_WIDE = 100  # a measure whose largest value is so many times the smallest is drawn logarithmically
+_WIDE = 100  # ratio of a measure's largest to its smallest value from which its axis is logarithmic
 _NAMED = 12  # clusters that a legend has room for
-_WRITTEN = 15  # columns of a matrix whose cells have room for a number
+_WRITTEN = 15  # columns up to which the cells of a matrix have room for a number
 
 
 def plot_correlation(

@@ -1,4 +1,4 @@
-"""Compare networks in pairs, by the settings that they were trained with: what one setting changes, and all else equal.
+"""Compare pairs of networks by their training settings: what a measure says of one setting, all others being equal.
 
 Axes: [network, network]. The agreement of a pair is sign(μ_i - μ_j) sign(g_i - g_j) of measure and target: 1 where the
 network with the larger measure has the larger target, -1 where it has the smaller, 0 where one of them is tied. Of it
@@ -22,7 +22,7 @@ from .tables import Vector, listed, one_name, read
 
 Codes = NDArray[np.intp]
 
-_MOST = 2  # settings that are conditioned on at once
+_MOST = 2  # settings that are conditioned on together
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,10 +31,9 @@ class Grid:
 
     measure: Vector  # (n,)
     target: Vector  # (n,)
-    settings: dict[str, Codes]  # by name, which of its values a network has, (n,)
-    values: dict[str, tuple[str, ...]]  # of each setting, as text
-    labels: tuple[str, ...]  # of the combinations of settings that there are
-    combination: Codes  # which of these a network has, (n,)
+    settings: dict[str, tuple[Codes, tuple[str, ...]]]  # by name, which value each network has, (n,), and the values
+    combination: Codes  # which combination of settings each network has, (n,)
+    labels: tuple[str, ...]  # of the combinations that there are
 
     def agreement(self) -> Vector:
         """Return the agreement of every pair, (n, n)."""
@@ -42,7 +41,7 @@ class Grid:
 
     def differing(self, setting: str) -> NDArray[np.bool_]:
         """Return which pairs differ in one setting alone, (n, n)."""
-        differ = {name: codes[:, None] != codes for name, codes in self.settings.items()}
+        differ = {name: codes[:, None] != codes for name, (codes, _) in self.settings.items()}
         alone: NDArray[np.bool_] = differ.pop(setting)
         for other in differ.values():
             alone &= ~other
@@ -52,7 +51,7 @@ class Grid:
 
     def groups(self, settings: Sequence[str]) -> Codes:
         """Return which networks are equal in some settings, as a number for each, (n,)."""
-        chosen = [self.settings[name] for name in settings]
+        chosen = [self.settings[name][0] for name in settings]
         if not chosen:
             return np.zeros(len(self.measure), dtype=np.intp)
         places: Codes = np.unique(np.stack(chosen), axis=1, return_inverse=True)[1].reshape(-1)
@@ -69,13 +68,9 @@ def read_grid(
         raise InputError(f"settings={settings!r}: columns other than {measure!r} and {target!r} are wanted, each once")
     networks = read(table, test)
     kept = networks.kept(exclude)
-    groups = {name: networks.groups([name], kept) for name in names}
-    codes, values = (
-        {name: group[0] for name, group in groups.items()},
-        {name: group[1] for name, group in groups.items()},
-    )
-    combination, labels = networks.groups(names, kept)
-    return Grid(networks.finite(measure, kept), networks.finite(target, kept), codes, values, labels, combination)
+    by_name = {name: networks.groups([name], kept) for name in names}
+    combinations = networks.groups(names, kept)
+    return Grid(networks.finite(measure, kept), networks.finite(target, kept), by_name, *combinations)
 
 
 @dataclass(frozen=True, repr=False)
@@ -83,11 +78,11 @@ class GranulatedKendall(Result):
     """Hold Ψ, and what it is the mean of. ``float()`` gives Ψ, ``str()`` shows all, a data frame has the settings.
 
     Attributes:
-        measure: the one quantity.
-        target: the other.
+        measure: the name of the measure.
+        target: the column that it is compared with.
         value: Ψ, the mean of ``by_setting``.
         by_setting: ψ of each setting.
-        pairs: the pairs of networks that differ in a setting alone, by setting.
+        pairs: the number of pairs of networks that differ in a setting alone, by setting.
     """
 
     measure: str
@@ -170,11 +165,11 @@ class Environment:
     """Hold how often a measure orders two settings wrongly.
 
     Attributes:
-        setting: in which the two differ.
+        setting: the one in which the two sides differ.
         first: values of all settings of the one side.
         second: those of the other.
         error: the sign error, in [0, 1].
-        pairs: the pairs of networks that it is the mean over.
+        pairs: the number of pairs of networks that it is the mean over.
     """
 
     setting: str
@@ -191,10 +186,10 @@ class SignError(Result):
     A data frame has a row for each environment.
 
     Attributes:
-        measure: what is to order the networks.
-        target: by what they are to be ordered.
-        mean: over the environments.
-        worst: their largest.
+        measure: the name of the measure.
+        target: the column whose order it should have.
+        mean: the mean over the environments.
+        worst: the largest of them.
         environments: pairs of settings.
     """
 
@@ -283,15 +278,12 @@ def _environments(grid: Grid, setting: str, fewest: int) -> list[Environment]:
     sides = np.stack([grid.combination[first], grid.combination[second]])
     place = np.unique(sides, axis=1, return_inverse=True)[1]
     few = np.bincount(place.reshape(-1))[place.reshape(-1)] < fewest
-    of, values = grid.settings[setting], grid.values[setting]
+    of_setting = grid.settings[setting]
     found: dict[tuple[str, str], list[float]] = {}
     for i, j, merged, error in zip(first, second, few, errors, strict=True):
-        ends = sorted((of[i], of[j])) if merged else ()
-        labels = tuple(values[end] for end in ends) or (
-            grid.labels[grid.combination[i]],
-            grid.labels[grid.combination[j]],
-        )
-        found.setdefault((labels[0], labels[1]), []).append(float(error))
+        codes, labels = of_setting if merged else (grid.combination, grid.labels)
+        one, other = sorted((codes[i], codes[j]))  # combinations are in this order already
+        found.setdefault((labels[one], labels[other]), []).append(float(error))
     return [Environment(setting, *labels, float(np.mean(pairs)), len(pairs)) for labels, pairs in found.items()]
 
 
@@ -302,8 +294,8 @@ class ConditionalMutualInformation(Result):
     A data frame has a row for each set of settings that is conditioned on.
 
     Attributes:
-        measure: the one quantity.
-        target: the other.
+        measure: the name of the measure.
+        target: the column that it is compared with.
         value: the smallest of ``by_condition``; NaN if none is defined.
         by_condition: Î given each set of at most two settings; NaN where no two networks are equal in them, or where
             all that are have equal targets.

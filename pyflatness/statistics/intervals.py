@@ -10,16 +10,17 @@ clusters are drawn, as many as there are (Davison and Hinkley 1997, section 3.8)
     Spearman    (1 + ρ²/2) / (n - 3)        Bonett and Wright 2000
     Kendall     0.437 / (n - 4)             Fieller, Hartley and Pearson 1957
 
-for independent networks; columns held fixed are taken off n. With G clusters the variance is that of the jackknife
-which leaves one cluster out at a time, V = (G - 1)/G Σ_g (z_g - mean z)², and the quantile Student's t with G - 1
-degrees of freedom (Cameron and Miller 2015, section VI).
+for independent networks; the number of columns held fixed is subtracted from n. With G clusters the variance is that of
+the jackknife which leaves one cluster out at a time, V = (G - 1)/G Σ_g (z_g - mean z)², and the quantile is Student's t
+with G - 1 degrees of freedom (Cameron and Miller 2015, section VI).
 
-**Seeds.** Networks of one seed may share their first weights and the order of their samples across recipes, so that
-leaving out recipes alone misses what the seeds vary. With H seeds the variance is V_recipes + max(0, V_seeds - V_both),
-V_both that of leaving out one recipe's networks of one seed, which the other two both have (Cameron, Gelbach and Miller
-2011). The degrees of freedom of the sum are Satterthwaite's, of G - 1 and H - 1: two seeds that differ make it long.
-Where one of the two quantities varies mostly between recipes and the other mostly between seeds, V_both is about as
-large as V_seeds although nothing is counted twice, and the intervals are too short. There it is V_recipes + V_seeds.
+**Seeds.** Networks of one seed may share their initial weights and the order of their samples across recipes, so that
+leaving out recipes alone misses the variance between seeds. With H seeds the variance is V_recipes + max(0, V_seeds -
+V_both), where V_both is that of leaving out one recipe's networks of one seed, which is in both other terms (Cameron,
+Gelbach and Miller 2011). The degrees of freedom of the sum are Satterthwaite's, of G - 1 and H - 1, so that two seeds
+that differ make long intervals. If one of the two quantities varies mostly between recipes and the other mostly between
+seeds, V_both is about as large as V_seeds although nothing is counted twice, and the intervals would be too short. Then
+the variance is V_recipes + V_seeds.
 """
 
 import math
@@ -50,8 +51,8 @@ _NAMES = {
 }
 _NONE = math.nan, math.nan
 
-Statistic = Callable[[Resamples], Vector]  # of every resample, (resamples,)
-Finder = Callable[[float, str, Sequence[Vector]], tuple[float, float]]  # value, statistic, columns: the ends
+Statistic = Callable[[Resamples], Vector]  # resamples -> its value in each, (resamples,)
+Finder = Callable[[float, str, Sequence[Vector]], tuple[float, float]]  # (value, statistic, columns) -> the ends
 
 
 def finder(
@@ -66,8 +67,8 @@ def finder(
 ) -> Finder:
     """Return a function for the interval of a correlation over n networks; NaN of too few networks or clusters.
 
-    So many columns are ``held`` fixed. Without ``clusters`` (n,) networks are independent; ``seeds`` (n,) say what was
-    drawn with which each was trained, for Fisher's z over clusters; networks are compared inside of ``strata`` (n,).
+    ``held`` is the number of columns held fixed. Without ``clusters`` (n,) networks are independent. ``seeds`` (n,) are
+    those that networks were trained with, for Fisher's z over clusters. Networks are compared within ``strata`` (n,).
     """
     check_choice("interval", interval, _NAMES)
     if seeds is not None and (clusters is None or interval != "fisher"):
@@ -81,8 +82,8 @@ def finder(
     return lambda value, statistic, columns: fisher(value, statistic, columns, jackknife, strata)
 
 
-def described(interval: str, clustered: bool, seeded: bool) -> str:
-    """Return what the intervals are, for a heading."""
+def method(interval: str, clustered: bool, seeded: bool) -> str:
+    """Return how the intervals are made, as the beginning of a sentence."""
     return "95 % " + _NAMES[interval][clustered] + (" and seeds" if seeded else "")
 
 
@@ -100,9 +101,9 @@ def bootstrap_resamples(n: int, clusters: NDArray[np.intp] | None, seed: int) ->
 class Jackknife:
     """Hold the samples that each lack one recipe, one seed, or one recipe's networks of one seed."""
 
-    recipes: Resamples  # without one recipe each
-    seeds: Resamples | None = None  # without one seed each; None: seeds share nothing
-    both: Resamples | None = None  # without the networks of one recipe and seed each
+    recipes: Resamples  # each lacks one recipe
+    seeds: Resamples | None = None  # each lacks one seed; None: seeds share nothing
+    both: Resamples | None = None  # each lacks the networks of one recipe and seed
     codes: tuple[NDArray[np.intp], ...] = ()  # the recipe and the seed of each network, (n,)
 
     @classmethod
@@ -175,7 +176,7 @@ def fisher(
     jackknife: Jackknife | None,
     strata: NDArray[np.intp] | None = None,
 ) -> tuple[float, float]:
-    """Return the interval by Fisher's z of a correlation, NaN of ±1; a jackknife's samples each lack a cluster."""
+    """Return the interval by Fisher's z of a correlation, NaN for ±1; a jackknife gives the variance over clusters."""
     if not abs(value) < 1:
         return _NONE
     if jackknife is None:
@@ -190,13 +191,13 @@ def fisher(
 
 
 def _z(correlations: Vector) -> Vector:
-    """Return atanh; NaN of ±1."""
+    """Return atanh; NaN for ±1."""
     found: Vector = np.arctanh(np.where(np.abs(correlations) < 1, correlations, np.nan))
     return found
 
 
 def _members(clusters: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Return the networks of every cluster, (clusters, most in one), with -1 behind those of a smaller one."""
+    """Return the networks of every cluster, (clusters, size of the largest), filled up with -1."""
     counts = np.bincount(clusters)
     members = np.full((len(counts), counts.max()), -1)
     for cluster, count in enumerate(counts):

@@ -1,13 +1,13 @@
 """Compute permutation p-values of correlations, and adjust p-values for the number of measures.
 
-If a measure and the target were independent, the target's values could be dealt out to the networks in another order.
-The p-value is the fraction of orders, the one found among them, whose correlation is at least as far from the mean over
-the orders (Phipson and Smyth 2010). Networks of one cluster may depend on each other. Then either clusters are dealt
-out whole, in a new order inside, or networks are dealt out inside of their clusters alone. The first asks whether what
-differs between clusters goes together, the second what differs between networks of the same cluster.
+If a measure and the target were independent, the target's values could be assigned to the networks in any order. The
+p-value is the fraction of orders, including the one found, whose correlation is at least as far from the mean over the
+orders (Phipson and Smyth 2010). Networks of one cluster may depend on each other. Then either whole clusters are
+permuted, with a new order inside, or networks are permuted within their clusters. The first tests for a correlation
+between clusters, the second for one between networks of the same cluster.
 
-With columns held fixed, what these leave unexplained of the target is permuted (Freedman and Lane 1983; for the pairs
-of Kendall's τ, Dekker, Krackhardt and Snijders 2007).
+With columns held fixed, the part of the target that these leave unexplained is permuted (Freedman and Lane 1983; for
+the pairs of Kendall's τ, Dekker, Krackhardt and Snijders 2007).
 """
 
 import math
@@ -21,17 +21,17 @@ from ..options import check_count, check_flag
 from .coefficients import cosines, partial, permuted_products, products, whole
 from .tables import Vector
 
-_ROUNDING = 1e-12  # by which equal correlations may differ
+_ROUNDING = 1e-12  # difference within which correlations are equal
 
 
 def check(permutations: int, clusters: NDArray[np.intp] | None, within: bool) -> None:
-    """Raise an InputError for options that do not fit together."""
+    """Raise for options that do not fit together."""
     check_count("permutations", permutations, 0, "a number of permutations, such as 9999 or 0,")
     if check_flag("within", within) and (clusters is None or not permutations):
         raise InputError("within=True permutes inside of clusters: pass settings= and permutations= too")
 
 
-def described(permutations: int, clusters: NDArray[np.intp] | None, within: bool) -> str:
+def method(permutations: int, clusters: NDArray[np.intp] | None, within: bool) -> str:
     """Return how the p-values are made, as the end of a sentence."""
     if not permutations:
         return ""
@@ -40,11 +40,11 @@ def described(permutations: int, clusters: NDArray[np.intp] | None, within: bool
 
 
 def orders(n: int, clusters: NDArray[np.intp] | None, within: bool, count: int, seed: int) -> NDArray[np.intp]:
-    """Return the order found and random others: which network's value each of n networks gets, (1 + count, n).
+    """Return the order found and random others: the network whose value each of n networks gets, (1 + count, n).
 
-    A cluster that is larger than the one whose values it gets has some of them several times, and a smaller one lacks
-    some. Such an order is no permutation, but one value for a cluster is dealt out exactly. With ``within`` values stay
-    inside of their clusters.
+    A cluster larger than the one whose values it gets has some of these several times, a smaller one lacks some. Such
+    an order is no permutation, except of values that are the same within each cluster. With ``within`` values stay in
+    their clusters.
     """
     generator = np.random.default_rng(seed)
     shuffled = generator.permuted(np.tile(np.arange(n), (count, 1)), axis=1)
@@ -87,17 +87,18 @@ def p_values(
 
 
 def _beyond(values: Vector) -> float:
-    """Return the fraction of values at least as far from their mean as the first; NaN if that is."""
+    """Return the fraction of values at least as far from their mean as the first; NaN if the first is."""
     if not np.isfinite(values[0]):
         return math.nan
     distances = np.abs(values - np.nanmean(values))
-    return float((~(distances < distances[0] - _ROUNDING)).mean())  # an order where it is not defined counts too
+    return float((~(distances < distances[0] - _ROUNDING)).mean())  # orders without a correlation count too
 
 
 def holm(p: Vector) -> Vector:
     """Return p-values adjusted to hold the probability of any false discovery (Holm 1979), (measures,).
 
-    The smallest of m is multiplied by m, the next by m - 1, and so on; none is below one before it. NaN are left out.
+    The smallest of m is multiplied by m, the next by m - 1, and so on, and made no smaller than those before it. NaN
+    are left out.
     """
     return _adjusted(p, lambda rising: np.maximum.accumulate(rising * np.arange(len(rising), 0, -1)))
 
@@ -105,7 +106,7 @@ def holm(p: Vector) -> Vector:
 def benjamini_hochberg(p: Vector) -> Vector:
     """Return p-values adjusted to hold the expected fraction of false discoveries (1995), (measures,).
 
-    The k-th smallest of m is multiplied by m / k; none is above one behind it. NaN are left out.
+    The k-th smallest of m is multiplied by m / k, and made no larger than those after it. NaN are left out.
     """
 
     def adjust(rising: Vector) -> Vector:

@@ -1,8 +1,8 @@
 """Read tables of networks (names and columns of numbers) from a data frame, a dict of lists, or a CSV file.
 
-A file of ``pyflatness score`` has a row for each checkpoint, layer and measure; here it becomes a row for each
-checkpoint, with a column for each measure (and layer, ``measure layer``, where a measure has several; ``measure
-network`` for the network's), and one for each setting of ``pyflatness store export``.
+A file of ``pyflatness score`` has a row for each checkpoint, layer and measure. It is turned into a table with a row
+for each checkpoint, and a column for each measure and each setting of ``pyflatness store export``. A measure with
+values of several layers has a column for each, ``measure layer``, and ``measure network`` for the network's.
 """
 
 import csv
@@ -22,11 +22,11 @@ from ..options import check_names, check_several
 Vector = NDArray[np.float64]
 
 _NAMES = ("checkpoint", "name")
-NETWORK = "network"  # stands for the layer of the network's values
-_UNTRAINED = 5.0  # times the median of the losses: a network whose loss is larger was not trained as the others were
-_ABOVE_CHANCE = 0.05  # of what is possible above chance: with less a network is at chance
-_SHOWN = 8  # columns that a message names
-_SQLITE = b"SQLite format 3\0"  # how stores begin
+NETWORK = "network"  # in place of a layer's name, for the network's values
+_UNTRAINED = 5.0  # times the median loss; a network with a larger loss was not trained as the others were
+_ABOVE_CHANCE = 0.05  # of the largest possible accuracy above chance; a network with less is at chance
+_SHOWN = 8  # columns that a message names at most
+_SQLITE = b"SQLite format 3\0"  # the first bytes of a store
 _SCORED = {"checkpoint", "layer", "measure", "value", "loss"}
 _OF_VALUES = _SCORED | {
     *("schema", "arguments", "stderr", "low", "high", "exact", "method", "samples", "accuracy", "chance", "seconds"),
@@ -40,8 +40,8 @@ class Networks:
 
     names: tuple[str, ...]  # of the rows
     columns: dict[str, Vector]  # numbers by name; NaN where a cell is empty
-    measures: tuple[str, ...]  # columns that are measures, as far as that is known; else all
-    texts: dict[str, tuple[str, ...]] = field(default_factory=dict)  # others; "" where a cell is empty
+    measures: tuple[str, ...]  # the columns that are measures, if that is known; otherwise all
+    text_columns: dict[str, tuple[str, ...]] = field(default_factory=dict)  # the others; "" where a cell is empty
 
     def column(self, name: str) -> Vector:
         """Return one column."""
@@ -60,8 +60,8 @@ class Networks:
     def untrained(self, most: float | None = None) -> dict[str, str]:
         """Return the networks that are not trained as the others are, each with the reason.
 
-        They are at chance, or have a loss of more than five times the median; with ``most``, one of more than that. If
-        all are at chance there are none.
+        These are at chance, or have a loss of more than five times the median; with ``most``, a loss of more than that.
+        If all networks are such, none is returned.
         """
         none = np.full(len(self.names), math.nan)
         loss, accuracy, chance = (self.columns.get(name, none) for name in ("loss", "accuracy", "chance"))
@@ -78,15 +78,16 @@ class Networks:
         return found if len(found) < len(self.names) else {}
 
     def groups(self, names: Sequence[str], kept: NDArray[np.bool_]) -> tuple[NDArray[np.intp], tuple[str, ...]]:
-        """Return the group of each row that counts, (rows,), and labels: rows of a group are equal in some columns."""
+        """Return the group of each row that counts, (rows,), by equal cells in some columns, and the groups' labels."""
         columns = []
         for name in names:
             if name in self.columns:
                 cells = ["" if math.isnan(cell) else f"{cell:.15g}" for cell in self.columns[name]]
-            elif name in self.texts:
-                cells = [*self.texts[name]]
+            elif name in self.text_columns:
+                cells = [*self.text_columns[name]]
             else:
-                raise InputError(f"table: no column {name!r}; there are {_known(name, [*self.columns, *self.texts])}")
+                known = _known(name, [*self.columns, *self.text_columns])
+                raise InputError(f"table: no column {name!r}; there are {known}")
             self._whole(name, np.array([cell != "" for cell in cells]), kept, "empty")
             columns.append([cell for cell, counts in zip(cells, kept, strict=True) if counts])
         rows = [*zip(*columns, strict=True)]
@@ -136,8 +137,8 @@ def listed(option: str, names: str | Sequence[str]) -> tuple[str, ...]:
 def read(table: Any, test: Any = None) -> Networks:
     """Return a data frame, mapping or CSV file as a table.
 
-    Of test data there are ``test_loss``, ``gap``, their loss less that of the table, and where targets are classes
-    ``test_accuracy`` and ``test_error``, 1 less the accuracy.
+    With test data it has the columns ``test_loss``, ``gap``, their loss less that of the table, and where targets are
+    classes ``test_accuracy`` and ``test_error``, 1 less the accuracy.
     """
     networks = _networks(table, "table")
     if test is None:
@@ -173,8 +174,8 @@ def _networks(table: Any, what: str) -> Networks:
     label = next((name for name in _NAMES if name in cells), None)
     rows = range(lengths.pop()) if index is None else index
     names = tuple(map(str, rows if label is None else cells[label]))
-    columns, texts = _sorted({name: column for name, column in cells.items() if name != label})
-    return Networks(names, columns, tuple(columns), texts)
+    columns, text_columns = _sorted({name: column for name, column in cells.items() if name != label})
+    return Networks(names, columns, tuple(columns), text_columns)
 
 
 def is_store(path: Path) -> bool:
@@ -184,7 +185,7 @@ def is_store(path: Path) -> bool:
 
 
 def _cells(table: Any, what: str) -> tuple[dict[str, Sequence[Any]], Sequence[Any] | None]:
-    """Return columns by name, and names of the rows if the table has some."""
+    """Return the columns by name, and the index of the rows if the table has one."""
     if isinstance(table, (str, Path)):
         try:
             if is_store(Path(table)):
@@ -198,7 +199,7 @@ def _cells(table: Any, what: str) -> tuple[dict[str, Sequence[Any]], Sequence[An
             raise InputError(f"{what}: {str(table)!r} cannot be read as CSV ({error})") from None
         if not rows:
             raise InputError(f"{what}: there are no rows in {str(table)!r}")
-        if {*rows[0]} >= _SCORED:  # its text is written so that no spreadsheet runs it
+        if {*rows[0]} >= _SCORED:  # whose text is escaped so that no spreadsheet runs it
             rows = [{name: from_cell(cell or "") for name, cell in row.items()} for row in rows]
         return {name: [row[name] for row in rows] for name in rows[0]}, None
     if callable(getattr(table, "columns", None)):  # scores, without importing what makes them
@@ -223,7 +224,7 @@ def _scored(cells: Mapping[str, Sequence[Any]], what: str) -> Networks:
             layers.setdefault(row["measure"], set()).add(row["layer"])
     columns: dict[str, Vector] = {}
     settings, written = _sorted({name: column for name, column in cells.items() if name not in _OF_VALUES})
-    texts = {name: [""] * len(places) for name in written}
+    text_columns = {name: [""] * len(places) for name in written}
     for row in rows:
         several = len(layers.get(row["measure"], ())) > 1
         name = f"{row['measure']} {row['layer'] or NETWORK}" if several else row["measure"]
@@ -241,11 +242,11 @@ def _scored(cells: Mapping[str, Sequence[Any]], what: str) -> Networks:
                     f"{what}: {row['checkpoint']!r} has two rows of {name!r}{hint if 'setting' in row else ''}"
                 )
             column[place] = value
-        for key in texts:
-            texts[key][place] = _text(row[key]) or texts[key][place]
+        for key, column_of_text in text_columns.items():
+            column_of_text[place] = _text(row[key]) or column_of_text[place]
     beside = {"loss", "accuracy", "chance", *settings}
     measures = tuple(name for name in columns if name not in beside)
-    return Networks(tuple(places), columns, measures, {name: tuple(column) for name, column in texts.items()})
+    return Networks(tuple(places), columns, measures, {name: tuple(column) for name, column in text_columns.items()})
 
 
 def _sorted(cells: Mapping[str, Sequence[Any]]) -> tuple[dict[str, Vector], dict[str, tuple[str, ...]]]:
@@ -272,7 +273,7 @@ def _text(cell: Any) -> str:
 
 
 def _known(name: str, columns: Collection[str]) -> str:
-    """Return the columns that a missing one may mean: of the name of a measure alone all of it, the network first."""
+    """Return the columns that may be meant: for the name of a measure all columns of it, the network's first."""
     network = f"{name} {NETWORK}"
     places = sorted((each for each in columns if each.startswith(f"{name} ")), key=lambda each: each != network)
     if places:
@@ -282,6 +283,6 @@ def _known(name: str, columns: Collection[str]) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return the first names, and how many more there are."""
+    """Return the first of the names, and the number of others."""
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -24,7 +24,7 @@ from .. import contractions
 from ..contractions import promoted, promoted_dtype
 from ..contractions.quantities import Contribution
 from ..hessian.block_traces import derivatives
-from ..hessian.entries import batch_of
+from ..hessian.entries_and_neurons import batch_of
 from ..model import layers, spread
 from ..model.kinds import Linear
 from ..numerics.signs import Signs

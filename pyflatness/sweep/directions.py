@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import contractions
 from ..contractions.factor import gram_factor
 from ..hessian.block_traces import derivatives
-from ..hessian.entries import batch_of
+from ..hessian.entries_and_neurons import batch_of
 from ..messages import lacks_a_second_derivative
 from ..passes.batch_layout import Layout
 from ..passes.cotangents import Cotangents

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .. import contractions
 from ..model import kinds, layers
-from ..numerics.directions import Directions
+from ..numerics.normal_vectors import NormalVectors
 from ..passes.guards import agree, rounding
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run
@@ -56,7 +56,7 @@ class LayerGradients:
         if not new:
             return
         names = [parameter for name in new for parameter in self.parameters(name)]
-        cotangent = Directions().like(run.outputs)
+        cotangent = NormalVectors().like(run.outputs)
 
         def gradients_of_all(outputs: Tensor, leaves: dict[str, Tensor]) -> Sequence[Tensor | None]:
             if not outputs.requires_grad:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..contractions import promoted
 from ..hessian import block_traces
-from ..hessian.entries import batch_of
+from ..hessian.entries_and_neurons import batch_of
 from ..losses import Loss
 from ..numerics.signs import Signs
 from ..passes import cotangents, linearity

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .. import contractions, interrupts
 from ..messages import is_out_of_memory
 from ..model import calling, data, parameters, walk
-from ..numerics.directions import Directions
+from ..numerics.normal_vectors import NormalVectors
 from ..passes import dry_run
 from ..passes.guards import agree, check_unchanged, rounding
 from ..passes.runner import Run
@@ -173,7 +173,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 @torch.enable_grad()
 def _derivatives(group: Group) -> list[Tensor]:
     """Return a group's gradients of random combinations of outputs, and how these change along random directions."""
-    leaves, random = [*group.leaves.values()], Directions()
+    leaves, random = [*group.leaves.values()], NormalVectors()
     each = len(group.outputs) // group.samples
     cotangent = random.like(group.outputs[:each]).repeat(group.samples, *[1] * (group.outputs.ndim - 1))
     gradients = torch.autograd.grad(group.outputs, leaves, cotangent, create_graph=True, materialize_grads=True)

@@ -2,15 +2,16 @@
 
     gap = E_test - E_train,   E = Σ terms of the loss / Σ their weights
 
-E is the user's own loss over the whole data set; for the reduction ``"sum"`` it is the mean that goes with it, since
-sums over data sets of different size have no difference that means anything.
+E is the user's own loss over the whole data set. For the reduction ``"sum"`` it is the corresponding mean, since the
+difference of sums over data sets of different sizes has no meaning.
 
-Standard errors say how much the means would change with other samples from where these come from. Samples are
-independent, the terms of one are not: with t_i the sum of a sample's terms and m_i their weights, r_i = t_i - E m_i,
+Standard errors say how much the means would vary with other samples from the same distribution. Samples are
+independent, the terms of one are not. With t_i the sum of a sample's terms, m_i that of their weights and
+r_i = t_i - E m_i,
 
     stderr(E) = √(n/(n-1) Σ_i r_i²) / Σ_i m_i
 
-and likewise for the accuracy, t_i the right ones of m_i predictions.
+and likewise for the accuracy, with t_i the number of correct ones among m_i predictions.
 """
 
 import math
@@ -32,21 +33,21 @@ from ..options import CALL, How, Options
 from ..passes.task import Task
 from ..session import public, session
 
-_GROUPS = 64  # of samples, at least, for the standard error of a loss that is a callable
-_BATCHES = 8  # that data have, if they cannot tell
+_GROUPS = 64  # least number of groups of samples, for the standard error of a loss that is a callable
+_BATCHES = 8  # assumed number of batches of data without a length
 
 
 @dataclass(frozen=True)
 class Performance:
-    """Hold how well a model does on a data set.
+    """Hold a model's loss and accuracy on a data set.
 
     Attributes:
-        loss: the mean over its loss terms.
-        accuracy: the fraction of predictions that are right; None where targets are no classes.
-        samples: how many.
-        omitted: samples left out by ``nan_policy="omit"``.
-        loss_stderr: standard error of ``loss`` over the samples; None of fewer than two.
-        accuracy_stderr: that of ``accuracy``; 0 where all predictions are right, or all wrong.
+        loss: the mean over the loss terms.
+        accuracy: the fraction of predictions that are correct; None where targets are no classes.
+        samples: the number of samples.
+        omitted: the number of samples left out by ``nan_policy="omit"``.
+        loss_stderr: the standard error of ``loss`` over the samples; None for fewer than two.
+        accuracy_stderr: that of ``accuracy``; 0 where all predictions are correct, or all wrong.
     """
 
     loss: float
@@ -105,7 +106,7 @@ class GeneralizationGap:
         """Return n_train/n_test Σ_test - Σ_train = n_train ``gap``, sums of losses in the place of means.
 
         It is the generalisation error of Petzka et al. (2019), who have five times as many training samples as test
-        samples: 5 Σ_test - Σ_train. Σ is over samples, of the mean loss of the terms of each.
+        samples: 5 Σ_test - Σ_train. Sums are over samples, of the mean over each sample's loss terms.
         """
         return self.train.samples * self.gap
 
@@ -113,8 +114,8 @@ class GeneralizationGap:
     def gap_stderr(self) -> float | None:
         """Return the standard error of ``gap`` over the samples of both sets; None if one has none.
 
-        Where the training set is not a sample, but all that the model was trained on, its loss is known and
-        ``test.loss_stderr`` is that of the gap.
+        If the training loss is taken as known, as that of all data the model was trained on, the standard error of the
+        gap is ``test.loss_stderr``.
         """
         return _together(self.train.loss_stderr, self.test.loss_stderr)
 
@@ -195,23 +196,23 @@ def performance(task: Task, nan_policy: str = "raise") -> Performance:
 
 
 class _Ratio:
-    """Sum a ratio Σ_i t_i / Σ_i m_i over samples, with its standard error; t_i, m_i are sums over a sample's terms."""
+    """Compute a ratio Σ_i t_i / Σ_i m_i over samples and its standard error; t_i, m_i sum over a sample's terms."""
 
     def __init__(self) -> None:
-        self._parts = [torch.zeros(2, 0, dtype=torch.float64, device="cpu")]
+        self._batches = [torch.zeros(2, 0, dtype=torch.float64, device="cpu")]
 
     def add(self, terms: Tensor, samples: int) -> None:
-        """Take in values and weights of the terms of some samples in order, or of groups of samples, (2, terms)."""
+        """Add values and weights of the terms of some samples in order, or of groups of samples, (2, terms)."""
         whole = samples if terms.shape[1] % samples == 0 else terms.shape[1]
-        self._parts.append(terms.double().view(2, whole, -1).sum(dim=2).cpu())
+        self._batches.append(terms.double().view(2, whole, -1).sum(dim=2).cpu())
 
     def together(self, shard: Shard) -> None:
-        """Take in the samples of other ranks, where the read of the data ends."""
-        self._parts = [shard.rows("losses and accuracies", self._sums)]
+        """Add the samples of other ranks, where the read of the data ends."""
+        self._batches = [shard.rows("losses and accuracies", self._sums)]
 
     @property
     def _sums(self) -> Tensor:
-        return torch.cat(self._parts, dim=1)
+        return torch.cat(self._batches, dim=1)
 
     @property
     def weight(self) -> float:
@@ -225,7 +226,7 @@ class _Ratio:
         return float(values / weights)
 
     def stderr(self) -> float | None:
-        """Return the standard error over the samples that have terms; None of fewer than two."""
+        """Return the standard error over the samples that have terms; None for fewer than two."""
         values, weights = self._sums
         count = int((weights > 0).sum())
         if count < 2:
@@ -235,9 +236,9 @@ class _Ratio:
 
 
 def _terms(loss: Loss, outputs: Tensor, targets: Tensor, number: int, groups: int) -> Tensor:
-    """Return values and weights of the loss terms of a batch, (2, terms); of a callable those of groups of samples.
+    """Return values and weights of the loss terms of a batch, (2, terms); for a callable those of groups of samples.
 
-    A callable would have to be called for every sample. Groups are at random, in no step with the order of the data.
+    A callable would have to be called for every sample. Groups are random, whatever the order of the data.
     """
     weights = risk.rows(outputs, targets, loss, number).terms.weights.double()
     if loss.known:
@@ -251,7 +252,7 @@ def _terms(loss: Loss, outputs: Tensor, targets: Tensor, number: int, groups: in
 def _kept(
     over: Accumulator, loss: Loss, value: Tensor, batch: tuple[Tensor, Tensor], samples: int, number: int
 ) -> Tensor | None:
-    """Return which samples of outputs and targets count, by their loss ``value``, (samples,); None: all of them."""
+    """Return which samples of a batch count, (samples,), given their loss ``value``; None if all count."""
     outputs, targets = batch
     error = partial(
         NonFiniteError,

@@ -2,18 +2,18 @@
 
     E_gen = E_Rep + E_F ≤ δ² κ / (2m) + |E_Rep|,   δ = n^(-1/(4+m))
 
-to second order in δ, with labels locally constant. The first term bounds E_F on average over rO, r ≤ δ; for |E_Rep|,
-which only the distribution of the data would tell, its plug-in estimate by folds is taken
-(:mod:`.representativeness`), so this is an approximation of the bound, as in the paper's Figure 4, and not a bound: ψ
-has seen the folds that are held out, and where it has fitted them better than new data the measured gap is larger. The
-plug-in of a ψ fitted on each fold's sample is :func:`pyflatness.theory.representativeness` with ``fit=``, for a head.
-Uniform over all |A| ≤ δ, at a minimum and to second order, from other measures:
+to second order in δ, with labels locally constant. The first term bounds E_F on average over rO, r ≤ δ. |E_Rep| depends
+on the distribution of the data; it is replaced by its plug-in estimate by folds (:mod:`.sampling`). So this is an
+approximation of the bound, as in the paper's Figure 4, and not a bound: ψ has seen the folds that are held out, and
+where it has fitted them better than new data the measured gap is larger. The plug-in estimate with a ψ fitted on each
+fold's sample is :func:`pyflatness.theory.representativeness` with ``fit=``, for a head. Uniform bounds over all
+|A| ≤ δ, at a minimum and to second order, follow from other measures:
 
     E_F ≤ δ² d/2 κ^φ (Theorem 14)         E_F ≤ δ²/2 |w|² λ_max (Petzka et al. 2019, appendix C.1)
 
 With the first of them the gap is bounded for every distribution of feature matrices |A| < δ, so that the most
-representative one can be taken (Theorem 15; ``uniform=True``). Here that is a choice among the kernels of bandwidth
-rδ|φ|, r = ¼, ½, ¾, 1. The theorem's statement has a sum over the rows in front of κ^φ, which its proof has not.
+representative one can be taken (Theorem 15; ``uniform=True``). Here it is chosen among the kernels of bandwidth rδ|φ|,
+r = ¼, ½, ¾, 1. The theorem's statement has a sum over the rows in front of κ^φ that is not in its proof.
 
 **The constants of the representativeness bound** (Proposition 12 and its proof).
 
@@ -22,15 +22,16 @@ rδ|φ|, r = ¼, ½, ¾, 1. The theorem's statement has a sum over the rows in f
     τ_2 = ∫ |z|² k_1(0, z) dz      β = ∫ k_1(0, z)² dz      α = ∫ p(z)/|z|^m dz
 
 for a loss of at most L, features of density p on a set of volume Vol, and the kernel k_1(0, z) ∝ exp(-|z|²/2) on
-|z| < 1. τ_2 and β are the kernel's alone: with radius r they are ratios of ∫_0^1 r^(a-1) exp(-b r²/2) dr, incomplete
-gamma functions. α is the mean of |φ_i|^-m, in logarithms. p is not known; ∫ |∇²(p|z|²)| is taken for the normal density
-of the features' mean μ and covariance Σ, as a mean over probes of it of the absolute value of
+|z| < 1. τ_2 and β depend on the kernel alone: with radius r they are ratios of ∫_0^1 r^(a-1) exp(-b r²/2) dr,
+incomplete gamma functions. α is the mean of |φ_i|^-m, computed in logarithms. p is unknown; ∫ |∇²(p|z|²)| is taken for
+the normal density with the features' mean μ and covariance Σ, as a mean over samples of this density of the absolute
+value of
 
     ∇²(p|z|²)/p = |z|² (|s|² - Tr Σ⁻¹) + 4 ⟨z, s⟩ + 2m,     s = ∇ log p = -Σ⁻¹ (z - μ)
 
-Vol is that of the ball around the features' mean that holds them all. The proof's step before the last has τ_2/2, the
-statement τ_2, as here. In more than a few dimensions the constants are astronomical, and the bound says nothing: that
-is what the logarithms are for. α is infinite for every density that does not vanish at 0, whatever its sample mean is.
+Vol is that of the ball around the features' mean that holds them all. The last step but one of the proof has τ_2/2, the
+statement τ_2, as here. In more than a few dimensions the constants are astronomical, hence the logarithms, and the
+bound says nothing. α is infinite for every density that does not vanish at 0, whatever its sample mean is.
 """
 
 import math
@@ -42,7 +43,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from .. import head
 from ..errors import InputError
 from ..losses import Loss
 from ..measures import RELATIVE_FLATNESS
@@ -51,7 +51,7 @@ from ..messages import check_tensor, in_words
 from ..model import data, layers
 from ..model.data import Batches
 from ..model.selectors import Selector
-from ..numerics import meeting
+from ..numerics.process_groups import refuse
 from ..options import CALL, How, Options, check_count, check_flag, check_number, check_probes
 from ..plan import of_layer
 from ..report import Estimate
@@ -60,7 +60,7 @@ from .gap import GeneralizationGap, performance
 from .perturbed import Change, Perturbed, kernel_noise
 from .sampling import FOLDS, PROBES, NoiseSums, Representativeness, assigned, default_rho, summary
 
-_SHARES = (0.25, 0.5, 0.75, 1.0)  # of δ, the bandwidths that Theorem 15 chooses among
+_FRACTIONS = (0.25, 0.5, 0.75, 1.0)  # of δ, the bandwidths that Theorem 15 chooses among
 
 
 def uniform_robustness_bound(rho: float, rows: int, maximal_flatness: float) -> float:
@@ -122,10 +122,10 @@ class GeneralizationBound:
         flatness: δ² κ / (2m); of the uniform bound δ² d/2 κ^φ.
         representativeness: by folds; its ``test`` is E_gen = E_Rep + E_F with the test data.
         kappa: κ, or κ^φ of the uniform bound, of the mean loss.
-        rho: δ; the noise's is that of ``representativeness``, which is smaller where the uniform bound chose so.
+        rho: δ; that of the noise is in ``representativeness``, and may be smaller for the uniform bound.
         features: m.
         samples: n.
-        layer: whose features these are.
+        layer: the name of the layer that the features are inputs of.
         measured: loss and accuracy on training and test data; None without test data.
     """
 
@@ -149,10 +149,10 @@ class GeneralizationBound:
             f"m = {self.features}",
             f"{self.samples} samples",
         ]
-        parts = self.representativeness.test
-        if parts is not None:
-            split = f"{parts.representativeness:.4g} representativeness + {parts.robustness:.4g} robustness"
-            facts.insert(1, f"measured gap {parts.gap:.6g} = {split}")
+        test = self.representativeness.test
+        if test is not None:
+            split = f"{test.representativeness:.4g} representativeness + {test.robustness:.4g} robustness"
+            facts.insert(1, f"measured gap {test.gap:.6g} = {split}")
         return in_words(self, *facts)
 
 
@@ -210,24 +210,22 @@ def generalization_bound(
         >>> abs(parts.gap - found.measured.gap) < 1e-12, found.rho == 300 ** (-1 / 12)
         (True, True)
     """
-    meeting.refuse(how.get("process_group"), "generalization_bound", "generalization_gap and relative_flatness are, ")
+    refuse(how.get("process_group"), "generalization_bound", "generalization_gap and relative_flatness are, ")
     folds, probes = check_count("folds", folds, 2), check_probes("probes", probes, 2)
     seed = Options.of(how).seed
     kappa, uniform = None if kappa is None else _number("kappa", kappa), check_flag("uniform", uniform)
     rho = None if rho is None else check_number("rho", rho)
     with session(model, loss, train, how={**how, "process_group": False}, reads=3) as task:
-        name, source = head.find(task, layer)
-        perturbed = Perturbed(task, name, head=source is not None)
-        m = _features(perturbed, name)
+        perturbed = Perturbed(task, layer)
+        name, m = perturbed.name, _features(perturbed)
         samples = sum(data.size(batch) for batch in task.batches)
         rho = default_rho(samples, m) if rho is None else rho
         places = assigned(samples, folds, seed)
-        shares = _SHARES if uniform else (1.0,)
+        fractions = _FRACTIONS if uniform else (1.0,)
         every = [
-            (_sums(perturbed, task.loss, task.batches, places, (folds, probes), share * rho, seed), share * rho)
-            for share in shares
+            (_sums(perturbed, task.loss, task.batches, places, (folds, probes), fraction * rho, seed), fraction * rho)
+            for fraction in fractions
         ]
-        rows = int(layers.matrix(perturbed.layer)[0].shape[0])
         measured = None if test is None else GeneralizationGap(performance(task), performance(task.on(test)))
         if kappa is None:
             if uniform:
@@ -251,17 +249,18 @@ def generalization_bound(
         ),
         key=lambda candidate: candidate.magnitude,
     )
+    rows = perturbed.matrix.shape[1]
     flatness = uniform_robustness_bound(rho, rows, mean_kappa) if uniform else rho**2 * mean_kappa / (2 * m)
     return GeneralizationBound(flatness + found.magnitude, flatness, found, mean_kappa, rho, m, samples, name, measured)
 
 
-def _features(perturbed: Perturbed, name: str) -> int:
+def _features(perturbed: Perturbed) -> int:
     if layers.is_convolution(perturbed.layer):
         raise InputError(
-            f"layer {name!r} is a {type(perturbed.layer).__name__}: its patches overlap, so that there is no one "
-            "feature vector for a sample; pf.theory.feature_robustness takes it"
+            f"layer {perturbed.name!r} is a {type(perturbed.layer).__name__}: its patches overlap, so that there is no "
+            "one feature vector for a sample; pf.theory.feature_robustness takes it"
         )
-    return int(layers.matrix(perturbed.layer)[0].shape[1])
+    return perturbed.matrix.shape[2]
 
 
 def _sums(
@@ -304,7 +303,7 @@ def _number(name: str, value: Any) -> float:
 
 @dataclass(frozen=True)
 class DensityConstants:
-    """Hold what the bound of representativeness is made of.
+    """Hold the constants of the bound of representativeness.
 
     Attributes:
         tau: τ_2.

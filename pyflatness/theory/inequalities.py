@@ -1,14 +1,14 @@
-"""Compute the inequalities of "From Loss Flatness to Compressed Representations" (C24), with both their sides.
+"""Compute both sides of the inequalities of "From Loss Flatness to Compressed Representations" (C24).
 
-What they are made of, and when they are guaranteed, is in :mod:`.measures.bounds`.
+Their terms, and when they are guaranteed, are in :mod:`.measures.bounds`.
 
 **Sharpness and its value at an interpolation** (Lemma B.1 and E.2). For E = (1/n) Σ_i ½|f_i - y_i|², residuals
 r_i = f_i - y_i of norm at most ε, and m trainable parameters θ_j,
 
     |Tr ∂²E/∂θ² - (1/n) Σ_i |∂f_i/∂θ|²|  ≤  (1/n) Σ_i Σ_j |⟨r_i, ∂²f_i/∂θ_j²⟩|  ≤  m M ε,   M = max_ij |∂²f_i/∂θ_j²|
 
-and with every term of j times θ_j² the same of adaptive sharpness (Lemma E.2), M = max_ij θ_j² |∂²f_i/∂θ_j²|. A network
-that is locally linear in each parameter has no second derivatives, and both sides are zero.
+and the same for adaptive sharpness with every term of j times θ_j² (Lemma E.2), M = max_ij θ_j² |∂²f_i/∂θ_j²|. For a
+network that is locally linear in each parameter both sides are zero.
 """
 
 import math
@@ -31,7 +31,7 @@ from ..measures.sharpness import ADAPTIVE_SHARPNESS, HalfSquaredError
 from ..messages import in_words
 from ..model import calling, parameters
 from ..model.selectors import Selector
-from ..numerics import meeting
+from ..numerics.process_groups import refuse
 from ..options import READING, How, Options, check_count, check_flag, check_number, check_several
 from ..passes.task import Task
 from ..report import Estimate, Result, views
@@ -46,11 +46,11 @@ class Bound:
     """Hold one inequality: ``left`` is at most ``right`` where it is guaranteed.
 
     Attributes:
-        equation: of the paper: its number, and which of its steps.
-        layer: whose; empty for the network.
+        equation: its number in the paper, and which of its steps.
+        layer: the name of its layer; empty for the network.
         what: the left side in words.
-        left: its value.
-        right: the right-hand side.
+        left: the value of the left side.
+        right: the value of the right side.
         log: whether both are logarithms, as wherever a power of N appears.
         caveat: why it need not hold; empty where it must.
     """
@@ -76,7 +76,7 @@ class Bounds(Result):
     Attributes:
         rows: layer by layer, then of the network.
         sharpness: S, of the chosen layers' weights unless it was given.
-        samples: how many all means are over.
+        samples: the number of samples in all means.
         outputs: N.
     """
 
@@ -103,16 +103,16 @@ class Bounds(Result):
         for header in ("value", "bound"):
             table.add_column(header, justify="right", no_wrap=True)
         guaranteed = [f"{NO_GUARANTEE}: {row.caveat}" if row.caveat else "yes" for row in self.rows]
-        longest = max((len(word) for said in guaranteed for word in said.split()), default=0)  # layers' names are in it
+        longest = max((len(word) for text in guaranteed for word in text.split()), default=0)  # a layer's name, say
         table.add_column("guaranteed", min_width=longest)
-        for row, said in zip(self.rows, guaranteed, strict=True):
-            table.add_row(row.layer or "network", row.equation, row.what, f"{row.left:.6g}", f"{row.right:.6g}", said)
+        for row, text in zip(self.rows, guaranteed, strict=True):
+            table.add_row(row.layer or "network", row.equation, row.what, f"{row.left:.6g}", f"{row.right:.6g}", text)
         facts = f"{self.samples} samples, N = {self.outputs}, S = {self.sharpness:.6g}"
         return "\n".join([*views.text(table, 200), facts])
 
 
 def _of_layer(net: NetworkTerms, layer: LayerTerms, behind: LayerTerms | None, least: Minimum | None) -> list[Bound]:
-    root, A = math.sqrt(net.sharpness), mean(layer.s)
+    A = mean(layer.s)
 
     def row(equation: str, what: str, left: float, right: float, *, log: bool = False) -> Bound:
         return Bound(equation, layer.name, what, left, right, log, layer.caveat)
@@ -131,11 +131,11 @@ def _of_layer(net: NetworkTerms, layer: LayerTerms, behind: LayerTerms | None, l
         row("9, middle", "log of the mean volume, by |J|_F", volume, net.log_norms([layer]), log=True),
         row("9", "log of the mean volume, by S", volume, net.log_volume([layer]), log=True),
         row("48, C", "mean s_max, by W", A, layer.mls_bound),
-        row("11", "mean s_max, by S: D of Eq. 48", A, product(layer.spread, layer.spectral, root)),
+        row("11", "mean s_max, by S: D of Eq. 48", A, layer.sharpness_bound(net.sharpness)),
         row("37", "2 mean |J|_F |x|, by g² + |W|²", 2 * both, layer.weights**2 + layer.frobenius**2),
     ]
     if least is not None and layer.rescaled is not None:
-        # The minimum of Eq. 36 is in proportion to the root of H, of which the sum over samples was taken, σ' is not.
+        # The minimum of Eq. 36 is proportional to the root of H, which is a sum over samples here; σ' does not change.
         right = least.value / math.sqrt(net.samples)
         rows.append(row("37, least", "the same with σ' of Eq. 36, by Eq. 36", 2 * mean(layer.rescaled), right))
     if layer.passed:
@@ -187,7 +187,7 @@ def _log_mean(values: Tensor, power: int) -> float:
 
 
 def _adaptive(net: NetworkTerms, weighted: Mapping[str, float], everything: float) -> list[Bound]:
-    """Return Eq. 44 of each layer: by its own weight, by the trainable parameters that there are.
+    """Return Eq. 44 of each layer, with its own weight and with all trainable parameters on the right-hand side.
 
     ``weighted`` is (1/n) Σ_i |W ∘ ∂f_i/∂W|_F², ``everything`` (1/n) Σ_i Σ_j θ_j² |∂f_i/∂θ_j|².
     """
@@ -380,7 +380,7 @@ def interpolation_error(
         >>> round(found.residual, 6), found.difference <= found.middle <= found.bound
         (0.01, True)
     """
-    meeting.refuse(how.get("process_group"), "interpolation_error", "sharpness and interpolation_sharpness are, ")
+    refuse(how.get("process_group"), "interpolation_error", "sharpness and interpolation_sharpness are, ")
     adaptive = check_flag("adaptive", adaptive)
     reads = 3 + check_flag("second_derivatives", second_derivatives)
     alone = {**how, "process_group": False}
@@ -401,9 +401,9 @@ def _half_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def _residual(task: Task) -> float:
     largest = 0.0
-    for number, part in task.parts().numbered(task.batches):
+    for number, micro_batch in task.parts().numbered(task.batches):
         with torch.no_grad():
-            outputs, targets = task.run(part)
+            outputs, targets = task.run(micro_batch)
         if not isinstance(targets, Tensor) or targets.shape != outputs.shape:
             shape = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
             raise InputError(
@@ -414,7 +414,7 @@ def _residual(task: Task) -> float:
 
 
 def _second(task: Task, *, adaptive: bool) -> tuple[float, float]:
-    """Return the sum between both sides, and M."""
+    """Return the sum between the two sides, and M."""
     theta = parameters.trainable(task.model)
     entries = sum(w.numel() for w in theta.values())
     if entries > task.options.max_passes:

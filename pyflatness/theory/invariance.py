@@ -1,10 +1,11 @@
-"""Find out which measures stay as they are where the weights change and the function does not.
+"""Find out which measures stay the same when the weights change and the function does not.
 
-A measure says something of a function only if it has one value at all weights of that function. Two families of weights
-compute the same function in networks with ReLU: all rows of a layer multiplied by one factor, or each row by a factor
-of its own, and the columns behind divided by it (Petzka et al. 2019, Theorems 2 and 3, Table 1). A third one is in the
-heads of attention: the rows of q and k by A and A⁻ᵀ, those of v by B and the columns of the outputs by B⁻¹
-(docs/attention.md). There a measure is compared in q, k and v, whose rows change, and in the outputs, whose columns do.
+A measure is a property of the function only if it has the same value at all weights of that function. In networks with
+ReLU two changes of the weights leave the function alone: all rows of a layer are multiplied by one factor, or each row
+by a factor of its own, and the columns behind are divided by it (Petzka et al. 2019, Theorems 2 and 3, Table 1). A
+third one concerns the heads of attention: the rows of q and k are multiplied by A and A⁻ᵀ, those of v by B and the
+columns of the outputs by B⁻¹ (docs/attention.md). There a measure is compared in q, k and v, whose rows change, and in
+the outputs, whose columns change.
 """
 
 import math
@@ -34,7 +35,7 @@ from ..session import public
 
 WAYS = ("layer-wise", "neuron-wise")
 OF_ATTENTION = ("attention rows", "attention columns")
-_EXACT, _ROUNDED = 1e-6, 1e-3  # of exact values in double precision, and of all others
+_EXACT, _ROUNDED = 1e-6, 1e-3  # tolerance of exact values in double precision, and of all others
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class Invariance:
             or ``"attention columns"``, of the outputs.
         change: the largest change of a layer's, a neuron's or the network's value, as a part of that value (of neurons,
             of the largest one).
-        kept: whether that is rounding.
-        claimed: whether the measure is said to be invariant, in the table that ``pyflatness measures`` shows.
+        kept: whether the change is rounding.
+        claimed: whether the table that ``pyflatness measures`` shows says that the measure is invariant.
     """
 
     measure: str
@@ -66,8 +67,8 @@ class Invariances(Result):
 
     Attributes:
         rows: for each measure and way.
-        layers: whose weights were multiplied, and attention modules.
-        skipped: layers whose weights cannot be, and measures that could not be computed, each with the reason.
+        layers: the layers whose weights were multiplied, and attention modules.
+        skipped: layers whose weights cannot be multiplied, and measures without a value, each with the reason.
         notes: by which matrices attention was changed.
     """
 
@@ -149,15 +150,15 @@ def invariances(
     running: How = {"forward": how.get("forward"), "eval": how.get("eval", False)}
     random = np.random.default_rng(seed % 2**64)
     multiplied, skipped = _multiplied(model, data, random, factors, running)
-    heads, notes = _heads(model, data, random, factors, running)
-    if not multiplied and not heads:
+    matrices, notes = _attention_matrices(model, data, random, factors, running)
+    if not multiplied and not matrices:
         raise InputError(f"model: there is no layer whose weights can be multiplied; {shown(skipped)}")
     before = measure(model, loss, data, layers=layers, measures=measures, **how)
     tolerance = _EXACT if next(model.parameters()).dtype == torch.float64 else _ROUNDED
     found: dict[str, list[Invariance]] = {name: [] for name in before.measures}
-    known = [one for name, one in attention.attentions(model).items() if name in heads]
-    of_heads = dict(zip(OF_ATTENTION, (_layers(known, "qkv"), _layers(known, "o")), strict=True))
-    changes: list[tuple[dict[str, Any], dict[str, Any]]] = [(heads, of_heads)] if heads else []
+    known = [one for name, one in attention.attentions(model).items() if name in matrices]
+    places_of = dict(zip(OF_ATTENTION, (_layers(known, "qkv"), _layers(known, "o")), strict=True))
+    changes: list[tuple[dict[str, Any], dict[str, Any]]] = [(matrices, places_of)] if matrices else []
     if multiplied:
         each = {way: {name: drawn[way] for name, drawn in multiplied.items()} for way in WAYS}
         changes[:0] = [(change, {way: None}) for way, change in each.items()]
@@ -170,19 +171,19 @@ def invariances(
                 if compared:
                     found[name].append(_compared(name, way, compared, after.get(name, {}), tolerance))
     rows = tuple(row for own in found.values() for row in own)
-    return Invariances(rows, (*multiplied, *heads), skipped | dict(before.skipped), notes)
+    return Invariances(rows, (*multiplied, *matrices), skipped | dict(before.skipped), notes)
 
 
-def _layers(known: Sequence[attention.Attention], parts: str) -> set[str]:
-    """Return names of layers of some of attention's matrices; of a packed one without which part they are."""
-    rows = [getattr(one, part) for one in known for part in parts]
+def _layers(known: Sequence[attention.Attention], matrices: str) -> set[str]:
+    """Return the names of the layers with some of attention's matrices; of a packed matrix without its part."""
+    rows = [getattr(one, matrix) for one in known for matrix in matrices]
     return {one.module if one.weight == "weight" else f"{one.module}.{one.weight}" for one in rows}
 
 
-def _heads(
+def _attention_matrices(
     model: nn.Module, data: Any, random: np.random.Generator, factors: tuple[float, float], running: How
 ) -> tuple[dict[str, dict[str, Tensor]], tuple[str, ...]]:
-    """Return random matrices of each attention module, of the largest group that leaves the function alone; notes."""
+    """Return matrices for each attention module, of the largest group that leaves the function alone, and notes."""
     found: dict[str, dict[str, Tensor]] = {}
     notes = []
     for name, one in attention.attentions(model).items():
@@ -204,7 +205,7 @@ def _heads(
 def _multiplied(
     model: nn.Module, data: Any, drawn: np.random.Generator, factors: tuple[float, float], running: How
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Return the factors of each layer by the way, and why other layers have none."""
+    """Return the factors of each layer for each way, and why other layers have none."""
     found: dict[str, dict[str, Any]] = {}
     skipped: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -233,7 +234,7 @@ def _compared(
 
 
 def _change(one: Estimate, other: Estimate) -> float:
-    """Return the relative change of a value, or of its neurons' if that is larger."""
+    """Return the relative change of a value, or of the values of its neurons if that is larger."""
     found = [0.0 if one.value == other.value else abs(other.value - one.value) / abs(one.value or other.value)]
     if one.per_neuron is not None and other.per_neuron is not None:
         found.append(((one.per_neuron - other.per_neuron).abs().max() / one.per_neuron.abs().max()).item())

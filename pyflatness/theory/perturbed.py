@@ -1,4 +1,4 @@
-"""Change the features or the weight of a layer: random directions to go, and the model's outputs there.
+"""Change the features or the weight of a layer: random changes, the model's outputs with them, and the loss.
 
 The kernel k_h(0, z) ∝ exp(-|z|²/2h²) on |z| < h (Petzka et al. 2021, Eq. 6, with a width of 1 in units of h = δ|φ|) is
 induced by matrices A = rO, O Haar-distributed on the orthogonal group (Proposition 2): ξ = Aφ = r |φ| u with u uniform
@@ -12,14 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import head
 from ..contractions import promoted, promoted_dtype
 from ..errors import InputError
+from ..losses import risk
 from ..messages import check_tensor
 from ..model import calling, layers, uses
+from ..model.data import size
+from ..model.selectors import Selector
+from ..numerics.accumulate import Accumulator
 from ..options import check_number, check_probes, check_seed
-from ..passes.task import Task
+from ..passes.task import Risk, Task
 
-_TOGETHER = 2**18  # numbers
+_TOGETHER = 2**18  # numbers that are drawn at once
 
 
 def truncated_normal_noise(features: Tensor, rho: float, *, probes: int = 1, seed: int = 0) -> Tensor:
@@ -59,7 +64,7 @@ def truncated_normal_noise(features: Tensor, rho: float, *, probes: int = 1, see
 
 
 def kernel_noise(features: Tensor, rho: float, probes: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yield probes of ξ for each feature vector of (…, m), in at least float32; small ones are made together."""
+    """Yield probes of ξ for each feature vector of (…, m), in at least float32; several are drawn at once if small."""
     together = max(1, _TOGETHER // max(1, features.numel()))
     for start in range(0, probes, together):
         yield from _noise(features.expand(min(together, probes - start), *features.shape), rho, generator)
@@ -69,7 +74,7 @@ def _noise(features: Tensor, rho: float, generator: torch.Generator) -> Tensor:
     dtype = promoted_dtype(features.dtype)
     features = features.to(dtype)
     direction: Tensor = torch.randn(features.shape, generator=generator, dtype=torch.float32, device=features.device)
-    direction = direction.to(dtype)  # a direction in steps of float32 is random enough, and its numbers come faster
+    direction = direction.to(dtype)  # float32 is fine enough for a random direction, and is drawn faster
     lengths = direction.norm(dim=-1, keepdim=True)
     radius = radii(lengths.numel(), features.shape[-1], generator).to(dtype).view_as(lengths)
     scale: Tensor = rho * radius * features.norm(dim=-1, keepdim=True) / lengths
@@ -79,8 +84,8 @@ def _noise(features: Tensor, rho: float, generator: torch.Generator) -> Tensor:
 def radii(count: int, m: int, generator: torch.Generator) -> Tensor:
     """Return t (count,) float64 on (0, 1] of density proportional to t^(m-1) exp(-t²/2), by exact rejection.
 
-    A proposal u^(1/m) has density m t^(m-1) and is kept with probability exp(-t²/2), 0.61 or more for every m; the
-    inverse of the distribution function would underflow from a few hundred features on.
+    A proposal u^(1/m) has density m t^(m-1) and is kept with probability exp(-t²/2) ≥ 0.61 for every m. The inverse of
+    the distribution function would underflow from a few hundred features on.
     """
     kept: list[Tensor] = []
     missing = count
@@ -96,8 +101,8 @@ def radii(count: int, m: int, generator: torch.Generator) -> Tensor:
 def orthonormal(groups: int, rows: int, m: int, generator: torch.Generator, like: Tensor) -> Tensor:
     """Return the first rows (groups, rows, m) of Haar-distributed orthogonal matrices, independent by group.
 
-    The Q factor of a Gaussian matrix, with the signs of R's diagonal fixed: QR alone is not uniform. Its numbers are of
-    the dtype of ``like``, and go from the generator's device to that of ``like``.
+    They are the Q factor of a Gaussian matrix with the signs of R's diagonal fixed, without which Q is not uniform.
+    They are drawn on the generator's device, and have the dtype and device of ``like``.
     """
     normal = torch.randn(groups, m, rows, generator=generator, dtype=like.dtype, device=generator.device)
     q, r = torch.linalg.qr(normal.to(like.device))
@@ -111,38 +116,44 @@ Change = Callable[[Tensor, Tensor], Tensor]
 
 
 class Perturbed:
-    """Run a model with one of its layers perturbed; at a head it runs once a batch, and its outputs are displaced."""
+    """Run a model with one of its layers perturbed; at a head it runs once a batch, and its outputs are displaced.
 
-    def __init__(self, task: Task, name: str, *, head: bool) -> None:
-        self._task, self._name, self._head = task, name, head
-        self.layer = uses.layer(task.model, name)
-        layers.check_measurable(name, self.layer)
-        if not layers.kind_of(self.layer).has_input:
+    ``matrix`` is the layer's weight (groups, d / groups, m), in at least float32.
+    """
+
+    def __init__(self, task: Task, layer: Selector | None) -> None:
+        self.name, source = head.find(task, layer)
+        self._task, self._head = task, source is not None
+        self.layer = uses.layer(task.model, self.name)
+        layers.check_measurable(self.name, self.layer)
+        kind = layers.kind_of(self.layer)
+        self.matrix = promoted(layers.matrix(self.layer)[0].detach()).unflatten(0, (kind.groups, -1))
+        if not kind.has_input:
             raise InputError(
-                f"layer {name!r} is of type {type(self.layer).__name__}: there is no feature vector in front of it to "
-                "perturb; choose a linear layer or a convolution"
+                f"layer {self.name!r} is of type {type(self.layer).__name__}: there is no feature vector in front of "
+                "it to perturb; choose a linear layer or a convolution"
             )
         self._batch: Any = None
-        self._call: calling.Call | None = None  # of a layer that was called once
+        self._call: calling.Call | None = None  # the layer's call, if there is only one
 
     def outputs(self, batch: Any) -> tuple[Tensor, Any]:
         """Return the unperturbed model's outputs and targets for a batch, which later calls perturb."""
-        with calling.Calls({self._name: self.layer}) as calls, self._attached():
+        with calling.Calls({self.name: self.layer}) as calls, self._attached():
             outputs, targets = self._task.run(batch)
-            if self._name not in calls.last:
-                raise layers.did_not_run([self._name], {self._name: self.layer})
-            call = calls.last[self._name]
-            single = calls.count[self._name] == 1 and calling.version(call.inputs) == call.versions[0]
+            if self.name not in calls.last:
+                raise layers.did_not_run([self.name], {self.name: self.layer})
+            call = calls.last[self.name]
+            single = calls.count[self.name] == 1 and calling.version(call.inputs) == call.versions[0]
             self._call = call if single else None
             self._at_head = self._head and single and not call.changed()
         self._batch, self._outputs = batch, outputs
         return outputs, targets
 
     def inputs(self) -> Tensor:
-        """Return φ of the batch, of a layer that is called once."""
+        """Return φ of the batch, for a layer that is called once."""
         if self._call is None:
             raise InputError(
-                f"layer {self._name!r} runs several times in one forward pass, or its input is modified in place: "
+                f"layer {self.name!r} runs several times in one forward pass, or its input is modified in place: "
                 "there is no one set of features to put noise on"
             )
         return self._call.inputs.detach()
@@ -160,8 +171,41 @@ class Perturbed:
                 outputs, _ = self._task.run(self._batch)
             yield outputs
 
+    def risks(self, changes: Sequence[Tensor], scales: Sequence[float] = (1.0,)) -> tuple[Tensor, Risk]:
+        """Return E(w + s Δw) for each Δw and s, (changes, scales) float64, and E(w), by one read of the data.
+
+        Changes are of the weight's shape. To the ``grad`` of one that requires a gradient that of E is added, not yet
+        divided by the normaliser.
+        """
+        task, policy = self._task, self._task.options.nan_policy
+        values = torch.zeros(len(changes), len(scales), dtype=torch.float64, device="cpu")
+        own, over = 0.0, Accumulator(policy, task.loss.reduction)
+        for number, batch in enumerate(task.batches):
+            outputs, targets = self.outputs(batch)
+            over.add(size(batch), risk.weight(outputs, targets, task.loss, number))
+            own += risk.finite(task.loss.value(outputs, targets), policy, number)
+            for row, change in zip(values, changes, strict=True):
+                with torch.set_grad_enabled(change.requires_grad):
+                    for place, outputs in enumerate(self.displaced(by_weight(self.layer, change), scales)):
+                        value = task.loss.value(outputs, targets)
+                        if change.requires_grad:
+                            self._add_gradient(value, change, number)
+                        row[place] += risk.finite(value.detach(), policy, number, " with changed features")
+        sums = {"values": values, "own": torch.tensor(own, dtype=torch.float64, device="cpu")}
+        sums = over.together(task.batches.shard, sums)
+        return sums["values"] / over.normaliser, Risk(float(sums["own"]) / over.normaliser, over.samples)
+
+    def _add_gradient(self, value: Tensor, change: Tensor, number: int) -> None:
+        if not value.requires_grad:
+            raise InputError(
+                f"batch {number}: the loss does not come from the outputs by operations that torch differentiates, so "
+                f"it has no gradient behind layer {self.name!r}"
+            )
+        (found,) = torch.autograd.grad(value, change)
+        change.grad = found if change.grad is None else change.grad + found
+
     def _attached(self) -> contextlib.AbstractContextManager[None]:
-        return uses.attached({self._name: self.layer})
+        return uses.attached({self.name: self.layer})
 
     def _of_outputs(self, delta: Tensor) -> Tensor | None:
         """Return Δz as a direction of the model's outputs, where these are a view of z; float64."""
@@ -184,7 +228,7 @@ def _scaled(change: Change, known: Tensor | None, scale: float) -> Change:
 
 @contextlib.contextmanager
 def _adding(layer: nn.Module, addition: Change) -> Iterator[None]:
-    """Add something that is made of the layer's input and output to its output, inside."""
+    """Add a function of the layer's input and output to its output, within the context."""
 
     def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         inputs = args[0] if args else kwargs["input"]
@@ -206,8 +250,8 @@ def by_weight(layer: nn.Module, weight: Tensor) -> Change:
 def turns(layer: nn.Module, generator: torch.Generator) -> Iterator[Tensor]:
     """Yield wA for random A, Haar on O(m), independent for each group of a convolution, in the shape of the weight.
 
-    With w = Rᵀ Q, Q of orthonormal rows, wA = Rᵀ (QA), and QA is a set of the first rows of such a matrix again: min(d,
-    m) rows are drawn, not m.
+    With w = Rᵀ Q, Q of orthonormal rows, wA = Rᵀ (QA), and QA are the first rows of a Haar-distributed matrix again. So
+    min(d, m) rows are drawn, not m.
     """
     matrix = promoted(layers.matrix(layer)[0]).unflatten(0, (layers.kind_of(layer).groups, -1))
     left = torch.linalg.qr(matrix.transpose(1, 2)).R.transpose(1, 2)  # (groups, d / groups, rows)

@@ -8,20 +8,20 @@ After Petzka et al. (2021), Definition 1 and Eq. 4 and 7, labels unchanged:
 
     E_A E_F = α² κ / (2m) + O(α⁴)                                                               (Theorem 5)
 
-The terms of odd order vanish, since A and -A are equally likely; a minimum is not needed. Every draw is taken with both
-signs, u_k(α) = (E(w + αwA_k) + E(w - αwA_k)) / 2 - E(w); the value is their mean and its standard error std_k u_k / √K
-of K - 1 degrees of freedom, given the data. Each group of a convolution has a matrix of its own, as it has in κ.
+The terms of odd order vanish, since A and -A are equally likely; a minimum is not needed. Every probe is taken with
+both signs, u_k(α) = (E(w + αwA_k) + E(w - αwA_k)) / 2 - E(w). The value is their mean, with the standard error std_k
+u_k / √K of K - 1 degrees of freedom, given the data. Each group of a convolution has a matrix of its own, as in κ.
 
-Theorem 5 is about twice differentiable models. Behind a ReLU the parabola holds as far as no sample crosses a kink,
-which for many samples is not far: kinks that are crossed add a rise of order α² of their own, which no Hessian sees.
+Theorem 5 is about twice differentiable models. Behind a ReLU the parabola holds as long as no sample crosses a kink,
+which for many samples is not far: kinks that are crossed add a rise of order α² that no Hessian sees.
 
 **To one matrix, and to the worst.** f is ((δ, S, A), ε)-feature robust for ε = max_{0 ≤ α ≤ δ} |E_F(f, S, αA)|. The
 worst A of norm at most 1 is the left side of Theorem 14, whose right side is δ² d/2 κ^φ + O(δ³) at a minimum
 (:func:`.gap_bounds.uniform_robustness_bound`). With w = Rᵀ Q, Q of orthonormal rows, wA = Rᵀ B for B = QA, and the B
 that belong to |A| ≤ 1 are those with |B| ≤ 1. Over these a linear function ⟨G, B⟩ is largest at the polar factor U Vᵀ
-of G = U S Vᵀ. The search goes from B to that of the gradient at B, again and again (the method of Frank and Wolfe with
-whole steps): where E is convex in w, as at a head, each step raises E. What is found is a lower bound of the maximum;
-several starts say how much to trust it.
+of G = U S Vᵀ. The search goes from B to the polar factor of the gradient at B, again and again (the method of Frank and
+Wolfe with whole steps): where E is convex in w, as at a head, each step raises E. The result is a lower bound of the
+maximum; several starts say how far to trust it.
 
 **Labels that are not constant** (Definition 9 and Corollary 10).
 
@@ -43,24 +43,22 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from .. import head, losses, tensor_head
-from ..contractions import product, promoted
+from .. import losses
+from ..contractions import product
 from ..errors import InputError
-from ..losses import risk
 from ..measures import RELATIVE_FLATNESS
 from ..messages import check_tensor, in_words, span
 from ..model import layers
-from ..model.data import size
 from ..model.selectors import Selector
-from ..numerics import meeting
-from ..numerics.accumulate import Accumulator, omits
+from ..numerics.accumulate import omits
+from ..numerics.process_groups import refuse
 from ..numerics.variances import standard_error
 from ..options import CALL, How, Options, check_count, check_function, check_number, check_numbers, check_probes
-from ..passes.task import Risk, Task
 from ..plan import of_layer
 from ..report import Estimate, intervals, views
 from ..session import public, session
-from .perturbed import Perturbed, by_weight, orthonormal, turns
+from .perturbed import Perturbed, orthonormal, turns
+from .sampling import Psi
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,8 +66,8 @@ if TYPE_CHECKING:
 
 RHO = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
 PROBES = 16
-_MEMORY = 2**28  # bytes of the turned weights that are kept for one read of the data
-_RISE = 1e-9  # by which a step has to raise the loss to go on, relatively
+_MEMORY = 2**28  # bytes of the weights wA that are kept for one read of the data
+_RISE = 1e-9  # the least relative rise of the loss in a step after which the search goes on
 
 Labels = Callable[[Tensor], Tensor]  # features (n, m) -> targets as the loss takes them, (n, …)
 
@@ -87,9 +85,9 @@ class FeatureRobustness:
         kappa: κ.
         features: m.
         loss: E(w).
-        probes: pairs ±A.
-        samples: of the data.
-        layer: its qualified name.
+        probes: the number of pairs ±A.
+        samples: the number of samples.
+        layer: the layer's qualified name.
     """
 
     rho: Tensor
@@ -200,49 +198,30 @@ def feature_robustness(
     if omits(options.nan_policy):
         raise InputError("nan_policy='omit': no sample can be left out of feature robustness; 'raise' or 'propagate'")
     with session(model, loss, data, options, how, reads=2) as task:
-        name, source = head.find(task, layer)
-        perturbed = Perturbed(task, name, head=source is not None)
-        matrix, parts = layers.matrix(perturbed.layer)[0], []
+        perturbed, risks = Perturbed(task, layer), []
+        scales = [sign * alpha for alpha in steps for sign in (1.0, -1.0)]
         draws = itertools.islice(turns(perturbed.layer, torch.Generator("cpu").manual_seed(options.seed)), probes)
-        kept = max(1, _MEMORY // (4 * matrix.numel()))  # probes in one read of the data
-        while weights := [*itertools.islice(draws, kept)]:
-            found, at_weights = _rises(perturbed, task, steps, weights)
-            parts.append(found)
+        kept = max(1, _MEMORY // (4 * perturbed.matrix.numel()))  # probes in one read of the data
+        while turned := [*itertools.islice(draws, kept)]:
+            found, at_weights = perturbed.risks(turned, scales)
+            risks.append(found)
         if kappa is None:
-            measurement, _ = of_layer(RELATIVE_FLATNESS, task, name)
+            measurement, name = of_layer(RELATIVE_FLATNESS, task, perturbed.name)
             kappa = measurement.estimates()[name, RELATIVE_FLATNESS.name]
-    rises = torch.cat(parts)
-    grid = torch.tensor(steps, dtype=torch.float64, device="cpu")
+    rises = torch.cat(risks).view(probes, -1, 2).mean(dim=2) - at_weights.value
+    grid, columns = torch.tensor(steps, dtype=torch.float64, device="cpu"), perturbed.matrix.shape[2]
     return FeatureRobustness(
         rho=grid,
         rises=rises.mean(dim=0),
         stderr=standard_error(rises),
-        parabola=grid.square() * float(kappa) / (2 * matrix.shape[1]),
+        parabola=grid.square() * float(kappa) / (2 * columns),
         kappa=float(kappa),
-        features=matrix.shape[1],
+        features=columns,
         loss=at_weights.value,
         probes=probes,
         samples=at_weights.samples,
-        layer=name,
+        layer=perturbed.name,
     )
-
-
-def _rises(perturbed: Perturbed, task: Task, rho: Sequence[float], weights: Sequence[Tensor]) -> tuple[Tensor, Risk]:
-    """Return the rises of the loss with each turned weight, (draws, rho), and the loss, by one read of the data."""
-    scales, policy = [sign * alpha for alpha in rho for sign in (1.0, -1.0)], task.options.nan_policy
-    values = torch.zeros(len(weights), len(scales), dtype=torch.float64, device="cpu")
-    own, over = 0.0, Accumulator(policy, task.loss.reduction)
-    for number, batch in enumerate(task.batches):
-        outputs, targets = perturbed.outputs(batch)
-        over.add(size(batch), risk.weight(outputs, targets, task.loss, number))
-        own += risk.finite(task.loss.value(outputs, targets), policy, number)
-        for row, weight in zip(values, weights, strict=True):
-            for place, outputs in enumerate(perturbed.displaced(by_weight(perturbed.layer, weight), scales)):
-                row[place] += risk.finite(task.loss.value(outputs, targets), policy, number, " with turned features")
-    sums = {"rises": values, "own": torch.tensor(own, dtype=torch.float64, device="cpu")}
-    sums = over.together(task.batches.shard, sums)
-    loss = Risk(float(sums["own"]) / over.normaliser, over.samples)
-    return sums["rises"].view(len(weights), -1, 2).mean(dim=2) / over.normaliser - loss.value, loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,8 +232,8 @@ class MatrixRobustness:
         rho: α, (k,) float64.
         rises: E_F(f, S, αA), (k,) float64, in units of the loss.
         loss: E(w).
-        layer: its qualified name.
-        samples: of the data.
+        layer: the layer's qualified name.
+        samples: the number of samples.
     """
 
     rho: Tensor
@@ -275,7 +254,7 @@ class MatrixRobustness:
 
     @property
     def epsilon(self) -> float:
-        """Return the ε for which the model is feature robust as far as these α tell, the largest absolute E_F."""
+        """Return ε, the largest absolute E_F among these α."""
         return float(self.rises.abs().max())
 
 
@@ -287,10 +266,10 @@ class LargestRobustness:
         rise: E_F(f, S, δA), in units of the loss; a lower bound of the maximum over |A| ≤ 1.
         matrix: A, (m, m); (groups, m, m) of a convolution with groups.
         rho: δ.
-        rises: of the starts, (starts,) float64, where each of them ended.
+        rises: E_F where each start ended, (starts,) float64.
         loss: E(w).
-        layer: its qualified name.
-        samples: of the data.
+        layer: the layer's qualified name.
+        samples: the number of samples.
     """
 
     rise: float
@@ -331,7 +310,7 @@ def matrix_robustness(
     its mean over orthogonal A.
 
     Args:
-        data: … They are read for every α.
+        data: …
         layer: a Linear layer or a convolution, whose rows are its filters; None takes the last Linear that ran.
         matrix: A, (m, m) for m columns of the weight; of a convolution with groups also (groups, m, m).
         rho: α, of any sign.
@@ -354,14 +333,18 @@ def matrix_robustness(
     """
     steps = check_numbers("rho", rho, "numbers", math.isfinite)
     matrix = check_tensor("matrix", matrix)
-    with session(model, loss, data, how=how, reads=1 + len(steps)) as task:
-        curve = _Loss(task, layer)
-        change = product(curve.weight, curve.fitting(matrix))
-        own = curve.at(torch.zeros_like(change))
-        rises = [curve.at(alpha * change) - own for alpha in steps]
+    with session(model, loss, data, how=how) as task:
+        perturbed = Perturbed(task, layer)
+        task.forward.compare_by_itself()
+        groups, _, m = perturbed.matrix.shape
+        if tuple(matrix.shape) not in ((m, m), (groups, m, m)):
+            raise InputError(
+                f"matrix: layer {perturbed.name!r} has {m} columns, ({m}, {m}) is wanted, got {tuple(matrix.shape)}"
+            )
+        turned = product(perturbed.matrix, matrix.detach().to(perturbed.matrix).view(-1, m, m))
+        values, own = perturbed.risks([layers.as_weight(perturbed.layer, turned.flatten(0, 1))], steps)
     grid = torch.tensor(steps, dtype=torch.float64, device="cpu")
-    values = torch.tensor(rises, dtype=torch.float64, device="cpu")
-    return MatrixRobustness(grid, values, own, curve.name, curve.samples)
+    return MatrixRobustness(grid, values[0] - own.value, own.value, perturbed.name, own.samples)
 
 
 @public(*CALL, "seed")
@@ -405,90 +388,39 @@ def largest_robustness(
         >>> round(found.rise, 6)  # |δwA|² / 2 at |wA| = 5
         0.125
     """
-    meeting.refuse(how.get("process_group"), "largest_robustness", "matrix_robustness is, ")
+    refuse(how.get("process_group"), "largest_robustness", "matrix_robustness is, ")
     rho, starts = check_number("rho", rho), check_count("starts", starts, 1)
     steps, options = check_count("steps", steps, 1), Options.of(how)
     alone = {**how, "process_group": False}
     with session(model, loss, data, options, alone, reads=1 + starts * (steps + 1)) as task:
-        curve = _Loss(task, layer)
-        q, r = torch.linalg.qr(curve.weight.transpose(1, 2))  # w = Rᵀ Qᵀ of the QR decomposition's Q
-        own = curve.at(torch.zeros_like(curve.weight))
+        perturbed = Perturbed(task, layer)
+        task.forward.compare_by_itself()
+        w = perturbed.matrix
+        q, r = torch.linalg.qr(w.transpose(1, 2))  # w = Rᵀ Qᵀ of the QR decomposition's Q
+        _, own = perturbed.risks(())
         generator, found = torch.Generator("cpu").manual_seed(options.seed), []
         for _ in range(starts):
-            turned = orthonormal(len(r), r.shape[1], curve.weight.shape[2], generator, curve.weight)
-            found.append(_ascent(curve, r.transpose(1, 2), turned, rho, steps))
-    values = torch.tensor([value - own for value, _ in found], dtype=torch.float64, device="cpu")
+            turned = orthonormal(len(r), r.shape[1], w.shape[2], generator, w)
+            found.append(_ascent(perturbed, r.transpose(1, 2), turned, rho, steps))
+    values = torch.tensor([value - own.value for value, _ in found], dtype=torch.float64, device="cpu")
     matrix = q @ found[int(values.argmax())][1]
     rise = float(values.max())
     return LargestRobustness(
-        rise, matrix[0] if len(matrix) == 1 else matrix, rho, values, own, curve.name, curve.samples
+        rise, matrix[0] if len(matrix) == 1 else matrix, rho, values, own.value, perturbed.name, own.samples
     )
 
 
-class _Loss:
-    """Evaluate the loss of a model with one layer's weight w (groups, d / groups, m) changed, by a read of the data."""
-
-    def __init__(self, task: Task, layer: Selector | None) -> None:
-        self.name, source = head.find(task, layer)
-        task.forward.compare_by_itself()
-        self._task, self._perturbed = task, Perturbed(task, self.name, head=source is not None)
-        self._layer = self._perturbed.layer
-        matrix = promoted(layers.matrix(self._layer)[0].detach())
-        self.weight = matrix.unflatten(0, (layers.kind_of(self._layer).groups, -1))
-        self.samples = 0
-
-    def fitting(self, matrix: Tensor) -> Tensor:
-        """Return a feature matrix as (1 or groups, m, m), in the weight's dtype."""
-        groups, _, m = self.weight.shape
-        if tuple(matrix.shape) not in ((m, m), (groups, m, m)):
-            raise InputError(
-                f"matrix: layer {self.name!r} has {m} columns, ({m}, {m}) is wanted, got {tuple(matrix.shape)}"
-            )
-        return matrix.detach().to(self.weight).view(-1, m, m)
-
-    def at(self, change: Tensor) -> float:
-        """Return E(w + Δw) for Δw (groups, d / groups, m)."""
-        return self._read(change)[0]
-
-    def gradient(self, change: Tensor) -> tuple[float, Tensor]:
-        """Return E(w + Δw) and its gradient in Δw."""
-        value, gradient = self._read(change.detach().requires_grad_())
-        return value, change.new_zeros(change.shape) if gradient is None else gradient
-
-    def _read(self, change: Tensor) -> tuple[float, Tensor | None]:
-        task, total = self._task, 0.0
-        gradient: Tensor | None = None
-        over = Accumulator(task.options.nan_policy, task.loss.reduction)
-        for number, batch in enumerate(task.batches):
-            outputs, targets = self._perturbed.outputs(batch)
-            over.add(size(batch), risk.weight(outputs, targets, task.loss, number))
-            with torch.set_grad_enabled(change.requires_grad):
-                moved = by_weight(self._layer, layers.as_weight(self._layer, change.flatten(0, 1)))
-                (outputs,) = self._perturbed.displaced(moved, (1.0,))
-                value = task.loss.value(outputs, targets)
-                if change.requires_grad:
-                    if not value.requires_grad:
-                        raise InputError(
-                            f"batch {number}: the loss does not come from the outputs by operations that torch "
-                            f"differentiates, so it has no gradient behind layer {self.name!r}"
-                        )
-                    (found,) = torch.autograd.grad(value, change)
-                    gradient = found if gradient is None else gradient + found
-            total += risk.finite(value, "raise", number, " with changed features")
-        summed = {"loss": torch.tensor(total, dtype=torch.float64, device="cpu")}
-        total = float(over.together(task.batches.shard, summed)["loss"])
-        self.samples = over.samples
-        return total / over.normaliser, gradient
-
-
-def _ascent(curve: _Loss, left: Tensor, turned: Tensor, rho: float, steps: int) -> tuple[float, Tensor]:
+def _ascent(perturbed: Perturbed, left: Tensor, turned: Tensor, rho: float, steps: int) -> tuple[float, Tensor]:
     """Return the largest loss on the way, and B there; ``left`` is Rᵀ, ``turned`` the first B."""
-    best, at = -math.inf, turned
+    best, at, layer = -math.inf, turned, perturbed.layer
     for _ in range(steps + 1):
-        value, gradient = curve.gradient(rho * left @ turned)
+        change = layers.as_weight(layer, (rho * left @ turned).flatten(0, 1)).detach().requires_grad_()
+        value = float(perturbed.risks([change])[0])
         if not value > best + _RISE * abs(best if math.isfinite(best) else 0.0):
             break
         best, at = value, turned
+        assert change.grad is not None
+        gradient = layers.as_matrix(layer, change.grad).unflatten(0, (len(left), -1))
         u, _, v = torch.linalg.svd(left.transpose(1, 2) @ gradient, full_matrices=False)
         turned = u @ v
     return best, at
@@ -503,7 +435,7 @@ class LabelConstancy:
         changes: D(δ), (k,) float64, in units of the loss, from below.
         features: m.
         samples: n.
-        probes: of Δ, for each sample and δ.
+        probes: the number of Δ for each sample and δ.
     """
 
     rho: Tensor
@@ -582,21 +514,18 @@ def label_constancy(
     radii = check_numbers("rho", rho)
     probes, seed = check_probes("probes", probes, 2), Options.of(how).seed
     check_function("labels", labels, "of features (n, m) that returns their targets")
-    targets = check_tensor("targets", labels(features) if targets is None else targets)
-    tensor_head.check_tensors(features, weight, bias, targets, resolved)
-    phi, w = promoted(features.detach()), promoted(weight.detach())
-    shift = 0 if bias is None else promoted(bias.detach())
-    generator = torch.Generator(phi.device).manual_seed(seed)
+    psi = Psi(features, weight, bias, labels(features) if targets is None else targets, resolved)
+    phi, generator = psi.features, torch.Generator(psi.features.device).manual_seed(seed)
     changes = []
     with torch.no_grad():
         for radius in radii:
             largest = torch.zeros(len(phi), dtype=torch.float64, device=phi.device)
             for draw in range(probes):
                 moved = phi + radius * _within(phi, generator, on_sphere=draw % 2 == 0)
-                outputs = product(moved, w.t()) + shift
+                outputs = psi.outputs(moved)
                 each = [
                     resolved.each(outputs, y).double().view(len(outputs), -1).mean(dim=1)  # over a sample's terms
-                    for y in (labels(moved.to(features.dtype)), targets)
+                    for y in (labels(moved.to(features.dtype)), psi.targets)
                 ]
                 largest = torch.maximum(largest, (each[0] - each[1]).abs())
             changes.append(float(largest.mean()))
@@ -606,7 +535,7 @@ def label_constancy(
 
 
 def _within(phi: Tensor, generator: torch.Generator, *, on_sphere: bool) -> Tensor:
-    """Return Δ of |Δ_i| ≤ |φ_i|, of that length or uniform in the ball."""
+    """Return Δ with |Δ_i| = |φ_i|, or uniform in the ball |Δ_i| ≤ |φ_i|."""
     normal: Tensor = torch.randn(phi.shape, generator=generator, dtype=phi.dtype, device=phi.device)
     length = phi.norm(dim=1, keepdim=True)
     if not on_sphere:

@@ -6,20 +6,20 @@ For a fold T of the data, S the rest, and ξ of the truncated normal kernel of b
     E_F   = (1/|S|) Σ_{i∈S} E_ξ [ℓ(ψ(φ_i + ξ), y_i) - ℓ(ψ(φ_i), y_i)]
     E_gen = mean_T ℓ - mean_S ℓ = E_Rep + E_F                                                   (Eq. 5)
 
-E_ξ is a mean over probes in pairs ±ξ. With one ψ for all folds the folds' E_gen cancel, and so their mean E_Rep is -E_F
-whatever the data: only its size by fold, ``magnitude``, says something, or a ψ that is fitted on each S (``fit=``, as
-in the authors' experiment), or data that ψ has not seen (``test=``). Means are weighted as the user's loss weights its
-terms, and are means also for the reduction ``"sum"``.
+E_ξ is a mean over probes in pairs ±ξ. With one ψ for all folds the folds' E_gen cancel, so that their mean E_Rep is
+-E_F whatever the data. What tells something then is its size by fold, ``magnitude``, a ψ that is fitted on each S
+(``fit=``, as in the authors' experiment), or data that ψ has not seen (``test=``). Means are weighted as the user's
+loss weights its terms, and are means also for the reduction ``"sum"``.
 
 **What the authors' code calls representativeness** is not Eq. 3:
 
     mean_{j∈T} [ ℓ(ψ(φ_j), y_j) - (1/|S|) Σ_{i∈S} v_i K(φ_j, φ_i) ℓ(ψ(φ_i), y_j) ]
     v_i = δ|φ_i| / Σ_S δ|φ|,   K(a, b) = exp(-|a - b|/2) / √(2π)
 
-averaged over folds T. δ|φ_i|, meant as bandwidths, are passed as weights of a density estimate of bandwidth 1 which
-normalises them, so δ cancels; its kernel is given √|a - b| for a distance and normalised for one dimension, and the sum
-is divided by |S| once more. So what is taken off the mean loss of T is of order 1/|S|: the value is nearly that loss.
-Read off ``SyntheticExperiments/interpolatingness.py`` of the authors' published code.
+averaged over folds T. δ|φ_i|, meant as bandwidths, are passed as weights of a density estimate of bandwidth 1, which
+normalises them, so that δ cancels. Its kernel takes √|a - b| as the distance and is normalised for one dimension, and
+the sum is divided by |S| once more. So the term that is subtracted from the mean loss of T is of order 1/|S|, and the
+value is nearly that loss. See ``SyntheticExperiments/interpolatingness.py`` in the authors' published code.
 """
 
 import itertools
@@ -37,7 +37,8 @@ from ..contractions import product, promoted
 from ..errors import InputError
 from ..losses import Loss, risk
 from ..messages import check_tensor, in_words, shown
-from ..numerics import accumulate, meeting
+from ..numerics import accumulate
+from ..numerics.process_groups import refuse
 from ..numerics.variances import standard_error
 from ..options import How, Options, check_count, check_function, check_number, check_probes
 from ..report import intervals
@@ -45,8 +46,8 @@ from ..session import public
 from .perturbed import kernel_noise
 
 FOLDS, PROBES = 3, 32
-_TOGETHER = 2**18  # numbers among the outputs of all probes that are looked at together
-_PAIRS = 2**18  # of samples, looked at together
+_TOGETHER = 2**18  # numbers among the outputs of the probes whose losses are computed together
+_PAIRS = 2**18  # pairs of samples whose losses are computed together
 
 Fit = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]  # (features, targets) -> (weight, bias)
 
@@ -74,7 +75,7 @@ class Representativeness:
 
     Attributes:
         value: E_Rep, its mean over the folds.
-        stderr: of ``value`` over the probes of ξ, given the data, of ``probes - 1`` degrees of freedom.
+        stderr: standard error of ``value`` over the probes of ξ, given the data, of ``probes - 1`` degrees of freedom.
         magnitude: the mean over the folds of |E_Rep|.
         folds: E_gen = E_Rep + E_F of each fold.
         test: the same between test data and the whole sample; None without test data.
@@ -119,8 +120,8 @@ class Representativeness:
             f"{self.samples} samples",
         ]
         if self.test is not None:
-            parts = self.test
-            facts.append(f"test: gap {parts.gap:.4g} = {parts.representativeness:.4g} + {parts.robustness:.4g}")
+            gap, first, second = self.test.gap, self.test.representativeness, self.test.robustness
+            facts.append(f"test: gap {gap:.4g} = {first:.4g} + {second:.4g}")
         return in_words(self, *facts)
 
 
@@ -176,7 +177,7 @@ def representativeness(
         >>> abs(parts.gap - parts.representativeness - parts.robustness) < 1e-12
         True
     """
-    meeting.refuse(how.get("process_group"), "representativeness")
+    refuse(how.get("process_group"), "representativeness")
     resolved = losses.resolve(loss, how.get("reduction"))
     folds, probes = check_count("folds", folds, 2), check_probes("probes", probes, 2)
     seed = Options.of(how).seed
@@ -184,21 +185,21 @@ def representativeness(
     if test is not None and (not isinstance(test, (tuple, list)) or len(test) != 2):
         raise InputError(f"test={shown(test)}: a pair (features, targets) is wanted")
     with torch.inference_mode(False), torch.no_grad():
-        psi = _Head(features, weight, bias, targets, resolved)
+        psi = Psi(features, weight, bias, targets, resolved)
         n, m = psi.features.shape
         rho = default_rho(n, m) if rho is None else rho
         places = assigned(n, folds, seed)
         whole = _sums(psi, places, folds, rho, probes, seed)
         if fit is None:
-            parts = [whole.against_the_rest([k]) for k in range(folds)]
+            held_out = [whole.against_the_rest([k]) for k in range(folds)]
         else:
             refitted = [psi.refitted(fit, places != k) for k in range(folds)]
-            parts = [
+            held_out = [
                 _sums(psi_k, (places == k).long(), 2, rho, probes, seed).against_the_rest([1])
                 for k, psi_k in enumerate(refitted)
             ]
-        tested = None if test is None else whole.against(_risk(_Head(test[0], weight, bias, test[1], resolved)))
-    return summary(parts, tested, rho=rho, features=m, samples=n, probes=probes, refitted=fit is not None)
+        tested = None if test is None else whole.against(_risk(Psi(test[0], weight, bias, test[1], resolved)))
+    return summary(held_out, tested, rho=rho, features=m, samples=n, probes=probes, refitted=fit is not None)
 
 
 def default_rho(samples: int, features: int) -> float:
@@ -213,14 +214,14 @@ def refit(fit: Fit, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor |
         result = fit(features, targets)
     if not isinstance(result, tuple) or len(result) != 2:
         raise InputError(f"fit: a pair (weight, bias) is wanted, got {type(result).__name__}")
-    weight, bias = (None if part is None else part.detach() for part in result)
+    weight, bias = (None if tensor is None else tensor.detach() for tensor in result)
     if weight is None:
         raise InputError("fit: a pair (weight, bias) is wanted, got None for the weight")
     return weight, bias
 
 
 def assigned(samples: int, folds: int, seed: int) -> Tensor:
-    """Return a fold for each sample at random, (samples,); folds are of one size, or of two sizes one apart."""
+    """Return a random fold for each sample, (samples,); sizes of folds differ by at most one."""
     if samples < folds:
         raise InputError(f"folds={folds}: there are {samples} samples")
     order = torch.randperm(samples, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
@@ -228,7 +229,7 @@ def assigned(samples: int, folds: int, seed: int) -> Tensor:
 
 
 def summary(
-    parts: Sequence[tuple[Decomposition, Tensor]],
+    held_out: Sequence[tuple[Decomposition, Tensor]],
     test: tuple[Decomposition, Tensor] | None,
     *,
     rho: float,
@@ -237,13 +238,13 @@ def summary(
     probes: int,
     refitted: bool,
 ) -> Representativeness:
-    """Return the result of folds, from their decompositions, each with E_Rep draw by draw."""
-    values = torch.stack([by_draw for _, by_draw in parts])
+    """Return the result of the folds, from the decomposition of each when it is held out, and its E_Rep by probe."""
+    values = torch.stack([by_probe for _, by_probe in held_out])
     return Representativeness(
         value=float(values.mean()),
         stderr=float(standard_error(values.mean(dim=0))),
         magnitude=float(values.mean(dim=1).abs().mean()),
-        folds=tuple(part for part, _ in parts),
+        folds=tuple(decomposition for decomposition, _ in held_out),
         test=None if test is None else test[0],
         rho=rho,
         features=features,
@@ -254,7 +255,7 @@ def summary(
 
 
 class NoiseSums:
-    """Sum the loss over groups of samples: as they are, and with noise, draw by draw."""
+    """Sum the loss over groups of samples, without noise and for each probe of it."""
 
     def __init__(self, loss: Loss, groups: int, probes: int) -> None:
         self._loss = loss
@@ -262,7 +263,7 @@ class NoiseSums:
         self._noisy = torch.zeros(probes, groups, dtype=torch.float64, device="cpu")
 
     def add(self, outputs: Tensor, targets: Any, groups: Tensor, noisy: Iterator[Tensor], number: int = 0) -> None:
-        """Take in a batch; ``noisy`` are outputs with noise, two of opposite signs for each draw."""
+        """Add a batch; ``noisy`` are outputs with noise, two of opposite signs for each probe."""
         weights = risk.rows(outputs, targets, self._loss, number).terms.weights.double().cpu()
         if len(outputs) != len(groups) or len(targets) != len(groups) or len(weights) % len(groups):
             raise InputError(
@@ -282,7 +283,7 @@ class NoiseSums:
 
     def _values(self, outputs: Sequence[Tensor], targets: Sequence[Tensor], number: int) -> Tensor:
         """Return sums of the loss, (probes, groups), of outputs (probes, samples, …) by group."""
-        columns = [_by_draw(self._loss, f, t) for f, t in zip(outputs, targets, strict=True)]
+        columns = [_by_probe(self._loss, f, t) for f, t in zip(outputs, targets, strict=True)]
         values = torch.stack(columns, dim=1).cpu()
         if not bool(values.isfinite().all()):
             raise risk.not_finite(number, float(values.sum()))
@@ -297,11 +298,11 @@ class NoiseSums:
         return accumulate.normaliser(float(self._weights.sum()))
 
     def against(self, held_out: float) -> tuple[Decomposition, Tensor]:
-        """Return the decomposition of all groups against a mean loss of other data, and E_Rep draw by draw."""
+        """Return the decomposition of all groups against the mean loss of other data, and E_Rep by probe."""
         return self._decomposed(held_out, torch.ones(len(self._own), dtype=torch.bool, device="cpu"))
 
     def against_the_rest(self, held_out: Sequence[int]) -> tuple[Decomposition, Tensor]:
-        """Return the decomposition with some groups held out and the others as the sample, and E_Rep by draw."""
+        """Return the decomposition with some groups held out and the others as the sample, and E_Rep by probe."""
         sample = torch.ones(len(self._own), dtype=torch.bool, device="cpu")
         sample[[*held_out]] = False
         normaliser = accumulate.normaliser(float(self._weights[~sample].sum()))
@@ -311,12 +312,12 @@ class NoiseSums:
         normaliser = accumulate.normaliser(float(self._weights[sample].sum()))
         own, noisy = float(self._own[sample].sum()) / normaliser, self._noisy[:, sample].sum(dim=1) / normaliser
         smooth = float(noisy.mean())
-        parts = Decomposition(held_out - own, held_out - smooth, smooth - own, float(standard_error(noisy)))
-        return parts, held_out - noisy
+        stderr = float(standard_error(noisy))
+        return Decomposition(held_out - own, held_out - smooth, smooth - own, stderr), held_out - noisy
 
 
-class _Head:
-    """Hold the head ψ, and the data that it is evaluated on."""
+class Psi:
+    """Hold a linear head ψ given as tensors, checked, and the data that it is evaluated on."""
 
     def __init__(self, features: Tensor, weight: Tensor, bias: Tensor | None, targets: Any, loss: Loss) -> None:
         targets = check_tensor("targets", targets)
@@ -327,45 +328,46 @@ class _Head:
         self.weight = promoted(weight.detach()).t()
         self._bias = None if bias is None else promoted(bias.detach())
 
-    def outputs(self) -> Tensor:
-        """Return the outputs (n, d)."""
-        outputs: Tensor = product(self.features, self.weight) + (0 if self._bias is None else self._bias)
+    def outputs(self, features: Tensor | None = None) -> Tensor:
+        """Return the outputs (n, d), of other features (n, m) if these are given."""
+        features = self.features if features is None else features
+        outputs: Tensor = product(features, self.weight) + (0 if self._bias is None else self._bias)
         return outputs
 
     def noisy(self, outputs: Tensor, rho: float, probes: int, seed: int) -> Iterator[Tensor]:
-        """Yield outputs with noise, two of opposite signs for each draw."""
+        """Yield outputs with noise, two of opposite signs for each probe."""
         generator = torch.Generator(outputs.device).manual_seed(seed)
         for xi in kernel_noise(self.features, rho, probes, generator):
             change = product(xi, self.weight)
             yield outputs + change
             yield outputs - change
 
-    def refitted(self, fit: Fit, sample: Tensor) -> "_Head":
+    def refitted(self, fit: Fit, sample: Tensor) -> "Psi":
         """Return ψ as fitted on some of the samples, to be evaluated on all of them."""
         index = sample.to(self.features.device)
         weight, bias = refit(fit, self.features[index], self.targets[index])
-        return _Head(self.features, weight, bias, self.targets, self.loss)
+        return Psi(self.features, weight, bias, self.targets, self.loss)
 
 
-def _sums(psi: _Head, groups: Tensor, count: int, rho: float, probes: int, seed: int) -> NoiseSums:
+def _sums(psi: Psi, groups: Tensor, count: int, rho: float, probes: int, seed: int) -> NoiseSums:
     sums, outputs = NoiseSums(psi.loss, count, probes), psi.outputs()
     sums.add(outputs, psi.targets, groups, psi.noisy(outputs, rho, probes, seed))
     return sums
 
 
-def _risk(psi: _Head) -> float:
+def _risk(psi: Psi) -> float:
     sums, outputs = NoiseSums(psi.loss, 1, 0), psi.outputs()
     sums.add(outputs, psi.targets, torch.zeros(len(outputs), dtype=torch.int64, device="cpu"), iter(()))
     return sums.mean()
 
 
-def _by_draw(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+def _by_probe(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the sums of the loss, (probes,), of outputs (probes, samples, …)."""
     if outputs.shape[1] == 0:
         return outputs.new_zeros(len(outputs), dtype=torch.float64)
     if not loss.known:  # it may do what vmap does not take
-        return torch.stack([loss.value(drawn, targets) for drawn in outputs])
-    values: Tensor = torch.func.vmap(lambda drawn: loss.value(drawn, targets))(outputs)
+        return torch.stack([loss.value(each, targets) for each in outputs])
+    values: Tensor = torch.func.vmap(lambda each: loss.value(each, targets))(outputs)
     return values
 
 
@@ -411,37 +413,27 @@ def authors_representativeness(
         >>> abs(value - 0.693147 * (1 - 0.398942 / 2)) < 1e-6  # log 2, and K = 1/√(2π) divided by |S| = 2
         True
     """
-    meeting.refuse(how.get("process_group"), "authors_representativeness")
+    refuse(how.get("process_group"), "authors_representativeness")
     folds, seed = check_count("folds", folds, 2), Options.of(how).seed
     resolved = losses.resolve(loss, how.get("reduction"))
-    features, targets = check_tensor("features", features), check_tensor("targets", targets)
-    if features.ndim == 0:
-        raise InputError("features: 2 dimensions are wanted, got shape ()")
     with torch.inference_mode(False), torch.no_grad():
-        places = assigned(len(features), folds, seed).to(features.device)
-        values = []
-        for k in range(folds):
-            w, b = (weight, bias) if fit is None else refit(fit, features[places != k], targets[places != k])
-            tensor_head.check_tensors(features, w, b, targets, resolved)
-            outputs = product(promoted(features), promoted(w).t()) + (0 if b is None else promoted(b))
-            values.append(_fold(promoted(features).double(), outputs, targets, places == k, resolved))
+        psi = Psi(features, weight, bias, targets, resolved)
+        places = assigned(len(psi.features), folds, seed).to(psi.features.device)
+        values = [_fold(psi if fit is None else psi.refitted(fit, places != k), places == k) for k in range(folds)]
     return sum(values) / folds
 
 
-def _fold(features: Tensor, outputs: Tensor, targets: Tensor, held_out: Tensor, loss: Loss) -> float:
-    sample, other = features[~held_out], features[held_out]
+def _fold(psi: Psi, held_out: Tensor) -> float:
+    loss, outputs, targets = psi.loss, psi.outputs(), psi.targets
+    sample, other = psi.features[~held_out].double(), psi.features[held_out].double()
     norms = sample.norm(dim=1)
     weights = norms / norms.sum() / len(sample)
     own = float(_losses(loss, outputs[held_out], targets[held_out]).mean())
     total, rows = 0.0, max(1, _PAIRS // len(sample))
-    for part, labels in zip(other.split(rows), targets[held_out].split(rows), strict=True):
-        kernel = torch.exp(-torch.cdist(part, sample) / 2) / math.sqrt(2 * math.pi)
-        crossed = _losses(
-            loss,
-            outputs[~held_out].repeat(len(part), *(1,) * (outputs.ndim - 1)),
-            labels.repeat_interleave(len(sample), 0),
-        )
-        total += float((kernel * crossed.view(len(part), -1)) @ weights @ kernel.new_ones(len(part)))
+    for some, labels in zip(other.split(rows), targets[held_out].split(rows), strict=True):
+        kernel = torch.exp(-torch.cdist(some, sample) / 2) / math.sqrt(2 * math.pi)
+        crossed = _losses(loss, outputs[~held_out].repeat(len(some), 1), labels.repeat_interleave(len(sample), 0))
+        total += float((kernel * crossed.view(len(some), -1)) @ weights @ kernel.new_ones(len(some)))
     return own - total / len(other)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..messages import shown
 from ..model import data
-from ..numerics.meeting import joined
+from ..numerics.process_groups import joined
 from ..options import check_number
 from ..report import Estimate, Report
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
-from pyflatness.numerics import choices
+from pyflatness.numerics import choice_problem
 from support import doors
 from support.doors import LOSS, ON_MODELS, ON_TENSORS, X, Y
 from support.grid import Net
@@ -48,7 +48,7 @@ def numbers(result):
         return [numbers(part) for part in result]
     if isinstance(result, types.FunctionType):
         return result.__qualname__
-    if isinstance(result, choices.ChoiceProblem):
+    if isinstance(result, choice_problem.ChoiceProblem):
         return numbers(vars(result))
     return result.tolist() if isinstance(result, np.ndarray) else repr(result)
 

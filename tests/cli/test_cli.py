@@ -5,16 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 import pyflatness as pf
 from pyflatness.cli import demo, doctor, output
 from pyflatness.contractions.backends import compiled, cuda
-from pyflatness.statistics.coefficients import STATISTICS
-from pyflatness.statistics.correlation import correlation
 from support.score_runs import status
 
 
@@ -118,35 +114,3 @@ def test_demo_refuses_an_unwritable_folder_before_training(path, tmp_path, monke
 def test_the_folder_is_tried_and_left_empty(tmp_path: Path) -> None:
     output.prepare_folder(tmp_path / "a" / "b")
     assert list((tmp_path / "a" / "b").iterdir()) == []
-
-
-SCIPY = {
-    "Pearson": lambda x, y: stats.pearsonr(x, y).statistic,
-    "Spearman": lambda x, y: stats.spearmanr(x, y).statistic,
-    "Kendall": lambda x, y: stats.kendalltau(x, y).statistic,
-}
-
-
-@pytest.mark.parametrize("statistic", STATISTICS)
-@pytest.mark.parametrize("decimals", [1, 16])  # one decimal: with ties
-def test_correlation_against_scipy(statistic: str, decimals: int) -> None:
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=30).round(decimals)
-    y = (x + rng.normal(size=30)).round(decimals)
-    value, low, high = correlation(x, y, statistic, seed=0)
-    assert value == pytest.approx(SCIPY[statistic](x, y), abs=1e-12)
-    truth = stats.bootstrap(
-        (x, y), SCIPY[statistic], paired=True, vectorized=False, method="percentile", n_resamples=1000, rng=rng
-    ).confidence_interval
-    assert (low, high) == pytest.approx((truth.low, truth.high), abs=0.05)
-    assert low < value < high
-
-
-@pytest.mark.parametrize("statistic", STATISTICS)
-def test_correlation_of_a_line_and_of_degenerate_values(statistic: str) -> None:
-    line = np.arange(5.0)
-    assert correlation(line, -1e-9 * line, statistic, seed=0) == pytest.approx((-1, -1, -1))
-    for bad in (np.full(5, 0.1), np.array([0, 1, 2, 3, math.nan]), np.array([0, 1, 2, 3, math.inf])):
-        assert all(map(math.isnan, correlation(line, bad, statistic, seed=0)))
-        assert all(map(math.isnan, correlation(bad, line, statistic, seed=0)))
-    assert all(map(math.isnan, correlation(line[:1], line[:1], statistic, seed=0)))

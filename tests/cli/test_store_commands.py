@@ -110,7 +110,7 @@ def test_correlations_take_an_export_with_its_settings(store: Path) -> None:
     assert found.names == ("first", "second", "bad")
     assert sorted(value for value in found.column("lr") if value == value) == [0.1, 0.2]
     assert "lr" not in found.measures
-    assert found.texts["rule"] == ("sgd", "", "")
+    assert found.text_columns["rule"] == ("sgd", "", "")
     assert not {"seconds", "schema", "low"} & {*found.columns}
 
 

@@ -19,7 +19,7 @@ from pyflatness.contractions import (
     product,
 )
 from pyflatness.contractions.backends import compiled, reference
-from pyflatness.measures import at_head
+from pyflatness.measures import head_sums
 from pyflatness.model.kinds.linear import Linear
 from support.summation import ORDERS
 
@@ -103,7 +103,7 @@ def _head(route, d, m):
 
 def _split_head():
     features, weight = _alike(12, 4), _alike(50_257, 4)
-    return lambda dtype, backend: at_head._moments(features.to(dtype), weight.to(dtype), None, 2**26)
+    return lambda dtype, backend: head_sums._moments(features.to(dtype), weight.to(dtype), None, 2**26)
 
 
 def _penalty(n, d, m):

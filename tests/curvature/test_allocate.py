@@ -12,7 +12,7 @@ from torch import nn
 
 import pyflatness as pf
 from pyflatness.curvature import allocate
-from pyflatness.numerics.choices import ChoiceProblem
+from pyflatness.numerics.choice_problem import ChoiceProblem
 
 CE = nn.CrossEntropyLoss()
 

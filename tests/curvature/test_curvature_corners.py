@@ -102,7 +102,7 @@ def test_density_alone_takes_no_product_for_pairs():
 
 def test_pairs_of_a_matrix_that_is_not_symmetric_are_not_converged():
     torch.manual_seed(0)
-    search = Search(RandomVectors(0, 8, torch.device("cpu")), tolerance=1e-8, room=30, limit=1000)
+    search = Search(RandomVectors(0, 8, torch.device("cpu")), tolerance=1e-8, room=30, max_products=1000)
     matrix = torch.randn(8, 8).double()
 
     def found():

@@ -34,7 +34,7 @@ def _spectrum(outliers):
 
 
 def _search(size, tolerance=1e-9, room=300, limit=5000, seed=1):
-    return Search(RandomVectors(seed, size, CPU), tolerance=tolerance, room=room, limit=limit)
+    return Search(RandomVectors(seed, size, CPU), tolerance=tolerance, room=room, max_products=limit)
 
 
 MULTIPLE = {

@@ -49,7 +49,7 @@ SIZE = 100_000  # more columns than are turned at a time
 def test_a_search_holds_what_it_is_given_and_a_few_beside(k, copies):
     matrix = torch.linspace(-1, 1, SIZE, dtype=torch.float64) ** 15
     limit = least_vectors(k, SIZE) + 12
-    search = Search(RandomVectors(0, SIZE, torch.device("cpu")), tolerance=1e-9, room=0, limit=limit)
+    search = Search(RandomVectors(0, SIZE, torch.device("cpu")), tolerance=1e-9, room=0, max_products=limit)
     with _Alive(SIZE) as alive:
         found = _found(search.pairs(k, 0, copies=copies), matrix)
     assert found.products == limit  # so that the basis was restarted

@@ -173,7 +173,7 @@ def test_a_loader_that_writes_every_batch_into_the_same_tensors():
 
 
 def test_one_that_does_not_converge_says_so(monkeypatch):
-    monkeypatch.setattr("pyflatness.numerics.lanczos.LIMIT", 2)
+    monkeypatch.setattr("pyflatness.numerics.lanczos.MAX_PRODUCTS", 2)
     report = pf.measure(CASE.build(), LOSS, (X, Y), measures=["lambda_max", "scaled_lambda_max"])
     for measure in report.measures:
         assert not report["0", measure].exact

@@ -152,23 +152,6 @@ def test_fisher_rao_of_what_cannot_be_derived_says_so():
         one("fisher_rao", model, LOSS, (X, INDICES))
 
 
-@pytest.mark.parametrize("policy", ["raise", "omit", "propagate"])
-def test_fisher_rao_and_nan(policy):
-    model, x = network(M, 6, C), X.clone()
-    x[2] = torch.nan
-    if policy == "raise":
-        with pytest.raises(pf.errors.NonFiniteError, match="batch 0: 1 of 6 loss terms have NaN"):
-            one("fisher_rao", model, LOSS, (x, INDICES))
-        return
-    estimate = one("fisher_rao", model, LOSS, (x, INDICES), nan_policy=policy)
-    if policy == "propagate":
-        assert math.isnan(estimate.value)
-        return
-    kept = [0, 1, 3, 4, 5]
-    assert estimate.value == pytest.approx(one("fisher_rao", model, LOSS, (X[kept], INDICES[kept])).value)
-    assert (estimate.samples, estimate.omitted) == (5, 1)
-
-
 # --- the grid ---------------------------------------------------------------------------------------------------------
 
 ONE_TERM = [

@@ -69,20 +69,6 @@ def test_nan(policy):
     assert found.omitted == (policy == "omit")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"steps": 0}, "steps=0"),
-        ({"rho": -1.0}, r"rho=-1\.0"),
-        ({"data": (torch.arange(6), INDICES)}, "batch 0: there is no floating-point tensor among its inputs"),
-    ],
-)
-def test_refusals(options, message):
-    data = options.pop("data", (X, INDICES))
-    with pytest.raises(pf.errors.InputError, match=message):
-        pf.measures.mls_adversarial(network(M, 6, C), LOSS, data, **options)
-
-
 def test_no_trace_is_left():
     model = network(M, 6, C)
     LOSS(model(X), INDICES).backward()

@@ -95,23 +95,6 @@ def test_adaptive_sharpness_mc_options():
     assert cut.value == pytest.approx(value.value, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rho": 0.0}, "rho=0.0"),
-        ({"probes": 1}, "probes=1"),
-        ({"data": (X * torch.nan, INDICES), "nan_policy": "omit"}, "batch 0: .* no sample can be left out"),
-        ({"nan_policy": "skip"}, "nan_policy='skip' does not exist"),
-        ({"data": iter([(X, INDICES)])}, "can be read once"),
-        ({"data": (X * torch.nan, INDICES)}, "batch 0: the loss of the model is nan"),
-    ],
-)
-def test_adaptive_sharpness_mc_refusals(options, message):
-    data = options.pop("data", (X, INDICES))
-    with pytest.raises(pf.errors.InputError, match=message):
-        pf.measures.adaptive_sharpness_mc(network(M, 6, C), LOSS, data, **options)
-
-
 def test_adaptive_sharpness_mc_may_propagate_nan():
     estimate = pf.measures.adaptive_sharpness_mc(
         network(M, 6, C), LOSS, (X * torch.nan, INDICES), nan_policy="propagate"

@@ -20,6 +20,33 @@ def network():
     return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("adaptive_sharpness_mc", {"rho": 0.0}, "rho=0.0"),
+        ("adaptive_sharpness_mc", {"probes": 1}, "probes=1"),
+        (
+            "adaptive_sharpness_mc",
+            {"data": (X * math.nan, Y), "nan_policy": "omit"},
+            "batch 0: .* no sample can be left out",
+        ),
+        ("adaptive_sharpness_mc", {"nan_policy": "skip"}, "nan_policy='skip' does not exist"),
+        ("adaptive_sharpness_mc", {"data": iter([(X, Y)])}, "can be read once"),
+        ("adaptive_sharpness_mc", {"data": (X * math.nan, Y)}, "batch 0: the loss of the model is nan"),
+        ("mls_adversarial", {"steps": 0}, "steps=0"),
+        ("mls_adversarial", {"rho": -1.0}, r"rho=-1\.0"),
+        (
+            "mls_adversarial",
+            {"data": (torch.arange(6), Y)},
+            "batch 0: there is no floating-point tensor among its inputs",
+        ),
+    ],
+)
+def test_functions_of_single_measures(name, options, message):
+    with pytest.raises(pf.errors.InputError, match=message):
+        getattr(pf.measures, name)(network(), nn.CrossEntropyLoss(), **{"data": (X, Y), **options})
+
+
 def test_no_measure_of_the_jacobian():
     with pytest.raises(
         pf.errors.InputError, match="measures: at least one name is wanted, or None for all of the Jacobian"

@@ -20,7 +20,7 @@ def symmetric(*spectra, seed=0):
 
 def search(matrices, tolerance=1e-10, limit=200, size=1000, seed=1):
     start = torch.randn(matrices.shape[:2], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    running = lanczos.largest(start, tolerance=tolerance, limit=limit, size=size)
+    running = lanczos.largest(start, tolerance=tolerance, max_products=limit, size=size)
     counted = []
 
     def times(vectors):
@@ -82,7 +82,7 @@ def test_restarts(size):
 
 def test_bases_stay_within_their_size():
     matrices = symmetric(torch.linspace(-5, 1, 60).tolist())
-    running = lanczos.largest(torch.ones(1, 60, dtype=torch.float64), tolerance=0.0, limit=50, size=7)
+    running = lanczos.largest(torch.ones(1, 60, dtype=torch.float64), tolerance=0.0, max_products=50, size=7)
     vectors = next(running)
     for _ in range(40):
         vectors = running.send((matrices @ vectors.unsqueeze(2)).squeeze(2))

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import pyflatness as pf
-from pyflatness.measures import at_head
+from pyflatness.measures import head_sums
 from pyflatness.numerics import shard
-from pyflatness.numerics.meeting import joined
+from pyflatness.numerics.process_groups import joined
 from support import rank_cases, ranks
 from support.rank_cases import LOSS, data, model, part
 
@@ -188,7 +188,7 @@ def in_parts(rank, size):
         held = {("of", "tuples"): torch.arange(10.0) * (rank + 1), "one": torch.tensor(1)}
         held = held if rank == 0 else {**held, "more": torch.ones(2, 2)}
         sums = shard.Shard(group).sum("sums", held)
-    with mock.patch.object(at_head, "_SENT", 50):
+    with mock.patch.object(head_sums, "_SENT", 50):
         head = rank_cases.vocabulary_of_7(rank, size)
     return [len(text) for text in said], {key: tensor.tolist() for key, tensor in sums.items()}, float(head)
 

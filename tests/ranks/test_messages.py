@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import pyflatness as pf
-from pyflatness.numerics import meeting, shard
-from pyflatness.numerics.meeting import joined
+from pyflatness.numerics import process_groups, shard
+from pyflatness.numerics.process_groups import joined
 from pyflatness.numerics.ranks import Ranks
 from pyflatness.numerics.shard import Shard
 from support import rank_cases, ranks
@@ -125,7 +125,7 @@ def one_goes_as_the_other_comes(rank, size):
 
 def noted_before(rank, size):
     """Rank 0 gives up when all have come and it has not seen that yet: it goes on with the others."""
-    seen, before = [], meeting._Meeting._are_here
+    seen, before = [], process_groups._Meeting._are_here
 
     def are_here(self):
         found = before(self)
@@ -134,7 +134,7 @@ def noted_before(rank, size):
             raise KeyboardInterrupt
         return found
 
-    with mock.patch.object(meeting._Meeting, "_are_here", are_here):
+    with mock.patch.object(process_groups._Meeting, "_are_here", are_here):
         try:
             return float(pf.relative_flatness(model(), LOSS, part(rank, size)))
         except (pf.errors.RankError, KeyboardInterrupt) as error:

@@ -37,6 +37,37 @@ def one(table, statistic, **options):
     return pf.statistics.correlations(table, "kappa", **options)["kappa", statistic]
 
 
+@pytest.mark.parametrize("statistic", SCIPY)
+@pytest.mark.parametrize("decimals", [1, 16])  # one decimal: with ties
+def test_values_and_intervals_against_scipy(statistic, decimals):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=30).round(decimals)
+    y = (x + rng.normal(size=30)).round(decimals)
+    found = pf.statistics.correlations({"x": x.tolist(), "y": y.tolist()}, "x", "y")["x", statistic]
+    assert found.value == pytest.approx(SCIPY[statistic](x, y), abs=1e-12)
+    truth = stats.bootstrap(
+        (x, y), SCIPY[statistic], paired=True, vectorized=False, method="percentile", n_resamples=1000, rng=rng
+    ).confidence_interval
+    assert (found.low, found.high) == pytest.approx((truth.low, truth.high), abs=0.05)
+    assert found.low < found.value < found.high
+
+
+@pytest.mark.parametrize("statistic", SCIPY)
+def test_a_line_and_degenerate_values(statistic):
+    def ends(x, y):
+        row = pf.statistics.correlations({"x": x, "y": y}, "x", "y")["x", statistic]
+        return row.value, row.low, row.high
+
+    line = np.arange(5.0)
+    assert ends(line, -1e-9 * line) == pytest.approx((-1, -1, -1))
+    for x, y in ((line, np.full(5, 0.1)), (np.full(5, 0.1), line), (line[:1], line[:1])):
+        assert all(map(math.isnan, ends(x, y)))
+    for bad in (math.nan, math.inf):
+        for x, y in ((line, [0, 1, 2, 3, bad]), ([0, 1, 2, 3, bad], line)):
+            with pytest.raises(pf.errors.InputError, match="is empty, NaN or infinite for 4"):
+                ends(x, y)
+
+
 def test_fisher_of_pearson_is_that_of_scipy():
     table = study()
     row = one(table, "Pearson", interval="fisher")

@@ -117,6 +117,15 @@ def test_what_does_not_fit():
     with pytest.raises(pf.errors.InputError, match=r"rho=\[\]: numbers are wanted, one at least"):
         pf.theory.matrix_robustness(net, LOSS, CUT, "2", matrix=torch.eye(6), rho=[])
     with pytest.raises(pf.errors.NonFiniteError, match="with changed features is nan"):
+        pf.theory.matrix_robustness(net, LOSS, CUT, matrix=torch.eye(6) * 1e30, rho=[1e300])
+    with pytest.raises(pf.errors.NonFiniteError, match="the loss of the model is nan"):
         pf.theory.matrix_robustness(
             net, lambda f, y: (f * math.inf - math.inf).sum(), CUT, matrix=torch.eye(6), rho=[0.1]
         )
+
+
+def test_one_read_of_the_data_is_enough():
+    net, matrix = network(M, 6, C), normal(3, 6, 6)
+    found = pf.theory.matrix_robustness(net, LOSS, iter(CUT), "2", matrix=matrix, rho=[0.3, -0.2])
+    again = pf.theory.matrix_robustness(net, LOSS, CUT, "2", matrix=matrix, rho=[0.3, -0.2])
+    assert torch.equal(found.rises, again.rises)

@@ -1,21 +1,21 @@
-"""Draw random directions for checks, from generators of the library's own.
+"""Draw standard normal vectors for checks, from generators of the library's own.
 
-Torch's global generator belongs to the user: another thread of theirs may draw from it while a call runs, and numbers
-that the call drew in between would be missing there.
+Torch's global generator belongs to the user: another thread may draw from it while a call runs, and would get other
+numbers if the call drew some in between.
 """
 
 import torch
 from torch import Tensor
 
 
-class Directions:
-    """Draw a sequence of random directions, the same one every time; one generator for each device."""
+class NormalVectors:
+    """Draw the same sequence of standard normal tensors in every call; one generator for each device."""
 
     def __init__(self) -> None:
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Return standard normal numbers of the tensor's shape, dtype and device; of no graph."""
+        """Return standard normal numbers of the tensor's shape, dtype and device, without a graph."""
         generator = self._generators.get(tensor.device)
         if generator is None:
             generator = self._generators[tensor.device] = torch.Generator(tensor.device).manual_seed(0)

@@ -7,8 +7,8 @@ It is invariant to layer-wise rescalings of ReLU networks; with features divided
 deviation (Theorem 4) also to neuron-wise ones. Never negative for a convex loss.
 
 The rows of a head for cross-entropy may be spread over the ranks of a process group. With p the softmax over all
-classes, P_r the part of it on rank r, p^r = p / P_r the softmax over that rank's classes alone, and w̄_r = E_{p^r} w the
-mean of its rows,
+classes, P_r the probability of the classes on rank r, p^r = p / P_r the softmax over that rank's classes alone, and
+w̄_r = E_{p^r} w the mean of its rows,
 
     var_p(w) = Σ_r P_r var_{p^r}(w) + Σ_r P_r |w̄_r - Σ_r P_r w̄_r|²        (the law of total variance)
 
@@ -39,7 +39,7 @@ from ..passes import normalize
 from ..report import Estimate
 from ..tensor_head import TensorHead
 
-_SENT = 2**22  # numbers of all ranks that are sent at a time
+_SENT = 2**22  # numbers of all ranks in one exchange
 
 
 def _by_row(
@@ -59,10 +59,10 @@ def _by_row(
         sent = torch.cat([sizes.unsqueeze(1), variances.unsqueeze(1), means], dim=1)
         found = torch.stack([each["rows"] for each in shard.each("the moments of rows", {"rows": sent})])
         sizes, variances, means = found.to(rows.device).split([1, 1, means.shape[1]], dim=2)
-        parts = torch.softmax(sizes, dim=0)
-        centre = (parts * means).sum(dim=0)
-        between = (parts * (means - centre).square()).sum(dim=(0, 2))
-        within = torch.where(parts > 0, parts * variances, 0.0).sum(dim=(0, 2))
+        probabilities = torch.softmax(sizes, dim=0)
+        centre = (probabilities * means).sum(dim=0)
+        between = (probabilities * (means - centre).square()).sum(dim=(0, 2))
+        within = torch.where(probabilities > 0, probabilities * variances, 0.0).sum(dim=(0, 2))
         chunks.append(within + rows.double().square().sum(dim=1) * between)
     return Bounded(torch.cat(chunks), None)
 
@@ -83,7 +83,7 @@ def _moments(features: Tensor, weight: Tensor, bias: Tensor | None, memory: int)
 
 
 HeadSource = Head | TensorHead
-Error = Callable[[HeadBatch, Tensor], NonFiniteError]  # make the error of a batch's bad rows, (rows,) bool
+Error = Callable[[HeadBatch, Tensor], NonFiniteError]  # (batch, bad rows (rows,) bool) -> the error
 
 
 def total(source: HeadSource, loss: losses.Loss, options: Options) -> "Total":
@@ -91,7 +91,7 @@ def total(source: HeadSource, loss: losses.Loss, options: Options) -> "Total":
     scale = _feature_scale(source, options) if options.normalize else None
     total = Total(source, loss, options, scale)
     curvature: losses.Curvature | None = None
-    with contextlib.closing(source.batches()) as batches:  # hooks go with an error, not at some later time
+    with contextlib.closing(source.batches()) as batches:  # an error removes the hooks now, not at some later time
         for batch in batches:
             with contractions.full_precision(batch.features):
                 if curvature is None:
@@ -106,7 +106,7 @@ def total(source: HeadSource, loss: losses.Loss, options: Options) -> "Total":
                         by_row = partial(_by_row, Shard(source.classes), own, weight, bias, memory)
                         curvature = losses.Curvature(by_row)
                 total.add(batch, curvature)
-            del batch  # or its memory stands in the way of the next one's
+            del batch  # to free its memory before the next one is made
     return total
 
 
@@ -124,7 +124,7 @@ class Total:
         return self._over.weight
 
     def take_weight(self) -> tuple[Tensor, Tensor | None, contractions.Backend]:
-        """Return the weight as it is measured, the bias, and the backend; known once the first batch was read."""
+        """Return the weight to measure, the bias, and the backend, once the first batch has been read."""
         weight, bias = self._source.matrix()
         if self._scale is not None:
             weight = normalize.apply(self._scale, weight)
@@ -133,7 +133,7 @@ class Total:
         return weight, bias, backend
 
     def add(self, batch: HeadBatch, curvature: losses.Curvature) -> None:
-        """Take in a batch."""
+        """Add a batch."""
         found, rows = None, None
         if batch.labels is not None and curvature.total is not None and self._scale is None:
             rows = (
@@ -142,7 +142,7 @@ class Total:
             found = curvature.total(batch.features, batch.labels, rows)
         lost = None if found is None else self._lost(batch, found.total)
         if found is None or lost is not None or not math.isfinite(found.total):
-            self._add_rows(batch, curvature)  # which shows what is wrong, or leaves it out
+            self._add_rows(batch, curvature)  # to find the rows that are wrong, and leave them out or say so
             return
         self._over.add(batch.samples, float(found.counted))
         self.value += found.total
@@ -174,12 +174,12 @@ class Total:
             self._contributions.append(_by_sample(batch, masked(rows, kept, torch.nan)).sum(dim=1))
 
     def _lost(self, batch: HeadBatch, total: float) -> Tensor | None:
-        """Return which rows are lost to underflow, (rows,); None: none is."""
+        """Return which rows are lost to underflow, (rows,); None if none is."""
         policy, name = self._options.nan_policy, self._source.name
         return underflow(policy, batch.number, abs(total), [batch.features], name, "rows")
 
     def _as_in_the_first_read(self, batch: HeadBatch, rows: Tensor) -> Tensor:
-        """Return rows with NaN in those that the deviations are without; samples that are left out have no others."""
+        """Return rows with NaN in those that the deviations were computed without; other rows have to be finite."""
         left_out = _bad_rows(batch)
         late = ~left_out & ~rows.isfinite() & (batch.terms.scale != 0)
         check_weights = partial(_check_finite_weights, self._source)
@@ -240,7 +240,7 @@ def _bad_rows(batch: HeadBatch) -> Tensor:
 
 
 def _kept(over: Accumulator, batch: HeadBatch, bad: Tensor, error: Error) -> Tensor | None:
-    """Return which rows count, (rows,), and count samples that are left out, with all of their rows; None: all do."""
+    """Return which rows count, (rows,), and count the samples left out with all their rows; None if all rows count."""
     kept = over.kept(~bad, lambda: error(batch, bad), lambda fine: _by_sample(batch, fine).all(dim=1))
     return None if kept is None else kept.repeat_interleave(batch.per_sample)
 

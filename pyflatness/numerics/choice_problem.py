@@ -21,9 +21,9 @@ from ..errors import MissingExtraError
 Numbers = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
-_STEPS, _STARTS = 16, 4  # of Frank-Wolfe; choices that are improved
+_STEPS, _STARTS = 16, 4  # Frank-Wolfe steps; choices that exchanges start from
 _PROGRAM = {"mip_rel_gap": 1e-5, "time_limit": 10.0}
-_ROUNDING = 1e-12  # relative: by less than so much nothing is better, and nothing beyond the budget
+_ROUNDING = 1e-12  # relative: a smaller gain is none, and a smaller excess is within the budget
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ChoiceProblem:
         return float(self.costs @ z + 0.5 * z @ self.products @ z)
 
     def some(self, kept: Indices) -> "ChoiceProblem":
-        """Return the problem with some of the options, of each group at least one."""
+        """Return the problem with some of the options, at least one of each group."""
         return ChoiceProblem(self.group[kept], self.costs[kept], self.products[np.ix_(kept, kept)], self.sizes[kept])
 
     def cheapest(self) -> Indices:
@@ -49,19 +49,19 @@ class ChoiceProblem:
         return order[np.unique(self.group[order], return_index=True)[1]]
 
     def largest(self) -> float:
-        """Return the size of the largest option of each group together."""
+        """Return the sum over groups of the size of the largest option."""
         return float(sum(self.sizes[self.group == number].max() for number in np.unique(self.group)))
 
     def by_single_costs(self, budget: float) -> Indices:
-        """Return the best choice if options of different groups had nothing to do with each other."""
+        """Return the choice that would be best if Q had no entries between groups."""
         return self._program(self.costs + 0.5 * np.diagonal(self.products), budget)[0]
 
     def good(self, budget: float) -> Indices:
-        """Return a choice that exchanges do not make better, by a single program."""
+        """Return a choice that no exchange improves, found from a single program."""
         return self._exchanged(self.by_single_costs(budget), budget)
 
     def best(self, budget: float) -> tuple[Indices, float]:
-        """Return the best choice that is found, an option of each group, and by how much another could be better."""
+        """Return the best choice found, an option of each group, and by how much any other could be better."""
         chosen = self.by_single_costs(budget)
         found, bound = {tuple(self.cheapest()), tuple(chosen)}, -math.inf
         z = self._indicator(chosen)
@@ -115,7 +115,7 @@ class ChoiceProblem:
         q, most, chosen = self.products, budget * (1 + _ROUNDING), chosen.copy()
         other = self.group[:, None] != self.group[None]
         while True:
-            z, now = self._indicator(chosen), chosen[self.group]  # what stands in each option's group
+            z, now = self._indicator(chosen), chosen[self.group]  # the option chosen in each option's group
             gradient, larger = self.costs + q @ z, self.sizes - self.sizes[now]
             own = 0.5 * (np.diagonal(q) + np.diagonal(q)[now]) - q[now, np.arange(len(now))]
             single = gradient - gradient[now] + own

@@ -1,4 +1,4 @@
-"""Remark on how a loss and the model's outputs go together, where a reader of a value should know it."""
+"""Note for readers of a value how a loss and the model's outputs fit together, where that matters."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..numerics.directions import Directions
+from ..numerics.normal_vectors import NormalVectors
 from . import advice, log_softmax
 from .base import Loss
 from .cross_entropy import CrossEntropy
@@ -32,16 +32,16 @@ OF_GGN_ALONE = (
 
 
 def refuse_without_curvature(notes: Sequence[str] | None, what: str) -> None:
-    """Raise if a value by the GGN would be 0 for every weight, since the loss has no curvature in the outputs."""
+    """Raise if values by the GGN would be 0 for every weight, since the loss has no curvature in the outputs."""
     reason = next((note for note in notes or () if note in (NO_CURVATURE, NLL_OF_LOGITS, OF_GGN_ALONE)), None)
     if reason is not None:
         raise InputError(f"loss: without curvature in the outputs {what} would be 0 for every weight: {reason}")
 
 
 def of(loss: Loss, outputs: Tensor, targets: Tensor, parameters: Sequence[Tensor]) -> tuple[str, ...]:
-    """Return what is to be said, as notes of an estimate, by outputs and targets of some samples."""
+    """Return notes for estimates, judged by the outputs and targets of some samples."""
     outputs, notes = outputs.detach(), []
-    real = [part.dtype for part in parameters if part.is_floating_point()]
+    real = [parameter.dtype for parameter in parameters if parameter.is_floating_point()]
     finer = [dtype for dtype in real if torch.promote_types(dtype, outputs.dtype) != outputs.dtype]
     if finer:
         eps = torch.finfo(outputs.dtype).eps
@@ -83,5 +83,5 @@ def _is_straight(loss: CustomLoss, outputs: Tensor, targets: Tensor) -> bool:
         (gradient,) = torch.autograd.grad(loss.value(leaf, targets), leaf, create_graph=True)
         if not gradient.requires_grad:
             return True
-        (product,) = torch.autograd.grad(gradient, leaf, Directions().like(leaf), allow_unused=True)
+        (product,) = torch.autograd.grad(gradient, leaf, NormalVectors().like(leaf), allow_unused=True)
     return product is None or not bool(product.any())

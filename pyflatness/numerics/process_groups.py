@@ -1,4 +1,4 @@
-"""Let the ranks of a process group meet at the beginning of a call, and leave it together."""
+"""Have the ranks of a process group begin a call together, and leave it together."""
 
 import contextlib
 import time
@@ -24,7 +24,7 @@ else:
 _IS_AVAILABLE = dist.is_available()
 _NOT_JOINED = contextlib.nullcontext(ALONE)
 _MET, _GIVEN_UP = b"met", b"given up"
-_PATIENCE = 30.0  # seconds until a rank that waits for others to come says so
+_PATIENCE = 30.0  # seconds after which a rank that waits for others warns
 
 
 def refuse(process_group: Group, what: str, instead: str = "") -> None:
@@ -56,7 +56,7 @@ def _joined(group: Any) -> Iterator[Ranks]:
     if "cpu:" not in dist.get_backend_config(group):
         device = torch.device("cuda", torch.cuda.current_device())
     ranks = Ranks(group, device)
-    with interrupts.shielded():  # messages are whole
+    with interrupts.shielded():  # so that no message is cut off
         interrupt = _meet(ranks, group)
         with ranks.agreed("the call"):
             if interrupt is not None:
@@ -86,10 +86,10 @@ def _is_initialized() -> bool:
 
 
 def _meet(ranks: Ranks, group: Any) -> BaseException | None:
-    """Wait until all ranks are here, by the group's store: no message of a backend can go astray meanwhile.
+    """Wait until all ranks are here, by the group's store, which sends no message of the backend.
 
-    A call on one rank alone, while others go on with training, would else be answered by what these send each other.
-    Returned is an interrupt that came when all were here already, so that the others have to be told of it.
+    Otherwise a call on one rank alone, while others go on with training, would receive what these send each other. An
+    interrupt that came after all ranks had arrived is returned, since the others have to be told of it.
     """
     store = dist.distributed_c10d._get_process_group_store(group)
     try:
@@ -115,9 +115,9 @@ def _meet(ranks: Ranks, group: Any) -> BaseException | None:
 class _Meeting:
     """Represent the ranks' meeting at the beginning of a call.
 
-    They count themselves in the store. The last one to come notes that they met, unless one that gave up has noted that
-    before: the first note counts, so that all know alike, whoever comes while another goes. After one that gave up they
-    meet once more, under another name.
+    Each rank counts itself in the store. The last one to arrive notes that they met, unless a rank that gave up has
+    left its note before. The first note counts, so that all ranks come to the same conclusion. After one has given up
+    they meet again, under another name.
     """
 
     def __init__(self, ranks: Ranks, store: Any) -> None:
@@ -131,20 +131,20 @@ class _Meeting:
         return f"pyflatness/{self._number}/{self._attempt}"
 
     def _noted(self, note: bytes) -> bool:
-        """Return whether this is what was noted, or is now, of the meeting."""
+        """Leave a note of the meeting unless there is one, and return whether this is the note that counts."""
         return bool(self._store.compare_set(f"{self._name}/note", "", note.decode()) == note)
 
     def wait(self) -> None:
         """Wait until all are here."""
         while not self._are_here():
             self._attempt += 1
-        with contextlib.suppress(RuntimeError):  # a store that cannot
-            before = f"pyflatness/{self._number - 1}/0"  # all have met there, and gone on
+        with contextlib.suppress(RuntimeError):  # of a store that cannot delete keys
+            before = f"pyflatness/{self._number - 1}/0"  # the meeting before, which all ranks have left
             for key in (f"{before}/{self._ranks.rank}", *([before, f"{before}/note"] if self._ranks.rank == 0 else [])):
                 self._store.delete_key(key)
 
     def _are_here(self) -> bool:
-        """Come, and return whether all do: False if one gave up."""
+        """Arrive, and return whether all ranks do: False if one gave up."""
         self._store.set(f"{self._name}/{self._ranks.rank}", "")
         if self._store.add(self._name, 1) == self._ranks.size:
             return self._noted(_MET)
@@ -166,7 +166,7 @@ class _Meeting:
                 warnings.warn(f"{self._missing()} after {waited:.0f} s", stacklevel=2)
 
     def give_up(self) -> bool:
-        """Return whether this rank can go: not if all are here."""
+        """Return whether this rank may leave, which it may not once all have arrived."""
         if self._noted(_GIVEN_UP):
             self._store.add(self._calls, -1)
             return True

@@ -5,9 +5,9 @@ With the second derivatives H_z of a sample's loss in the layer's outputs z_p = 
 
 - Of the Hessian's diagonal: for a unit e of the outputs, of position p and row s, y = H_z e has
   H_(sj),(tk) = Σ_p φ_pj Σ_p' φ_p'k y_p't: d P products, or d m from the directions e_s φ_pj if these are fewer.
-  They tell everything about H, and whatever else is wanted is read off the same ones.
-- Of neurons alone: a product for each neuron, Δ its weights and zeros elsewhere.
-- Sampled, |w ∘ M|²: Δ = diag(a) w diag(b) for random signs a, b, of which no two entries are correlated.
+  They determine H, and all other quantities are read off the same products.
+- Of neurons alone: a product for each neuron, with Δ its weights and zeros elsewhere.
+- Sampled, |w ∘ M|²: Δ = diag(a) w diag(b) for random signs a, b, so that no two entries of Δ are correlated.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +21,8 @@ from ..contractions import product
 from ..contractions.quantities import QUANTITIES, Contribution, Neurons, RowHessian
 from ..numerics.signs import Signs
 
-_OF_COLUMNS = 2**32  # between the streams of signs of rows and columns
-_BATCH = 2**22  # bytes of directions that go through the graph in one backward pass; more would only leave the caches
+_OF_COLUMNS = 2**32  # the distance between the streams of signs of rows and of columns
+_BATCH = 2**22  # bytes of directions in one backward pass; with more they no longer fit into the caches
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Varied:
     """Hold what varies with a layer's weight, at the samples of a run: its outputs, or its weight for each sample."""
 
     gradient: Tensor  # of the value in the outputs z_p = w φ_p, (n, G, P, d), with its graph
-    inputs: Sequence[Any]  # in which it is differentiated
-    rows: Callable[[Sequence[Tensor | None], int], Tensor]  # derivatives (k, …) in each of these, k -> (k, n, G, P, d)
+    inputs: Sequence[Any]  # in which the gradient is differentiated
+    rows: Callable[[Sequence[Tensor | None], int], Tensor]  # (derivatives (k, …) in each input, k) -> (k, n, G, P, d)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class WeightDirections:
 
     @property
     def scale(self) -> Tensor | None:
-        """Return what :meth:`products` are to be multiplied by, (n, G), where K is a number; or None."""
+        """Return what :meth:`products` are to be multiplied by, (n, G), where K is a scalar; else None."""
         if self.span is None or self.span.shape[2:] != (1, 1):
             return None
         return self.span[:, :, 0, 0].double().square()
@@ -71,10 +71,10 @@ class WeightDirections:
         return self.varied.rows(self.second(changes.expand(-1, *self.varied.gradient.shape)), len(changes))
 
 
-class Entries:
-    """Compute quantities of a layer's weight that are not block traces, or all where one tells everything about H.
+class EntriesAndNeurons:
+    """Compute quantities of a layer's weight that are not block traces, or all where one of them determines H.
 
-    ``whole`` is the weight with columns that no input has too, of which w wᵀ is.
+    ``whole`` is the weight with its columns of zero input too, of which w wᵀ is taken.
     """
 
     def __init__(self, weight: Tensor, kernel_elements: int, quantities: Sequence[str], whole: Tensor) -> None:
@@ -110,7 +110,7 @@ class Entries:
         return a * product(b * patches, self._weight.mT)
 
     def _off_units(self, directions: WeightDirections, samples: int) -> Contribution:
-        """Return all quantities, read off the same products."""
+        """Return all quantities, read off the products with unit vectors."""
         patches, dtype = directions.patches.expand(samples, -1, -1, -1), torch.float64
         parts = {
             name: patches.new_zeros(samples, n.count(self._sizes), dtype=dtype) for name, n in self._neurons.items()
@@ -127,14 +127,14 @@ class Entries:
         return Contribution(self._values(values, samples), parts | entries)
 
     def _values(self, found: dict[str, Tensor], samples: int) -> Tensor:
-        """Return values of each quantity, (n,), as they were given: (quantities, n) float64."""
+        """Return the values of the quantities, (n,) each, in the order asked for, (quantities, n) float64."""
         values = self._weight.new_zeros(len(self._rows), samples, dtype=torch.float64)
         for value, name in zip(values, self._rows, strict=True):
             value.copy_(found[name])
         return values
 
     def _units(self, directions: WeightDirections, patches: Tensor) -> Iterator[RowHessian]:
-        """Yield second derivatives in every entry of the weight, from a product at a time."""
+        """Yield second derivatives in the entries of the weight, those of one product at a time."""
         samples, groups, positions, m = patches.shape
         d, count, width = self._weight.shape[1], min(positions, m), self._kernel_elements
         gram = self._whole.double() @ self._whole.double().mT
@@ -157,18 +157,8 @@ class Entries:
                         columns = slice(at - at % width, at - at % width + width)
                         left = phi.new_zeros(samples, width, dtype=torch.float64)
                         left[:, at % width] = 1.0
-                    yield RowHessian(
-                        self._weight,
-                        gram,
-                        width,
-                        group,
-                        s,
-                        columns,
-                        left,
-                        phi[:, :, columns],
-                        outputs[:, group],
-                        y,
-                    )
+                    at_group = phi[:, :, columns], outputs[:, group], y
+                    yield RowHessian(self._weight, gram, width, group, s, columns, left, *at_group)
 
     def _forms(self, directions: WeightDirections, samples: int, neurons: Neurons) -> Tensor:
         """Return ⟨Δφ, H_z Δφ⟩ of all neurons, (n, G neurons)."""
@@ -186,10 +176,10 @@ class Entries:
 
 
 def batch_of(size: int) -> int:
-    """Return how many directions of so many bytes to send through the graph at a time."""
+    """Return how many directions of this size in bytes to send through the graph at a time."""
     return max(1, _BATCH // max(1, size))
 
 
 def tells_all(quantities: Sequence[str]) -> bool:
-    """Return whether the products for some of these quantities tell everything about the Hessian."""
+    """Return whether the products for some of these quantities determine the Hessian."""
     return any(QUANTITIES[name].of_diagonal for name in quantities)
