@@ -260,7 +260,8 @@ def _features(perturbed: Perturbed) -> int:
             f"layer {perturbed.name!r} is a {type(perturbed.layer).__name__}: its patches overlap, so that there is no "
             "one feature vector for a sample; pf.theory.feature_robustness takes it"
         )
-    return perturbed.matrix.shape[2]
+    features: int = perturbed.matrix.shape[2]
+    return features
 
 
 def _sums(
