@@ -6,10 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
-from rich.text import Text
-
 Item = TypeVar("Item")
 _EVERY = 30.0  # seconds between lines where standard error is no terminal
 
@@ -51,23 +47,6 @@ Advance = Callable[[float, str], None]
 """Says that so many more are done, and what is being worked on, or what else there is to say; empty: as before."""
 
 
-class _Count(ProgressColumn):
-    """Show how many are done, and where these have a name how many are in a minute."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self._what = what
-
-    def render(self, task: Task) -> Text:
-        """Return the text of the column."""
-        total = "?" if task.total is None else f"{task.total:.6g}"
-        if not self._what:
-            return Text(f"{task.completed:.6g}/{total}")
-        speed = task.finished_speed or task.speed
-        rate = "" if speed is None else f" {60 * speed:.3g} {self._what}/min"
-        return Text(f"{task.completed:.1f} of {total} {self._what}{rate}")
-
-
 @contextlib.contextmanager
 def bar(title: str, total: int, shown: bool | None, what: str = "") -> Iterator[Advance]:
     """Show a bar with the time that is left on standard error, inside a ``with`` block.
@@ -80,12 +59,7 @@ def bar(title: str, total: int, shown: bool | None, what: str = "") -> Iterator[
     if not (sys.stderr.isatty() if shown is None else shown):
         yield Lines(title, total).advance
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), _Count(what), TimeRemainingColumn())
-    console = Console(stderr=True, force_terminal=True if shown else None)
-    with Progress(*columns, console=console, transient=True) as shown_bar:
-        task = shown_bar.add_task(title, total=total or None)
+    from .bars import on_terminal  # rich takes as long to load as the first measurement
 
-        def advance(count: float, text: str) -> None:
-            shown_bar.update(task, advance=count, description=f"{title}: {text}" if text else None)
-
+    with on_terminal(title, total, what, forced=bool(shown)) as advance:
         yield advance

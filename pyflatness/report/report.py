@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
-from rich import box
-from rich.table import Table
 from torch import Tensor
 
 from ..errors import InputError
@@ -448,6 +446,9 @@ class Report(Readable):
         return tables
 
     def _table(self, headers: Mapping[str, str], rows: "_Rows") -> list[str]:
+        from rich import box  # which takes as long to load as the first measurement
+        from rich.table import Table
+
         held = {name: [of[m] for m in headers if m in of] for name, of in rows.items()}
         rows = {name: rows[name] for name, row in held.items() if row}
         columns = {measure: _aligned([of.get(measure) for of in rows.values()]) for measure in headers}

@@ -1,13 +1,10 @@
-"""Show reports as data frames and figures; pandas and matplotlib are imported when they are asked for."""
+"""Show reports as tables, data frames and figures; rich, pandas and matplotlib are loaded when they are needed."""
 
 import csv
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
-
-from rich.cells import cell_len
-from rich.console import Console
 
 from ..errors import InputError, MissingExtraError
 from ..messages import check_path, to_cell
@@ -58,6 +55,9 @@ def least_width(table: "Table") -> int:
     """Return how wide a table has to be, so that no cell breaks of columns with ``no_wrap``: names of layers."""
     if not any(column.no_wrap for column in table.columns):
         return 0
+    from rich.cells import cell_len
+    from rich.console import Console
+
     console = Console(width=10_000)  # all that a cell might want
     spare = 0
     for column in table.columns:
@@ -68,6 +68,8 @@ def least_width(table: "Table") -> int:
 
 def text(table: "Table", width: int) -> list[str]:
     """Return the lines of a table that is no wider than this or has to be, as they are without a terminal."""
+    from rich.console import Console
+
     console = Console(
         width=max(width, least_width(table)), markup=False, highlight=False, emoji=False, color_system=None
     )
