@@ -215,14 +215,14 @@ class Molecules:
 class MessagePassing(nn.Module):
     """Three rounds of messages along bonds, 300 wide as in chemprop, and a head on the sum of a molecule's atoms."""
 
-    def __init__(self, width: int = 300) -> None:
+    def __init__(self, classes: int, width: int = 300) -> None:
         super().__init__()
-        self.encode, self.head = nn.Linear(32, width), nn.Linear(width, 2)
+        self.encode, self.head = nn.Linear(32, width), nn.Linear(width, classes)
         self.message = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(3))
         self.update = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(3))
 
     def forward(self, batch: Molecules) -> Tensor:
-        """Return the logits of each molecule."""
+        """Return the logits (n, classes) of the molecules."""
         hidden, (source, target) = self.encode(batch.atoms).relu(), batch.bonds
         for message, update in zip(self.message, self.update, strict=True):
             sent = message(torch.cat([hidden[source], hidden[target]], dim=1)).relu()
