@@ -38,11 +38,13 @@ def show(table: Table, width: int = _WIDTH_OF_FILES) -> None:
     console = Console(markup=False, highlight=False, emoji=False, color_system=None if plain else "auto")
     for column in table.columns:
         column.overflow = "fold"
+    console.width = max(console.width if console.is_terminal else width, _NARROWEST, views.least_width(table))
     if console.is_terminal:
-        console.width = max(console.width, _NARROWEST, views.least_width(table))
         console.print(table)
         return
-    print("\n".join(views.text(table, max(width, _NARROWEST))))  # click would take ASCII for UTF-8
+    with console.capture() as captured:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))  # click would take ASCII for UTF-8
 
 
 def show_json(facts: Any) -> None:

@@ -52,8 +52,8 @@ class Budget:
                 raise InputError("budget= is for one process: the others cannot know when it measures")
         is_tensors = isinstance(batches, tuple) and isinstance(batches[0], Tensor)
         self._batches = [batches] if is_tensors else batches or ()
-        orders = torch.Generator().manual_seed(0)
-        self._orders = [torch.randperm(data.size(batch), generator=orders) for batch in self._batches]
+        orders = torch.Generator("cpu").manual_seed(0)
+        self._orders = [torch.randperm(data.size(batch), generator=orders, device="cpu") for batch in self._batches]
         self._place = (0, 0)
         self._samples, self._taken, self._costs = _FIRST, 0, dict[int, float]()
         self._ended: float | None = None
