@@ -232,7 +232,7 @@ checkpoints: ['{file.parent}/*.safetensors']
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--out", "a.csv"], "pass --out FILE.csv, or --store FILE.sqlite"),
+        (["--out", "a.csv"], "pass one of --out and --store"),
         (["--shard", "3/2"], "'3/2': I/N is wanted"),
         (["--limit", "2.5"], "a whole number of samples is wanted"),
         (["--batch-size", "0"], "a number of samples is wanted, or 'auto'"),

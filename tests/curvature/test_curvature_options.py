@@ -148,7 +148,7 @@ def test_vectors_that_do_not_fit_are_an_error_before_the_first_product(options, 
 def test_a_bound_that_is_not_converged_says_so(monkeypatch):
     options = {"rho": 0.1, "steps": 1, "bound": True}
     assert not pf.worst_case_sharpness(_network(), LOSS, _data(), **options).notes
-    monkeypatch.setattr(lanczos, "LIMIT", 2)
+    monkeypatch.setattr(lanczos, "MAX_PRODUCTS", 2)
     (note,) = pf.worst_case_sharpness(_network(), LOSS, _data(), **options).notes
     assert "not converged after 3 products" in note
 

@@ -125,7 +125,7 @@ def test_multiple_eigenvalues_are_counted(name, largest, smallest):
     generator = torch.Generator().manual_seed(0)
     basis = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64)).Q
     matrix = basis @ torch.diag(values) @ basis.T
-    search = Search(RandomVectors(0, size, torch.device("cpu")), tolerance=1e-10, room=30, limit=5000)
+    search = Search(RandomVectors(0, size, torch.device("cpu")), tolerance=1e-10, room=30, max_products=5000)
     found = _found(search.pairs(largest, smallest), matrix)
     wanted = torch.cat([values[:largest], values[size - smallest :]])
     assert found.converged
@@ -134,7 +134,7 @@ def test_multiple_eigenvalues_are_counted(name, largest, smallest):
 
 def test_a_search_that_is_cut_off_says_so():
     values = torch.linspace(0, 1, 400, dtype=torch.float64)
-    search = Search(RandomVectors(0, 400, torch.device("cpu")), tolerance=1e-12, room=10, limit=12)
+    search = Search(RandomVectors(0, 400, torch.device("cpu")), tolerance=1e-12, room=10, max_products=12)
     found = _found(search.pairs(3, 0), torch.diag(values))
     assert not found.converged
     assert found.values.max() <= 1
