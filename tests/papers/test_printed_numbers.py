@@ -212,14 +212,49 @@ def test_cuts_of_the_study(study):
         label = name if name == "steps" else f"`{name}`"
         row = re.search(rf"\| {re.escape(label)} \|([^|]*)\|([^|]*)\|([^|]*)\|([^|]*)\|", told)
         assert [float(cell.split("[")[0]) for cell in row.groups()] == pytest.approx(shown[name], abs=0.0051), name
-    for front in ("README.md", "docs/which-measure.md"):
+    pooled, fixed = (
+        [strata_interval(study, columns, name) for name in (SUM, HEAD)] for _, columns in list(cuts.values())[:2]
+    )
+    for front in ("README.md", "docs/which-measure.md", "docs/study.md"):
         text = page(front)
-        assert f"{shown[SUM][0]:.2f} [0.28, 0.48] for κ summed" in text
-        assert f"{shown[HEAD][0]:.2f} for" in text
-        assert f"{shown[SUM][1]:.2f} [0.06, 0.28] and {shown[HEAD][1]:.2f} [-0.07, 0.16]" in text
+        assert f"{pooled[0]} for κ summed" in text
+        assert f"{pooled[1].split(' [')[0]} " in text
+        assert f"{fixed[0]} and {fixed[1]}" in text
+    for name, *values in zip((SUM, HEAD), pooled, fixed, strict=True):
+        assert f"| `{name}` | {' | '.join(values)} |" in told
+    sensitivities, sharpnesses = (
+        [shown[name] for name in names]
+        for names in (("mls", "nmls"), ("trace", "adaptive_sharpness", "scaled_trace", SUM))
+    )
+    assert min(one[0] for one in sensitivities) > max(one[0] for one in sharpnesses[:2])
+    assert "As pooled NMLS and MLS are above the trace and adaptive sharpness" in told
+    within = [one[3] for one in sharpnesses]
+    assert max(one[3] for one in sensitivities) < 0 < max(within) - min(within) < 0.03
     for one, other in ((SUM, "trace"), (SUM, "adaptive_sharpness"), ("scaled_trace", SUM)):
         assert f"{one} less {other}, τ {shown[one][0] - shown[other][0]:.2f} [" in told
     assert f"{study['pac_bayes'].nunique()} different values in these {len(study)} networks" in told
+
+
+def strata_interval(frame, columns, name):
+    """That τ with Fisher's z, the variance of the jackknife over recipes, and Student's t."""
+    codes = frame.groupby(columns).ngroup()
+    parts = dict(list(frame.groupby(codes)))
+    taus = {code: (len(part), kendall(part[name], part["test error"])) for code, part in parts.items()}
+
+    def z(found):
+        found = [(size, value) for size, value in found.values() if math.isfinite(value)]
+        return math.atanh(sum(size * value for size, value in found) / sum(size for size, _ in found))
+
+    kept = []
+    for recipe in frame["recipe"].unique():
+        rest = {
+            code: parts[code][parts[code]["recipe"] != recipe] for code in codes[frame["recipe"] == recipe].unique()
+        }
+        left = {code: (len(part), kendall(part[name], part["test error"])) for code, part in rest.items()}
+        kept.append(z(taus | left))
+    value, deviation = z(taus), math.sqrt((len(kept) - 1) * np.var(kept))
+    half = stats.t.ppf(0.975, len(kept) - 1) * deviation
+    return f"{math.tanh(value):.2f} [{math.tanh(value - half):.2f}, {math.tanh(value + half):.2f}]"
 
 
 def strata_tau(frame, columns, name):
@@ -318,3 +353,20 @@ def test_further_claims_of_2024():
         assert f"{a} (G.5), {b} (G.6), {c} (G.7), {d} (G.6 on FashionMNIST)" in told, one
     paper = [f"{found['G6-paper'].loc['test_loss', name]:.2f}" for name in ("mls", "log_volume")]
     assert f"not seen: {paper[0]} and {paper[1]} on FashionMNIST" in told
+
+
+def test_predictions_of_choices_of_bits():
+    """How far the rises of the loss are above what was predicted, from the table of the page on allocation."""
+    told, factors, held = page("docs/allocation.md"), {}, []
+    for network, bits, rise, cell in re.findall(r"\| ([\w-]+), ([\d.]+) \| [\d.]+ \| ([\d.]+) \| ([^|]+) \|", told):
+        if "[" in cell:
+            value, low, high = map(float, re.findall(r"-?[\d.]+", cell))
+            held.append(low <= float(rise) <= high)
+            factors[network, bits] = float(rise) / value
+        else:
+            factors[network, bits] = max(float(rise) / float(value) for value in cell.split(","))
+    by_bits = {bits: max(factor for (_, of), factor in factors.items() if of.startswith(bits)) for bits in ("3.", "4.")}
+    assert f"up to {by_bits['4.']:.1f} times what is predicted at 4 bits, up to {by_bits['3.']:.1f} times at 3" in told
+    assert f"{factors['SmolLM2', '5.25']:.1f} times at 5.25 bits of SmolLM2" in told
+    assert (sum(held), len(held)) == (2, 3)
+    assert "Of the three intervals two hold it" in told
