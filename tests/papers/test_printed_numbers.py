@@ -353,6 +353,15 @@ def test_further_claims_of_2024():
         assert f"{a} (G.5), {b} (G.6), {c} (G.7), {d} (G.6 on FashionMNIST)" in told, one
     paper = [f"{found['G6-paper'].loc['test_loss', name]:.2f}" for name in ("mls", "log_volume")]
     assert f"not seen: {paper[0]} and {paper[1]} on FashionMNIST" in told
+    small = points("c24-fig3-small")
+    design = np.column_stack([np.ones(len(small)), np.log(small["adaptive_sharpness"])])
+    hat = design @ np.linalg.pinv(design)
+    left = np.log(small["normalized_mls"]).to_numpy() @ (np.eye(len(small)) - hat)
+    rest = 1 - np.diag(hat)
+    residuals = left / np.sqrt(rest * (left @ left - left**2 / rest) / (len(small) - 3))
+    ends = small.iloc[[residuals.argmin(), residuals.argmax()]]
+    assert f"are from {residuals.min():.1f} to {residuals.max():.1f}, and both" in told
+    assert ends[["patch", "width", "depth"]].nunique().max() == 1
 
 
 def test_predictions_of_choices_of_bits():
