@@ -217,6 +217,14 @@ def test_cuts_of_the_study(study):
         assert f"{shown[SUM][0]:.2f} [0.28, 0.48] for κ summed" in text
         assert f"{shown[HEAD][0]:.2f} for" in text
         assert f"{shown[SUM][1]:.2f} [0.06, 0.28] and {shown[HEAD][1]:.2f} [-0.07, 0.16]" in text
+    sensitivities, sharpnesses = (
+        [shown[name] for name in names]
+        for names in (("mls", "nmls"), ("trace", "adaptive_sharpness", "scaled_trace", SUM))
+    )
+    assert min(one[0] for one in sensitivities) > max(one[0] for one in sharpnesses[:2])
+    assert "As pooled NMLS and MLS are above the trace and adaptive sharpness" in told
+    within = [one[3] for one in sharpnesses]
+    assert max(one[3] for one in sensitivities) < 0 < max(within) - min(within) < 0.03
     for one, other in ((SUM, "trace"), (SUM, "adaptive_sharpness"), ("scaled_trace", SUM)):
         assert f"{one} less {other}, τ {shown[one][0] - shown[other][0]:.2f} [" in told
     assert f"{study['pac_bayes'].nunique()} different values in these {len(study)} networks" in told
@@ -318,3 +326,29 @@ def test_further_claims_of_2024():
         assert f"{a} (G.5), {b} (G.6), {c} (G.7), {d} (G.6 on FashionMNIST)" in told, one
     paper = [f"{found['G6-paper'].loc['test_loss', name]:.2f}" for name in ("mls", "log_volume")]
     assert f"not seen: {paper[0]} and {paper[1]} on FashionMNIST" in told
+    small = points("c24-fig3-small")
+    design = np.column_stack([np.ones(len(small)), np.log(small["adaptive_sharpness"])])
+    hat = design @ np.linalg.pinv(design)
+    left = np.log(small["normalized_mls"]).to_numpy() @ (np.eye(len(small)) - hat)
+    rest = 1 - np.diag(hat)
+    residuals = left / np.sqrt(rest * (left @ left - left**2 / rest) / (len(small) - 3))
+    ends = small.iloc[[residuals.argmin(), residuals.argmax()]]
+    assert f"are from {residuals.min():.1f} to {residuals.max():.1f}, and both" in told
+    assert ends[["patch", "width", "depth"]].nunique().max() == 1
+
+
+def test_predictions_of_choices_of_bits():
+    """How far the rises of the loss are above what was predicted, from the table of the page on allocation."""
+    told, factors, held = page("docs/allocation.md"), {}, []
+    for network, bits, rise, cell in re.findall(r"\| ([\w-]+), ([\d.]+) \| [\d.]+ \| ([\d.]+) \| ([^|]+) \|", told):
+        if "[" in cell:
+            value, low, high = map(float, re.findall(r"-?[\d.]+", cell))
+            held.append(low <= float(rise) <= high)
+            factors[network, bits] = float(rise) / value
+        else:
+            factors[network, bits] = max(float(rise) / float(value) for value in cell.split(","))
+    by_bits = {bits: max(factor for (_, of), factor in factors.items() if of.startswith(bits)) for bits in ("3.", "4.")}
+    assert f"up to {by_bits['4.']:.1f} times what is predicted at 4 bits, up to {by_bits['3.']:.1f} times at 3" in told
+    assert f"{factors['SmolLM2', '5.25']:.1f} times at 5.25 bits of SmolLM2" in told
+    assert (sum(held), len(held)) == (2, 3)
+    assert "Of the three intervals two hold it" in told
