@@ -62,7 +62,7 @@ def of_rows(model: nn.Sequential, data: Data) -> None:
     vectors = torch.randn(weights.shape[1], phi.shape[1], generator=torch.Generator().manual_seed(0)).double()
     for limit in (5, 10, 15, 20, 30, 40):
         start = time.perf_counter()
-        search = lanczos.largest(vectors, tolerance=0.0, limit=limit - 1, size=limit)
+        search = lanczos.largest(vectors, tolerance=0.0, max_products=limit - 1, size=limit)
         found = lanczos.solved(search, lambda v: (weights * (phi @ v.t())).t() @ phi)
         seconds = time.perf_counter() - start
         error = ((found.values - dense).abs()[live] / dense[live]).max()

@@ -24,7 +24,7 @@ from pyflatness.scoring import executors
 from pyflatness.scoring.run import ScoringRun, keep
 from pyflatness.scoring.store import Store
 from pyflatness.scoring.units import Request
-from pyflatness.scoring.worker import Maker
+from pyflatness.scoring.worker import Maker, Setup
 
 
 def tiny() -> nn.Module:
@@ -75,18 +75,18 @@ def driver(units: int) -> None:
             seconds = done = 0
             request = Request("cross_entropy", None, ("weight_norm",), Options())
             with Store(Path(folder, "runs.sqlite"), write=True) as store, contextlib.ExitStack() as stack:
-                run = ScoringRun(models, Maker(tiny), Maker(few), request)
+                run = ScoringRun(models, Setup(Maker(tiny), Maker(few), request))
                 kept = keep(run, store)
                 planned = time.process_time() - begin
                 executor = executors.Processes(1)
                 stack.callback(executor.shutdown)
 
-                def take(job, outcome, store=store, setting=kept.setting) -> None:
+                def take(unit, outcome, store=store, setting=kept.setting) -> None:
                     nonlocal seconds, done
                     seconds, done = seconds + outcome.seconds, done + 1
-                    store.commit(setting, job.content, outcome)
+                    store.commit(setting, unit.content, outcome)
 
-                run.go(kept.jobs, executor, take)
+                run.go(kept.units, executor, take)
                 used = time.process_time() - begin
             each = [1e3 * part / units for part in (used, planned, time.perf_counter() - wall, seconds)]
             click.echo(
@@ -104,11 +104,11 @@ def workers(units: int, rounds: int) -> None:
     request = Request("cross_entropy", None, ("trace",), Options())
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         models = saved(small, units, Path(folder))
-        run = ScoringRun(models, Maker(small), Maker(many), request)
-        jobs = [job for name in models for job in run.jobs(name, run.pairs(name))]
+        run = ScoringRun(models, Setup(Maker(small), Maker(many), request))
+        work = [unit for name in models for unit in run.units(name, run.pairs(name))]
         pools = {}
         for count in (1, 2):
-            pools[count] = stack.enter_context(contextlib.closing(_Warm(count, run, jobs)))
+            pools[count] = stack.enter_context(contextlib.closing(_Warm(count, run, work)))
         timings = in_turn({f"{count} workers": pool for count, pool in pools.items()}, rounds, repeats=1)
         one, two = timings["1 workers"], timings["2 workers"]
         click.echo(

@@ -30,7 +30,7 @@ from pyflatness.scoring.executors import Serial
 from pyflatness.scoring.run import ScoringRun, keep
 from pyflatness.scoring.store import Store
 from pyflatness.scoring.units import Request
-from pyflatness.scoring.worker import Maker
+from pyflatness.scoring.worker import Maker, Setup
 from pyflatness.statistics import tables
 from pyflatness.statistics.coefficients import STATISTICS
 from pyflatness.statistics.correlation import Correlations
@@ -57,7 +57,7 @@ def main() -> None:
 def time(model: str, paths: tuple[Path, ...], rounds: int, processor: bool) -> None:
     """Scoring checkpoints into a store (hash, reading, κ, loss, accuracy, commit), against forward passes alone."""
     request = Request("cross_entropy", ("fc3",), (MEASURES[0].name,), Options())
-    run = ScoringRun({str(p): p for p in paths}, Maker(f"{model}:LeNet5"), Maker(f"{model}:train_data"), request)
+    run = ScoringRun({str(p): p for p in paths}, Setup(Maker(f"{model}:LeNet5"), Maker(f"{model}:train_data"), request))
     network, data = run.bench.network, run.bench.data
 
     def forward() -> None:
@@ -69,7 +69,7 @@ def time(model: str, paths: tuple[Path, ...], rounds: int, processor: bool) -> N
     def score() -> None:
         with tempfile.TemporaryDirectory() as folder, Store(Path(folder, "runs.sqlite"), write=True) as store:
             kept = keep(run, store)
-            run.go(kept.jobs, Serial(), lambda job, outcome: store.commit(kept.setting, job.content, outcome))
+            run.go(kept.units, Serial(), lambda unit, outcome: store.commit(kept.setting, unit.content, outcome))
             for name, error in store.errors(kept.setting, kept.contents.values()):
                 raise click.ClickException(f"{name}: {error}")
 

@@ -88,6 +88,7 @@ class FlatnessCallback(Watch, TrainerCallback):  # type: ignore[misc]
         how: dict[str, Any] = {"every_n_epochs": every_n_epochs, "limit_batches": limit_batches, "budget": budget}
         super().__init__(layers, measures, data, loss=loss, model=model, name=name, strict=strict, **how, **options)
         self._trainer, self._batch = trainer, dict[str, Tensor]()
+        self._hook: Any = None
         self._part_of(trainer.model)
         if auto.is_auto(loss) and (trainer.compute_loss_func is not None or trainer.label_smoother is not None):
             own = "compute_loss_func=" if trainer.compute_loss_func is not None else "label_smoothing_factor"
@@ -105,6 +106,8 @@ class FlatnessCallback(Watch, TrainerCallback):  # type: ignore[misc]
         if self._layers is not None:
             selectors.select(self._part_of(self._trainer.model), self._layers)
         if self._budget is not None:
+            if self._hook is not None:  # of a training that an error ended
+                self._hook.remove()
             self._hook = kwargs["model"].register_forward_pre_hook(self._keep, with_kwargs=True)
         self._begin()
 

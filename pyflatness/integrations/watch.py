@@ -23,7 +23,7 @@ from ..model.state import in_eval_mode
 from ..options import EVERY, Options, check_count, check_flag
 from ..report import Report
 from ..training import loaders
-from ..training.budget import HOW, Budget, of_distribution
+from ..training.budget import HOW, Budget, check, of_distribution
 from ..training.history import History
 
 NETWORK = "network"
@@ -60,6 +60,8 @@ class Watch:
         Options.of(options)
         self._layers, self._data, self._loss, self._path, self._name = layers, data, loss, model, name
         self._budget = None if budget is None else Budget(budget, None if data == "train" else data)
+        if budget is not None:
+            check(loss, options)
         by_budget = {} if budget is None else {**HOW, "per_sample": True}
         self._options = {"progress": False, **by_budget, **options}
         self._measures: Any = measures

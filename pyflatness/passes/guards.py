@@ -68,7 +68,7 @@ class Detached(calling.Mode):
         # Memory of these; false where tensors with a graph share it, so that it is held for those without one alone.
         self._memory: dict[int, bool] = {}
         self._recording = True  # what the model's own code has set the grad mode to
-        self._is_lost = False  # whether such a tensor, or one with a graph, became a number or an array
+        self.has_lost = False  # whether such a tensor, or one with a graph, became a number or an array
         self._script = _last_script()
         self._is_twice_wrong = False
 
@@ -76,7 +76,7 @@ class Detached(calling.Mode):
         """Return why derivatives of the outputs may not be those of what was computed."""
         scripted = private.last_script() is not self._script
         found = {
-            TAKEN_AS_CONSTANT: self._is_lost or self.reaches(outputs) or scripted,
+            TAKEN_AS_CONSTANT: self.has_lost or self.reaches(outputs) or scripted,
             TWICE_WRONG: self._is_twice_wrong,
         }
         return [doubt for doubt, holds in found.items() if holds]
@@ -101,7 +101,7 @@ class Detached(calling.Mode):
         if name == "_set_grad_enabled":
             self._recording = args[0]
         elif name in _OUT_OF_TORCH and (args[0].is_floating_point() or args[0].is_complex()):
-            self._is_lost |= args[0].requires_grad or self.reaches(args[0])
+            self.has_lost |= args[0].requires_grad or self.reaches(args[0])
         elif name in ("__setitem__", "__set__"):  # of entries, of ``.data``
             self._follow(name, _tensors(args), _tensors(args[:1]))
         elif isinstance(result, (Tensor, tuple, list)):
@@ -113,8 +113,10 @@ class Detached(calling.Mode):
         """Return a hook that tells where it changes a gradient."""
 
         def noted(gradient: Tensor) -> Tensor | None:
+            before = gradient.detach().clone()
             result = hook(gradient)
-            if result is not None and result is not gradient and not torch.equal(result.detach(), gradient.detach()):
+            after = (gradient if result is None else result).detach()
+            if not torch.allclose(after, before, rtol=0, atol=0, equal_nan=True):
                 assert self._doubt is not None
                 self._doubt(HOOKED)
             return result
@@ -160,7 +162,7 @@ class Detached(calling.Mode):
 
 def _is_user_s(hook: Any) -> bool:
     """Return whether a hook is none of torch's or ours, which leave the values of gradients."""
-    return not (getattr(hook, "__module__", None) or "torch.").startswith(("torch.", "pyflatness."))
+    return not (getattr(hook, "__module__", None) or "").startswith(("torch.", "pyflatness."))
 
 
 def memory_of(tensor: Tensor) -> int:

@@ -82,6 +82,8 @@ def owners(outputs: Tensor, users: Users, calls: Calls, samples: int) -> dict[st
             if source is None:
                 continue
             before, now = found.get(source, _NOTHING), of_sources.get(place) if number == 0 else None
+            if now is not None and graph.shape(source, number)[:1] != now.shape:  # it was broadcast
+                now = None
             found[source] = now if before is _NOTHING else _both(before, now)
             pending[source] -= 1
             if pending[source] == 0:
@@ -138,6 +140,8 @@ def _index(node: Node) -> Tensor | None:
             index = rows[:, 0] if rows.eq(rows[:, :1]).all() else None
     else:
         return None
+    if index is not None and index.dtype in (torch.bool, torch.uint8):  # a mask
+        index = index.nonzero().flatten() if index.ndim == 1 else None
     return index if index is not None and index.ndim == 1 else None
 
 

@@ -253,7 +253,7 @@ class _Against:
 
 def _setting(records: Sequence[Record], names: Sequence[str], wanted: str | None) -> tuple[str, dict[str, str]]:
     """Return the setting that gives points their colours, with its values by network: a column, or a part of names."""
-    columns = {name for name in records[0] if name not in {*COLUMNS, *_BESIDE, "setting"}}
+    columns = [name for name in records[0] if name not in {*COLUMNS, *_BESIDE, "setting"}]
     found: dict[str, list[Any]] = dict(charts.settings(names))
     for name in columns:
         held = {record["checkpoint"]: record[name] for record in records}

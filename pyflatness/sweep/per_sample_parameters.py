@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import contractions, interrupts
@@ -55,7 +55,7 @@ class PerSampleParameters:
     def __init__(self, task: Task) -> None:
         self._task, self._memory = task, task.budget(halved=True).work
         # Of samples with weights of their own torch.vmap leaves the padding of an embedding out for the first alone.
-        padded = (isinstance(part, nn.Embedding) and part.padding_idx is not None for part in walk.modules(task.model))
+        padded = (getattr(part, "padding_idx", None) is not None for part in walk.modules(task.model))
         self._together, self._compared = not any(padded), False
         self._graph = -1  # bytes that a sample's takes, once known
 

@@ -8,7 +8,7 @@ cost too, unless fewer than :data:`_OFTEN` such measurements would have been wit
 import math
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,18 @@ if TYPE_CHECKING:
     from .history import Record
 
 HOW = {"curvature": "ggn", "probes": 1}
+
+
+def check(loss: Any, how: Mapping[str, Any]) -> None:
+    """Raise for a loss whose values grow with the samples, and for options that choose the probes."""
+    if "sum" in (how.get("reduction"), getattr(loss, "reduction", None)):
+        raise InputError(
+            "loss: budget= measures more samples later, and values of reduction='sum' grow with them; pass the mean"
+        )
+    if how.get("rtol") is not None:
+        raise InputError("rtol: budget= takes one probe of each sample, as often as the time allows; leave rtol= out")
+
+
 _FIRST = 8  # samples
 _CHEAPER = 1.6  # times as long for twice the samples
 _OFTEN = 5
@@ -50,8 +62,12 @@ class Budget:
         with joined(process_group) as ranks:
             if not ranks.alone:
                 raise InputError("budget= is for one process: the others cannot know when it measures")
-        is_tensors = isinstance(batches, tuple) and isinstance(batches[0], Tensor)
+        is_tensors = isinstance(batches, tuple) and len(batches) > 0 and isinstance(batches[0], Tensor)
         self._batches = [batches] if is_tensors else batches or ()
+        if batches is not None and min(map(data.size, self._batches), default=0) < 1:
+            raise InputError(
+                "data: budget= goes round in the batches, and each needs samples; there are none in one of them"
+            )
         orders = torch.Generator("cpu").manual_seed(0)
         self._orders = [torch.randperm(data.size(batch), generator=orders, device="cpu") for batch in self._batches]
         self._place = (0, 0)
@@ -61,6 +77,7 @@ class Budget:
 
     def resume(self, records: "Iterable[Record]") -> None:
         """Go on with the steps and the time of records that were kept."""
+        self.steps, self.trained, self.spent, self._ended = 0, 0.0, 0.0, None
         for record in records:
             self.steps, self.spent = record.step or 0, self.spent + (record.seconds or 0.0)
             self.trained = record.numbers.get("train_seconds", 0.0)
@@ -132,6 +149,7 @@ def pooled(reports: Sequence[tuple[float, Report]], measure: str) -> dict[str, E
     likely as under the likeliest, in the mean over the layers; so intervals are rather too wide.
     """
     held = [(step, report.by_measure()[measure]) for step, report in reports if measure in report.measures]
+    held = [one for one in held if all(map(math.isfinite, map(float, one[1].values())))] or held[-1:]
     names = [name for name in held[-1][1] if all(name in values for _, values in held)]
     recent = [one for one in held if one[0] >= held[-1][0] / 2]
     series = {name: [(step, values[name]) for step, values in recent] for name in names}

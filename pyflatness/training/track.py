@@ -19,7 +19,7 @@ from ..options import EVERY, MeasureHow, check_names
 from ..report import Report
 from ..session import public
 from . import loaders
-from .budget import HOW, Budget, of_distribution
+from .budget import HOW, Budget, check, of_distribution
 from .history import History
 
 _AVERAGED = ("ema", "swa")
@@ -101,6 +101,7 @@ def track(
     rest: dict[str, Any] = dict(how)
     chooser = None
     if budget is not None:
+        check(loss, how)
         chooser = Budget(budget, data, how.get("process_group"))
         rest = {**HOW, "per_sample": True, **how}
 

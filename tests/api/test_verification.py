@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from rich import progress
 from torch import nn
 
 import pyflatness as pf
-from pyflatness import bars
 from pyflatness.verification import _difference
 from support.cases import TOKEN_TARGETS, TOKENS, C, Pixels, Tokens, classifier
 from support.grid import Net
@@ -136,12 +136,12 @@ def test_verify_says_what_a_long_laplacian_costs(monkeypatch):
 def test_verify_has_a_bar(monkeypatch):
     shown = []
 
-    class Shown(bars.Progress):
+    class Shown(progress.Progress):
         def add_task(self, description, total=None, **options):
             shown.append((description, total))
             return super().add_task(description, total=total, **options)
 
-    monkeypatch.setattr(bars, "Progress", Shown)
+    monkeypatch.setattr(progress, "Progress", Shown)
     model, data = classifier(6, 7, C), (torch.randn(9, 6), torch.randint(C, (9,)))
     pf.verify(model, nn.CrossEntropyLoss(), data, progress=False)
     assert shown == []

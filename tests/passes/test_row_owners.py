@@ -143,3 +143,29 @@ def test_a_reduction_is_linear_unless_it_is_a_product(reduce):
     assert value.exact
     assert value.value == pytest.approx(expected, rel=1e-10)
     assert ("hessian" in value.method) == (reduce == "prod")
+
+
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a mask": lambda h: h.new_zeros(N, WIDTH).index_add(0, OF_ROW[OF_ROW > 0], h[OF_ROW > 0]) + summed(h),
+    "put by a mask": lambda h: summed(h.new_zeros(ROWS, WIDTH).index_put((OF_ROW >= 0,), h)),
+    "put by a smaller mask": lambda h: summed(h.new_zeros(ROWS, WIDTH).index_put((OF_ROW > 0,), h[OF_ROW > 0])),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_masks_are_indices(name):
+    shown, owners, _ = found(OTHERS[name])
+    assert owners is not None
+    assert shown is not None
+    assert shown[owners >= 0].equal(owners[owners >= 0])
+
+
+@pytest.mark.parametrize("rows", [1, ROWS])
+def test_rows_that_are_broadcast_are_not_shown(rows):
+    def function(h: Tensor) -> Tensor:
+        several = h.new_zeros(N, ROWS, WIDTH).index_put((torch.tensor([0, 1]),), h[None, :rows], accumulate=True)
+        return several.sum(dim=1) + summed(h)
+
+    shown, owners, _ = found(function)
+    assert owners is None
+    assert shown is None

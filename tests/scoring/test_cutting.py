@@ -12,7 +12,7 @@ from pyflatness.scoring import data_specs, specs, text_data
 from pyflatness.scoring.cutting import Cut
 from pyflatness.scoring.run import ScoringRun
 from pyflatness.scoring.units import Request
-from pyflatness.scoring.worker import Maker
+from pyflatness.scoring.worker import Maker, Setup
 from support.score_runs import saved, tiny_net
 
 SCARCE = """
@@ -64,8 +64,8 @@ def test_batches_are_halved_until_the_memory_suffices(kind: str, tiny: str) -> N
     models = {"a": saved(tiny, 0, "a.safetensors"), "b": saved(tiny, 1, "b.safetensors")}
     request = Request("cross_entropy", None, ("pac_bayes",), Options())
     sources = Maker(f"{path}:{kind}"), Maker(f"{path}:data")
-    run = ScoringRun(models, *sources, request, batch_size="auto")
-    found = [run.bench.outcome(job) for name in models for job in run.jobs(name, run.pairs(name))]
+    run = ScoringRun(models, Setup(*sources, request, batch_size="auto"))
+    found = [run.bench.outcome(unit) for name in models for unit in run.units(name, run.pairs(name))]
     if kind == "Empty":
         assert all("out of memory" in outcome.errors[0] for outcome in found)
         return
@@ -75,9 +75,9 @@ def test_batches_are_halved_until_the_memory_suffices(kind: str, tiny: str) -> N
         truth = pf.measure(model, "cross_entropy", data, measures="pac_bayes", progress=False)["pac_bayes"]
         (row,) = outcome.values.values()
         assert row.value == pytest.approx(truth.value, rel=1e-6)
-    whole = ScoringRun(models, *sources, request)
-    (job,) = whole.jobs("a", whole.pairs("a"))
-    assert "out of memory" in whole.bench.outcome(job).errors[0]
+    whole = ScoringRun(models, Setup(*sources, request))
+    (unit,) = whole.units("a", whole.pairs("a"))
+    assert "out of memory" in whole.bench.outcome(unit).errors[0]
 
 
 # --- sizes of data ----------------------------------------------------------------------------------------------------

@@ -59,7 +59,28 @@ def bar(title: str, total: int, shown: bool | None, what: str = "") -> Iterator[
     if not (sys.stderr.isatty() if shown is None else shown):
         yield Lines(title, total).advance
         return
-    from .bars import on_terminal  # rich takes as long to load as the first measurement
+    from rich.console import Console  # rich takes as long to load as the first measurement
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+    from rich.text import Text
 
-    with on_terminal(title, total, what, forced=bool(shown)) as advance:
+    class Count(ProgressColumn):
+        """Show how many are done, and where these have a name how many are in a minute."""
+
+        def render(self, task: Task) -> Text:
+            """Return the text of the column."""
+            total = "?" if task.total is None else f"{task.total:.6g}"
+            if not what:
+                return Text(f"{task.completed:.6g}/{total}")
+            speed = task.finished_speed or task.speed
+            rate = "" if speed is None else f" {60 * speed:.3g} {what}/min"
+            return Text(f"{task.completed:.1f} of {total} {what}{rate}")
+
+    columns = (TextColumn("{task.description}"), BarColumn(), Count(), TimeRemainingColumn())
+    console = Console(stderr=True, force_terminal=True if shown else None)
+    with Progress(*columns, console=console, transient=True) as shown_bar:
+        task = shown_bar.add_task(title, total=total or None)
+
+        def advance(count: float, text: str) -> None:
+            shown_bar.update(task, advance=count, description=f"{title}: {text}" if text else None)
+
         yield advance
