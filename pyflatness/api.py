@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from . import head, losses, plan, tensor_head
+from . import head, losses, plan
 from .errors import InputError
 from .losses import auto
-from .measures import RELATIVE_FLATNESS, are_named, head_sums, named
+from .measures import RELATIVE_FLATNESS, are_named, head_sums, named, tensor_head
 from .measures.layer_values import LayerValues
 from .messages import check_module
 from .model import selectors, uses, walk

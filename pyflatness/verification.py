@@ -19,6 +19,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from typing_extensions import Unpack
 
 from . import losses, private
+from . import progress as progress_bar
 from .api import relative_flatness
 from .contractions import backends, promoted_dtype
 from .errors import InputError
@@ -34,7 +35,6 @@ from .options import CALL, How, check_count, check_number
 from .passes.linearity import users_of
 from .reparameterization.reparameterize import duplicate
 from .report import Estimate
-from .report import progress as progress_bar
 from .session import public, session
 
 Item = TypeVar("Item")

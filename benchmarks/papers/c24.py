@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pyflatness import progress
 from pyflatness.api import measure
 from pyflatness.errors import InputError
-from pyflatness.report import progress
 
 from . import image_data
 from .experiment import Bench, note

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from pyflatness import progress
 from pyflatness.errors import InputError
 from pyflatness.measures.adaptive_sharpness_mc import adaptive_sharpness_mc
 from pyflatness.measures.mls_adversarial import mls_adversarial
-from pyflatness.report import progress
 from pyflatness.statistics.correlation import correlations
 
 from . import beside, claims, correlating, image_data

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pyflatness import progress
 from pyflatness.measures import MEASURES
-from pyflatness.report import progress
 from pyflatness.scoring.score import score
 
 from . import image_data, training

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.nn import functional as F
 
+from pyflatness import progress
 from pyflatness.api import head_flatness
-from pyflatness.report import progress
 from pyflatness.statistics.correlation import correlations
 from pyflatness.statistics.tables import Vector
 

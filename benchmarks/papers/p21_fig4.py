@@ -5,8 +5,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pyflatness import progress
 from pyflatness.api import head_flatness
-from pyflatness.report import progress
 from pyflatness.theory.sampling import authors_representativeness, representativeness
 
 from . import claims, synthetic

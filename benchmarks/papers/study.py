@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pyflatness as pf
-from pyflatness.report import progress
+from pyflatness import progress
 
 from . import image_data
 from .grid_networks import BASE, shifts

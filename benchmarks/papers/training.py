@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, stack_module_state, vmap
 from torch.nn import functional as F
 
-from pyflatness.report import progress
+from pyflatness import progress
 
 Data = tuple[Tensor, Tensor]
 Weights = dict[str, Tensor]

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from pyflatness import progress
 from pyflatness.errors import InputError
 from pyflatness.messages import shown
 from pyflatness.model import selectors
 from pyflatness.reparameterization.reparameterize import reparameterize
-from pyflatness.report import progress
 from pyflatness.scoring.score import score
 
 from . import training

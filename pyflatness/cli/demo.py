@@ -30,10 +30,9 @@ from rich import box
 from rich.table import Table
 from torch import Tensor, nn
 
-from .. import __version__
+from .. import __version__, progress
 from ..errors import MissingExtraError
 from ..messages import printable
-from ..report import progress
 from ..results import Correlations
 from ..scoring.score import score
 from ..statistics import correlations, plot_correlation

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from click.core import ParameterSource
 
+from .. import progress
 from ..api import measure
 from ..errors import InputError, PassesError
 from ..losses import auto
@@ -34,7 +35,6 @@ from ..model.layers import unwrap
 from ..numerics.process_groups import joined
 from ..numerics.ranks import ALONE, Ranks, is_known
 from ..options import Options
-from ..report import progress
 from ..scoring import checkpoints, executors, metadata, pretrained, specs
 from ..scoring.run import Kept, ScoringRun, keep
 from ..scoring.score import score as call

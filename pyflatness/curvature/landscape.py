@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .. import private
+from .. import progress as bars
 from ..errors import InputError, NotYetError
 from ..messages import check_choice, check_path, shown
 from ..model import calling, fingerprint
@@ -42,7 +43,6 @@ from ..numerics.ranks import Ranks
 from ..options import CALL, How, Options, check_count, check_flag, check_progress
 from ..passes.task import Task
 from ..report import Result, arrays, views
-from ..report import progress as bars
 from ..session import public, session
 from . import directions as making
 from .directions import NORMALIZATIONS, Direction

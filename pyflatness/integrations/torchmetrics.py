@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .. import losses, tensor_head
+from .. import losses
 from ..errors import InputError, MissingExtraError, NotYetError
-from ..measures import head_sums
+from ..measures import head_sums, tensor_head
 from ..model import fingerprint, layers, state
 from ..model.spread import is_spread
 from ..numerics.accumulate import normaliser_or_nan

@@ -37,7 +37,7 @@ from ..numerics.shard import Shard
 from ..options import Options
 from ..passes import normalize
 from ..report import Estimate
-from ..tensor_head import TensorHead
+from .tensor_head import TensorHead
 
 _SENT = 2**22  # numbers of all ranks in one exchange
 

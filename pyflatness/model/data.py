@@ -21,10 +21,10 @@ from torch.utils.data import (
     default_collate,
 )
 
+from .. import progress
 from ..errors import InputError
 from ..messages import check_tensor, received, without_values
 from ..numerics.shard import WHOLE
-from ..report import progress
 from .fingerprint import Fingerprint
 from .generators import watched
 

@@ -32,10 +32,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .. import losses, tensor_head
+from .. import losses
 from ..contractions import product, promoted
 from ..errors import InputError
 from ..losses import Loss, risk
+from ..measures import tensor_head
 from ..messages import check_tensor, in_words, shown
 from ..numerics import accumulate
 from ..numerics.process_groups import refuse

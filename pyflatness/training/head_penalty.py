@@ -15,11 +15,11 @@ from .. import losses
 from ..contractions import full_precision, promoted
 from ..errors import InputError, NotYetError
 from ..losses import penalty_terms
+from ..measures.tensor_head import check_head
 from ..messages import check_tensor
 from ..model.spread import is_spread
 from ..options import Options
 from ..passes.normalize import differentiable_scale
-from ..tensor_head import check_head
 
 
 def flatness_penalty(

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import pyflatness as pf
+from pyflatness import progress
 from pyflatness.curvature.quadratic import Quadratic
-from pyflatness.report import progress
 
 TABLE = {"depth": [2, 2, 4, 4], "rate": [0.1, 0.3, 0.1, 0.3], "kappa": [1, 2, 4, 3], "gap": [5, 6, 7, 8]}
 

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from . import losses
-from .contractions import product, promoted, promoted_dtype
-from .errors import InputError, NotYetError
-from .head import HeadBatch, terms_of
-from .losses.parameter_dependence import REFUSAL, depends_on_more
-from .messages import check_tensor
-from .model import fingerprint, layers
-from .model.spread import is_spread
-from .numerics.ranks import ALONE, Ranks
-from .numerics.shard import WHOLE, Shard
+from .. import losses
+from ..contractions import product, promoted, promoted_dtype
+from ..errors import InputError, NotYetError
+from ..head import HeadBatch, terms_of
+from ..losses.parameter_dependence import REFUSAL, depends_on_more
+from ..messages import check_tensor
+from ..model import fingerprint, layers
+from ..model.spread import is_spread
+from ..numerics.ranks import ALONE, Ranks
+from ..numerics.shard import WHOLE, Shard
 
 
 @dataclass
