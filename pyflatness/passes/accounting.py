@@ -88,7 +88,7 @@ def account(
             ends = {name: [GradientEdge(node, 0) for node in nodes[name]] for name in differentiated}
             doubts = {
                 SHARED: leaves.are_shared,
-                TAKEN_AS_CONSTANT: detached.has_lost or detached.reaches(outputs),
+                TAKEN_AS_CONSTANT: detached.reaches(outputs),
                 linearity.TAKEN_AS_THEY_ARE: ends and linearity.read(linearity.users_of(outputs), ends).custom,
             }
             why = tuple(doubt for doubt, holds in doubts.items() if holds)

@@ -68,7 +68,7 @@ class Detached(calling.Mode):
         # Memory of these; false where tensors with a graph share it, so that it is held for those without one alone.
         self._memory: dict[int, bool] = {}
         self._recording = True  # what the model's own code has set the grad mode to
-        self.has_lost = False  # whether such a tensor, or one with a graph, became a number or an array
+        self._is_lost = False  # whether such a tensor, or one with a graph, became a number or an array
         self._script = _last_script()
         self._is_twice_wrong = False
 
@@ -76,7 +76,7 @@ class Detached(calling.Mode):
         """Return why derivatives of the outputs may not be those of what was computed."""
         scripted = private.last_script() is not self._script
         found = {
-            TAKEN_AS_CONSTANT: self.has_lost or self.reaches(outputs) or scripted,
+            TAKEN_AS_CONSTANT: self._is_lost or self.reaches(outputs) or scripted,
             TWICE_WRONG: self._is_twice_wrong,
         }
         return [doubt for doubt, holds in found.items() if holds]
@@ -101,7 +101,7 @@ class Detached(calling.Mode):
         if name == "_set_grad_enabled":
             self._recording = args[0]
         elif name in _OUT_OF_TORCH and (args[0].is_floating_point() or args[0].is_complex()):
-            self.has_lost |= args[0].requires_grad or self.reaches(args[0])
+            self._is_lost |= args[0].requires_grad or self.reaches(args[0])
         elif name in ("__setitem__", "__set__"):  # of entries, of ``.data``
             self._follow(name, _tensors(args), _tensors(args[:1]))
         elif isinstance(result, (Tensor, tuple, list)):

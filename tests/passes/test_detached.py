@@ -260,14 +260,7 @@ def test_behind_logcumsumexp_no_hessian_value_is_called_exact():
         pf.block_traces(model, LOSS, (X, Y), "0")
 
 
-@pytest.mark.parametrize(
-    "cut",
-    [
-        lambda weight: weight.detach(),
-        lambda weight: weight.data.clone(),
-        lambda weight: torch.eye(4).double() * float(weight.norm()),
-    ],
-)
+@pytest.mark.parametrize("cut", [lambda weight: weight.detach(), lambda weight: weight.data.clone()])
 def test_a_weight_of_a_layer_that_is_detached_elsewhere_is_not_exact(cut):
     def forward(net, x):
         return net.b(torch.relu(net.a(x)) + nn.functional.linear(x, cut(net.a.weight)))
