@@ -222,10 +222,11 @@ def measure(
     options = Options.of(how).of_layers
     wanted, by_name = named(measures), are_named(measures)
     steps = plan.plan(wanted, options, networks=measures is not None and measures != "sweep")
-    unsaid = auto.is_auto(loss) and options.unsaid
-    reads: dict[str, Any] = {"reads": steps.reads, "ordered": options.by_sample, "placed": unsaid, "sharded": True}
-    with session(model, loss, data, options, how, **reads) as task:
-        task = (plan.by_one_probe(task) if unsaid else task).of(layers)
+    may_sample = auto.is_auto(loss) and options.by_default
+    with session(
+        model, loss, data, options, how, reads=steps.reads, ordered=options.by_sample, placed=may_sample, sharded=True
+    ) as task:
+        task = (plan.by_one_probe(task) if may_sample else task).of(layers)
         measurement = plan.Measurement(steps, task, named=by_name)
         found = measurement.estimates()
         covered = [module for name, module in task.selection.modules.items() if name in measurement.measured]

@@ -206,7 +206,7 @@ class Options:
         return not (self.probes is None and self.fraction is None)
 
     @property
-    def unsaid(self) -> bool:
+    def by_default(self) -> bool:
         """Return whether no option says which values are wanted, and what they may take."""
         return not self.sampled and self.curvature == "auto" and self.max_passes == MAX_PASSES
 

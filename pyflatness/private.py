@@ -50,7 +50,7 @@ Guard = Callable[[], AbstractContextManager[None]]
 count_function_modes: Callable[[], int] = _C._len_torch_function_stack
 count_dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
 without_subclasses: Guard = _C.DisableTorchFunctionSubclass  # operations inside ask no tensor of a subclass
-without_functions: Guard = _C.DisableTorchFunction  # nor function modes
+without_functions: Guard = _C.DisableTorchFunction  # nor a function mode, to which they would be the model's
 as_subclass: Callable[..., Any] = Tensor._make_subclass  # (class, tensor, requires_grad): a leaf of the same memory
 
 # Transforms of torch.func, and forward-mode AD.

@@ -20,6 +20,7 @@ from ..model import generators
 from ..model.data import used_up
 from ..model.selectors import Selector
 from ..model.state import in_eval_mode
+from ..numerics.process_groups import refuse
 from ..options import EVERY, Options, check_count, check_flag
 from ..report import Report
 from ..training import loaders
@@ -60,9 +61,9 @@ class Watch:
         Options.of(options)
         self._layers, self._data, self._loss, self._path, self._name = layers, data, loss, model, name
         self._budget = None if budget is None else Budget(budget, None if data == "train" else data)
+        by_budget = {} if budget is None else HOW
         if budget is not None:
             check(loss, options)
-        by_budget = {} if budget is None else {**HOW, "per_sample": True}
         self._options = {"progress": False, **by_budget, **options}
         self._measures: Any = measures
         if measures is not None and (not isinstance(measures, str) or are_named(measures)):
@@ -89,8 +90,8 @@ class Watch:
 
     def _begin(self) -> None:
         """Start the clock of the training, which the time of the measurements is compared with."""
-        if self._budget is not None and _is_distributed():
-            raise InputError("budget= is for one process: the others cannot know when it measures")
+        if self._budget is not None:
+            refuse(None, "budget=")  # the group may be there since the callback was made
         self._begun, self._spent = time.perf_counter(), 0.0
 
     def _measured(

@@ -298,8 +298,7 @@ class Whole:
 
     def __init__(self, batch: Any, count: "Callable[[Whole], int]", counted: int | None = None) -> None:
         self.batch, self._count, self.counted = batch, count, counted
-        self.tensors: list[Tensor] = []
-        _mapped(self.tensors.append, batch)
+        self.tensors = _tensors_in(batch)
 
     @property
     def samples(self) -> int:
@@ -337,12 +336,19 @@ def _mapped(change: Callable[[Tensor], Any], batch: Any) -> Any:
         return copy.deepcopy(batch)
 
 
+def _tensors_in(batch: Any) -> list[Tensor]:
+    """Return the tensors that any object holds."""
+    found: list[Tensor] = []
+    _mapped(found.append, batch)
+    return found
+
+
 def _holds_tensors(leaf: Any) -> bool:
     """Return whether an object that is no tensor holds some."""
     if leaf is None or isinstance(leaf, (Tensor, str, bytes, int, float, complex, np.ndarray, np.generic)):
         return False
     try:
-        return bool(Whole(leaf, size).tensors)
+        return bool(_tensors_in(leaf))
     except Exception:  # it cannot be copied
         return False
 

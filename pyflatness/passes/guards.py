@@ -33,7 +33,6 @@ from ..messages import IN_TRAINING, is_out_of_memory
 from ..model import calling, data, state, walk
 from ..model.generators import Randomness, equal, outside
 from ..model.outputs import meant
-from ..model.uses.watched import unseen
 from .linearity import users_of
 
 TAKEN_AS_CONSTANT = (
@@ -599,7 +598,7 @@ def _coarser(outputs: Tensor, parameters: Sequence[Tensor]) -> tuple[str, ...]:
 
 def _marks(batch: Any) -> list[tuple[int, bool]]:
     """Return how often each tensor of a batch was changed in place, and whether it requires a gradient."""
-    with unseen():
+    with private.without_functions():
         leaves = [part for part in data.leaves(batch) if isinstance(part, Tensor)]
         return [(calling.version(part), part.requires_grad) for part in leaves]
 

@@ -26,7 +26,7 @@ from ..model.calling import end_transforms, is_accounting, is_aside, is_transfor
 from ..model.kinds import Linear, is_of_torch
 from ..model.uses import Use
 from ..model.uses.experts import Route
-from ..model.uses.watched import unseen, unwatched
+from ..model.uses.watched import unwatched
 from . import backward
 
 
@@ -69,7 +69,7 @@ class Recorder:
         return [module for module in self._modules.values() if isinstance(module, Use)]
 
     @property
-    def counts(self) -> bool:
+    def needs_samples(self) -> bool:
         """Return whether a layer's calls depend on the number of samples: shared embeddings, and routed experts."""
         return bool(self._shared) or any(use.routed for use in self.stand_ins)
 
@@ -161,7 +161,7 @@ class Recorder:
             inputs = args[0] if args else kwargs.get(str(key))
             if not isinstance(inputs, Tensor):
                 return None
-            with unseen():
+            with private.without_functions():
                 check_tensor(f"layer {name!r}: input", inputs, may_be_fake=True)  # in a dry run that is planned
                 if inputs.requires_grad or not torch.is_grad_enabled():
                     return None  # else also in a backward pass: activation checkpointing computes the same again
@@ -195,7 +195,7 @@ class Recorder:
                 sources = _sources(module, (*args, *kwargs.values())) if is_accounting() else ()
                 with unwatched():  # an input may have been computed of a watched weight
                     self._check(name, module, inputs, own, coefficients)
-                with unseen():
+                with private.without_functions():
                     self._take(name, module, kind, inputs, own, coefficients, sources)
             return None if own is output else own
 

@@ -234,7 +234,7 @@ class Runner:
             doing = partial(_work_on, work, place.slice)
             with calling.dry_run():  # these samples went through the model before
                 batch = partial(data.take, run.batch, index)
-                numbers = partial(_taken, run.numbers[index])
+                numbers = partial(self._numbers, run.numbers[rows], 0, place)
                 result = self._run(batch, run.number, numbers, doing, check)
             if result is not None:
                 place.done = True
@@ -270,7 +270,7 @@ class Runner:
     def _recorded(self, batch: Any, number: int, numbers: Callable[[int], Tensor], check: Check) -> Run | None:
         """Run the model on a micro-batch; return None if what was found out by it asks for another run in its place."""
         recorder, known, is_whole = self._recorder, self._known, isinstance(batch, data.Whole)
-        with recorder.recording(data.size(batch) if recorder.counts or not is_whole else 1):
+        with recorder.recording(data.size(batch) if recorder.needs_samples or not is_whole else 1):
             outputs, targets = self._outputs_and_targets(batch)
         samples = data.size(batch)
         known.note_unseen()
@@ -395,10 +395,6 @@ def _check_as_seen(found: dry_run.Findings, samples: int, outputs: Tensor) -> No
 def _part(batch: Any, place: Place) -> Any:
     """Return the samples of a batch at a place, or all of one that is not cut."""
     return batch if isinstance(batch, data.Whole) else data.part(batch, place.start, place.stop)
-
-
-def _taken(numbers: Tensor, samples: int) -> Tensor:
-    return numbers
 
 
 def _work_on(work: Callable[[Run, slice], Result], which: slice, run: Run) -> Result:

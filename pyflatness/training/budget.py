@@ -18,14 +18,20 @@ from torch import Tensor
 from ..errors import InputError
 from ..messages import shown
 from ..model import data
-from ..numerics.process_groups import joined
+from ..numerics.process_groups import refuse
 from ..options import check_number
 from ..report import Estimate, Report
 
 if TYPE_CHECKING:
     from .history import Record
 
-HOW = {"curvature": "ggn", "probes": 1}
+HOW = {"curvature": "ggn", "probes": 1, "per_sample": True}
+_FIRST = 8  # samples
+_CHEAPER = 1.6  # times as long for twice the samples
+_OFTEN = 5
+_DRIFTS = (0.0, *(10.0 ** (k / 4) for k in range(-36, 1)))  # in a step
+_BEFORE, _ENOUGH, _ALIKE = 10, 32, 0.65  # records, samples, and so much of what was
+_NEARLY = 1.0  # of the logarithm of a likelihood
 
 
 def check(loss: Any, how: Mapping[str, Any]) -> None:
@@ -36,14 +42,6 @@ def check(loss: Any, how: Mapping[str, Any]) -> None:
         )
     if how.get("rtol") is not None:
         raise InputError("rtol: budget= takes one probe of each sample, as often as the time allows; leave rtol= out")
-
-
-_FIRST = 8  # samples
-_CHEAPER = 1.6  # times as long for twice the samples
-_OFTEN = 5
-_DRIFTS = (0.0, *(10.0 ** (k / 4) for k in range(-36, 1)))  # in a step
-_BEFORE, _ENOUGH, _ALIKE = 10, 32, 0.65  # records, samples, and so much of what was
-_NEARLY = 1.0  # of the logarithm of a likelihood
 
 
 class Budget:
@@ -59,9 +57,7 @@ class Budget:
                 f"data: budget= reads a part of them at a time, so tensors or a list of batches are wanted, as "
                 f"list(itertools.islice(loader, 20)), got {shown(batches)}"
             )
-        with joined(process_group) as ranks:
-            if not ranks.alone:
-                raise InputError("budget= is for one process: the others cannot know when it measures")
+        refuse(process_group, "budget=")  # the other processes cannot know when this one measures
         is_tensors = isinstance(batches, tuple) and len(batches) > 0 and isinstance(batches[0], Tensor)
         self._batches = [batches] if is_tensors else batches or ()
         if batches is not None and min(map(data.size, self._batches), default=0) < 1:
@@ -72,12 +68,12 @@ class Budget:
         self._orders = [torch.randperm(data.size(batch), generator=orders, device="cpu") for batch in self._batches]
         self._place = (0, 0)
         self._samples, self._taken, self._costs = _FIRST, 0, dict[int, float]()
-        self._ended: float | None = None
-        self.steps, self.trained, self.spent = 0, 0.0, 0.0
+        self.resume(())
 
     def resume(self, records: "Iterable[Record]") -> None:
         """Go on with the steps and the time of records that were kept."""
-        self.steps, self.trained, self.spent, self._ended = 0, 0.0, 0.0, None
+        self._ended: float | None = None
+        self.steps, self.trained, self.spent = 0, 0.0, 0.0
         for record in records:
             self.steps, self.spent = record.step or 0, self.spent + (record.seconds or 0.0)
             self.trained = record.numbers.get("train_seconds", 0.0)

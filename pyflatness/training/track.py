@@ -103,7 +103,7 @@ def track(
     if budget is not None:
         check(loss, how)
         chooser = Budget(budget, data, how.get("process_group"))
-        rest = {**HOW, "per_sample": True, **how}
+        rest = {**HOW, **how}
 
     def measured(batch: Any = None) -> dict[str, Report]:
         reports = {}

@@ -33,11 +33,6 @@ def unwatched() -> contextlib.AbstractContextManager[None]:
     return private.without_subclasses()
 
 
-def unseen() -> contextlib.AbstractContextManager[None]:
-    """Let operations inside ask neither watched tensors nor function modes, to which they would be the model's."""
-    return private.without_functions()
-
-
 class WeightOwner(Protocol):
     """Own a watched weight."""
 
