@@ -18,6 +18,7 @@ from .base import Curvature, Factors, Known, Mixtures, Reduction, Terms, dense, 
 _EIGENBASIS = 16  # classes up to which eigenvectors take no more time and memory than a small network does
 _MATRICES = 2**13  # whose eigenvectors are computed at once; torch's CUDA kernel fails at a few times as many
 _ROUNDING = 1e-15  # of the largest eigenvalue, below which an eigenvalue is 0
+_COLUMNS = 16  # that are made at once, of few outputs
 _AT_ONCE = 2**18  # probabilities that are in float64 at once, so that they stay in a processor's caches
 
 
@@ -187,6 +188,8 @@ class _Columns:
     def __init__(self, p: Tensor, scale: Tensor) -> None:
         self._p, self._scale = p, scale
         self._largest, self._top = p.max(dim=1, keepdim=True)
+        self._several = max(1, min(_COLUMNS, _AT_ONCE // max(1, p.numel())))  # columns that are made at once
+        self._first, self._made = -1, p  # these, from the first of them on
 
     def _q(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Return q and the most probable class of some rows."""
@@ -218,10 +221,13 @@ class _Columns:
         return -q, classes, roots.gather(1, classes)
 
     def column(self, c: int) -> tuple[Tensor, None]:
-        """See :class:`.base.Factors`."""
-        minus, classes, factors = self._whole
-        j, root = classes[:, c : c + 1], factors[:, c : c + 1]
-        return (minus * root).scatter_add_(1, j, root), None
+        """See :class:`.base.Factors`; of small outputs several are made at once."""
+        start = c - c % self._several
+        if start != self._first:
+            minus, classes, factors = self._whole
+            j, root = (each[:, start : start + self._several].t().unsqueeze(2) for each in (classes, factors))
+            self._first, self._made = start, (minus * root).scatter_add_(2, j, root)
+        return self._made[c - start], None
 
     def form(self, changes: Tensor) -> Tensor:
         """See :class:`.base.Factors`."""

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from .. import interrupts
 from ..errors import InputError
-from ..model.calling import Mode
+from ..model.calling import Watcher, watched_by
 from .base import Loss, Terms
 from .cross_entropy import CrossEntropy
 from .custom import CustomLoss
@@ -71,7 +71,7 @@ def split(loss: Loss, run: Callable[[], Tensor]) -> Loss:
     found = _in_logits(loss)
     if found is None:
         return loss
-    with interrupts.suppressed(), Last() as last:  # an error of the model comes again when it is measured
+    with interrupts.suppressed(), watched_by(last := Last()):  # an error of the model comes again when it is measured
         logits = last.argument(run())
         if logits is not None and found.fits(logits):
             return found
@@ -104,11 +104,10 @@ _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax)
 _LOG = (torch.log, Tensor.log)
 
 
-class Last(Mode):
-    """Keep the argument of the last log_softmax in this context, or of the softmax in the last logarithm of one."""
+class Last(Watcher):
+    """Keep the argument of the last log_softmax that it sees, or of the softmax in the last logarithm of one."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._softmax: tuple[Any, Tensor | None] = (None, None)  # what the last softmax returned, and its argument
         self._found: tuple[Any, Tensor | None] = (None, None)
 
@@ -117,18 +116,14 @@ class Last(Mode):
         returned, logits = self._found
         return logits if returned is outputs else None
 
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        returned = func(*args, **kwargs)
+    def see(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """See :class:`.calling.Watcher`."""
         if func in _LOG_SOFTMAX:
-            self._found = returned, _over_classes(*args, **kwargs)
+            self._found = result, _over_classes(*args, **kwargs)
         elif func in _SOFTMAX:
-            self._softmax = returned, _over_classes(*args, **kwargs)
+            self._softmax = result, _over_classes(*args, **kwargs)
         elif func in _LOG and args and args[0] is self._softmax[0]:
-            self._found = returned, self._softmax[1]
-        return returned
+            self._found = result, self._softmax[1]
 
 
 def _over_classes(input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> Tensor | None:  # noqa: A002, torch's

@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,54 @@ class Mode(TorchFunctionMode):
     def __exit__(self, *exception: Any) -> None:
         if private.count_function_modes() > self._below:
             super().__exit__(*exception)
+
+
+class Watcher:
+    """Look at the operations of forward passes; the base of what :func:`watched_by` takes."""
+
+    def before(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return what an operation gets, one of those that are named in ``_BEFORE``."""
+        return args
+
+    def see(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Take in an operation that was done."""
+        raise NotImplementedError
+
+
+_BEFORE = {"detach_", "register_hook"}
+
+
+class _Watch(Mode):
+    """Show operations to all watchers, since each of several modes would see what those inside of it ask of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watchers: list[Watcher] = []
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name in _BEFORE:
+            for watcher in self.watchers:
+                args = watcher.before(name, args)
+        result = func(*args, **kwargs)
+        for watcher in self.watchers:
+            watcher.see(func, name, args, kwargs, result)
+        return result
+
+
+@contextlib.contextmanager
+def watched_by(watcher: Watcher) -> Iterator[None]:
+    """Let a watcher see the operations inside."""
+    modes = private.function_modes()
+    watch = modes[-1] if modes and isinstance(modes[-1], _Watch) else None
+    with contextlib.nullcontext(watch) if watch is not None else _Watch() as watch:
+        watch.watchers.append(watcher)
+        try:
+            yield
+        finally:
+            watch.watchers.remove(watcher)
 
 
 def only_ours() -> bool:

@@ -74,7 +74,7 @@ def _prepared(model: nn.Module, ranks: Ranks | None) -> tuple[nn.Module, Randomn
     modules = [module for _, module in named]
     check_modules(named, spread=ranks is not None)
     for module, key in itertools.product(modules, _OF_GRADIENTS):
-        if getattr(module, key, False) is True:
+        if vars(module).get(key) is True:
             interrupts.later(functools.partial(setattr, module, key, True))
             setattr(module, key, False)
     interrupts.later(Found(named).put_back)
@@ -173,7 +173,8 @@ def _has_changed(tensor: Tensor, value: Tensor) -> bool:
 
 def kept() -> list[str]:
     """Return what the forward passes of the call under way have kept, see :meth:`Found.kept`."""
-    return _inside[-1].kept() if _inside else []
+    with private.without_functions():
+        return _inside[-1].kept() if _inside else []
 
 
 _OF_GRADIENTS = ("sparse", "scale_grad_by_freq")  # embeddings' own: another layout, or not the function's gradients
@@ -322,6 +323,8 @@ def _held(
                 seen.add(id(value))
                 names.append(name)
                 pairs.append((value, value.copy()))
+                if not value:
+                    continue
                 for key, inner in reversed([*(value.items() if isinstance(value, dict) else enumerate(value))]):
                     waiting.append((None if name is None else _joined(name, key), inner))
             elif name is not None and type(value) is Tensor and not (value.requires_grad or value.is_inference()):
@@ -338,6 +341,8 @@ def _changed(pairs: Iterable[tuple[Container, Container]]) -> list[int]:
     """Return the places of the containers that do not hold the very things any more that they held before."""
     found = []
     for place, (held, before) in enumerate(pairs):
+        if not (held or before):  # as most of a module's are
+            continue
         if isinstance(held, set) or isinstance(before, set):
             same = held == before
         else:

@@ -3,14 +3,14 @@
 A layer's value is made of the inputs and output gradients of its recorded calls. A weight may act otherwise too: in a
 function outside of the layer, or in the backward pass of a model that differentiates itself (forces of an energy, a
 score, a physics-informed residual), which no hook and no function mode sees. Autograd's graph has every such use as an
-edge. So two samples go through the model with the layers' parameters requiring gradients, and the graph is walked from
+edge. So some samples go through the model with the layers' parameters requiring gradients, and the graph is walked from
 the outputs; at the output of a recorded call the walk goes on at the call's inputs. A parameter that it still reaches
 has a use that no call accounts for. Where this may be a derivative of the calls, they have leaves of their own in one
 more pass: a parameter that is reached then too is used outside of them.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from .. import private
-from ..model import calling, data, layers, spread, state, walk
+from ..model import calling, layers, spread, state, walk
 from ..model.uses import Use, candidates
 from ..model.uses.operations import each_of
 from ..model.uses.watched import COPIES, TRANSPOSES, VIEWS
 from . import graph, linearity
-from .guards import TAKEN_AS_CONSTANT, Detached, check_of_user
+from .guards import TAKEN_AS_CONSTANT, Detached
 from .recorder import Recorder
 
 _UNSEEN = "whether the model uses its weights outside of the layers' calls is not known: "
@@ -37,66 +37,71 @@ _DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 class Account:
     """Hold what one pass showed of the layers' weights."""
 
-    batch: int | None = None  # which of the batches went through the model; None: it took none
-    outputs: Tensor | None = None  # the model's for that batch, without their graph
     differentiated: frozenset[str] = frozenset()  # layers whose weight acts in a derivative that the model takes
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # by layer, the functions outside that have its weight
     flat: Mapping[Tensor, str] = field(default_factory=dict)  # weights of one dimension, and the operations with them
-
     doubts: tuple[str, ...] = ()  # why values may not be those of all uses of the weights
 
 
-def account(
-    model: nn.Module,
-    modules: Mapping[str, nn.Module],
-    recorder: Recorder,
-    batches: Sequence[Any],
-    forward: calling.Forward | None,
-) -> Account:
-    """Account for the uses of the layers' weights on the first of some batches that the model takes."""
-    recorded = dict(recorder.calls)
-    owners = spread.owners()
-    found = ((vector, owners.get(id(vector), vector)) for vector in candidates.may_be_flat_weights(model))
-    vectors = {vector: leaf for vector, owner in found if (leaf := spread.used(owner)) is not None}
-    try:
-        for number, batch in enumerate(batches):
-            leaves = _Leaves(model, {name: module for name, module in modules.items() if name in recorded}, vectors)
-            try:
-                with calling.accounting(), recorder.recording(data.size(batch)), leaves.in_place():
-                    with state.made_anew(model), _Watch(leaves.of_layers, recorder) as watch, Detached() as detached:
-                        outputs, _ = calling.run(model, batch, forward)
-                    nodes = leaves.nodes()
-                    of_vectors = [(vector, get_gradient_edge(leaf).node) for vector, leaf in vectors.items()]
-            except Exception as error:  # a batch that cannot be cut, or a weight that changes in place
-                check_of_user(error)
-                continue
-            reached = _reached(outputs, recorder)
-            unaccounted = {name for name, ends in nodes.items() if not ends.isdisjoint(reached)}
-            elsewhere = {name: ", ".join(watch.functions[name]) for name in unaccounted if watch.functions[name]}
-            differentiated = {name for name in unaccounted if watch.differentiates or name not in elsewhere}
-            if differentiated and not spread.is_held():
-                apart = _with_other_weights([modules[name] for name in differentiated])
-                with calling.accounting(), recorder.paused(), leaves.in_place(), state.made_anew(model), apart:
-                    others = linearity.users_of(calling.run(model, batch, forward)[0])
-                    own = leaves.nodes()
-                for name in differentiated:
-                    functions = elsewhere.pop(name, "a function that torch did not write")
-                    if not own[name].isdisjoint(others):
-                        elsewhere[name] = functions
-            acting = ((vector, _functions_of(node, reached)) for vector, node in of_vectors)
-            flat = {vector: ", ".join(functions) for vector, functions in acting if functions}
-            ends = {name: [GradientEdge(node, 0) for node in nodes[name]] for name in differentiated}
-            doubts = {
-                SHARED: leaves.are_shared,
-                TAKEN_AS_CONSTANT: detached.reaches(outputs),
-                linearity.TAKEN_AS_THEY_ARE: ends and linearity.read(linearity.users_of(outputs), ends).custom,
-            }
-            why = tuple(doubt for doubt, holds in doubts.items() if holds)
-            return Account(number, outputs.detach(), frozenset(differentiated), elsewhere, flat, why)
-    finally:
-        recorder.calls.clear()
-        recorder.calls.update(recorded)
-    return Account(doubts=(UNSEEN,))
+class Accounting:
+    """Run a model with the layers' weights in the graph, recorded, and account for their uses.
+
+    ``computes`` says whether such a graph has parts in front of the layers, in which weights are computed.
+    """
+
+    def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module], recorder: Recorder) -> None:
+        self._model, self._modules, self._recorder = model, modules, recorder
+        owners = spread.owners()
+        found = ((vector, owners.get(id(vector), vector)) for vector in candidates.may_be_flat_weights(model))
+        self._vectors = {vector: leaf for vector, owner in found if (leaf := spread.used(owner)) is not None}
+        self._leaves = _Leaves(model, modules, self._vectors)
+        self.computes = self._leaves.are_computed
+
+    def run(self, batch: Any, forward: calling.Forward | None, samples: int) -> Tensor:
+        """Return the model's outputs, with their graph; the recorder has the calls."""
+        recorder, leaves = self._recorder, self._leaves
+        watch, detached = _Functions(leaves.of_layers, recorder), Detached()
+        with calling.accounting(), recorder.recording(samples, checking=True), leaves.in_place():
+            with state.made_anew(self._model), calling.watched_by(watch), calling.watched_by(detached):
+                outputs, _ = calling.run(self._model, batch, forward)
+            self._nodes = leaves.nodes(recorder.calls)
+            self._of_vectors = [(vector, get_gradient_edge(leaf).node) for vector, leaf in self._vectors.items()]
+        self._watch, self._detached = watch, detached
+        return outputs
+
+    def account(self, outputs: Tensor, batch: Any, forward: calling.Forward | None) -> Account:
+        """Return what the last run showed."""
+        recorder, watch, nodes = self._recorder, self._watch, self._nodes
+        reached = _reached(outputs, recorder)
+        unaccounted = {name for name, ends in nodes.items() if not ends.isdisjoint(reached)}
+        elsewhere = {name: ", ".join(watch.functions[name]) for name in unaccounted if watch.functions[name]}
+        differentiated = {name for name in unaccounted if watch.differentiates or name not in elsewhere}
+        if differentiated and not spread.is_held():
+            others, own = self._without_calls(differentiated, batch, forward)
+            for name in differentiated:
+                functions = elsewhere.pop(name, "a function that torch did not write")
+                if not own[name].isdisjoint(others):
+                    elsewhere[name] = functions
+        acting = ((vector, _functions_of(node, reached)) for vector, node in self._of_vectors)
+        flat = {vector: ", ".join(functions) for vector, functions in acting if functions}
+        ends = {name: [GradientEdge(node, 0) for node in nodes[name]] for name in differentiated}
+        doubts = {
+            SHARED: self._leaves.are_shared,
+            TAKEN_AS_CONSTANT: self._detached.reaches(outputs),
+            linearity.TAKEN_AS_THEY_ARE: ends and linearity.read(linearity.users_of(outputs), ends).custom,
+        }
+        why = tuple(doubt for doubt, holds in doubts.items() if holds)
+        return Account(frozenset(differentiated), elsewhere, flat, why)
+
+    def _without_calls(
+        self, names: Collection[str], batch: Any, forward: calling.Forward | None
+    ) -> tuple[Collection[Node], Mapping[str, set[Node]]]:
+        """Return the outputs' graph where calls of some layers have leaves of their own, and the layers' ends."""
+        apart = _with_other_weights([self._modules[name] for name in names])
+        with calling.accounting(), self._recorder.paused(), self._leaves.in_place():
+            with state.made_anew(self._model), apart:
+                outputs, _ = calling.run(self._model, batch, forward)
+            return linearity.users_of(outputs), self._leaves.nodes(names)
 
 
 @contextlib.contextmanager
@@ -121,10 +126,16 @@ class _Leaves:
         holders, owners = walk.holders(walk.modules(model)), spread.owners()
         self._modules, self._required = modules, [part for pair in others.items() for part in pair]
         self.are_shared = False  # weights that are spread over ranks, which have no leaf of their own
+        self.are_computed = False  # weights, of the leaves
         self._places: list[tuple[nn.Module, str, Tensor, Tensor]] = []  # with the parameter, and the leaf of the place
         self.of_layers: dict[str, list[Tensor]] = {name: [] for name in modules}
         for name, module in modules.items():
-            for part in [] if isinstance(module, Use) else walk.modules(module):  # a stand-in has a leaf as it is
+            if isinstance(module, Use):  # it has a leaf as it is
+                self.are_computed |= module.source.effective
+                continue
+            parts = walk.modules(module)
+            self.are_computed |= len(parts) > 1
+            for part in parts:
                 for key, parameter in part._parameters.items():
                     if parameter is None or key == "bias" or not _is_real(parameter):
                         continue
@@ -156,11 +167,12 @@ class _Leaves:
             for parameter, flag in zip(self._required, flags, strict=True):
                 parameter.requires_grad_(flag)
 
-    def nodes(self) -> dict[str, set[Node]]:
-        """Return where autograd's graph ends in each layer's weight; inside :meth:`in_place`."""
+    def nodes(self, names: Collection[str]) -> dict[str, set[Node]]:
+        """Return where autograd's graph ends in some layers' weights; inside :meth:`in_place`."""
         return {
             name: module.source.nodes if isinstance(module, Use) else {get_gradient_edge(leaf).node for leaf in leaves}
             for (name, module), leaves in zip(self._modules.items(), self.of_layers.values(), strict=True)
+            if name in names
         }
 
 
@@ -216,11 +228,10 @@ def _functions_of(leaf: Node, takers: Mapping[Node, Sequence[tuple[Node, int]]])
     return [*found]
 
 
-class _Watch(calling.Mode):
+class _Functions(calling.Watcher):
     """Note in which functions the weights take part outside of their layers, and whether the model differentiates."""
 
     def __init__(self, owned: Mapping[str, Sequence[Tensor]], recorder: Recorder) -> None:
-        super().__init__()
         self.functions: dict[str, dict[str, None]] = {name: {} for name in owned}
         self.differentiates = False
         self._recorder = recorder
@@ -229,11 +240,8 @@ class _Watch(calling.Mode):
             for parameter in held:
                 self._weights.setdefault(id(parameter), (parameter, []))[1].append(name)
 
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+    def see(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """See :class:`.calling.Watcher`."""
         self.differentiates |= func in _DERIVATIVES
         names: set[str] = set()
         for several in (*args, *kwargs.values()):
@@ -241,8 +249,7 @@ class _Watch(calling.Mode):
                 if id(part) in self._weights:
                     names.update(self._weights[id(part)][1])
         if names and (outside := names.difference(self._recorder.running)):
-            self._take(func, getattr(func, "__name__", ""), outside, result)
-        return result
+            self._take(func, name, outside, result)
 
     def _take(self, func: Any, function: str, names: set[str], result: Any) -> None:
         parts = [part for part in each_of(result) if isinstance(part, Tensor) and part.is_floating_point()]

@@ -68,11 +68,11 @@ class Cotangents:
             part = self.terms.take(index)
             factors = self._loss.factors(self._rows[index], part)
             counted = (part.scale != 0).unsqueeze(1)
-            whole = bool(counted.all())
+            whole, among_others = bool(counted.all()), len(index) < len(self._rows)
             for c in range(factors.count):
                 column, signs = factors.column(c)
                 values = (column if whole else torch.where(counted, column, 0.0)).to(self._rows.dtype)
-                if len(values) < len(self._rows):
+                if among_others:
                     values = torch.zeros_like(self._rows).index_copy_(0, index, values)
                 yield self._shaped(values), signs
 

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
-from .. import interrupts
+from .. import interrupts, private
 from ..errors import InputError
 from ..model import calling, data, layers, uses, walk
 from ..model.uses import Use, besides
 from ..numerics.normal_vectors import NormalVectors
 from . import batch_layout, kept_rows, linearity
-from .accounting import account
+from .accounting import UNSEEN, Account, Accounting
 from .batch_layout import ByRow, Layout, check_outputs
 from .guards import agree, alone, check_of_user, memory_of, rounding
 from .recorder import RecordedCall, Recorder
@@ -56,18 +57,14 @@ def run(
     count = samples if whole else min(samples, max(2, min(_MOST, samples // _SHARE)))
     start, cuttable = int(count < samples), True
     try:
-        outputs, stored, largest = _run(model, recorder, data.part(batch, start, start + count), forward, count)
+        several = data.part(batch, start, start + count)
+        outputs, stored, largest, found_uses = _accounted(model, modules, recorder, several, forward, count)
     except Exception as error:  # not a batch that can be cut; an error of the model's own comes again
         check_of_user(error)
         start, count, cuttable = 0, samples, False
-        outputs, stored, largest = _run(model, recorder, batch, forward, samples)
+        outputs, stored, largest, found_uses = _accounted(model, modules, recorder, batch, forward, samples)
     check_outputs(outputs, count)
-    users = linearity.users_of(outputs)
-    check_uses(modules, recorder, users)
-    # Two samples suffice, at other places than in the batch. One does not: a dimension of length one looks like none.
-    two = [data.part(batch, 1, 3)] if cuttable and samples > 2 else []
-    several = data.part(batch, start, start + count) if cuttable else batch
-    found_uses = account(model, modules, recorder, [*two, several], forward)
+    users = linearity.behind(outputs, recorder.calls)
     uses.note_flat(model, found_uses.flat)
     besides.note({modules[name]: found_uses.elsewhere.get(name, "") for name in recorder.calls})
     if samples == 1:  # else samples that run alone show it
@@ -88,7 +85,7 @@ def run(
 
         mixed = {name for name in mixed if not _repeatable(recorder, name, outputs, count, again)}
         outputs, stored, largest = again()
-        users, once = linearity.users_of(outputs), set()
+        users, once = linearity.behind(outputs, recorder.calls), set()
         narrowed = narrow(outputs, users, recorder, layouts_of(recorder, count, whole=whole), count, mixed)
     received = sum(
         call.output.numel() * call.output.element_size() * (count if name in once else 1)
@@ -98,9 +95,7 @@ def run(
     taken = sum(_bytes(call.inputs) for made in recorder.calls.values() for call in made)
     places = {name: places_of(modules[name], made, count) for name, made in recorder.calls.items() if name in narrowed}
     if 1 < count == samples and cuttable:  # else the batch itself will show it
-        second = found_uses.outputs if two and found_uses.batch == 0 else None
-        if second is None:
-            second = alone(data.part(batch, 1, 2), lambda one: calling.run(model, one, forward)[0])
+        second = alone(data.part(batch, 1, 2), lambda one: calling.run(model, one, forward)[0])
         start, outputs = (0, outputs) if second is None else (1, second)
     # Passes backward hold the gradients of the layers' outputs, or a node's gradient in its outputs and its inputs.
     bytes_ = (stored + 2 * max(received, largest)) // count
@@ -136,7 +131,7 @@ def _repeatable(
         now, _, _ = run()
         layouts = {name: layouts_of(recorder, samples)[name]}
         if agree(outputs, now, rounding(outputs.dtype)) and narrow(
-            now, linearity.users_of(now), recorder, layouts, samples, layouts
+            now, linearity.behind(now, recorder.calls), recorder, layouts, samples, layouts
         ):
             return True
     except Exception as error:
@@ -200,9 +195,9 @@ def narrow(
     return left
 
 
-def check_uses(modules: Mapping[str, nn.Module], recorder: Recorder, users: linearity.Users) -> None:
-    """Raise if the model, after a run, uses the weight of a stand-in otherwise than by calls of it."""
-    others = uses.otherwise(modules, recorder.calls.keys(), users.keys())
+def check_uses(modules: Mapping[str, nn.Module], recorder: Recorder, nodes: Collection[Node]) -> None:
+    """Raise if the model, by the nodes of a run, uses the weight of a stand-in otherwise than by calls of it."""
+    others = uses.otherwise(modules, recorder.calls.keys(), nodes)
     if others:
         listed = ", ".join(f"{name!r}: {why}" for name, why in others.items())
         raise InputError(f"layer {listed}, so that its calls are not all of its uses").about(others)
@@ -262,13 +257,46 @@ def matters(
         handle.remove()
 
 
+def _accounted(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    recorder: Recorder,
+    batch: Any,
+    forward: calling.Forward | None,
+    samples: int,
+) -> tuple[Tensor, int, int, Account]:
+    """Return what :func:`_run` does, and the account of the layers' weights, by one pass where that shows both."""
+    accounting = Accounting(model, modules, recorder)
+    try:
+        found = _measured(model, recorder, lambda: accounting.run(batch, forward, samples))
+        account = accounting.account(found[0], batch, forward)
+    except Exception as error:  # a weight that changes in place, or an error of the model's own, which comes again
+        check_of_user(error)
+        account = Account(doubts=(UNSEEN,))
+    shows_both = account.doubts != (UNSEEN,) and not (account.differentiated or accounting.computes)
+    if not shows_both:  # in what weights are computed counts as a sample's, or a derivative as another use of weights
+        found = _run(model, recorder, batch, forward, samples)
+    check_uses(modules, recorder, () if shows_both else linearity.users_of(found[0]))
+    return *found, account
+
+
 def _run(
     model: nn.Module, recorder: Recorder, batch: Any, forward: calling.Forward | None, samples: int
 ) -> tuple[Tensor, int, int]:
+    """Run the model with its weights as constants; see :func:`_measured`."""
+
+    def run() -> Tensor:
+        with calling.dry_run(), recorder.recording(samples, checking=True):
+            return calling.run(model, batch, forward)[0]
+
+    return _measured(model, recorder, run)
+
+
+def _measured(model: nn.Module, recorder: Recorder, run: Callable[[], Tensor]) -> tuple[Tensor, int, int]:
     """Return the outputs, the bytes that the graph and the kept inputs hold, and those of the largest of them."""
     for _ in range(2):
-        with calling.dry_run(), recorder.recording(samples, checking=True), saved_storages() as storages:
-            outputs, _ = calling.run(model, batch, forward)
+        with saved_storages() as storages:
+            outputs = run()
         if not recorder.overwritten():  # else once more, with copies
             break
     for calls in recorder.calls.values():
@@ -287,7 +315,8 @@ def saved_storages() -> Iterator[dict[int, int]]:
     def pack(tensor: Tensor) -> Tensor:
         if type(tensor) is Tensor or not isinstance(tensor, nn.Parameter):  # the class first: the other is slow
             storages[memory_of(tensor)] = _bytes(tensor)
-        return tensor.detach()  # the tensor itself would hold its own graph, in a cycle that nothing frees
+        with private.without_functions():  # the tensor itself would hold its own graph, in a cycle that nothing frees
+            return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield storages

@@ -57,11 +57,10 @@ _AS_ANOTHER = {"to", "type_as", "view_as", "reshape_as", "expand_as"}  # whose v
 _OUT_OF_TORCH = {"item", "__float__", "tolist", "numpy", "__array__", "__dlpack__"}
 
 
-class Detached(calling.Mode):
-    """Watch one forward pass inside; see :meth:`doubts`. What its hooks do in backward passes is told by ``doubt``."""
+class Detached(calling.Watcher):
+    """Watch one forward pass; see :meth:`doubts`. What its hooks do in backward passes is told by ``doubt``."""
 
     def __init__(self, doubt: Callable[[str], None] | None = None) -> None:
-        super().__init__()
         self._doubt = doubt
         self._held: dict[int, Tensor] = {}  # by id; the tensors are kept so that ids and memory stay theirs
         # Memory of these; false where tensors with a graph share it, so that it is held for those without one alone.
@@ -70,6 +69,7 @@ class Detached(calling.Mode):
         self._is_lost = False  # whether such a tensor, or one with a graph, became a number or an array
         self._script = _last_script()
         self._is_twice_wrong = False
+        self._had_graph = False  # whether what is detached in place next has one
 
     def doubts(self, outputs: Tensor) -> list[str]:
         """Return why derivatives of the outputs may not be those of what was computed."""
@@ -87,15 +87,15 @@ class Detached(calling.Mode):
         whole = self._memory.get(memory_of(tensor))
         return whole is not None and (whole or tensor.is_leaf)
 
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        had_graph = name == "detach_" and any(tensor.requires_grad for tensor in _tensors(args))
+    def before(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """See :class:`.calling.Watcher`."""
+        self._had_graph = name == "detach_" and any(tensor.requires_grad for tensor in _tensors(args))
         if name == "register_hook" and self._doubt is not None and _is_user_s(args[1]):
-            args = args[0], self._noting(args[1])
-        result = func(*args, **kwargs)
+            return args[0], self._noting(args[1])
+        return args
+
+    def see(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """See :class:`.calling.Watcher`."""
         self._is_twice_wrong |= name == "logcumsumexp"
         if name == "_set_grad_enabled":
             self._recording = args[0]
@@ -105,8 +105,7 @@ class Detached(calling.Mode):
             self._follow(name, _tensors(args), _tensors(args[:1]))
         elif isinstance(result, (Tensor, tuple, list)):
             read = args[:1] if name in _AS_ANOTHER else (args, kwargs)
-            self._follow(name, _tensors(read), _tensors(result), had_graph=had_graph)
-        return result
+            self._follow(name, _tensors(read), _tensors(result), had_graph=self._had_graph and name == "detach_")
 
     def _noting(self, hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
         """Return a hook that tells where it changes a gradient."""
@@ -220,33 +219,30 @@ class Spacing:
         return due
 
 
-class Decisions(calling.Mode):
+class Decisions(calling.Watcher):
     """Watch whether a forward pass makes truth values, indices or whole numbers of its floating-point values.
 
     What these decide, ``if h.mean() > 0``, the whole batch may decide, and no derivative shows it.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.seen = False
 
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not self.seen:
-            left = False  # a loop, since this is asked of every operation
-            for part in result if isinstance(result, (tuple, list)) else (result,):
-                left |= isinstance(part, Tensor) and not (part.is_floating_point() or part.is_complex())
-            if left or getattr(func, "__name__", "") in _TO_PYTHON:
-                given = [*args, *(kwargs or {}).values()]
-                self.seen = any(isinstance(part, Tensor) and part.is_floating_point() for part in given) and _by_model()
-        return result
+    def see(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """See :class:`.calling.Watcher`."""
+        if self.seen:
+            return
+        left = False  # a loop, since this is asked of every operation
+        for part in result if isinstance(result, (tuple, list)) else (result,):
+            left |= isinstance(part, Tensor) and not (part.is_floating_point() or part.is_complex())
+        if left or name in _TO_PYTHON:
+            given = [*args, *kwargs.values()]
+            self.seen = any(isinstance(part, Tensor) and part.is_floating_point() for part in given) and _by_model()
 
 
 def _by_model() -> bool:
     """Return whether the operation under way is the model's, and none of a hook that looks at the model here."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(3)  # behind those of the watcher and of the watch
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch."):
         frame = frame.f_back
     return not frame.f_globals.get("__name__", "").startswith("pyflatness.")
@@ -447,7 +443,8 @@ class Checked:
         if self._looks and calling.is_dry_run():
             self._looks -= 1
             # A later pass may raise, and what is drawn in this one be all that is.
-            with Decisions() as decisions, self._random.watched():
+            decisions = Decisions()
+            with calling.watched_by(decisions), self._random.watched():
                 result = self._run_on(model, given)
             self.decides |= decisions.seen
         else:
@@ -491,7 +488,8 @@ class Checked:
         """Return outputs and targets; of a model that ends in a log_softmax, where the loss is so read, the logits."""
         if self._in_full or not isinstance(self._loss, OfLogits):
             return calling.run(model, batch, self._forward, self._tensor)
-        with Last() as last:
+        last = Last()
+        with calling.watched_by(last):
             outputs, targets = calling.run(model, batch, self._forward, self._tensor)
         logits = last.argument(outputs)
         if logits is None:
@@ -502,7 +500,8 @@ class Checked:
         return logits, targets
 
     def _watched(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-        with Detached(self._doubt) as detached:
+        detached = Detached(self._doubt)
+        with calling.watched_by(detached):
             outputs, targets = self._run(model, batch)
         for doubt in detached.doubts(outputs):
             self._doubt(doubt)

@@ -77,9 +77,9 @@ def owners(outputs: Tensor, users: Users, calls: Calls, samples: int) -> dict[st
         node = stack.pop()  # all that take its result have been asked
         rows, own = _rows(node), found[node]
         own = None if own is None or rows != len(own) else own
-        of_sources = {} if own is None else _owners_of_sources(node, own)
+        of_sources = {} if own is None else _owners_of_sources(node, own, users)
         for place, (source, number) in enumerate(node.next_functions):
-            if source is None:
+            if source not in users:
                 continue
             before, now = found.get(source, _NOTHING), of_sources.get(place) if number == 0 else None
             if now is not None and graph.shape(source, number)[:1] != now.shape:  # it was broadcast
@@ -93,12 +93,12 @@ def owners(outputs: Tensor, users: Users, calls: Calls, samples: int) -> dict[st
     return {name: parts for name, parts in known.items() if len(parts) == len(calls[name])}
 
 
-def _owners_of_sources(node: Node, own: Tensor) -> dict[int, Tensor]:
+def _owners_of_sources(node: Node, own: Tensor, users: Users) -> dict[int, Tensor]:
     """Return by the places of a node's inputs of which sample their rows are, from those of its result."""
     sizes = {
         place: graph.shape(source, number)
         for place, (source, number) in enumerate(node.next_functions)
-        if source is not None
+        if source in users
     }
     operation, shape = graph.of(node.name()), graph.shape(node, 0)
     if operation.moves:
@@ -169,7 +169,7 @@ def _keeping(outputs: Tensor, users: Users, samples: int) -> _Kept:
         shape, rows = graph.shape(node, 0), graph.of(node.name()).rows
         of_rows, of_all, sizes = [], [], {}
         for place, (source, number) in enumerate(node.next_functions):
-            if source is None:
+            if source not in users:
                 continue
             size = graph.shape(source, number)
             # Without a dimension for samples, or of length one there: the whole of it goes with each sample's row.

@@ -16,11 +16,11 @@ class LinearMap:
 
     Not every operation takes several, and torch's rule for several has been wrong for some (the double backward of
     ``torch.cdist``). So the first results are held against one of a combination of the vectors, in which all have a
-    part; where these differ vectors go one after the other.
+    part; where these differ vectors go one after the other. The rules of a map that is ``known`` are tested.
     """
 
-    def __init__(self, one: Callable[[Tensor], tuple[Tensor | None, ...]]) -> None:
-        self._one, self._at_once, self._compared = one, True, False
+    def __init__(self, one: Callable[[Tensor], tuple[Tensor | None, ...]], *, known: bool = False) -> None:
+        self._one, self._at_once, self._compared = one, True, known
 
     def __call__(self, vectors: Tensor) -> list[Tensor | None]:
         """Return the images (k, …) of vectors (k, …)."""

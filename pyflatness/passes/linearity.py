@@ -278,6 +278,14 @@ def users_of(outputs: Tensor) -> Users:
     return users
 
 
+def behind(outputs: Tensor, calls: Calls) -> Users:
+    """Return what :func:`users_of` does, for the layers' calls and what depends on these alone."""
+    users = users_of(outputs)
+    made = [call.edge.node for several in calls.values() for call in several]
+    reached = _reached(made, lambda node: users.get(node, ()))
+    return {node: several for node, several in users.items() if node in reached}
+
+
 def _changing(
     edges: Edges,
     gradients: Gradients,

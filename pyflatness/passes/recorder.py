@@ -26,7 +26,6 @@ from ..model.calling import end_transforms, is_accounting, is_aside, is_transfor
 from ..model.kinds import Linear, is_of_torch
 from ..model.uses import Use
 from ..model.uses.experts import Route
-from ..model.uses.watched import unwatched
 from . import backward
 
 
@@ -166,7 +165,7 @@ class Recorder:
                 if inputs.requires_grad or not torch.is_grad_enabled():
                     return None  # else also in a backward pass: activation checkpointing computes the same again
                 layers.check_dtype(f"layer {name!r}: input", inputs.dtype)
-            inputs = (inputs.clone() if inputs.is_inference() else inputs.detach()).requires_grad_()
+                inputs = (inputs.clone() if inputs.is_inference() else inputs.detach()).requires_grad_()
             return ((inputs, *args[1:]), kwargs) if args else (args, {**kwargs, str(key): inputs})
 
         return alias
@@ -182,20 +181,20 @@ class Recorder:
             inputs = kind.inputs_of(args, kwargs)
             if self._paused or is_aside() or inputs is None or not isinstance(output, Tensor):
                 return None
-            coefficients = kind.coefficients(args, kwargs)
-            own = with_own_history(output)  # also in a backward pass, see above
-            if name in self._shared and torch.is_grad_enabled():
-                inputs, own, coefficients = (self._repeated(part, inputs.ndim) for part in (inputs, own, coefficients))
-            if kind.tokens and torch.is_grad_enabled() and not own.requires_grad:
-                # No leaf, which may not change in place.
-                own = private.alias(own.detach().requires_grad_(), own.shape)
-            if self._active and output.numel() == 0:
-                self.empty.add(name)
-            elif self._active:
-                sources = _sources(module, (*args, *kwargs.values())) if is_accounting() else ()
-                with unwatched():  # an input may have been computed of a watched weight
-                    self._check(name, module, inputs, own, coefficients)
-                with private.without_functions():
+            with private.without_functions():
+                coefficients = kind.coefficients(args, kwargs)
+                own = with_own_history(output)  # also in a backward pass, see above
+                if name in self._shared and torch.is_grad_enabled():
+                    repeated = (self._repeated(part, inputs.ndim) for part in (inputs, own, coefficients))
+                    inputs, own, coefficients = repeated
+                if kind.tokens and torch.is_grad_enabled() and not own.requires_grad:
+                    # No leaf, which may not change in place.
+                    own = private.alias(own.detach().requires_grad_(), own.shape)
+                if self._active and output.numel() == 0:
+                    self.empty.add(name)
+                elif self._active:
+                    sources = _sources(module, (*args, *kwargs.values())) if is_accounting() else ()
+                    self._check(name, module, kind, inputs, own, coefficients)
                     self._take(name, module, kind, inputs, own, coefficients, sources)
             return None if own is output else own
 
@@ -208,8 +207,10 @@ class Recorder:
         single = part if dims > 1 and len(part) == 1 else part.unsqueeze(0)
         return single.expand(self._samples, *single.shape[1:]).contiguous()
 
-    def _check(self, name: str, module: nn.Module, inputs: Tensor, output: Tensor, coefficients: Tensor | None) -> None:
-        if inputs.ndim < layers.kind_of_call(module).least_dims:
+    def _check(
+        self, name: str, module: nn.Module, kind: Linear, inputs: Tensor, output: Tensor, coefficients: Tensor | None
+    ) -> None:
+        if inputs.ndim < kind.least_dims:
             raise InputError(
                 f"layer {name!r} is called on an input {tuple(inputs.shape)} without a dimension for samples; give "
                 f"it one, {(1, *inputs.shape)}"

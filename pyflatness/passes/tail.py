@@ -46,7 +46,7 @@ class Tail:
         def gradients(cotangent: Tensor) -> tuple[Tensor | None, ...]:
             return backward.gradients((outputs,), (cotangent,), wanted)
 
-        self._send = LinearMap(gradients)
+        self._send = LinearMap(gradients, known=True)
         self.bytes = sum(_size([(edge.node, edge.output_nr)])[0] for edge in wanted)
 
     def send(self, cotangents: Tensor) -> tuple[dict[str, Tensor], Iterator[dict[str, Tensor]]]:

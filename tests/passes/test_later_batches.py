@@ -61,7 +61,7 @@ def test_few_batches_are_looked_at(loader):
     data = [(x, y) for x, y in zip(normal(2, 4000, 5).split(10), (torch.arange(4000) % 3).split(10), strict=True)]
     pf.relative_flatness(network(forward), LOSS, loader(data), "front")
     looked_at = [number for number, size in enumerate(sizes) if size == 2]
-    assert len(looked_at) == (11 if loader is iter else 4)  # and first of all, twice, on two of the first batch
+    assert len(looked_at) == (10 if loader is iter else 3)  # and first of all on two of the first batch
     assert sizes.count(10) == 400
 
 

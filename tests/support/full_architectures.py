@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pyflatness.model import calling, selectors, uses
 from pyflatness.passes import linearity
-from pyflatness.passes.accounting import account
+from pyflatness.passes.accounting import Accounting
 from pyflatness.passes.recorder import Recorder
 from support import architectures as small
 from support.weight_truth import parameter_of, rows_of, weights
@@ -77,7 +77,9 @@ def coverage(model: nn.Module, batch: Any, forward: small.Forward) -> Coverage:
                 for name, call in calls.last.items()
                 if not _of_all_samples(modules[name], call.output, len(outputs))
             }
-            uses.note_flat(model, account(model, {}, Recorder({}), [batch], forward).flat)
+            accounting = Accounting(model, {}, Recorder({}))
+            outputs = accounting.run(batch, forward, len(outputs))
+            uses.note_flat(model, accounting.account(outputs, batch, forward).flat)
         ran = {name: module for name, module in modules.items() if name in outputs_of and name not in others}
         left_out = uses.left_out(model, [*ran.values()])
     return Coverage(
