@@ -41,13 +41,12 @@ class Account:
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # by layer, the functions outside that have its weight
     flat: Mapping[Tensor, str] = field(default_factory=dict)  # weights of one dimension, and the operations with them
     doubts: tuple[str, ...] = ()  # why values may not be those of all uses of the weights
+    # Whether a pass with the weights as constants tells more: of uses outside of the calls, and of a sample's memory.
+    is_partial: bool = True
 
 
 class Accounting:
-    """Run a model with the layers' weights in the graph, recorded, and account for their uses.
-
-    ``computes`` says whether such a graph has parts in front of the layers, in which weights are computed.
-    """
+    """Run a model with the layers' weights in the graph, recorded, and account for their uses."""
 
     def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module], recorder: Recorder) -> None:
         self._model, self._modules, self._recorder = model, modules, recorder
@@ -55,7 +54,6 @@ class Accounting:
         found = ((vector, owners.get(id(vector), vector)) for vector in candidates.may_be_flat_weights(model))
         self._vectors = {vector: leaf for vector, owner in found if (leaf := spread.used(owner)) is not None}
         self._leaves = _Leaves(model, modules, self._vectors)
-        self.computes = self._leaves.are_computed
 
     def run(self, batch: Any, forward: calling.Forward | None, samples: int) -> Tensor:
         """Return the model's outputs, with their graph; the recorder has the calls."""
@@ -91,7 +89,9 @@ class Accounting:
             linearity.TAKEN_AS_THEY_ARE: ends and linearity.read(linearity.users_of(outputs), ends).custom,
         }
         why = tuple(doubt for doubt, holds in doubts.items() if holds)
-        return Account(frozenset(differentiated), elsewhere, flat, why)
+        stand_ins = (module.source.nodes for module in self._modules.values() if isinstance(module, Use))
+        is_partial = self._leaves.are_computed or not all(map(reached.keys().isdisjoint, stand_ins))
+        return Account(frozenset(differentiated), elsewhere, flat, why, bool(is_partial or differentiated))
 
     def _without_calls(
         self, names: Collection[str], batch: Any, forward: calling.Forward | None

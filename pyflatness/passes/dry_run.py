@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.utils.checkpoint import CheckpointError
 
 from .. import interrupts, private
 from ..errors import InputError
@@ -76,13 +77,18 @@ def run(
         recorder.share(name, shared=True)
     whole = isinstance(batch, data.Whole)
     layouts = {name: found for name, found in layouts_of(recorder, count, whole=whole).items() if name not in once}
-    narrowed = narrow(outputs, users, recorder, layouts, count, lookups) | dict.fromkeys(once, (Layout(),))
+
+    def again() -> tuple[Tensor, int, int]:
+        return _run(model, recorder, data.part(batch, start, start + count) if cuttable else batch, forward, count)
+
+    try:
+        narrowed = narrow(outputs, users, recorder, layouts, count, lookups)
+    except CheckpointError:  # what is computed again in backward passes has the weights as constants
+        outputs, stored, largest = again()
+        narrowed = narrow(outputs, linearity.behind(outputs, recorder.calls), recorder, layouts, count, lookups)
+    narrowed |= dict.fromkeys(once, (Layout(),))
     mixed = lookups.keys() - narrowed.keys()
     if mixed:
-
-        def again() -> tuple[Tensor, int, int]:
-            return _run(model, recorder, data.part(batch, start, start + count), forward, count)
-
         mixed = {name for name in mixed if not _repeatable(recorder, name, outputs, count, again)}
         outputs, stored, largest = again()
         users, once = linearity.behind(outputs, recorder.calls), set()
@@ -273,10 +279,9 @@ def _accounted(
     except Exception as error:  # a weight that changes in place, or an error of the model's own, which comes again
         check_of_user(error)
         account = Account(doubts=(UNSEEN,))
-    shows_both = account.doubts != (UNSEEN,) and not (account.differentiated or accounting.computes)
-    if not shows_both:  # in what weights are computed counts as a sample's, or a derivative as another use of weights
+    if account.is_partial:
         found = _run(model, recorder, batch, forward, samples)
-    check_uses(modules, recorder, () if shows_both else linearity.users_of(found[0]))
+    check_uses(modules, recorder, linearity.users_of(found[0]) if account.is_partial else ())
     return *found, account
 
 
@@ -313,10 +318,10 @@ def saved_storages() -> Iterator[dict[int, int]]:
     storages: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        if type(tensor) is Tensor or not isinstance(tensor, nn.Parameter):  # the class first: the other is slow
-            storages[memory_of(tensor)] = _bytes(tensor)
-        with private.without_functions():  # the tensor itself would hold its own graph, in a cycle that nothing frees
-            return tensor.detach()
+        with private.without_functions():
+            if type(tensor) is Tensor or not isinstance(tensor, nn.Parameter):  # the class first: the other is slow
+                storages[memory_of(tensor)] = _bytes(tensor)
+            return tensor.detach()  # the tensor itself would hold its own graph, in a cycle that nothing frees
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield storages

@@ -52,6 +52,8 @@ class Recorder:
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules, self._active, self._checking, self._paused = modules, False, False, False
+        # What stands for uses of a weight is of the kind of its last call.
+        self._kinds = {name: layers.kind_of(module) for name, module in modules.items() if not isinstance(module, Use)}
         self._weights = {name: module._parameters.get("weight") for name, module in modules.items()}
         self._copied: set[str] = set()
         self._shared: set[str] = set()
@@ -144,6 +146,9 @@ class Recorder:
         """Take it from now on that an embedding looks tokens up once, and record it as if for each sample."""
         self._shared = self._shared | {name} if shared else self._shared - {name}
 
+    def _kind(self, name: str, module: nn.Module) -> Linear:
+        return self._kinds.get(name) or layers.kind_of_call(module)
+
     def _alias(self, name: str) -> Any:
         def alias(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self.running.append(name)
@@ -154,7 +159,7 @@ class Recorder:
                     f"layer {name!r} runs without recording a graph: under torch.no_grad() inside the model, or in "
                     "reentrant activation checkpointing (pass use_reentrant=False to torch.utils.checkpoint)"
                 ).about({name: "it runs without recording a graph"})
-            if layers.kind_of_call(module).tokens:
+            if self._kind(name, module).tokens:
                 return None
             key = next(iter(kwargs), None) if not args else None
             inputs = args[0] if args else kwargs.get(str(key))
@@ -177,7 +182,7 @@ class Recorder:
             if is_transformed((output,)):
                 self.transformed |= {name} if self._active else set()
                 return None
-            kind = layers.kind_of_call(module)
+            kind = self._kind(name, module)
             inputs = kind.inputs_of(args, kwargs)
             if self._paused or is_aside() or inputs is None or not isinstance(output, Tensor):
                 return None
