@@ -283,7 +283,8 @@ def without_product(module: nn.Module, outputs: int) -> Iterator[None]:
 
 
 Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)  # a class of the user's may do more than hold things
+# What holds things, with an empty one of each; a class of the user's may do more than that.
+_NOTHING: dict[type, Container] = {kind: kind() for kind in (dict, OrderedDict, defaultdict, list, set, deque)}
 _OF_TORCH = frozenset(vars(nn.Module()))  # what every module has
 
 
@@ -314,17 +315,21 @@ def _held(
             if parameter is not None and vars(parameter):
                 waiting.append((None, vars(parameter)))
         for key, value in reversed(held.items()):
-            waiting.append((None if key in _OF_TORCH else prefix + key, value))
+            kind = type(value)
+            if kind in _NOTHING and not value and id(value) not in seen:  # as most of a module's are
+                seen.add(id(value))
+                names.append(None if key in _OF_TORCH else prefix + key)
+                pairs.append((value, _NOTHING[kind]))
+            elif kind in _NOTHING or kind is Tensor:
+                waiting.append((None if key in _OF_TORCH else prefix + key, value))
         while waiting:
             name, value = waiting.pop()
             if id(value) in seen:
                 continue
-            if type(value) in _CONTAINERS:
+            if type(value) in _NOTHING:
                 seen.add(id(value))
                 names.append(name)
                 pairs.append((value, value.copy()))
-                if not value:
-                    continue
                 for key, inner in reversed([*(value.items() if isinstance(value, dict) else enumerate(value))]):
                     waiting.append((None if name is None else _joined(name, key), inner))
             elif name is not None and type(value) is Tensor and not (value.requires_grad or value.is_inference()):

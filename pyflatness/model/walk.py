@@ -27,6 +27,8 @@ def named_modules(model: nn.Module, *, each_name: bool = False) -> list[tuple[st
 
 def modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model, each once."""
+    if not model._modules:
+        return [model]
     return [module for _, module in named_modules(model)]
 
 

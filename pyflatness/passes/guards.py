@@ -103,6 +103,8 @@ class Detached(calling.Watcher):
             self._is_lost |= args[0].requires_grad or self.reaches(args[0])
         elif name in ("__setitem__", "__set__"):  # of entries, of ``.data``
             self._follow(name, _tensors(args), _tensors(args[:1]))
+        elif not self._held and isinstance(result, Tensor) and _has_graph(result):  # as most have
+            return
         elif isinstance(result, (Tensor, tuple, list)):
             read = args[:1] if name in _AS_ANOTHER else (args, kwargs)
             self._follow(name, _tensors(read), _tensors(result), had_graph=self._had_graph and name == "detach_")
@@ -156,6 +158,10 @@ class Detached(calling.Watcher):
         if torch.is_grad_enabled() or tensor.is_inference():
             return not tensor.requires_grad
         return not self._recording
+
+
+def _has_graph(result: Tensor) -> bool:
+    return result.requires_grad and torch.is_grad_enabled() and not private.is_wrapped(result)
 
 
 def _is_user_s(hook: Any) -> bool:
