@@ -79,7 +79,7 @@ def owners(outputs: Tensor, users: Users, calls: Calls, samples: int) -> dict[st
         own = None if own is None or rows != len(own) else own
         of_sources = {} if own is None else _owners_of_sources(node, own, users)
         for place, (source, number) in enumerate(node.next_functions):
-            if source not in users:
+            if source is None or source not in users:
                 continue
             before, now = found.get(source, _NOTHING), of_sources.get(place) if number == 0 else None
             if now is not None and graph.shape(source, number)[:1] != now.shape:  # it was broadcast
@@ -98,7 +98,7 @@ def _owners_of_sources(node: Node, own: Tensor, users: Users) -> dict[int, Tenso
     sizes = {
         place: graph.shape(source, number)
         for place, (source, number) in enumerate(node.next_functions)
-        if source in users
+        if source is not None and source in users
     }
     operation, shape = graph.of(node.name()), graph.shape(node, 0)
     if operation.moves:
@@ -169,7 +169,7 @@ def _keeping(outputs: Tensor, users: Users, samples: int) -> _Kept:
         shape, rows = graph.shape(node, 0), graph.of(node.name()).rows
         of_rows, of_all, sizes = [], [], {}
         for place, (source, number) in enumerate(node.next_functions):
-            if source not in users:
+            if source is None or source not in users:
                 continue
             size = graph.shape(source, number)
             # Without a dimension for samples, or of length one there: the whole of it goes with each sample's row.

@@ -170,7 +170,7 @@ class Recorder:
                 if inputs.requires_grad or not torch.is_grad_enabled():
                     return None  # else also in a backward pass: activation checkpointing computes the same again
                 layers.check_dtype(f"layer {name!r}: input", inputs.dtype)
-                inputs = (inputs.clone() if inputs.is_inference() else inputs.detach()).requires_grad_()
+            inputs = (inputs.clone() if inputs.is_inference() else inputs.detach()).requires_grad_()
             return ((inputs, *args[1:]), kwargs) if args else (args, {**kwargs, str(key): inputs})
 
         return alias
@@ -186,15 +186,16 @@ class Recorder:
             inputs = kind.inputs_of(args, kwargs)
             if self._paused or is_aside() or inputs is None or not isinstance(output, Tensor):
                 return None
+            own = with_own_history(output)  # also in a backward pass, see above
             with private.without_functions():
                 coefficients = kind.coefficients(args, kwargs)
-                own = with_own_history(output)  # also in a backward pass, see above
-                if name in self._shared and torch.is_grad_enabled():
-                    repeated = (self._repeated(part, inputs.ndim) for part in (inputs, own, coefficients))
-                    inputs, own, coefficients = repeated
-                if kind.tokens and torch.is_grad_enabled() and not own.requires_grad:
-                    # No leaf, which may not change in place.
-                    own = private.alias(own.detach().requires_grad_(), own.shape)
+                is_shared = name in self._shared and torch.is_grad_enabled()
+                is_leaf = kind.tokens and torch.is_grad_enabled() and not own.requires_grad
+            if is_shared:
+                inputs, own, coefficients = (self._repeated(part, inputs.ndim) for part in (inputs, own, coefficients))
+            if is_leaf:  # none is made, which may not change in place
+                own = private.alias(own.detach().requires_grad_(), own.shape)
+            with private.without_functions():
                 if self._active and output.numel() == 0:
                     self.empty.add(name)
                 elif self._active:
@@ -308,8 +309,8 @@ def or_zeros(gradient: Tensor | None, edge: GradientEdge) -> Tensor:
 
 def with_own_history(output: Tensor) -> Tensor:
     """Return a layer's output, or an alias where it is a view in a graph; a copy in layouts without such an alias."""
-    if not (output.requires_grad and output._is_view()):
-        return output
-    if output.layout != torch.strided:
-        return output.clone()
-    return private.alias(output, output.shape)
+    with private.without_functions():
+        if not (output.requires_grad and output._is_view()):
+            return output
+        is_strided = output.layout == torch.strided
+    return private.alias(output, output.shape) if is_strided else output.clone()
