@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from .. import interrupts, private
 from ..errors import InputError
-from ..model import calling, data, layers, uses, walk
+from ..model import calling, data, layers, spread, uses, walk
 from ..model.uses import Use, besides
 from ..numerics.normal_vectors import NormalVectors
 from . import batch_layout, kept_rows, linearity
@@ -272,6 +272,8 @@ def _accounted(
     samples: int,
 ) -> tuple[Tensor, int, int, Account]:
     """Return what :func:`_run` does, and the account of the layers' weights, by one pass where that shows both."""
+    if spread.is_held():  # the tensors that weights are gathered in are there once the model ran
+        _run(model, recorder, batch, forward, samples)
     accounting = Accounting(model, modules, recorder)
     try:
         found = _measured(model, recorder, lambda: accounting.run(batch, forward, samples))
