@@ -24,7 +24,7 @@ from ..model.uses import Use, candidates
 from ..model.uses.operations import each_of
 from ..model.uses.watched import COPIES, TRANSPOSES, VIEWS
 from . import graph, linearity
-from .guards import TAKEN_AS_CONSTANT, Detached, check_of_user
+from .guards import OUT_OF_TORCH, TAKEN_AS_CONSTANT, Detached, check_of_user
 from .recorder import Recorder
 
 _UNSEEN = "whether the model uses its weights outside of the layers' calls is not known: "
@@ -85,10 +85,17 @@ def account(
                         elsewhere[name] = functions
             acting = ((vector, _functions_of(node, reached)) for vector, node in of_vectors)
             flat = {vector: ", ".join(functions) for vector, functions in acting if functions}
+            is_cut = detached.reaches(outputs)
+            if detached.is_lost and not is_cut:  # the numbers may be for a log
+                with calling.accounting(), recorder.paused(), leaves.in_place(), torch.enable_grad():
+                    watched = Detached()
+                    with state.made_anew(model), watched, _Nudged(watched):
+                        nudged, _ = calling.run(model, batch, forward)
+                is_cut = not torch.allclose(outputs, nudged, rtol=0, atol=0, equal_nan=True)
             ends = {name: [GradientEdge(node, 0) for node in nodes[name]] for name in differentiated}
             doubts = {
                 SHARED: leaves.are_shared,
-                TAKEN_AS_CONSTANT: detached.reaches(outputs),
+                TAKEN_AS_CONSTANT: is_cut,
                 linearity.TAKEN_AS_THEY_ARE: ends and linearity.read(linearity.users_of(outputs), ends).custom,
             }
             why = tuple(doubt for doubt, holds in doubts.items() if holds)
@@ -214,6 +221,31 @@ def _functions_of(leaf: Node, takers: Mapping[Node, Sequence[tuple[Node, int]]])
         elif place not in operation.biases:
             found[operation.name.lower()] = None
     return [*found]
+
+
+class _Nudged(calling.Mode):
+    """Make numbers a bit larger that are taken out of tensors with a graph, to see whether outputs depend on them."""
+
+    def __init__(self, detached: Detached) -> None:
+        super().__init__()
+        self._detached = detached
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in OUT_OF_TORCH and args[0].is_floating_point():
+            return _larger(result, torch.finfo(args[0].dtype).eps) if self._detached.loses(args[0]) else result
+        return result
+
+
+def _larger(taken: Any, rounding: float) -> Any:
+    """Return numbers a bit larger, seen through any smooth way, and hardly ever through a comparison."""
+    if isinstance(taken, list):
+        return [_larger(part, rounding) for part in taken]
+    if isinstance(taken, float):
+        return taken * (1 + 16 * rounding)
+    return taken + taken * taken.dtype.type(16 * rounding) if hasattr(taken, "dtype") else taken  # an array of NumPy's
 
 
 class _Watch(calling.Mode):
