@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..model.row_order import SampleRows
+from ..model.row_order import Memory, SampleRows
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,11 @@ class Layout:
     dim: int = 0
     inner: bool = False
 
-    def samples_first(self, tensor: Tensor, samples: int) -> Tensor:
-        """Return (n, q, …), q the other factor of the dimension; the dimensions in front of it follow q."""
+    def samples_first(self, tensor: Tensor, samples: int, memory: Memory | None = None) -> Tensor:
+        """Return (n, q, …), q the other factor of the dimension; the dimensions in front of it follow q.
+
+        What is copied for it goes into a ``memory``.
+        """
         sizes = (-1, samples) if self.inner else (samples, -1)
         split = tensor.unflatten(self.dim, sizes)
         own = self.dim + self.inner
@@ -52,10 +55,10 @@ class ByRow(Layout):
     rows: Mapping[int, SampleRows] = field(default_factory=dict)  # of the calls, by how many rows they have
     sure: bool = True  # whether every row answers to a sample
 
-    def samples_first(self, tensor: Tensor, samples: int) -> Tensor:
+    def samples_first(self, tensor: Tensor, samples: int, memory: Memory | None = None) -> Tensor:
         """Return (n, P, …), a sample's rows one after another, padded with zeros."""
         flat = tensor.flatten(0, self.dims - 1)
-        return self.rows[len(flat)].laid_out(flat)
+        return self.rows[len(flat)].laid_out(flat, memory)
 
     def entries(self, tensor: Tensor, samples: int) -> int:
         """Return how many entries a sample has where a tensor is laid out so, padding included."""

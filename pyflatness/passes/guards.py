@@ -54,7 +54,7 @@ TWICE_WRONG = (
 _WITHOUT_VALUES = {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"}
 _WITHOUT_VALUES |= {"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided"}
 _AS_ANOTHER = {"to", "type_as", "view_as", "reshape_as", "expand_as"}  # whose values are not read
-_OUT_OF_TORCH = {"item", "__float__", "tolist", "numpy", "__array__", "__dlpack__"}
+OUT_OF_TORCH = {"item", "__float__", "tolist", "numpy", "__array__", "__dlpack__"}
 
 
 class Detached(calling.Watcher):
@@ -66,7 +66,7 @@ class Detached(calling.Watcher):
         # Memory of these; false where tensors with a graph share it, so that it is held for those without one alone.
         self._memory: dict[int, bool] = {}
         self._recording = True  # what the model's own code has set the grad mode to
-        self._is_lost = False  # whether such a tensor, or one with a graph, became a number or an array
+        self.is_lost = False  # whether such a tensor, or one with a graph, became a number or an array
         self._script = _last_script()
         self._is_twice_wrong = False
         self._had_graph = False  # whether what is detached in place next has one
@@ -75,7 +75,7 @@ class Detached(calling.Watcher):
         """Return why derivatives of the outputs may not be those of what was computed."""
         scripted = private.last_script() is not self._script
         found = {
-            TAKEN_AS_CONSTANT: self._is_lost or self.reaches(outputs) or scripted,
+            TAKEN_AS_CONSTANT: self.is_lost or self.reaches(outputs) or scripted,
             TWICE_WRONG: self._is_twice_wrong,
         }
         return [doubt for doubt, holds in found.items() if holds]
@@ -86,6 +86,10 @@ class Detached(calling.Watcher):
             return True
         whole = self._memory.get(memory_of(tensor))
         return whole is not None and (whole or tensor.is_leaf)
+
+    def loses(self, tensor: Tensor) -> bool:
+        """Return whether what a number is taken out of is followed, or has a graph."""
+        return tensor.requires_grad or self.reaches(tensor)
 
     def before(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """See :class:`.calling.Watcher`."""
@@ -99,8 +103,8 @@ class Detached(calling.Watcher):
         self._is_twice_wrong |= name == "logcumsumexp"
         if name == "_set_grad_enabled":
             self._recording = args[0]
-        elif name in _OUT_OF_TORCH and (args[0].is_floating_point() or args[0].is_complex()):
-            self._is_lost |= args[0].requires_grad or self.reaches(args[0])
+        elif name in OUT_OF_TORCH and (args[0].is_floating_point() or args[0].is_complex()):
+            self.is_lost |= self.loses(args[0])
         elif name in ("__setitem__", "__set__"):  # of entries, of ``.data``
             self._follow(name, _tensors(args), _tensors(args[:1]))
         elif not self._held and isinstance(result, Tensor) and _has_graph(result):  # as most have

@@ -16,6 +16,7 @@ from ..contractions.routes import Calls
 from ..errors import InputError
 from ..model import layers, spread
 from ..model.kinds import Linear
+from ..model.row_order import Memory
 from ..options import Options
 from . import neighbours, normalize
 from .batch_layout import Layout
@@ -53,6 +54,7 @@ class LayerForm:
         self._sizes: set[tuple[int, ...]] = set()
         self._contraction: Contractor | None = None
         self._factor: Tensor | None = None
+        self.memory = Memory(), Memory()  # for inputs, and for a cotangent, of one run after another
 
     def of(self, quantities: Sequence[str]) -> "LayerForm":
         """Return the layer's form for other quantities."""
@@ -128,12 +130,11 @@ class LayerForm:
         """Return how many columns of the weight belong to one input channel."""
         return 1 if self._dense else self._kind.geometry.kernel_elements
 
-    def inputs(self, run: Run) -> Parts:
-        """Return φ of all calls, as the contractions want them."""
-        self._calls = tuple(call.kind for call in run.calls(self.name))
-        parts = [
-            part for call in run.calls(self.name) for part in self._input_parts(run, call.inputs.detach(), call.output)
-        ]
+    def inputs(self, run: Run, memory: Memory | None = None) -> Parts:
+        """Return φ of all calls, as the contractions want them; of an only call in a ``memory``, if they are copied."""
+        calls = run.calls(self.name)
+        self._calls, memory = tuple(call.kind for call in calls), memory if len(calls) == 1 else None
+        parts = [part for c in calls for part in self._input_parts(run, c.inputs.detach(), c.output, memory)]
         return parts if self._dense else self._kind.joined(parts)
 
     def input_rows(self, run: Run) -> Tensor:
@@ -141,9 +142,9 @@ class LayerForm:
         (call,) = run.calls(self.name)
         return layers.input_rows(self._module, self._rescaled(call.inputs.detach()))
 
-    def cotangent(self, run: Run, gradients: Sequence[Tensor]) -> Parts:
-        """Return δ of all calls, as the contractions want them."""
-        first = partial(run.samples_first, self.name)
+    def cotangent(self, run: Run, gradients: Sequence[Tensor], memory: Memory | None = None) -> Parts:
+        """Return δ of all calls, as the contractions want them; of an only call in a ``memory``, if they are copied."""
+        first = partial(run.samples_first, self.name, memory=memory if len(gradients) == 1 else None)
         if self._dense:
             return [part for gradient in gradients for part in first(gradient).unbind(1)]
         calls = zip(gradients, run.calls(self.name), strict=False)  # some take the gradient in one call alone
@@ -224,11 +225,11 @@ class LayerForm:
         whole = found.new_zeros(*found.shape[:-1], layers.without_entries(self._module).shape[1])
         return whole.index_copy_(whole.ndim - 1, columns, found)
 
-    def _input_parts(self, run: Run, inputs: Tensor, output: Tensor) -> Parts:
+    def _input_parts(self, run: Run, inputs: Tensor, output: Tensor, memory: Memory | None = None) -> Parts:
         inputs = self._rescaled(inputs)
         if not self._dense:
             inputs = self._kind.pad(inputs, output)
-        return self._in_form(run.samples_first(self.name, inputs))
+        return self._in_form(run.samples_first(self.name, inputs, memory))
 
     def _rescaled(self, inputs: Tensor) -> Tensor:
         return inputs if self._scale is None else self._kind.divided(inputs, self._scale)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointError
 from ..errors import InputError, NotYetError
 from ..messages import is_out_of_memory
 from ..model import calling, data, uses
+from ..model.row_order import Memory
 from . import batch_layout, dry_run, guards, linearity
 from .batch_layout import Layout
 from .guards import Check, Spacing, check_unchanged
@@ -49,12 +50,12 @@ class Run:
         """Return a layer's calls; none if it did not run."""
         return self.recorder.calls.get(name, [])
 
-    def samples_first(self, name: str, tensor: Tensor) -> Tensor:
-        """Return an input or gradient of a layer as (n, q, …)."""
+    def samples_first(self, name: str, tensor: Tensor, memory: Memory | None = None) -> Tensor:
+        """Return an input or gradient of a layer as (n, q, …); what is copied for it goes into a ``memory``."""
         layout = self.layouts[name]
         if not layout.fits(tensor, self.samples):
             raise batch_layout.mixed(name, tensor.shape, self.samples)
-        return layout.samples_first(tensor, self.samples)
+        return layout.samples_first(tensor, self.samples, memory)
 
 
 @dataclass(frozen=True)

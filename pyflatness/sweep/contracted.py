@@ -50,7 +50,9 @@ class Contracted:
         left = hold
         with contractions.full_precision(run.outputs):
             shares = _even_shares(run, names, hold) if run.outputs.is_cuda else {}
-            layers = {name: (forms[name].contraction(run), forms[name].inputs(run)) for name in names}
+            layers = {
+                name: (forms[name].contraction(run), forms[name].inputs(run, forms[name].memory[0])) for name in names
+            }
             carried = {name: None if whole else forms[name].of_carried(run, layers[name][1], count) for name in layers}
             factored = (layer.factored(inputs, count) for name, (layer, inputs) in layers.items() if not carried[name])
             PreparedWeight.make_factors(weight for weight in factored if weight is not None)
@@ -157,7 +159,8 @@ class Contracted:
     def _in_form(self, gradients: Mapping[str, Sequence[Tensor]], sign: Sign) -> Arrivals:
         for name, gradient in gradients.items():
             if name in self._contract:
-                yield name, self._contract[name], self._forms[name].cotangent(self._run, gradient), sign
+                form = self._forms[name]
+                yield name, self._contract[name], form.cotangent(self._run, gradient, form.memory[1]), sign
 
 
 def _even_shares(run: Run, names: Iterable[str], memory: int) -> dict[str, int]:

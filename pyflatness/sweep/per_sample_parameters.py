@@ -19,9 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import contractions, interrupts
 from ..messages import is_out_of_memory
-from ..model import calling, data, parameters, walk
+from ..model import calling, data, parameters
 from ..numerics.normal_vectors import NormalVectors
-from ..passes import dry_run
+from ..passes import dry_run, linearity
 from ..passes.guards import agree, check_unchanged, rounding
 from ..passes.runner import Run
 from ..passes.second_derivatives import WrittenOut
@@ -31,6 +31,7 @@ Result = TypeVar("Result")
 Leaves = dict[str, Tensor]  # parameters by name, in a graph
 
 _COPIES = 6  # of a sample's parameters there are at a time, about: they, their gradients, directions, changes
+_NO_PADDING = 2**64 - 1  # as torch's graph has an embedding without
 _GRAPHS = 3  # about the memory that a graph takes together with that of its derivatives
 
 
@@ -54,9 +55,7 @@ class PerSampleParameters:
 
     def __init__(self, task: Task) -> None:
         self._task, self._memory = task, task.budget(halved=True).work
-        # Of samples with weights of their own torch.vmap leaves the padding of an embedding out for the first alone.
-        padded = (getattr(part, "padding_idx", None) is not None for part in walk.modules(task.model))
-        self._together, self._compared = not any(padded), False
+        self._together, self._compared = True, False
         self._graph = -1  # bytes that a sample's takes, once known
 
     def each(self, run: Run, values: Mapping[str, Tensor], work: Callable[[Group], None]) -> None:
@@ -115,7 +114,7 @@ class PerSampleParameters:
             check_unchanged(_rows(run, place), outputs)
             group = Group(outputs, targets, leaves, place)
             if not self._compared and outputs.requires_grad:  # activation checkpointing fails here
-                self._together = self._agrees(run, values, group)
+                self._together = not _pads(outputs) and self._agrees(run, values, group)
                 self._compared = True
         except Exception as error:
             interrupts.pass_on(error)
@@ -159,6 +158,12 @@ def _undisturbed(run: Run) -> Iterator[None]:
         stack.enter_context(contractions.full_precision(run.outputs))
         stack.enter_context(WrittenOut())
         yield
+
+
+def _pads(outputs: Tensor) -> bool:
+    """Return whether an embedding has padding, which torch.vmap leaves out for the first of several weights alone."""
+    nodes = linearity.users_of(outputs)
+    return any(getattr(node, "_saved_padding_idx", _NO_PADDING) != _NO_PADDING for node in nodes)
 
 
 def _copies(values: Tensor, samples: int) -> Tensor:

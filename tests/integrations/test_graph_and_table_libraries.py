@@ -4,6 +4,8 @@ A case is a row of the table in ``docs/models.md``. It skips where its package i
 """
 
 import copy
+from types import SimpleNamespace
+from typing import TypeVar
 
 import pytest
 import torch
@@ -94,6 +96,65 @@ def test_chemprop(kind):
     molecules = data.MoleculeDataset(points)
     several, single = (data.build_dataloader(molecules, batch_size=size, shuffle=False) for size in (3, 1))
     _check_batches(model, "mse_loss", forward, several, single)
+
+
+@pytest.mark.parametrize("kind", ["SchNet", "PaiNN", "SO3net", "FieldSchNet"])
+def test_schnetpack(kind, monkeypatch):
+    # A name of a type that torch 2.13 has no more, and that schnetpack 2.1.1 imports.
+    monkeypatch.setattr(torch.utils.data.dataloader, "T_co", TypeVar("T_co"), raising=False)
+    pytest.importorskip("schnetpack")
+    from schnetpack import atomistic, model, properties, representation
+    from schnetpack import nn as layers
+    from schnetpack.data.loader import _atoms_collate_fn as collate
+
+    torch.manual_seed(0)
+
+    def molecule(size):
+        first, second = (~torch.eye(size, dtype=torch.bool)).nonzero().t()
+        return {
+            properties.Z: torch.randint(1, 9, (size,)),
+            properties.R: torch.randn(size, 3, dtype=torch.float64),
+            properties.n_atoms: torch.tensor([size]),
+            properties.idx_i: first,
+            properties.idx_j: second,
+            properties.offsets: torch.zeros(len(first), 3, dtype=torch.float64),
+            "energy": torch.randn(1, dtype=torch.float64),
+        }
+
+    more = {"lmax": 1} if kind == "SO3net" else {}
+    radial = {"radial_basis": layers.GaussianRBF(6, cutoff=5.0), "cutoff_fn": layers.CosineCutoff(5.0)}
+    atoms = getattr(representation, kind)(n_atom_basis=8, n_interactions=2, **radial, **more)
+    before, behind = atomistic.PairwiseDistances(), atomistic.Atomwise(8, output_key="energy")
+    plain = {"input_dtype_str": "float64", "do_postprocessing": False}
+    network = model.NeuralNetworkPotential(atoms, input_modules=[before], output_modules=[behind], **plain)
+    molecules = [molecule(size) for size in (3, 5, 2, 4, 6)]
+    several, single = [molecules[:3], molecules[3:]], [[one] for one in molecules]
+
+    def forward(net, batch):
+        held = collate(batch.molecules)
+        return net({**held})["energy"], held["energy"]
+
+    several, single = ([SimpleNamespace(molecules=some) for some in batches] for batches in (several, single))
+    _check_batches(network.double().eval(), "mse_loss", forward, several, single)
+
+
+@pytest.mark.parametrize("kind", ["FourierFT", "Vera"])
+def test_adapters_of_vectors(kind):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    sizes = {"n_frequency": 7} if kind == "FourierFT" else {"r": 4}
+    model = peft.get_peft_model(net, getattr(peft, f"{kind}Config")(target_modules=["0", "2"], **sizes)).double().eval()
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for name in trained:
+        nn.init.normal_(model.get_parameter(name))
+    _check_traces(model, uncovered=trained)
+
+
+def test_pykan():
+    kan = pytest.importorskip("kan")
+    model = kan.KAN(width=[5, 4, 3], grid=3, k=3, seed=0, auto_save=False).double()
+    _check_traces(model, uncovered=["symbolic_fun.0.affine", "symbolic_fun.1.affine"])
 
 
 @pytest.mark.parametrize("kind", ["tabm", "tabm-mini", "tabm-packed"])

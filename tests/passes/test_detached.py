@@ -272,6 +272,29 @@ def test_a_weight_of_a_layer_that_is_detached_elsewhere_is_not_exact(cut):
     assert not pf.verify(model, LOSS, (X, Y), "a")
 
 
+@pytest.mark.parametrize(
+    "taken",
+    [
+        lambda weight: float(weight.norm()),
+        lambda weight: weight.abs().max().item(),
+        lambda weight: weight.detach().sum(1).tolist()[0],
+        lambda weight: float(weight.detach().numpy().sum()),
+    ],
+)
+@pytest.mark.parametrize("for_a_log", [True, False])
+def test_numbers_that_are_taken_out_of_a_weight_are_told_where_outputs_depend_on_them(taken, for_a_log):
+    def forward(net, x):
+        net.number = taken(net.a.weight)
+        h = net.a(x) / (1.0 if for_a_log else net.number)
+        return net.b(torch.relu(h))
+
+    torch.manual_seed(0)
+    model = Net(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 3)).double()
+    report = pf.measure(model, LOSS, (X, Y), measures="trace")
+    assert report["a", "trace"].exact == for_a_log
+    assert any("detach" in note for note in report["a", "trace"].notes) != for_a_log
+
+
 @pytest.mark.parametrize("between", [torch.relu, torch.tanh])
 @pytest.mark.parametrize(
     "hook", [lambda g: g / 2, lambda g: g.clone(), lambda g: None, lambda g: g.div_(2), torch.tensor(0.5).double().mul]

@@ -157,11 +157,24 @@ class Vectors(nn.Module):
         self.base, self.head = nn.Linear(3, 4).requires_grad_(False), nn.Linear(4, 3)
         self.down = nn.Parameter(torch.randn(2, 3), requires_grad=False)
         self.up = nn.Parameter(torch.randn(4, 2), requires_grad=False)
-        self.d, self.b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(4))
+        self.held = self.keep({"d": nn.Parameter(torch.ones(2)), "b": nn.Parameter(torch.ones(4))})
+
+    def keep(self, held):
+        """Have the vectors as parameters of this module's own."""
+        for name, parameter in held.items():
+            self.register_parameter(name, parameter)
+        return held
 
     def forward(self, x):
-        change = self.b * F.linear(self.d * F.linear(x, self.down), self.up)
+        change = self.held["b"] * F.linear(self.held["d"] * F.linear(x, self.down), self.up)
         return self.head(torch.tanh(self.base(x) + change))
+
+
+class VectorsInDict(Vectors):
+    """The same in a dictionary of parameters, as PEFT has them."""
+
+    def keep(self, held):
+        return nn.ParameterDict(held)
 
 
 class Slopes(nn.Module):
@@ -201,6 +214,9 @@ UNUSUAL = {  # the entries left out, how many entries all weights have, and why
     "in one dimension": (Flat, {"flat": 12}, 24, "its entries, in one dimension, are used in mm"),
     "slopes": (Slopes, {"act.weight": 3}, 12, "its entries, in one dimension, are used in prelukernel"),
     "vectors": (Vectors, {"d": 2, "b": 4}, 12 + 12 + 6 + 8 + 6, "its entries, in one dimension, are used in mul"),
+    "in a dictionary": (
+        VectorsInDict, {"held.d": 2, "held.b": 4}, 44, "its entries, in one dimension, are used in mul",
+    ),
     "complex": (Spectral, {"spectrum": 4}, 10, "its numbers are complex"),
     "quantised": (
         lambda: nn.Sequential(Quantised(), nn.Tanh(), nn.Linear(4, 3)),

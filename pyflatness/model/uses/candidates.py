@@ -175,23 +175,26 @@ def is_weight(module: nn.Module, name: str, parameter: Tensor) -> bool:
     return (
         (parameter.is_floating_point() or parameter.is_complex())
         and parameter.ndim >= 2
-        and not name.startswith("bias")
-        and not name.endswith("_bias")
+        and not _is_bias(name)
         and not isinstance(module, _NORMS)
     )
 
 
+def _is_bias(name: str) -> bool:
+    return name.startswith("bias") or name.endswith("_bias")
+
+
 def may_be_flat_weights(model: nn.Module) -> list[Tensor]:
-    """Return the parameters of one dimension that may be weights: of PReLUs, and of what is neither torch's nor a norm.
+    """Return the parameters of one dimension that may be weights: of PReLUs, lists and what is no norm nor torch's.
 
     Those are weights with which the forward pass multiplies, and no biases.
     """
     return [
         parameter
         for module in walk.modules(model)
-        if type(module) is nn.PReLU
+        if type(module) in (nn.PReLU, nn.ParameterList, nn.ParameterDict)
         or not (type(module).__module__.startswith("torch.nn.modules") or "norm" in type(module).__name__.lower())
-        for parameter in module._parameters.values()
-        if parameter is not None and parameter.ndim == 1 and parameter.numel() > 1
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.ndim == 1 and parameter.numel() > 1 and not _is_bias(name)
         if parameter.is_floating_point() or parameter.is_complex()
     ]
