@@ -10,6 +10,7 @@ more pass: a parameter that is reached then too is used outside of them.
 """
 
 import contextlib
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,7 +60,7 @@ class Accounting:
         """Return the model's outputs, with their graph; the recorder has the calls."""
         recorder, leaves = self._recorder, self._leaves
         watch, detached = _Functions(leaves.of_layers, recorder), Detached()
-        with calling.accounting(), recorder.recording(samples, checking=True), leaves.in_place():
+        with calling.accounting(), recorder.recording(samples, checking=True), leaves.in_place(), _quiet():
             with state.made_anew(self._model), calling.watched_by(watch), calling.watched_by(detached):
                 outputs, _ = calling.run(self._model, batch, forward)
             self._nodes = leaves.nodes(recorder.calls)
@@ -98,8 +99,9 @@ class Accounting:
         if self._detached.reaches(outputs) or not self._detached.is_lost:
             return self._detached.reaches(outputs)
         watched = Detached()
-        with calling.accounting(), self._recorder.paused(), self._leaves.in_place(), torch.enable_grad():
-            with state.made_anew(self._model), calling.watched_by(watched), _Nudged(watched):
+        with calling.accounting(), self._recorder.paused(), self._leaves.in_place(), torch.enable_grad(), _quiet():
+            made_anew = state.made_anew(self._model)
+            with made_anew, calling.watched_by(watched), _Nudged(watched):
                 nudged, _ = calling.run(self._model, batch, forward)
         return not torch.allclose(outputs, nudged, rtol=0, atol=0, equal_nan=True)
 
@@ -112,6 +114,14 @@ class Accounting:
             with state.made_anew(self._model), apart:
                 outputs, _ = calling.run(self._model, batch, forward)
             return linearity.users_of(outputs), self._leaves.nodes(names)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from warning of numbers taken out of weights, which may require gradients here alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Converting a tensor with requires_grad=True to a scalar")
+        yield
 
 
 @contextlib.contextmanager
