@@ -220,6 +220,19 @@ def _bytes_of_torchao(held: Format, rows: int, columns: int, own: int) -> int:
     return rows * columns + rows * -(-columns // size) * (own + 1)
 
 
+def _bytes_of_llm_compressor(held: Format, rows: int, columns: int, own: int) -> int:
+    """Return words of 32 bits for a row's integers and two numbers for their shape, else each number; and scales."""
+    if not held.scheme:
+        return rows * columns * own
+    kind, bits, size = (held.scheme[key] for key in ("type", "bits", "group_size"))
+    groups = rows * (columns // (size or columns))
+    if kind == "int":
+        return 4 * rows * -(-columns * bits // 32) + 16 + groups * own
+    scale = held.scheme.get("scale")
+    whole = 4 if scale == "float8_e4m3fn" else 0
+    return rows * columns * bits // 8 + groups * (1 if scale else own) + whole
+
+
 def _bytes_as_planned(held: Format, rows: int, columns: int, own: int) -> int:
     bits = held.bits(rows, columns, 8 * own) if callable(held.bits) else held.bits
     return -(-int(bits * rows * columns) // 8)
@@ -229,7 +242,9 @@ LINEAR = ("Linear", "TransposedLinear")
 _LINEAR = ("Linear",)
 _TABLES = ("Linear", "Embedding")
 TOOLS = {
-    "llm-compressor": Tool(_for_llm_compressor, "llm-compressor", _TABLES, unties=True),
+    "llm-compressor": Tool(
+        _for_llm_compressor, "llm-compressor", _TABLES, unties=True, stored=_bytes_of_llm_compressor
+    ),
     "gptqmodel": Tool(_for_gptqmodel, "gptqmodel", LINEAR),
     "torchao": Tool(_for_torchao, "torchao", _TABLES, unties=True, stored=_bytes_of_torchao),
     "transformers": Tool(_for_transformers, "torchao", _TABLES, unties=True, stored=_bytes_of_torchao),
