@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 Choice = Mapping[str, Format]  # by the name of a weight
 Losses = Callable[..., FoldLosses]  # of choices, on the data or on others
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"), ("w1", "w3"))
+_FUSED = (*exports.FUSED, ("query", "key", "value"))
 _BUDGETS = 9  # of a frontier
 _FOLDS, _PARTS = 16, 4  # of samples; of folds, each of which prices a choice by the others
 _LARGE = 0.5  # of the loss: what second order predicted to be so large came to 0.6 to 2.3 times that

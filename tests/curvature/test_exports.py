@@ -77,6 +77,21 @@ def test_what_a_tool_does_not_keep_is_named(tmp_path):
         pf.allocate(model, CE, data, ["int4-g32"], bits=64, tool="auto-round", layers="3")
 
 
+def test_nvfp4_of_layers_that_have_one_scale_together_is_refused():
+    model, data = _llama(tied=False)
+    named = "model.layers.0.mlp.gate_proj"
+    with pytest.raises(
+        pf.errors.InputError, match=f"layer '{named}': llm-compressor has one scale of nvfp4 for gate_proj"
+    ):
+        pf.allocate(model, CE, data, ["nvfp4"], bits=8, layers=named, tool="llm-compressor")
+    plan = pf.allocate(
+        model, CE, data, ["nvfp4", "int8"], bits=8, tool="llm-compressor", probes=1, measured=False,
+        fixed={"lm_head": "nvfp4"},
+    )  # fmt: skip
+    assert plan.choice["lm_head"] == "nvfp4"
+    assert plan.choice[named] == "int8"
+
+
 def test_the_table_has_what_the_tool_stores():
     plan = _plan("torchao", ["int3"], _numbered(1))
     rows = plan.to_frame()
@@ -251,6 +266,10 @@ def test_llm_compressor_makes_and_stores_what_was_planned(tied, tmp_path):
     formats = ["int2", "int3-g32", "int4-g32", "int5", "int6-g32", "int7", "int8", "fp8", "mxfp4", "nvfp4", "keep"]
     fixed = {name: formats[place % len(formats)] for place, name in enumerate(names) if name != "lm_head"}
     data = [{"input_ids": torch.randint(64, (2, 8))}]
+    of_fused = (
+        name for name, one in fixed.items() if one == "nvfp4" and re.search(r"[qkv]_proj|gate_proj|up_proj", name)
+    )
+    fixed |= dict.fromkeys(of_fused, "mxfp4")
     how = {"bits": 64, "fixed": fixed, "tool": "llm-compressor", "measured": False, "probes": 1}
     plan = pf.allocate(model, "auto", data, formats, **how)
     made = plan.apply(model)
