@@ -172,13 +172,11 @@ class Single:
                     self.found["Fisher"][layer, name] = cost
         for name, changes in made.items() if "AutoScheme" in methods else ():
             rounded = applied(model, dict.fromkeys(changes, name))
-            own = [weight(rounded, layer).requires_grad_() for layer in changes]
-            scores = np.zeros(len(own))
-            for loss in case.samples(rounded, data):
-                scores += [
-                    float((g * d).abs().sum())
-                    for g, d in zip(torch.autograd.grad(loss(), own), changes.values(), strict=True)
-                ]
+            held = [weight(rounded, layer).requires_grad_() for layer in changes]
+            scores = np.zeros(len(held))
+            for of_sample in case.samples(rounded, data):
+                gradients = torch.autograd.grad(of_sample(), held)
+                scores += [float((g * d).abs().sum()) for g, d in zip(gradients, changes.values(), strict=True)]
             self.found["AutoScheme"] |= {
                 (layer, name): float(score) for layer, score in zip(changes, scores, strict=True)
             }
