@@ -29,6 +29,7 @@ class Tool:
     formats: str  # the tool of whose formats it has
     kinds: tuple[str, ...]  # of modules, that it quantises
     unties: bool = False  # whether it quantises every module of a weight that several have
+    once: bool = False  # whether it stores such a weight once
     demand: Callable[[Weight, Format], str] = lambda weight, held: (
         ""
     )  # why it does not keep a weight so; empty: it does
@@ -237,9 +238,9 @@ def _bytes_of_llm_compressor(held: Format, rows: int, columns: int, own: int) ->
     """Return words of 32 bits for a row's integers and two numbers for their shape, else each number; and scales."""
     if not held.scheme:
         return rows * columns * own
-    kind, bits, size = (held.scheme[key] for key in ("type", "bits", "group_size"))
-    groups = rows * (columns // (size or columns))
-    if kind == "int":
+    bits: int = held.scheme["bits"]
+    groups: int = rows * (columns // (held.scheme["group_size"] or columns))
+    if held.scheme["type"] == "int":
         return 4 * rows * -(-columns * bits // 32) + 16 + groups * own
     scale = held.scheme.get("scale")
     whole = 4 if scale == "float8_e4m3fn" else 0
@@ -260,6 +261,7 @@ TOOLS = {
         "llm-compressor",
         _TABLES,
         unties=True,
+        once=True,
         demand=_demand_of_llm_compressor,
         stored=_bytes_of_llm_compressor,
     ),
@@ -269,5 +271,5 @@ TOOLS = {
     "bitsandbytes": Tool(_for_bitsandbytes, "bitsandbytes", _LINEAR, stored=_bytes_as_planned),
     "auto-round": Tool(_for_auto_round, "auto-round", _LINEAR, demand=_demand_of_auto_round),
     "modelopt": Tool(_for_modelopt, "modelopt", _LINEAR),
-    "gguf": Tool(_for_gguf, "gguf", _TABLES, unties=True, demand=_gguf_demand, stored=_bytes_as_planned),
+    "gguf": Tool(_for_gguf, "gguf", _TABLES, unties=True, once=True, demand=_gguf_demand, stored=_bytes_as_planned),
 }
