@@ -767,8 +767,9 @@ class Allocation(Result):
                 if self._plan.tokens:
                     row["tokens"] = self._plan.tokens.get(name)
                 if self._stored is not None:
+                    d, m = weight.matrix.shape
                     again = place and exports.TOOLS[self._plan.tool].once
-                    row["bytes"] = 0 if again else self._stored(held, *weight.matrix.shape, weight.matrix.itemsize)
+                    row["bytes"] = 0 if again else self._stored(held, d, m, weight.matrix.itemsize)
                 rows.append(row | ({"shared": weight.modules[0]} if place else {}))
         return rows
 
