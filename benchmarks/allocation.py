@@ -11,9 +11,10 @@ the loss, and the accuracy of ResNet-20, on other data that all of them share:
 - ours: ``pf.allocate``, with ``rounds=0``, and by second order alone, with ``measured=False``;
 - measured: that program over the measured change of the loss when one layer alone is rounded;
 - KL: over the measured KL divergence from the model then, as Model-Optimizer and mlx-lm choose;
+- AutoScheme: over Σ_i Σ_j |∂ℓ_i/∂w_j Δ_j| of samples i, with all layers rounded to the format, as auto-round scores;
 - HAWQ-V2, Fisher: over Tr(H_l) |Δ|² / (2 d m), and ½ Σ_j F_j Δ_j² with squared gradients of single samples.
 
-A weight that layers share is one layer for all of them. ``--methods`` leaves out what is not named of the last five.
+A weight that layers share is one layer for all of them. ``--methods`` leaves out what is not named of the last six.
 Means over seeds, which draw other data to plan with, and the standard deviation over them. ``seconds`` are those of
 processors: of pf.allocate alone, and of measuring each layer with each format by plain torch.
 """
@@ -42,7 +43,7 @@ import pyflatness as pf
 
 BUDGETS = (3.0, 3.5, 4.0, 4.5, 5.0, 6.0)
 BITS = (2, 3, 4, 5, 6, 8)
-METHODS = ("single", "measured", "KL", "HAWQ-V2", "Fisher")
+METHODS = ("single", "measured", "KL", "AutoScheme", "HAWQ-V2", "Fisher")
 Judge = Callable[[nn.Module], tuple[float, float]]
 
 
@@ -57,7 +58,7 @@ class Case:
     log_p: Callable[[nn.Module, Any], Tensor]  # of each term's classes
     judge: Judge
     formats: tuple[str, ...]
-    samples: Callable[[Any], Iterator[Callable[[], Tensor]]]
+    samples: Callable[[nn.Module, Any], Iterator[Callable[[], Tensor]]]  # the loss of each
 
 
 def resnet(depth: int, bits: Sequence[int], planned: int, judged: int) -> Case:
@@ -81,9 +82,9 @@ def resnet(depth: int, bits: Sequence[int], planned: int, judged: int) -> Case:
             outputs = torch.cat([network(part) for part in x[:judged].split(250)])
         return float(loss(outputs, y[:judged])), float((outputs.argmax(1) == y[:judged]).double().mean())
 
-    def samples(data: Any) -> Iterator[Callable[[], Tensor]]:
+    def samples(network: nn.Module, data: Any) -> Iterator[Callable[[], Tensor]]:
         for image, label in zip(*data, strict=True):
-            yield lambda image=image, label=label: loss(model(image[None]), label[None])
+            yield lambda image=image, label=label: loss(network(image[None]), label[None])
 
     return Case(model, loss, plan_with, risk, log_p, judge, tuple(f"int{each}" for each in bits), samples)
 
@@ -108,9 +109,9 @@ def of_language(model: nn.Module, tokens: Tensor, planned: int, judged: int, for
     def judge(network: nn.Module) -> tuple[float, float]:
         return risk(network, [{"input_ids": tokens[:judged]}]), float("nan")
 
-    def samples(data: Any) -> Iterator[Callable[[], Tensor]]:
+    def samples(network: nn.Module, data: Any) -> Iterator[Callable[[], Tensor]]:
         for part in (part for batch in data for part in batch["input_ids"].split(1)):
-            yield lambda part=part: model(input_ids=part, labels=part).loss
+            yield lambda part=part: network(input_ids=part, labels=part).loss
 
     return Case(model, "auto", plan_with, risk, log_p, judge, formats, samples)
 
@@ -157,7 +158,7 @@ class Single:
         self.seconds = time.process_time() - start
         weights = {layer: weight(model, layer) for layer in self.sizes}
         if "Fisher" in methods:
-            losses = [*case.samples(data)]
+            losses = [*case.samples(model, data)]
             information = fisher(
                 model,
                 lambda number: dict(
@@ -169,6 +170,16 @@ class Single:
                 for layer, change in changes.items():
                     cost = 0.5 * float((information[layer] * change.double().square()).sum())
                     self.found["Fisher"][layer, name] = cost
+        for name, changes in made.items() if "AutoScheme" in methods else ():
+            rounded = applied(model, dict.fromkeys(changes, name))
+            held = [weight(rounded, layer).requires_grad_() for layer in changes]
+            scores = np.zeros(len(held))
+            for of_sample in case.samples(rounded, data):
+                gradients = torch.autograd.grad(of_sample(), held)
+                scores += [float((g * d).abs().sum()) for g, d in zip(gradients, changes.values(), strict=True)]
+            self.found["AutoScheme"] |= {
+                (layer, name): float(score) for layer, score in zip(changes, scores, strict=True)
+            }
         if "HAWQ-V2" in methods:
             traces = pf.measure(model, case.loss, data, layers=[*self.sizes], measures="trace", **how)
             for name, changes in made.items():
@@ -256,9 +267,11 @@ def main() -> None:
         for method, budget, loss, accuracy, remark in seed_of(
             case, seed, options.budgets, options.probes, options.methods, more=options.without_rounds
         ):
-            found[method, budget].append((loss, accuracy))
-            if remark:
-                print(f"seed {seed}, {budget} bits: {remark}, came {loss - before[0]:.4f}", flush=True)
+            if method == "seconds":
+                found[method, budget].append((loss, accuracy))
+                continue
+            found[method, budget].append((loss - before[0], accuracy))
+            print(f"seed {seed}, {budget} bits, {method}: {loss - before[0]:.4f} {remark}", flush=True)
     methods = [*dict.fromkeys(["same", *(method for method, _ in found if method != "seconds")])]
     table = Table(title=f"{options.network}: loss {before[0]:.4f}, accuracy {before[1]:.4f} before")
     for column in ("bits", *methods):

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 Choice = Mapping[str, Format]  # by the name of a weight
 Losses = Callable[..., FoldLosses]  # of choices, on the data or on others
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"), ("w1", "w3"))
+_FUSED = (*exports.FUSED, ("query", "key", "value"))
 _BUDGETS = 9  # of a frontier
 _FOLDS, _PARTS = 16, 4  # of samples; of folds, each of which prices a choice by the others
 _LARGE = 0.5  # of the loss: what second order predicted to be so large came to 0.6 to 2.3 times that
@@ -125,7 +125,9 @@ def allocate(
         probes: random signs of each sample; all columns of the loss's square-root factor where these are no more. None:
             all columns, whatever they are. More samples with fewer probes make better choices in the same time.
         measured: also try the best choices without the coarsest format, without the two coarsest and so on, by a
-            forward pass each, and take one whose loss is less by more than the standard error of the prediction.
+            forward pass each, and take one whose loss is less by more than the standard error of the prediction. One
+            that every part of the data makes, as where the budget leaves one format for all, is taken where it loses
+            less than the choice is predicted to.
         rounds: how often at most the loss is expanded again at the weights of the choice, and the choice that this
             finds is taken, as long as its measured loss is less by more than the standard error of the difference. Each
             takes as long as the call without. None: 3 where the change is more than half of the loss, else none.
@@ -611,7 +613,9 @@ class _Read:
     def _tried(self, bits: float) -> tuple["Allocation", FoldLosses, int]:
         """Return the best choice, or one without the coarsest formats if its loss on the data is less, and its losses.
 
-        It has to be less by more than the standard error of the prediction: other data differ by as much.
+        It has to be less by more than the standard error of the prediction: other data differ by as much. Of a choice
+        that every part of the data makes, such as the one format that the budget leaves, nothing is hidden. It is taken
+        where it loses less than the other and what that hides.
         """
         plan = self.plan
         bits_of: dict[str, float] = defaultdict(float)
@@ -631,6 +635,9 @@ class _Read:
         least = int(changes.argmin())
         if noise is not None and changes[0] - changes[least] <= noise:  # not of NaN, where there is none
             least = 0
+        for place, best in enumerate(tried):
+            if best._hidden == 0 and float(changes[place]) < float(changes[least]) + tried[least]._hidden:
+                least = place
         return tried[least], own, least
 
 
@@ -761,7 +768,8 @@ class Allocation(Result):
                     row["tokens"] = self._plan.tokens.get(name)
                 if self._stored is not None:
                     d, m = weight.matrix.shape
-                    row["bytes"] = self._stored(held, d, m, weight.matrix.itemsize)
+                    again = place and exports.TOOLS[self._plan.tool].once
+                    row["bytes"] = 0 if again else self._stored(held, d, m, weight.matrix.itemsize)
                 rows.append(row | ({"shared": weight.modules[0]} if place else {}))
         return rows
 

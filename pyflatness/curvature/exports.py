@@ -17,6 +17,8 @@ from .whole_weights import Weight
 
 Choice = Mapping[str, Format]  # by the name of a module
 Rest = Sequence[str]  # modules that the plan has no format for, and that are to stay as they are
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("w1", "w3"))
+"""Modules that vLLM runs as one."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,10 @@ class Tool:
     formats: str  # the tool of whose formats it has
     kinds: tuple[str, ...]  # of modules, that it quantises
     unties: bool = False  # whether it quantises every module of a weight that several have
-    demand: Callable[[Weight], str] = lambda weight: ""  # why it does not quantise a weight; empty where it does
+    once: bool = False  # whether it stores such a weight once
+    demand: Callable[[Weight, Format], str] = lambda weight, held: (
+        ""
+    )  # why it does not keep a weight so; empty: it does
     stored: Callable[[Format, int, int, int], int] | None = None  # bytes of (rows, columns) of a dtype of so many
 
 
@@ -59,7 +64,7 @@ def why_not(tool: str, weight: Weight, held: Format | Copy) -> str:
     size = held.scheme.get("group_size")
     if size and columns % size:
         return f"{tool} takes no groups of {size} in rows of {columns} entries"
-    return made.demand(weight)
+    return made.demand(weight, held)
 
 
 def _for_llm_compressor(choice: Choice, rest: Rest) -> Any:
@@ -80,16 +85,25 @@ def _for_llm_compressor(choice: Choice, rest: Rest) -> Any:
     return {"allocation_stage": {"allocation_modifiers": modifier}}
 
 
+def _demand_of_llm_compressor(weight: Weight, held: Format) -> str:
+    fused = next((names for names in FUSED if weight.modules[0].rpartition(".")[2] in names), None)
+    if fused is None or not held.scheme or held.scheme.get("scale") != "float8_e4m3fn":
+        return ""
+    return f"llm-compressor has one scale of nvfp4 for {', '.join(fused)} together, where a plan has one for each"
+
+
 def _for_gptqmodel(choice: Choice, rest: Rest) -> Any:
+    """Return a ``quantize_config.json``; GPTQModel looks at rules that leave modules alone before all others."""
     rules = {
-        name: {"bits": held.scheme["bits"], "group_size": held.scheme["group_size"] or -1} if held.scheme else None
+        re.escape(name): {"bits": held.scheme["bits"], "group_size": held.scheme["group_size"] or -1}
         for name, held in choice.items()
+        if held.scheme
     }
-    dynamic = {f"{'-' if rule is None else '+'}:^{re.escape(name)}$": rule or {} for name, rule in rules.items()}
-    default = next((rule for rule in rules.values() if rule), {"bits": 4, "group_size": -1})
-    others: dict[str, Any] = {"-:.*": {}}  # the first rule that matches counts
+    dynamic: dict[str, Any] = {f"-:^(?!(?:{'|'.join(rules)})$)" if rules else "-:.*": {}}
+    dynamic |= {f"+:^{name}$": rule for name, rule in rules.items()}
+    default = next(iter(rules.values()), {"bits": 4, "group_size": -1})
     whole = {"quant_method": "gptq", "checkpoint_format": "gptq", "sym": True, "desc_act": False}
-    return {**default, **whole, "dynamic": {**dynamic, **others}}
+    return {**default, **whole, "dynamic": dynamic}
 
 
 def _for_torchao(choice: Choice, rest: Rest) -> Any:
@@ -186,7 +200,7 @@ def gguf_name(name: str) -> str | None:
     return f"blk.{found[1]}.{own}" if found and own else None
 
 
-def _gguf_demand(weight: Weight) -> str:
+def _gguf_demand(weight: Weight, held: Format) -> str:
     if weight.matrix.shape[1] % 32:
         return f"blocks of 32 do not divide its rows of {weight.matrix.shape[1]} entries"
     return "" if gguf_name(weight.modules[0]) else "the name of its tensor in a GGUF file is not known"
@@ -201,7 +215,7 @@ def _for_gguf(choice: Choice, rest: Rest) -> str:
     return "".join(f"^{re.escape(name)}\\.weight$={kind}\n" for name, kind in types.items())
 
 
-def _demand_of_auto_round(weight: Weight) -> str:
+def _demand_of_auto_round(weight: Weight, held: Format) -> str:
     rows, columns = weight.matrix.shape
     return (
         f"auto-round leaves a layer of {rows} × {columns} at 16 bits: not multiples of 32"
@@ -220,6 +234,19 @@ def _bytes_of_torchao(held: Format, rows: int, columns: int, own: int) -> int:
     return rows * columns + rows * -(-columns // size) * (own + 1)
 
 
+def _bytes_of_llm_compressor(held: Format, rows: int, columns: int, own: int) -> int:
+    """Return words of 32 bits for a row's integers and two numbers for their shape, else each number; and scales."""
+    if not held.scheme:
+        return rows * columns * own
+    bits: int = held.scheme["bits"]
+    groups: int = rows * (columns // (held.scheme["group_size"] or columns))
+    if held.scheme["type"] == "int":
+        return 4 * rows * -(-columns * bits // 32) + 16 + groups * own
+    scale = held.scheme.get("scale")
+    whole = 4 if scale == "float8_e4m3fn" else 0
+    return rows * columns * bits // 8 + groups * (1 if scale else own) + whole
+
+
 def _bytes_as_planned(held: Format, rows: int, columns: int, own: int) -> int:
     bits = held.bits(rows, columns, 8 * own) if callable(held.bits) else held.bits
     return -(-int(bits * rows * columns) // 8)
@@ -229,12 +256,20 @@ LINEAR = ("Linear", "TransposedLinear")
 _LINEAR = ("Linear",)
 _TABLES = ("Linear", "Embedding")
 TOOLS = {
-    "llm-compressor": Tool(_for_llm_compressor, "llm-compressor", _TABLES, unties=True),
+    "llm-compressor": Tool(
+        _for_llm_compressor,
+        "llm-compressor",
+        _TABLES,
+        unties=True,
+        once=True,
+        demand=_demand_of_llm_compressor,
+        stored=_bytes_of_llm_compressor,
+    ),
     "gptqmodel": Tool(_for_gptqmodel, "gptqmodel", LINEAR),
     "torchao": Tool(_for_torchao, "torchao", _TABLES, unties=True, stored=_bytes_of_torchao),
     "transformers": Tool(_for_transformers, "torchao", _TABLES, unties=True, stored=_bytes_of_torchao),
     "bitsandbytes": Tool(_for_bitsandbytes, "bitsandbytes", _LINEAR, stored=_bytes_as_planned),
     "auto-round": Tool(_for_auto_round, "auto-round", _LINEAR, demand=_demand_of_auto_round),
     "modelopt": Tool(_for_modelopt, "modelopt", _LINEAR),
-    "gguf": Tool(_for_gguf, "gguf", _TABLES, unties=True, demand=_gguf_demand, stored=_bytes_as_planned),
+    "gguf": Tool(_for_gguf, "gguf", _TABLES, unties=True, once=True, demand=_gguf_demand, stored=_bytes_as_planned),
 }

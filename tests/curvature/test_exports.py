@@ -13,10 +13,13 @@ CE = nn.CrossEntropyLoss()
 
 
 def _numbered(count=12):
-    """Layers whose names are prefixes of one another: 0.1 and 0.11, say."""
+    """Layers whose names are prefixes of one another, as 0.1 and 0.11, or mean something in patterns."""
     torch.manual_seed(0)
     layers = [part for _ in range(count) for part in (nn.Linear(32, 32), nn.Tanh())]
-    return nn.Sequential(nn.Sequential(*layers), nn.Linear(32, 32)).eval()
+    model = nn.Sequential(nn.Sequential(*layers), nn.Linear(32, 32))
+    model.add_module("1[0]", nn.Linear(32, 32))
+    model.add_module("1*", nn.Linear(32, 32))
+    return model.eval()
 
 
 DATA = torch.randn(20, 32), torch.randint(32, (20,))
@@ -74,12 +77,27 @@ def test_what_a_tool_does_not_keep_is_named(tmp_path):
         pf.allocate(model, CE, data, ["int4-g32"], bits=64, tool="auto-round", layers="3")
 
 
+def test_nvfp4_of_layers_that_have_one_scale_together_is_refused():
+    model, data = _llama(tied=False)
+    named = "model.layers.0.mlp.gate_proj"
+    with pytest.raises(
+        pf.errors.InputError, match=f"layer '{named}': llm-compressor has one scale of nvfp4 for gate_proj"
+    ):
+        pf.allocate(model, CE, data, ["nvfp4"], bits=8, layers=named, tool="llm-compressor")
+    plan = pf.allocate(
+        model, CE, data, ["nvfp4", "int8"], bits=8, tool="llm-compressor", probes=1, measured=False,
+        fixed={"lm_head": "nvfp4"},
+    )  # fmt: skip
+    assert plan.choice["lm_head"] == "nvfp4"
+    assert plan.choice[named] == "int8"
+
+
 def test_the_table_has_what_the_tool_stores():
     plan = _plan("torchao", ["int3"], _numbered(1))
     rows = plan.to_frame()
-    assert rows["bits"].tolist() == [3, 3]
-    assert rows["bytes"].tolist() == [32 * 32 + 32 * 5] * 2
-    assert "768 bytes as planned, 2,368 as torchao stores them" in str(plan)
+    assert rows["bits"].tolist() == [3] * 4
+    assert rows["bytes"].tolist() == [32 * 32 + 32 * 5] * 4
+    assert "1,536 bytes as planned, 4,736 as torchao stores them" in str(plan)
 
 
 class Llama(nn.Module):
@@ -127,6 +145,7 @@ def test_layers_that_vllm_runs_as_one_have_one_format():
 def test_gguf_has_one_line_for_each_tensor(tied, tmp_path):
     model, data = _llama(tied)
     plan = pf.allocate(model, CE, data, ["q4_0", "q8_0", "keep"], bits=7, tool="gguf", probes=1, measured=False)
+    assert sum(row["bytes"] for row in plan._rows()) == pytest.approx(plan.bits * plan.weights / 8)  # a tied one once
     rules = dict(line.rsplit("=", 1) for line in _written(tmp_path, plan, "gguf").splitlines())
     names = {"model.embed_tokens": "token_embd", "lm_head": "token_embd" if tied else "output"}
     own = {
@@ -227,6 +246,59 @@ def test_llm_compressor_means_each_layer_by_its_own_pattern(tmp_path):
         name: key for key, group in groups.items() for name, _ in utils.match_named_modules(model, group["targets"])
     }
     assert found == {name: chosen for name, chosen in plan.choice.items() if chosen != "keep"}
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")  # by transformers
+@pytest.mark.parametrize("tied", [False, True])
+def test_llm_compressor_makes_and_stores_what_was_planned(tied, tmp_path):
+    compressor = pytest.importorskip("llmcompressor", reason="llm-compressor is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    from compressed_tensors.quantization.lifecycle.forward import forward_quantize
+    from safetensors.torch import load_file
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=12, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=tied,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    names = [name for name, layer in model.named_modules() if isinstance(layer, (nn.Linear, nn.Embedding))]
+    formats = ["int2", "int3-g32", "int4-g32", "int5", "int6-g32", "int7", "int8", "fp8", "mxfp4", "nvfp4", "keep"]
+    fixed = {name: formats[place % len(formats)] for place, name in enumerate(names) if name != "lm_head"}
+    data = [{"input_ids": torch.randint(64, (2, 8))}]
+    of_fused = (
+        name for name, one in fixed.items() if one == "nvfp4" and re.search(r"[qkv]_proj|gate_proj|up_proj", name)
+    )
+    fixed |= dict.fromkeys(of_fused, "mxfp4")
+    how = {"bits": 64, "fixed": fixed, "tool": "llm-compressor", "measured": False, "probes": 1}
+    plan = pf.allocate(model, "auto", data, formats, **how)
+    made = plan.apply(model)
+    _written(tmp_path, plan, "llm-compressor")
+    compressor.oneshot(model=model, recipe=str((tmp_path / "plan").rename(tmp_path / "recipe.yaml")))
+    for name in names:
+        layer = model.get_submodule(name)
+        scheme = getattr(layer, "quantization_scheme", None)
+        assert (scheme is None) == (plan.choice[name] == "keep"), name
+        kept = layer.weight if scheme is None else forward_quantize(layer, layer.weight, "weight", scheme.weights)
+        assert torch.equal(kept, made.get_submodule(name).weight), name
+    model.save_pretrained(tmp_path / "saved", save_compressed=True)
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    stored = sum(part.numel() * part.element_size() for key, part in saved.items() if key.rpartition(".")[0] in names)
+    assert f"{stored:,} as llm-compressor stores them" in str(plan)
+
+
+@pytest.mark.soak
+def test_gptqmodel_means_each_layer_by_its_own_rule(tmp_path):
+    config = pytest.importorskip("gptqmodel.quantization.config", reason="gptqmodel is not installed")
+    plan = _plan("gptqmodel", TOOLS["gptqmodel"])
+    read = config.QuantizeConfig.from_quant_config(json.loads(_written(tmp_path, plan, "gptqmodel")))
+    for name, chosen in plan.choice.items():
+        bits, _, size = chosen.removeprefix("int").partition("-g")
+        got = [read.dynamic_get(name, key, None) for key in ("bits", "group_size")]
+        assert got == ([False, False] if chosen == "keep" else [int(bits), int(size or -1)]), name
+    assert read.dynamic_get("a layer that is not of the plan") is False
 
 
 @pytest.mark.soak
