@@ -128,15 +128,34 @@ def study(
 
 
 @command()
-def within(*, networks: Count = 2880, data_dir: DataDir = None, out: Path = Path("reproduced")) -> None:
+def within(
+    *,
+    networks: Count = 2880,
+    data_dir: DataDir = None,
+    out: Path = Path("reproduced"),
+    report: bool = False,
+    pairs: bool = False,
+) -> None:
     """Train and measure the networks of the study within recipes of docs/studies.md, from where an earlier run stopped.
 
     Args:
         networks: how many there are to be; those that are there are not trained again.
         data_dir: folder of MNIST, FashionMNIST and CIFAR-10, as for the papers.
         out: folder whose subfolder work/within has the table, the weights and the outputs.
+        report: train nothing; evaluate the whole seeds, and write docs/studies.md anew.
+        pairs: train no new ones; take the first 240 that are there on at the same loss, in three ways.
     """
+    if report:
+        from . import within_report
+
+        click.echo(within_report.restate(out / "work" / "within"))
+        return
     held = _held(within_recipes.DATA, within_recipes.data, data_dir)
+    if pairs:
+        from . import within_pairs
+
+        click.echo(within_pairs.run(held.__getitem__, out / "work" / "within"))
+        return
     trainings = [planned for planned in within_recipes.plan() if planned.data in held]
     path = within_recipes.run(trainings, held.__getitem__, out / "work" / "within", networks)
     click.echo(f"{path} has {len(path.read_text(encoding='utf-8').splitlines()) - 1} rows")

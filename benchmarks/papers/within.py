@@ -119,7 +119,7 @@ def trained(network: nn.Module, planned: Planned, train: Data, epochs: int = EPO
     """Train a network to the loss, and return the loss and the steps; None if it is not reached in so many epochs."""
     (x, y), settings = train, planned.settings
     rate = RATES[settings["optimizer"]] * settings["rate"]
-    flat, gradient = _flattened(network)
+    flat, gradient = flattened(network)
     first, second, steps = torch.zeros_like(flat), torch.zeros_like(flat), 0
 
     @torch.no_grad()
@@ -148,7 +148,7 @@ def trained(network: nn.Module, planned: Planned, train: Data, epochs: int = EPO
     return None
 
 
-def _flattened(network: nn.Module) -> tuple[Tensor, Tensor]:
+def flattened(network: nn.Module) -> tuple[Tensor, Tensor]:
     """Make parameters and their gradients views of two vectors, so that a step is a few operations; return both."""
     parameters = [*network.parameters()]
     flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
