@@ -130,6 +130,20 @@ def test_the_evaluation_is_that_of_scipy(rows, tmp_path):
     assert all((part["relative_flatness head"] == head).all() for part, head in zip(found.recipes, heads, strict=True))
 
 
+def test_the_page_is_written_from_the_points(rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(within_report, "POINTS", tmp_path / "within.csv")
+    monkeypatch.setattr(within_report, "PAGE", tmp_path / "page.md")
+    marks = "".join(f"<!-- within: {name} -->\n\nold\n\n<!-- end -->\n" for name in ("verdict", "table"))
+    (tmp_path / "page.md").write_text(marks, encoding="utf-8")
+    rows.to_csv(tmp_path / "networks.csv", index=False)
+    within_report.restate(tmp_path)
+    told = (tmp_path / "page.md").read_text(encoding="utf-8")
+    assert within_report.restate(tmp_path / "elsewhere").split()[:4] == ["This", "is", "an", "interim"]
+    assert told == (tmp_path / "page.md").read_text(encoding="utf-8")  # from the points alone
+    assert told.count("\n| ") == 13
+    assert "old" not in told
+
+
 @pytest.mark.parametrize(
     ("low", "high", "said"),
     [
