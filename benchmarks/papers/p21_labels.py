@@ -194,6 +194,6 @@ EXPERIMENT = Experiment(
     measure=measure,
     judge=judge,
     seconds=60,
-    small={"steepness": [0.5, 2.0, 8.0], "seeds": 20, "samples": 200, "tested": 4000},
+    small={"steepness": [0.5, 2.0, 8.0], "seeds": 12, "samples": 200, "tested": 4000},
     paper={"steepness": [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0], "seeds": 100, "samples": 200, "tested": 10_000},
 )

@@ -254,6 +254,16 @@ def test_directions_of_single_samples():
         assert f"{count} samples {by_recipe(frame, np.log10(frame[f'norm {count}']))}" in told
 
 
+def test_theorem_5_over_trained_networks():
+    frame, told = points("p21-theorem5-small"), page("docs/papers-figures.md")
+    for layer, own in frame.groupby("layer"):
+        small, large, part = (
+            by_recipe(own, values) for values in (own["small"], own["large"], own["representativeness"] / own["gap"])
+        )
+        assert f"({layer}) {small} and {large}, with an E_Rep of {part} of the gap" in told
+    assert np.allclose(frame["gap"], frame["representativeness"] + frame["robustness"], atol=1e-4)
+
+
 def test_kappa_is_below_the_measure_of_whole_layers(grid, study):
     told = page("docs/papers-figures.md")
     over = study["scaled_trace"] / study["relative_flatness"]
