@@ -130,19 +130,22 @@ def judge(points: Points) -> Found:
                 [(a + b) / a for a, b in zip(own["flatness"], own["labels"], strict=True)])
         for s, own in at.items()
     ]  # fmt: skip
-    made = [*(Claim(item) for item in parts), Claim(rise)]
+    made = [Claim(rise)]
     told = "; ".join(
         f"{s:g}: gap {claims.shown(rows['gap'][place])}, test error {claims.shown(rows['test_loss'][place])}"
         for place, s in enumerate(steep)
     )
     kept = "; ".join(f"{s:g}: {claims.shown(item)}" for s, item in zip(steep, totals, strict=True))
+    larger = sum(abs(b) > a for a, b in zip(columns["flatness"], columns["labels"], strict=True))
+    sizes = "; ".join(f"{item.what} {claims.shown(item)}" for item in parts)
     verdict = (
         f"{len(columns['seed'])} networks, {len(columns['seed']) // len(steep)} of each steepness of the labels, whose "
-        f"test errors are mean squared errors, {_span(at, 'test_loss')} in the mean. Eq. 9 and 11 agree with finite "
-        f"differences to a relative {max(columns['first']):.1g} and {max(columns['second']):.1g}. The paper says that "
-        f"label changes can contribute more to the loss than flatness. {claims.grouped(made)} The curvature with "
-        f"labels that change, over that with constant ones: {kept}. Pearson's correlation of κ with gap and test "
-        f"error, by steepness: {told}."
+        f"test errors are mean squared errors, {_span(at, 'test_loss')} in the mean. Eq. 9 agrees with finite "
+        f"differences to a relative {statistics.median(columns['first']):.1g} in the median network and Eq. 11 to "
+        f"{max(columns['second']):.1g} in all. The paper says that label changes can contribute more to the loss than "
+        f"flatness: in {larger} networks their terms are larger. In the mean {sizes}. The curvature with labels that "
+        f"change, over that with constant ones: {kept}. Pearson's correlation of κ with gap and test error, by "
+        f"steepness: {told}. The paper says that κ says less where labels change. {claims.grouped(made)}"
     )
     return Found(
         columns,

@@ -264,6 +264,16 @@ def test_theorem_5_over_trained_networks():
     assert np.allclose(frame["gap"], frame["representativeness"] + frame["robustness"], atol=1e-4)
 
 
+def test_labels_that_change_with_the_inputs():
+    frame, told = points("p21-appB-small"), page("docs/papers-figures.md")
+    for steepness, own in frame.groupby("steepness"):
+        over = np.log10((own["labels"] / own["flatness"]).abs())
+        half = stats.t.ppf(0.975, len(over) - 1) * stats.sem(over)
+        ends = f"{over.mean():.2f} [{over.mean() - half:.2f}, {over.mean() + half:.2f}]"
+        assert f"over flatness's, steepness {steepness:g} {ends}" in told
+        assert re.search(rf"{steepness:g}: gap {pearson(own['flatness'], own['gap']):.2f} \[", told)
+
+
 def test_kappa_is_below_the_measure_of_whole_layers(grid, study):
     told = page("docs/papers-figures.md")
     over = study["scaled_trace"] / study["relative_flatness"]
