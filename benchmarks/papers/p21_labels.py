@@ -184,7 +184,7 @@ def _draw(
     right.legend()
     for axes in (left, right):
         axes.axhline(0, color="0.6", linewidth=0.8)
-        axes.set_xscale("log")
+        axes.set_xscale("log", base=2)
         axes.set_xlabel("steepness of the labels")
 
 

@@ -264,6 +264,15 @@ def test_theorem_5_over_trained_networks():
     assert np.allclose(frame["gap"], frame["representativeness"] + frame["robustness"], atol=1e-4)
 
 
+def test_figure_4_in_the_setting_of_the_notebook():
+    frame, told = points("p21-fig4-authors-small"), page("docs/papers-figures.md")
+    first, last = (frame[frame["separation"] == c] for c in (0.5, 5))
+    assert f"{len(frame)} data sets" in told
+    assert f"the sum {first['bound'].mean():.2f} [" in told
+    assert f"and {last['bound'].mean():.2f} [" in told
+    assert f"below the sum in {(frame['bound'] >= frame['gap']).sum()} data sets" in told
+
+
 def test_labels_that_change_with_the_inputs():
     frame, told = points("p21-appB-small"), page("docs/papers-figures.md")
     for steepness, own in frame.groupby("steepness"):
