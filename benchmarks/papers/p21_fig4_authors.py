@@ -9,6 +9,7 @@ errors between the head's outputs, which learned labels -1 and 1, and labels 0 a
 by the features' variances while it computes κ, which is left out here.
 """
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -38,10 +39,15 @@ def measure(bench: Bench) -> tuple[dict[str, list[Any]], dict[str, str]]:
     settings, rows = bench.settings, []
     with progress.bar("data sets", len(settings["separations"]) * settings["repetitions"], bench.shown) as advance:
         for separation, seed in itertools.product(settings["separations"], range(settings["repetitions"])):
-            parts = bench.once(f"p21-fig4-authors {separation} {seed}", lambda c=separation, s=seed: [*_parts(c, s)])
+            compute = functools.partial(_thirds, separation, seed)
+            parts = bench.once(f"p21-fig4-authors {separation} {seed}", compute)
             rows.append([separation, seed, *torch.tensor(parts).mean(dim=0).tolist()])
             advance(1, f"class separation {separation:g}")
     return dict(zip(NAMES, map(list, zip(*rows, strict=True)), strict=True)), {}
+
+
+def _thirds(separation: float, seed: int) -> list[list[float]]:
+    return [*_parts(separation, seed)]
 
 
 def _parts(separation: float, seed: int) -> Iterator[list[float]]:
@@ -105,7 +111,7 @@ def _network(weight: Tensor, bias: Tensor, seed: int) -> nn.Sequential:
 def _back(network: nn.Sequential, features: Tensor) -> Tensor:
     """Return inputs that the linear maps take to the features, without tanh."""
     found = features
-    for layer in [layer for layer in network[:-1] if isinstance(layer, nn.Linear)][::-1]:
+    for layer in [layer for layer in network if isinstance(layer, nn.Linear)][-2::-1]:
         found = torch.linalg.lstsq(layer.weight, (found - layer.bias).t()).solution.t()
     return found
 
@@ -168,6 +174,6 @@ EXPERIMENT = Experiment(
     measure=measure,
     judge=judge,
     seconds=60,
-    small={"repetitions": 5, "separations": [0.5, 1.0, 2.0, 5.0]},
+    small={"repetitions": 10, "separations": [0.5, 1.0, 2.0, 5.0]},
     paper={"repetitions": 100, "separations": [0.5, 0.8, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0]},
 )

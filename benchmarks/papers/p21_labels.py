@@ -96,7 +96,7 @@ def _fit(network: nn.Module, x: Tensor, y: Tensor) -> None:
         optimizer.zero_grad()
         penalty = torch.stack([parameter.square().sum() for parameter in network.parameters()]).sum()
         loss: Tensor = (network(x)[:, 0] - y).square().mean() + 1e-4 * penalty
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss
 
     optimizer.step(closure)

@@ -65,7 +65,9 @@ ARCHITECTURES: dict[str, Callable[[int], nn.Module]] = {
     "patches": patches,
     "convolutional": convolutional,
 }
-LAYERS = max(sum(isinstance(layer, nn.Linear | nn.Conv2d) for layer in make(1)) for make in ARCHITECTURES.values())  # type: ignore[arg-type]
+LAYERS = max(
+    sum(isinstance(layer, nn.Linear | nn.Conv2d) for layer in make(1).modules()) for make in ARCHITECTURES.values()
+)
 TARGETS = ("test error", "test loss")
 HALVES = tuple(f"{target}, {half} images" for half in ("even", "odd") for target in TARGETS)
 COLUMNS = (
@@ -131,7 +133,7 @@ def trained(network: nn.Module, planned: Planned, train: Data, epochs: int = EPO
         path = [{"flat": flat.clone()}]
         for places in order(planned.seed, epoch, len(y)).split(settings["batch_size"]):
             gradient.zero_()
-            F.cross_entropy(network(x[places]), y[places]).backward()  # type: ignore[no-untyped-call]
+            F.cross_entropy(network(x[places]), y[places]).backward()
             steps += 1
             if settings["optimizer"] == "momentum":
                 flat.sub_(first.mul_(0.9).add_(gradient), alpha=rate)

@@ -36,7 +36,7 @@ def continued(network: nn.Sequential, way: str, train: Data, seed: int, steps: i
     def slope(value: Callable[[], Tensor]) -> tuple[float, Tensor]:
         gradient.zero_()
         found = value()
-        found.backward()  # type: ignore[no-untyped-call]
+        found.backward()
         return float(found.detach()), gradient.clone()
 
     def direction() -> Tensor:
