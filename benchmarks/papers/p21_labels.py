@@ -196,7 +196,7 @@ EXPERIMENT = Experiment(
     "relative flatness does, which then says less of the gap.",
     measure=measure,
     judge=judge,
-    seconds=60,
-    small={"steepness": [0.5, 2.0, 8.0], "seeds": 12, "samples": 200, "tested": 4000},
+    seconds=120,
+    small={"steepness": [0.5, 2.0, 8.0], "seeds": 20, "samples": 200, "tested": 4000},
     paper={"steepness": [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0], "seeds": 100, "samples": 200, "tested": 10_000},
 )
