@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +18,7 @@ from pyflatness.messages import printable
 
 from . import EXPERIMENTS, named, reproducing
 from . import study as studied
+from . import within as within_recipes
 from .claims import Claim
 from .experiment import Finding
 
@@ -27,8 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         with checked():
             given = sys.argv[1:] if arguments is None else [*arguments]
-            if given[:1] == ["study"]:
-                study.main(given[1:], prog_name="python -m benchmarks.papers study")
+            for other in (study, within):
+                if given[:1] == [other.name]:
+                    other.main(given[1:], prog_name=f"python -m benchmarks.papers {other.name}")
             reproduce.main(given, prog_name="python -m benchmarks.papers")
     except FlatnessError as error:
         raise SystemExit(f"Error: {printable(str(error))}") from None
@@ -119,15 +121,55 @@ def study(
 
         click.echo(study_report.restate())
         return
-    held = {}
-    for name in studied.DATA:
-        try:
-            held[name] = studied.data(data_dir, name)
-        except InputError as error:
-            click.echo(f"left out, {error}", err=True)
+    held = _held(studied.DATA, studied.data, data_dir)
     trainings = [planned for planned in studied.plan() if planned.data in held]
     path = studied.run(trainings, held.__getitem__, out / "work" / "study", networks)
     click.echo(f"{path} has {len(path.read_text(encoding='utf-8').splitlines()) - 1} rows")
+
+
+@command()
+def within(
+    *,
+    networks: Count = 2880,
+    data_dir: DataDir = None,
+    out: Path = Path("reproduced"),
+    report: bool = False,
+    pairs: bool = False,
+) -> None:
+    """Train and measure the networks of the study within recipes of docs/studies.md, from where an earlier run stopped.
+
+    Args:
+        networks: how many there are to be; those that are there are not trained again.
+        data_dir: folder of MNIST, FashionMNIST and CIFAR-10, as for the papers.
+        out: folder whose subfolder work/within has the table, the weights and the outputs.
+        report: train nothing; evaluate the whole seeds, and write docs/studies.md anew.
+        pairs: train no new ones; take the first 240 that are there on at the same loss, in three ways.
+    """
+    if report:
+        from . import within_report
+
+        click.echo(within_report.restate(out / "work" / "within"))
+        return
+    held = _held(within_recipes.DATA, within_recipes.data, data_dir)
+    if pairs:
+        from . import within_pairs
+
+        click.echo(within_pairs.run(held.__getitem__, out / "work" / "within"))
+        return
+    trainings = [planned for planned in within_recipes.plan() if planned.data in held]
+    path = within_recipes.run(trainings, held.__getitem__, out / "work" / "within", networks)
+    click.echo(f"{path} has {len(path.read_text(encoding='utf-8').splitlines()) - 1} rows")
+
+
+def _held(names: Sequence[str], read: Callable[[Path | None, str], Any], folder: Path | None) -> dict[str, Any]:
+    """Return the data sets that are there, by name, and say which are not."""
+    held = {}
+    for name in names:
+        try:
+            held[name] = read(folder, name)
+        except InputError as error:
+            click.echo(f"left out, {error}", err=True)
+    return held
 
 
 def _list(as_json: bool) -> None:
