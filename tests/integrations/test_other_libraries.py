@@ -118,6 +118,18 @@ def quanto() -> Network:
     return Network(model, (X.float(), Y), refusal="keeps its weight as a WeightQBytesTensor of optimum")
 
 
+def bitsandbytes(kind: str, place: int = 0, refusal: str = "", **options: object) -> Network:
+    from bitsandbytes import nn as quantised
+
+    model = _wide()
+    given = model[place].in_features, model[place].out_features
+    layer = quantised.Linear8bitLt(*given, has_fp16_weights=False) if kind == "8bit" else quantised.Linear4bit(*given)
+    layer.load_state_dict(model[place].state_dict())
+    model[place] = layer.to("cpu")
+    model(X.float())  # which lays out what it keeps
+    return Network(model, (X.float(), Y), options, uncovered=(f"{place}.weight",), refusal=refusal, tolerance=1e-3)
+
+
 class Field(nn.Module):
     """Return the derivative in time of a state of three numbers."""
 
@@ -230,6 +242,15 @@ CASES = [
     Case("torchao", "0.18.0", "torchao", functools.partial(torchao, fp8=False), "int8"),
     Case("torchao", "0.18.0", "torchao", functools.partial(torchao, fp8=True), "fp8"),
     Case("optimum-quanto", "0.2.7", "optimum.quanto", quanto),
+    *(
+        Case("bitsandbytes", "0.50.2", "bitsandbytes", functools.partial(bitsandbytes, kind, **given), f"{kind} {name}")
+        for kind in ("8bit", "4bit")
+        for name, given in {
+            "in front": {},
+            "between": {"place": 2, "refusal": "behind layer '0' is a function that torch did not write"},
+            "between, GGN": {"place": 2, "curvature": "ggn"},
+        }.items()
+    ),
     Case("snntorch", "1.0.0", "snntorch", snntorch),
     Case("snntorch", "1.0.0", "snntorch", snntorch_not_reset, "not reset"),
 ]
@@ -238,6 +259,11 @@ CASES = [
 def _tanh() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def _wide() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
 def _spiking() -> nn.Module:
@@ -348,5 +374,5 @@ def _curvature(network: Network, weight: Tensor) -> Tensor:
 
 def test_the_page_has_a_row_for_each_library() -> None:
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8").split("## Models of other libraries")[1]
-    rows = re.findall(r"^\| \[?([\w-]+)\]?[^|]*\| ([\d.]+)", page.partition("\n## ")[0], re.MULTILINE)
+    rows = re.findall(r"^\| \[?([\w-]+)\]?[^|]*\| ([\w.]+)", page.partition("\n## ")[0], re.MULTILINE)
     assert {(case.library, case.version) for case in CASES} <= set(rows)
