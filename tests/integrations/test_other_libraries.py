@@ -130,6 +130,14 @@ def bitsandbytes(kind: str, place: int = 0, refusal: str = "", **options: object
     return Network(model, (X.float(), Y), options, uncovered=(f"{place}.weight",), refusal=refusal, tolerance=1e-3)
 
 
+def hqq(place: int = 0, refusal: str = "", **options: object) -> Network:
+    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
+
+    model, config = _wide(), BaseQuantizeConfig(nbits=4, group_size=8)
+    model[place] = HQQLinear(model[place], config, compute_dtype=torch.float32, device="cpu")
+    return Network(model, (X.float(), Y), options, uncovered=(f"{place}.W_q",), refusal=refusal, tolerance=1e-4)
+
+
 class Field(nn.Module):
     """Return the derivative in time of a state of three numbers."""
 
@@ -243,8 +251,12 @@ CASES = [
     Case("torchao", "0.18.0", "torchao", functools.partial(torchao, fp8=True), "fp8"),
     Case("optimum-quanto", "0.2.7", "optimum.quanto", quanto),
     *(
-        Case("bitsandbytes", "0.50.2", "bitsandbytes", functools.partial(bitsandbytes, kind, **given), f"{kind} {name}")
-        for kind in ("8bit", "4bit")
+        Case(library, version, library, functools.partial(make, *kind, **given), " ".join([*kind, name]))
+        for library, version, make, kind in (
+            ("bitsandbytes", "0.50.2", bitsandbytes, ("8bit",)),
+            ("bitsandbytes", "0.50.2", bitsandbytes, ("4bit",)),
+            ("hqq", "0.2.8.post1", hqq, ()),
+        )
         for name, given in {
             "in front": {},
             "between": {"place": 2, "refusal": "behind layer '0' is a function that torch did not write"},

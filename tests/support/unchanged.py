@@ -11,7 +11,7 @@ LOSS = nn.CrossEntropyLoss()
 
 def snapshot(model):
     return {
-        "state": copy.deepcopy(model.state_dict()),
+        "state": {name: copy.deepcopy(_alone(held)) for name, held in model.state_dict().items()},
         "modes": [module.training for module in model.modules()],
         "flags": [p.requires_grad for p in model.parameters()],
         "gradients": [None if p.grad is None else p.grad.clone() for p in model.parameters()],
@@ -20,6 +20,11 @@ def snapshot(model):
         "grad mode": torch.is_grad_enabled(),
         "threads": torch.get_num_threads(),
     }
+
+
+def _alone(held):
+    """Return a tensor without its graph, as some libraries have one in their states, which cannot be copied."""
+    return held.detach() if isinstance(held, torch.Tensor) else held
 
 
 def assert_unchanged(model, before):
