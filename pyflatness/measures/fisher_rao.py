@@ -20,12 +20,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .. import interrupts
 from ..errors import InputError, NotYetError
 from ..losses import risk
 from ..losses.rows import check_squares, of_batch
 from ..model import calling, data, parameters
 from ..numerics.accumulate import Accumulator, masked, non_finite
 from ..numerics.normal_vectors import NormalVectors
+from ..passes.guards import Detached
 from ..report import Estimate
 from .base import Measure, Task, Values
 
@@ -35,6 +37,8 @@ def _values(task: Task) -> Values:
     total, over = 0.0, Accumulator(task.options.nan_policy, task.loss.reduction)
     tangent = _Tangent(task, theta)
     for number, batch in task.parts(derivatives=True).numbered(task.batches):
+        if not over.samples:
+            _note_cuts(task, theta, batch)
         outputs, change, targets = tangent.of(batch)
         seen = risk.rows(outputs, targets, task.loss, number)
         count = data.size(batch)
@@ -57,6 +61,17 @@ def _values(task: Task) -> Values:
         value, None, over.samples, "forward-mode", exact=True, backend="reference", omitted=over.omitted
     )
     return {"": estimate}
+
+
+def _note_cuts(task: Task, theta: parameters.Parameters, batch: Any) -> None:
+    """Take in what the model cuts from autograd's graph, in a pass of few samples: forward mode has no graph."""
+    detached = Detached()
+    leaves = {name: values.detach().requires_grad_() for name, values in theta.items()}
+    with interrupts.suppressed(), calling.dry_run(), torch.enable_grad():  # an error comes again with the batch
+        with calling.watched_by(detached):
+            outputs, _ = task.run(data.first(batch, min(2, data.size(batch))), leaves)
+        for why in detached.doubts(outputs):
+            task.forward.doubt(why)
 
 
 class _Tangent:

@@ -510,14 +510,15 @@ class Checked:
         return logits, targets
 
     def _watched(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-        detached = Detached(self._doubt)
+        detached = Detached(self.doubt)
         with calling.watched_by(detached):
             outputs, targets = self._run(model, batch)
         for doubt in detached.doubts(outputs):
-            self._doubt(doubt)
+            self.doubt(doubt)
         return outputs, targets
 
-    def _doubt(self, why: str) -> None:
+    def doubt(self, why: str) -> None:
+        """Take in why derivatives may not be those of what the model computes."""
         self.doubts = tuple(dict.fromkeys([*self.doubts, why]))
 
     def _check_repeated(self, model: nn.Module, batch: Any, outputs: Tensor) -> None:

@@ -345,8 +345,8 @@ class Runner:
         with calling.differentiated(), _checkpointing():
             found = self._found(batch, whole=not first)
         self._known.add(found, first=first)
-        if found.doubts:
-            self._checked.doubts = tuple(dict.fromkeys([*self._checked.doubts, *found.doubts]))
+        for why in found.doubts:
+            self._checked.doubt(why)
         if found.differentiated:
             names = filter(found.differentiated.__contains__, self.selected)
             self._certificate.reasons |= dict.fromkeys(names, linearity.DIFFERENTIATED)

@@ -22,7 +22,7 @@ from ..messages import is_out_of_memory
 from ..model import calling, data, parameters
 from ..numerics.normal_vectors import NormalVectors
 from ..passes import dry_run, linearity
-from ..passes.guards import agree, check_unchanged, rounding
+from ..passes.guards import Detached, agree, check_unchanged, rounding
 from ..passes.runner import Run
 from ..passes.second_derivatives import WrittenOut
 from ..passes.task import Task
@@ -89,9 +89,13 @@ class PerSampleParameters:
     def _most(self, run: Run, values: Mapping[str, Tensor]) -> int:
         """Return how many samples are run together."""
         if self._graph < 0:
+            detached, outputs = Detached(), list[Tensor]()
+            watch = calling.watched_by(detached)
             with dry_run.saved_storages() as storages:
-                self._alone(run, values, slice(0, 1), lambda group: None)
+                self._alone(run, values, slice(0, 1), lambda group: outputs.append(group.outputs), watch)
             self._graph = sum(storages.values())
+            for why in detached.doubts(outputs[0]):  # in runs of layers these parameters are constants
+                self._task.forward.doubt(why)
         size = sum(w.numel() * w.element_size() for w in values.values())
         return max(1, self._memory // max(1, _COPIES * size + _GRAPHS * self._graph))
 
@@ -135,14 +139,21 @@ class PerSampleParameters:
         joined = [(_joined(one), _joined(other)) for one, other in zip(alone, together, strict=True)]
         return all(agree(one, other, rounding(one.dtype)) for one, other in joined)
 
-    def _alone(self, run: Run, values: Mapping[str, Tensor], place: slice, work: Callable[[Group], None]) -> None:
+    def _alone(
+        self,
+        run: Run,
+        values: Mapping[str, Tensor],
+        place: slice,
+        work: Callable[[Group], None],
+        watch: contextlib.AbstractContextManager[None] | None = None,
+    ) -> None:
         leaves = {name: w.unsqueeze(0).clone().requires_grad_() for name, w in values.items()}
         batch = _changed_samples(run, lambda tensor: tensor[place])
 
         with torch.enable_grad():
             own = {name: leaf[0] for name, leaf in leaves.items()}
         with parameters.inside(self._task.model, own):
-            with torch.enable_grad():
+            with torch.enable_grad(), watch or contextlib.nullcontext():
                 outputs, targets = self._task.run(batch)
             check_unchanged(_rows(run, place), outputs)
             work(Group(outputs, targets, leaves, place))

@@ -311,3 +311,28 @@ def test_a_hook_that_changes_gradients_is_told(between, hook):
     changes = hook(torch.ones(1, dtype=torch.float64)) == 0.5
     assert report["a", "trace"].exact == (not changes)
     assert any("register_hook" in note for note in report["a", "trace"].notes) == bool(changes)
+
+
+class Capsules(nn.Module):
+    """Multiply by a weight of several matrices, which is no layer, and cut a part of what comes of it."""
+
+    def __init__(self, *, cut: bool) -> None:
+        super().__init__()
+        self.cut, self.weight, self.head = cut, nn.Parameter(torch.randn(2, 3, 2, 3)), nn.Linear(6, 3)
+
+    def forward(self, x):
+        u = torch.einsum("nij,ijko->niko", x.unflatten(1, (2, -1)), self.weight)
+        weights = (u.detach() if self.cut else u).sum(-1, keepdim=True).softmax(2)
+        return self.head((weights * u).sum(1).flatten(1))
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_values_of_parameters_that_are_no_layer_tell_what_is_cut(cut):
+    torch.manual_seed(0)
+    model, x = Capsules(cut=cut).double().eval(), torch.randn(9, 6, dtype=torch.float64)
+    found = pf.importance(model, LOSS, (x, Y), kind="hessian")
+    assert "weight" in [*found]
+    assert found.exact == (not cut)
+    assert any("detach" in note for note in found.notes) == cut
+    by_forward_mode = pf.measure(model, LOSS, (x, Y), measures="fisher_rao")["fisher_rao"]
+    assert by_forward_mode.exact == (not cut)
