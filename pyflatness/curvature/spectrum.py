@@ -129,6 +129,7 @@ def spectrum(
             size=products.size(names),
             notes=(
                 *_notes(task.model, products),
+                *task.forward.doubts,
                 *([f"ended by max_products={max_products}"] if pairs.limited else []),
             ),
         )

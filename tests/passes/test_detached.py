@@ -334,5 +334,6 @@ def test_values_of_parameters_that_are_no_layer_tell_what_is_cut(cut):
     assert "weight" in [*found]
     assert found.exact == (not cut)
     assert any("detach" in note for note in found.notes) == cut
+    assert any("detach" in note for note in pf.spectrum(model, LOSS, (x, Y), k=1).notes) == cut
     by_forward_mode = pf.measure(model, LOSS, (x, Y), measures="fisher_rao")["fisher_rao"]
     assert by_forward_mode.exact == (not cut)
