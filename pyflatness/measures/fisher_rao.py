@@ -72,6 +72,7 @@ def _note_cuts(task: Task, theta: parameters.Parameters, batch: Any) -> None:
             outputs, _ = task.run(data.first(batch, min(2, data.size(batch))), leaves)
         for why in detached.doubts(outputs):
             task.forward.doubt(why)
+    task.forward.compare_by_itself()
 
 
 class _Tangent:
