@@ -27,7 +27,6 @@ from ..losses.rows import check_squares, of_batch
 from ..model import calling, data, parameters
 from ..numerics.accumulate import Accumulator, masked, non_finite
 from ..numerics.normal_vectors import NormalVectors
-from ..passes.guards import Detached
 from ..report import Estimate
 from .base import Measure, Task, Values
 
@@ -65,13 +64,10 @@ def _values(task: Task) -> Values:
 
 def _note_cuts(task: Task, theta: parameters.Parameters, batch: Any) -> None:
     """Take in what the model cuts from autograd's graph, in a pass of few samples: forward mode has no graph."""
-    detached = Detached()
     leaves = {name: values.detach().requires_grad_() for name, values in theta.items()}
     with interrupts.suppressed(), calling.dry_run(), torch.enable_grad():  # an error comes again with the batch
-        with calling.watched_by(detached):
-            outputs, _ = task.run(data.first(batch, min(2, data.size(batch))), leaves)
-        for why in detached.doubts(outputs):
-            task.forward.doubt(why)
+        few = data.first(batch, min(2, data.size(batch)))
+        task.forward.watched(partial(task.run, few, leaves))
     task.forward.compare_by_itself()
 
 

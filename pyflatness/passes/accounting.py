@@ -25,7 +25,7 @@ from ..model.uses import Use, candidates
 from ..model.uses.operations import each_of
 from ..model.uses.watched import COPIES, TRANSPOSES, VIEWS
 from . import graph, linearity
-from .guards import OUT_OF_TORCH, TAKEN_AS_CONSTANT, Detached
+from .guards import NUDGE, OUT_OF_TORCH, TAKEN_AS_CONSTANT, Detached
 from .recorder import Recorder
 
 _UNSEEN = "whether the model uses its weights outside of the layers' calls is not known: "
@@ -99,21 +99,30 @@ class Accounting:
         if self._detached.reaches(outputs) or not self._detached.is_lost:
             return self._detached.reaches(outputs)
         watched = Detached()
-        with calling.accounting(), self._recorder.paused(), self._leaves.in_place(), torch.enable_grad(), _quiet():
-            made_anew = state.made_anew(self._model)
-            with made_anew, calling.watched_by(watched), _Nudged(watched):
-                nudged, _ = calling.run(self._model, batch, forward)
+        with self._once_more(), calling.watched_by(watched), _Nudged(watched):
+            nudged, _ = calling.run(self._model, batch, forward)
         return not torch.allclose(outputs, nudged, rtol=0, atol=0, equal_nan=True)
 
     def _without_calls(
         self, names: Collection[str], batch: Any, forward: calling.Forward | None
     ) -> tuple[Collection[Node], Mapping[str, set[Node]]]:
         """Return the outputs' graph where calls of some layers have leaves of their own, and the layers' ends."""
-        apart = _with_other_weights([self._modules[name] for name in names])
-        with calling.accounting(), self._recorder.paused(), self._leaves.in_place():
-            with state.made_anew(self._model), apart:
-                outputs, _ = calling.run(self._model, batch, forward)
+        with self._once_more(), _with_other_weights([self._modules[name] for name in names]):
+            outputs, _ = calling.run(self._model, batch, forward)
             return linearity.users_of(outputs), self._leaves.nodes(names)
+
+    @contextlib.contextmanager
+    def _once_more(self) -> Iterator[None]:
+        """Let the model be run again inside with the weights in the graph; the recorded calls stay."""
+        with (
+            calling.accounting(),
+            self._recorder.paused(),
+            self._leaves.in_place(),
+            state.made_anew(self._model),
+            torch.enable_grad(),
+            _quiet(),
+        ):
+            yield
 
 
 @contextlib.contextmanager
@@ -126,9 +135,8 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _with_other_weights(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Record a graph, inside, in which calls of some layers, and derivatives of these, have leaves of their own."""
+    """Let calls of some layers, and derivatives of these, have leaves of their own in the graph that is made inside."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.enable_grad())
         for module in modules:
             forward = layers.with_weight(module, lambda weight: weight.detach().requires_grad_())
             stack.enter_context(calling.replaced_forward(module, forward))
@@ -265,12 +273,14 @@ class _Nudged(calling.Mode):
 
 
 def _larger(taken: Any, rounding: float) -> Any:
-    """Return numbers a bit larger, seen through any smooth way, and hardly ever through a comparison."""
+    """Return numbers that are larger by :data:`.guards.NUDGE` units of rounding."""
     if isinstance(taken, list):
         return [_larger(part, rounding) for part in taken]
     if isinstance(taken, float):
-        return taken * (1 + 16 * rounding)
-    return taken + taken * taken.dtype.type(16 * rounding) if hasattr(taken, "dtype") else taken  # an array of NumPy's
+        return taken * (1 + NUDGE * rounding)
+    return (
+        taken + taken * taken.dtype.type(NUDGE * rounding) if hasattr(taken, "dtype") else taken
+    )  # an array of NumPy's
 
 
 class _Functions(calling.Watcher):

@@ -19,12 +19,11 @@ from ..numerics.normal_vectors import NormalVectors
 from . import batch_layout, kept_rows, linearity
 from .accounting import UNSEEN, Account, Accounting
 from .batch_layout import ByRow, Layout, check_outputs
-from .guards import agree, alone, check_of_user, memory_of, rounding
+from .guards import NUDGE, agree, alone, check_of_user, memory_of, rounding
 from .recorder import RecordedCall, Recorder
 
 _SHARE = 16  # one sample of so many of the first batch is looked at, at least two and at most _MOST
 _MOST = 16
-_NUDGE = 16  # in units of rounding: seen through any smooth way, and hardly ever through a comparison
 
 
 @dataclass
@@ -62,8 +61,8 @@ def run(
         outputs, stored, largest, found_uses = _accounted(model, modules, recorder, several, forward, count)
     except Exception as error:  # not a batch that can be cut; an error of the model's own comes again
         check_of_user(error)
-        start, count, cuttable = 0, samples, False
-        outputs, stored, largest, found_uses = _accounted(model, modules, recorder, batch, forward, samples)
+        several, start, count, cuttable = batch, 0, samples, False
+        outputs, stored, largest, found_uses = _accounted(model, modules, recorder, several, forward, count)
     check_outputs(outputs, count)
     users = linearity.behind(outputs, recorder.calls)
     uses.note_flat(model, found_uses.flat)
@@ -79,7 +78,7 @@ def run(
     layouts = {name: found for name, found in layouts_of(recorder, count, whole=whole).items() if name not in once}
 
     def again() -> tuple[Tensor, int, int]:
-        return _run(model, recorder, data.part(batch, start, start + count) if cuttable else batch, forward, count)
+        return _run(model, recorder, several, forward, count)
 
     try:
         narrowed = narrow(outputs, users, recorder, layouts, count, lookups)
@@ -249,7 +248,7 @@ def matters(
         if output.numel() == 0 or next(numbers) not in calls:
             return output
         size = output.detach().abs().amax()  # no function of the output, of which a model may take derivatives
-        return output + _NUDGE * torch.finfo(output.dtype).eps * torch.where(size > 0, size, 1) * random.like(output)
+        return output + NUDGE * torch.finfo(output.dtype).eps * torch.where(size > 0, size, 1) * random.like(output)
 
     def outputs() -> Tensor:
         with calling.dry_run(), torch.no_grad():

@@ -107,8 +107,8 @@ class Detached(calling.Watcher):
             self.is_lost |= self.loses(args[0])
         elif name in ("__setitem__", "__set__"):  # of entries, of ``.data``
             self._follow(name, _tensors(args), _tensors(args[:1]))
-        elif not self._held and isinstance(result, Tensor) and _has_graph(result):  # as most have
-            return
+        elif not self._held and isinstance(result, Tensor) and _has_graph(result):
+            return  # as for most operations: there is nothing to follow
         elif isinstance(result, (Tensor, tuple, list)):
             read = args[:1] if name in _AS_ANOTHER else (args, kwargs)
             self._follow(name, _tensors(read), _tensors(result), had_graph=self._had_graph and name == "detach_")
@@ -341,6 +341,7 @@ def agree(before: Tensor, now: Tensor, tolerance: float) -> bool:
     return torch.allclose(before, now, tolerance, tolerance * float(largest), equal_nan=True)
 
 
+NUDGE = 16  # in units of rounding: seen through any smooth way, and hardly ever through a comparison
 _CALL = "_pyflatness_call"  # an attribute of what a forward pass raised: what was called, and of which parameters
 GIVEN_COPIES = "the model changes its inputs in place, so that it was given copies of them"
 _WITHOUT_GRAPH = "does not require grad and does not have a grad_fn"  # torch's words for a derivative without one
@@ -398,7 +399,8 @@ class Checked:
             before, others = self._random.states(), outside() if self._is_first else None
             is_unseen = self._is_first and self._looks == _LOOKS
             with self._random.watched() if is_unseen else contextlib.nullcontext():
-                outputs, targets = self._watched(model, batch) if torch.is_grad_enabled() else self._run(model, batch)
+                run = functools.partial(self._run, model, batch)
+                outputs, targets = self.watched(run) if torch.is_grad_enabled() else run()
             if self._random.moved(before) or (others is not None and not equal(others, outside())):
                 self._check_repeated(model, batch, outputs)
             elif not self._has_run:
@@ -509,10 +511,11 @@ class Checked:
             )
         return logits, targets
 
-    def _watched(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+    def watched(self, run: Callable[[], tuple[Tensor, Any]]) -> tuple[Tensor, Any]:
+        """Return what a forward pass returns, whose graph has all that it is to have, and note what was cut from it."""
         detached = Detached(self.doubt)
         with calling.watched_by(detached):
-            outputs, targets = self._run(model, batch)
+            outputs, targets = run()
         for doubt in detached.doubts(outputs):
             self.doubt(doubt)
         return outputs, targets

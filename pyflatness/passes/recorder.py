@@ -193,7 +193,7 @@ class Recorder:
                 is_leaf = kind.tokens and torch.is_grad_enabled() and not own.requires_grad
             if is_shared:
                 inputs, own, coefficients = (self._repeated(part, inputs.ndim) for part in (inputs, own, coefficients))
-            if is_leaf:  # none is made, which may not change in place
+            if is_leaf:  # an alias of it, since a leaf itself may not change in place
                 own = private.alias(own.detach().requires_grad_(), own.shape)
             with private.without_functions():
                 if self._active and output.numel() == 0:

@@ -11,6 +11,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from ..messages import is_out_of_memory
 from ..model import calling, data, parameters
 from ..numerics.normal_vectors import NormalVectors
 from ..passes import dry_run, linearity
-from ..passes.guards import Detached, agree, check_unchanged, rounding
+from ..passes.guards import agree, check_unchanged, rounding
 from ..passes.runner import Run
 from ..passes.second_derivatives import WrittenOut
 from ..passes.task import Task
@@ -89,13 +90,9 @@ class PerSampleParameters:
     def _most(self, run: Run, values: Mapping[str, Tensor]) -> int:
         """Return how many samples are run together."""
         if self._graph < 0:
-            detached, outputs = Detached(), list[Tensor]()
-            watch = calling.watched_by(detached)
-            with dry_run.saved_storages() as storages:
-                self._alone(run, values, slice(0, 1), lambda group: outputs.append(group.outputs), watch)
+            with dry_run.saved_storages() as storages:  # watched, since these are constants in runs of layers
+                self._alone(run, values, slice(0, 1), lambda group: None, watched=True)
             self._graph = sum(storages.values())
-            for why in detached.doubts(outputs[0]):  # in runs of layers these parameters are constants
-                self._task.forward.doubt(why)
         size = sum(w.numel() * w.element_size() for w in values.values())
         return max(1, self._memory // max(1, _COPIES * size + _GRAPHS * self._graph))
 
@@ -145,7 +142,8 @@ class PerSampleParameters:
         values: Mapping[str, Tensor],
         place: slice,
         work: Callable[[Group], None],
-        watch: contextlib.AbstractContextManager[None] | None = None,
+        *,
+        watched: bool = False,
     ) -> None:
         leaves = {name: w.unsqueeze(0).clone().requires_grad_() for name, w in values.items()}
         batch = _changed_samples(run, lambda tensor: tensor[place])
@@ -153,8 +151,9 @@ class PerSampleParameters:
         with torch.enable_grad():
             own = {name: leaf[0] for name, leaf in leaves.items()}
         with parameters.inside(self._task.model, own):
-            with torch.enable_grad(), watch or contextlib.nullcontext():
-                outputs, targets = self._task.run(batch)
+            with torch.enable_grad():
+                run_it = partial(self._task.run, batch)
+                outputs, targets = self._task.forward.watched(run_it) if watched else run_it()
             check_unchanged(_rows(run, place), outputs)
             work(Group(outputs, targets, leaves, place))
 
