@@ -74,7 +74,7 @@ def _prepared(model: nn.Module, ranks: Ranks | None) -> tuple[nn.Module, Randomn
     modules = [module for _, module in named]
     check_modules(named, spread=ranks is not None)
     for module, key in itertools.product(modules, _OF_GRADIENTS):
-        if vars(module).get(key) is True:
+        if vars(module).get(key, getattr(type(module), key, False)) is True:
             interrupts.later(functools.partial(setattr, module, key, True))
             setattr(module, key, False)
     interrupts.later(Found(named).put_back)
@@ -283,8 +283,7 @@ def without_product(module: nn.Module, outputs: int) -> Iterator[None]:
 
 
 Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
-# What holds things, with an empty one of each; a class of the user's may do more than that.
-_NOTHING: dict[type, Container] = {kind: kind() for kind in (dict, OrderedDict, defaultdict, list, set, deque)}
+_CONTAINERS = {dict, OrderedDict, defaultdict, list, set, deque}  # a class of the user's may do more than hold things
 _OF_TORCH = frozenset(vars(nn.Module()))  # what every module has
 
 
@@ -315,18 +314,13 @@ def _held(
             if parameter is not None and vars(parameter):
                 waiting.append((None, vars(parameter)))
         for key, value in reversed(held.items()):
-            kind = type(value)
-            if kind in _NOTHING and not value and id(value) not in seen:  # as most of a module's are
-                seen.add(id(value))
-                names.append(None if key in _OF_TORCH else prefix + key)
-                pairs.append((value, _NOTHING[kind]))
-            elif kind in _NOTHING or kind is Tensor:
+            if type(value) in _CONTAINERS or type(value) is Tensor:
                 waiting.append((None if key in _OF_TORCH else prefix + key, value))
         while waiting:
             name, value = waiting.pop()
             if id(value) in seen:
                 continue
-            if type(value) in _NOTHING:
+            if type(value) in _CONTAINERS:
                 seen.add(id(value))
                 names.append(name)
                 pairs.append((value, value.copy()))

@@ -164,8 +164,11 @@ def packed(module: nn.Module) -> dict[str, int]:
             continue
         if name in module._parameters or "weight" in name:
             found[name] = held.numel()
-    size = vars(module).get("in_features", 0) * vars(module).get("out_features", 0)
-    if size and hasattr(module, "_packed_params"):  # as torch's own quantised layers
+    is_packed = hasattr(module, "_packed_params")  # as torch's own quantised layers
+    if not (found or is_packed):
+        return found
+    size = getattr(module, "in_features", 0) * getattr(module, "out_features", 0)
+    if size and is_packed:
         found["weight"] = size
     return dict.fromkeys(found, size) if size and len(found) == 1 else found
 
