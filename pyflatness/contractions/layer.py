@@ -10,6 +10,7 @@ layers, or that are zero at most positions, are worth being contracted several a
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -51,6 +52,23 @@ class Stack(Protocol):
 
     def taken(self, count: int) -> Forms:
         """Return the forms of the first cotangents that were taken in, one behind the other."""
+
+
+class Memory:
+    """Keep the memory that one tensor after another is written to.
+
+    When tensors of some size are kept and freed in turn, the C library gives their pages back each time.
+    """
+
+    def __init__(self) -> None:
+        self._held: Tensor | None = None
+
+    def of(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, spare: float = 0) -> Tensor:
+        """Return a tensor whose contents the next call overwrites; what is new has a part to ``spare``."""
+        needed, held = math.prod(shape), self._held
+        if held is None or held.dtype != dtype or held.device != device or len(held) < needed:
+            self._held = held = torch.empty(int(needed * (1 + spare)), dtype=dtype, device=device)
+        return held[:needed].view(*shape)
 
 
 class Copies:
@@ -230,7 +248,7 @@ class LayerContraction(Contractor):
             serves_half=self._on_gpu,
         )
         self._routes = backend.routes(self._prepared)
-        self._buffer: Tensor | None = None
+        self._memory = Memory()
         self._spared = 0  # multiply-adds that R would have spared so far
 
     def at(self, inputs: Calls, count: int, held: int = 0, positions: Tensor | None = None) -> Contraction:
@@ -291,11 +309,8 @@ class LayerContraction(Contractor):
         return len(phi) * groups * rows * (elements or places) * promoted_dtype(phi.dtype).itemsize
 
     def buffer(self, count: int, cotangent: Tensor) -> Tensor:
-        """Return memory for so many such cotangents, (count, n, …): the same at every call, so that its pages stay."""
-        needed = count * cotangent.numel()
-        if self._buffer is None or len(self._buffer) < needed:
-            self._buffer = cotangent.new_empty(needed, dtype=promoted_dtype(cotangent.dtype))
-        return self._buffer[:needed].view(count, *cotangent.shape)
+        """Return memory for so many such cotangents, (count, n, …)."""
+        return self._memory.of((count, *cotangent.shape), promoted_dtype(cotangent.dtype), cotangent.device)
 
     def carries(self, inputs: Calls, count: int) -> bool:
         """See :class:`Contractor`; that of half precision is rounded to it, which R δ is not."""

@@ -1,6 +1,5 @@
 """Know where rows are: those of each sample among all of a tensor's, and of one tensor in another's memory."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,20 +7,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from ..contractions.layer import Memory
 
-class Memory:
-    """Keep what one tensor after another is written to: the C library would give its pages back to the system."""
-
-    def __init__(self) -> None:
-        self._held: Tensor | None = None
-
-    def selected(self, rows: Tensor, places: Tensor) -> Tensor:
-        """Return rows (r, …) at some places, (p, …); the next call overwrites them."""
-        shape = len(places), *rows.shape[1:]
-        needed, held = math.prod(shape), self._held
-        if held is None or held.dtype != rows.dtype or held.device != rows.device or len(held) < needed:
-            self._held = held = rows.new_empty(needed + needed // 4)  # of another batch it may be a bit more
-        return torch.index_select(rows, 0, places, out=held[:needed].view(shape))
+_SPARE = 0.25  # of another batch the rows may be a bit more
 
 
 @dataclass(frozen=True)
@@ -48,7 +36,9 @@ class SampleRows:
     def laid_out(self, rows: Tensor, memory: Memory | None = None) -> Tensor:
         """Return rows (r, …), without a graph where they go into a ``memory``, as (n, P, …), padded with zeros."""
         places = self.place.flatten().clamp_max(len(rows) - 1)
-        laid_out = rows.index_select(0, places) if memory is None else memory.selected(rows, places)
+        shape = (len(places), *rows.shape[1:])
+        out = None if memory is None else memory.of(shape, rows.dtype, rows.device, _SPARE)
+        laid_out = torch.index_select(rows, 0, places, out=out)
         laid_out = laid_out.index_fill_(0, self.padding.to(rows.device), 0)  # the rows may be on the meta device
         first: Tensor = laid_out.unflatten(0, self.place.shape)
         return first

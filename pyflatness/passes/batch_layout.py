@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..contractions.layer import Memory
 from ..errors import InputError
-from ..model.row_order import Memory, SampleRows
+from ..model.row_order import SampleRows
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,12 @@ from torch.autograd.graph import GradientEdge
 from .. import contractions
 from ..contractions import Contractor, DenseContraction, Ingredients, multiplied, product, promoted, promoted_dtype
 from ..contractions.factor import gram_factor
-from ..contractions.layer import Contraction, Sign
+from ..contractions.layer import Contraction, Memory, Sign
 from ..contractions.quantities import Contribution
 from ..contractions.routes import Calls
 from ..errors import InputError
 from ..model import layers, spread
 from ..model.kinds import Linear
-from ..model.row_order import Memory
 from ..options import Options
 from . import neighbours, normalize
 from .batch_layout import Layout

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
+from ..contractions.layer import Memory
 from ..errors import InputError, NotYetError
 from ..messages import is_out_of_memory
 from ..model import calling, data, uses
-from ..model.row_order import Memory
 from . import batch_layout, dry_run, guards, linearity
 from .batch_layout import Layout
 from .guards import Check, Spacing, check_unchanged
