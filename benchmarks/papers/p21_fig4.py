@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NAMES = ("separation", "repetition", "kappa", "flatness", "representativeness", "bound", "gap", "authors", "test_loss")
+LABELS = {"bound": "δ²κ/2m + |representativeness|", "gap": "gap", "authors": "the authors' representativeness"}
 _FOLDS = 3
 
 
@@ -44,20 +45,20 @@ def judge(points: Points) -> Found:
     paper = {"bound": "just above the gap; falls with the separation"}
     means = {
         name: [
-            average(f"{name} at class separation {c:g}, mean", _at(columns, name, c), paper.get(name, ""))
+            average(f"{name} at class separation {c:g}, mean", at(columns, name, c), paper.get(name, ""))
             for c in separations
         ]
         for name in ("bound", "gap", "authors")
     }
     first, last = separations[0], separations[-1]
-    ends = zip(_at(columns, "bound", last), _at(columns, "bound", first), strict=True)  # of the same seeds
+    ends = zip(at(columns, "bound", last), at(columns, "bound", first), strict=True)  # of the same seeds
     fall = average(f"bound at {last:g} less that at {first:g}", [one - other for one, other in ends], "below 0")
     bounds, gaps, theirs = ([claims.number(item) for item in rows] for rows in means.values())
     drawn = [
-        [a + b for a, b in zip(_at(columns, "flatness", c), _at(columns, "authors", c), strict=True)]
+        [a + b for a, b in zip(at(columns, "flatness", c), at(columns, "authors", c), strict=True)]
         for c in (first, last)
     ]
-    parts = [statistics.fmean(_at(columns, "flatness", c)) for c in (first, last)]
+    parts = [statistics.fmean(at(columns, "flatness", c)) for c in (first, last)]
     sizes = [f"{bound / gap:.3g}" if gap > 0 else "–" for bound, gap in zip(bounds, gaps, strict=True)]
     made = [Claim(fall, -1)]
     return Found(
@@ -77,7 +78,7 @@ def judge(points: Points) -> Found:
         f"The sum then falls here too, from {statistics.fmean(drawn[0]):.2g} to {statistics.fmean(drawn[1]):.2g}, "
         f"while the term of relative flatness in it rises from {parts[0]:.2g} to {parts[1]:.2g}. What falls is not "
         "flatness.",
-        lambda figure: _draw(figure, separations, means),
+        lambda figure: draw(figure, separations, means, LABELS, "mean squared error"),
         points.failures,
         size=(6.0, 4.0),
         claims=made,
@@ -105,18 +106,24 @@ def measured(bench: Bench, separation: float, seed: int) -> list[float]:
     return [separation, seed, kappa, *parts, test_loss]
 
 
-def _at(columns: Mapping[str, Sequence[float]], name: str, separation: float) -> list[float]:
+def at(columns: Mapping[str, Sequence[float]], name: str, separation: float) -> list[float]:
     """Return the values of a column at a class separation."""
     return [value for value, c in zip(columns[name], columns["separation"], strict=True) if c == separation]
 
 
-def _draw(figure: "Figure", separations: Sequence[float], means: Mapping[str, Sequence[Finding]]) -> None:
+def draw(
+    figure: "Figure",
+    separations: Sequence[float],
+    means: Mapping[str, Sequence[Finding]],
+    labels: Mapping[str, str],
+    unit: str = "",
+) -> None:
+    """Draw the means of some columns, each with its label, over the class separations."""
     axes = figure.subplots()
-    labels = {"bound": "δ²κ/2m + |representativeness|", "gap": "gap", "authors": "the authors' representativeness"}
-    for name, rows in means.items():
-        claims.error_bars(axes, separations, rows, labels[name])
+    for name, label in labels.items():
+        claims.error_bars(axes, separations, means[name], label)
     axes.set_xlabel("class separation")
-    axes.set_ylabel("mean squared error")
+    axes.set_ylabel(unit)
     axes.legend()
 
 

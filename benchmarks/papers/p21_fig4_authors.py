@@ -11,7 +11,7 @@ by the features' variances while it computes κ, which is left out here.
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,12 +25,14 @@ from pyflatness.theory.sampling import authors_representativeness
 from . import claims
 from .claims import Claim, average
 from .experiment import Bench, Experiment, Found, Points
+from .p21_fig4 import at, draw
 from .training import initialized
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 DELTA, SAMPLES, TRAINED, FEATURES, THIRDS = 0.1, 600, 50, 10, 3
+LABELS = {"bound": "δ²κ/m + R", "flatness": "δ²κ/m", "gap": "gap", "error": "test error"}
 NAMES = ("separation", "seed", "flatness", "representativeness", "bound", "gap", "error")
 
 
@@ -121,13 +123,13 @@ def judge(points: Points) -> Found:
     columns = points.columns
     separations = [*dict.fromkeys(columns["separation"])]
     means = {
-        name: [average(f"{name} at class separation {c:g}, mean", _at(columns, name, c)) for c in separations]
+        name: [average(f"{name} at class separation {c:g}, mean", at(columns, name, c)) for c in separations]
         for name in NAMES[2:]
     }
     first, last = separations[0], separations[-1]
     fall = average(
         f"the sum at {last:g} less that at {first:g}",
-        [a - b for a, b in zip(_at(columns, "bound", last), _at(columns, "bound", first), strict=True)],
+        [a - b for a, b in zip(at(columns, "bound", last), at(columns, "bound", first), strict=True)],
         "below 0",
     )
     held = sum(b >= g for b, g in zip(columns["bound"], columns["gap"], strict=True))
@@ -146,23 +148,11 @@ def judge(points: Points) -> Found:
         columns,
         (*itertools.chain(*means.values()), fall),
         verdict,
-        lambda figure: _draw(figure, separations, means),
+        lambda figure: draw(figure, separations, means, LABELS),
         points.failures,
         size=(6.0, 4.0),
         claims=made,
     )
-
-
-def _at(columns: Mapping[str, Sequence[float]], name: str, separation: float) -> list[float]:
-    return [value for value, c in zip(columns[name], columns["separation"], strict=True) if c == separation]
-
-
-def _draw(figure: "Figure", separations: Sequence[float], means: Mapping[str, Sequence[Any]]) -> None:
-    axes = figure.subplots()
-    for name, label in (("bound", "δ²κ/m + R"), ("flatness", "δ²κ/m"), ("gap", "gap"), ("error", "test error")):
-        claims.error_bars(axes, separations, means[name], label)
-    axes.set_xlabel("class separation")
-    axes.legend()
 
 
 EXPERIMENT = Experiment(

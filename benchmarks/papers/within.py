@@ -8,8 +8,7 @@ import csv
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from pyflatness import progress
 
 from . import image_data
 from .networks import fully_connected
+from .study import Planned
 from .training import Data, Weights, crossing, initialized, order, save
 
 LOSS, EPOCHS, SAMPLES, MEASURED, KEPT, SEEDS, SIDE = 0.05, 300, 5000, 2000, 1000, 40, 16
@@ -77,28 +77,12 @@ COLUMNS = (
 )
 
 
-@dataclass(frozen=True)
-class Planned:
-    """Represent one training: the data, the architecture, the settings by name, and a seed of its own."""
-
-    data: str
-    architecture: str
-    settings: Mapping[str, Any]
-    replicate: int
-    seed: int
-
-    @property
-    def name(self) -> str:
-        """Return its name in files and tables."""
-        return "_".join(map(str, (self.data, self.architecture, *self.settings.values(), f"seed{self.seed}")))
-
-
 def plan() -> list[Planned]:
     """Return all trainings, every recipe once before any recipe a second time; no two share a seed."""
     recipes = [*itertools.product(DATA, ARCHITECTURES, *SETTINGS.values())]
     return [
-        Planned(data, architecture, dict(zip(SETTINGS, levels, strict=True)), replicate, 100_000 + number)
-        for number, (replicate, (data, architecture, *levels)) in enumerate(itertools.product(range(SEEDS), recipes))
+        Planned(data, architecture, dict(zip(SETTINGS, levels, strict=True)), 100_000 + number)
+        for number, (data, architecture, *levels) in enumerate(SEEDS * recipes)
     ]
 
 

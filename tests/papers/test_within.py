@@ -33,7 +33,7 @@ def synthetic(name):
 def test_from_images_to_rows(tmp_path, monkeypatch, architecture, optimizer):
     monkeypatch.setattr(within, "LOSS", 1.0)
     settings = {"rate": 1.0, "batch_size": 20, "optimizer": optimizer}
-    trainings = [within.Planned("mnist", architecture, settings, 0, seed) for seed in (3, 4)]
+    trainings = [within.Planned("mnist", architecture, settings, seed) for seed in (3, 4)]
     text = within.run(trainings, synthetic, tmp_path, 1).read_text()
     path = within.run(trainings, synthetic, tmp_path, 2)
     assert path.read_text().startswith(text)  # goes on, and trains none again
@@ -62,7 +62,7 @@ def test_steps_are_those_of_torch():
         ("momentum", lambda p: torch.optim.SGD(p, 0.05, 0.9)),
         ("adam", lambda p: torch.optim.Adam(p, 0.002)),
     ):
-        planned = within.Planned("mnist", "perceptron", {"rate": 1.0, "batch_size": 20, "optimizer": name}, 0, 5)
+        planned = within.Planned("mnist", "perceptron", {"rate": 1.0, "batch_size": 20, "optimizer": name}, 5)
         own, other = (within.initialized(lambda: within.perceptron(1), 5) for _ in range(2))
         assert within.trained(own, planned, (x, y), epochs=3) is None
         optimizer = make(other.parameters())
