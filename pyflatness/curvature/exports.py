@@ -30,9 +30,8 @@ class Tool:
     kinds: tuple[str, ...]  # of modules, that it quantises
     unties: bool = False  # whether it quantises every module of a weight that several have
     once: bool = False  # whether it stores such a weight once
-    demand: Callable[[Weight, Format], str] = lambda weight, held: (
-        ""
-    )  # why it does not keep a weight so; empty: it does
+    # Why it does not keep a weight in a format; empty where it does.
+    demand: Callable[[Weight, Format], str] = lambda weight, held: ""
     stored: Callable[[Format, int, int, int], int] | None = None  # bytes of (rows, columns) of a dtype of so many
 
 
