@@ -22,7 +22,7 @@ Numbers = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
 _STEPS, _STARTS = 16, 4  # Frank-Wolfe steps; choices that exchanges start from
-_PROGRAM = {"mip_rel_gap": 1e-5, "time_limit": 10.0}
+_PROGRAM = {"mip_rel_gap": 1e-5, "node_limit": 5000}  # no limit by the clock, which would make plans depend on it
 _ROUNDING = 1e-12  # relative: a smaller gain is none, and a smaller excess is within the budget
 
 
@@ -106,7 +106,7 @@ class ChoiceProblem:
             options=_PROGRAM,
         )
         least = -np.inf if found.mip_dual_bound is None else scale * float(found.mip_dual_bound)
-        chosen = self.cheapest() if found.x is None else np.flatnonzero(found.x > 0.5)  # None: the time was up
+        chosen = self.cheapest() if found.x is None else np.flatnonzero(found.x > 0.5)  # None: the nodes were used up
         fits = self.sizes[chosen].sum() <= budget * (1 + _ROUNDING)  # the program's own tolerance is larger
         return chosen if fits else self.cheapest(), least
 
