@@ -1,10 +1,11 @@
 """What pyflatness is to reach on the CPU, in one table: measured, to reach, and where the time goes.
 
-Run from the project's root: ``python benchmarks/cpu.py [plain] [vocabularies] [head] [lenet] [resnet8] [resnet32]
-[resnet128] [resnet20] [backpack] [hessian] [peers]``; all of them unless some are named, which takes some twelve
-minutes. ``--kept FILE`` adds the figures to those in a file and prints them all: a table in parts, each of them short.
-BackPACK, curvlinops and PyHessian are optional (``pip install '.[peers]' pyhessian``); their figures are left out where
-they are missing. ``vocabularies`` needs transformers.
+Run from the project's root: ``python benchmarks/cpu.py [plain] [waits] [classes] [imagenet] [vocabularies] [smollm2]
+[head] [lenet] [resnet8] [resnet32] [resnet128] [resnet20] [molecules] [backpack] [hessian] [peers]``; all of them
+unless some are named, which takes some half an hour. ``--kept FILE`` adds the figures to those in a file and prints
+them all: a table in parts, each of them short. BackPACK, curvlinops and PyHessian are optional
+(``pip install '.[peers]' pyhessian``); their figures are left out where they are missing. ``vocabularies`` and
+``smollm2`` need transformers, and ``smollm2`` the folder that ``python benchmarks/smollm2.py fetch`` writes.
 
 The works are those of :mod:`plain_torch`, :mod:`vocabularies`, :mod:`head`, :mod:`layers` and :mod:`hessian`, timed in
 turn with their floors. ``where it goes`` has the shares of the figure that parts of further calls take: every
@@ -13,21 +14,26 @@ millisecond it is looked which one runs.
 
 import argparse
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import adaptive
 import bare
 import layers
 import peers
 import plain_torch
+import smollm2
 import torch
 import vocabularies
-from networks import MessagePassing, Molecules, images, lenet5, resnet18, resnet20, settled
+from networks import MessagePassing, Molecules, efficientnet_lite0, images, lenet5, resnet18, resnet20, settled
 from rich.console import Console
 from rich.table import Table
 from timing import in_turn, shares
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import head
 import hessian
@@ -35,6 +41,7 @@ import pyflatness as pf
 
 # What these cannot be below, by the arithmetic in docs/performance.md: of BackPACK's time, and of the products'.
 IN_PARTS, LAST_LAYERS = {"fc2": 0.8, "fc3": 0.9}, {4: 1.4, 6: 1.8}
+SMOLLM2 = (("float32", 8, 256, 1.05), ("bfloat16", 8, 256, 1.4), ("float32", 2, 128, 1.6))
 HEADS = ("head (1, ", "head (50000, ", "LeNet5")  # beginnings of the rows of the head's table
 
 # By a name for it, a part's functions: the end of their file's path, and how their names begin. What these call is of
@@ -84,6 +91,70 @@ def plain(rounds: int) -> Iterator[Figure]:
     """All layers of small networks, beside plain torch."""
     for row in plain_torch.rows(3 * rounds):
         yield Figure(row.what, row.unit, row.measured, row.limit)
+
+
+class _Waits(TorchDispatchMode):
+    """Count how often a number of a tensor is asked for, for which the host waits where the tensor is on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation."""
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def waits(rounds: int) -> Iterator[Figure]:
+    """How often the host would wait for a GPU: from one batch to the next, and in a call besides."""
+    model, counts = settled(resnet18(channels=4)), []
+    for batches in (4, 8):
+        data = [(images(8)[:, :, ::4, ::4].contiguous(), torch.arange(8) % 10)] * batches
+        with _Waits() as counted:
+            pf.measure(model, nn.CrossEntropyLoss(), data, measures=plain_torch.MEASURES, progress=False)
+        counts.append(counted.count)
+    each = (counts[1] - counts[0]) / 4
+    what = "ResNet-18's graph, width / 16, waits for the device"
+    yield Figure(what, "a batch", each, 2)
+    yield Figure(what, "a call besides", counts[0] - 4 * each, 5)
+
+
+def classes(rounds: int) -> Iterator[Figure]:
+    """Sampled values to 1 % where classes are many, over exact ones; one probe a sample is the least that it takes."""
+    for (name, work, _, _), limit in zip(adaptive.trained(100, 256), (0.45, 0.3, 0.2), strict=True):
+        ways: dict[str, adaptive.Options] = {"exact": {}, "rtol": {"rtol": 0.01}, "one": {"probes": 1}}
+        seconds = work.seconds(ways, 3 * rounds)
+        found, one = (seconds[what].ratio(seconds["exact"]) for what in ("rtol", "one"))
+        yield Figure(f"100 classes, {name}, 1 %", "× exact values", found, limit, f"one probe {one:.2f}")
+
+
+def imagenet(rounds: int) -> Iterator[Figure]:
+    """Sampled values to 5 % of a network for ImageNet."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(16, 3, 224, 224, generator=generator)
+    model, y = settled(efficientnet_lite0(), x), torch.arange(16) * 61
+
+    def step() -> None:
+        nn.functional.cross_entropy(model(x), y).backward()
+        model.zero_grad()
+
+    def measured() -> object:
+        return pf.measure(model, nn.CrossEntropyLoss(), (x, y), measures="relative_flatness", rtol=0.05, progress=False)
+
+    ours, floor = in_turn({"": measured, "step": step}, rounds, repeats=1, clock=time.process_time).values()
+    yield Figure("EfficientNet-Lite0, 50 layers, 16 images, 5 %", "× forward and backward", ours.ratio(floor), 6)
+
+
+def smollm2_cost(rounds: int) -> Iterator[Figure]:
+    """One probe of SmolLM2-135M, over a training step; nothing without the folder that ``smollm2.py fetch`` writes."""
+    folder = smollm2.FOLDER
+    for dtype, sequences, length, limit in SMOLLM2 if (folder / "config.json").exists() else ():
+        work = smollm2.Work(folder, dtype, sequences, length)
+        ways = {"": work.measure, "step": work.step}
+        ours, step = in_turn(ways, rounds, repeats=1, clock=time.process_time).values()
+        what = f"SmolLM2-135M, {sequences} × {length} tokens, {dtype}, one probe"
+        yield Figure(what, "× training step", ours.ratio(step), limit)
 
 
 def large_vocabularies(rounds: int) -> Iterator[Figure]:
@@ -205,7 +276,11 @@ def traces(rounds: int) -> Iterator[Figure]:
 
 GROUPS: dict[str, Callable[[int], Iterator[Figure]]] = {
     "plain": plain,
+    "waits": waits,
+    "classes": classes,
+    "imagenet": imagenet,
     "vocabularies": large_vocabularies,
+    "smollm2": smollm2_cost,
     "head": heads,
     "lenet": lenet,
     "resnet8": _resnet18(8, 1.45),

@@ -97,7 +97,7 @@ def fold_losses(task: Task, changes: Sequence[Mapping[str, Tensor]], folds: int)
             if place == 0:
                 terms = risk.rows(outputs, targets, task.loss, number).terms
                 weights, before = terms.weights.reshape(samples, -1).sum(dim=1).cpu(), losses
-                over.add(samples, float(weights.sum()))
+                over.add(samples, weights.sum())
                 sums[0].index_add_(0, fold, weights)
                 squares[0, 0] += (weights > 0).sum()
                 squares[0, 1:] += weights.square().sum()

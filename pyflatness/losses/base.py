@@ -21,18 +21,21 @@ class Terms:
 
     ``scale`` (rows,) float64 is 0 for a row that adds nothing, and NaN for one without a loss: its targets, or what is
     known of its outputs, have NaN or infinity in them, although its curvature may still be a number. ``used`` (rows,)
-    is False for a row that the loss ignores (a row of class weight 0 is used); None if all rows are used.
+    is False for a row that the loss ignores (a row of class weight 0 is used); None if all rows are used. ``whole``
+    says that no scale is 0, where this is known without a wait for the device.
     """
 
     scale: Tensor
     weights: Tensor  # (rows,) float64, the row's weight in a mean; their sum over the data is the normaliser
     extra: tuple[Tensor, ...] = ()  # what else the curvature needs: coefficients or targets, rows in dimension 0
     used: Tensor | None = None
+    whole: bool = False
 
     def take(self, index: Tensor) -> "Terms":
         """Return the terms of some of the rows."""
         used = None if self.used is None else self.used[index]
-        return Terms(self.scale[index], self.weights[index], tuple(tensor[index] for tensor in self.extra), used)
+        extra = tuple(tensor[index] for tensor in self.extra)
+        return Terms(self.scale[index], self.weights[index], extra, used, self.whole)
 
 
 @dataclass
@@ -188,7 +191,7 @@ def marked(terms: Terms, values: Tensor, *, masks: bool = False) -> Terms:
 def uniform(rows: int, scale: float, weight: float, device: torch.device) -> Terms:
     """Return terms of the same scale and weight for all rows, which take no memory."""
     numbers = torch.tensor([scale, weight], dtype=torch.float64, device=device)
-    return Terms(numbers[:1].expand(rows), numbers[1:].expand(rows))
+    return Terms(numbers[:1].expand(rows), numbers[1:].expand(rows), whole=scale != 0)
 
 
 def without(shape: Sequence[int], dim: int) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ def _values(task: Task) -> Values:
             check_squares(products, weights)
         squares = torch.where(weights > 0, products.square() / weights, 0.0 * products)
         kept = _kept(over, squares.isfinite(), count, number)
-        over.add(count, float(masked(weights, kept).sum()))
+        over.add(count, masked(weights, kept).sum())
         total += float(masked(squares.where(squares.isfinite(), torch.nan), kept).sum())
     own = torch.tensor(total, dtype=torch.float64, device="cpu")
     total = float(over.together(task.batches.shard, {"squares": own})["squares"])

@@ -144,7 +144,7 @@ class Total:
         if found is None or lost is not None or not math.isfinite(found.total):
             self._add_rows(batch, curvature)  # to find the rows that are wrong, and leave them out or say so
             return
-        self._over.add(batch.samples, float(found.counted))
+        self._over.add(batch.samples, found.counted)
         self.value += found.total
         if rows is not None:
             self._contributions.append(_by_sample(batch, rows).sum(dim=1))
@@ -164,7 +164,7 @@ class Total:
             kept = _kept(self._over, batch, ~rows.isfinite(), self._error)
             rows, weights = masked(rows.where(rows.isfinite(), torch.nan), kept), masked(weights, kept)
             total = float(rows.sum())
-        self._over.add(batch.samples, float(weights.sum()))
+        self._over.add(batch.samples, weights.sum())
         self.value += total
         if bounds is not None:
             bounds = bounds * batch.terms.scale.abs()

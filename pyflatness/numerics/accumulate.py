@@ -135,7 +135,8 @@ class Accumulator:
 
     def __init__(self, policy: str, reduction: str = "mean") -> None:
         self._policy, self._reduction = policy, reduction
-        self._seen, self.weight = 0, 0.0
+        self._seen = 0
+        self._weight: Tensor | float = 0.0
         self.omitted = 0
 
     def kept(self, fine: Tensor, error: Error, samples: BySample | None = None) -> Tensor | None:
@@ -144,9 +145,14 @@ class Accumulator:
         self.omitted += 0 if found is None else int((~found).sum())
         return found
 
-    def add(self, samples: int, weight: float = 0.0) -> None:
+    @property
+    def weight(self) -> float:
+        """Return Σ ω_i so far, by a wait for the device."""
+        return float(self._weight)
+
+    def add(self, samples: int, weight: Tensor | float = 0.0) -> None:
         """Add a batch: its number of samples, and the total weight of those that count if the mean is weighted."""
-        self._seen, self.weight = self._seen + samples, self.weight + weight
+        self._seen, self._weight = self._seen + samples, self._weight + weight
 
     def together(self, shard: Shard, parts: Parts) -> dict[Key, Tensor]:
         """Add other ranks' samples where a read of the data ends, and return the sums of values over all ranks."""
@@ -154,7 +160,7 @@ class Accumulator:
             return dict(parts)
         own = torch.tensor([self._seen, self.weight, self.omitted], dtype=torch.float64, device="cpu")
         sums = shard.sum("the end of a read of the data", {**parts, _SAMPLES: own})
-        seen, self.weight, omitted = sums.pop(_SAMPLES).tolist()
+        seen, self._weight, omitted = sums.pop(_SAMPLES).tolist()
         self._seen, self.omitted = int(seen), int(omitted)
         return sums
 

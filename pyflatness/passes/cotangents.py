@@ -67,11 +67,10 @@ class Cotangents:
             index = first + self._order[:, t]
             part = self.terms.take(index)
             factors = self._loss.factors(self._rows[index], part)
-            counted = (part.scale != 0).unsqueeze(1)
-            whole, among_others = bool(counted.all()), len(index) < len(self._rows)
+            among_others = len(index) < len(self._rows)
             for c in range(factors.count):
                 column, signs = factors.column(c)
-                values = (column if whole else torch.where(counted, column, 0.0)).to(self._rows.dtype)
+                values = _counted(column, part).to(self._rows.dtype)
                 if among_others:
                     values = torch.zeros_like(self._rows).index_copy_(0, index, values)
                 yield self._shaped(values), signs
@@ -204,16 +203,18 @@ class Cotangents:
 
     def _counted(self, values: Tensor) -> Tensor:
         """Return values as a cotangent, 0 for terms that do not count."""
-        counted = self.terms.scale != 0
-        if not bool(counted.all()):
-            values = torch.where(counted.unsqueeze(1), values, 0.0)
-        return self._shaped(values.to(self._rows.dtype))
+        return self._shaped(_counted(values, self.terms).to(self._rows.dtype))
 
     def _shaped(self, rows: Tensor) -> Tensor:
         if not self._loss.positions or self._dim % self.outputs.ndim == self.outputs.ndim - 1:
             return rows.view_as(self.outputs)
         moved = self.outputs.movedim(self._dim, -1)
         return rows.view(moved.shape).movedim(-1, self._dim)
+
+
+def _counted(values: Tensor, terms: Terms) -> Tensor:
+    """Return values (rows, C) with 0 for terms that do not count."""
+    return values if terms.whole else torch.where((terms.scale != 0).unsqueeze(1), values, 0.0)
 
 
 def of_run(run: Run, loss: Loss) -> Cotangents:
@@ -233,7 +234,7 @@ def prepare(outputs: Tensor, targets: Tensor, loss: Loss, samples: int) -> Cotan
     counted = (terms.scale != 0).view(samples, -1)
     most = counted.shape[1]
     order = torch.arange(most, device=counted.device).expand(samples, -1)
-    if not bool(counted.all()):
+    if not (terms.whole or bool(counted.all())):
         most = int(counted.sum(dim=1).max())
         order = counted.int().argsort(dim=1, descending=True, stable=True)[:, :most]
     passes = most * loss.columns(rows.shape[1])

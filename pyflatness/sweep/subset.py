@@ -58,7 +58,7 @@ class Subset:
             sizes = sent.marked(sent.sizes())
             fine = sizes.isfinite()
             over.kept(fine, partial(non_finite, number, fine, "in their targets, outputs or loss"))
-            over.add(len(sizes), float(sent.sample_weights.sum()))
+            over.add(len(sizes), sent.sample_weights.sum())
             own.append(sizes.cpu())
         shard, mine = task.batches.shard, torch.cat(own)
         over.together(shard, {})

@@ -83,7 +83,7 @@ class Totals:
         """Take in the values of some samples."""
         fine = finite_samples(micro_batch.values)
         kept = self.over.kept(fine, lambda: self._error(micro_batch, fine))
-        self.over.add(len(fine), float(masked(micro_batch.sample_weights, kept).sum()))
+        self.over.add(len(fine), masked(micro_batch.sample_weights, kept).sum())
         values = micro_batch.values
         values = masked(values.where(values.isfinite(), torch.nan), kept)  # a layer that is fine stays so
         probes = torch.cat([values, values.sum(dim=1, keepdim=True)], dim=1)
