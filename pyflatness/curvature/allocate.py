@@ -13,8 +13,8 @@ rounding errors of one layer meet those of the next.
 A minimum over noise is too low, and a choice follows the noise of its data, be it of few samples or of probes: other
 data then lose more than these. So the samples are in folds. How their sums differ tells which share of the first order
 is noise, and of the products of different layers, and the choice takes both less by that (as Schäfer and Strimmer 2005
-do with correlations). What the choice costs other data is what it costs these, and what choosing by them hides: by how
-much more a quarter of the folds loses by the choice that the other three make than by that of all.
+do with correlations). What the choice costs other data is found by cross-validation: it is what each quarter of the
+folds loses by the choice that the other three make. This is measured, or predicted where nothing is.
 
 Where changes are too large for an expansion at w, one more sweep makes it at the weights w* = w + Δ* of a choice. Other
 choices then have the prices ⟨∇E(w*), Δ - Δ*⟩ + ½⟨Δ - Δ*, G(w*) (Δ - Δ*)⟩, which are near for those that differ in few
@@ -102,8 +102,8 @@ def allocate(
 
     Choices are made by ⟨∇E, Δ⟩ + ½⟨Δ, G Δ⟩ for the changes Δ of all layers together, with the GGN G of the whole loss
     in the place of its Hessian, from one sweep over the data. The coarsest formats change weights too much for a second
-    order. So the best choices without them are found too, and one of these is taken where its loss on the data is
-    clearly less. What the choice costs on other data like these is told with an interval.
+    order. So the best choices without them are found too, and the one of the least cross-validated loss is taken. What
+    it costs on other data like these is told with an interval.
 
     Args:
         model: …
@@ -124,13 +124,13 @@ def allocate(
             that layers share has one format, changes in all of its uses, and is counted once.
         probes: random signs of each sample; all columns of the loss's square-root factor where these are no more. None:
             all columns, whatever they are. More samples with fewer probes make better choices in the same time.
-        measured: also try the best choices without the coarsest format, without the two coarsest and so on, by a
-            forward pass each, and take one whose loss is less by more than the standard error of the prediction. One
-            that every part of the data makes, as where the budget leaves one format for all, is taken where it loses
-            less than the choice is predicted to.
+        measured: also try the best choices without the coarsest format, without the two coarsest and so on, and take
+            the one of the least cross-validated loss: what each quarter of the data loses by the choice that the other
+            three make. This takes up to five forward passes for each of them.
         rounds: how often at most the loss is expanded again at the weights of the choice, and the choice that this
-            finds is taken, as long as its measured loss is less by more than the standard error of the difference. Each
-            takes as long as the call without. None: 3 where the change is more than half of the loss, else none.
+            finds is taken, as long as its cross-validated loss is less by more than the standard error of the
+            difference. Each takes as long as the call without. None: 3 where the change is more than half of the loss,
+            else none.
         held_out: data that neither the model nor the choice has seen: ``predicted`` is of them, and a note says so
             where the loss of ``data`` is far below theirs, since the model has fitted ``data`` then.
         tool: whose formats the names of formats mean, and for which layers get no format that it does not keep them in;
@@ -333,21 +333,23 @@ class _Plan:
         chosen, gap = self.choices.best(bits * self.entries)
         changes = self._changes(chosen)
         hidden, prices = self._hidden(changes, bits), self.folds.prices(changes)
-        taken = [self.options[place] for place in chosen]
-        formats = {name: one for option in taken for name, one in option.formats.items()}
+        formats = self._formats(chosen)
         return Allocation(
             choice={layer: formats[name].name for name, weight in self.weights.items() for layer in weight.modules},
-            bits=sum(option.bits for option in taken) / self.entries,
+            bits=sum(self.options[place].bits for place in chosen) / self.entries,
             weights=self.entries,
             uncovered=self.uncovered,
             why_uncovered=self.why_uncovered,
             predicted=self.estimate(float(self.folds.shares @ prices), _error(self.folds.shares, prices), hidden),
             loss_change=None,
             gap=gap if self.convex else math.nan,
-            _formats={name: formats[name] for name in self.weights},
-            _hidden=hidden,
+            _formats=self._formats(chosen),
             _plan=self,
         )
+
+    def of_other_folds(self, bits: float) -> list[tuple[Tensor, Choice]]:
+        """Return parts of the folds, as their places, each with the choice that the other folds make."""
+        return [(places, self._formats(problem.good(bits * self.entries))) for places, problem in self.parts]
 
     def _hidden(self, chosen: Sequence[int], bits: float) -> float:
         """Return by how much more folds lose by a choice of other folds than by the one of all."""
@@ -358,14 +360,19 @@ class _Plan:
         return found
 
     def estimate(self, change: float, error: float, hidden: float = 0.0, **facts: Any) -> Estimate:
-        """Return the change of the loss on other data: that on these, and what choosing by them hides.
+        """Return the change of the loss on other data: that on these, and ``hidden``, what choosing by them hides.
 
-        What it hides is known as well as it is large.
+        The error has all that is hidden.
         """
         value, dof = change + hidden, len(self.folds.shares) - 1
         notes = (*self.like.notes, *((_TOO_LARGE,) if value > _LARGE * self.loss else ()))
         stderr = math.hypot(error, hidden)
         return replace(self.like, value=value, stderr=stderr, dof=float(dof) or None, notes=notes, **facts)
+
+    def _formats(self, chosen: Indices) -> dict[str, Format]:
+        """Return the format of each weight."""
+        found = {name: one for place in chosen for name, one in self.options[place].formats.items()}
+        return {name: found[name] for name in self.weights}
 
     def _changes(self, chosen: Indices) -> list[int]:
         return [place for option in chosen for place in self.options[option].places]
@@ -587,61 +594,95 @@ class _Read:
     at: Callable[[Choice], _Plan]  # the same at the weights of a choice, by a sweep
 
     def measured(self, bits: float, rounds: int | None, held_out: Any) -> "Allocation":
-        """Return the choice of the least loss on the data that is found."""
+        """Return the choice that is found to be best, by losses that are measured."""
         plan = self.plan
-        taken, own, place = self._tried(bits)
+        taken = min(self._tried(self._without_coarsest(bits), bits), key=lambda each: each.expected)
+        hidden = taken.hidden
         if rounds is None:
-            rounds = _ROUNDS if float(own.changes[place] @ own.shares) > _LARGE * plan.loss else 0
+            rounds = _ROUNDS if taken.change > _LARGE * plan.loss else 0
         for _ in range(rounds):
-            step = self.at(taken._formats).best(bits)
-            if step.choice == taken.choice:
+            step = self.at(taken.choice._formats)
+            (other,) = self._tried([step], bits)
+            if other.choice.choice == taken.choice.choice:
                 break
-            other = self.losses([step._formats])
-            more = other.changes[0] - own.changes[place]
-            if not float(more @ own.shares) < -_error(own.shares, more):
+            more = other.unseen - taken.unseen
+            if not float(more @ taken.shares) < -_error(taken.shares, more):
                 break
-            taken, own, place = replace(step, _hidden=taken._hidden + step._hidden), other, 0
-        change = float(own.changes[place] @ own.shares)
-        predicted = plan.estimate(change, float(own.errors[place]), taken._hidden, method="definition")
+            taken, hidden = other, hidden + other.hidden
+        predicted = plan.estimate(taken.change, taken.error, hidden, method="definition")
         if held_out is not None:
-            other = self.losses([taken._formats], held_out)
-            of_others, error = float(other.changes[0] @ other.shares), float(other.errors[0])
-            predicted = plan.estimate(of_others, error, method="definition", samples=other.samples)
-            predicted = replace(predicted, notes=(*predicted.notes, *_fitted(own, other)))
-        return replace(taken, predicted=predicted, loss_change=change, _plan=plan)
+            others = self.losses([taken.choice._formats], held_out)
+            of_others, error = float(others.changes[0] @ others.shares), float(others.errors[0])
+            predicted = plan.estimate(of_others, error, method="definition", samples=others.samples)
+            predicted = replace(predicted, notes=(*predicted.notes, *_fitted(taken, others)))
+        return replace(taken.choice, predicted=predicted, loss_change=taken.change, _plan=plan)
 
-    def _tried(self, bits: float) -> tuple["Allocation", FoldLosses, int]:
-        """Return the best choice, or one without the coarsest formats if its loss on the data is less, and its losses.
-
-        It has to be less by more than the standard error of the prediction: other data differ by as much. Of a choice
-        that every part of the data makes, such as the one format that the budget leaves, nothing is hidden. It is taken
-        where it loses less than the other and what that hides.
-        """
-        plan = self.plan
+    def _without_coarsest(self, bits: float) -> "list[_Plan]":
+        """Return the plan, and those without the coarsest format, without the two coarsest and so on, that fit."""
         bits_of: dict[str, float] = defaultdict(float)
-        for option in plan.options:
+        for option in self.plan.options:
             bits_of[option.name] += option.bits
         coarsest = sorted(bits_of, key=bits_of.__getitem__)
-        finer = itertools.takewhile(
-            lambda each: each.fits(bits), (plan.without(coarsest[:count]) for count in range(1, len(coarsest)))
-        )
-        found: dict[tuple[str, ...], Allocation] = {}
-        for each in (plan, *finer):
-            best = each.best(bits)
-            found.setdefault(tuple(best.choice.values()), best)  # each choice is measured once
-        tried = [*found.values()]
-        own = self.losses([best._formats for best in tried])
-        changes, noise = own.changes @ own.shares, tried[0].predicted.stderr
-        least = int(changes.argmin())
-        if noise is not None and changes[0] - changes[least] <= noise:  # not of NaN, where there is none
-            least = 0
-        for place, best in enumerate(tried):
-            if best._hidden == 0 and float(changes[place]) < float(changes[least]) + tried[least]._hidden:
-                least = place
-        return tried[least], own, least
+        finer = (self.plan.without(coarsest[:count]) for count in range(1, len(coarsest)))
+        return [self.plan, *itertools.takewhile(lambda each: each.fits(bits), finer)]
+
+    def _tried(self, plans: "Sequence[_Plan]", bits: float) -> "list[_Tried]":
+        """Return the best choice of each plan with what it does, and what those do that are made of a part of the data.
+
+        All choices are measured by one read of the data, one that several plans make once.
+        """
+        best = [plan.best(bits) for plan in plans]
+        of_others = [plan.of_other_folds(bits) for plan in plans]
+        choices = {
+            _names(choice): choice
+            for each, others in zip(best, of_others, strict=True)
+            for choice in (each._formats, *(choice for _, choice in others))
+        }
+        found = self.losses([*choices.values()])
+        changes = dict(zip(choices, found.changes, strict=True))
+        errors = dict(zip(choices, found.errors.tolist(), strict=True))
+        tried = []
+        for each, others in zip(best, of_others, strict=True):
+            own = changes[_names(each._formats)]
+            unseen = own.clone()
+            for places, choice in others:
+                unseen[places] = changes[_names(choice)][places]
+            tried.append(_Tried(each, found.shares, found.before, own, unseen, errors[_names(each._formats)]))
+        return tried
 
 
-def _fitted(own: FoldLosses, other: FoldLosses) -> tuple[str, ...]:
+@dataclass(frozen=True)
+class _Tried:
+    """Hold a choice and what was measured of it in folds of the samples."""
+
+    choice: "Allocation"
+    shares: Tensor  # (folds,) of the samples
+    before: Tensor  # (folds,), the losses of the model
+    changes: Tensor  # (folds,), by which they are more with the choice
+    unseen: Tensor  # (folds,), the same with the choice that is made without the fold
+    error: float  # the standard error of the change of all samples, by how samples differ
+
+    @property
+    def change(self) -> float:
+        """Return by how much the loss of all samples changes."""
+        return float(self.changes @ self.shares)
+
+    @property
+    def expected(self) -> float:
+        """Return by how much the loss is expected to change on other data, by cross-validation."""
+        return float(self.unseen @ self.shares)
+
+    @property
+    def hidden(self) -> float:
+        """Return by how much better the choice is on the data that it was made by than elsewhere."""
+        return self.expected - self.change
+
+
+def _names(choice: Choice) -> tuple[str, ...]:
+    return tuple(held.name for held in choice.values())
+
+
+def _fitted(own: "_Tried", other: FoldLosses) -> tuple[str, ...]:
     """Return a note where the loss of the data is far below that of others: by more than a tenth and three errors."""
     fitted, held = (float(each.shares @ each.before) for each in (own, other))
     error = math.hypot(*(_error(each.shares, each.before) for each in (own, other)))
@@ -670,10 +711,10 @@ class Allocation(Result):
         uncovered: weights of the model that stay as they are since they are in no layer that can be changed, by the
             name of the parameter, each with its share of all weights; empty where layers were chosen.
         why_uncovered: for some of these the reason.
-        predicted: the change of the loss on other data like these, with an interval: ``loss_change``, and what choosing
-            by these data hides, by how much more a quarter of the samples loses by the choice of the others than by
-            that of all. With ``held_out=`` it is the change on these. The error is that of other samples, and of what
-            choosing hides all of it. Without ``measured`` it is of second order: what lies beyond is not in it.
+        predicted: the change of the loss on other data like these, with an interval, by cross-validation: what each
+            quarter of the samples loses by the choice of the others. Its standard error has two parts, that of other
+            samples, and all by which it is more than ``loss_change``. With ``held_out=`` it is the change on these.
+            Without ``measured`` it is of second order: what lies beyond is not in it.
         loss_change: by how much the choice changes the loss on the data that it was made by; None: not measured.
         gap: how much better than this choice another one could be at most, of what was minimised; NaN for a loss that
             is not convex in the outputs.
@@ -688,7 +729,6 @@ class Allocation(Result):
     loss_change: float | None
     gap: float
     _formats: Mapping[str, Any]  # by the name of a weight in the plan
-    _hidden: float  # what choosing by these data hides
     _plan: Any  # which this is a choice of
 
     def frontier(self, bits: Iterable[float] | None = None) -> "Frontier":

@@ -1,6 +1,7 @@
 """Formats for layers under a budget: the products of all pairs against a dense GGN, the search against all choices."""
 
 import copy
+import dataclasses
 import itertools
 import json
 import re
@@ -243,31 +244,40 @@ def test_a_change_as_large_as_the_loss_is_said_to_be_beyond_second_order():
     assert "what the loss does is what measured=True finds" in str(plan)
 
 
+def _cross_validated(plan, of_formats, model, data, bits):
+    """Return the loss at the choice of all folds, and at what they lose by choices that were made without them."""
+
+    def losses(choice, rows):
+        changed = dataclasses.replace(plan, _formats=choice).apply(model)
+        with torch.no_grad():
+            return sum(CE(changed(data[0][row : row + 1]), data[1][row : row + 1]).item() for row in rows)
+
+    samples, best = range(len(data[0])), of_formats.best(bits)
+    unseen = [
+        losses(choice, [row for row in samples if places[row % len(places)]])
+        for places, choice in of_formats.of_other_folds(bits)
+    ]
+    return losses(best._formats, samples) / len(samples), sum(unseen) / len(samples), best.choice
+
+
 @pytest.mark.parametrize(("case", "scale"), [(_images, 40), (_texts, 5)])
-def test_of_choices_without_the_coarsest_formats_one_of_clearly_less_loss_is_taken(case, scale):
+def test_of_choices_without_the_coarsest_formats_that_of_the_least_cross_validated_loss_is_taken(case, scale):
     model, data = case()
     for values in model.parameters():
         values.data *= scale  # so that second order is a poor guide
-
-    def risk(network):
-        with torch.no_grad():
-            return CE(network(data[0]), data[1]).item()
-
     formats, found = ["modelopt:int2", "modelopt:int3", "modelopt:int4"], []  # whose lowest bits are the coarsest
+    with torch.no_grad():
+        before = CE(model(data[0]), data[1]).item()
     for budget in (3, 3.5, 4):
-        given = [formats[start:] for start in range(3) if budget >= int(formats[start][-1])]
-        each = [pf.allocate(model, CE, data, names, bits=budget, measured=False) for names in given]
-        losses = [risk(plan.apply(model)) for plan in each]
-        plan = pf.allocate(model, CE, data, formats, bits=budget)
-        clear = losses[0] - min(losses) > each[0].predicted.stderr
-        taken = losses.index(min(losses)) if clear else 0
-        for place, other in enumerate(each):
-            if other._hidden == 0 and losses[place] < losses[taken] + each[taken]._hidden:
-                taken = place
-        assert plan.loss_change == pytest.approx(losses[taken] - risk(model), rel=1e-9)
-        assert risk(plan.apply(model)) == pytest.approx(losses[taken], rel=1e-9)
-        assert each[0].loss_change is None
-        assert plan.frontier([budget]).plans[0].choice == each[0].choice
+        plan = pf.allocate(model, CE, data, formats, bits=budget, rounds=0)
+        plans = [plan._plan, *(plan._plan.without(formats[:count]) for count in (1, 2))]
+        tried = [_cross_validated(plan, each, model, data, budget) for each in plans if each.fits(budget)]
+        taken = min(range(len(tried)), key=lambda place: tried[place][1])
+        own, unseen, choice = tried[taken]
+        assert plan.choice == choice
+        assert plan.loss_change == pytest.approx(own - before, rel=1e-9)
+        assert plan.predicted == pytest.approx(unseen - before, rel=1e-9)
+        assert plan.frontier([budget]).plans[0].choice == tried[0][2]
         found.append(taken)
     assert any(found)
 
@@ -336,19 +346,20 @@ def test_expansions_at_the_choice_find_better_ones_and_none_that_is_worse():
     assert sums[2] < 0.9 * sums[0]
 
 
-def test_one_format_for_all_is_taken_where_it_loses_less_than_the_choice_is_predicted_to():
+def test_one_format_for_all_is_taken_where_choices_lose_more_on_samples_that_had_no_part_in_them():
     taken = []
     for seed in (1, 2, 3):
         model, data = _trained(seed)
         few = tuple(part[:16] for part in data)
-        before = _losses(model, few).mean()
-        by_order = pf.allocate(model, CE, few, ["int3", "int4", "int5"], bits=4, measured=False)
-        same = pf.allocate(model, CE, few, ["int4"], bits=4, measured=False)
-        own, of_all = (_losses(plan.apply(model), few).mean() - before for plan in (by_order, same))
+        before = _losses(model, few).mean().item()
         plan = pf.allocate(model, CE, few, ["int3", "int4", "int5"], bits=4, rounds=0)
+        _, unseen, choice = _cross_validated(plan, plan._plan, model, few, 4)
+        same = pf.allocate(model, CE, few, ["int4"], bits=4)
+        assert same.predicted == pytest.approx(same.loss_change, rel=1e-9)  # it is chosen whatever the data are
         taken.append(plan.choice == same.choice)
-        assert taken[-1] == bool(of_all < own + by_order._hidden)
-        assert plan.predicted == pytest.approx(float(of_all if taken[-1] else own + by_order._hidden), rel=1e-9)
+        assert taken[-1] == (same.loss_change < unseen - before)
+        assert plan.choice == (same.choice if taken[-1] else choice)
+        assert plan.predicted == pytest.approx(min(same.loss_change, unseen - before), rel=1e-9)
     assert len({*taken}) == 2
 
 
