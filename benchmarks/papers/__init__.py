@@ -21,6 +21,7 @@ from . import (
     p21_fig8,
     p21_labels,
     theorems,
+    valley,
 )
 from .experiment import Experiment
 
@@ -46,6 +47,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     c24_pairs.LENET,
     c24_trends.PERCEPTRON,
     grid.EXPERIMENT,
+    valley.EXPERIMENT,
 )
 
 

@@ -34,8 +34,11 @@ LAYERS = {"fc1": "the inputs", "fc3": "the features before the last hidden layer
 SMALL, COUNTS, RHO, PROBES = 0.01, (2, 8, 32), 0.05, 8
 
 
-def networks(bench: Bench) -> Iterator[tuple[dict[str, Any], nn.Sequential, tuple[Tensor, Tensor], dict[str, float]]]:
-    """Yield networks that converged: their facts, themselves in float64, training data, and losses and errors."""
+Data = tuple[Tensor, Tensor]
+
+
+def networks(bench: Bench) -> Iterator[tuple[dict[str, Any], nn.Sequential, Data, Data, dict[str, float]]]:
+    """Yield networks that converged: facts, themselves in float64, training and test data, and losses and errors."""
     from safetensors.torch import load_file
 
     zoo = p21_minima.zoo(bench)
@@ -52,14 +55,15 @@ def networks(bench: Bench) -> Iterator[tuple[dict[str, Any], nn.Sequential, tupl
                     losses = [float(F.cross_entropy(network(x), y)) for x, y in (train, test)]
                     error = float((network(test[0]).argmax(1) != test[1]).double().mean())
                 facts = {"name": name, "recipe": name.rsplit("_seed", 1)[0]}
-                yield facts, network, train, {"gap": losses[1] - losses[0], "test error": error, "loss": losses[0]}
+                told = {"gap": losses[1] - losses[0], "test error": error, "loss": losses[0]}
+                yield facts, network, train, test, told
             advance(1, name)
 
 
 def rises(bench: Bench) -> tuple[dict[str, list[Any]], dict[str, str]]:
     """Measure robustness of three layers of each network to rotations and to noise."""
     rows = []
-    for seed, (facts, network, train, told) in enumerate(networks(bench)):  # of rotations, others for each network
+    for seed, (facts, network, train, _, told) in enumerate(networks(bench)):  # of rotations, others for each network
         places = {name: place for place, (name, _) in enumerate(network.named_children())}
         for layer in LAYERS:
             before, after = network[: places[layer]], network[places[layer] :]
@@ -88,7 +92,7 @@ def tightness(points: Points) -> Found:
     for layer, words in LAYERS.items():
         own = [place for place, name in enumerate(columns["layer"]) if name == layer]
         small, large, part, over = (
-            average(f"{what}, {layer}", _by_recipe(columns, own, values), paper)
+            average(f"{what}, {layer}", by_recipe(columns, own, values), paper)
             for what, values, paper in (
                 (f"E_F over δ²κ/2m at δ = {SMALL:g}", columns["small"], "1 as δ → 0"),
                 ("the same at n^(-1/(4+m))", columns["large"], "1 + O(δ)"),
@@ -101,7 +105,7 @@ def tightness(points: Points) -> Found:
             f"for {words} ({layer}) {claims.shown(small)} and {claims.shown(large)}, with an E_Rep of "
             f"{claims.shown(part)} of the gap"
         )
-    error = average("test error", _by_recipe(columns, range(len(columns["name"])), columns["test error"]))
+    error = average("test error", by_recipe(columns, range(len(columns["name"])), columns["test error"]))
     verdict = (
         f"{len(set(columns['name']))} networks of {len(set(columns['recipe']))} recipes, with a mean test error of "
         f"{claims.shown(error)}; means over recipes. E_F is this many times δ²κ/2m, at δ = {SMALL:g} and at the "
@@ -114,7 +118,7 @@ def _ratio(columns: Mapping[str, Sequence[Any]], one: str, other: str) -> list[f
     return [a / b for a, b in zip(columns[one], columns[other], strict=True)]
 
 
-def _by_recipe(columns: Mapping[str, Sequence[Any]], places: Sequence[int], values: Sequence[float]) -> list[float]:
+def by_recipe(columns: Mapping[str, Sequence[Any]], places: Sequence[int], values: Sequence[float]) -> list[float]:
     """Return the mean over the networks of each recipe."""
     held: dict[str, list[float]] = {}
     for place in places:
@@ -125,7 +129,7 @@ def _by_recipe(columns: Mapping[str, Sequence[Any]], places: Sequence[int], valu
 def own_ways(bench: Bench) -> tuple[dict[str, list[Any]], dict[str, str]]:
     """Measure the rises of the loss by one matrix and by a direction for each sample, at the head."""
     rows = []
-    for facts, network, train, told in networks(bench):
+    for facts, network, train, _, told in networks(bench):
         head = network[-1]
         features = network[:-1](train[0]).detach().requires_grad_()
         (slope,) = torch.autograd.grad(F.cross_entropy(head(features), train[1]), features)
@@ -153,19 +157,19 @@ def hidden(points: Points) -> Found:
     more, bound = (
         average(f"own directions' rise over that of {what}, less 1", [value - 1 for value in ratios], paper)
         for what, ratios, paper in (
-            ("the worst A of norm 1", _by_recipe(columns, every, _ratio(columns, "own", "common")), "above 0"),
-            ("the bound ½δ²‖w‖²λ_max", _by_recipe(columns, every, _ratio(columns, "own", "bound")), "may be above 0"),
+            ("the worst A of norm 1", by_recipe(columns, every, _ratio(columns, "own", "common")), "above 0"),
+            ("the bound ½δ²‖w‖²λ_max", by_recipe(columns, every, _ratio(columns, "own", "bound")), "may be above 0"),
         )
     )
     norms = [
         average(
             f"log10 of the norm of the least A for {k} samples",
-            _by_recipe(columns, every, [math.log10(norm) for norm in columns[f"norm {k}"]]),
+            by_recipe(columns, every, [math.log10(norm) for norm in columns[f"norm {k}"]]),
             "large",
         )
         for k in COUNTS
     ]
-    error = average("test error", _by_recipe(columns, every, columns["test error"]))
+    error = average("test error", by_recipe(columns, every, columns["test error"]))
     made = [Claim(more)]
     told = ", ".join(f"{k} samples {claims.shown(item)}" for k, item in zip(COUNTS, norms, strict=True))
     verdict = (
