@@ -279,6 +279,8 @@ def test_a_weight_of_a_layer_that_is_detached_elsewhere_is_not_exact(cut):
         lambda weight: weight.abs().max().item(),
         lambda weight: weight.detach().sum(1).tolist()[0],
         lambda weight: float(weight.detach().numpy().sum()),
+        lambda weight: torch.tensor(float(weight.norm())),  # in float32
+        lambda weight: torch.tensor(float(weight.norm()), dtype=torch.bfloat16),
     ],
 )
 @pytest.mark.parametrize("for_a_log", [True, False])
@@ -293,6 +295,38 @@ def test_numbers_that_are_taken_out_of_a_weight_are_told_where_outputs_depend_on
     report = pf.measure(model, LOSS, (X, Y), measures="trace")
     assert report["a", "trace"].exact == for_a_log
     assert any("detach" in note for note in report["a", "trace"].notes) != for_a_log
+
+
+LOGGED = {
+    "a number": lambda h: float(h.norm()),
+    "an item": lambda h: h.detach().abs().max().item(),
+    "a list": lambda h: sum(h.tolist()),
+    "an array": lambda h: float(np.abs(h.detach().numpy()).sum()),
+    "complex": lambda h: abs(torch.fft.rfft(h).sum().item()),
+    "shared": lambda h: float(torch.from_dlpack(h.detach()).sum()),
+}
+
+
+@pytest.mark.parametrize("taken", LOGGED)
+@pytest.mark.parametrize("when", ["never", "always", "later"])
+def test_numbers_that_are_taken_out_of_activations_are_told_where_outputs_depend_on_them(taken, when):
+    """Of one sample each, since numbers of a batch mix its samples."""
+
+    def forward(net, x):
+        h = net.front(x)
+        net.log = [LOGGED[taken](row) for row in h]
+        depends = when == "always" or (when == "later" and bool((x[0] == X[-1]).all()))
+        return net.head(torch.relu(h) * (torch.tensor(net.log)[:, None].to(h) if depends else 1))
+
+    torch.manual_seed(0)
+    net = Net(forward, front=nn.Linear(4, 6), head=nn.Linear(6, 3)).double()
+    data = [(X[i : i + 1], Y[i : i + 1]) for i in range(9)] if when == "later" else (X, Y)
+    report = pf.measure(net, LOSS, data, measures=["trace", "fisher_rao"])
+    assert report["front", "trace"].exact == (when == "never")
+    assert any("detach" in note for note in report["front", "trace"].notes) == (when != "never")
+    assert pf.importance(net, LOSS, data, kind="hessian").exact == (when == "never")
+    if when != "later":
+        assert report["fisher_rao"].exact == (when == "never")
 
 
 @pytest.mark.parametrize("between", [torch.relu, torch.tanh])
