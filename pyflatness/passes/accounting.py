@@ -82,7 +82,7 @@ class Accounting:
                 functions = elsewhere.pop(name, "a function that torch did not write")
                 if not own[name].isdisjoint(others):
                     elsewhere[name] = functions
-        acting = ((vector, _functions_of(node, reached)) for vector, node in self._of_vectors)
+        acting = ((vector, _functions_of(node, reached, vector.shape)) for vector, node in self._of_vectors)
         flat = {vector: ", ".join(functions) for vector, functions in acting if functions}
         ends = {name: [GradientEdge(node, 0) for node in nodes[name]] for name in differentiated}
         doubts = {
@@ -235,8 +235,11 @@ def _reached(outputs: Tensor, recorder: Recorder) -> dict[Node, list[tuple[Node,
     return takers
 
 
-def _functions_of(leaf: Node, takers: Mapping[Node, Sequence[tuple[Node, int]]]) -> list[str]:
-    """Return in which operations a parameter takes part otherwise than as a bias, through views, copies and casts."""
+def _functions_of(leaf: Node, takers: Mapping[Node, Sequence[tuple[Node, int]]], shape: torch.Size) -> list[str]:
+    """Return in which operations a parameter takes part otherwise than as a bias.
+
+    It is followed through views, copies, casts and sums of its own shape, as in ``1 + g``.
+    """
     found: dict[str, None] = {}
     stack, seen = [*takers.get(leaf, ())], set()
     while stack:
@@ -244,7 +247,7 @@ def _functions_of(leaf: Node, takers: Mapping[Node, Sequence[tuple[Node, int]]])
         if node in seen:
             continue
         operation = graph.of(node.name())
-        if operation.same_entries:
+        if operation.same_entries or (place in operation.biases and graph.shape(node, 0) == shape):
             seen.add(node)
             stack += takers.get(node, ())
         elif place not in operation.biases:
