@@ -52,6 +52,11 @@ TWICE_WRONG = (
     "0 (2.13): where all of them are nonzero this value is right"
 )
 
+RENORMED = (
+    "an embedding with max_norm= changes its weight in the forward pass: derivatives are those in the changed weight, "
+    "and not those of the function that the model computes"
+)
+
 _WITHOUT_VALUES = {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"}
 _WITHOUT_VALUES |= {"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided"}
 _AS_ANOTHER = {"to", "type_as", "view_as", "reshape_as", "expand_as"}  # whose values are not read
@@ -64,22 +69,19 @@ class Detached(calling.Watcher):
     def __init__(self, doubt: Callable[[str], None] | None = None) -> None:
         self._doubt = doubt
         self._held: dict[int, Tensor] = {}  # by id; the tensors are kept so that ids and memory stay theirs
+        self._versions: dict[int, int] = {}  # of these
         # Memory of these; false where tensors with a graph share it, so that it is held for those without one alone.
         self._memory: dict[int, bool] = {}
         self._recording = True  # what the model's own code has set the grad mode to
         self.is_lost = False  # whether such a tensor, or one with a graph, became a number or an array
         self._script = _last_script()
-        self._is_twice_wrong = False
+        self._of_operations: dict[str, None] = {}  # doubts that one operation is enough for
         self._had_graph = False  # whether what is detached in place next has one
 
     def doubts(self, outputs: Tensor, again: Callable[[], Tensor]) -> list[str]:
         """Return why derivatives of the outputs may not be those of what was computed; see :meth:`is_cut`."""
         scripted = private.last_script() is not self._script
-        found = {
-            TAKEN_AS_CONSTANT: scripted or self.is_cut(outputs, again),
-            TWICE_WRONG: self._is_twice_wrong,
-        }
-        return [doubt for doubt, holds in found.items() if holds]
+        return [TAKEN_AS_CONSTANT] * (scripted or self.is_cut(outputs, again)) + [*self._of_operations]
 
     def is_cut(self, outputs: Tensor, again: Callable[[], Tensor]) -> bool:
         """Return whether the outputs depend on what was cut from the graph.
@@ -119,7 +121,12 @@ class Detached(calling.Watcher):
 
     def see(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """See :class:`.calling.Watcher`."""
-        self._is_twice_wrong |= name == "logcumsumexp"
+        if name == "logcumsumexp":
+            self._of_operations[TWICE_WRONG] = None
+        if kwargs.get("max_norm") is not None and args[1].requires_grad:
+            norms = args[1].detach().norm(kwargs["norm_type"], dim=1)
+            if bool((norms > 0.999 * kwargs["max_norm"]).any()):  # it leaves smaller rows as they are
+                self._of_operations[RENORMED] = None
         if name == "_set_grad_enabled":
             self._recording = args[0]
         elif name in _OUT_OF_TORCH:
@@ -164,11 +171,15 @@ class Detached(calling.Watcher):
         A view of a tensor with a graph has that one's values without the graph; one of a leaf is followed by
         itself.
         """
-        self._held[id(tensor)] = tensor
+        is_written = any(given is tensor for given in inputs) and self._versions.get(id(tensor)) != calling.version(
+            tensor
+        )
+        self._held[id(tensor)], self._versions[id(tensor)] = tensor, calling.version(tensor)
         memory = memory_of(tensor)
         of = [given for given in inputs if given is not tensor and given.requires_grad and memory_of(given) == memory]
         if not of:
-            self._memory[memory] = True
+            if is_written or memory not in self._memory:  # else it is a view of one that is followed, or that itself
+                self._memory[memory] = True
         elif not all(given.is_leaf for given in of):
             self._memory.setdefault(memory, False)
 

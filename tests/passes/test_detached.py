@@ -131,6 +131,8 @@ CUT = {
     "added to a buffer": written_to_a_buffer("add_"),
     "a parameter": lambda z: z * nn.Parameter(torch.sigmoid(z).detach()),
     "a parameter of the same memory": lambda z: z * nn.Parameter(z.detach()),
+    "written after a log": lambda z: (z.detach().cpu().view(-1).tolist(), added(z))[1],
+    "written to its own memory": lambda z: (h := z.clone(), h.detach().view(-1).mul_(2), h)[-1].sigmoid(),
     "clamped by itself": lambda z: torch.maximum(z, z.detach().mean(1, keepdim=True)),
 }
 KEPT = {
@@ -138,6 +140,7 @@ KEPT = {
     "stored": lambda z: (setattr(under_no_grad, "last", z.detach()), torch.relu(z))[1],
     "stored by itself": lambda z: (setattr(under_no_grad, "last", nn.Parameter(z.detach())), torch.relu(z))[1],
     "nothing in vmap": torch.func.vmap(torch.relu),
+    "logged": lambda z: (z.detach().cpu().float().view(-1).numpy().mean(), torch.relu(z))[1],
     "compared": lambda z: torch.where(z.detach() > 0.1, z, 0.5 * z),
     "as an index": lambda z: z.gather(1, z.detach().argsort(1)),
     "a shape": lambda z: z + torch.zeros_like(z.detach()) + torch.ones_like(z),
@@ -345,6 +348,20 @@ def test_a_hook_that_changes_gradients_is_told(between, hook):
     changes = hook(torch.ones(1, dtype=torch.float64)) == 0.5
     assert report["a", "trace"].exact == (not changes)
     assert any("register_hook" in note for note in report["a", "trace"].notes) == bool(changes)
+
+
+@pytest.mark.parametrize("max_norm", [1.0, 9.0, None])
+def test_an_embedding_that_changes_its_weight_is_told_where_values_are_of_it(max_norm):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(4, 5, max_norm=max_norm), nn.Tanh(), nn.Linear(5, 3)).double().eval()
+    data = torch.arange(9) % 4, Y
+    model(data[0])
+    for kind in ("hessian", "ggn"):
+        found = pf.importance(model, LOSS, data, kind=kind)
+        assert found.exact == (max_norm != 1)
+        assert any("max_norm" in note for note in found.notes) == (max_norm == 1)
+    assert any("max_norm" in note for note in pf.spectrum(model, LOSS, data, k=1).notes) == (max_norm == 1)
+    assert pf.relative_flatness(model, LOSS, data, "2", curvature="hessian").exact
 
 
 class Capsules(nn.Module):
