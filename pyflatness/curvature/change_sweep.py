@@ -120,31 +120,29 @@ def fold_losses(task: Task, changes: Sequence[Mapping[str, Tensor]], folds: int)
 @contextlib.contextmanager
 def _at(task: Task, changes: Mapping[str, Tensor]) -> Iterator[None]:
     """Have the model run with weights of some layers that are changed: as parameters, or at each call if computed."""
-    modules, moved, computed = task.selection.modules, dict[str, Tensor](), dict[str, nn.Module]()
+    modules, moved, computed = task.selection.modules, dict[str, Tensor](), list[str]()
     names = {id(parameter): name for name, parameter in task.model.named_parameters()}
+    for name, change in changes.items():
+        own = whole_weights.parameter(modules[name])
+        if own is None:
+            computed.append(name)
+            continue
+        if names[id(own)] not in moved:
+            moved[names[id(own)]] = own.detach().clone()
+        part = layers.rows_of(modules[name], moved[names[id(own)]])
+        part += change.reshape(part.shape)
     with contextlib.ExitStack() as stack:
         stack.enter_context(calling.dry_run())
         stack.enter_context(torch.no_grad())
-        for name, change in changes.items():
-            module = modules[name]
-            own, rows = whole_weights.parameter(module), module.rows if isinstance(module, uses.Use) else None
-            if own is None:
-                computed[name] = module
-                continue
-            if names[id(own)] not in moved:
-                moved[names[id(own)]] = own.detach().clone()
-            part = moved[names[id(own)]][... if rows is None else rows]
-            part += change.reshape(part.shape)
         stack.enter_context(parameters.inside(task.model, moved))
-        stack.enter_context(uses.attached(computed))
-        for name, module in computed.items():
-            forward = layers.with_weight(module, partial(_changed, name, module, changes[name]))
-            stack.enter_context(calling.replaced_forward(module, forward))
+        for name in computed:
+            forward = layers.with_weight(modules[name], partial(_changed, changes[name]))
+            stack.enter_context(calling.replaced_forward(modules[name], forward))
         yield
 
 
-def _changed(name: str, module: nn.Module, change: Tensor, own: Tensor) -> Tensor:
-    return (own + as_called(name, module, change)).to(own.dtype)
+def _changed(change: Tensor, own: Tensor) -> Tensor:
+    return (own + change).to(own.dtype)
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,16 @@ def stored(task: Task) -> tuple[Task, dict[str, str]]:
     return replace(task, selection=Selection(kept, named, task.selection.optional)), computed
 
 
+def refuse_computed(task: Task) -> None:
+    """Raise for a weight that the forward pass computes of a parameter, of which a change was made."""
+    for name, module in task.selection.modules.items():
+        if isinstance(module, Use) and module.ran and parameter(module) is None:
+            raise InputError(
+                f"changes[{name!r}]: the forward pass computes the layer's weight of the parameter (a mask, a "
+                "standardisation), and its second order is that of what it computes, not of the parameter; leave it out"
+            )
+
+
 def modules_of(model: nn.Module, name: str, module: nn.Module) -> list[str]:
     """Return the names by which layers of the model have a weight, in its order."""
     if not isinstance(module, Use) or module.source.of_module or module.rows is not None:

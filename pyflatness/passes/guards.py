@@ -91,13 +91,12 @@ class Detached(calling.Watcher):
         """
         if self.reaches(outputs) or not self.is_lost:
             return self.reaches(outputs)
-        watched = Detached()
+        watched, same = Detached(), False
         with interrupts.suppressed():  # of a model that does not run on a few samples
             before = again()
             with calling.watched_by(watched), _Nudged(watched):
                 same = torch.allclose(before, again(), rtol=0, atol=0, equal_nan=True)
-            return not (same and watched.is_lost)
-        return True
+        return not (same and watched.is_lost)
 
     def reaches(self, tensor: Tensor) -> bool:
         """Return whether a tensor is one that is followed, or shares its memory."""

@@ -225,6 +225,24 @@ def test_the_change_of_a_layer_that_does_not_run_is_left_out_of_the_cost():
         pf.cost_of_change(model, CE, data, pf.changes.rounded(model, 3))
 
 
+class Masked(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight * (self.weight > 0))
+
+
+def test_the_change_of_a_weight_that_the_forward_pass_computes_is_refused():
+    """Its second order would be that of the computed weight, and the change is one of the parameter."""
+    torch.manual_seed(0)
+    model, data = (
+        nn.Sequential(Masked(4, 4), nn.Tanh(), nn.Linear(4, 3)).double(),
+        (torch.randn(12, 4).double(), torch.randint(3, (12,))),
+    )
+    changes = pf.changes.rounded(model, 3)
+    with pytest.raises(pf.errors.InputError, match=r"changes\['0'\]: the forward pass computes"):
+        pf.cost_of_change(model, CE, data, changes)
+    assert pf.cost_of_change(model, CE, data, {"2": changes["2"]}).layers == ("2",)
+
+
 def test_changes_are_of_all_layers_that_are_listed_and_tell_the_rest():
     torch.manual_seed(0)
     model = nn.Sequential(Standardised(2, 3, 3), Attention(), Stacked(), nn.GRU(3, 2), nn.LayerNorm(3))
