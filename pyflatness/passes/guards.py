@@ -11,8 +11,8 @@ that it was not. So a pass whose graph will be differentiated is watched: a tens
 graph, and has none itself, is followed through all operations of torch to the outputs. It is followed by its memory, so
 that views of it, tensors that it is written to and parameters that are made of it are followed too. Comparisons and
 indices have no derivative to miss. What becomes a number or an array of NumPy's cannot be followed, and may be for a
-log: one more pass of a few samples has it a little larger, and it counts where the outputs change in any bit. What
-TorchScript does cannot be seen, and counts.
+log: a few samples run twice more, once with it a little larger, and it counts where the outputs change in any bit.
+What TorchScript does cannot be seen, and counts.
 """
 
 import contextlib
