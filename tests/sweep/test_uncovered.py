@@ -210,6 +210,15 @@ class Quantised(nn.Module):
         return x @ (both.to(x.dtype) / 8 - 1).t()
 
 
+class ComplexLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.front, self.head = nn.Linear(3, 4, dtype=torch.complex128), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.front(x.to(torch.complex128)).abs())
+
+
 class AboutOne(nn.Module):
     """Scales that are 1 + g, as of Gemma's normalisations, and a bias that is a sum of two."""
 
@@ -230,6 +239,7 @@ UNUSUAL = {  # the entries left out, how many entries all weights have, and why
     "in a dictionary": (
         VectorsInDict, {"held.d": 2, "held.b": 4}, 44, "its entries, in one dimension, are used in mul",
     ),
+    "a complex layer": (ComplexLayer, {"front.weight": 12}, 24, "its numbers are complex"),
     "complex": (Spectral, {"spectrum": 4}, 10, "its numbers are complex"),
     "quantised": (
         lambda: nn.Sequential(Quantised(), nn.Tanh(), nn.Linear(4, 3)),
