@@ -22,7 +22,6 @@ layers. In the changes Δ_lf this is the same problem with another linear term.
 """
 
 import contextlib
-import copy
 import fnmatch
 import functools
 import itertools
@@ -53,6 +52,7 @@ from ..model.uses import Use
 from ..numerics.choice_problem import ChoiceProblem, Indices
 from ..options import CALL, How, Options, check_count, check_flag, check_number, check_numbers, check_probes
 from ..passes.task import Task
+from ..reparameterization.reparameterize import duplicate
 from ..report import Estimate, intervals, views
 from ..report.result import Result, write_json
 from ..session import public, session
@@ -751,7 +751,7 @@ class Allocation(Result):
         Raises:
             InputError: it has no such layers, or a weight that is computed of others.
         """
-        made = copy.deepcopy(check_module("model", model))
+        made = duplicate(check_module("model", model))
         for weight, held in _once(self._plan.weights, self._formats):
             weight.keep(weight.in_model(kinds.unwrap(made)), held)
         return made

@@ -29,7 +29,7 @@ from ..contractions import promoted
 from ..errors import InputError, NonFiniteError
 from ..losses import risk
 from ..losses.divergence import Divergence
-from ..model import calling, data, layers, uses
+from ..model import calling, data, layers, parameters, uses
 from ..numerics.accumulate import Accumulator, counting
 from ..numerics.signs import Signs
 from ..numerics.variances import standard_error
@@ -40,6 +40,7 @@ from ..passes.runner import Run, Runner
 from ..passes.task import Risk, Task
 from ..sweep.layer_sweep import Values
 from ..sweep.totals import Sums, Totals, layer_error
+from . import whole_weights
 
 FIRST, SECOND = 0, 1  # the columns of the values of samples: ⟨∇E, Δ⟩, and ½⟨Δ, G Δ⟩ of each change by itself
 _GRAM, _ROWS = ("", "gram"), "rows"
@@ -118,20 +119,30 @@ def fold_losses(task: Task, changes: Sequence[Mapping[str, Tensor]], folds: int)
 
 @contextlib.contextmanager
 def _at(task: Task, changes: Mapping[str, Tensor]) -> Iterator[None]:
-    """Have the model run with weights of some layers that are changed."""
-    modules = task.selection.modules
+    """Have the model run with weights of some layers that are changed: as parameters, or at each call if computed."""
+    modules, moved, computed = task.selection.modules, dict[str, Tensor](), list[str]()
+    names = {id(parameter): name for name, parameter in task.model.named_parameters()}
+    for name, change in changes.items():
+        own = whole_weights.parameter(modules[name])
+        if own is None:
+            computed.append(name)
+            continue
+        if names[id(own)] not in moved:
+            moved[names[id(own)]] = own.detach().clone()
+        part = layers.rows_of(modules[name], moved[names[id(own)]])
+        part += change.reshape(part.shape)
     with contextlib.ExitStack() as stack:
         stack.enter_context(calling.dry_run())
         stack.enter_context(torch.no_grad())
-        stack.enter_context(uses.attached({name: modules[name] for name in changes}))
-        for name, change in changes.items():
-            forward = layers.with_weight(modules[name], partial(_changed, name, modules[name], change))
+        stack.enter_context(parameters.inside(task.model, moved))
+        for name in computed:
+            forward = layers.with_weight(modules[name], partial(_changed, changes[name]))
             stack.enter_context(calling.replaced_forward(modules[name], forward))
         yield
 
 
-def _changed(name: str, module: nn.Module, change: Tensor, own: Tensor) -> Tensor:
-    return (own + as_called(name, module, change)).to(own.dtype)
+def _changed(change: Tensor, own: Tensor) -> Tensor:
+    return (own + change).to(own.dtype)
 
 
 @dataclass(frozen=True)

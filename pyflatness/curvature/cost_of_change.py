@@ -114,6 +114,7 @@ def cost_of_change(
         task = task.of([*changes])
         made = _checked(task.selection.modules, changes)
         task, names = whole_weights.taken(replace(task, selection=Selection(task.selection.modules, frozenset())))
+        whole_weights.refuse_computed(task)
         costs = Costs(task, _united(made, names, task.model))
         found = costs.second_order()
         if measured:

@@ -74,7 +74,7 @@ def stored(task: Task) -> tuple[Task, dict[str, str]]:
         InputError: a layer that was named, or each, has a weight that is computed.
     """
     modules, named = task.selection.modules, task.selection.named
-    computed = {name: _COMPUTED for name, module in modules.items() if _parameter(module) is None}
+    computed = {name: _COMPUTED for name, module in modules.items() if parameter(module) is None}
     kept = {name: module for name, module in modules.items() if name not in computed}
     wrong = [name for name in computed if name in named] if kept else [*computed]
     if wrong:
@@ -82,12 +82,22 @@ def stored(task: Task) -> tuple[Task, dict[str, str]]:
     return replace(task, selection=Selection(kept, named, task.selection.optional)), computed
 
 
+def refuse_computed(task: Task) -> None:
+    """Raise for a weight that the forward pass computes of a parameter, of which a change was made."""
+    for name, module in task.selection.modules.items():
+        if isinstance(module, Use) and module.ran and parameter(module) is None:
+            raise InputError(
+                f"changes[{name!r}]: the forward pass computes the layer's weight of the parameter (a mask, a "
+                "standardisation), and its second order is that of what it computes, not of the parameter; leave it out"
+            )
+
+
 def modules_of(model: nn.Module, name: str, module: nn.Module) -> list[str]:
     """Return the names by which layers of the model have a weight, in its order."""
     if not isinstance(module, Use) or module.source.of_module or module.rows is not None:
         return [name]
     found = {other: layer for other, layer in selectors.layers(model).items() if getattr(layer, "rows", None) is None}
-    return [other for other, layer in found.items() if _parameter(layer) is module.source.parameter] or [name]
+    return [other for other, layer in found.items() if parameter(layer) is module.source.parameter] or [name]
 
 
 @dataclass(frozen=True)
@@ -113,7 +123,7 @@ class Weight:
     @classmethod
     def of(cls, model: nn.Module, name: str, module: nn.Module) -> "Weight":
         """Return that of a layer."""
-        weight, held = module.weight, _parameter(module)
+        weight, held = module.weight, parameter(module)
         assert isinstance(weight, Tensor)
         assert held is not None
         places = module.source.places if isinstance(module, Use) else [(module, "weight")]  # attached or not
@@ -136,10 +146,10 @@ class Weight:
         Raises:
             InputError: the model has no such parameter, or one of another shape.
         """
-        parameter = self._found(dict(model.named_parameters(remove_duplicate=False)))
-        if parameter is None or parameter.shape != self.shape:
-            raise self._wrong("model: a parameter", "as in the plan", parameter)
-        return self._viewed(parameter.data)
+        found = self._found(dict(model.named_parameters(remove_duplicate=False)))
+        if found is None or found.shape != self.shape:
+            raise self._wrong("model: a parameter", "as in the plan", found)
+        return self._viewed(found.data)
 
     def keep(self, own: Tensor, held: Format) -> None:
         """Round a weight in a model, see :meth:`in_model`."""
@@ -190,7 +200,7 @@ def kind_name(module: nn.Module) -> str:
     return type(layers.kind_of(module)).__name__
 
 
-def _parameter(module: nn.Module) -> Tensor | None:
+def parameter(module: nn.Module) -> Tensor | None:
     """Return the parameter that has a layer's weight; None where the weight is computed, as far as runs have shown."""
     if not isinstance(module, Use):
         return module._parameters.get("weight")

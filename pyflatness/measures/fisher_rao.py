@@ -67,7 +67,7 @@ def _note_cuts(task: Task, theta: parameters.Parameters, batch: Any) -> None:
     leaves = {name: values.detach().requires_grad_() for name, values in theta.items()}
     with interrupts.suppressed(), calling.dry_run(), torch.enable_grad():  # an error comes again with the batch
         few = data.first(batch, min(2, data.size(batch)))
-        task.forward.watched(partial(task.run, few, leaves))
+        task.forward.watched(partial(task.run, values=leaves), few)
     task.forward.compare_by_itself()
 
 

@@ -258,7 +258,12 @@ def _parameter(module: nn.Module) -> Tensor:
     if not isinstance(module, Use):
         assert isinstance(module.weight, Tensor)
         return module.weight
-    return module.source.parameter if module.rows is None else module.source.parameter[module.rows]
+    return rows_of(module, module.source.parameter)
+
+
+def rows_of(module: nn.Module, parameter: Tensor) -> Tensor:
+    """Return those rows of a parameter, or of another of its shape, that are a layer's weight."""
+    return parameter[module.rows] if isinstance(module, Use) and module.rows is not None else parameter
 
 
 def weight_of(module: nn.Module) -> Tensor:

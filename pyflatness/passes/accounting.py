@@ -13,6 +13,7 @@ import contextlib
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from ..model.uses import Use, candidates
 from ..model.uses.operations import each_of
 from ..model.uses.watched import COPIES, TRANSPOSES, VIEWS
 from . import graph, linearity
-from .guards import NUDGE, OUT_OF_TORCH, TAKEN_AS_CONSTANT, Detached
+from .guards import TAKEN_AS_CONSTANT, Detached
 from .recorder import Recorder
 
 _UNSEEN = "whether the model uses its weights outside of the layers' calls is not known: "
@@ -81,12 +82,12 @@ class Accounting:
                 functions = elsewhere.pop(name, "a function that torch did not write")
                 if not own[name].isdisjoint(others):
                     elsewhere[name] = functions
-        acting = ((vector, _functions_of(node, reached)) for vector, node in self._of_vectors)
+        acting = ((vector, _functions_of(node, reached, vector.shape)) for vector, node in self._of_vectors)
         flat = {vector: ", ".join(functions) for vector, functions in acting if functions}
         ends = {name: [GradientEdge(node, 0) for node in nodes[name]] for name in differentiated}
         doubts = {
             SHARED: self._leaves.are_shared,
-            TAKEN_AS_CONSTANT: self._is_cut(outputs, batch, forward),
+            TAKEN_AS_CONSTANT: self._detached.is_cut(outputs, partial(self._again, batch, forward)),
             linearity.TAKEN_AS_THEY_ARE: ends and linearity.read(linearity.users_of(outputs), ends).custom,
         }
         why = tuple(doubt for doubt, holds in doubts.items() if holds)
@@ -94,14 +95,9 @@ class Accounting:
         is_partial = self._leaves.are_computed or not all(map(reached.keys().isdisjoint, stand_ins))
         return Account(frozenset(differentiated), elsewhere, flat, why, bool(is_partial or differentiated))
 
-    def _is_cut(self, outputs: Tensor, batch: Any, forward: calling.Forward | None) -> bool:
-        """Return whether the outputs depend on what was cut from the graph; numbers taken out may be for a log."""
-        if self._detached.reaches(outputs) or not self._detached.is_lost:
-            return self._detached.reaches(outputs)
-        watched = Detached()
-        with self._once_more(), calling.watched_by(watched), _Nudged(watched):
-            nudged, _ = calling.run(self._model, batch, forward)
-        return not torch.allclose(outputs, nudged, rtol=0, atol=0, equal_nan=True)
+    def _again(self, batch: Any, forward: calling.Forward | None) -> Tensor:
+        with self._once_more():
+            return calling.run(self._model, batch, forward)[0]
 
     def _without_calls(
         self, names: Collection[str], batch: Any, forward: calling.Forward | None
@@ -239,8 +235,11 @@ def _reached(outputs: Tensor, recorder: Recorder) -> dict[Node, list[tuple[Node,
     return takers
 
 
-def _functions_of(leaf: Node, takers: Mapping[Node, Sequence[tuple[Node, int]]]) -> list[str]:
-    """Return in which operations a parameter takes part otherwise than as a bias, through views, copies and casts."""
+def _functions_of(leaf: Node, takers: Mapping[Node, Sequence[tuple[Node, int]]], shape: torch.Size) -> list[str]:
+    """Return in which operations a parameter takes part otherwise than as a bias.
+
+    It is followed through views, copies, casts and sums of its own shape, as in ``1 + g``.
+    """
     found: dict[str, None] = {}
     stack, seen = [*takers.get(leaf, ())], set()
     while stack:
@@ -248,39 +247,12 @@ def _functions_of(leaf: Node, takers: Mapping[Node, Sequence[tuple[Node, int]]])
         if node in seen:
             continue
         operation = graph.of(node.name())
-        if operation.same_entries:
+        if operation.same_entries or (place in operation.biases and graph.shape(node, 0) == shape):
             seen.add(node)
             stack += takers.get(node, ())
         elif place not in operation.biases:
             found[operation.name.lower()] = None
     return [*found]
-
-
-class _Nudged(calling.Mode):
-    """Make numbers a bit larger that are taken out of tensors with a graph, to see whether outputs depend on them."""
-
-    def __init__(self, detached: Detached) -> None:
-        super().__init__()
-        self._detached = detached
-
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") in OUT_OF_TORCH and args[0].is_floating_point():
-            return _larger(result, torch.finfo(args[0].dtype).eps) if self._detached.loses(args[0]) else result
-        return result
-
-
-def _larger(taken: Any, rounding: float) -> Any:
-    """Return numbers that are larger by :data:`.guards.NUDGE` units of rounding."""
-    if isinstance(taken, list):
-        return [_larger(part, rounding) for part in taken]
-    if isinstance(taken, float):
-        return taken * (1 + NUDGE * rounding)
-    return (
-        taken + taken * taken.dtype.type(NUDGE * rounding) if hasattr(taken, "dtype") else taken
-    )  # an array of NumPy's
 
 
 class _Functions(calling.Watcher):

@@ -10,8 +10,9 @@ Autograd takes what ``detach``, ``.data``, ``torch.no_grad`` or a Python number 
 that it was not. So a pass whose graph will be differentiated is watched: a tensor that is computed from tensors with a
 graph, and has none itself, is followed through all operations of torch to the outputs. It is followed by its memory, so
 that views of it, tensors that it is written to and parameters that are made of it are followed too. Comparisons and
-indices have no derivative to miss. What becomes a number or an array of NumPy's cannot be followed, nor can what
-TorchScript does be seen, and both count.
+indices have no derivative to miss. What becomes a number or an array of NumPy's cannot be followed, and may be for a
+log: a few samples run twice more, once with it a little larger, and it counts where the outputs change in any bit.
+What TorchScript does cannot be seen, and counts.
 """
 
 import contextlib
@@ -51,10 +52,15 @@ TWICE_WRONG = (
     "0 (2.13): where all of them are nonzero this value is right"
 )
 
+RENORMED = (
+    "an embedding with max_norm= changes its weight in the forward pass: derivatives are those in the changed weight, "
+    "and not those of the function that the model computes"
+)
+
 _WITHOUT_VALUES = {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"}
 _WITHOUT_VALUES |= {"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided"}
 _AS_ANOTHER = {"to", "type_as", "view_as", "reshape_as", "expand_as"}  # whose values are not read
-OUT_OF_TORCH = {"item", "__float__", "tolist", "numpy", "__array__", "__dlpack__"}
+_OUT_OF_TORCH = {"item", "__float__", "tolist", "numpy", "__array__", "__dlpack__"}
 
 
 class Detached(calling.Watcher):
@@ -63,22 +69,34 @@ class Detached(calling.Watcher):
     def __init__(self, doubt: Callable[[str], None] | None = None) -> None:
         self._doubt = doubt
         self._held: dict[int, Tensor] = {}  # by id; the tensors are kept so that ids and memory stay theirs
+        self._versions: dict[int, int] = {}  # of these
         # Memory of these; false where tensors with a graph share it, so that it is held for those without one alone.
         self._memory: dict[int, bool] = {}
         self._recording = True  # what the model's own code has set the grad mode to
         self.is_lost = False  # whether such a tensor, or one with a graph, became a number or an array
         self._script = _last_script()
-        self._is_twice_wrong = False
+        self._of_operations: dict[str, None] = {}  # doubts that one operation is enough for
         self._had_graph = False  # whether what is detached in place next has one
 
-    def doubts(self, outputs: Tensor) -> list[str]:
-        """Return why derivatives of the outputs may not be those of what was computed."""
+    def doubts(self, outputs: Tensor, again: Callable[[], Tensor]) -> list[str]:
+        """Return why derivatives of the outputs may not be those of what was computed; see :meth:`is_cut`."""
         scripted = private.last_script() is not self._script
-        found = {
-            TAKEN_AS_CONSTANT: self.is_lost or self.reaches(outputs) or scripted,
-            TWICE_WRONG: self._is_twice_wrong,
-        }
-        return [doubt for doubt, holds in found.items() if holds]
+        return [TAKEN_AS_CONSTANT] * (scripted or self.is_cut(outputs, again)) + [*self._of_operations]
+
+    def is_cut(self, outputs: Tensor, again: Callable[[], Tensor]) -> bool:
+        """Return whether the outputs depend on what was cut from the graph.
+
+        Where numbers were taken out, which may be for a log, ``again`` runs the model twice more, on a few
+        samples.
+        """
+        if self.reaches(outputs) or not self.is_lost:
+            return self.reaches(outputs)
+        watched, same = Detached(), False
+        with interrupts.suppressed():  # of a model that does not run on a few samples
+            before = again()
+            with calling.watched_by(watched), _Nudged(watched):
+                same = torch.allclose(before, again(), rtol=0, atol=0, equal_nan=True)
+        return not (same and watched.is_lost)
 
     def reaches(self, tensor: Tensor) -> bool:
         """Return whether a tensor is one that is followed, or shares its memory."""
@@ -87,9 +105,11 @@ class Detached(calling.Watcher):
         whole = self._memory.get(memory_of(tensor))
         return whole is not None and (whole or tensor.is_leaf)
 
-    def loses(self, tensor: Tensor) -> bool:
-        """Return whether what a number is taken out of is followed, or has a graph."""
-        return tensor.requires_grad or self.reaches(tensor)
+    def loses(self, name: str, args: Sequence[Any]) -> bool:
+        """Return whether an operation takes a number out of what is followed, or has a graph."""
+        if name not in _OUT_OF_TORCH or not (args[0].is_floating_point() or args[0].is_complex()):
+            return False
+        return args[0].requires_grad or self.reaches(args[0])
 
     def before(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """See :class:`.calling.Watcher`."""
@@ -100,11 +120,16 @@ class Detached(calling.Watcher):
 
     def see(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """See :class:`.calling.Watcher`."""
-        self._is_twice_wrong |= name == "logcumsumexp"
+        if name == "logcumsumexp":
+            self._of_operations[TWICE_WRONG] = None
+        if kwargs.get("max_norm") is not None and args[1].requires_grad:
+            norms = args[1].detach().norm(kwargs["norm_type"], dim=1)
+            if bool((norms > 0.999 * kwargs["max_norm"]).any()):  # it leaves smaller rows as they are
+                self._of_operations[RENORMED] = None
         if name == "_set_grad_enabled":
             self._recording = args[0]
-        elif name in OUT_OF_TORCH and (args[0].is_floating_point() or args[0].is_complex()):
-            self.is_lost |= self.loses(args[0])
+        elif name in _OUT_OF_TORCH:
+            self.is_lost |= self.loses(name, args)
         elif name in ("__setitem__", "__set__"):  # of entries, of ``.data``
             self._follow(name, _tensors(args), _tensors(args[:1]))
         elif not self._held and isinstance(result, Tensor) and _has_graph(result):
@@ -145,11 +170,15 @@ class Detached(calling.Watcher):
         A view of a tensor with a graph has that one's values without the graph; one of a leaf is followed by
         itself.
         """
-        self._held[id(tensor)] = tensor
+        is_written = any(given is tensor for given in inputs) and self._versions.get(id(tensor)) != calling.version(
+            tensor
+        )
+        self._held[id(tensor)], self._versions[id(tensor)] = tensor, calling.version(tensor)
         memory = memory_of(tensor)
         of = [given for given in inputs if given is not tensor and given.requires_grad and memory_of(given) == memory]
         if not of:
-            self._memory[memory] = True
+            if is_written or memory not in self._memory:  # else it is a view of one that is followed, or that itself
+                self._memory[memory] = True
         elif not all(given.is_leaf for given in of):
             self._memory.setdefault(memory, False)
 
@@ -162,6 +191,24 @@ class Detached(calling.Watcher):
         if torch.is_grad_enabled() or tensor.is_inference():
             return not tensor.requires_grad
         return not self._recording
+
+
+_LARGER = 1 + 2**-6  # seen in bfloat16 too, and seldom through a comparison
+
+
+class _Nudged(calling.Mode):
+    """Make numbers a bit larger that are taken out of tensors with a graph, to see whether outputs depend on them."""
+
+    def __init__(self, detached: Detached) -> None:
+        super().__init__()
+        self._detached = detached
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._detached.loses(getattr(func, "__name__", ""), args):
+            args = args[0].detach() * _LARGER, *args[1:]
+        return func(*args, **(kwargs or {}))
 
 
 def _has_graph(result: Tensor) -> bool:
@@ -399,8 +446,8 @@ class Checked:
             before, others = self._random.states(), outside() if self._is_first else None
             is_unseen = self._is_first and self._looks == _LOOKS
             with self._random.watched() if is_unseen else contextlib.nullcontext():
-                run = functools.partial(self._run, model, batch)
-                outputs, targets = self.watched(run) if torch.is_grad_enabled() else run()
+                run = functools.partial(self._run, model)
+                outputs, targets = self.watched(run, batch) if torch.is_grad_enabled() else run(batch)
             if self._random.moved(before) or (others is not None and not equal(others, outside())):
                 self._check_repeated(model, batch, outputs)
             elif not self._has_run:
@@ -511,12 +558,17 @@ class Checked:
             )
         return logits, targets
 
-    def watched(self, run: Callable[[], tuple[Tensor, Any]]) -> tuple[Tensor, Any]:
+    def watched(self, run: Callable[[Any], tuple[Tensor, Any]], batch: Any) -> tuple[Tensor, Any]:
         """Return what a forward pass returns, whose graph has all that it is to have, and note what was cut from it."""
         detached = Detached(self.doubt)
         with calling.watched_by(detached):
-            outputs, targets = run()
-        for doubt in detached.doubts(outputs):
+            outputs, targets = run(batch)
+
+        def again() -> Tensor:
+            with calling.aside(), calling.accounting(), self._random.watched(), _in_graph(self._parameters):
+                return run(data.first(batch, min(2, data.size(batch))))[0]
+
+        for doubt in detached.doubts(outputs, again):
             self.doubt(doubt)
         return outputs, targets
 
@@ -593,6 +645,19 @@ class Checked:
         self._loss_is_open = False
         if found:
             raise InputError(REFUSAL)
+
+
+@contextlib.contextmanager
+def _in_graph(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Let all parameters require gradients inside."""
+    frozen = [one for one in parameters if one.is_floating_point() and not (one.requires_grad or one.is_inference())]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_()
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def _coarser(outputs: Tensor, parameters: Sequence[Tensor]) -> tuple[str, ...]:

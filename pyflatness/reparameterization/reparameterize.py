@@ -12,6 +12,7 @@ residual sum say, there is no such reparameterisation of that layer alone.
 """
 
 import copy
+import pickle
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any
@@ -122,7 +123,7 @@ def duplicate(model: nn.Module) -> nn.Module:
     try:
         with state.made_anew(model):
             copied = copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in made})
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, pickle.PickleError) as error:
         raise InputError(f"model: it cannot be copied ({error})") from None
     for own, other in zip(model.parameters(), copied.parameters(), strict=True):
         vars(other).update(vars(own))  # torch copies parameters without the attributes that libraries set on them

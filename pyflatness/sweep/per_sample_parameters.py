@@ -11,7 +11,6 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -152,8 +151,8 @@ class PerSampleParameters:
             own = {name: leaf[0] for name, leaf in leaves.items()}
         with parameters.inside(self._task.model, own):
             with torch.enable_grad():
-                run_it = partial(self._task.run, batch)
-                outputs, targets = self._task.forward.watched(run_it) if watched else run_it()
+                run_it = self._task.run
+                outputs, targets = self._task.forward.watched(run_it, batch) if watched else run_it(batch)
             check_unchanged(_rows(run, place), outputs)
             work(Group(outputs, targets, leaves, place))
 

@@ -1,5 +1,7 @@
 """A change of a weight is one of all its uses: what is predicted, what is measured and what a plan applies are one."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -78,6 +80,34 @@ def test_the_cost_of_a_change_is_that_of_all_uses(how, layer):
     before = _risk(model, data)
     model.table.weight.data += change
     assert report[layer, "loss_change"].value == pytest.approx(_risk(model, data) - before, rel=1e-9)
+
+
+class Scaled(nn.Module):
+    """Divide by a size of weights, taken as a number: of a layer, and of one whose weight another has too."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 3)
+        self.tied, self.skip, self.cell = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4)), nn.GRUCell(4, 4)
+        self.tied.weight = self.a.weight
+
+    def forward(self, x):
+        h = self.tied(self.a(x).relu()) / float(self.a.weight.norm()) + x @ self.skip
+        return self.head(self.b(self.cell(h)).relu() / self.b.weight.detach().abs().max().item())
+
+
+def test_measured_losses_are_those_of_the_changed_parameters():
+    torch.manual_seed(0)
+    model, data = Scaled().double().eval(), (torch.randn(12, 4).double(), torch.randint(3, (12,)))
+    before, changes = _risk(model, data), pf.changes.rounded(model, 3)
+    report = pf.cost_of_change(model, CE, data, changes)
+    for name in report.layers:
+        made = copy.deepcopy(model)
+        held = dict(made.named_parameters(remove_duplicate=False))
+        held[name if name in held else f"{name}.weight"].data.add_(changes[name])
+        assert report[name, "loss_change"].value == pytest.approx(_risk(made, data) - before, rel=1e-9), name
+    plan = pf.allocate(model, CE, data, ["int3", "int8"], bits=6, probes=None)
+    assert plan.loss_change == pytest.approx(_risk(plan.apply(model), data) - before, rel=1e-6)
 
 
 def test_two_formats_of_one_tied_weight_are_refused_by_both_names():
@@ -193,6 +223,24 @@ def test_the_change_of_a_layer_that_does_not_run_is_left_out_of_the_cost():
     assert "did not run" in report.why_uncovered["idle"]
     with pytest.raises(pf.errors.InputError, match="'squared' is no layer here: its weight is used in mul"):
         pf.cost_of_change(model, CE, data, pf.changes.rounded(model, 3))
+
+
+class Masked(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight * (self.weight > 0))
+
+
+def test_the_change_of_a_weight_that_the_forward_pass_computes_is_refused():
+    """Its second order would be that of the computed weight, and the change is one of the parameter."""
+    torch.manual_seed(0)
+    model, data = (
+        nn.Sequential(Masked(4, 4), nn.Tanh(), nn.Linear(4, 3)).double(),
+        (torch.randn(12, 4).double(), torch.randint(3, (12,))),
+    )
+    changes = pf.changes.rounded(model, 3)
+    with pytest.raises(pf.errors.InputError, match=r"changes\['0'\]: the forward pass computes"):
+        pf.cost_of_change(model, CE, data, changes)
+    assert pf.cost_of_change(model, CE, data, {"2": changes["2"]}).layers == ("2",)
 
 
 def test_changes_are_of_all_layers_that_are_listed_and_tell_the_rest():

@@ -39,8 +39,36 @@ def test_jit_modules_are_refused(compiled):
             pf.errors.InputError, match=r"model: it is compiled by torch.jit .* pass the nn.Module that it was"
         ):
             call(net, LOSS, (X, Y))
-    with pytest.raises(pf.errors.InputError, match=r"model: '0' is compiled by torch.jit"):
-        pf.measure(nn.Sequential(net, nn.ReLU()), LOSS, (X, Y))
+    within = nn.Sequential(net, nn.ReLU())
+    history = pf.track(within, LOSS, (X, Y))
+    for call in (
+        lambda: pf.measure(within, LOSS, (X, Y)),
+        lambda: pf.layers(within),
+        lambda: pf.score({"net": within}, LOSS, (X, Y)),
+        lambda: pf.importance(within, LOSS, (X, Y)),
+        lambda: pf.allocate(within, LOSS, (X, Y), ["int3"], bits=3),
+        lambda: pf.changes.rounded(within, 3),
+        lambda: pf.changes.of_format(within, "int3"),
+        lambda: pf.changes.between(within, within),
+        lambda: pf.cost_of_change(within, LOSS, (X, Y), {"0.0": X}),
+        lambda: pf.spectrum(within, LOSS, (X, Y), k=1),
+        lambda: pf.FlatnessPenalty(within, "0.0", LOSS),
+        lambda: history.record(),
+    ):
+        with pytest.raises(pf.errors.InputError, match=r"model: '0' is compiled by torch.jit"):
+            call()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+def test_a_model_with_a_scripted_function_cannot_be_copied():
+    net = mlp()
+    net.scale = torch.jit.script(torch.nn.functional.relu6)
+    for call in (
+        lambda: pf.verify(net, LOSS, (X, Y)),
+        lambda: pf.allocate(net, LOSS, (X, Y), ["int3"], bits=3).apply(net),
+    ):
+        with pytest.raises(pf.errors.InputError, match=r"model: it cannot be copied \(ScriptFunction"):
+            call()
 
 
 SHARDED = """

@@ -131,6 +131,8 @@ CUT = {
     "added to a buffer": written_to_a_buffer("add_"),
     "a parameter": lambda z: z * nn.Parameter(torch.sigmoid(z).detach()),
     "a parameter of the same memory": lambda z: z * nn.Parameter(z.detach()),
+    "written after a log": lambda z: (z.detach().cpu().view(-1).tolist(), added(z))[1],
+    "written to its own memory": lambda z: (h := z.clone(), h.detach().view(-1).mul_(2), h)[-1].sigmoid(),
     "clamped by itself": lambda z: torch.maximum(z, z.detach().mean(1, keepdim=True)),
 }
 KEPT = {
@@ -138,6 +140,7 @@ KEPT = {
     "stored": lambda z: (setattr(under_no_grad, "last", z.detach()), torch.relu(z))[1],
     "stored by itself": lambda z: (setattr(under_no_grad, "last", nn.Parameter(z.detach())), torch.relu(z))[1],
     "nothing in vmap": torch.func.vmap(torch.relu),
+    "logged": lambda z: (z.detach().cpu().float().view(-1).numpy().mean(), torch.relu(z))[1],
     "compared": lambda z: torch.where(z.detach() > 0.1, z, 0.5 * z),
     "as an index": lambda z: z.gather(1, z.detach().argsort(1)),
     "a shape": lambda z: z + torch.zeros_like(z.detach()) + torch.ones_like(z),
@@ -279,6 +282,8 @@ def test_a_weight_of_a_layer_that_is_detached_elsewhere_is_not_exact(cut):
         lambda weight: weight.abs().max().item(),
         lambda weight: weight.detach().sum(1).tolist()[0],
         lambda weight: float(weight.detach().numpy().sum()),
+        lambda weight: torch.tensor(float(weight.norm())),  # in float32
+        lambda weight: torch.tensor(float(weight.norm()), dtype=torch.bfloat16),
     ],
 )
 @pytest.mark.parametrize("for_a_log", [True, False])
@@ -293,6 +298,38 @@ def test_numbers_that_are_taken_out_of_a_weight_are_told_where_outputs_depend_on
     report = pf.measure(model, LOSS, (X, Y), measures="trace")
     assert report["a", "trace"].exact == for_a_log
     assert any("detach" in note for note in report["a", "trace"].notes) != for_a_log
+
+
+LOGGED = {
+    "a number": lambda h: float(h.norm()),
+    "an item": lambda h: h.detach().abs().max().item(),
+    "a list": lambda h: sum(h.tolist()),
+    "an array": lambda h: float(np.abs(h.detach().numpy()).sum()),
+    "complex": lambda h: abs(torch.fft.rfft(h).sum().item()),
+    "shared": lambda h: float(torch.from_dlpack(h.detach()).sum()),
+}
+
+
+@pytest.mark.parametrize("taken", LOGGED)
+@pytest.mark.parametrize("when", ["never", "always", "later"])
+def test_numbers_that_are_taken_out_of_activations_are_told_where_outputs_depend_on_them(taken, when):
+    """Of one sample each, since numbers of a batch mix its samples."""
+
+    def forward(net, x):
+        h = net.front(x)
+        net.log = [LOGGED[taken](row) for row in h]
+        depends = when == "always" or (when == "later" and bool((x[0] == X[-1]).all()))
+        return net.head(torch.relu(h) * (torch.tensor(net.log)[:, None].to(h) if depends else 1))
+
+    torch.manual_seed(0)
+    net = Net(forward, front=nn.Linear(4, 6), head=nn.Linear(6, 3)).double()
+    data = [(X[i : i + 1], Y[i : i + 1]) for i in range(9)] if when == "later" else (X, Y)
+    report = pf.measure(net, LOSS, data, measures=["trace", "fisher_rao"])
+    assert report["front", "trace"].exact == (when == "never")
+    assert any("detach" in note for note in report["front", "trace"].notes) == (when != "never")
+    assert pf.importance(net, LOSS, data, kind="hessian").exact == (when == "never")
+    if when != "later":
+        assert report["fisher_rao"].exact == (when == "never")
 
 
 @pytest.mark.parametrize("between", [torch.relu, torch.tanh])
@@ -311,6 +348,20 @@ def test_a_hook_that_changes_gradients_is_told(between, hook):
     changes = hook(torch.ones(1, dtype=torch.float64)) == 0.5
     assert report["a", "trace"].exact == (not changes)
     assert any("register_hook" in note for note in report["a", "trace"].notes) == bool(changes)
+
+
+@pytest.mark.parametrize("max_norm", [1.0, 9.0, None])
+def test_an_embedding_that_changes_its_weight_is_told_where_values_are_of_it(max_norm):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(4, 5, max_norm=max_norm), nn.Tanh(), nn.Linear(5, 3)).double().eval()
+    data = torch.arange(9) % 4, Y
+    model(data[0])
+    for kind in ("hessian", "ggn"):
+        found = pf.importance(model, LOSS, data, kind=kind)
+        assert found.exact == (max_norm != 1)
+        assert any("max_norm" in note for note in found.notes) == (max_norm == 1)
+    assert any("max_norm" in note for note in pf.spectrum(model, LOSS, data, k=1).notes) == (max_norm == 1)
+    assert pf.relative_flatness(model, LOSS, data, "2", curvature="hessian").exact
 
 
 class Capsules(nn.Module):

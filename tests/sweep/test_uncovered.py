@@ -210,13 +210,36 @@ class Quantised(nn.Module):
         return x @ (both.to(x.dtype) / 8 - 1).t()
 
 
+class ComplexLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.front, self.head = nn.Linear(3, 4, dtype=torch.complex128), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.front(x.to(torch.complex128)).abs())
+
+
+class AboutOne(nn.Module):
+    """Scales that are 1 + g, as of Gemma's normalisations, and a bias that is a sum of two."""
+
+    def __init__(self):
+        super().__init__()
+        self.front, self.head = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.g, self.b, self.c = (nn.Parameter(torch.randn(4)) for _ in range(3))
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.front(x) * (1 + self.g) + (self.b + self.c)))
+
+
 UNUSUAL = {  # the entries left out, how many entries all weights have, and why
     "in one dimension": (Flat, {"flat": 12}, 24, "its entries, in one dimension, are used in mm"),
     "slopes": (Slopes, {"act.weight": 3}, 12, "its entries, in one dimension, are used in prelukernel"),
+    "about one": (AboutOne, {"g": 4}, 28, "its entries, in one dimension, are used in mul"),
     "vectors": (Vectors, {"d": 2, "b": 4}, 12 + 12 + 6 + 8 + 6, "its entries, in one dimension, are used in mul"),
     "in a dictionary": (
         VectorsInDict, {"held.d": 2, "held.b": 4}, 44, "its entries, in one dimension, are used in mul",
     ),
+    "a complex layer": (ComplexLayer, {"front.weight": 12}, 24, "its numbers are complex"),
     "complex": (Spectral, {"spectrum": 4}, 10, "its numbers are complex"),
     "quantised": (
         lambda: nn.Sequential(Quantised(), nn.Tanh(), nn.Linear(4, 3)),

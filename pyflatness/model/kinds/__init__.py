@@ -170,6 +170,8 @@ def obstacle(module: nn.Module) -> str:
     if weight is not None and is_packed(weight):
         library = type(weight).__module__.partition(".")[0]
         return f"keeps its weight as a {type(weight).__name__} of {library}, which no derivative is taken in"
+    if weight is not None and weight.is_complex():
+        return "has complex numbers"
     return _OF_CLASS[found].obstacle(module)
 
 
