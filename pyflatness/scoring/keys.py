@@ -5,14 +5,16 @@ another. The user's code is its source files (:mod:`.user_files`) and the names 
 what they hold. Where code has no such name, as in a notebook, values are computed anew by each run. Hashes are SHA-256.
 """
 
+import functools
 import hashlib
+import io
 import json
+import pickle
 import stat
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from ..model.data import Batches, leaves, size
 from ..model.layers import unwrap
 from ..options import Options
 from . import checkpoints, user_files
-from .user_files import NotFoundAgainError, in_closure, is_own_module, name_of
+from .user_files import NotFoundAgainError, in_closure
 
 Facts = dict[str, Any]
 
@@ -72,8 +74,8 @@ def of_json(facts: Any) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def described(held: Any) -> Any:
-    """Return what an object holds as JSON.
+def described(held: Any) -> str:
+    """Return the hash of what an object holds.
 
     Raises:
         NotFoundAgainError: there is something in it that another run cannot be told to be the same.
@@ -82,78 +84,72 @@ def described(held: Any) -> Any:
 
 
 class Description:
-    """Describe objects by what they hold, and the functions and classes in them by their names.
+    """Hash objects as pickle writes them, but for tensors, networks, and the functions and classes in them.
 
-    The second time that an object is met its number is enough. ``version`` stands for the user's code: then whatever
-    has a name is taken for what had it before. ``folders`` are of the source files of functions and classes.
+    Of the latter their names count, of ``known`` tensors their numbers, and of networks all attributes. ``version``
+    stands for the user's code: then whatever has a name is taken for what had it before. ``modules`` are those of
+    functions and classes.
     """
 
-    def __init__(self, version: str | None = None, known: Iterable[Any] = ()) -> None:
-        self.version, self.folders = version, set[Path]()
-        self._met = {id(held): (number, held) for number, held in enumerate(known)}  # held, so that no id is another's
+    def __init__(self, version: str | None = None, known: Iterable[Tensor] = ()) -> None:
+        self.version, self.modules = version, set[str]()
+        self._known = {id(tensor): (number, tensor) for number, tensor in enumerate(known)}  # no id is another's
+        self._name_of = functools.cache(user_files.name_of)  # files are read once
 
-    def of(self, held: Any, name: str = "") -> Any:
-        """Return what an object holds, which has this name where it was found."""
-        if type(held) in (type(None), bool, int, float, str):
-            return held
-        if type(held) in (bytes, complex):
-            return repr(held)
-        if id(held) in self._met:
-            return {"again": self._met[id(held)][0]}
-        if type(held) is tuple:  # whether two equal ones are one is the compiler's choice
-            return ["tuple", *map(self.of, held)]
-        self._met[id(held)] = len(self._met), held
+    def of(self, held: Any) -> str:
+        """Return the hash of what an object holds."""
+        file = io.BytesIO()
+        pickler = _Pickler(file, self)
         try:
-            return self._of(held)
+            pickler.dump(held)
         except NotFoundAgainError:
             raise
         except Exception as error:  # of the user's objects: they nest too deep, say, or pickle refuses them
-            what = name or getattr(held, "__qualname__", type(held).__qualname__)
-            raise NotFoundAgainError(f"{what} ({type(error).__name__}: {error})") from error
+            raise NotFoundAgainError(f"{pickler.last} ({type(error).__name__}: {error})") from error
+        return hashlib.sha256(file.getbuffer()).hexdigest()
 
-    def _of(self, held: Any) -> Any:
-        if isinstance(held, Tensor):
-            return [*kind(held), hashlib.sha256(content(held).numpy().data).hexdigest()]
-        if hasattr(held, "dtype") and hasattr(held, "tobytes"):  # of numpy, where objects' bytes are addresses
-            inside = self.of(held.tolist()) if held.dtype.hasobject else hashlib.sha256(held.tobytes()).hexdigest()
-            return [str(held.dtype), [*held.shape], inside]
-        if isinstance(held, FunctionType | type):
-            return self._by_name(held)
-        if isinstance(held, MethodType):
-            return [self.of(held.__self__), held.__name__]
-        if isinstance(held, weakref.ref):  # of torch's recurrences to their weights
-            return ["reference", self.of(held())]
-        if type(held) is list:
-            return ["list", *map(self.of, held)]
-        if type(held) is dict:
-            return ["dict", *([self.of(key), self.of(value)] for key, value in held.items())]
-        if type(held) in (set, frozenset):
-            return ["set", *sorted(json.dumps(Description(self.version).of(each)) for each in held)]
-        facts = [self.of(type(held))]
-        if isinstance(held, nn.Module):
-            return [*facts, self._attributes(held)]
-        if is_own_module(type(held).__module__):
-            facts.append(self._attributes(held))
-        reduced = held.__reduce_ex__(4)
-        if isinstance(reduced, str):  # the name of a global
-            return [*facts, reduced, self.of(getattr(held, "__wrapped__", None))]
-        return [*facts, *(self.of([*part] if hasattr(part, "__next__") else part) for part in reduced)]
-
-    def _by_name(self, made: FunctionType | type) -> Any:
-        inside = [self.of(held) for held in in_closure(made)]
+    def name(self, made: Any) -> list[Any]:
+        """Return the name of a function or class."""
         if self.version is not None:
-            return [made.__qualname__, *inside]
-        self.folders |= user_files.folder(made)
-        return [*name_of(made), *inside]
+            return [made.__qualname__, *in_closure(made)]
+        self.modules.add(made.__module__)
+        return self._name_of(made)
 
-    def _attributes(self, held: Any) -> Facts:
-        slots = [getattr(base, "__slots__", ()) for base in type(held).__mro__]
-        names = [name for own in slots for name in ((own,) if isinstance(own, str) else own)]
-        found = {name: getattr(held, name) for name in names if hasattr(held, name)} | getattr(held, "__dict__", {})
-        if isinstance(held, nn.Module):  # the keys of hooks are numbers that no other process has
-            hooks = {name: [*inside.values()] for name, inside in found.items() if "hooks" in name and inside}
-            found = {name: inside for name, inside in found.items() if "hooks" not in name} | hooks
-        return {name: self.of(inside, name) for name, inside in found.items()}
+    def tensor(self, tensor: Tensor) -> Any:
+        """Return the number of a tensor that is known, or what is in it."""
+        number, _ = self._known.get(id(tensor), (None, None))
+        return [*kind(tensor), hashlib.sha256(content(tensor).numpy().data).hexdigest()] if number is None else number
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, description: Description) -> None:
+        super().__init__(file, protocol=4)
+        self._description, self.last = description, ""
+
+    def persistent_id(self, held: Any) -> Any:
+        """Return what stands for an object, or None: then it is written as pickle does it."""
+        self.last = getattr(held, "__qualname__", type(held).__qualname__)
+        if isinstance(held, Tensor):
+            return self._description.tensor(held)
+        if isinstance(held, type) or (
+            callable(held) and hasattr(held, "__qualname__") and not hasattr(held, "__self__")
+        ):
+            return self._description.name(held)
+        if type(held) in (str, tuple):  # whether two equal ones are one is the compiler's choice
+            return held.encode(errors="surrogatepass") if isinstance(held, str) else ["tuple", *held]
+        if type(held) in (set, frozenset):
+            return ["set", *sorted(map(self._description.of, held))]
+        return None
+
+    def reducer_override(self, held: Any) -> Any:
+        """Return what networks and weak references are made of."""
+        if isinstance(held, weakref.ref):  # of torch's recurrences to their weights
+            return weakref.ref, (held(),)
+        if not isinstance(held, nn.Module):
+            return NotImplemented
+        # The keys of hooks are numbers that no other process has.
+        hooks = {name: [*inside.values()] for name, inside in vars(held).items() if "_hooks" in name and inside}
+        return type(held), (), {name: inside for name, inside in vars(held).items() if "_hooks" not in name} | hooks
 
 
 def kind(value: Any) -> Any:
@@ -173,12 +169,12 @@ class Described:
 
     Attributes:
         facts: as JSON.
-        folders: of the source files of its functions and classes.
+        modules: of its functions and classes.
         unknown: what in it no other run would find again, in words; empty if there is nothing.
     """
 
     facts: Facts
-    folders: frozenset[Path] = frozenset()
+    modules: frozenset[str] = frozenset()
     unknown: str = ""
 
     @classmethod
@@ -189,6 +185,7 @@ class Described:
         # The file's weights, wherever else the network holds them.
         buffers = (held for name, held in network.named_buffers() if name in state)
         description = Description(version, (*network.parameters(), *buffers))
+        description.modules.update(base.__module__ for part in network.modules() for base in type(part).__mro__)
         hooks = [held for name, held in vars(nn.modules.module).items() if "_hooks" in name and isinstance(held, dict)]
         facts: Facts = {"entries": [(name, kind(value)) for name, value in state.items()]}
         return cls._of(description, facts, [made or network, [[*each.values()] for each in hooks]], network)
@@ -208,12 +205,12 @@ class Described:
     @classmethod
     def _of(cls, description: Description, facts: Facts, held: Any, network: nn.Module | None = None) -> "Described":
         try:
-            facts = {**facts, "held": of_json(description.of(held))}
+            facts = {**facts, "held": description.of(held)}
             put_in = next(user_files.put_into_libraries(network), "") if description.version is None else ""
             unknown = put_in and f"{put_in}, which was set by a program"
         except NotFoundAgainError as error:
             unknown = str(error)
-        return cls(facts, frozenset(description.folders), unknown)
+        return cls(facts, frozenset(description.modules), unknown)
 
 
 @dataclass(frozen=True)
@@ -231,23 +228,17 @@ class Code:
         network: nn.Module | None,
         made: Any,
         loss: Any,
-        data: Any,
         version: str | None,
-        folders: Iterable[Path] = (),
+        modules: Iterable[str] = (),
     ) -> "Code":
         """Return the code of a run."""
         model = None if network is None else Described.network(network, made, version)
         found = Described.loss(loss, version)
         both = [found] if model is None else [model, found]
-        places = {*folders, *user_files.folder(data)}.union(*(each.folders for each in both))
+        places = {*modules}.union(*(each.modules for each in both))
         files = {"": version} if version is not None else user_files.hashes(places)
         unknown = tuple(each.unknown for each in both if each.unknown)
         return cls(None if model is None else model.facts, found.facts, files, unknown)
-
-    def differs(self, other: "Code") -> bool:
-        """Return whether another process has other code, as far as it has loaded the same files."""
-        files = any(other.files.get(path, held) != held for path, held in self.files.items())
-        return files or (self.model, self.loss) != (other.model, other.loss)
 
 
 def of_options(options: Options) -> Facts:

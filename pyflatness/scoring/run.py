@@ -179,9 +179,9 @@ def keep(run: ScoringRun, store: Store, *, retry: bool = False, ends: bool = Fal
     ordered = run.request.options.of_layers.sampled or run.request.options.by_sample
     fingerprint = keys.of_data(bench.data, ordered=ordered, ends=ends)
     notes: list[str] = []
-    folders: set[Path] = set()
-    contents = {name: _content(held, setup.version, notes, folders) for name, held in run.models.items()}
-    code = bench.code(folders)
+    modules: set[str] = set()
+    contents = {name: _content(held, setup.version, notes, modules) for name, held in run.models.items()}
+    code = bench.code(modules)
     run.setup = bench.setup = replace(setup, fingerprint=fingerprint, code=code)
     key = {
         "model": code.model,
@@ -224,11 +224,11 @@ def _once(unknown: Sequence[str] | str) -> dict[str, str]:
     return {"once": uuid.uuid4().hex} if unknown else {}
 
 
-def _content(held: Path | nn.Module, version: str | None, unknown: list[str], folders: set[Path]) -> str:
-    """Return the content of a model; add what is unknown of a network in memory, and the folders of its code."""
+def _content(held: Path | nn.Module, version: str | None, unknown: list[str], modules: set[str]) -> str:
+    """Return the content of a model; add what is unknown of a network in memory, and the modules of its code."""
     if not isinstance(held, nn.Module):
         return keys.of_file(held)
     found = keys.Described.network(held, version=version)
     unknown += filter(None, [found.unknown])
-    folders |= found.folders
+    modules |= found.modules
     return keys.of_json([keys.of_state(held), found.facts, _once(found.unknown)])

@@ -350,11 +350,11 @@ class Bench:
         """Return the number of batches that are measured here; 0 if the data cannot tell."""
         return len(Batches(self._mine, torch.device("cpu")))
 
-    def code(self, folders: Iterable[Path] = ()) -> keys.Code:
-        """Return what the user's code is here, with the source files in these folders."""
+    def code(self, modules: Iterable[str] = ()) -> keys.Code:
+        """Return what the user's code is here, with further modules of it."""
         setup = self.setup
         made = None if setup.model is None else setup.model.identity()
-        return keys.Code.of(self.network, made, setup.request.loss, setup.data.function(), setup.version, folders)
+        return keys.Code.of(self.network, made, setup.request.loss, setup.version, modules)
 
     def check(self) -> None:
         """Raise if the data, the model or the loss are not those of the program that hands out the work.
@@ -362,7 +362,7 @@ class Bench:
         Data with an unseeded split or noise differ in each process, and code may be edited since the program began.
         """
         fingerprint, code = self.setup.fingerprint, self.setup.code
-        if code is not None and self.code().differs(code):
+        if code is not None and self.code() != code:
             raise InputError(
                 "model, loss: a worker that made them got others than the process that hands out the work; have their "
                 "callables make the same in every process, leave the source files as they are while the work goes on, "
