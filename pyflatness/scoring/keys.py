@@ -5,7 +5,6 @@ another. The user's code is its source files (:mod:`.user_files`) and the names 
 what they hold. Where code has no such name, as in a notebook, values are computed anew by each run. Hashes are SHA-256.
 """
 
-import functools
 import hashlib
 import io
 import json
@@ -27,7 +26,7 @@ from ..model.data import Batches, leaves, size
 from ..model.layers import unwrap
 from ..options import Options
 from . import checkpoints, user_files
-from .user_files import NotFoundAgainError, in_closure
+from .user_files import NotFoundAgainError, in_closure, is_own_module, name_of
 
 Facts = dict[str, Any]
 
@@ -74,79 +73,66 @@ def of_json(facts: Any) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def described(held: Any) -> str:
-    """Return the hash of what an object holds.
+def described(
+    held: Any, version: str | None = None, known: Iterable[Tensor] = (), modules: set[str] | None = None
+) -> str:
+    """Return the hash of what an object holds: as pickle writes it, but for tensors, networks, functions and classes.
+
+    Args:
+        held: the object.
+        version: stands for the user's code: then whatever has a name is taken for what had it before.
+        known: tensors that are told from others by their places here, whatever is in them.
+        modules: those of the functions and classes in the object are added to it.
 
     Raises:
         NotFoundAgainError: there is something in it that another run cannot be told to be the same.
     """
-    return Description().of(held)
-
-
-class Description:
-    """Hash objects as pickle writes them, but for tensors, networks, and the functions and classes in them.
-
-    Of the latter their names count, of ``known`` tensors their numbers, and of networks all attributes. ``version``
-    stands for the user's code: then whatever has a name is taken for what had it before. ``modules`` are those of
-    functions and classes.
-    """
-
-    def __init__(self, version: str | None = None, known: Iterable[Tensor] = ()) -> None:
-        self.version, self.modules = version, set[str]()
-        self._known = {id(tensor): (number, tensor) for number, tensor in enumerate(known)}  # no id is another's
-        self._name_of = functools.cache(user_files.name_of)  # files are read once
-
-    def of(self, held: Any) -> str:
-        """Return the hash of what an object holds."""
-        file = io.BytesIO()
-        pickler = _Pickler(file, self)
-        try:
-            pickler.dump(held)
-        except NotFoundAgainError:
-            raise
-        except Exception as error:  # of the user's objects: they nest too deep, say, or pickle refuses them
-            raise NotFoundAgainError(f"{pickler.last} ({type(error).__name__}: {error})") from error
-        return hashlib.sha256(file.getbuffer()).hexdigest()
-
-    def name(self, made: Any) -> list[Any]:
-        """Return the name of a function or class."""
-        if self.version is not None:
-            return [made.__qualname__, *in_closure(made)]
-        self.modules.add(made.__module__)
-        return self._name_of(made)
-
-    def tensor(self, tensor: Tensor) -> Any:
-        """Return the number of a tensor that is known, or what is in it."""
-        number, _ = self._known.get(id(tensor), (None, None))
-        return [*kind(tensor), hashlib.sha256(content(tensor).numpy().data).hexdigest()] if number is None else number
+    file = io.BytesIO()
+    pickler = _Pickler(file, version, [*known], set() if modules is None else modules)
+    try:
+        pickler.dump(held)
+    except NotFoundAgainError:
+        raise
+    except Exception as error:  # of the user's objects: they nest too deep, say, or pickle refuses them
+        raise NotFoundAgainError(f"{pickler.last} ({type(error).__name__}: {error})") from error
+    return hashlib.sha256(file.getbuffer()).hexdigest()
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, description: Description) -> None:
+    """Write objects as :func:`described` says; ``last`` is the name of what was written last."""
+
+    def __init__(self, file: io.BytesIO, version: str | None, known: list[Tensor], modules: set[str]) -> None:
         super().__init__(file, protocol=4)
-        self._description, self.last = description, ""
+        self._how, self._places = (version, known, modules), {id(tensor): place for place, tensor in enumerate(known)}
+        self.last = ""
 
     def persistent_id(self, held: Any) -> Any:
         """Return what stands for an object, or None: then it is written as pickle does it."""
+        version, _, modules = self._how
         self.last = getattr(held, "__qualname__", type(held).__qualname__)
+        if id(held) in self._places:
+            return self._places[id(held)]
         if isinstance(held, Tensor):
-            return self._description.tensor(held)
-        if isinstance(held, type) or (
-            callable(held) and hasattr(held, "__qualname__") and not hasattr(held, "__self__")
-        ):
-            return self._description.name(held)
-        if type(held) in (str, tuple):  # whether two equal ones are one is the compiler's choice
-            return held.encode(errors="surrogatepass") if isinstance(held, str) else ["tuple", *held]
+            return [*kind(held), hashlib.sha256(content(held).numpy().data).hexdigest()]
+        if callable(held) and hasattr(held, "__qualname__") and not hasattr(held, "__self__"):  # a function or class
+            name = name_of(held) if version is None else [held.__qualname__]
+            modules.add(held.__module__)
+            return [*name, *in_closure(held)]
+        if type(held) is str:  # whether two equal ones are one is the compiler's choice, as of tuples
+            return held.encode(errors="surrogatepass")
+        if type(held) is tuple:
+            return ["tuple", *held]
         if type(held) in (set, frozenset):
-            return ["set", *sorted(map(self._description.of, held))]
+            return ["set", *sorted(described(each, *self._how) for each in held)]
         return None
 
     def reducer_override(self, held: Any) -> Any:
-        """Return what networks and weak references are made of."""
+        """Return what networks, weak references and objects of the user's classes are made of."""
         if isinstance(held, weakref.ref):  # of torch's recurrences to their weights
             return weakref.ref, (held(),)
         if not isinstance(held, nn.Module):
-            return NotImplemented
+            own = is_own_module(type(held).__module__)  # may leave attributes out of what pickle writes
+            return (type(held), (), (getattr(held, "__dict__", {}), held.__reduce_ex__(4))) if own else NotImplemented
         # The keys of hooks are numbers that no other process has.
         hooks = {name: [*inside.values()] for name, inside in vars(held).items() if "_hooks" in name and inside}
         return type(held), (), {name: inside for name, inside in vars(held).items() if "_hooks" not in name} | hooks
@@ -184,11 +170,10 @@ class Described:
         state = network.state_dict(keep_vars=True)
         # The file's weights, wherever else the network holds them.
         buffers = (held for name, held in network.named_buffers() if name in state)
-        description = Description(version, (*network.parameters(), *buffers))
-        description.modules.update(base.__module__ for part in network.modules() for base in type(part).__mro__)
         hooks = [held for name, held in vars(nn.modules.module).items() if "_hooks" in name and isinstance(held, dict)]
         facts: Facts = {"entries": [(name, kind(value)) for name, value in state.items()]}
-        return cls._of(description, facts, [made or network, [[*each.values()] for each in hooks]], network)
+        held = [made or network, [[*each.values()] for each in hooks]]
+        return cls._of(facts, held, version, network, (*network.parameters(), *buffers))
 
     @classmethod
     def loss(cls, loss: Any, version: str | None = None) -> "Described":
@@ -200,17 +185,26 @@ class Described:
             options = {name: described(held) for name, held in vars(resolved).items() if not name.startswith("_")}
             return cls({"name": type(resolved).__name__, **options})
         name = getattr(loss, "__qualname__", type(loss).__qualname__)
-        return cls._of(Description(version), {"name": name, "reduction": resolved.reduction}, loss)
+        return cls._of({"name": name, "reduction": resolved.reduction}, loss, version)
 
     @classmethod
-    def _of(cls, description: Description, facts: Facts, held: Any, network: nn.Module | None = None) -> "Described":
+    def _of(
+        cls,
+        facts: Facts,
+        held: Any,
+        version: str | None,
+        network: nn.Module | None = None,
+        known: Iterable[Tensor] = (),
+    ) -> "Described":
+        parts = [] if network is None else [*network.modules()]
+        modules, unknown = {base.__module__ for part in parts for base in type(part).__mro__}, ""
         try:
-            facts = {**facts, "held": description.of(held)}
-            put_in = next(user_files.put_into_libraries(network), "") if description.version is None else ""
-            unknown = put_in and f"{put_in}, which was set by a program"
+            facts = {**facts, "held": described(held, version, known, modules)}
+            if version is None:
+                user_files.check_libraries(parts)
         except NotFoundAgainError as error:
             unknown = str(error)
-        return cls(facts, frozenset(description.modules), unknown)
+        return cls(facts, frozenset(modules), unknown)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ def name_of(made: Any) -> list[Any]:
     Raises:
         NotFoundAgainError: it has no such name, or another object has it.
     """
-    path, name = getattr(sys.modules.get(made.__module__ or ""), "__file__", None), made.__qualname__
+    name = made.__qualname__
+    path: Any = getattr(sys.modules.get(made.__module__ or ""), "__file__", None)
     if not is_own_module(made.__module__):
         bases = [name_of(base) for base in getattr(made, "__mro__", ())[1:] if is_own_module(base.__module__)]
         of_library = "-packages" in str(path) and made.__module__.partition(".")[0] != "torch"
@@ -50,9 +51,8 @@ def name_of(made: Any) -> list[Any]:
     return [name, _parsed(Path(path).read_bytes())[0]]
 
 
-def put_into_libraries(network: nn.Module | None) -> Iterator[str]:
-    """Yield the names of functions that a program has put into classes of a network, or into torch."""
-    modules = () if network is None else network.modules()
+def check_libraries(modules: Iterable[nn.Module]) -> None:
+    """Raise if a program has put functions into the classes of modules, or into torch."""
     classes = {base: None for module in modules for base in type(module).__mro__}
     holders: list[Any] = [*classes, torch, torch.Tensor, nn.functional]
     for holder in holders:
@@ -60,7 +60,7 @@ def put_into_libraries(network: nn.Module | None) -> Iterator[str]:
         for name, held in vars(holder).items():
             theirs = isinstance(held, FunctionType) and not _is_installed(held.__code__.co_filename)
             if theirs and (installed or held.__module__ in _RUN):
-                yield f"{name} of {holder.__name__}"
+                raise NotFoundAgainError(f"{name} of {holder.__name__}, which was set by a program")
 
 
 @functools.cache
@@ -134,7 +134,7 @@ def _unedited(name: str, path: Path, found: str) -> str:
         functions = [each for space in (module, *classes) for each in vars(space).values()]
         functions += [held for each in functions for held in in_closure(each)]  # decorated ones
         codes = [each.__code__ for each in functions if isinstance(each, FunctionType)]
-        own = {_code(code) for code in codes if code.co_filename == module.__file__}
+        own = {_bare(code) for code in codes if code.co_filename == module.__file__}
         rewritten = type(getattr(module.__spec__, "loader", None)).__name__ != "SourceFileLoader"  # as pytest's are
         imported = found if rewritten or own <= _codes(path.read_bytes()) else ""
     if imported != found:
@@ -153,24 +153,20 @@ def in_closure(function: Any) -> Iterator[Any]:
             yield cell.cell_contents
 
 
-def _codes(source: bytes) -> set[Any]:
-    """Return what each function and class of a source file does."""
-    waiting, found = [compile(source, "", "exec", dont_inherit=True)], []
+def _codes(source: bytes) -> set[CodeType]:
+    """Return the code of each function and class of a source file."""
+    waiting, found = [compile(source, "", "exec", dont_inherit=True)], set()
     while waiting:
-        found.append(code := waiting.pop())
+        code = waiting.pop()
+        found.add(_bare(code))
         waiting += [held for held in code.co_consts if isinstance(held, CodeType)]
-    return {*map(_code, found)}
+    return found
 
 
-def _code(code: CodeType) -> tuple[Any, ...]:
-    """Return what code does, wherever it stands."""
-    return code.co_code, code.co_names, code.co_varnames, *map(_constant, code.co_consts)
-
-
-def _constant(held: Any) -> Any:
-    if isinstance(held, CodeType):
-        return _code(held)
-    return tuple(sorted(map(repr, held))) if isinstance(held, frozenset) else repr(held)
+def _bare(code: CodeType) -> CodeType:
+    """Return code without where it stands."""
+    constants = tuple(_bare(held) if isinstance(held, CodeType) else held for held in code.co_consts)
+    return code.replace(co_firstlineno=1, co_linetable=b"", co_consts=constants)
 
 
 @functools.lru_cache(maxsize=1024)
