@@ -16,8 +16,7 @@ from ..interrupts import cached_property
 from ..measures import named
 from ..messages import printable
 from ..numerics.ranks import ALONE, Ranks
-from . import keys, result_files, worker
-from .executors import Serial
+from . import keys, result_files
 from .result_files import ResultFile
 from .store import Store
 from .units import Pair, WorkUnit
@@ -113,26 +112,24 @@ class ScoringRun:
         options = self.request.options
         return sum(count * plan.plan(named(measures), options).reads for measures, count in counts.items())
 
-    def go(self, units: Iterable[WorkUnit], executor: Executor, take: Take) -> None:
-        """Measure units, see :func:`drive`; over ranks, those that the first one has."""
-        if not self.ranks.alone and not isinstance(executor, Serial):
+    def go(self, units: Iterable[WorkUnit], executor: Executor | None, take: Take) -> None:
+        """Measure units by :func:`drive`, or here without an executor; over ranks, those that the first one has."""
+        if executor is None:
+            for unit in self._of_first(units):
+                take(unit, self.bench.outcome(unit))
+            return
+        if not self.ranks.alone:
             raise InputError(
                 f"executor: the {self.ranks.size} ranks of a process group measure each model together, one after the "
                 "other, and there are no other workers; leave the executor out, or start one process without torchrun"
             )
-        units = self._of_first(units)
-        if isinstance(executor, Serial):
-            worker.adopt(self.bench)
-        elif not self.setup.data.is_made:
+        if not self.setup.data.is_made:
             raise InputError(
                 "data: the workers of an executor load them by themselves; pass a function that returns them"
             )
-        elif any(isinstance(held, nn.Module) for held in self.models.values()):
+        if any(isinstance(held, nn.Module) for held in self.models.values()):
             raise InputError("models: the workers of an executor read weights by themselves; save them, and pass paths")
-        try:
-            drive(executor, self.setup, units, take)
-        finally:
-            worker.adopt(None)
+        drive(executor, self.setup, units, take)
 
     def _of_first(self, units: Iterable[WorkUnit]) -> Iterable[WorkUnit]:
         """Return the units that the first rank has, on all ranks."""
