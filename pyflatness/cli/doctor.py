@@ -68,7 +68,10 @@ def doctor(*, as_json: Json = False) -> None:
 
 def _shown() -> list[EngineCheck]:
     """Print what is found as soon as it is, and return the checks."""
-    show(_environment())
+    facts = Table("what", "found", title="pyflatness doctor", title_justify="left")
+    for name, value in _facts().items():
+        facts.add_row(name, value)
+    show(facts)
     if not compiled.engines():
         click.echo("Warning: there are no compiled kernels; everything runs, slower, on the reference")
     checks = self_check()
@@ -149,33 +152,23 @@ def _largest_error(values: Tensor, truth: Tensor) -> float:
     return float(((values.cpu() - truth) / truth).abs().nan_to_num(nan=torch.inf).max())
 
 
-def _environment() -> Table:
-    table = Table("what", "found", title="pyflatness doctor", title_justify="left")
-    for name, value in _facts().items():
-        table.add_row(name, value)
-    return table
-
-
 def _facts() -> dict[str, str]:
+    kernels = compiled.unavailable(torch.device("cpu"), torch.float32)
+    if available := compiled.engines():
+        forced = f"PYFLATNESS_ISA={available[-1]}"
+        kernels = f"{', '.join(available)}; in use: {compiled.instruction_set()} (force one: {forced})"
     return {
         "pyflatness": __version__,
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "torch": torch.__version__,
         "numpy": numpy.__version__,
         "platform": platform.platform(),
-        "compiled kernels": _kernels(),
+        "compiled kernels": kernels,
         "CUDA kernels": f"not built ({cuda.missing})" if cuda.missing else "built",
         "CUDA in torch": _cuda(),
         "NVIDIA driver": _driver(),
         "threads": f"{torch.get_num_threads()} (torch) of {os.cpu_count()} processors",
     }
-
-
-def _kernels() -> str:
-    available = compiled.engines()
-    if not available:
-        return compiled.unavailable(torch.device("cpu"), torch.float32)
-    return f"{', '.join(available)}; in use: {compiled.instruction_set()} (force one: PYFLATNESS_ISA={available[-1]})"
 
 
 def _cuda() -> str:
