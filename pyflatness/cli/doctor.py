@@ -68,10 +68,7 @@ def doctor(*, as_json: Json = False) -> None:
 
 def _shown() -> list[EngineCheck]:
     """Print what is found as soon as it is, and return the checks."""
-    facts = Table("what", "found", title="pyflatness doctor", title_justify="left")
-    for name, value in _facts().items():
-        facts.add_row(name, value)
-    show(facts)
+    show(_environment())
     if not compiled.engines():
         click.echo("Warning: there are no compiled kernels; everything runs, slower, on the reference")
     checks = self_check()
@@ -150,6 +147,13 @@ def _truth(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def _largest_error(values: Tensor, truth: Tensor) -> float:
     return float(((values.cpu() - truth) / truth).abs().nan_to_num(nan=torch.inf).max())
+
+
+def _environment() -> Table:
+    table = Table("what", "found", title="pyflatness doctor", title_justify="left")
+    for name, value in _facts().items():
+        table.add_row(name, value)
+    return table
 
 
 def _facts() -> dict[str, str]:
