@@ -36,7 +36,7 @@ from ..numerics.process_groups import joined
 from ..numerics.ranks import ALONE, Ranks, is_known
 from ..options import Options
 from ..scoring import checkpoints, executors, metadata, pretrained, specs
-from ..scoring.run import Kept, ScoringRun, keep
+from ..scoring.run import ScoringRun, keep
 from ..scoring.score import score as call
 from ..scoring.store import Store
 from ..scoring.units import NO_FIT, Held, Pair, Request, Row, WorkUnit, csv_line, rows
@@ -372,7 +372,25 @@ def to_store(
             _estimate(run, kept.units)
             return 0
         notes: Notes = defaultdict(set)
-        done, interrupted = _measured(run, store, kept, executor, shown, notes)
+        done, interrupted = 0, None
+
+        def take(unit: WorkUnit, outcome: Outcome) -> None:
+            nonlocal done
+            kept.commit(store, unit, outcome)
+            for note in outcome.notes:
+                notes[note].add(str(unit.weights))
+            done += 1
+            advance(1, "")
+
+        with progress.bar("scoring", len(kept.units), shown, "units") as advance:
+            workers = executor(len(kept.units)) if kept.units else None
+            try:
+                run.go(kept.units, workers, take)
+            except KeyboardInterrupt as error:
+                interrupted = error
+            finally:
+                if workers is not None:
+                    workers.shutdown(cancel_futures=True)
         counts = store.counts(kept.setting, kept.contents.values())
         errors = store.errors(kept.setting, kept.contents.values())
         failed = kept.failures(store)
@@ -403,34 +421,3 @@ def _estimate(run: ScoringRun, units: list[WorkUnit]) -> None:
         note = f" (it failed: {outcome.errors[0]})" if outcome.errors else ""
         total = seconds * run.reads(units) / max(1, run.reads(units[:1]))
         echo(f"the first took {seconds:.3g} s{note}; all of them one after the other: {duration(total)}")
-
-
-def _measured(
-    run: ScoringRun,
-    store: Store,
-    kept: Kept,
-    executor: Callable[[int], Executor | None],
-    shown: bool | None,
-    notes: Notes,
-) -> tuple[int, KeyboardInterrupt | None]:
-    """Measure the units and take the notes; return how many were committed, and what interrupted this."""
-    done = 0
-
-    def take(unit: WorkUnit, outcome: Outcome) -> None:
-        nonlocal done
-        kept.commit(store, unit, outcome)
-        for note in outcome.notes:
-            notes[note].add(str(unit.weights))
-        done += 1
-        advance(1, "")
-
-    with progress.bar("scoring", len(kept.units), shown, "units") as advance:
-        workers = executor(len(kept.units)) if kept.units else None
-        try:
-            run.go(kept.units, workers, take)
-        except KeyboardInterrupt as error:
-            return done, error
-        finally:
-            if workers is not None:
-                workers.shutdown(cancel_futures=True)
-    return done, None

@@ -217,19 +217,12 @@ class Code:
     unknown: tuple[str, ...]  # what no other run would find again, in words; values that depend on it are not reused
 
     @classmethod
-    def of(
-        cls,
-        network: nn.Module | None,
-        made: Any,
-        loss: Any,
-        version: str | None,
-        modules: Iterable[str] = (),
-    ) -> "Code":
-        """Return the code of a run."""
+    def of(cls, network: nn.Module | None, made: Any, loss: Any, version: str | None) -> "Code":
+        """Return the code of a run: of the network, with the callable and arguments that make it, and of the loss."""
         model = None if network is None else Described.network(network, made, version)
         found = Described.loss(loss, version)
         both = [found] if model is None else [model, found]
-        places = {*modules}.union(*(each.modules for each in both))
+        places = {module for each in both for module in each.modules}
         files = {"": version} if version is not None else user_files.hashes(places)
         unknown = tuple(each.unknown for each in both if each.unknown)
         return cls(None if model is None else model.facts, found.facts, files, unknown)

@@ -1,5 +1,6 @@
 """Score many models: what is asked of them, what of it a store has already, and the rest on an executor."""
 
+import functools
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from ..interrupts import cached_property
 from ..measures import named
 from ..messages import printable
 from ..numerics.ranks import ALONE, Ranks
-from . import keys, result_files
+from . import keys, result_files, user_files
 from .result_files import ResultFile
 from .store import Store
 from .units import Pair, WorkUnit
@@ -175,10 +176,17 @@ def keep(run: ScoringRun, store: Store, *, retry: bool = False, ends: bool = Fal
     setup, bench = run.setup, run.bench
     ordered = run.request.options.of_layers.sampled or run.request.options.by_sample
     fingerprint = keys.of_data(bench.data, ordered=ordered, ends=ends)
-    notes: list[str] = []
-    modules: set[str] = set()
-    contents = {name: _content(held, setup.version, notes, modules) for name, held in run.models.items()}
-    code = bench.code(modules)
+    code, hashes = bench.code(), functools.cache(user_files.hashes)  # most networks have the same files
+    contents: dict[str, str] = {}
+    unknown = [*code.unknown]
+    for name, held in run.models.items():
+        if isinstance(held, nn.Module):
+            found = keys.Described.network(held, version=setup.version)
+            files = sorted(hashes(found.modules).values()) if setup.version is None else []
+            contents[name] = keys.of_json([keys.of_state(held), found.facts, files, _once(found.unknown)])
+            unknown += filter(None, [found.unknown])
+        else:
+            contents[name] = keys.of_file(held)
     run.setup = bench.setup = replace(setup, fingerprint=fingerprint, code=code)
     key = {
         "model": code.model,
@@ -201,7 +209,7 @@ def keep(run: ScoringRun, store: Store, *, retry: bool = False, ends: bool = Fal
     said = tuple(
         f"{what}: values that depend on it are computed anew by each run; put it into a file that is imported, or pass "
         "a version (version=, --version) that stands for your code"
-        for what in dict.fromkeys([*code.unknown, *notes])
+        for what in dict.fromkeys(unknown)
     )
     if not spectrum:
         return Kept(setting, contents, units, said)
@@ -219,13 +227,3 @@ def keep(run: ScoringRun, store: Store, *, retry: bool = False, ends: bool = Fal
 def _once(unknown: Sequence[str] | str) -> dict[str, str]:
     """Return what makes a key that no other run has, if there is anything unknown."""
     return {"once": uuid.uuid4().hex} if unknown else {}
-
-
-def _content(held: Path | nn.Module, version: str | None, unknown: list[str], modules: set[str]) -> str:
-    """Return the content of a model; add what is unknown of a network in memory, and the modules of its code."""
-    if not isinstance(held, nn.Module):
-        return keys.of_file(held)
-    found = keys.Described.network(held, version=version)
-    unknown += filter(None, [found.unknown])
-    modules |= found.modules
-    return keys.of_json([keys.of_state(held), found.facts, _once(found.unknown)])

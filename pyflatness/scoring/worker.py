@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -219,11 +219,11 @@ class Bench:
         """Return the number of batches that are measured here; 0 if the data cannot tell."""
         return len(Batches(self._mine, torch.device("cpu")))
 
-    def code(self, modules: Iterable[str] = ()) -> keys.Code:
-        """Return what the user's code is here, with further modules of it."""
+    def code(self) -> keys.Code:
+        """Return what the user's code is here."""
         setup = self.setup
         made = None if setup.model is None else setup.model.identity()
-        return keys.Code.of(self.network, made, setup.request.loss, setup.version, modules)
+        return keys.Code.of(self.network, made, setup.request.loss, setup.version)
 
     def check(self) -> None:
         """Raise if the data, the model or the loss are not those of the program that hands out the work.

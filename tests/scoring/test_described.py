@@ -50,6 +50,11 @@ class Hidden(nn.Module):
         return self._scale * F.mse_loss(outputs, targets)
 
 
+class Unpickled(Scaled):
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
 class Slotted(Scaled):
     __slots__ = ("scale",)
 
@@ -87,6 +92,7 @@ DIFFERENT = {
     "arrays": (Scaled(weights(2000)), Scaled(weights(3000))),
     "tensors": (Scaled(torch.tensor(1.0)), Scaled(torch.tensor(2.0))),
     "modules in modules": (Inner(0.0), Inner(0.1)),
+    "what pickle leaves out": (Unpickled(1.0), Unpickled(2.0)),
     "hidden attributes": (Hidden(1.0), Hidden(2.0)),
     "functions in partials": (functools.partial(F.mse_loss), functools.partial(F.l1_loss)),
 }
