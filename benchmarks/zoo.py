@@ -26,7 +26,6 @@ from pyflatness.measures import MEASURES
 from pyflatness.model import selectors
 from pyflatness.options import Options
 from pyflatness.scoring import checkpoints, specs
-from pyflatness.scoring.executors import Serial
 from pyflatness.scoring.run import ScoringRun, keep
 from pyflatness.scoring.store import Store
 from pyflatness.scoring.units import Request
@@ -69,7 +68,7 @@ def time(model: str, paths: tuple[Path, ...], rounds: int, processor: bool) -> N
     def score() -> None:
         with tempfile.TemporaryDirectory() as folder, Store(Path(folder, "runs.sqlite"), write=True) as store:
             kept = keep(run, store)
-            run.go(kept.units, Serial(), lambda unit, outcome: store.commit(kept.setting, unit.content, outcome))
+            run.go(kept.units, None, lambda unit, outcome: store.commit(kept.setting, unit.content, outcome))
             for name, error in store.errors(kept.setting, kept.contents.values()):
                 raise click.ClickException(f"{name}: {error}")
 

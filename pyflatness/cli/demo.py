@@ -38,7 +38,7 @@ from ..scoring.score import score
 from ..statistics import correlations, plot_correlation
 from . import example_networks
 from .options import Json, command
-from .output import finite, prepare_folder, show, show_json, write_whole
+from .output import echo, finite, prepare_folder, show, show_json, write_whole
 
 TARGET_LOSS, MAX_EPOCHS = 0.05, 600
 MEASURES = ("relative_flatness", "relative_flatness_std")
@@ -72,7 +72,9 @@ def demo(
     """
     _require_extras()
     prepare_folder(out)
-    with _single_thread():
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)  # more gain nothing here, and sums do not depend on how many there are
         train, test = digits(seed)
         write_whole(out / "networks.py", Path(example_networks.__file__).read_bytes())
         for name, (images, labels) in {"train": train, "test": test}.items():
@@ -88,14 +90,11 @@ def demo(
     show(_table(rows))
     if not all(row["converged"] for row in rows):
         click.echo(f"* still above a training loss of {TARGET_LOSS} after the most epochs allowed")
-    for line in str(found or "too few networks for correlations").splitlines():
-        click.echo(printable(line))
-    if found:
-        fixed = correlated(rows, ["loss"])
-        assert fixed is not None
-        click.echo(printable(conclusion(fixed)))
+    echo(*str(found or "too few networks for correlations").splitlines())
+    if fixed := correlated(rows, ["loss"]):
+        echo(conclusion(fixed))
     files = "scatter.png, results.json and results.csv, and the checkpoints and data,"
-    click.echo(printable(f"{files} are in {out}. Commands to go on with:"))
+    echo(f"{files} are in {out}. Commands to go on with:")
     for line in commands(out):
         click.echo(f"\n    {printable(line)}")
 
@@ -155,17 +154,12 @@ def measured(chosen: list[dict[str, Any]], train: Data, test: Data, folder: Path
         name = f"{recipe['network']}/{how}"
         networks[name], epochs, converged = trained(recipe, train)
         rows[name] = {"name": name, **recipe, "epochs": epochs, "converged": converged}
-    nothing = dict.fromkeys(MEASURES, math.nan)
-    for data, loss, accuracy in ((train, "train_loss", "train_accuracy"), (test, "test_loss", "test_accuracy")):
-        for name, network in networks.items():
-            for found in score({name: network}, data=data, loss="cross_entropy", measures=MEASURES):
-                row = rows[name]
-                if found.layer:
-                    continue
-                row |= {loss: _number(found.loss), accuracy: _number(found.accuracy)}
-                if data is train:
-                    row |= {key: row.get(key, nan) for key, nan in nothing.items()}
-                    row |= {found.measure: _number(found.value)} if found.measure in MEASURES else {}
+    for data, kind in ((train, "train"), (test, "test")):
+        for found in score(networks, "cross_entropy", data, measures=MEASURES):
+            if not found.layer:
+                cells = {f"{kind}_loss": found.loss, f"{kind}_accuracy": found.accuracy}
+                cells |= {found.measure: found.value} if data is train else {}
+                rows[found.checkpoint] |= {name: math.nan if cell is None else cell for name, cell in cells.items()}
     for name, row in rows.items():
         row["gap"] = row["test_loss"] - row["train_loss"]
         (folder / row["network"]).mkdir(exist_ok=True)
@@ -232,21 +226,6 @@ def _require_extras() -> None:
         import sklearn  # noqa: F401
     except ImportError as error:
         raise MissingExtraError(f"the demo needs {error.name}: pip install 'pyflatness[demo]'") from None
-
-
-@contextlib.contextmanager
-def _single_thread() -> Iterator[None]:
-    """Give torch one thread: these networks gain nothing from more, and sums do not depend on how many there are."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _number(cell: float | None) -> float:
-    return math.nan if cell is None else cell
 
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:

@@ -157,25 +157,22 @@ def _environment() -> Table:
 
 
 def _facts() -> dict[str, str]:
+    kernels = compiled.unavailable(torch.device("cpu"), torch.float32)
+    if available := compiled.engines():
+        forced = f"PYFLATNESS_ISA={available[-1]}"
+        kernels = f"{', '.join(available)}; in use: {compiled.instruction_set()} (force one: {forced})"
     return {
         "pyflatness": __version__,
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "torch": torch.__version__,
         "numpy": numpy.__version__,
         "platform": platform.platform(),
-        "compiled kernels": _kernels(),
+        "compiled kernels": kernels,
         "CUDA kernels": f"not built ({cuda.missing})" if cuda.missing else "built",
         "CUDA in torch": _cuda(),
         "NVIDIA driver": _driver(),
         "threads": f"{torch.get_num_threads()} (torch) of {os.cpu_count()} processors",
     }
-
-
-def _kernels() -> str:
-    available = compiled.engines()
-    if not available:
-        return compiled.unavailable(torch.device("cpu"), torch.float32)
-    return f"{', '.join(available)}; in use: {compiled.instruction_set()} (force one: PYFLATNESS_ISA={available[-1]})"
 
 
 def _cuda() -> str:

@@ -333,30 +333,22 @@ def layers(*, model: Model, as_json: Json = False) -> None:
     Of parameters that no module calls, those that may turn out to be weights are among them.
     """
     network = model_layers.unwrap(specs.build_model(maker("model", model.model, model.model_args).made))
-    found = {name: (_kind(layer), _shape(layer)) for name, layer in selectors.layers(network).items()}
+    found: list[dict[str, Any]] = []
+    for name, layer in selectors.layers(network).items():
+        kind = type(layer).__name__
+        if isinstance(layer, Use):
+            holder = type(layer.source.places[0][0]).__name__
+            kind = holder if layer.source.of_module else f"parameter of {holder}"
+        lazy = any(map(nn.parameter.is_lazy, layer.parameters()))  # open until the model runs
+        found.append({"name": name, "type": kind, "shape": None if lazy else model_layers.matrix(layer)[0].shape})
     if as_json:
-        show_json([{"name": name, "type": kind, "shape": shape} for name, (kind, shape) in found.items()])
+        show_json(found)
         return
     table = Table(Column("name", no_wrap=True), "type", "weight matrix, d × m", box=box.SIMPLE_HEAD)
-    for name, (kind, shape) in found.items():
-        size = "open until the model runs" if shape is None else "{} × {}".format(*shape)
-        table.add_row(printable(name) or "(the model)", kind, size)
+    for row in found:
+        size = "open until the model runs" if row["shape"] is None else "{} × {}".format(*row["shape"])
+        table.add_row(printable(row["name"]) or "(the model)", row["type"], size)
     if not found:
         click.echo(f"{type(network).__name__} has no layer that can be measured ({SUPPORTED})")
         return
     show(table)
-
-
-def _kind(layer: nn.Module) -> str:
-    if not isinstance(layer, Use):
-        return type(layer).__name__
-    holder = type(layer.source.places[0][0]).__name__
-    return holder if layer.source.of_module else f"parameter of {holder}"
-
-
-def _shape(module: nn.Module) -> tuple[int, int] | None:
-    """Return (d, m); None where it is open until the model runs."""
-    if any(map(nn.parameter.is_lazy, module.parameters())):
-        return None
-    d, m = model_layers.matrix(module)[0].shape
-    return d, m

@@ -36,7 +36,7 @@ from ..numerics.process_groups import joined
 from ..numerics.ranks import ALONE, Ranks, is_known
 from ..options import Options
 from ..scoring import checkpoints, executors, metadata, pretrained, specs
-from ..scoring.run import Kept, ScoringRun, keep
+from ..scoring.run import ScoringRun, keep
 from ..scoring.score import score as call
 from ..scoring.store import Store
 from ..scoring.units import NO_FIT, Held, Pair, Request, Row, WorkUnit, csv_line, rows
@@ -138,7 +138,8 @@ def score(
     try:
         options = Options(seed=setting.seed, **vars(estimates))
     except InputError as error:
-        raise InputError(_by_option(str(error))) from None
+        named = re.sub(r"\b(probes|rtol|fraction|max_passes|seed)=", r"--\1 ", str(error))  # --rtol 2 for rtol=2
+        raise InputError(named.replace("_passes", "-passes").replace("  ", " ")) from None
     with _launched() as ranks:
         by_default = click.get_current_context().get_parameter_source("executor") == ParameterSource.DEFAULT
         if not ranks.alone and (dry_run or workers > 1 or not (executor == "serial" or by_default)):
@@ -189,7 +190,7 @@ def score(
             arguments = executor_args | ({"address": ray_address} if ray_address else {})
             name, status = executor if ranks.alone and found else "serial", 0
             if ranks.rank > 0:  # measures what the first rank hands out
-                run.go((), executors.Serial(), lambda unit, outcome: None)
+                run.go((), None, lambda unit, outcome: None)
             else:
                 status = to_store(
                     *(run, path, columns),
@@ -252,12 +253,6 @@ def _check_there(found: list[Path]) -> None:
             else "there is no such file"
         )
         raise click.BadParameter(printable(f"{lost[0]}: {why}; nothing was written"), param_hint="CHECKPOINT")
-
-
-def _by_option(message: str) -> str:
-    """Return an error of :class:`Options` with the names that the command line has: ``--rtol 2`` for ``rtol=2``."""
-    named = re.sub(r"\b(probes|rtol|fraction|max_passes|seed)=", lambda found: f"--{found[1]} ", message)
-    return named.replace("_passes", "-passes").replace("  ", " ")
 
 
 def _check_passes(run: ScoringRun) -> None:
@@ -349,7 +344,7 @@ def to_store(
     run: ScoringRun,
     path: Path,
     columns: Mapping[str, Mapping[str, Any]],
-    executor: Callable[[int], Executor],
+    executor: Callable[[int], Executor | None],
     shown: bool | None = None,
     *,
     dry_run: bool = False,
@@ -363,8 +358,12 @@ def to_store(
         for note in kept.notes:
             click.echo(printable(note), err=True)
         store.describe(columns)
-        echo(_summary(run, kept, path))
         spectra = [unit for unit in kept.units if unit.spectrum]
+        also = f", and {len(spectra)} spectra of some 600 Hessian products each" if spectra else ""
+        values = (
+            f"{sum(len(unit.pairs) for unit in kept.units)} values, {run.reads(kept.units)} reads of the data{also}"
+        )
+        echo(f"{path}: {len(kept.contents)} checkpoints, {len(kept.units)} units to do ({values})")
         seconds = run.bench.spectrum_seconds(spectra[0]) if spectra and run.ranks.alone else None
         if seconds is not None:
             all_of_them = f"about {duration(seconds * len(spectra))} one after the other"
@@ -373,7 +372,25 @@ def to_store(
             _estimate(run, kept.units)
             return 0
         notes: Notes = defaultdict(set)
-        done, interrupted = _measured(run, store, kept, executor, shown, notes)
+        done, interrupted = 0, None
+
+        def take(unit: WorkUnit, outcome: Outcome) -> None:
+            nonlocal done
+            kept.commit(store, unit, outcome)
+            for note in outcome.notes:
+                notes[note].add(str(unit.weights))
+            done += 1
+            advance(1, "")
+
+        with progress.bar("scoring", len(kept.units), shown, "units") as advance:
+            workers = executor(len(kept.units)) if kept.units else None
+            try:
+                run.go(kept.units, workers, take)
+            except KeyboardInterrupt as error:
+                interrupted = error
+            finally:
+                if workers is not None:
+                    workers.shutdown(cancel_futures=True)
         counts = store.counts(kept.setting, kept.contents.values())
         errors = store.errors(kept.setting, kept.contents.values())
         failed = kept.failures(store)
@@ -390,15 +407,6 @@ def to_store(
     return 1 if counts["failed"] or failed else 0
 
 
-def _summary(run: ScoringRun, kept: Kept, path: Path) -> str:
-    checkpoints, units = len(kept.contents), len(kept.units)
-    values = sum(len(unit.pairs) for unit in kept.units)
-    spectra = sum(bool(unit.spectrum) for unit in kept.units)
-    also = f", and {spectra} spectra of some 600 Hessian products each" if spectra else ""
-    reads = f"{run.reads(kept.units)} reads of the data{also}"
-    return f"{path}: {checkpoints} checkpoints, {units} units to do ({values} values, {reads})"
-
-
 def _estimate(run: ScoringRun, units: list[WorkUnit]) -> None:
     """Measure the first unit, keep nothing of it, and print how long all of them, but for spectra, will take."""
     units = [unit for unit in units if not unit.spectrum]
@@ -413,28 +421,3 @@ def _estimate(run: ScoringRun, units: list[WorkUnit]) -> None:
         note = f" (it failed: {outcome.errors[0]})" if outcome.errors else ""
         total = seconds * run.reads(units) / max(1, run.reads(units[:1]))
         echo(f"the first took {seconds:.3g} s{note}; all of them one after the other: {duration(total)}")
-
-
-def _measured(
-    run: ScoringRun, store: Store, kept: Kept, executor: Callable[[int], Executor], shown: bool | None, notes: Notes
-) -> tuple[int, KeyboardInterrupt | None]:
-    """Measure the units and take the notes; return how many were committed, and what interrupted this."""
-    done = 0
-
-    def take(unit: WorkUnit, outcome: Outcome) -> None:
-        nonlocal done
-        kept.commit(store, unit, outcome)
-        for note in outcome.notes:
-            notes[note].add(str(unit.weights))
-        done += 1
-        advance(1, "")
-
-    with progress.bar("scoring", len(kept.units), shown, "units") as advance:
-        workers = executor(len(kept.units)) if kept.units else executors.Serial()
-        try:
-            run.go(kept.units, workers, take)
-        except KeyboardInterrupt as error:
-            return done, error
-        finally:
-            workers.shutdown(cancel_futures=True)
-    return done, None

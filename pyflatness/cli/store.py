@@ -142,7 +142,7 @@ def add(store: Path, name: str, files: Annotated[tuple[Path, ...], {"metavar": "
     with Store(store, write=True, command=command_line()) as held:
         for file, result in results.items():
             result_files.add(held, name, result, label)
-            output.echo(f"{file}: {result_files.kind_of(result)[0]} of {name}")
+            output.echo(f"{file}: {result_files.kind_of(result)} of {name}")
 
 
 @_command("Check that a store is whole.")

@@ -146,10 +146,9 @@ def read(path: Path) -> Checkpoint:
 
 
 def _read_file(path: Path) -> Checkpoint:
-    if not is_checkpoint(path):
-        _check_file(path)
-        raise InputError(f"{path.suffix or 'no'!r} is no known ending; {', '.join(ENDINGS)} files are read")
     _check_file(path)
+    if not is_checkpoint(path):
+        raise InputError(f"{path.suffix or 'no'!r} is no known ending; {', '.join(ENDINGS)} files are read")
     if path.name.startswith("adapter_model.") and path.with_name(_ADAPTER).exists():
         raise InputError(f"it is {pretrained.AN_ADAPTER}")
     return _read_safetensors(path) if path.name.endswith(_SAFE) else Checkpoint(*unpickled(path))

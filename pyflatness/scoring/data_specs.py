@@ -97,14 +97,7 @@ def read_images(path: Path, *, batch_size: int = 256, **form: Any) -> "DataLoade
         file, label = found[number]
         return str(file), Image.open(file), label
 
-    return batches(len(found), opened, Transform(**form), batch_size)
-
-
-def batches(
-    count: int, opened: "Callable[[int], tuple[str, Image, int]]", transform: Transform, batch_size: int
-) -> "DataLoader[tuple[Tensor, int]]":
-    """Return batches of images that are read when they are used."""
-    return DataLoader(_Images(count, opened, transform), batch_size=batch_size)
+    return DataLoader(_Images(len(found), opened, Transform(**form)), batch_size=batch_size)
 
 
 class _Images(Dataset[tuple[Tensor, int]]):
@@ -139,19 +132,16 @@ _ON_DISK = ("dataset_dict.json", "dataset_info.json")  # what save_to_disk of Hu
 def resolve(spec: str) -> specs.Function:
     """Return the callable that a SPEC of data names: a reader of a file or folder, or a :func:`.specs.resolve` one."""
     path = Path(spec)
-    if path.suffix in (".npz", ".parquet", ".txt", ".jsonl") and not path.is_file():
-        raise InputError(f"{spec!r}: there is no such file")
-    if path.suffix in (".txt", ".jsonl"):
-        return functools.partial(text_data.read_file, path)
-    if path.suffix == ".npz":
-        return functools.partial(read_npz, path)
-    if path.suffix == ".parquet":
-        return functools.partial(_with("pyarrow", read_parquet), path)
-    if not path.is_dir():
+    kind = path.suffix
+    if path.is_dir():
+        kind = "saved" if any((path / name).is_file() for name in _ON_DISK) else "images"
+    if kind not in _READERS:
         return specs.resolve(spec)
-    if any((path / name).is_file() for name in _ON_DISK):
-        return functools.partial(_with("datasets", read_hugging_face), path)
-    return functools.partial(_with("PIL", read_images), path)
+    if not path.exists():
+        raise InputError(f"{spec!r}: there is no such file")
+    reader, library = _READERS[kind]
+    _check_installed(library)
+    return functools.partial(reader, path)
 
 
 def with_tokenizer(data: Any, arguments: dict[str, Any], model: Any) -> dict[str, Any]:
@@ -235,9 +225,10 @@ def read_parquet(
         table = file.read(columns=[*names, target]).slice(0, count)
     except (pyarrow.ArrowException, OSError) as error:
         raise InputError(f"{path}: no Parquet file, or a damaged one: {error}") from None
-    columns = {name: _column(table[name].to_pylist(), f"{path}: {name}") for name in [*names, target]}
-    rows = np.stack([columns[name] for name in names], axis=1) if len(names) > 1 else columns[names[0]]
-    return _tensor(rows, dtype, str(path)), _tensor(columns[target], dtype, f"{path}: {target}")
+    columns = [table[name].to_pylist() for name in names]
+    values = columns[0] if len(names) == 1 else [*zip(*columns, strict=True)]
+    aims = _tensor(table[target].to_pylist(), dtype, f"{path}: {target}")
+    return _tensor(values, dtype, f"{path}: {', '.join(names)}"), aims
 
 
 @text_data.taking(Transform, text_data.batches)
@@ -281,16 +272,14 @@ def read_hugging_face(
     first = _chosen(found.column_names, inputs, INPUTS, "inputs")
     second = _chosen(found.column_names, targets, TARGETS, "targets")
     if isinstance(found.features[first], datasets.Image):
-        _with("PIL", read_images)
+        _check_installed("Pillow")
         rows, labels = found.select_columns([first]), found[second][:]
 
         def opened(number: int) -> tuple[str, Any, int]:
             return f"row {number}", rows[number][first], labels[number]
 
-        return batches(len(found), opened, Transform(**_of(Transform, more)), batch_size)
-    columns = (_column(found[name][:], f"{path}: {name}") for name in (first, second))
-    values, aims = (_tensor(column, dtype, str(path)) for column in columns)
-    return values, aims
+        return DataLoader(_Images(len(found), opened, Transform(**_of(Transform, more))), batch_size=batch_size)
+    return tuple(_tensor(found[name][:], dtype, f"{path}: {name}") for name in (first, second))
 
 
 def _of(function: specs.Function, options: dict[str, Any]) -> dict[str, Any]:
@@ -304,12 +293,9 @@ def _of_text(there: Collection[str], text: str | None, inputs: Any, targets: str
     return [_chosen(there, name, (), option) for option, name in wanted.items() if name is not None]
 
 
-def _with(module: str, function: specs.Function) -> specs.Function:
-    """Return the function, if what it needs is installed."""
-    if importlib.util.find_spec(module) is None:
-        wanted = {"PIL": "Pillow"}.get(module, module)
-        raise MissingExtraError(f"data of this kind need {wanted}: pip install 'pyflatness[data]'")
-    return function
+def _check_installed(library: str) -> None:
+    if library and importlib.util.find_spec({"Pillow": "PIL"}.get(library, library)) is None:
+        raise MissingExtraError(f"data of this kind need {library}: pip install 'pyflatness[data]'")
 
 
 def _chosen(there: Collection[str], given: str | None, usual: Collection[str], option: str) -> str:
@@ -326,17 +312,24 @@ def _chosen(there: Collection[str], given: str | None, usual: Collection[str], o
     return found[0]
 
 
-def _column(values: Sequence[Any], name: str) -> np.ndarray[Any, Any]:
+def _tensor(values: Any, dtype: str, name: str) -> Tensor:
+    """Return an array, or lists, as a tensor, floating-point numbers in the given precision."""
+    kind = check_dtype("dtype", dtype)
     try:
-        return np.array(values)
+        array = np.asarray(values)
     except ValueError:
         raise InputError(f"{name}: lists of several lengths") from None
-
-
-def _tensor(array: np.ndarray[Any, Any], dtype: str, name: str) -> Tensor:
-    """Return an array as a tensor, floating-point numbers in the given precision."""
-    kind = check_dtype("dtype", dtype)
     if array.dtype.kind not in "fiub" or array.ndim == 0:
         raise InputError(f"{name}: an array of numbers is wanted, got {array.dtype} of shape {array.shape}")
     found = torch.from_numpy(np.ascontiguousarray(array, array.dtype.newbyteorder("=")))
     return found.to(kind) if found.is_floating_point() else found if found.dtype == torch.bool else found.long()
+
+
+_READERS: dict[str, tuple[specs.Function, str]] = {  # by a file's ending, or what a folder holds; with what they need
+    ".txt": (text_data.read_file, ""),
+    ".jsonl": (text_data.read_file, ""),
+    ".npz": (read_npz, ""),
+    ".parquet": (read_parquet, "pyarrow"),
+    "saved": (read_hugging_face, "datasets"),
+    "images": (read_images, "Pillow"),
+}

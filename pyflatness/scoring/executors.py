@@ -9,15 +9,15 @@ Its attribute ``workers``, if it has one, says how many units are to be with it 
 ``BrokenExecutor`` says that the worker died, and its unit is submitted again.
 """
 
+import importlib
 import importlib.util
 import inspect
 import multiprocessing
 import os
-import queue
 import signal
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -28,14 +28,29 @@ from ..messages import check_choice
 
 R = TypeVar("R")
 
-NAMES = ("serial", "processes", "ray", "slurm")
-_EXTRAS = {"ray": "ray", "slurm": "submitit"}  # of a name, what has to be installed
+_CLASSES = {  # by name: the module, the class in it, and what has to be installed
+    "processes": ("executors", "Processes", ""),
+    "ray": ("ray_executor", "Ray", "ray"),
+    "slurm": ("slurm_executor", "Slurm", "submitit"),
+}
+NAMES = ("serial", *_CLASSES)
 
 
-def named(name: str, workers: int, options: Mapping[str, Any] | None = None) -> Executor:
-    """Return an executor by its name, one of :data:`NAMES`; options are further arguments of Ray's or Slurm's."""
-    made = _class(name)
-    arguments = {**({} if name == "serial" else {"workers": workers}), **(options or {})}
+def named(name: str, workers: int, options: Mapping[str, Any] | None = None) -> Executor | None:
+    """Return an executor by its name, one of :data:`NAMES`; options are further arguments of Ray's or Slurm's.
+
+    ``"serial"`` is None: units are measured here, one after the other.
+    """
+    check_choice("executor", name, NAMES)
+    if name == "serial":
+        if options:
+            raise InputError(f"executor='serial': it takes no options, got {', '.join(options)}")
+        return None
+    module, kind, library = _CLASSES[name]
+    if library and importlib.util.find_spec(library) is None:
+        raise MissingExtraError(f"executor {name!r} needs {library}: pip install 'pyflatness[{name}]'")
+    made: Callable[..., Executor] = getattr(importlib.import_module(f"{__package__}.{module}"), kind)
+    arguments = {"workers": workers, **(options or {})}
     try:
         inspect.signature(made).bind(**arguments)
     except TypeError as error:
@@ -43,77 +58,40 @@ def named(name: str, workers: int, options: Mapping[str, Any] | None = None) -> 
     return made(**arguments)
 
 
-def _class(name: str) -> Callable[..., Executor]:
-    if name == "serial":
-        return Serial
-    if name == "processes":
-        return Processes
-    check_choice("executor", name, NAMES)
-    if importlib.util.find_spec(_EXTRAS[name]) is None:
-        raise MissingExtraError(f"executor {name!r} needs {_EXTRAS[name]}: pip install 'pyflatness[{name}]'")
-    if name == "ray":
-        from .ray_executor import Ray
-
-        return Ray
-    from .slurm_executor import Slurm
-
-    return Slurm
-
-
-class Serial(Executor):
-    """Run what is submitted at once, in the thread that submits it."""
-
-    workers = 1
-
-    def submit(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> "Future[R]":
-        """Return a future that is done; Ctrl-C is raised here."""
-        future: Future[R] = Future()
-        try:
-            future.set_result(function(*args, **kwargs))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
-class Processes(Executor):
+class Processes(ThreadPoolExecutor):
     """Run what is submitted in new processes of this machine, which share its threads out among them.
 
-    Each process is a pool of its own, so that one that dies takes one unit with it. They are spawned, not forked: torch
-    does not survive a fork once it has used its threads. They end with the process that made them, however that ends.
+    Each thread here has a pool of one process, so that one that dies takes one unit with it. They are spawned, not
+    forked: torch does not survive a fork once it has used its threads. They end with the process that made them,
+    however that ends.
     """
 
     def __init__(self, workers: int) -> None:
-        self.workers = workers
-        self._threads = max(1, torch.get_num_threads() // workers)
+        super().__init__(workers)
         self._context = multiprocessing.get_context("spawn")
-        self._watched, self._alive = self._context.Pipe(duplex=False)
-        self._idle: queue.SimpleQueue[ProcessPoolExecutor] = queue.SimpleQueue()
-        for _ in range(workers):
-            self._idle.put(self._pool())
-
-    def _pool(self) -> ProcessPoolExecutor:
-        arguments = self._threads, self._watched
-        return ProcessPoolExecutor(1, mp_context=self._context, initializer=_begin, initargs=arguments)
+        watched, self._alive = self._context.Pipe(duplex=False)
+        self._arguments = max(1, torch.get_num_threads() // workers), watched
+        self._own = threading.local()
 
     def submit(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> "Future[R]":
-        """Return the future of a call in a process that is idle; wait until there is one."""
-        pool = self._idle.get()
+        """Return the future of a call in a process."""
+        return super().submit(self._called, function, *args, **kwargs)
 
-        def give_back(future: "Future[R]") -> None:
-            broken = not future.cancelled() and isinstance(future.exception(), BrokenExecutor)
-            self._idle.put(self._pool() if broken else pool)
-
+    def _called(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
+        """Return what a call in this thread's process returns."""
+        if not hasattr(self._own, "pool"):
+            self._own.pool = ProcessPoolExecutor(1, self._context, _begin, self._arguments)
         try:
-            future = pool.submit(function, *args, **kwargs)
-        except BrokenExecutor:  # it died while it was idle
-            pool = self._pool()
-            future = pool.submit(function, *args, **kwargs)
-        future.add_done_callback(give_back)
-        return future
+            result: R = self._own.pool.submit(function, *args, **kwargs).result()
+        except BrokenExecutor:
+            del self._own.pool
+            raise
+        return result
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the processes at once: a unit in work is dropped."""
         self._alive.close()
+        super().shutdown(wait, cancel_futures=cancel_futures)
 
 
 def _begin(threads: int, watched: Connection) -> None:

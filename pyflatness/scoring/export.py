@@ -104,16 +104,7 @@ def content(found: list[Record], path: Path) -> bytes:
 
 
 def _csv(found: list[Record]) -> bytes:
-    header = [*found[0]] if found else COLUMNS
-    return b"".join([csv_line(header), *(csv_line(record.values()) for record in found)])
-
-
-def _json(found: list[Record]) -> bytes:
-    return json.dumps({"schema": SCHEMA, "rows": found}, indent=1, ensure_ascii=False).encode()
-
-
-def _jsonl(found: list[Record]) -> bytes:
-    return b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in found)
+    return b"".join(map(csv_line, [[*found[0]] if found else COLUMNS, *(record.values() for record in found)]))
 
 
 def _parquet(found: list[Record]) -> bytes:
@@ -142,7 +133,7 @@ def _array(pyarrow: Any, cells: list[Any]) -> Any:
 
 _FORMATS: dict[str, Callable[[list[Record]], bytes]] = {
     ".csv": _csv,
-    ".json": _json,
-    ".jsonl": _jsonl,
+    ".json": lambda rows: json.dumps({"schema": SCHEMA, "rows": rows}, indent=1, ensure_ascii=False).encode(),
+    ".jsonl": lambda rows: b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows),
     ".parquet": _parquet,
 }

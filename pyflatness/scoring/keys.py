@@ -6,13 +6,14 @@ what they hold. Where code has no such name, as in a notebook, values are comput
 """
 
 import hashlib
+import io
 import json
+import pickle
 import stat
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -72,88 +73,69 @@ def of_json(facts: Any) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def described(held: Any) -> Any:
-    """Return what an object holds as JSON.
+def described(
+    held: Any, version: str | None = None, known: Iterable[Tensor] = (), modules: set[str] | None = None
+) -> str:
+    """Return the hash of what an object holds: as pickle writes it, but for tensors, networks, functions and classes.
+
+    Args:
+        held: the object.
+        version: stands for the user's code: then whatever has a name is taken for what had it before.
+        known: tensors that are told from others by their places here, whatever is in them.
+        modules: those of the functions and classes in the object are added to it.
 
     Raises:
         NotFoundAgainError: there is something in it that another run cannot be told to be the same.
     """
-    return Description().of(held)
+    file = io.BytesIO()
+    pickler = _Pickler(file, version, [*known], set() if modules is None else modules)
+    try:
+        pickler.dump(held)
+    except NotFoundAgainError:
+        raise
+    except Exception as error:  # of the user's objects: they nest too deep, say, or pickle refuses them
+        raise NotFoundAgainError(f"{pickler.last} ({type(error).__name__}: {error})") from error
+    return hashlib.sha256(file.getbuffer()).hexdigest()
 
 
-class Description:
-    """Describe objects by what they hold, and the functions and classes in them by their names.
+class _Pickler(pickle.Pickler):
+    """Write objects as :func:`described` says; ``last`` is the name of what was written last."""
 
-    The second time that an object is met its number is enough. ``version`` stands for the user's code: then whatever
-    has a name is taken for what had it before. ``folders`` are of the source files of functions and classes.
-    """
+    def __init__(self, file: io.BytesIO, version: str | None, known: list[Tensor], modules: set[str]) -> None:
+        super().__init__(file, protocol=4)
+        self._how, self._places = (version, known, modules), {id(tensor): place for place, tensor in enumerate(known)}
+        self.last = ""
 
-    def __init__(self, version: str | None = None, known: Iterable[Any] = ()) -> None:
-        self.version, self.folders = version, set[Path]()
-        self._met = {id(held): (number, held) for number, held in enumerate(known)}  # held, so that no id is another's
-
-    def of(self, held: Any, name: str = "") -> Any:
-        """Return what an object holds, which has this name where it was found."""
-        if type(held) in (type(None), bool, int, float, str):
-            return held
-        if type(held) in (bytes, complex):
-            return repr(held)
-        if id(held) in self._met:
-            return {"again": self._met[id(held)][0]}
-        if type(held) is tuple:  # whether two equal ones are one is the compiler's choice
-            return ["tuple", *map(self.of, held)]
-        self._met[id(held)] = len(self._met), held
-        try:
-            return self._of(held)
-        except NotFoundAgainError:
-            raise
-        except Exception as error:  # of the user's objects: they nest too deep, say, or pickle refuses them
-            what = name or getattr(held, "__qualname__", type(held).__qualname__)
-            raise NotFoundAgainError(f"{what} ({type(error).__name__}: {error})") from error
-
-    def _of(self, held: Any) -> Any:
+    def persistent_id(self, held: Any) -> Any:
+        """Return what stands for an object, or None: then it is written as pickle does it."""
+        version, _, modules = self._how
+        self.last = getattr(held, "__qualname__", type(held).__qualname__)
+        if id(held) in self._places:
+            return self._places[id(held)]
         if isinstance(held, Tensor):
             return [*kind(held), hashlib.sha256(content(held).numpy().data).hexdigest()]
-        if hasattr(held, "dtype") and hasattr(held, "tobytes"):  # of numpy, where objects' bytes are addresses
-            inside = self.of(held.tolist()) if held.dtype.hasobject else hashlib.sha256(held.tobytes()).hexdigest()
-            return [str(held.dtype), [*held.shape], inside]
-        if isinstance(held, FunctionType | type):
-            return self._by_name(held)
-        if isinstance(held, MethodType):
-            return [self.of(held.__self__), held.__name__]
-        if isinstance(held, weakref.ref):  # of torch's recurrences to their weights
-            return ["reference", self.of(held())]
-        if type(held) is list:
-            return ["list", *map(self.of, held)]
-        if type(held) is dict:
-            return ["dict", *([self.of(key), self.of(value)] for key, value in held.items())]
+        if callable(held) and hasattr(held, "__qualname__") and not hasattr(held, "__self__"):  # a function or class
+            name = name_of(held) if version is None else [held.__qualname__]
+            modules.add(held.__module__)
+            return [*name, *in_closure(held)]
+        if type(held) is str:  # whether two equal ones are one is the compiler's choice, as of tuples
+            return held.encode(errors="surrogatepass")
+        if type(held) is tuple:
+            return ["tuple", *held]
         if type(held) in (set, frozenset):
-            return ["set", *sorted(json.dumps(Description(self.version).of(each)) for each in held)]
-        facts = [self.of(type(held))]
-        if isinstance(held, nn.Module):
-            return [*facts, self._attributes(held)]
-        if is_own_module(type(held).__module__):
-            facts.append(self._attributes(held))
-        reduced = held.__reduce_ex__(4)
-        if isinstance(reduced, str):  # the name of a global
-            return [*facts, reduced, self.of(getattr(held, "__wrapped__", None))]
-        return [*facts, *(self.of([*part] if hasattr(part, "__next__") else part) for part in reduced)]
+            return ["set", *sorted(described(each, *self._how) for each in held)]
+        return None
 
-    def _by_name(self, made: FunctionType | type) -> Any:
-        inside = [self.of(held) for held in in_closure(made)]
-        if self.version is not None:
-            return [made.__qualname__, *inside]
-        self.folders |= user_files.folder(made)
-        return [*name_of(made), *inside]
-
-    def _attributes(self, held: Any) -> Facts:
-        slots = [getattr(base, "__slots__", ()) for base in type(held).__mro__]
-        names = [name for own in slots for name in ((own,) if isinstance(own, str) else own)]
-        found = {name: getattr(held, name) for name in names if hasattr(held, name)} | getattr(held, "__dict__", {})
-        if isinstance(held, nn.Module):  # the keys of hooks are numbers that no other process has
-            hooks = {name: [*inside.values()] for name, inside in found.items() if "hooks" in name and inside}
-            found = {name: inside for name, inside in found.items() if "hooks" not in name} | hooks
-        return {name: self.of(inside, name) for name, inside in found.items()}
+    def reducer_override(self, held: Any) -> Any:
+        """Return what networks, weak references and objects of the user's classes are made of."""
+        if isinstance(held, weakref.ref):  # of torch's recurrences to their weights
+            return weakref.ref, (held(),)
+        if not isinstance(held, nn.Module):
+            own = is_own_module(type(held).__module__)  # may leave attributes out of what pickle writes
+            return (type(held), (), (getattr(held, "__dict__", {}), held.__reduce_ex__(4))) if own else NotImplemented
+        # The keys of hooks are numbers that no other process has.
+        hooks = {name: [*inside.values()] for name, inside in vars(held).items() if "_hooks" in name and inside}
+        return type(held), (), {name: inside for name, inside in vars(held).items() if "_hooks" not in name} | hooks
 
 
 def kind(value: Any) -> Any:
@@ -173,12 +155,12 @@ class Described:
 
     Attributes:
         facts: as JSON.
-        folders: of the source files of its functions and classes.
+        modules: of its functions and classes.
         unknown: what in it no other run would find again, in words; empty if there is nothing.
     """
 
     facts: Facts
-    folders: frozenset[Path] = frozenset()
+    modules: frozenset[str] = frozenset()
     unknown: str = ""
 
     @classmethod
@@ -188,10 +170,10 @@ class Described:
         state = network.state_dict(keep_vars=True)
         # The file's weights, wherever else the network holds them.
         buffers = (held for name, held in network.named_buffers() if name in state)
-        description = Description(version, (*network.parameters(), *buffers))
         hooks = [held for name, held in vars(nn.modules.module).items() if "_hooks" in name and isinstance(held, dict)]
         facts: Facts = {"entries": [(name, kind(value)) for name, value in state.items()]}
-        return cls._of(description, facts, [made or network, [[*each.values()] for each in hooks]], network)
+        held = [made or network, [[*each.values()] for each in hooks]]
+        return cls._of(facts, held, version, network, (*network.parameters(), *buffers))
 
     @classmethod
     def loss(cls, loss: Any, version: str | None = None) -> "Described":
@@ -203,17 +185,26 @@ class Described:
             options = {name: described(held) for name, held in vars(resolved).items() if not name.startswith("_")}
             return cls({"name": type(resolved).__name__, **options})
         name = getattr(loss, "__qualname__", type(loss).__qualname__)
-        return cls._of(Description(version), {"name": name, "reduction": resolved.reduction}, loss)
+        return cls._of({"name": name, "reduction": resolved.reduction}, loss, version)
 
     @classmethod
-    def _of(cls, description: Description, facts: Facts, held: Any, network: nn.Module | None = None) -> "Described":
+    def _of(
+        cls,
+        facts: Facts,
+        held: Any,
+        version: str | None,
+        network: nn.Module | None = None,
+        known: Iterable[Tensor] = (),
+    ) -> "Described":
+        parts = [] if network is None else [*network.modules()]
+        modules, unknown = {base.__module__ for part in parts for base in type(part).__mro__}, ""
         try:
-            facts = {**facts, "held": of_json(description.of(held))}
-            put_in = next(user_files.put_into_libraries(network), "") if description.version is None else ""
-            unknown = put_in and f"{put_in}, which was set by a program"
+            facts = {**facts, "held": described(held, version, known, modules)}
+            if version is None:
+                user_files.check_libraries(parts)
         except NotFoundAgainError as error:
             unknown = str(error)
-        return cls(facts, frozenset(description.folders), unknown)
+        return cls(facts, frozenset(modules), unknown)
 
 
 @dataclass(frozen=True)
@@ -226,28 +217,15 @@ class Code:
     unknown: tuple[str, ...]  # what no other run would find again, in words; values that depend on it are not reused
 
     @classmethod
-    def of(
-        cls,
-        network: nn.Module | None,
-        made: Any,
-        loss: Any,
-        data: Any,
-        version: str | None,
-        folders: Iterable[Path] = (),
-    ) -> "Code":
-        """Return the code of a run."""
+    def of(cls, network: nn.Module | None, made: Any, loss: Any, version: str | None) -> "Code":
+        """Return the code of a run: of the network, with the callable and arguments that make it, and of the loss."""
         model = None if network is None else Described.network(network, made, version)
         found = Described.loss(loss, version)
         both = [found] if model is None else [model, found]
-        places = {*folders, *user_files.folder(data)}.union(*(each.folders for each in both))
+        places = {module for each in both for module in each.modules}
         files = {"": version} if version is not None else user_files.hashes(places)
         unknown = tuple(each.unknown for each in both if each.unknown)
         return cls(None if model is None else model.facts, found.facts, files, unknown)
-
-    def differs(self, other: "Code") -> bool:
-        """Return whether another process has other code, as far as it has loaded the same files."""
-        files = any(other.files.get(path, held) != held for path, held in self.files.items())
-        return files or (self.model, self.loss) != (other.model, other.loss)
 
 
 def of_options(options: Options) -> Facts:

@@ -1,5 +1,6 @@
 """Read what is known of checkpoints besides their weights: hyperparameters, test losses, as columns by name."""
 
+import contextlib
 import csv
 import json
 from collections.abc import Iterable, Mapping
@@ -49,14 +50,13 @@ def of_store(store: Store, path: Path | None) -> dict[str, Cells]:
 
 def of_files(paths: Mapping[str, Path]) -> dict[str, Cells]:
     """Return the settings that the files of checkpoints hold, by the checkpoints' names; of unreadable ones nothing."""
-    return {name: cells for name, path in paths.items() if (cells := _settings(path))}
-
-
-def _settings(path: Path) -> Cells:
-    try:
-        return {name: _number(text) for name, text in sorted(checkpoints.read(path).metadata.items())}
-    except InputError:
-        return {}  # it is a row with an error
+    found = {}
+    for name, path in paths.items():
+        with contextlib.suppress(InputError):  # it is a row with an error
+            settings = checkpoints.read(path).metadata
+            if settings:
+                found[name] = {key: _number(text) for key, text in sorted(settings.items())}
+    return found
 
 
 def _of_rows(rows: Iterable[Mapping[str, Any]]) -> dict[str, Cells]:

@@ -442,7 +442,7 @@ def of_store(
     held = result_files.found(store)
     stored = {one.name: one.result for one in held if isinstance(one.result, History)}
     options = replace(options, histories={**stored, **options.histories})
-    return page(title, values, options, [*sections(held), *_runs(store), _checkpoints(store)])
+    return page(title, values, options, [*sections(held), *_of_store(store)])
 
 
 def table(store: Store) -> dict[str, list[Any]]:
@@ -481,27 +481,23 @@ def _facts(store: Store, setting: int, facts: Mapping[str, Any]) -> list[tuple[s
     return found
 
 
-def _runs(store: Store) -> Iterator[Section]:
-    """Yield what added to the store: of releases that did not keep it nothing is known."""
-    rows = store.select("SELECT command, began, versions FROM runs ORDER BY began")
-    if rows:
-        cells = tuple(
-            (Cell(f"{_date(row['began'])} UTC"), Cell(printable(row["command"])), Cell(_versions(row["versions"])))
-            for row in rows
-        )
-        held = tables.Table("What added to the store", ("began", "command", "versions"), cells)
+def _of_store(store: Store) -> Iterator[Section]:
+    """Yield what added to the store, of which releases that did not keep it left nothing, and its checkpoints."""
+    runs = [
+        (Cell(f"{_date(row['began'])} UTC"), Cell(printable(row["command"])), Cell(_versions(row["versions"])))
+        for row in store.select("SELECT command, began, versions FROM runs ORDER BY began")
+    ]
+    if runs:
+        held = Table("What added to the store", ("began", "command", "versions"), tuple(runs))
         yield Section("Commands", tables=(held,), closed=True)
+    rows = store.select("SELECT name, path, content FROM checkpoints ORDER BY id")
+    cells = tuple(tuple(map(tables.text, (row["name"], row["path"] or "in memory", row["content"]))) for row in rows)
+    held = Table("Checkpoints by content", ("model", "file", "SHA-256 of its content"), cells)
+    yield Section("Checkpoints", tables=(held,), closed=True)
 
 
 def _versions(text: str) -> str:
     return ", ".join(f"{name} {number}" for name, number in json.loads(text).items())
-
-
-def _checkpoints(store: Store) -> Section:
-    rows = store.select("SELECT name, path, content FROM checkpoints ORDER BY id")
-    cells = tuple(tuple(map(tables.text, (row["name"], row["path"] or "in memory", row["content"]))) for row in rows)
-    held = tables.Table("Checkpoints by content", ("model", "file", "SHA-256 of its content"), cells)
-    return Section("Checkpoints", tables=(held,), closed=True)
 
 
 def _date(seconds: float) -> str:

@@ -55,7 +55,7 @@ def resolve(spec: str) -> Callable[..., nn.Module]:
     if not re.fullmatch(r"[\w.-]+", name):  # timm fetches by names such as hf-hub:…
         raise InputError(f"{spec!r}: the name of an architecture is wanted, as in {kind}:resnet18")
     _check_installed(kind)
-    return functools.partial(of_timm if kind == "timm" else of_torchvision, name)
+    return functools.partial(of_library, kind, name)
 
 
 def hugging_face(
@@ -119,18 +119,17 @@ def converted(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor
     return None
 
 
-def of_timm(name: str, *, dtype: str | None = None, device: str = "cpu", **options: Any) -> nn.Module:
-    """Return ``timm.create_model(name, **options)``; weights are random unless ``pretrained`` is among them."""
-    import timm
+def of_library(kind: str, name: str, *, dtype: str | None = None, device: str = "cpu", **options: Any) -> nn.Module:
+    """Return a network of timm or torchvision; weights are random unless the options name some."""
+    if kind == "timm":
+        import timm
 
-    return _placed(timm.create_model(name, **options), dtype, device)
+        model: nn.Module = timm.create_model(name, **options)
+    else:
+        from torchvision import models
 
-
-def of_torchvision(name: str, *, dtype: str | None = None, device: str = "cpu", **options: Any) -> nn.Module:
-    """Return ``torchvision.models.get_model(name, **options)``; weights are random unless ``weights`` names some."""
-    from torchvision import models
-
-    return _placed(models.get_model(name, **options), dtype, device)
+        model = models.get_model(name, **options)
+    return model.to(device=device, dtype=None if dtype is None else check_dtype("dtype", dtype)).eval()
 
 
 def tokenizer(name: str) -> Any:
@@ -195,10 +194,6 @@ def _check_whole(found: Mapping[str, Any], name: str) -> None:
             f"the files lack {len(lost)} weights of {name}, which would be random: {', '.join(lost[:4])}"
             f"{', …' if lost[4:] else ''}; pass architecture=, the class that was saved"
         )
-
-
-def _placed(model: nn.Module, dtype: str | None, device: str) -> nn.Module:
-    return model.to(device=device, dtype=None if dtype is None else check_dtype("dtype", dtype)).eval()
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ is found by the content of its weights, as values are, and a history by the name
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,14 +83,14 @@ def add_to_store(store: str | Path, name: str, result: Result, *, label: str = "
         ...     found = pf.spectrum(model, "cross_entropy", data, density=True)
         ...     pf.add_to_store(f"{folder}/runs.sqlite", "linear", found)
     """
-    new = kind_of(result)[0] == "history"  # others are of a model that is there
+    new = kind_of(result) == "history"  # others are of a model that is there
     with Store(check_path("store", store), write=True, new=new, command="pf.add_to_store in Python") as held:
         add(held, name, result, label)
 
 
 def add(store: Store, name: str, result: Result, label: str = "") -> None:
     """Put a result into a store that is open; see :func:`add_to_store`."""
-    kind, content = kind_of(result)
+    kind = kind_of(result)
     if kind == "history" and label:
         raise InputError(f"label={shown(label)}: a history is told from others by the name of its training alone")
     of = ""
@@ -98,7 +98,8 @@ def add(store: Store, name: str, result: Result, label: str = "") -> None:
         rows = store.select("SELECT name, content FROM checkpoints ORDER BY id")
         contents = {row["name"]: str(row["content"]) for row in rows}
         of = contents[meant(name, [*contents])]
-    put(store, ResultFile(of, "" if of else name, kind, label, "", content(result)))
+    content = result.content() if isinstance(result, Landscape) else result.to_json().encode()
+    put(store, ResultFile(of, "" if of else name, kind, label, "", content))
 
 
 def put(store: Store, entry: ResultFile) -> None:
@@ -145,19 +146,17 @@ def found(store: Store) -> list[NamedResult]:
         "FROM result_files LEFT JOIN checkpoints USING (content) WHERE name NOT NULL OR result_files.content = '' "
         "ORDER BY name IS NULL, checkpoints.id, result_files.id"
     )
-    return [
-        NamedResult(*(row["name"], row["kind"], row["label"]), None, row["error"])
-        if row["error"]
-        else NamedResult(*(row["name"], row["kind"], row["label"]), read(row["file"], f"{store.path}: {row['name']}"))
-        for row in rows
-    ]
+    named = []
+    for row in rows:
+        result = None if row["error"] else read(row["file"], f"{store.path}: {row['name']}")
+        named.append(NamedResult(row["name"], row["kind"], row["label"], result, row["error"]))
+    return named
 
 
-def kind_of(result: object) -> tuple[str, Callable[[Result], bytes]]:
-    """Return the name of a result's kind, and what makes a file's content of it."""
-    for kind, (name, content) in _KINDS.items():
-        if isinstance(result, kind):
-            return name, content
+def kind_of(result: object) -> str:
+    """Return the name of a result's kind."""
+    if isinstance(result, Result):
+        return type(result).__name__.lower()
     raise InputError(
         f"result: what pf.spectrum, pf.landscape or pf.track returned is wanted, got {type(result).__name__}; values "
         "of measures come into a store by pf.score(…, store=…)"
@@ -176,10 +175,3 @@ def meant(given: str, names: Sequence[str]) -> str:
         there = instead(given, names) if names else "it has none yet; score them first"
         raise InputError(f"checkpoint {given!r} is not in the store; {there}")
     return among[0]
-
-
-_KINDS: dict[type, tuple[str, Callable[..., bytes]]] = {
-    Spectrum: ("spectrum", lambda result: result.to_json().encode()),
-    Landscape: ("landscape", Landscape.content),
-    History: ("history", lambda result: result.to_json().encode()),
-}

@@ -1,5 +1,6 @@
 """Score many models: what is asked of them, what of it a store has already, and the rest on an executor."""
 
+import functools
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,8 +17,7 @@ from ..interrupts import cached_property
 from ..measures import named
 from ..messages import printable
 from ..numerics.ranks import ALONE, Ranks
-from . import keys, result_files, worker
-from .executors import Serial
+from . import keys, result_files, user_files
 from .result_files import ResultFile
 from .store import Store
 from .units import Pair, WorkUnit
@@ -113,26 +113,24 @@ class ScoringRun:
         options = self.request.options
         return sum(count * plan.plan(named(measures), options).reads for measures, count in counts.items())
 
-    def go(self, units: Iterable[WorkUnit], executor: Executor, take: Take) -> None:
-        """Measure units, see :func:`drive`; over ranks, those that the first one has."""
-        if not self.ranks.alone and not isinstance(executor, Serial):
+    def go(self, units: Iterable[WorkUnit], executor: Executor | None, take: Take) -> None:
+        """Measure units by :func:`drive`, or here without an executor; over ranks, those that the first one has."""
+        if executor is None:
+            for unit in self._of_first(units):
+                take(unit, self.bench.outcome(unit))
+            return
+        if not self.ranks.alone:
             raise InputError(
                 f"executor: the {self.ranks.size} ranks of a process group measure each model together, one after the "
                 "other, and there are no other workers; leave the executor out, or start one process without torchrun"
             )
-        units = self._of_first(units)
-        if isinstance(executor, Serial):
-            worker.adopt(self.bench)
-        elif not self.setup.data.is_made:
+        if not self.setup.data.is_made:
             raise InputError(
                 "data: the workers of an executor load them by themselves; pass a function that returns them"
             )
-        elif any(isinstance(held, nn.Module) for held in self.models.values()):
+        if any(isinstance(held, nn.Module) for held in self.models.values()):
             raise InputError("models: the workers of an executor read weights by themselves; save them, and pass paths")
-        try:
-            drive(executor, self.setup, units, take)
-        finally:
-            worker.adopt(None)
+        drive(executor, self.setup, units, take)
 
     def _of_first(self, units: Iterable[WorkUnit]) -> Iterable[WorkUnit]:
         """Return the units that the first rank has, on all ranks."""
@@ -178,10 +176,17 @@ def keep(run: ScoringRun, store: Store, *, retry: bool = False, ends: bool = Fal
     setup, bench = run.setup, run.bench
     ordered = run.request.options.of_layers.sampled or run.request.options.by_sample
     fingerprint = keys.of_data(bench.data, ordered=ordered, ends=ends)
-    notes: list[str] = []
-    folders: set[Path] = set()
-    contents = {name: _content(held, setup.version, notes, folders) for name, held in run.models.items()}
-    code = bench.code(folders)
+    code, hashes = bench.code(), functools.cache(user_files.hashes)  # most networks have the same files
+    contents: dict[str, str] = {}
+    unknown = [*code.unknown]
+    for name, held in run.models.items():
+        if isinstance(held, nn.Module):
+            found = keys.Described.network(held, version=setup.version)
+            files = sorted(hashes(found.modules).values()) if setup.version is None else []
+            contents[name] = keys.of_json([keys.of_state(held), found.facts, files, _once(found.unknown)])
+            unknown += filter(None, [found.unknown])
+        else:
+            contents[name] = keys.of_file(held)
     run.setup = bench.setup = replace(setup, fingerprint=fingerprint, code=code)
     key = {
         "model": code.model,
@@ -204,7 +209,7 @@ def keep(run: ScoringRun, store: Store, *, retry: bool = False, ends: bool = Fal
     said = tuple(
         f"{what}: values that depend on it are computed anew by each run; put it into a file that is imported, or pass "
         "a version (version=, --version) that stands for your code"
-        for what in dict.fromkeys([*code.unknown, *notes])
+        for what in dict.fromkeys(unknown)
     )
     if not spectrum:
         return Kept(setting, contents, units, said)
@@ -222,13 +227,3 @@ def keep(run: ScoringRun, store: Store, *, retry: bool = False, ends: bool = Fal
 def _once(unknown: Sequence[str] | str) -> dict[str, str]:
     """Return what makes a key that no other run has, if there is anything unknown."""
     return {"once": uuid.uuid4().hex} if unknown else {}
-
-
-def _content(held: Path | nn.Module, version: str | None, unknown: list[str], folders: set[Path]) -> str:
-    """Return the content of a model; add what is unknown of a network in memory, and the folders of its code."""
-    if not isinstance(held, nn.Module):
-        return keys.of_file(held)
-    found = keys.Described.network(held, version=version)
-    unknown += filter(None, [found.unknown])
-    folders |= found.folders
-    return keys.of_json([keys.of_state(held), found.facts, _once(found.unknown)])

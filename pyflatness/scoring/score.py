@@ -22,7 +22,7 @@ from . import checkpoints, data_specs, executors, pretrained, specs
 from .run import Models, ScoringRun, keep
 from .scores import Scores
 from .store import Store
-from .units import Request, Row, WorkUnit, rows
+from .units import Request, Row, rows
 from .worker import Maker, Outcome, Setup
 
 Model = nn.Module | str | Path
@@ -170,34 +170,31 @@ def _held(held: Model) -> Path | nn.Module:
     return Path(held) if isinstance(held, str) else held
 
 
-def _executor(given: str | Executor | None, workers: int, stack: contextlib.ExitStack) -> Executor:
-    """Return the executor that is meant; one that is made here ends with the call."""
-    if given is not None and not isinstance(given, str):
-        if not callable(getattr(given, "submit", None)):
-            raise InputError(f"executor={shown(given)}: a name, or an object with a method submit() is wanted")
-        return given
-    made = executors.named("serial" if given is None else given, workers)
-    stack.callback(made.shutdown, cancel_futures=True)
-    return made
+def _executor(given: str | Executor | None, workers: int, stack: contextlib.ExitStack) -> Executor | None:
+    """Return the executor that is meant, None for this process; one that is made here ends with the call."""
+    if isinstance(given, str):
+        made = executors.named(given, workers)
+        if made is not None:
+            stack.callback(made.shutdown, cancel_futures=True)
+        return made
+    if given is not None and not callable(getattr(given, "submit", None)):
+        raise InputError(f"executor={shown(given)}: a name, or an object with a method submit() is wanted")
+    return given
 
 
-def _scored(run: ScoringRun, executor: Executor) -> Scores:
-    pairs = {name: run.pairs(name) for name in run.models}
-    units = {id(unit): (name, unit) for name, own in pairs.items() for unit in run.units(name, own)}
-    found: dict[str, dict[int, Outcome]] = {name: {} for name in pairs}
-
-    def take(unit: WorkUnit, outcome: Outcome) -> None:
-        found[units[id(unit)][0]][id(unit)] = outcome
-
-    run.go([unit for _, unit in units.values()], executor, take)
-    every: list[Row] = []
-    for name, own in pairs.items():
-        outcomes = (found[name][key] for key in units if key in found[name])
-        every += rows(name, own, {pair: one for outcome in outcomes for pair, one in outcome.held.items()})
-    return Scores(tuple(every), len(units))
+def _scored(run: ScoringRun, executor: Executor | None) -> Scores:
+    units = {name: run.units(name, run.pairs(name)) for name in run.models}
+    outcomes: dict[int, Outcome] = {}
+    every = [unit for own in units.values() for unit in own]
+    run.go(every, executor, lambda unit, outcome: outcomes.update({id(unit): outcome}))
+    found: list[Row] = []
+    for name, own in units.items():
+        held = {pair: one for unit in own for pair, one in outcomes[id(unit)].held.items()}
+        found += rows(name, run.pairs(name), held)
+    return Scores(tuple(found), len(every))
 
 
-def _kept(run: ScoringRun, executor: Executor, store: Store, *, retry: bool, spectrum: int) -> Scores:
+def _kept(run: ScoringRun, executor: Executor | None, store: Store, *, retry: bool, spectrum: int) -> Scores:
     kept = keep(run, store, retry=retry, spectrum=spectrum)
     run.go(kept.units, executor, lambda unit, outcome: kept.commit(store, unit, outcome))
     every = (

@@ -152,25 +152,20 @@ class Slurm(Executor):
             if not job.done():
                 continue
             if job.paths.result_pickle.exists():
-                _settle(future, job)
+                try:
+                    value, error = job.result()
+                except submitit.core.utils.UncompletedJobError as failure:  # outside of the function, as in unpickling
+                    error = BrokenExecutor(reason(failure))
+                if error is None:
+                    future.set_result(value)
+                else:
+                    future.set_exception(error)
             elif now < self._since.setdefault(future, now) + late:
                 continue
             else:
                 self._died = True
                 future.set_exception(BrokenExecutor(f"{_last_line(job)}, see {job.paths.stderr}"))
             del self._sent[future]
-
-
-def _settle(future: "Future[Any]", job: "submitit.Job[Any]") -> None:
-    try:
-        value, error = job.result()
-    except submitit.core.utils.UncompletedJobError as failure:  # outside of the function, as in unpickling it
-        future.set_exception(BrokenExecutor(reason(failure)))
-        return
-    if error is None:
-        future.set_result(value)
-    else:
-        future.set_exception(error)
 
 
 def _last_line(job: "submitit.Job[Any]") -> str:

@@ -32,7 +32,12 @@ def resolve(spec: str) -> Function:
             f"{spec!r}: file.py:callable or package.module:callable is wanted, or for a model hf:FOLDER and the like"
         )
     try:
-        module = _import_file(Path(source)) if source.endswith(".py") else _import_module(source)
+        if source.endswith(".py"):
+            module = _import_file(Path(source))
+        else:
+            if str(Path.cwd()) not in sys.path and "" not in sys.path:  # as with `python -m`, also for the script
+                sys.path.insert(0, str(Path.cwd()))
+            module = importlib.import_module(source)
     except (Exception, SystemExit) as error:
         raise InputError(f"{spec!r}: importing {source} failed: {reason(error)}") from None
     found: Any = module
@@ -82,12 +87,6 @@ def build_model(call: Callable[[], Any], to: Mapping[str, Any] | None = None) ->
         except (RuntimeError, AssertionError) as error:  # torch asserts that it is compiled with CUDA
             raise InputError(f"--device: the model cannot be moved: {reason(error)}") from None
     return model.eval()
-
-
-def _import_module(name: str) -> ModuleType:
-    if str(Path.cwd()) not in sys.path and "" not in sys.path:  # as with `python -m`, also for the installed script
-        sys.path.insert(0, str(Path.cwd()))
-    return importlib.import_module(name)
 
 
 def _import_file(path: Path) -> ModuleType:

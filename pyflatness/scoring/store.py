@@ -20,6 +20,7 @@ import platform
 import sqlite3
 import sys
 import time
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -95,7 +96,10 @@ class Store:
         self._run = command, time.time()
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack, self._explained():
-            self.path = path = resolved(path)
+            try:
+                self.path = path = path.resolve()  # whatever links lead to it
+            except (OSError, ValueError, RuntimeError) as error:  # with NUL, or a surrogate; links in a circle
+                raise StoreError(f"store: no file can be called {shown(str(path))} ({error})") from None
             if not (write and new) and not path.is_file():
                 raise StoreError(f"store: there is no file {path}")
             if write and not copy:
@@ -180,10 +184,6 @@ class Store:
         cells = [unit[name] for name in unit.keys() if name != "digest"]  # noqa: SIM118 (a Row iterates over cells)
         return rows, hashlib.sha256(repr([cells, *map(list, rows)]).encode()).hexdigest()
 
-    def _seal(self) -> None:
-        for unit in self._connection.execute("SELECT * FROM units WHERE digest = ''").fetchall():
-            self._connection.execute("UPDATE units SET digest = ? WHERE id = ?", (self._results(unit)[1], unit["id"]))
-
     def _into_one_file(self) -> None:
         with contextlib.suppress(sqlite3.Error):  # someone reads: the log stays until the next writer
             self._connection.execute("PRAGMA journal_mode = DELETE")
@@ -221,7 +221,9 @@ class Store:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield self._connection
-                self._seal()
+                for unit in self._connection.execute("SELECT * FROM units WHERE digest = ''").fetchall():
+                    digest = self._results(unit)[1], unit["id"]
+                    self._connection.execute("UPDATE units SET digest = ? WHERE id = ?", digest)
                 self._connection.execute("COMMIT")
             except BaseException:
                 with contextlib.suppress(sqlite3.Error):  # it rolls back by itself after some errors
@@ -270,7 +272,7 @@ class Store:
         with self.changes() as connection:
             for content, own in pairs.items():
                 for pair in own:
-                    key = {"setting": setting, "content": content, "place": _text(pair), "measure": pair.measure}
+                    key = _key_of(setting, content, pair)
                     there = connection.execute(f"SELECT state FROM results WHERE {_KEY}", key).fetchone()
                     if there is None:
                         _insert(connection, "results", key)
@@ -292,11 +294,12 @@ class Store:
             number = _insert(connection, "units", unit)
             self.note_run(connection)
             for pair, row in outcome.values.items():
-                key = {"setting": setting, "content": content, "place": _text(pair), "measure": pair.measure}
+                key = _key_of(setting, content, pair)
                 there = connection.execute(f"SELECT * FROM results WHERE {_KEY} AND state != 'done'", key).fetchone()
                 if there is not None:
+                    state = "failed" if row.error else "none" if row.value is None else "done"
                     numbers = {name: getattr(row, name) for name in _NUMBERS}
-                    _replace(connection, there, {"state": _state(row), "unit": number, **numbers})
+                    _replace(connection, there, {"state": state, "unit": number, **numbers})
 
     def values(self, setting: int, content: str) -> dict[Pair, Held]:
         """Return what came of a checkpoint so far, in the order in which it was asked for."""
@@ -320,12 +323,10 @@ class Store:
 
     def counts(self, setting: int, contents: Iterable[str]) -> dict[str, int]:
         """Return how many values of checkpoints there are, by their state."""
-        found = {"to do": 0, "done": 0, "failed": 0, "none": 0}
-        for content in {*contents}:
-            query = "SELECT state, count(*) AS number FROM results WHERE setting = ? AND content = ? GROUP BY state"
-            for row in self.select(query, (setting, content)):
-                found[row["state"]] += row["number"]
-        return found
+        chosen = {*contents}
+        rows = self.select("SELECT state, content FROM results WHERE setting = ?", (setting,))
+        found = Counter(row["state"] for row in rows if row["content"] in chosen)
+        return {state: found[state] for state in ("to do", "done", "failed", "none")}
 
     def errors(self, setting: int, contents: Iterable[str]) -> list[tuple[str, str]]:
         """Return checkpoints of which a value failed, each with its first error."""
@@ -350,8 +351,8 @@ def _take_along(connection: sqlite3.Connection, name: str, content: str, names: 
             return
 
 
-def _text(pair: Pair) -> str:
-    return json.dumps(pair.place)
+def _key_of(setting: int, content: str, pair: Pair) -> dict[str, object]:
+    return {"setting": setting, "content": content, "place": json.dumps(pair.place), "measure": pair.measure}
 
 
 def _held(row: sqlite3.Row, unit: sqlite3.Row) -> Held:
@@ -363,16 +364,9 @@ def _held(row: sqlite3.Row, unit: sqlite3.Row) -> Held:
     return Held(Row(measure=row["measure"], **cells), Fit(*(unit[name] for name in _OF_UNITS)), unit["versions"])
 
 
-def _state(row: Row) -> str:
-    if row.error:
-        return "failed"
-    return "none" if row.value is None else "done"
-
-
-@functools.cache
-def _statements() -> tuple[str, ...]:
+def _statements() -> list[str]:
     """Return what makes the tables."""
-    return tuple(text for part in _TABLES.split(";") if (text := part.strip()))
+    return [text for part in _TABLES.split(";") if (text := part.strip())]
 
 
 @functools.cache
@@ -506,41 +500,27 @@ _MOUNTS = Path("/proc/self/mountinfo")
 _REMOTE = ("nfs", "cifs", "smb", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "9p", "ncpfs", "fuse.sshfs")
 
 
-def resolved(path: Path) -> Path:
-    """Return a store's own path, whatever links lead to it."""
-    try:
-        return path.resolve()
-    except (OSError, ValueError, RuntimeError) as error:  # with NUL, or a surrogate; links in a circle
-        raise StoreError(f"store: no file can be called {shown(str(path))} ({error})") from None
-
-
 def check_local(path: Path, mounts: Path = _MOUNTS) -> None:
     """Raise if a file is, or would be, on a network file system: its locks and its order of writes cannot be relied on.
 
     On systems that do not list their mounts as Linux does nothing is known, and nothing raised.
     """
-    kind = _file_system(path, mounts)
+    try:
+        lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return
+    mount, kind = Path("/"), ""
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        place = Path(before.split()[4].encode().decode("unicode_escape"))
+        if path.resolve().is_relative_to(place) and len(place.parts) >= len(mount.parts):
+            mount, kind = place, after.split()[0]
     if kind.startswith(_REMOTE):
         raise StoreError(
             f"store: {path} is on a network file system ({kind}), whose locks a store cannot rely on; put it on a "
             "local disk. For several machines give each a store of its own with --shard i/N, and unite these with "
             "`pyflatness store merge`"
         )
-
-
-def _file_system(path: Path, mounts: Path) -> str:
-    """Return the kind of file system that a file is on; empty if that is not known."""
-    try:
-        lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:
-        return ""
-    found = Path("/"), ""
-    for line in lines:
-        before, _, after = line.partition(" - ")
-        place = Path(before.split()[4].encode().decode("unicode_escape"))
-        if path.resolve().is_relative_to(place) and len(place.parts) >= len(found[0].parts):
-            found = place, after.split()[0]
-    return found[1]
 
 
 def _lock(handle: int) -> None:

@@ -132,7 +132,11 @@ def read_file(
         raise InputError(f"{path}: it cannot be read as text: {error}") from None
     if path.suffix == ".jsonl":
         rows = [*itertools.islice(_objects(content, path), count)]
-        texts, labels = [_value(row, text, path) for row in rows], _labels(rows, targets, path)
+        plain = next((row for row in rows if not isinstance(row, Mapping)), None)
+        if targets is not None and plain is not None:
+            raise InputError(f"{path}: a line is no object, and has no {targets!r} besides its text: {shown(plain)}")
+        texts = [_value(row, text, path) for row in rows]
+        labels = None if targets is None else [_value(row, targets, path) for row in rows]
     elif targets is not None:
         raise InputError(f"targets: {path.name} has texts alone; .jsonl, Parquet and data sets can have labels")
     else:
@@ -205,15 +209,6 @@ def _value(row: Any, key: str, path: Path) -> Any:
             raise InputError(f"{path}: there is no {key!r} in every line; there are {', '.join(map(repr, row))}")
         return row[key]
     return row
-
-
-def _labels(rows: Sequence[Any], key: str | None, path: Path) -> list[Any] | None:
-    if key is None:
-        return None
-    plain = next((row for row in rows if not isinstance(row, Mapping)), None)
-    if plain is not None:
-        raise InputError(f"{path}: a line is no object, and has no {key!r} besides its text: {shown(plain)}")
-    return [_value(row, key, path) for row in rows]
 
 
 def _tensor(labels: Sequence[Any]) -> Tensor:

@@ -6,6 +6,7 @@ column is a field of it, and where it is measured (:mod:`.worker`).
 
 import csv
 import io
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -59,10 +60,13 @@ class Request:
         """
         chosen = tuple(selectors.select(layers.unwrap(model), self.selectors).modules)
         rows = named(self.measures)
-        of_layers = [Pair(layer, row.name) for layer in chosen for row in rows if not row.of_network_alone]
-        together = None if len(chosen) == 1 else () if self.selectors is None else chosen
-        of_network = (Pair(place, row.name) for row in rows if (place := _of_network(row, together)) is not None)
-        return [*of_layers, *of_network]
+        pairs = [Pair(layer, row.name) for layer in chosen for row in rows if not row.of_network_alone]
+        for row in rows:
+            if row.of_network_alone:
+                pairs.append(Pair((), row.name))
+            elif "network" in row.granularity and len(chosen) != 1:
+                pairs.append(Pair(() if self.selectors is None else chosen, row.name))
+        return pairs
 
     def units(self, model: nn.Module, pairs: Iterable[Pair]) -> list["WorkUnit"]:
         """Return some of the pairs of a model in groups that share their reads of the data."""
@@ -73,8 +77,9 @@ class Request:
             by_measure[pair.measure].append(pair)
         by_layers: dict[tuple[str, ...], list[Measure]] = {}
         for name, own in by_measure.items():
-            if own:
-                needed = every if any(place == () for place, _ in own) else _needed(own)
+            if own:  # a value of the network takes all of its layers
+                places = [place if isinstance(place, tuple) else (place,) for place, _ in own]
+                needed = tuple(dict.fromkeys(itertools.chain(*places))) if all(places) else every
                 by_layers.setdefault(needed, []).append(rows[name])
         units = [
             WorkUnit(
@@ -118,20 +123,6 @@ class WorkUnit:
     def measures(self) -> list[str]:
         """Return the names of the unit's measures."""
         return [*dict.fromkeys(pair.measure for pair in self.pairs)]
-
-
-def _of_network(row: Measure, together: tuple[str, ...] | None) -> Place | None:
-    if row.of_network_alone:
-        return ()
-    return together if "network" in row.granularity else None
-
-
-def _needed(pairs: Iterable[Pair]) -> tuple[str, ...]:
-    """Return the layers that values of one measure take; the network's takes all of its layers."""
-    found: dict[str, None] = {}
-    for place, _ in pairs:
-        found.update(dict.fromkeys(place if isinstance(place, tuple) else [place]))
-    return tuple(found)
 
 
 @dataclass(frozen=True)

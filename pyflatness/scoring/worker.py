@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -127,104 +127,6 @@ class FitRecorder:
         self._sums.append(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
 
 
-def spectrum_of(
-    model: nn.Module,
-    data: Any,
-    request: Request,
-    k: int,
-    ranks: Ranks = ALONE,
-    *,
-    steps: int = 64,
-    progress: bool | None = False,
-) -> Outcome:
-    """Compute the spectrum of a network's Hessian, in all of its parameters: k eigenvalues, and the density of all."""
-    options = request.options
-    start = time.perf_counter()
-    try:
-        with ranks.agreed("a spectrum"):
-            found = spectrum(
-                *(model, request.loss, data),
-                k=k,
-                density=True,
-                steps=steps,
-                curvature=options.curvature,
-                memory=options.memory,
-                seed=options.seed,
-                progress=progress,
-                process_group=ranks,
-            )
-    except Exception as error:  # as of a unit
-        if is_the_end(error):
-            raise
-        return Outcome({}, error=reason(error))
-    return Outcome({}, seconds=time.perf_counter() - start, file=found.to_json().encode())
-
-
-def measured(
-    model: nn.Module,
-    data: Any,
-    request: Request,
-    unit: WorkUnit,
-    step: Step,
-    *,
-    fit: bool,
-    counts: bool = True,
-    ranks: Ranks = ALONE,
-) -> Outcome:
-    """Measure a unit.
-
-    What goes wrong is in its values, each measure's by itself, but an error of the ranks together.
-    """
-    start = time.perf_counter()
-    found: dict[Pair, Row] = {}
-    known: Fit | None = None
-
-    def note(names: Sequence[str], row: Callable[[Pair], Row]) -> None:
-        found.update((pair, row(pair)) for pair in unit.pairs if pair.measure in names)
-
-    waiting = deque([unit.measures])
-    while waiting:
-        names = waiting.popleft()
-        of_names = named(names)
-        part = len(names) / len(unit.measures) / max(1, *(row.reads for row in of_names))
-        active = fit and known is None and counts
-        recorder = FitRecorder(request.loss, lambda part=part: step(part), active=active)  # type: ignore[misc]
-        begin = time.perf_counter()
-        try:
-            with ranks.agreed("a unit"):
-                by_measure, missing = _values(model, data, request, unit, names, recorder, ranks)
-                seconds = time.perf_counter() - begin
-                if fit and known is None and any(row.reads for row in of_names):
-                    known = recorder.fit(ranks)
-        except Exception as error:  # the user's model and data run here: whatever it is, the next unit goes on
-            if is_the_end(error):
-                raise
-            if len(names) > 1:
-                waiting.extendleft([name] for name in reversed(names))
-            else:
-                note(names, functools.partial(_failed, error=reason(error)))
-            continue
-        note(names, functools.partial(_row, by_measure, missing, seconds))
-    if fit and known is None and not any(row.error for row in found.values()):  # of weights alone: no data were read
-        known = _fit(model, data, request, counts=counts, ranks=ranks)
-    return Outcome({pair: found[pair] for pair in unit.pairs}, known or NO_FIT, time.perf_counter() - start)
-
-
-def _fit(model: nn.Module, data: Any, request: Request, *, counts: bool, ranks: Ranks) -> Fit:
-    """Return how well a network does, by forward passes alone; nothing where these fail, as measures of data would."""
-    recorder = FitRecorder(request.loss, lambda: None, active=counts)
-    how = {"forward": recorder, "progress": False, "process_group": ranks}
-    try:
-        with ranks.agreed("loss and accuracy"):
-            with session(model, request.loss, data, request.options, how, reads=1) as task, torch.no_grad():
-                task.risks([{}], "propagate")
-            return recorder.fit(ranks)
-    except Exception as error:
-        if is_the_end(error):
-            raise
-        return NO_FIT
-
-
 def _failed(pair: Pair, error: str) -> Row:
     return Row(layer=pair.layer, measure=pair.measure, error=error)
 
@@ -239,39 +141,6 @@ def _row(by_measure: Mapping[str, Values], missing: Mapping[str, str], seconds: 
     low, high = estimate.interval() or (None, None)
     numbers = {name: getattr(estimate, name) for name in ("layer", "value", "stderr", "method", "exact", "samples")}
     return Row(measure=pair.measure, **numbers, low=low, high=high, seconds=seconds)
-
-
-def _values(
-    model: nn.Module,
-    data: Any,
-    request: Request,
-    unit: WorkUnit,
-    names: Sequence[str],
-    forward: FitRecorder,
-    ranks: Ranks,
-) -> tuple[Mapping[str, Values], Mapping[str, str]]:
-    if unit.selectors is not None and len(unit.selectors) == 1 and len(names) == 1:  # by the head if it is that
-        (row,), options = named(names), request.options
-        reads = plan.plan([row], options).reads
-        with session(
-            *(model, request.loss, data, options),
-            {"forward": forward, "progress": False, "process_group": ranks},
-            reads=reads,
-            ordered=options.by_sample,
-        ) as task:
-            measurement, layer = plan.of_layer(row, task, unit.selectors[0])
-            estimate = measurement.estimates()[layer, row.name]
-        return {row.name: {estimate.layer: estimate}}, {}
-    report = api.measure(
-        *(model, request.loss, data),
-        layers=unit.selectors,
-        measures=names,
-        forward=forward,
-        progress=False,
-        process_group=ranks,
-        **asdict(request.options),
-    )
-    return report.by_measure(), report.skipped
 
 
 @dataclass(frozen=True)
@@ -328,7 +197,7 @@ class Bench:
     """Hold the network and the data, made once, and know whose weights the network has."""
 
     def __init__(self, setup: Setup, ranks: Ranks = ALONE) -> None:
-        self.setup, self.ranks = setup, ranks
+        self.setup, self.ranks, self._request = setup, ranks, setup.request
         self.network = None if setup.model is None else specs.build_model(setup.model.made, setup.model.to)
         self.data = setup.data.made()
         if hasattr(self.data, "__next__"):
@@ -350,11 +219,11 @@ class Bench:
         """Return the number of batches that are measured here; 0 if the data cannot tell."""
         return len(Batches(self._mine, torch.device("cpu")))
 
-    def code(self, folders: Iterable[Path] = ()) -> keys.Code:
-        """Return what the user's code is here, with the source files in these folders."""
+    def code(self) -> keys.Code:
+        """Return what the user's code is here."""
         setup = self.setup
         made = None if setup.model is None else setup.model.identity()
-        return keys.Code.of(self.network, made, setup.request.loss, setup.data.function(), setup.version, folders)
+        return keys.Code.of(self.network, made, setup.request.loss, setup.version)
 
     def check(self) -> None:
         """Raise if the data, the model or the loss are not those of the program that hands out the work.
@@ -362,7 +231,7 @@ class Bench:
         Data with an unseeded split or noise differ in each process, and code may be edited since the program began.
         """
         fingerprint, code = self.setup.fingerprint, self.setup.code
-        if code is not None and self.code().differs(code):
+        if code is not None and self.code() != code:
             raise InputError(
                 "model, loss: a worker that made them got others than the process that hands out the work; have their "
                 "callables make the same in every process, leave the source files as they are while the work goes on, "
@@ -386,14 +255,94 @@ class Bench:
                 raise
             return Outcome.failed(unit, reason(error))
         while True:
-            request, data, ranks = self.setup.request, self._mine, self.ranks
             if unit.spectrum:
                 shown = None if self.setup.progress and not sys.stderr.isatty() else False  # lines, as in a log
-                found = spectrum_of(model, data, request, unit.spectrum, ranks, progress=shown)
+                found = self._spectrum(model, unit.spectrum, progress=shown)
             else:
-                found = measured(*(model, data, request, unit, step), fit=unit.fit, counts=self._counts, ranks=ranks)
+                found = self._measured(model, unit, step)
             if self.setup.batch_size != "auto" or not self._halved(found):
-                return replace(found, batch_size=data.most if isinstance(data, Cut) else None, notes=notes)
+                most = self._mine.most if isinstance(self._mine, Cut) else None
+                return replace(found, batch_size=most, notes=notes)
+
+    def _measured(self, model: nn.Module, unit: WorkUnit, step: Step) -> Outcome:
+        """Measure a unit.
+
+        What goes wrong is in its values, each measure's by itself, but an error of the ranks together.
+        """
+        start = time.perf_counter()
+        found: dict[Pair, Row] = {}
+        known: Fit | None = None
+        waiting = deque([unit.measures])
+        while waiting:
+            names = waiting.popleft()
+            of_names = named(names)
+            part = len(names) / len(unit.measures) / max(1, *(row.reads for row in of_names))
+            active = unit.fit and known is None and self._counts
+            recorder = FitRecorder(self._request.loss, functools.partial(step, part), active=active)
+            begin = time.perf_counter()
+            try:
+                with self.ranks.agreed("a unit"):
+                    by_measure, missing = self._values(model, unit, names, recorder)
+                    row = functools.partial(_row, by_measure, missing, time.perf_counter() - begin)
+                    if unit.fit and known is None and any(measure.reads for measure in of_names):
+                        known = recorder.fit(self.ranks)
+            except Exception as error:  # the user's model and data run here: whatever it is, the next unit goes on
+                if is_the_end(error):
+                    raise
+                if len(names) > 1:
+                    waiting.extendleft([name] for name in reversed(names))
+                    continue
+                row = functools.partial(_failed, error=reason(error))
+            found.update((pair, row(pair)) for pair in unit.pairs if pair.measure in names)
+        # Of measures of weights alone no data were read.
+        if unit.fit and known is None and not any(one.error for one in found.values()):
+            known = self._fit(model)
+        return Outcome({pair: found[pair] for pair in unit.pairs}, known or NO_FIT, time.perf_counter() - start)
+
+    def _values(
+        self, model: nn.Module, unit: WorkUnit, names: Sequence[str], forward: FitRecorder
+    ) -> tuple[Mapping[str, Values], Mapping[str, str]]:
+        what, options = (model, self._request.loss, self._mine), self._request.options
+        how: dict[str, Any] = {"forward": forward, "progress": False, "process_group": self.ranks}
+        if unit.selectors is not None and len(unit.selectors) == 1 and len(names) == 1:  # by the head if it is that
+            (row,) = named(names)
+            with session(*what, options, how, reads=plan.plan([row], options).reads, ordered=options.by_sample) as task:
+                measurement, layer = plan.of_layer(row, task, unit.selectors[0])
+                estimate = measurement.estimates()[layer, row.name]
+            return {row.name: {estimate.layer: estimate}}, {}
+        how |= {"layers": unit.selectors, "measures": names, **asdict(options)}
+        report = api.measure(model, self._request.loss, self._mine, **how)
+        return report.by_measure(), report.skipped
+
+    def _fit(self, model: nn.Module) -> Fit:
+        """Return how well a network does, by forward passes alone; nothing where these fail."""
+        recorder = FitRecorder(self._request.loss, lambda: None, active=self._counts)
+        how = {"forward": recorder, "progress": False, "process_group": self.ranks}
+        try:
+            with self.ranks.agreed("loss and accuracy"):
+                options = self._request.options
+                with session(model, self._request.loss, self._mine, options, how, reads=1) as task, torch.no_grad():
+                    task.risks([{}], "propagate")
+                return recorder.fit(self.ranks)
+        except Exception as error:
+            if is_the_end(error):
+                raise
+            return NO_FIT
+
+    def _spectrum(self, model: nn.Module, k: int, **how: Any) -> Outcome:
+        """Compute k eigenvalues of a network's Hessian in all of its parameters, and the density of all."""
+        options = self._request.options
+        how |= {"curvature": options.curvature, "memory": options.memory, "seed": options.seed}
+        start = time.perf_counter()
+        try:
+            with self.ranks.agreed("a spectrum"):
+                what = model, self._request.loss, self._mine
+                found = spectrum(*what, k=k, density=True, process_group=self.ranks, **how)
+        except Exception as error:  # as of a unit
+            if is_the_end(error):
+                raise
+            return Outcome({}, error=reason(error))
+        return Outcome({}, seconds=time.perf_counter() - start, file=found.to_json().encode())
 
     def spectrum_seconds(self, unit: WorkUnit) -> float | None:
         """Return about how long a spectrum takes, by a trial of a few of its products; None if that fails."""
@@ -401,7 +350,7 @@ class Bench:
             model, _ = self._with_weights(unit)
         except Exception:  # a damaged file, which is an error of the unit
             return None
-        found = spectrum_of(model, self._mine, self.setup.request, 0, self.ranks, steps=_TRIAL)
+        found = self._spectrum(model, 0, steps=_TRIAL, progress=False)
         return None if found.error else found.seconds * _STEPS / _TRIAL
 
     def _halved(self, found: Outcome) -> bool:
@@ -428,12 +377,7 @@ class Bench:
         return self.network, self._notes
 
 
-_here = threading.local()  # whose bench units that are measured in this thread use
-
-
-def adopt(bench: Bench | None) -> None:
-    """Let units that are measured in this thread use a bench that is there already."""
-    _here.bench = bench
+_here = threading.local()  # the bench of units that are measured in this thread
 
 
 def measure(setup: Setup, unit: WorkUnit) -> Outcome:

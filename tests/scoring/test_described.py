@@ -1,6 +1,7 @@
 """What makes a difference to a value makes one to its key, wherever an object holds it, and nothing else does."""
 
 import functools
+import importlib
 import json
 import os
 import subprocess
@@ -49,6 +50,11 @@ class Hidden(nn.Module):
         return self._scale * F.mse_loss(outputs, targets)
 
 
+class Unpickled(Scaled):
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
 class Slotted(Scaled):
     __slots__ = ("scale",)
 
@@ -86,6 +92,7 @@ DIFFERENT = {
     "arrays": (Scaled(weights(2000)), Scaled(weights(3000))),
     "tensors": (Scaled(torch.tensor(1.0)), Scaled(torch.tensor(2.0))),
     "modules in modules": (Inner(0.0), Inner(0.1)),
+    "what pickle leaves out": (Unpickled(1.0), Unpickled(2.0)),
     "hidden attributes": (Hidden(1.0), Hidden(2.0)),
     "functions in partials": (functools.partial(F.mse_loss), functools.partial(F.l1_loss)),
 }
@@ -166,11 +173,23 @@ def test_files_that_a_source_file_imports_are_a_part_of_it(tmp_path: Path) -> No
             "from torch import nn\nimport scale_of_net\n\ndef net():\n    return nn.Linear(3, 2)\n"
         )
         show = "from pyflatness.scoring import specs, keys\nnet = specs.resolve('of_net.py:net')\n"
-        show += "code = keys.Code.of(net(), [net, {}], 'mse_loss', None, None)\nassert code.unknown == (), code\n"
+        show += "code = keys.Code.of(net(), [net, {}], 'mse_loss', None)\nassert code.unknown == (), code\n"
         show += "print(keys.of_json([code.model, sorted(code.files.values())]))"
         command = [sys.executable, "-c", show]
         found.append(subprocess.run(command, cwd=place, check=True, capture_output=True, text=True).stdout)
     assert found[0] == found[1] != found[2]
+
+
+def test_classes_of_one_name_in_two_files_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, other, scale in (("one_of_two", "two_of_two", 1), ("two_of_two", "one_of_two", 2)):
+        text = "from torch import nn\n\ndef other():\n    import {}\n\nclass Net(nn.Linear):\n    scale = {}\n"
+        (tmp_path / f"{name}.py").write_text(text.format(other, scale))
+    one, other = (
+        keys.Code.of(importlib.import_module(f"{n}_of_two").Net(3, 2), None, "mse_loss", None) for n in ("one", "two")
+    )
+    assert one.files == other.files
+    assert one.model != other.model
 
 
 def test_heads_of_attention_are_told_apart() -> None:
