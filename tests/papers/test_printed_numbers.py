@@ -254,6 +254,20 @@ def test_directions_of_single_samples():
         assert f"{count} samples {by_recipe(frame, np.log10(frame[f'norm {count}']))}" in told
 
 
+def test_relative_flatness_along_an_attack():
+    frame, told = points("uncanny-valley-small"), page("docs/papers-figures.md")
+    for what, one, other in (
+        ("where the label flips over κ at the image", "flip", "image"),
+        ("at the end over κ where the label flips", "end", "flip"),
+        ("at the end over κ at the image", "end", "image"),
+    ):
+        assert f"log10 of κ {what} {by_recipe(frame, np.log10(frame[one] / frame[other]))}" in told
+    assert f"At {by_recipe(frame, frame['share'])} of these images κ is smaller" in told
+    assert f"|φ|² is {by_recipe(frame, frame['lengths'])} times" in told
+    for place, name in (("at the images", "confidence"), ("at the end", "confidence at the end")):
+        assert f"{by_recipe(frame, frame[name])} {place}" in told
+
+
 def test_theorem_5_over_trained_networks():
     frame, told = points("p21-theorem5-small"), page("docs/papers-figures.md")
     for layer, own in frame.groupby("layer"):
