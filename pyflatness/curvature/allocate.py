@@ -303,6 +303,7 @@ class _Plan:
     tokens: Mapping[str, int]  # of experts
     uncovered: Mapping[str, float]  # weights that have no layer here
     why_uncovered: Mapping[str, str]
+    dropped: tuple[str, ...] = ()  # formats that the tool does not keep some layers in, with reasons
 
     def without(self, formats: Collection[str]) -> "_Plan":
         """Return the plan without some formats, but for groups of layers that have no other."""
@@ -328,7 +329,7 @@ class _Plan:
             listed = ", ".join(f"{name} for {count} layers" for name, count in names.most_common())
             raise InputError(
                 f"bits={bits:.6g}: the cheapest choice takes {least / self.entries:.6g} bits a weight, "
-                f"{math.ceil(least / 8)} bytes: {listed}"
+                f"{math.ceil(least / 8)} bytes: {'; '.join([listed, *self.dropped])}"
             )
         chosen, gap = self.choices.best(bits * self.entries)
         changes = self._changes(chosen)
@@ -397,8 +398,9 @@ def _planned(
     }
     own, groups = _fixed(fixed, owner), _groups(together, owner)
     formats_of: dict[str, Sequence[Format | Copy]] = {name: [own[name]] if name in own else formats for name in modules}
+    dropped: tuple[str, ...] = ()
     if tool is not None:
-        task, formats_of, refused = _of_tool(task, tool, formats_of)
+        task, formats_of, refused, dropped = _of_tool(task, tool, formats_of)
         modules, computed = task.selection.modules, computed | refused
     changing = {name: [one.name for one in each if one.changes] for name, each in formats_of.items()}
 
@@ -474,6 +476,7 @@ def _planned(
         uncovered=uncovered,
         why_uncovered=uses.reasons(task.model, uncovered)
         | {key: computed[own] for key in uncovered for own in (key, key.rpartition(".")[0]) if own in computed},
+        dropped=dropped,
     )
 
     def losses(choices: Sequence[Choice], others: Any = None) -> FoldLosses:
@@ -510,27 +513,32 @@ def _once(weights: Mapping[str, Weight], choice: Choice) -> Iterable[tuple[Weigh
 
 def _of_tool(
     task: Task, tool: str, formats_of: Mapping[str, Sequence[Format | Copy]]
-) -> tuple[Task, dict[str, Sequence[Format | Copy]], dict[str, str]]:
+) -> tuple[Task, dict[str, Sequence[Format | Copy]], dict[str, str], tuple[str, ...]]:
     """Return the task with the layers that a tool keeps in some of the formats, these, and why it does not the others.
+
+    The last is what it does not keep these layers in, in words.
 
     Raises:
         InputError: a layer that was named, or every layer, is among these.
     """
     selection, refused = task.selection, {}
     kept: dict[str, Sequence[Format | Copy]] = {}
+    dropped: Counter[tuple[str, str]] = Counter()
     for name, formats in formats_of.items():
         weight = Weight.of(task.model, name, selection.modules[name])
         reasons = {one.name: exports.why_not(tool, weight, one) for one in formats}
         able = [one for one in formats if not reasons[one.name]]
         if able:
             kept[name] = able
+            dropped.update((one, reason) for one, reason in reasons.items() if reason)
         else:
             refused[name] = reasons[formats[0].name]
     wrong = [name for name in refused if name in selection.named or not kept]
     if wrong:
         raise InputError(f"layer {wrong[0]!r}: {refused[wrong[0]]}")
     modules = {name: selection.modules[name] for name in kept}
-    return replace(task, selection=Selection(modules, selection.named, selection.optional)), kept, refused
+    told = tuple(f"no {one} in {count} of the layers: {reason}" for (one, reason), count in dropped.items())
+    return replace(task, selection=Selection(modules, selection.named, selection.optional)), kept, refused, told
 
 
 def _fixed(fixed: Mapping[str, Format | Copy], owner: Mapping[str, str]) -> dict[str, Format | Copy]:
@@ -596,8 +604,12 @@ class _Read:
     def measured(self, bits: float, rounds: int | None, held_out: Any) -> "Allocation":
         """Return the choice that is found to be best, by losses that are measured."""
         plan = self.plan
-        taken = min(self._tried(self._without_coarsest(bits), bits), key=lambda each: each.expected)
-        hidden = taken.hidden
+        tried = self._tried(self._without_coarsest(bits), bits)
+        taken = min(tried, key=lambda each: each.expected)
+        hidden, notes = taken.hidden, list[str]()
+        if taken is not tried[0]:
+            loss = f"{tried[0].expected:.3g}"
+            notes.append(f"the best choice to second order is another one, and expected to change the loss by {loss}")
         if rounds is None:
             rounds = _ROUNDS if taken.change > _LARGE * plan.loss else 0
         for _ in range(rounds):
@@ -610,6 +622,7 @@ class _Read:
                 break
             taken, hidden = other, hidden + other.hidden
         predicted = plan.estimate(taken.change, taken.error, hidden, method="definition")
+        predicted = replace(predicted, notes=(*predicted.notes, *notes))
         if held_out is not None:
             others = self.losses([taken.choice._formats], held_out)
             of_others, error = float(others.changes[0] @ others.shares), float(others.errors[0])
@@ -834,10 +847,12 @@ class Allocation(Result):
         if self._stored is not None:
             size.append(f"{sum(row['bytes'] for row in rows):,} as {self._plan.tool} stores them")
         predicted = intervals.shown(self.predicted.value, self.predicted.interval())
-        told = f"{self.bits:.6g} bits a weight of {self.weights}; on unseen data {self._plan.told} {predicted}"
+        told = f"{self.bits:.6g} bits a weight of {self.weights}; on unseen data {self._plan.told} {predicted} (95 %)"
         why = {name: self.why_uncovered.get(name, "in no layer that can be changed") for name in self.uncovered}
         left_out = [f"without {names}: {reason}" for names, reason in views.by_reason(why)]
         told += ", to second order" if self.loss_change is None else f", on these by {self.loss_change:.3g}"
+        told += f" from {self._plan.loss:.4g}" if math.isfinite(self._plan.loss) else ""
+        left_out += self._plan.dropped
         return "\n".join([*views.text(table, 100), told, ", ".join(size), *left_out, *self.predicted.notes])
 
 

@@ -159,11 +159,17 @@ def named(name: "str | Format", tool: str | None = None) -> Format:
             return replace(made, name=name, tool=each, native=True)
     if kept is None or not isinstance(name, str):
         of_tool = f" of {whose}" if whose else ""
-        patterns = ", ".join(TOOLS[tools[0]]) if of_tool else _NAMES
+        patterns = ", ".join(map(_readable, TOOLS[tools[0]])) if of_tool else _NAMES
         raise InputError(
             f"formats: {shown(name)} is none{of_tool}; there are {patterns}, and pf.changes.Format for your own"
         )
     return kept
+
+
+def _readable(pattern: str) -> str:
+    """Return a regular expression of names as a reader writes them: "int[2-8], with -gN for groups"."""
+    name, groups, _ = pattern.partition("(?:-g")
+    return name.replace("(", "").replace(")", "") + (", with -gN for groups" if groups else "")
 
 
 def _integers(bits: int, group: int | None = None, *, rule: Callable[..., Tensor]) -> Format:

@@ -346,6 +346,21 @@ def test_expansions_at_the_choice_find_better_ones_and_none_that_is_worse():
     assert sums[2] < 0.9 * sums[0]
 
 
+def test_formats_that_a_tool_does_not_keep_some_layers_in_are_named_with_the_reason():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 4)).eval()
+    data, formats = (torch.randn(32, 64), torch.randint(4, (32,))), ["int4-g128", "int8"]
+    plan = pf.allocate(model, CE, data, formats, bits=8, tool="torchao")
+    wanted = "no int4-g128 in 1 of the layers: torchao takes no groups of 128 in rows of 64 entries"
+    assert wanted in str(plan)
+    assert "[" in str(plan).split("on unseen data")[1].split("(95 %)")[0]
+    assert f"on these by {plan.loss_change:.3g} from {CE(model(data[0]), data[1]).item():.4g}" in str(plan)
+    with pytest.raises(pf.errors.InputError, match=wanted):
+        pf.allocate(model, CE, data, formats, bits=5, tool="torchao")
+    with pytest.raises(pf.errors.InputError, match=r"there are int\[2-8\], with -gN for groups, fp8"):
+        pf.allocate(model, CE, data, ["q4"], bits=5, tool="llm-compressor")
+
+
 def test_one_format_for_all_is_taken_where_choices_lose_more_on_samples_that_had_no_part_in_them():
     taken = []
     for seed in (1, 2, 3):
