@@ -118,7 +118,7 @@ def _base_of(own: type) -> type[nn.Module] | None:
 
 def find(module: nn.Module) -> Linear | None:
     """Return the kind of a module, also of one whose forward is its own; None for one of no kind."""
-    found = base(module)
+    found = _base_of(type(module))  # type: ignore[arg-type]
     if found is not None:
         return _OF_CLASS[found].make(module)
     if isinstance(module, AnyUse):
@@ -130,7 +130,7 @@ def find(module: nn.Module) -> Linear | None:
 
 def is_plain(module: nn.Module) -> bool:
     """Return whether a module is of a kind and computes what its class says."""
-    found = base(module)
+    found = _base_of(type(module))  # type: ignore[arg-type]
     if found is None:
         return isinstance(module, AnyUse) or _is_transposed(module)
     return _has_methods_of(type(module), found) and not obstacle(module)  # type: ignore[arg-type]
@@ -163,7 +163,7 @@ _FUNCTIONS = {nn.Linear: "linear", nn.Conv1d: "conv1d", nn.Conv2d: "conv2d", nn.
 
 def obstacle(module: nn.Module) -> str:
     """Return what a module of a kind does that is not measured; empty if there is no such thing."""
-    found = base(module)
+    found = _base_of(type(module))  # type: ignore[arg-type]
     if found is None:
         return ""
     weight = module._parameters.get("weight")
