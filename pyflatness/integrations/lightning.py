@@ -91,9 +91,7 @@ class FlatnessCallback(Watch, *_bases()):  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the history of a checkpoint."""
-        self.history = History.from_json(state_dict["history"])
-        if self._budget is not None:
-            self._budget.resume(self.history)
+        self.history = History(History.from_json(state_dict["history"]), budget=self._budget)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Raise before a fit begins if there is no loss, model or layer; the module has made what it makes itself."""

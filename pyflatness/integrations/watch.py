@@ -75,7 +75,7 @@ class Watch:
             raise InputError(f"data={shown(data)}: 'train', 'val', a loader or a tuple of tensors is wanted")
         if hasattr(data, "__next__"):
             raise used_up(data, "and every epoch is to read it")
-        self.history = History()
+        self.history = History(budget=self._budget)
         self._said: set[str] = set()
         self._begin()
 

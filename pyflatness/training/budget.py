@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +44,14 @@ def check(loss: Any, how: Mapping[str, Any]) -> None:
         raise InputError("rtol: budget= takes one probe of each sample, as often as the time allows; leave rtol= out")
 
 
+class Ran(NamedTuple):
+    """Hold the steps of a training, and the seconds that it and its measurements took."""
+
+    steps: int
+    trained: float
+    spent: float
+
+
 class Budget:
     """Hold the time of a training and of its measurements, and the samples that are measured next.
 
@@ -70,18 +78,23 @@ class Budget:
         self._samples, self._taken, self._costs = _FIRST, 0, dict[int, float]()
         self.resume(())
 
-    def resume(self, records: "Iterable[Record]") -> None:
-        """Go on with the steps and the time of records that were kept."""
+    @property
+    def ran(self) -> Ran:
+        """Return what was counted until now."""
+        return Ran(self.steps, self.trained, self.spent)
+
+    def resume(self, records: "Iterable[Record]", ran: Ran | None = None) -> None:
+        """Go on with what was counted, or, where that was not kept, with the steps and the time of records."""
         self._ended: float | None = None
-        self.steps, self.trained, self.spent = 0, 0.0, 0.0
-        for record in records:
+        self.steps, self.trained, self.spent = ran or (0, 0.0, 0.0)
+        for record in records if ran is None else ():
             self.steps, self.spent = record.step or 0, self.spent + (record.seconds or 0.0)
             self.trained = record.numbers.get("train_seconds", 0.0)
 
-    def due(self, batch: Any = None) -> Any:
-        """Count a step of the training; return the batch to measure now, or None."""
+    def due(self, batch: Any = None, step: int | None = None) -> Any:
+        """Count a step of the training, or take its number; return the batch to measure now, or None."""
         now = time.perf_counter()
-        self.steps += 1
+        self.steps = self.steps + 1 if step is None else step
         self.trained += 0.0 if self._ended is None else now - self._ended
         self._ended = now
         cost = self._expected(self._samples)

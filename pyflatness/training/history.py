@@ -13,7 +13,7 @@ from ..report import Estimate, Readable, Report, views
 from ..report.result import write_json
 from . import budget as budgets
 from . import curves
-from .budget import Budget
+from .budget import Budget, Ran
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -91,13 +91,20 @@ class History(Readable):
         budget: Budget | None = None,
     ) -> None:
         self._records, self._measure, self._budget = [*records], measure, budget
+        self._ran = records.ran if isinstance(records, History) else None
         if budget is not None:
-            budget.resume(self._records)
+            budget.resume(self._records, self._ran)
 
-    def step(self, *, epoch: float | None = None, **numbers: Any) -> Record | None:
+    @property
+    def ran(self) -> Ran | None:
+        """How long the training and the measurements of ``budget=`` took until now; None without one."""
+        return self._ran if self._budget is None else self._budget.ran
+
+    def step(self, *, step: int | None = None, epoch: float | None = None, **numbers: Any) -> Record | None:
         """Count a step of the training, and measure where the budget allows it, see :func:`pyflatness.track`.
 
         Args:
+            step: how many steps the optimiser has taken; None: one more than at the last call.
             epoch: the epoch, or a fraction of one.
             numbers: whatever else belongs to this step, by name.
 
@@ -110,7 +117,7 @@ class History(Readable):
         budget = self._budget
         if budget is None or self._measure is None:
             raise InputError("history: step() is for pf.track(…, budget=0.01); record() measures at once")
-        batch = budget.due()
+        batch = budget.due(step=None if step is None else check_count("step", step, 0, "a number of steps"))
         if batch is None:
             return None
         when = _checked(budget.steps, epoch, {**numbers, "train_seconds": budget.trained})
@@ -297,7 +304,8 @@ class History(Readable):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the records as plain numbers, strings, lists and dicts; nothing is lost."""
-        return {"records": [record.to_dict() for record in self]}
+        ran = {} if self.ran is None else {"ran": self.ran._asdict()}
+        return {"records": [record.to_dict() for record in self], **ran}
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any]) -> "History":
@@ -308,7 +316,9 @@ class History(Readable):
         """
         if not isinstance(facts, Mapping) or not isinstance(facts.get("records"), list):
             raise InputError("history: JSON of History.to_json() is wanted, with its records")
-        return cls(Record.from_dict(record) for record in facts["records"])
+        history = cls(Record.from_dict(record) for record in facts["records"])
+        history._ran = Ran(**facts["ran"]) if "ran" in facts else None
+        return history
 
 
 def _cell(value: Any) -> str:

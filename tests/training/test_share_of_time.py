@@ -44,6 +44,30 @@ def test_the_part_of_the_time_is_kept(monkeypatch, part, fixed, each):
     assert len(taken) >= 10
 
 
+def test_a_history_is_gone_on_with_at_the_step_and_time_where_it_ended(monkeypatch):
+    clock, model = Clock(monkeypatch), classifier(5, 6, 3)
+    history = pf.track(model, LOSS, (X, Y), budget=0.1)
+
+    def steps(history, count):
+        for _ in range(count):
+            clock.now += 1.0
+            history.step()
+
+    steps(history, 101)  # of which the first one is measured, and each takes no time here
+    assert history.ran == (101, 100.0, 0.0)
+    read = pf.results.History.from_json(history.to_json())
+    assert read.ran == history.ran
+    assert "ran" not in pf.results.History(history.records).to_dict()
+    further = pf.track(model, LOSS, (X, Y), budget=0.1, history=read)
+    steps(further, 1)
+    assert further[-1].step == 102
+    assert further.ran == (102, 100.0, 0.0)
+    further.step(step=500)
+    assert further[-1].step == 500
+    with pytest.raises(pf.errors.InputError, match="a number of steps is wanted"):
+        further.step(step=-1)
+
+
 @pytest.mark.parametrize("data", [(X, Y), [(X[:40], Y[:40]), (X[40:], Y[40:])]], ids=["tensors", "batches"])
 def test_a_step_measures_some_samples_of_the_data_in_turn(data, monkeypatch):
     Clock(monkeypatch)  # measuring takes no time, and so is always within the part
