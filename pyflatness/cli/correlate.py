@@ -62,8 +62,7 @@ def correlate(
     prepare_file(plot)
     held, tested = _read(table), None if test is None else _read(test)
     networks = tables.read(held, tested)
-    left_out = networks.untrained(max_loss)
-    how: dict[str, Any] = {"test": tested, "exclude": [*left_out, *exclude], "interval": interval}
+    how: dict[str, Any] = {"test": tested, "exclude": exclude, "max_loss": max_loss, "interval": interval}
     how |= {"settings": settings or None, "given": given, "strata": strata, "seeds": seeds}
     besides = {against, seeds, *settings, *given, *strata}
     names = [name for name in networks.measures if layers or not _is_of_a_layer(name, networks)]
@@ -76,11 +75,15 @@ def correlate(
         show_json(finite([row.to_dict() for row in found]))
         return
     head, *_ = str(found).splitlines()
-    echo(head, *(f"left out: {name}, {why}; --max-loss inf keeps it" for name, why in left_out.items()))
+    echo(head)
     show(_table(found))
     more = len(found) // len(STATISTICS) - _SHOWN
     echo(*([f"and {more} weaker ones, which --measures or --json shows"] if more > 0 else []))
-    echo(*(line.replace('given="loss"', "--given loss") for line in found.footnotes()))
+    echo(*map(_of_command_line, found.footnotes()))
+
+
+def _of_command_line(line: str) -> str:
+    return line.replace('given="loss"', "--given loss").replace("max_loss=math.inf", "--max-loss inf")
 
 
 def _is_of_a_layer(name: str, networks: tables.Networks) -> bool:

@@ -56,7 +56,7 @@ class PageOptions:
     against: str | None = None  # what measures are held against; None: the first of :data:`_GAPS` that there is
     test: Any = None  # a table of the same networks on test data; ``gap`` is its loss less that of the models
     exclude: Collection[str] = ()  # names of models that do not count in the correlations
-    max_loss: float | None = None  # of models that count; None: see :meth:`.tables.Networks.untrained`
+    max_loss: float | None = None  # of models that count; None: see :meth:`.tables.Networks.left_out`
     interval: str = "bootstrap"  # how the intervals of correlations are made, ``"bootstrap"`` or ``"fisher"``
     colour: str | None = None  # the setting that gives points their colours; None: one that is in all names
     histories: Mapping[str, History] = field(default_factory=dict)  # of trainings, by the names to show
@@ -130,10 +130,10 @@ class _Against:
         networks = networks_tables.read({name: [record[name] for record in records] for name in columns}, options.test)
         y = options.against or next((name for name in _GAPS if name in networks.columns), "loss")
         networks.column(y)  # raises if there is none
-        excluded = networks.named(~networks.kept(_among(options.exclude, records)))
-        left_out = networks.untrained(options.max_loss) | dict.fromkeys(excluded, "excluded by name")
+        reasons = networks.left_out(_among(options.exclude, records), options.max_loss)
+        left_out = {name: why for name, why in zip(networks.names, reasons, strict=True) if why}
         colours = _setting(records, networks.names, options.colour)
-        return cls(records, networks, y, networks.kept([*left_out]), left_out, options.interval, *colours)
+        return cls(records, networks, y, np.array([not why for why in reasons]), left_out, options.interval, *colours)
 
     def with_test(self) -> list[Record]:
         """Return the values with the test loss and the gap of their networks, where these are known."""
@@ -165,7 +165,7 @@ class _Against:
             return None
         named = {x, self.y, "loss"} & {*self.networks.columns}  # the loss for the warning alone
         columns = {name: self.networks.column(name)[counts].tolist() for name in named}
-        return correlations(columns, x, self.y, interval=self.interval)
+        return correlations(columns, x, self.y, max_loss=math.inf, interval=self.interval)  # those that count
 
     def section(self, suffix: str) -> Section:
         found = {x: self.correlations(x) for x in self.measures}

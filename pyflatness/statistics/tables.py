@@ -23,6 +23,7 @@ Vector = NDArray[np.float64]
 
 _NAMES = ("checkpoint", "name")
 NETWORK = "network"  # in place of a layer's name, for the network's values
+BY_NAME = "excluded by name"
 _UNTRAINED = 5.0  # times the median loss; a network with a larger loss was not trained as the others were
 _ABOVE_CHANCE = 0.05  # of the largest possible accuracy above chance; a network with less is at chance
 _SHOWN = 8  # columns that a message names at most
@@ -57,25 +58,24 @@ class Networks:
         self._whole(name, np.isfinite(values), kept, "empty, NaN or infinite")
         return values[kept]
 
-    def untrained(self, most: float | None = None) -> dict[str, str]:
-        """Return the networks that are not trained as the others are, each with the reason.
+    def left_out(self, exclude: Collection[str] = (), max_loss: float | None = None) -> tuple[str, ...]:
+        """Return for each row why it does not count, or "": it is excluded by name, or not trained as the others are.
 
-        These are at chance, or have a loss of more than five times the median; with ``most``, a loss of more than that.
-        If all networks are such, none is returned.
+        Such networks are at chance, or have a loss of more than five times the median, if none is negative; with
+        ``max_loss``, a loss of more than that. If all networks are such, none is left out for it.
         """
         none = np.full(len(self.names), math.nan)
         loss, accuracy, chance = (self.columns.get(name, none) for name in ("loss", "accuracy", "chance"))
         there = loss[np.isfinite(loss)]
-        middle = float(np.median(there)) if len(there) else 0.0
-        bound = most if most is not None else _UNTRAINED * middle if middle > 0 else math.inf
-        at_chance = accuracy - chance <= (_ABOVE_CHANCE * (1 - chance) if most is None else -math.inf)
-        found = {
-            name: f"its accuracy of {cell:.4g} is that of chance"
-            for name, cell, out in zip(self.names, accuracy, at_chance, strict=True)
-            if out
-        }
-        found |= {name: f"its loss is {cell:.4g}" for name, cell in zip(self.names, loss, strict=True) if cell > bound}
-        return found if len(found) < len(self.names) else {}
+        middle = float(np.median(there)) if len(there) and there.min() >= 0 else 0.0  # nothing is five times a negative
+        bound = max_loss if max_loss is not None else _UNTRAINED * middle if middle > 0 else math.inf
+        at_chance = accuracy - chance <= (_ABOVE_CHANCE * (1 - chance) if max_loss is None else -math.inf)
+        reasons = [
+            f"its loss is {own:.4g}" if own > bound else f"its accuracy of {right:.4g} is that of chance" if out else ""
+            for own, right, out in zip(loss, accuracy, at_chance, strict=True)
+        ]
+        untrained = [""] * len(reasons) if all(reasons) else reasons
+        return tuple(why if kept else BY_NAME for why, kept in zip(untrained, self.kept(exclude), strict=True))
 
     def groups(self, names: Sequence[str], kept: NDArray[np.bool_]) -> tuple[NDArray[np.intp], tuple[str, ...]]:
         """Return the group of each row that counts, (rows,), by equal cells in some columns, and the groups' labels."""

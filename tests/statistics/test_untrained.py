@@ -1,11 +1,13 @@
 """What is made of two tables of scores: columns of test data, and which networks are not trained as the others are."""
 
 import csv
+import math
 from pathlib import Path
 
 import numpy as np
 import pandas
 import pytest
+from scipy import stats
 
 import pyflatness as pf
 from pyflatness.statistics import tables
@@ -74,12 +76,14 @@ def test_columns_that_are_not_named_are_counted() -> None:
 def test_who_is_not_trained_is_named() -> None:
     def untrained(losses: list[float], accuracies: list[float], most: float | None = None) -> dict[str, str]:
         held = rows(losses, accuracies)
-        return tables.read({name: [row[name] for row in held] for name in held[0]}).untrained(most)
+        networks = tables.read({name: [row[name] for row in held] for name in held[0]})
+        return {name: why for name, why in zip(networks.names, networks.left_out((), most), strict=True) if why}
 
     assert untrained(LOSSES, [1.0] * 6) == {"net 5": "its loss is 2.3"}
     assert untrained([0.1] * 6, [0.9] * 5 + [0.11]) == {"net 5": "its accuracy of 0.11 is that of chance"}
     assert untrained([0.1] * 6, [0.1] * 6) == {}  # then chance is what is studied
     assert untrained(LOSSES, [1.0] * 5 + [0.1], float("inf")) == {}
+    assert untrained([-0.1, *LOSSES[1:]], [1.0] * 6) == {}  # of a density: five times the median says nothing
     assert untrained(LOSSES, [1.0] * 6, 0.065) == {"net 4": "its loss is 0.07", "net 5": "its loss is 2.3"}
 
 
@@ -101,6 +105,30 @@ def test_a_dead_network_does_not_turn_a_correlation(
     figure = tmp_path / "a.svg"
     assert status(*arguments, "--measures", "sharpness network", "--plot", str(figure), "--title", "of five") == 0
     assert figure.stat().st_size > 1000
+
+
+def test_python_leaves_out_whom_the_command_line_does(train: Path, test: Path) -> None:
+    arguments = train, "sharpness network", "test_error"
+    found = pf.statistics.correlations(*arguments, test=test)
+    assert (found.points, found.untrained) == (5, {"net 5": "its loss is 2.3"})
+    assert "left out: net 5, its loss is 2.3; max_loss=math.inf keeps it" in str(found)
+    expected = stats.kendalltau(SHARPNESS[:5], [0.2, 0.15, 0.1, 0.25, 0.05]).statistic
+    assert found["sharpness network", "Kendall"].value == pytest.approx(expected)
+    every = pf.statistics.correlations(*arguments, test=test, max_loss=math.inf)
+    assert (every.points, every.untrained, every.excluded) == (6, {}, ())
+    assert every["sharpness network", "Pearson"].value < 0
+    _, axes = pf.statistics.plot_correlation(*arguments, test=test)
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "5 networks",
+        "1 left out of the correlations",
+    ]
+    _, axes = pf.statistics.plot_correlation(*arguments, test=test, max_loss=math.inf)
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["6 networks"]
+
+
+def test_networks_of_one_name_are_left_out_one_by_one() -> None:
+    found = pf.statistics.correlations({"name": ["a"] * 6, "m": SHARPNESS, "gap": SHARPNESS, "loss": LOSSES}, "m")
+    assert (found.points, found.excluded) == (5, ("a",))
 
 
 def test_a_figure_for_a_paper(train: Path, test: Path) -> None:
