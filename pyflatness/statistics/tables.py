@@ -26,6 +26,7 @@ NETWORK = "network"  # in place of a layer's name, for the network's values
 BY_NAME = "excluded by name"
 _UNTRAINED = 5.0  # times the median loss; a network with a larger loss was not trained as the others were
 _ABOVE_CHANCE = 0.05  # of the largest possible accuracy above chance; a network with less is at chance
+_SAME = 1e-6  # of a loss; losses of the same data differ by less, in their last digits
 _SHOWN = 8  # columns that a message names at most
 _SQLITE = b"SQLite format 3\0"  # the first bytes of a store
 _SCORED = {"checkpoint", "layer", "measure", "value", "loss"}
@@ -154,6 +155,9 @@ def read(table: Any, test: Any = None) -> Networks:
     for what, of, names in (("table", networks, networks.names), ("test", other, losses)):
         if not np.isfinite(of.column("loss")).any():
             raise InputError(f"{what}: it has no loss of any of its {len(names)} networks, and gaps are of two losses")
+    there = np.isfinite(columns["gap"])
+    if there.any() and (abs(columns["gap"]) <= _SAME * abs(networks.column("loss")))[there].all():
+        raise InputError("test: all networks have the losses that they have in the table: these are the same data")
     for name in ("loss", "accuracy"):
         if name in other.columns:
             held = dict(zip(other.names, other.columns[name], strict=True))
@@ -180,19 +184,23 @@ def _networks(table: Any, what: str) -> Networks:
 
 def is_store(path: Path) -> bool:
     """Return whether a file is a store of ``pyflatness score``, by its first bytes."""
-    with path.open("rb") as start:
-        return start.read(len(_SQLITE)) == _SQLITE
+    try:
+        with path.open("rb") as start:
+            return start.read(len(_SQLITE)) == _SQLITE
+    except (OSError, ValueError) as error:  # ValueError: NUL in the path
+        why = "there is no such file" if isinstance(error, FileNotFoundError) else f"it cannot be read ({error})"
+        raise InputError(f"{str(path)!r}: {why}") from None
 
 
 def _cells(table: Any, what: str) -> tuple[dict[str, Sequence[Any]], Sequence[Any] | None]:
     """Return the columns by name, and the index of the rows if the table has one."""
     if isinstance(table, (str, Path)):
+        if is_store(Path(table)):
+            raise InputError(
+                f"{what}: {str(table)!r} is a store, no table; pyflatness store export {table} --out FILE.csv "
+                "writes the table of it"
+            )
         try:
-            if is_store(Path(table)):
-                raise InputError(
-                    f"{what}: {str(table)!r} is a store, no table; pyflatness store export {table} --out FILE.csv "
-                    "writes the table of it"
-                )
             with Path(table).open(newline="", encoding="utf-8") as file:
                 rows = list(csv.DictReader(file))
         except (OSError, ValueError) as error:

@@ -67,6 +67,22 @@ def test_the_table_without_losses_is_named(train: Path, tmp_path: Path) -> None:
             pf.statistics.correlations(given[0], "sharpness network", test=given[1])
 
 
+def test_test_data_that_are_the_training_data_are_an_error(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    losses = [loss * (1 + 1e-7) for loss in LOSSES]  # in another order of addition
+    table = {"name": [f"net {place}" for place in range(6)], "m": SHARPNESS, "loss": losses}
+    with pytest.raises(pf.errors.InputError, match=r"^test: all networks have the losses .* the same data"):
+        pf.statistics.correlations(train, "sharpness network", test=table)
+    assert "the same data" in str(status("correlate", str(train), "--test", str(train)))
+
+
+def test_a_table_that_is_not_there_is_named(train: Path) -> None:
+    for arguments in (["nothere.csv"], [str(train), "--test", "nothere.csv"]):
+        assert status("correlate", *arguments) == "Error: 'nothere.csv': there is no such file"
+    assert "cannot be read" in str(status("correlate", str(train.parent)))
+    with pytest.raises(pf.errors.InputError, match=r"'nothere\.csv': there is no such file"):
+        pf.statistics.correlations("nothere.csv")
+
+
 def test_columns_that_are_not_named_are_counted() -> None:
     table = {f"measure_{number:02}": [1.0, 2.0] for number in range(40)}
     with pytest.raises(pf.errors.InputError, match=r"there are measure_00, .*, measure_07 and 32 more"):
