@@ -48,9 +48,9 @@ class Networks:
     def column(self, name: str) -> Vector:
         """Return one column."""
         if name not in self.columns:
-            of_test = ("gap", "test_loss", "test_accuracy", "test_error")
-            hint = "; pass test=, the same networks scored on test data" if name in of_test else ""
-            raise InputError(f"table: no column of numbers {name!r}; there are {_known(name, self.columns)}{hint}")
+            of_test = name in ("gap", "test_loss", "test_accuracy", "test_error")
+            hint = "pass test=, the same networks scored on test data" if of_test else _instead(name, self.columns)
+            raise InputError(f"table: no column of numbers {name!r}; {hint}")
         return self.columns[name]
 
     def finite(self, name: str, kept: NDArray[np.bool_]) -> Vector:
@@ -87,8 +87,7 @@ class Networks:
             elif name in self.text_columns:
                 cells = [*self.text_columns[name]]
             else:
-                known = _known(name, [*self.columns, *self.text_columns])
-                raise InputError(f"table: no column {name!r}; there are {known}")
+                raise InputError(f"table: no column {name!r}; {_instead(name, [*self.columns, *self.text_columns])}")
             self._whole(name, np.array([cell != "" for cell in cells]), kept, "empty")
             columns.append([cell for cell, counts in zip(cells, kept, strict=True) if counts])
         rows = [*zip(*columns, strict=True)]
@@ -280,14 +279,15 @@ def _text(cell: Any) -> str:
     return "" if cell is None or str(cell) in ("nan", "<NA>") else str(cell)  # these are pandas' empty cells
 
 
-def _known(name: str, columns: Collection[str]) -> str:
-    """Return the columns that may be meant: for the name of a measure all columns of it, the network's first."""
+def _instead(name: str, columns: Collection[str]) -> str:
+    """Return the end of a message: the columns that may be meant, for a measure all columns of it, or what there is."""
     network = f"{name} {NETWORK}"
     places = sorted((each for each in columns if each.startswith(f"{name} ")), key=lambda each: each != network)
     if places:
-        return _listed(places)
+        return f"there are {_listed(places)}"
     likely = near(name, columns, _SHOWN)
-    return _listed([*columns]) if likely.startswith(", ".join([*columns][:_SHOWN])) else likely
+    unlike = likely == ", ".join([*columns][:_SHOWN]) and len(columns) > 1
+    return f"there are {_listed([*columns])}" if unlike else f"did you mean {likely}?"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -172,11 +172,11 @@ def test_the_name_of_a_measure_alone_is_answered_with_its_columns_the_network_s_
     ("arguments", "options", "message"),
     [
         ((3,), {}, "got int"),
-        (("nowhere.csv",), {}, "cannot be read"),
+        (("nowhere.csv",), {}, "there is no such file"),
         (({},), {}, "columns of one length"),
         (({"a": [1, 2], "gap": [1]},), {}, r"'a': 2, 'gap': 1"),
         (({"a": ["x", "y"], "gap": [1, 2]},), {}, "no column of numbers but 'gap'"),
-        ((TABLE, "kapa"), {}, "no column of numbers 'kapa'; there are kappa"),
+        ((TABLE, "kapa"), {}, "no column of numbers 'kapa'; did you mean kappa"),
         ((TABLE,), {"exclude": ["net33"]}, "'net33' is not in the table"),
         ((TABLE,), {"exclude": "net3"}, "a list of names"),
         ((TABLE,), {"exclude": NAMES}, "every row is excluded"),

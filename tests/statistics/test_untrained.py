@@ -118,9 +118,16 @@ def test_a_dead_network_does_not_turn_a_correlation(
     out = capsys.readouterr().out
     assert "6 networks;" in out
     assert [line.split()[0] for line in out.splitlines() if line.strip().startswith("sharpness")] == ["sharpness"] * 3
-    figure = tmp_path / "a.svg"
-    assert status(*arguments, "--measures", "sharpness network", "--plot", str(figure), "--title", "of five") == 0
-    assert figure.stat().st_size > 1000
+    assert status(*arguments, "--measures", "sharpness network", "--plot", str(tmp_path / "a.svg")) == 0
+    assert status(*arguments, "--measures", "sharpness", "--plot", str(tmp_path / "b.svg"), "--title", "of five") == 0
+    assert status(*arguments, "--plot", str(tmp_path / "c.svg")) == 0  # the table has one measure
+    for figure in ("a.svg", "b.svg", "c.svg"):
+        assert (tmp_path / figure).stat().st_size > 1000
+    capsys.readouterr()
+    assert str(status("correlate", str(train), "--against", "gap")).endswith(
+        "no column of numbers 'gap'; pass --test, the same networks scored on test data"
+    )
+    assert "; did you mean sharpness network" in str(status(*arguments, "--given", "sharpnes network"))
 
 
 def test_python_leaves_out_whom_the_command_line_does(train: Path, test: Path) -> None:
