@@ -177,9 +177,8 @@ def _correlations(columns: Columns, measure: str, y: str = "gap") -> Correlation
     """Over the networks that have a value of the measure, by the rule of docs/statistics.md."""
     values = zip(columns["checkpoint"], columns[measure], strict=True)
     without = [name for name, value in values if not np.isfinite(value)]
-    return pf.statistics.correlations(
-        columns, measure, y, exclude=without, interval="fisher", settings="recipe", seeds="seed"
-    )
+    how: Any = {"exclude": without, "max_loss": np.inf, "interval": "fisher"}
+    return pf.statistics.correlations(columns, measure, y, settings="recipe", seeds="seed", **how)
 
 
 def _write(path: Path, columns: Columns) -> None:

@@ -50,9 +50,8 @@ def with_gap(
     out = _without(networks, columns)
     if len(out) == len(chosen["name"]):
         raise InputError(f"no network converged and has values of all measures: {shown(dict(networks.failures))}")
-    return correlations(
-        chosen, measures, y, exclude=out, settings="recipe", seeds="seed", interval="fisher", given=given, strata=strata
-    )
+    options: Any = {"exclude": out, "max_loss": math.inf, "interval": "fisher", "given": given, "strata": strata}
+    return correlations(chosen, measures, y, settings="recipe", seeds="seed", **options)
 
 
 def _without(networks: Networks, columns: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ from ..scoring import page
 from ..scoring.store import Store
 from ..statistics import correlations, plot_correlation, tables
 from ..statistics.coefficients import STATISTICS
-from .options import Column, Columns, Interval, Json, MaxLoss, Names, command
+from .options import Column, Columns, Interval, Json, MaxLoss, Names, command, errors_of_options, with_options
 from .output import echo, finite, prepare_file, show, show_json
 
 _SHOWN = 10  # measures
@@ -57,30 +57,35 @@ def correlate(
         exclude: networks to leave out.
         plot: figure to write, of one measure.
     """
-    if plot is not None and len(measures) != 1:
-        raise click.UsageError("--plot goes with one measure: --measures 'relative_flatness network'")
     prepare_file(plot)
     held, tested = _read(table), None if test is None else _read(test)
     networks = tables.read(held, tested)
-    left_out = networks.untrained(max_loss)
-    how: dict[str, Any] = {"test": tested, "exclude": [*left_out, *exclude], "interval": interval}
+    how: dict[str, Any] = {"test": tested, "exclude": exclude, "max_loss": max_loss, "interval": interval}
     how |= {"settings": settings or None, "given": given, "strata": strata, "seeds": seeds}
     besides = {against, seeds, *settings, *given, *strata}
     names = [name for name in networks.measures if layers or not _is_of_a_layer(name, networks)]
-    x = measures or [name for name in names if name not in besides] or None
-    found = _by_strength(correlations(held, x, against, **how))
-    if plot is not None:
-        how |= {"title": title, "xlabel": xlabel, "ylabel": ylabel, "log": log}
-        plot_correlation(held, measures[0], against, **how, path=plot)
+    shown = {_shown(name): name for name in networks.columns} | {name: name for name in networks.columns}
+    x = [shown.get(name, name) for name in measures] or [name for name in names if name not in besides]
+    if plot is not None and len(x) != 1:
+        raise click.UsageError(f"--plot goes with one measure: --measures with one of {', '.join(map(_shown, x))}")
+    with errors_of_options():
+        found = _by_strength(correlations(held, x or None, against, **how))
+        if plot is not None:
+            how |= {"title": title, "xlabel": xlabel, "ylabel": ylabel, "log": log}
+            plot_correlation(held, x[0], against, **how, path=plot)
     if as_json:
         show_json(finite([row.to_dict() for row in found]))
         return
     head, *_ = str(found).splitlines()
-    echo(head, *(f"left out: {name}, {why}; --max-loss inf keeps it" for name, why in left_out.items()))
+    echo(head)
     show(_table(found))
     more = len(found) // len(STATISTICS) - _SHOWN
     echo(*([f"and {more} weaker ones, which --measures or --json shows"] if more > 0 else []))
-    echo(*(line.replace('given="loss"', "--given loss") for line in found.footnotes()))
+    echo(*map(with_options, found.footnotes()))
+
+
+def _shown(name: str) -> str:
+    return name.removesuffix(f" {tables.NETWORK}")
 
 
 def _is_of_a_layer(name: str, networks: tables.Networks) -> bool:
@@ -104,7 +109,7 @@ def _table(found: Correlations) -> Table:
     table = Table("measure", *STATISTICS, box=box.SIMPLE_HEAD)
     for name in [*dict.fromkeys(row.measure for row in found)][:_SHOWN]:
         cells = (str(found[name, statistic]).removeprefix(f"{statistic} ") for statistic in STATISTICS)
-        table.add_row(printable(name.removesuffix(" network")), *cells)
+        table.add_row(printable(_shown(name)), *cells)
     return table
 
 

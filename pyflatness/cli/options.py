@@ -1,9 +1,10 @@
 """Make commands of functions, whose parameters are arguments and options, and take options from a YAML file."""
 
+import contextlib
 import inspect
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -58,6 +59,23 @@ def _of_command_line(text: str) -> str:
     first = text if text.startswith("`") else text[:1].upper() + text[1:]
     words = re.sub(r":\w+:`~?(.*?)`", r"\1", re.sub("``(.*?)``", code, first))
     return words.replace("; None:", "; without it:").replace(" None:", " Without it:")
+
+
+_ARGUMENT = re.compile(r"\b(exclude|given|interval|max_loss|seeds|settings|strata|test)=['\"]?(?:math\.)?(\w*)['\"]?")
+
+
+def with_options(message: str) -> str:
+    """Return what a call of the statistics says, with options in place of its arguments."""
+    return _ARGUMENT.sub(lambda found: f"--{found[1].replace('_', '-')} {found[2]}".rstrip(), message)
+
+
+@contextlib.contextmanager
+def errors_of_options() -> Iterator[None]:
+    """Run what calls the statistics; see :func:`with_options`."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(with_options(str(error))) from None
 
 
 def _parameter(of: inspect.Parameter, text: str | None) -> click.Parameter:

@@ -8,7 +8,7 @@ from ..scoring import metadata, page
 from ..scoring.page import PageOptions
 from ..scoring.store import Store
 from ..training.history import History
-from .options import Column, Interval, MaxLoss, Metadata, Names, command
+from .options import Column, Interval, MaxLoss, Metadata, Names, command, errors_of_options
 from .output import echo, prepare_file, write_whole
 
 
@@ -52,7 +52,7 @@ def report(
         with Store(test) as held:
             other = page.table(held)
     options = PageOptions(against, other, exclude, max_loss, interval, colour, histories)
-    with Store(store) as held:
+    with errors_of_options(), Store(store) as held:
         more = metadata.of_store(held, table)
         text = page.of_store(held, title or f"Results in {store.name}", options, more).html()
     write_whole(out, text.encode())

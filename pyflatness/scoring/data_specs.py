@@ -1,8 +1,8 @@
 """Read data sets that need no code of the user's: arrays, texts, folders of images, tables, data sets of Hugging Face.
 
 Each function's keyword arguments are those of ``--data-args``. Floating-point numbers become float32, or what ``dtype``
-says, and whole numbers int64. Nothing is shuffled or drawn. Images are read in the one way that is documented: resized
-as a whole, and as numbers from 0 to 1.
+says, which makes floating-point numbers of whole ones in the inputs too. Other whole numbers become int64. Nothing is
+shuffled or drawn. Images are read in the one way that is documented: resized as a whole, and as numbers from 0 to 1.
 """
 
 import contextlib
@@ -159,7 +159,7 @@ def read_npz(
     inputs: str | None = None,
     targets: str | None = None,
     count: int | None = None,
-    dtype: str = "float32",
+    dtype: str | None = None,
     batch_size: int = 256,
 ) -> Any:
     """Return the arrays of inputs and targets in an ``.npz`` file, or batches of tokens, if it has ``input_ids``.
@@ -180,12 +180,16 @@ def read_npz(
         raise
     except Exception as error:  # of zip, of zlib, of numpy's header
         raise InputError(f"{path}: no file of arrays, or a damaged one: {error}") from None
-    tensors = {name: _tensor(array[:count], dtype, f"{path}: {name}") for name, array in found.items()}
-    first, *_ = tensors
+    first, *_ = found
+    tokens = first == TOKENS[0] and inputs is None
+    tensors = {
+        name: _tensor(array[:count], dtype, f"{path}: {name}", inputs=name == first and not tokens)
+        for name, array in found.items()
+    }
     for name, tensor in tensors.items():
         if len(tensor) != len(tensors[first]):
             raise InputError(f"{path}: {len(tensors[first])} samples in {first!r} and {len(tensor)} in {name!r}")
-    return text_data.cut(tensors, batch_size) if first == TOKENS[0] and inputs is None else tuple(tensors.values())
+    return text_data.cut(tensors, batch_size) if tokens else tuple(tensors.values())
 
 
 @text_data.taking(text_data.batches)
@@ -195,7 +199,7 @@ def read_parquet(
     inputs: str | Sequence[str] | None = None,
     targets: str | None = None,
     count: int | None = None,
-    dtype: str = "float32",
+    dtype: str | None = None,
     text: str | None = None,
     batch_size: int = 8,
     **tokens: Any,
@@ -228,7 +232,7 @@ def read_parquet(
     columns = [table[name].to_pylist() for name in names]
     values = columns[0] if len(names) == 1 else [*zip(*columns, strict=True)]
     aims = _tensor(table[target].to_pylist(), dtype, f"{path}: {target}")
-    return _tensor(values, dtype, f"{path}: {', '.join(names)}"), aims
+    return _tensor(values, dtype, f"{path}: {', '.join(names)}", inputs=True), aims
 
 
 @text_data.taking(Transform, text_data.batches)
@@ -239,7 +243,7 @@ def read_hugging_face(
     inputs: str | None = None,
     targets: str | None = None,
     count: int | None = None,
-    dtype: str = "float32",
+    dtype: str | None = None,
     text: str | None = None,
     batch_size: int = 256,
     **more: Any,
@@ -279,7 +283,7 @@ def read_hugging_face(
             return f"row {number}", rows[number][first], labels[number]
 
         return DataLoader(_Images(len(found), opened, Transform(**_of(Transform, more))), batch_size=batch_size)
-    return tuple(_tensor(found[name][:], dtype, f"{path}: {name}") for name in (first, second))
+    return tuple(_tensor(found[name][:], dtype, f"{path}: {name}", inputs=name == first) for name in (first, second))
 
 
 def _of(function: specs.Function, options: dict[str, Any]) -> dict[str, Any]:
@@ -312,17 +316,24 @@ def _chosen(there: Collection[str], given: str | None, usual: Collection[str], o
     return found[0]
 
 
-def _tensor(values: Any, dtype: str, name: str) -> Tensor:
-    """Return an array, or lists, as a tensor, floating-point numbers in the given precision."""
-    kind = check_dtype("dtype", dtype)
+def _tensor(values: Any, dtype: str | None, name: str, *, inputs: bool = False) -> Tensor:
+    """Return an array, or lists, as a tensor, floating-point numbers in the given precision, or float32."""
+    kind = check_dtype("dtype", "float32" if dtype is None else dtype)
     try:
         array = np.asarray(values)
     except ValueError:
         raise InputError(f"{name}: lists of several lengths") from None
     if array.dtype.kind not in "fiub" or array.ndim == 0:
         raise InputError(f"{name}: an array of numbers is wanted, got {array.dtype} of shape {array.shape}")
+    if inputs and dtype is None and array.dtype == np.uint8 and array.ndim > 2:  # images, which are no indices
+        raise InputError(
+            f"{name}: uint8 of shape {array.shape}; --data-args dtype=float32 makes floats from 0 to 255 of them; "
+            "indices are to be saved as int64"
+        )
     found = torch.from_numpy(np.ascontiguousarray(array, array.dtype.newbyteorder("=")))
-    return found.to(kind) if found.is_floating_point() else found if found.dtype == torch.bool else found.long()
+    if found.is_floating_point() or (inputs and dtype is not None):
+        return found.to(kind)
+    return found if found.dtype == torch.bool else found.long()
 
 
 _READERS: dict[str, tuple[specs.Function, str]] = {  # by a file's ending, or what a folder holds; with what they need

@@ -27,6 +27,8 @@ def read(path: Path, names: Iterable[str]) -> dict[str, Cells]:
         content = path.read_text(encoding="utf-8")
         held = json.loads(content) if path.suffix == ".json" else [*csv.DictReader(content.splitlines())]
         rows = _of_rows(held) if isinstance(held, list) else {name: dict(cells) for name, cells in held.items()}
+    except FileNotFoundError:
+        raise InputError(f"metadata: there is no file {path}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f"metadata: {path} is no CSV or JSON file of columns by checkpoint, with a column 'checkpoint' or 'name' "
@@ -62,7 +64,9 @@ def of_files(paths: Mapping[str, Path]) -> dict[str, Cells]:
 def _of_rows(rows: Iterable[Mapping[str, Any]]) -> dict[str, Cells]:
     found = {}
     for row in rows:
-        label = _NAMES[1] if _NAMES[0] not in row else _NAMES[0]
+        label = next((name for name in _NAMES if name in row), None)
+        if label is None:
+            raise InputError(f"its columns are {', '.join(map(str, row))}")
         cells = {str(name): _number(cell) for name, cell in row.items() if name != label}
         found[str(row[label])] = cells
     return found

@@ -32,12 +32,14 @@ from .result_files import NamedResult
 from .store import Store
 
 _GAPS = ("gap", "generalization_gap", "loss")  # what measures are held against, unless that is said: the first there is
-_BESIDE, _OF_TEST = ("loss", "accuracy"), ("test loss", "gap")
+_BESIDE = "loss", "accuracy"
+_OF_TEST = "test loss", "test accuracy", "test error", "gap"
 _FLATNESS = ("relative_flatness", "trace", "scaled_trace", "lambda_max", "sharpness")
 
 HOLLOW = (
     "Hollow points are models that do not count in the correlations: they were excluded by name, are not trained, or "
-    "one of their two numbers is missing, and then they are drawn at the left or lower edge."
+    "one of their two numbers is missing, and then they are drawn at the left or lower edge. Those that do count set "
+    "the scale, and others may lie outside of it."
 )
 _COUNTS = ("s", "seed", "epoch", "step", "iteration", "checkpoint", "ckpt")  # of names, which are no settings
 _FEWEST = 5  # networks for an interval
@@ -56,7 +58,7 @@ class PageOptions:
     against: str | None = None  # what measures are held against; None: the first of :data:`_GAPS` that there is
     test: Any = None  # a table of the same networks on test data; ``gap`` is its loss less that of the models
     exclude: Collection[str] = ()  # names of models that do not count in the correlations
-    max_loss: float | None = None  # of models that count; None: see :meth:`.tables.Networks.untrained`
+    max_loss: float | None = None  # of models that count; None: see :meth:`.tables.Networks.left_out`
     interval: str = "bootstrap"  # how the intervals of correlations are made, ``"bootstrap"`` or ``"fisher"``
     colour: str | None = None  # the setting that gives points their colours; None: one that is in all names
     histories: Mapping[str, History] = field(default_factory=dict)  # of trainings, by the names to show
@@ -130,21 +132,20 @@ class _Against:
         networks = networks_tables.read({name: [record[name] for record in records] for name in columns}, options.test)
         y = options.against or next((name for name in _GAPS if name in networks.columns), "loss")
         networks.column(y)  # raises if there is none
-        excluded = networks.named(~networks.kept(_among(options.exclude, records)))
-        left_out = networks.untrained(options.max_loss) | dict.fromkeys(excluded, "excluded by name")
+        reasons = networks.left_out(_among(options.exclude, records), options.max_loss)
+        left_out = {name: why for name, why in zip(networks.names, reasons, strict=True) if why}
         colours = _setting(records, networks.names, options.colour)
-        return cls(records, networks, y, networks.kept([*left_out]), left_out, options.interval, *colours)
+        return cls(records, networks, y, np.array([not why for why in reasons]), left_out, options.interval, *colours)
 
     def with_test(self) -> list[Record]:
-        """Return the values with the test loss and the gap of their networks, where these are known."""
-        gaps = self.networks.columns.get("gap", np.full(len(self.networks.names), math.nan))
-        known = {name: float(gap) for name, gap in zip(self.networks.names, gaps, strict=True) if math.isfinite(gap)}
-        return [
-            {**record, "gap": gap, "test loss": record["loss"] + gap}
-            if (gap := known.get(record["checkpoint"])) is not None and record["loss"] is not None
-            else record
-            for record in self.records
-        ]
+        """Return the values with the gap of their networks, and what these do on test data, where that is known."""
+        columns = {name: name.replace(" ", "_") for name in _OF_TEST}
+        own = {name: self.networks.columns[key] for name, key in columns.items() if key in self.networks.columns}
+        cells = {
+            network: {name: charts.finite(float(column[place])) for name, column in own.items()}
+            for place, network in enumerate(self.networks.names)
+        }
+        return [cells[record["checkpoint"]] | record for record in self.records]
 
     @property
     def measures(self) -> list[str]:
@@ -165,7 +166,7 @@ class _Against:
             return None
         named = {x, self.y, "loss"} & {*self.networks.columns}  # the loss for the warning alone
         columns = {name: self.networks.column(name)[counts].tolist() for name in named}
-        return correlations(columns, x, self.y, interval=self.interval)
+        return correlations(columns, x, self.y, max_loss=math.inf, interval=self.interval)  # those that count
 
     def section(self, suffix: str) -> Section:
         found = {x: self.correlations(x) for x in self.measures}
@@ -232,13 +233,13 @@ class _Against:
         )
 
     def _charts(self, found: Mapping[str, Correlations | None], title: str) -> Charts:
-        upward = Axis.of("y", title, self.networks.column(self.y).tolist())
+        upward = Axis.over("y", title, self.networks.column(self.y)[self.kept].tolist())
         specs, columns = [], {"y": self.networks.column(self.y)}
         for place, (x, own) in enumerate(found.items()):
             columns[f"x{place}"] = self.networks.column(x)
             lines = [f"{row.statistic} {_correlation(own, x, row.statistic).text}" for row in own.rows] if own else []
             lines += [_TOO_FEW] if own and own.points < _FEWEST else []
-            across = Axis.of(f"x{place}", x, columns[f"x{place}"].tolist())
+            across = Axis.over(f"x{place}", x, columns[f"x{place}"][self.kept].tolist())
             specs.append(charts.scatter(across, upward, lines, len(self.kept), self.setting))
         return Charts(self._data(columns), tuple(specs))
 

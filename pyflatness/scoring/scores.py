@@ -117,6 +117,7 @@ class Scores(Result):
         *,
         test: "Scores | None" = None,
         exclude: Collection[str] = (),
+        max_loss: float | None = None,
         path: str | Path | None = None,
         axes: "Axes | None" = None,
     ) -> "tuple[Figure, Axes]":
@@ -127,6 +128,8 @@ class Scores(Result):
             y: ``"loss"``, ``"accuracy"``, ``"gap"`` with ``test``, or another measure.
             test: scores of the same models on test data.
             exclude: names of models that do not count, and are drawn hollow.
+            max_loss: models with a larger loss do not count either; None: those at chance, or with a loss of more than
+                five times the median.
             path: where the figure is written too; its ending is its format.
             axes: matplotlib's, to draw into; None: those of a new figure.
 
@@ -137,7 +140,7 @@ class Scores(Result):
             InputError: no such column or model, or a model that counts and has no value.
             MissingExtraError: without matplotlib.
         """
-        return plot_correlation(self, x, y, test=test, exclude=exclude, path=path, axes=axes)
+        return plot_correlation(self, x, y, test=test, exclude=exclude, max_loss=max_loss, path=path, axes=axes)
 
     def __str__(self) -> str:
         return "\n".join([*views.text(table(self.rows), 200), *map(printable, self.notes)])

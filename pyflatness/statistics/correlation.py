@@ -1,11 +1,11 @@
 """Correlate measures with the generalisation gap over networks, with intervals and p-values.
 
-Pearson's r, Spearman's ρ and Kendall's τ_b. All networks of a table count; one is left out only by its name.
+Pearson's r, Spearman's ρ and Kendall's τ_b.
 """
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from ..options import check_seed
 from ..report import Result
 from . import intervals, permutation
 from .coefficients import STATISTICS, coefficients, whole
-from .tables import Networks, Vector, listed, one_name, read
+from .tables import BY_NAME, Networks, Vector, listed, one_name, read
 
 _PERFECT = 1.99  # the sum of ends that are both written as 1.00, or both as -1.00
 _EQUAL = 1.5  # training losses within this factor count as equal
@@ -71,6 +71,7 @@ class Correlations(Result):
         y: what the measures are correlated with.
         points: the number of networks that count.
         excluded: the names of those that were left out.
+        untrained: those of them that are not trained as the others are, each with the reason.
         given: columns that are held fixed.
         clusters: the number of clusters of networks; None if networks are taken as independent.
         method: how the intervals, and p-values if there are any, are made.
@@ -81,6 +82,7 @@ class Correlations(Result):
     y: str
     points: int
     excluded: tuple[str, ...]
+    untrained: dict[str, str] = field(default_factory=dict)
     given: tuple[str, ...] = ()
     clusters: int | None = None
     method: str = "95 % bootstrap intervals"
@@ -113,12 +115,13 @@ class Correlations(Result):
         return "\n".join([head, *lines, *self.footnotes()])
 
     def footnotes(self) -> list[str]:
-        """Return why a value or an interval is not there, a line for each reason, and the note."""
+        """Return who was left out untrained, why a value or an interval is not there, and the note."""
         few, what = (self.points, "networks") if self.clusters is None else (self.clusters, "clusters")
         undefined = any(math.isnan(row.value) for row in self.rows)
         missing = any(math.isnan(row.low) and not math.isnan(row.value) for row in self.rows)
         same = ", or in the order of what is held fixed" if self.given else ""
-        lines = [f"nan: not defined where a column is constant{same}"] if undefined else []
+        lines = [f"left out: {name}, {why}; max_loss=math.inf keeps it" for name, why in self.untrained.items()]
+        lines += [f"nan: not defined where a column is constant{same}"] if undefined else []
         lines += [f"[–]: {few} {what} are too few for an interval"] if missing and few < intervals.FEWEST else []
         return [*lines, *([self.note] if self.note else [])]
 
@@ -129,6 +132,7 @@ def correlations(
     y: str = "gap",
     *,
     exclude: Collection[str] = (),
+    max_loss: float | None = None,
     test: Any = None,
     seed: int = 0,
     interval: str = "bootstrap",
@@ -151,7 +155,9 @@ def correlations(
             ``checkpoint`` or ``name``, or the index.
         x: columns; None: all measures.
         y: a column.
-        exclude: names of rows to leave out; nothing else is left out.
+        exclude: names of rows to leave out.
+        max_loss: networks with a larger ``loss`` are left out and named; None: those at chance, or with a loss of more
+            than five times the median. ``math.inf`` keeps all.
         test: such a table of the same networks on test data: ``gap`` is its ``loss`` less that of ``table``.
         seed: of the resampling and the permutations.
         interval: ``"bootstrap"``: the percentiles of 2,000 resamples. ``"fisher"``: atanh r is taken as normal.
@@ -189,7 +195,9 @@ def correlations(
         kappa  Kendall 0.51 [-0.20, 0.87]
     """
     networks = read(table, test)
-    kept = networks.kept(exclude)
+    reasons = networks.left_out(exclude, max_loss)
+    kept = np.array([not why for why in reasons])
+    untrained = {name: why for name, why in zip(networks.names, reasons, strict=True) if why not in ("", BY_NAME)}
     inside = listed("strata", strata)
     held, grouping = listed("given", given), () if settings is None else listed("settings", settings)
     y, seed = one_name("y", y), check_seed("seed", seed) % 2**64  # NumPy's are not negative
@@ -222,7 +230,7 @@ def correlations(
     losses = networks.columns["loss"][kept] if "loss" in {*networks.columns} - {y, *held} else None
     unequal = "" if losses is None else unequal_losses(losses)
     note = unequal and f'{unequal}; given="loss" holds them fixed'
-    return Correlations(tuple(rows), y, len(target), networks.named(~kept), held, count, method, note)
+    return Correlations(tuple(rows), y, len(target), networks.named(~kept), untrained, held, count, method, note)
 
 
 def unequal_losses(losses: Vector) -> str:

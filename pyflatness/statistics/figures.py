@@ -34,6 +34,7 @@ def plot_correlation(
     ylabel: str | None = None,
     log: bool | None = None,
     exclude: Collection[str] = (),
+    max_loss: float | None = None,
     test: Any = None,
     seed: int = 0,
     interval: str = "bootstrap",
@@ -46,8 +47,8 @@ def plot_correlation(
 ) -> "tuple[Figure, Axes]":
     """Draw a measure against the generalisation gap as a scatter plot, with the correlations and intervals above it.
 
-    Networks in ``exclude`` are hollow where they are in the picture, counted in the legend and left out of the
-    correlations; the others alone set the scale. Each cluster has its colour. Points are drawn as they are, whatever is
+    Networks that are left out of the correlations are hollow where they are in the picture, and counted in the legend;
+    the others alone set the scale. Each cluster has its colour. Points are drawn as they are, whatever is
     held fixed.
 
     Args:
@@ -61,6 +62,7 @@ def plot_correlation(
         ylabel: beside it; None: the name of the column.
         log: whether the measure's axis is logarithmic; None: if its values differ a hundredfold.
         exclude: names of rows to leave out.
+        max_loss: networks with a larger loss are left out; None: those that are not trained as the others are.
         test: a table of the same networks on test data, for the gap.
         seed: of the resampling and the permutations.
         interval: ``"bootstrap"`` or ``"fisher"``; this and what follows is as for
@@ -87,10 +89,12 @@ def plot_correlation(
     """
     x, y = one_name("x", x), one_name("y", y)
     how: dict[str, Any] = {"interval": interval, "settings": settings, "given": given, "strata": strata, "seeds": seeds}
-    how |= {"exclude": exclude, "test": test, "seed": seed, "permutations": permutations, "within": within}
+    how |= {"exclude": exclude, "max_loss": max_loss, "test": test, "seed": seed}
+    how |= {"permutations": permutations, "within": within}
     found = correlations(table, x, y, **how)
     networks = read(table, test)
-    kept, values, against = networks.kept(exclude), networks.column(x), networks.column(y)
+    kept = np.array([not why for why in networks.left_out(exclude, max_loss)])
+    values, against = networks.column(x), networks.column(y)
     figure, axes = views.onto(axes)
     grouping = listed("settings", settings or ())
     if not grouping:
@@ -104,7 +108,7 @@ def plot_correlation(
     if found.excluded:
         axes.autoscale_view()
         axes.autoscale(False)
-        label = f"{len(found.excluded)} excluded by name, not in the correlations"
+        label = f"{len(found.excluded)} left out of the correlations"
         color = "gray" if grouping else "C0"
         axes.plot(values[~kept], against[~kept], "o", color=color, fillstyle="none", label=label)
     held = [f"given {', '.join(found.given)}"] if found.given else []

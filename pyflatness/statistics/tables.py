@@ -23,8 +23,10 @@ Vector = NDArray[np.float64]
 
 _NAMES = ("checkpoint", "name")
 NETWORK = "network"  # in place of a layer's name, for the network's values
+BY_NAME = "excluded by name"
 _UNTRAINED = 5.0  # times the median loss; a network with a larger loss was not trained as the others were
 _ABOVE_CHANCE = 0.05  # of the largest possible accuracy above chance; a network with less is at chance
+_SAME = 1e-6  # of a loss; losses of the same data differ by less, in their last digits
 _SHOWN = 8  # columns that a message names at most
 _SQLITE = b"SQLite format 3\0"  # the first bytes of a store
 _SCORED = {"checkpoint", "layer", "measure", "value", "loss"}
@@ -46,9 +48,9 @@ class Networks:
     def column(self, name: str) -> Vector:
         """Return one column."""
         if name not in self.columns:
-            of_test = ("gap", "test_loss", "test_accuracy", "test_error")
-            hint = "; pass test=, the same networks scored on test data" if name in of_test else ""
-            raise InputError(f"table: no column of numbers {name!r}; there are {_known(name, self.columns)}{hint}")
+            of_test = name in ("gap", "test_loss", "test_accuracy", "test_error")
+            hint = "pass test=, the same networks scored on test data" if of_test else _instead(name, self.columns)
+            raise InputError(f"table: no column of numbers {name!r}; {hint}")
         return self.columns[name]
 
     def finite(self, name: str, kept: NDArray[np.bool_]) -> Vector:
@@ -57,25 +59,24 @@ class Networks:
         self._whole(name, np.isfinite(values), kept, "empty, NaN or infinite")
         return values[kept]
 
-    def untrained(self, most: float | None = None) -> dict[str, str]:
-        """Return the networks that are not trained as the others are, each with the reason.
+    def left_out(self, exclude: Collection[str] = (), max_loss: float | None = None) -> tuple[str, ...]:
+        """Return for each row why it does not count, or "": it is excluded by name, or not trained as the others are.
 
-        These are at chance, or have a loss of more than five times the median; with ``most``, a loss of more than that.
-        If all networks are such, none is returned.
+        Such networks are at chance, or have a loss of more than five times the median, if none is negative; with
+        ``max_loss``, a loss of more than that. If all networks are such, none is left out for it.
         """
         none = np.full(len(self.names), math.nan)
         loss, accuracy, chance = (self.columns.get(name, none) for name in ("loss", "accuracy", "chance"))
         there = loss[np.isfinite(loss)]
-        middle = float(np.median(there)) if len(there) else 0.0
-        bound = most if most is not None else _UNTRAINED * middle if middle > 0 else math.inf
-        at_chance = accuracy - chance <= (_ABOVE_CHANCE * (1 - chance) if most is None else -math.inf)
-        found = {
-            name: f"its accuracy of {cell:.4g} is that of chance"
-            for name, cell, out in zip(self.names, accuracy, at_chance, strict=True)
-            if out
-        }
-        found |= {name: f"its loss is {cell:.4g}" for name, cell in zip(self.names, loss, strict=True) if cell > bound}
-        return found if len(found) < len(self.names) else {}
+        middle = float(np.median(there)) if len(there) and there.min() >= 0 else 0.0  # nothing is five times a negative
+        bound = max_loss if max_loss is not None else _UNTRAINED * middle if middle > 0 else math.inf
+        at_chance = accuracy - chance <= (_ABOVE_CHANCE * (1 - chance) if max_loss is None else -math.inf)
+        reasons = [
+            f"its loss is {own:.4g}" if own > bound else f"its accuracy of {right:.4g} is that of chance" if out else ""
+            for own, right, out in zip(loss, accuracy, at_chance, strict=True)
+        ]
+        untrained = [""] * len(reasons) if all(reasons) else reasons
+        return tuple(why if kept else BY_NAME for why, kept in zip(untrained, self.kept(exclude), strict=True))
 
     def groups(self, names: Sequence[str], kept: NDArray[np.bool_]) -> tuple[NDArray[np.intp], tuple[str, ...]]:
         """Return the group of each row that counts, (rows,), by equal cells in some columns, and the groups' labels."""
@@ -86,8 +87,7 @@ class Networks:
             elif name in self.text_columns:
                 cells = [*self.text_columns[name]]
             else:
-                known = _known(name, [*self.columns, *self.text_columns])
-                raise InputError(f"table: no column {name!r}; there are {known}")
+                raise InputError(f"table: no column {name!r}; {_instead(name, [*self.columns, *self.text_columns])}")
             self._whole(name, np.array([cell != "" for cell in cells]), kept, "empty")
             columns.append([cell for cell, counts in zip(cells, kept, strict=True) if counts])
         rows = [*zip(*columns, strict=True)]
@@ -154,6 +154,9 @@ def read(table: Any, test: Any = None) -> Networks:
     for what, of, names in (("table", networks, networks.names), ("test", other, losses)):
         if not np.isfinite(of.column("loss")).any():
             raise InputError(f"{what}: it has no loss of any of its {len(names)} networks, and gaps are of two losses")
+    there = np.isfinite(columns["gap"])
+    if there.any() and (abs(columns["gap"]) <= _SAME * abs(networks.column("loss")))[there].all():
+        raise InputError("test: all networks have the losses that they have in the table: these are the same data")
     for name in ("loss", "accuracy"):
         if name in other.columns:
             held = dict(zip(other.names, other.columns[name], strict=True))
@@ -180,19 +183,23 @@ def _networks(table: Any, what: str) -> Networks:
 
 def is_store(path: Path) -> bool:
     """Return whether a file is a store of ``pyflatness score``, by its first bytes."""
-    with path.open("rb") as start:
-        return start.read(len(_SQLITE)) == _SQLITE
+    try:
+        with path.open("rb") as start:
+            return start.read(len(_SQLITE)) == _SQLITE
+    except (OSError, ValueError) as error:  # ValueError: NUL in the path
+        why = "there is no such file" if isinstance(error, FileNotFoundError) else f"it cannot be read ({error})"
+        raise InputError(f"{str(path)!r}: {why}") from None
 
 
 def _cells(table: Any, what: str) -> tuple[dict[str, Sequence[Any]], Sequence[Any] | None]:
     """Return the columns by name, and the index of the rows if the table has one."""
     if isinstance(table, (str, Path)):
+        if is_store(Path(table)):
+            raise InputError(
+                f"{what}: {str(table)!r} is a store, no table; pyflatness store export {table} --out FILE.csv "
+                "writes the table of it"
+            )
         try:
-            if is_store(Path(table)):
-                raise InputError(
-                    f"{what}: {str(table)!r} is a store, no table; pyflatness store export {table} --out FILE.csv "
-                    "writes the table of it"
-                )
             with Path(table).open(newline="", encoding="utf-8") as file:
                 rows = list(csv.DictReader(file))
         except (OSError, ValueError) as error:
@@ -272,14 +279,15 @@ def _text(cell: Any) -> str:
     return "" if cell is None or str(cell) in ("nan", "<NA>") else str(cell)  # these are pandas' empty cells
 
 
-def _known(name: str, columns: Collection[str]) -> str:
-    """Return the columns that may be meant: for the name of a measure all columns of it, the network's first."""
+def _instead(name: str, columns: Collection[str]) -> str:
+    """Return the end of a message: the columns that may be meant, for a measure all columns of it, or what there is."""
     network = f"{name} {NETWORK}"
     places = sorted((each for each in columns if each.startswith(f"{name} ")), key=lambda each: each != network)
     if places:
-        return _listed(places)
+        return f"there are {_listed(places)}"
     likely = near(name, columns, _SHOWN)
-    return _listed([*columns]) if likely.startswith(", ".join([*columns][:_SHOWN])) else likely
+    unlike = likely == ", ".join([*columns][:_SHOWN]) and len(columns) > 1
+    return f"there are {_listed([*columns])}" if unlike else f"did you mean {likely}?"
 
 
 def _listed(names: Sequence[str]) -> str:

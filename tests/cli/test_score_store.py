@@ -146,6 +146,10 @@ def test_metadata_and_settings_are_columns(tiny: str, store: Path) -> None:
     ]
     table.write_text("name,lr\nz,3\n")
     assert "none of them is of one of these checkpoints" in str(run(tiny, *files, "--metadata", table))
+    table.write_text("file,lr\n0,3\n")
+    assert "a column 'checkpoint' or 'name' (its columns are file, lr)" in str(run(tiny, *files, "--metadata", table))
+    table.unlink()
+    assert f"metadata: there is no file {table}" in str(run(tiny, *files, "--metadata", table))
 
 
 def test_metadata_named_as_a_column_of_the_values_stand_beside_it(tiny: str, store: Path) -> None:

@@ -45,6 +45,16 @@ def test_arrays(tmp_path: Path) -> None:
     assert "dtype: float32 or another" in refusal(path, dtype="int8")
 
 
+def test_whole_numbers_are_inputs_of_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
+    images = np.arange(60, dtype=np.uint8).reshape(5, 3, 2, 2)
+    np.savez(path := tmp_path / "d.npz", images=images, y=np.arange(5), rows=images[:, 0, 0])
+    inputs, targets = read(path, dtype="float32")
+    assert same(inputs, images.astype("f4"))
+    assert same(targets, np.arange(5))
+    assert same(read(path, inputs="rows")[0], images[:, 0, 0].astype("i8"))  # may be indices
+    assert "uint8 of shape (5, 3, 2, 2); --data-args dtype=float32 makes" in refusal(path)
+
+
 def test_arrays_that_cannot_be_read(tmp_path: Path) -> None:
     np.savez(tmp_path / "none.npz", a=np.zeros(3), b=np.zeros(3))
     assert """inputs: say which it is, as --data-args '{"inputs": "NAME"}'; there are 'a', 'b'""" in refusal(

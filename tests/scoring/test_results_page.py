@@ -140,6 +140,14 @@ def test_the_page_begins_with_answers():
     assert [point["name"] for point in data] == [f"m{place}" for place in range(8)]
 
 
+def test_models_that_do_not_count_do_not_set_the_scale():
+    spec = drawn(texts_of([0.1, 0.2, 0.3, 0.4], [1.0, 2.0, 3.0, 500.0], [0.1] * 3 + [2.3]))
+    shown = [layer["encoding"] for layer in spec["Flatness and generalisation gap"]["specs"][0]["layer"][1:3]]
+    for encoding in shown:
+        assert encoding["x"]["scale"] == {"zero": False, "nice": False, "domain": [1.0, 3.0]}
+        assert encoding["y"]["scale"]["domain"] == pytest.approx([0.1, 0.3])
+
+
 def test_points_have_the_colours_of_a_setting():
     """Of the first word that all names have with up to ten numbers, or of the one that is named; seeds are none."""
     names = [f"runs/lr{rate}_b{batch}_s{seed}.pt" for rate in (0.1, 0.01) for batch in (16, 64) for seed in (0, 1)]
@@ -189,6 +197,13 @@ def test_test_losses_and_gaps_are_in_the_table_and_empty_columns_are_not():
     header, *lines = Parsed(texts_of([0.25, 0.5], [1.0, 2.0], accuracy=None)).tables["Values by model and layer"]
     assert header == ["model", "layer", "loss", "accuracy", "test loss", "gap", "trace"]
     assert [line[-3:-1] for line in lines] == [["0.35", "0.25"], ["0.6", "0.5"]]
+    test = {"name": ["a", "b"], "loss": [0.5, 0.6], "accuracy": [0.75, 0.5]}
+    html = pf.results.Scores((row("a", "trace", 1.0), row("b", "trace", 2.0)), 0).to_html(
+        against="test_error", test=test
+    )
+    header, *lines = Parsed(html).tables["Values by model and layer"]
+    assert header[3:7] == ["accuracy", "test loss", "test accuracy", "test error"]
+    assert [line[5:7] for line in lines] == [["0.75", "0.25"], ["0.5", "0.5"]]
     header, *_ = Parsed(pf.results.Scores((row("a", "trace", 1.0, accuracy=None),), 0).to_html()).tables[
         "Values by model and layer"
     ]

@@ -49,7 +49,7 @@ def test_many_clusters_are_counted_in_the_legend():
     assert len(counted.get_xdata()) == 0
     assert hollow.get_fillstyle() == "none"
     assert hollow.get_xydata().tolist() == [[KAPPA[0], NOISE[0] - KAPPA[0]]]
-    assert legend(axes) == ["27 networks in 14 clusters", "1 excluded by name, not in the correlations"]
+    assert legend(axes) == ["27 networks in 14 clusters", "1 left out of the correlations"]
 
 
 @pytest.mark.parametrize("statistic", ["Pearson", "Spearman", "Kendall"])

@@ -226,7 +226,7 @@ def test_text_columns_are_clusters_in_files_of_score(tmp_path):
     ("options", "message"),
     [
         ({"interval": "t"}, "interval='t' does not exist; choose one of 'bootstrap', 'fisher'"),
-        ({"settings": "recip"}, "no column 'recip'; there are recipe"),
+        ({"settings": "recip"}, "no column 'recip'; did you mean recipe"),
         ({"given": "reciqe"}, "no column of numbers 'reciqe'"),
         ({"given": "same"}, "'same' is constant"),
         ({"permutations": -1}, "permutations=-1"),

@@ -241,7 +241,7 @@ def test_every_form_of_table(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((SMALL, "kapa", "gap", ["depth"]), "no column of numbers 'kapa'; there are kappa"),
+        ((SMALL, "kapa", "gap", ["depth"]), "no column of numbers 'kapa'; did you mean kappa"),
         ((SMALL, "kappa", "gap", ["width"]), "no column 'width'"),
         ((SMALL, "kappa", "gap", ["gap", "depth"]), "columns other than 'kappa' and 'gap'"),
         ((SMALL, "kappa", "gap", ["depth", "depth"]), "each once"),

@@ -1,11 +1,13 @@
 """What is made of two tables of scores: columns of test data, and which networks are not trained as the others are."""
 
 import csv
+import math
 from pathlib import Path
 
 import numpy as np
 import pandas
 import pytest
+from scipy import stats
 
 import pyflatness as pf
 from pyflatness.statistics import tables
@@ -65,6 +67,22 @@ def test_the_table_without_losses_is_named(train: Path, tmp_path: Path) -> None:
             pf.statistics.correlations(given[0], "sharpness network", test=given[1])
 
 
+def test_test_data_that_are_the_training_data_are_an_error(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    losses = [loss * (1 + 1e-7) for loss in LOSSES]  # in another order of addition
+    table = {"name": [f"net {place}" for place in range(6)], "m": SHARPNESS, "loss": losses}
+    with pytest.raises(pf.errors.InputError, match=r"^test: all networks have the losses .* the same data"):
+        pf.statistics.correlations(train, "sharpness network", test=table)
+    assert "the same data" in str(status("correlate", str(train), "--test", str(train)))
+
+
+def test_a_table_that_is_not_there_is_named(train: Path) -> None:
+    for arguments in (["nothere.csv"], [str(train), "--test", "nothere.csv"]):
+        assert status("correlate", *arguments) == "Error: 'nothere.csv': there is no such file"
+    assert "cannot be read" in str(status("correlate", str(train.parent)))
+    with pytest.raises(pf.errors.InputError, match=r"'nothere\.csv': there is no such file"):
+        pf.statistics.correlations("nothere.csv")
+
+
 def test_columns_that_are_not_named_are_counted() -> None:
     table = {f"measure_{number:02}": [1.0, 2.0] for number in range(40)}
     with pytest.raises(pf.errors.InputError, match=r"there are measure_00, .*, measure_07 and 32 more"):
@@ -74,12 +92,14 @@ def test_columns_that_are_not_named_are_counted() -> None:
 def test_who_is_not_trained_is_named() -> None:
     def untrained(losses: list[float], accuracies: list[float], most: float | None = None) -> dict[str, str]:
         held = rows(losses, accuracies)
-        return tables.read({name: [row[name] for row in held] for name in held[0]}).untrained(most)
+        networks = tables.read({name: [row[name] for row in held] for name in held[0]})
+        return {name: why for name, why in zip(networks.names, networks.left_out((), most), strict=True) if why}
 
     assert untrained(LOSSES, [1.0] * 6) == {"net 5": "its loss is 2.3"}
     assert untrained([0.1] * 6, [0.9] * 5 + [0.11]) == {"net 5": "its accuracy of 0.11 is that of chance"}
     assert untrained([0.1] * 6, [0.1] * 6) == {}  # then chance is what is studied
     assert untrained(LOSSES, [1.0] * 5 + [0.1], float("inf")) == {}
+    assert untrained([-0.1, *LOSSES[1:]], [1.0] * 6) == {}  # of a density: five times the median says nothing
     assert untrained(LOSSES, [1.0] * 6, 0.065) == {"net 4": "its loss is 0.07", "net 5": "its loss is 2.3"}
 
 
@@ -98,9 +118,40 @@ def test_a_dead_network_does_not_turn_a_correlation(
     out = capsys.readouterr().out
     assert "6 networks;" in out
     assert [line.split()[0] for line in out.splitlines() if line.strip().startswith("sharpness")] == ["sharpness"] * 3
-    figure = tmp_path / "a.svg"
-    assert status(*arguments, "--measures", "sharpness network", "--plot", str(figure), "--title", "of five") == 0
-    assert figure.stat().st_size > 1000
+    assert status(*arguments, "--measures", "sharpness network", "--plot", str(tmp_path / "a.svg")) == 0
+    assert status(*arguments, "--measures", "sharpness", "--plot", str(tmp_path / "b.svg"), "--title", "of five") == 0
+    assert status(*arguments, "--plot", str(tmp_path / "c.svg")) == 0  # the table has one measure
+    for figure in ("a.svg", "b.svg", "c.svg"):
+        assert (tmp_path / figure).stat().st_size > 1000
+    capsys.readouterr()
+    assert str(status("correlate", str(train), "--against", "gap")).endswith(
+        "no column of numbers 'gap'; pass --test, the same networks scored on test data"
+    )
+    assert "; did you mean sharpness network" in str(status(*arguments, "--given", "sharpnes network"))
+
+
+def test_python_leaves_out_whom_the_command_line_does(train: Path, test: Path) -> None:
+    arguments = train, "sharpness network", "test_error"
+    found = pf.statistics.correlations(*arguments, test=test)
+    assert (found.points, found.untrained) == (5, {"net 5": "its loss is 2.3"})
+    assert "left out: net 5, its loss is 2.3; max_loss=math.inf keeps it" in str(found)
+    expected = stats.kendalltau(SHARPNESS[:5], [0.2, 0.15, 0.1, 0.25, 0.05]).statistic
+    assert found["sharpness network", "Kendall"].value == pytest.approx(expected)
+    every = pf.statistics.correlations(*arguments, test=test, max_loss=math.inf)
+    assert (every.points, every.untrained, every.excluded) == (6, {}, ())
+    assert every["sharpness network", "Pearson"].value < 0
+    _, axes = pf.statistics.plot_correlation(*arguments, test=test)
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "5 networks",
+        "1 left out of the correlations",
+    ]
+    _, axes = pf.statistics.plot_correlation(*arguments, test=test, max_loss=math.inf)
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["6 networks"]
+
+
+def test_networks_of_one_name_are_left_out_one_by_one() -> None:
+    found = pf.statistics.correlations({"name": ["a"] * 6, "m": SHARPNESS, "gap": SHARPNESS, "loss": LOSSES}, "m")
+    assert (found.points, found.excluded) == (5, ("a",))
 
 
 def test_a_figure_for_a_paper(train: Path, test: Path) -> None:

@@ -7,7 +7,7 @@ the fields of the data, have names of this module's own: nothing that comes from
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -30,17 +30,30 @@ _APART = 8  # pixels between labels of an axis, and between points and the frame
 
 @dataclass(frozen=True)
 class Axis:
-    """Hold what is drawn along an axis: the field of the data, its title, and whether its scale is logarithmic."""
+    """Hold what is drawn along an axis: the field of the data, its title, whether it is logarithmic, and its ends."""
 
     field: str
     title: str
     log: bool = False
+    ends: tuple[float, float] | None = None  # None: those of all that is drawn
 
     @classmethod
     def of(cls, field: str, title: str, values: Sequence[float | None]) -> "Axis":
         """Return an axis that is logarithmic where values of very different sizes are all positive."""
         there = [value for value in values if value is not None and math.isfinite(value)]
         return cls(field, title, bool(there) and min(there) > 0 and max(there) > _WIDE * min(there))
+
+    @classmethod
+    def over(cls, field: str, title: str, values: Sequence[float]) -> "Axis":
+        """Return such an axis that ends with the values."""
+        there = [value for value in values if math.isfinite(value)]
+        ends = (min(there), max(there)) if len({*there}) > 1 else None
+        return replace(cls.of(field, title, there), ends=ends)
+
+    def holds(self) -> str:
+        """Return the expression for whether a point has a value that is between the ends."""
+        value = f"datum.{self.field}"
+        return f"isValid({value})" if self.ends is None else f"inrange({value}, {[*self.ends]})"
 
 
 @dataclass(frozen=True)
@@ -88,7 +101,7 @@ def scatter(x: Axis, y: Axis, lines: Sequence[str], models: int, setting: str = 
     """Return a chart of one field against another: a point for each model, with an interval where x has one.
 
     Models that do not count (the field ``out``) are hollow; those without x are hollow at the left edge, those without
-    y at the lower one.
+    y at the lower one. Those outside of an axis's ends are not drawn.
 
     Args:
         x: across; the fields ``…_low`` and ``…_high`` hold its interval.
@@ -109,7 +122,7 @@ def scatter(x: Axis, y: Axis, lines: Sequence[str], models: int, setting: str = 
         base = base.encode(color=alt.Color("setting:N", sort=None, legend=legend, scale=colours))
     elif models <= NAMED:
         base = base.encode(color=colour(alt, "name", models))
-    has_x, has_y = f"isValid(datum.{x.field})", f"isValid(datum.{y.field})"
+    has_x, has_y = x.holds(), y.holds()
     left, bottom = alt.value(0), alt.value(_SIZE["height"])
 
     def points(which: str, x: Any, y: Any, *, filled: bool = False) -> Any:
@@ -121,8 +134,8 @@ def scatter(x: Axis, y: Axis, lines: Sequence[str], models: int, setting: str = 
         .encode(x=alt.X(f"{x.field}_low:Q"), x2=f"{x.field}_high:Q", y=upward),
         points(f"{has_x} && {has_y} && !datum.out", across, upward, filled=True),
         points(f"{has_x} && {has_y} && datum.out", across, upward),
-        points(f"!{has_x} && {has_y}", left, upward),
-        points(f"{has_x} && !{has_y}", across, bottom),
+        points(f"!isValid(datum.{x.field}) && {has_y}", left, upward),
+        points(f"{has_x} && !isValid(datum.{y.field})", across, bottom),
     ]
     return finished(alt.layer(*layers), x.title, lines, f"{x.title} against {y.title}: {'; '.join(lines)}")
 
@@ -202,7 +215,8 @@ def position(alt: Any, axis: Axis) -> dict[str, Any]:
 
 def scale(alt: Any, axis: Axis) -> dict[str, Any]:
     """Return how an axis is drawn, for several fields along it."""
-    kind = alt.Scale(type="log", nice=False) if axis.log else alt.Scale(zero=False, nice=False)
+    ends = {"domain": [*axis.ends]} if axis.ends else {}
+    kind = alt.Scale(type="log", nice=False, **ends) if axis.log else alt.Scale(zero=False, nice=False, **ends)
     return {"title": axis.title, "scale": kind, "axis": alt.Axis(titleLimit=_SIZE["height"])}
 
 
