@@ -13,7 +13,8 @@ from .losses import auto
 from .measures import RELATIVE_FLATNESS, are_named, head_sums, named, tensor_head
 from .measures.layer_values import LayerValues
 from .messages import check_module
-from .model import selectors, uses
+from .model import selectors, uses, walk
+from .model.checks import check_kinds
 from .model.layers import unwrap
 from .model.selectors import Selector
 from .numerics.process_groups import joined
@@ -253,4 +254,6 @@ def layers(model: nn.Module) -> dict[str, nn.Module]:
         >>> [*pf.layers(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)))]
         ['0', '2']
     """
-    return selectors.layers(unwrap(check_module("model", model)))
+    model = unwrap(check_module("model", model))
+    check_kinds(walk.named_modules(model), spread=True)
+    return selectors.layers(model)

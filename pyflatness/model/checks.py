@@ -22,8 +22,8 @@ def check_modules(named: Named, *, spread: bool = False) -> None:
     _check_values(named)
 
 
-def check_kinds(named: Named, *, spread: bool = False) -> None:
-    """Raise for the first of a model's modules that takes no hooks, or whose parameters are not all here."""
+def check_classes(named: Named) -> None:
+    """Raise for the first of a model's modules that takes no hooks, or computes with no parameters of its own."""
     for name, module in named:
         if isinstance(module, torch.jit.ScriptModule):
             raise InputError(
@@ -38,6 +38,12 @@ def check_kinds(named: Named, *, spread: bool = False) -> None:
                 "own and not the parameters of modules, so that what functional_call puts in for these has no effect; "
                 "write it with torch's layers, whose weights are Keras's kernels transposed"
             )
+
+
+def check_kinds(named: Named, *, spread: bool = False) -> None:
+    """Raise as :func:`check_classes`, and for the first module whose parameters are not all here."""
+    check_classes(named)
+    for name, module in named:
         if type(module).__name__ == "FullyShardedDataParallel":
             raise InputError(
                 f"model: {_is(name)} a FullyShardedDataParallel (FSDP1), which gathers its parameters only while all "

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..messages import near, shown
 from . import spread, uses, walk
-from .checks import check_kinds
+from .checks import check_classes
 from .kinds import CLASSES, SUPPORTED, is_plain, is_scale
 from .layers import parts_not_compiled, unwrap, why_not_supported, without_compile
 from .uses import Use
@@ -91,7 +91,7 @@ def layers(model: nn.Module) -> dict[str, nn.Module]:
 
 def _every(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module], dict[str, nn.Module]]:
     """Return all that a name may mean, modules by each of their names, and by the first layers, and normalisations."""
-    check_kinds(walk.named_modules(model), spread=True)
+    check_classes(walk.named_modules(model))
     stand_ins = uses.of(model)
     every: dict[str, nn.Module] = {}
     usable: dict[str, nn.Module] = {}
