@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import adaptive
 import bare
@@ -31,9 +30,8 @@ import vocabularies
 from networks import MessagePassing, Molecules, efficientnet_lite0, images, lenet5, resnet18, resnet20, settled
 from rich.console import Console
 from rich.table import Table
-from timing import in_turn, shares
+from timing import Waits, in_turn, shares
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import head
 import hessian
@@ -93,25 +91,12 @@ def plain(rounds: int) -> Iterator[Figure]:
         yield Figure(row.what, row.unit, row.measured, row.limit)
 
 
-class _Waits(TorchDispatchMode):
-    """Count how often a number of a tensor is asked for, for which the host waits where the tensor is on a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation."""
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
 def waits(rounds: int) -> Iterator[Figure]:
     """How often the host would wait for a GPU: from one batch to the next, and in a call besides."""
     model, counts = settled(resnet18(channels=4)), []
     for batches in (4, 8):
         data = [(images(8)[:, :, ::4, ::4].contiguous(), torch.arange(8) % 10)] * batches
-        with _Waits() as counted:
+        with Waits() as counted:
             pf.measure(model, nn.CrossEntropyLoss(), data, measures=plain_torch.MEASURES, progress=False)
         counts.append(counted.count)
     each = (counts[1] - counts[0]) / 4

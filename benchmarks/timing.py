@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _WARM = 0.001  # seconds of uncounted calls in front of those that are timed; one call may take longer
 _DISTURBED = 0.02  # seconds of waiting for a core, for each second of a call
@@ -143,3 +144,16 @@ def _part(frame: FrameType | None, named: Mapping[str, list[tuple[str, str]]]) -
         if any(path.endswith(end) and name.startswith(begin) for path, name in running for end, begin in functions):
             return part
     return "the rest"
+
+
+class Waits(TorchDispatchMode):
+    """Count how often a number of a tensor is asked for, for which the host waits where the tensor is on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation."""
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))

@@ -51,6 +51,8 @@ count_function_modes: Callable[[], int] = _C._len_torch_function_stack
 count_dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
 without_subclasses: Guard = _C.DisableTorchFunctionSubclass  # operations inside ask no tensor of a subclass
 without_functions: Guard = _C.DisableTorchFunction  # nor a function mode, to which they would be the model's
+functions: Callable[[], Any] = getattr(_C, "_get_torch_function_state")  # noqa: B009, which torch's stubs lack
+set_functions: Callable[[Any], None] = getattr(_C, "_set_torch_function_state")  # noqa: B009
 as_subclass: Callable[..., Any] = Tensor._make_subclass  # (class, tensor, requires_grad): a leaf of the same memory
 
 # Transforms of torch.func, and forward-mode AD.

@@ -102,12 +102,13 @@ class _Switches:
     def __init__(self) -> None:
         self._depth, self._grad, self._filters = interrupts.depth(), torch.is_grad_enabled(), warnings.filters
         self._modes, self._dispatches = private.function_modes(), private.count_dispatch_modes()
-        self._hooks = private.top_saved_tensors_hooks(True)
+        self._functions, self._hooks = private.functions(), private.top_saved_tensors_hooks(True)
 
     def put_back(self) -> None:
         """Undo what a call changed, and what was not put back where an exception came while it was."""
         interrupts.undo(self._depth)
         calling.end_transforms(0)
+        private.set_functions(self._functions)  # a guard that an exception cuts off at its end leaves them off
         private.put_back_modes(self._modes, self._dispatches)  # a function mode is off while it is asked
         while private.top_saved_tensors_hooks(True) not in (self._hooks, None):
             private.pop_saved_tensors_hooks()

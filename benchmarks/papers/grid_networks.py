@@ -19,9 +19,7 @@ from pyflatness.scoring.score import score
 from . import image_data, training
 from .experiment import Bench, note
 from .networks import fully_connected
-from .training import Recipe, Until
-
-Data = tuple[Tensor, Tensor]
+from .training import Data, Recipe, Until
 
 SETTINGS = ("width", "depth", "batch_size", "learning_rate", "weight_decay", "optimizer")
 

@@ -24,7 +24,7 @@ from pyflatness import progress
 from . import claims, p21_minima
 from .claims import Claim, average
 from .experiment import Bench, Experiment, Finding, Found, Points
-from .training import metadata
+from .training import Data, metadata
 from .zoo import trained
 
 if TYPE_CHECKING:
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 
 LAYERS = {"fc1": "the inputs", "fc3": "the features before the last hidden layer", "fc4": "the penultimate features"}
 SMALL, COUNTS, RHO, PROBES = 0.01, (2, 8, 32), 0.05, 8
-
-
-Data = tuple[Tensor, Tensor]
 
 
 def networks(bench: Bench) -> Iterator[tuple[dict[str, Any], nn.Sequential, Data, Data, dict[str, float]]]:

@@ -20,7 +20,7 @@ import pyflatness as pf
 
 from . import claims, p21_minima
 from .claims import Claim, average
-from .experiment import Bench, Experiment, Found, Points
+from .experiment import Bench, Experiment, Finding, Found, Points
 from .theorems import by_recipe, networks
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ def measure(bench: Bench) -> tuple[dict[str, list[Any]], dict[str, str]]:
         assert values is not None
         kappa = values.view(len(iterates), -1)
         with torch.no_grad():
-            wrong = torch.stack([network(iterate).argmax(dim=1) != labels for iterate in iterates])
+            outputs = torch.stack([network(iterate) for iterate in iterates])
             lengths = [network[:-1](iterate).square().sum(dim=1) for iterate in (iterates[0], iterates[-1])]
-            p = [network(iterate).softmax(dim=1).amax(dim=1).mean() for iterate in (iterates[0], iterates[-1])]
+        wrong, p = outputs.argmax(dim=2) != labels, outputs.softmax(dim=2).amax(dim=2).mean(dim=1)
         fooled = wrong[-1]
         flip = wrong.int().argmax(dim=0)
         at = kappa[0], kappa.gather(0, flip[None])[0], kappa[-1]
@@ -69,7 +69,7 @@ def measure(bench: Bench) -> tuple[dict[str, list[Any]], dict[str, str]]:
             | {"fooled": float(fooled.double().mean()), "flip step": float(flip[fooled].double().mean())}
             | {"share": float((at[2] < at[0])[fooled].double().mean())}
             | {"lengths": float(lengths[1][fooled].mean() / lengths[0][fooled].mean())}
-            | {"confidence": float(p[0]), "confidence at the end": float(p[1])}
+            | {"confidence": float(p[0]), "confidence at the end": float(p[-1])}
             | {"curve": kappa[:, fooled].mean(dim=1).tolist()}
         )  # fmt: skip
     return {name: [row[name] for row in rows] for name in rows[0]}, {}
@@ -80,7 +80,7 @@ def judge(points: Points) -> Found:
     columns = points.columns
     every = range(len(columns["name"]))
 
-    def mean(what: str, values: Sequence[float], paper: str = "") -> Any:
+    def mean(what: str, values: Sequence[float], paper: str = "") -> Finding:
         return average(what, by_recipe(columns, every, values), paper)
 
     def ratio(one: str, other: str) -> list[float]:

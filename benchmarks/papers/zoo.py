@@ -21,9 +21,7 @@ from pyflatness.scoring.score import score
 from . import training
 from .experiment import Bench, note
 from .networks import placed
-from .training import Recipe, Until
-
-Data = tuple[Tensor, Tensor]
+from .training import Data, Recipe, Until
 
 _COMPARED = 256  # samples on which a network with other weights is held against the first
 _PARTS = 40  # of the networks that are scored between two steps of the bar

@@ -332,8 +332,8 @@ class _Plan:
                 f"{math.ceil(least / 8)} bytes: {'; '.join([listed, *self.dropped])}"
             )
         chosen, gap = self.choices.best(bits * self.entries)
-        changes = self._changes(chosen)
-        hidden, prices = self._hidden(changes, bits), self.folds.prices(changes)
+        changes, others = self._changes(chosen), self._of_other_folds(bits)
+        hidden, prices = self._hidden(changes, others), self.folds.prices(changes)
         formats = self._formats(chosen)
         return Allocation(
             choice={layer: formats[name].name for name, weight in self.weights.items() for layer in weight.modules},
@@ -344,26 +344,27 @@ class _Plan:
             predicted=self.estimate(float(self.folds.shares @ prices), _error(self.folds.shares, prices), hidden),
             loss_change=None,
             gap=gap if self.convex else math.nan,
-            _formats=self._formats(chosen),
+            _formats=formats,
+            _of_other_folds=[(places, self._formats(other)) for places, other in others],
             _plan=self,
         )
 
-    def of_other_folds(self, bits: float) -> list[tuple[Tensor, Choice]]:
+    def _of_other_folds(self, bits: float) -> list[tuple[Tensor, Indices]]:
         """Return parts of the folds, as their places, each with the choice that the other folds make."""
-        return [(places, self._formats(problem.good(bits * self.entries))) for places, problem in self.parts]
+        return [(places, problem.good(bits * self.entries)) for places, problem in self.parts]
 
-    def _hidden(self, chosen: Sequence[int], bits: float) -> float:
+    def _hidden(self, chosen: Sequence[int], others: Sequence[tuple[Tensor, Indices]]) -> float:
         """Return by how much more folds lose by a choice of other folds than by the one of all."""
         found = 0.0
-        for places, problem in self.parts:
-            own, other = self.folds.some(places), self._changes(problem.good(bits * self.entries))
-            found += float(own.shares @ (own.prices(other) - own.prices(chosen)))
+        for places, other in others:
+            own = self.folds.some(places)
+            found += float(own.shares @ (own.prices(self._changes(other)) - own.prices(chosen)))
         return found
 
     def estimate(self, change: float, error: float, hidden: float = 0.0, **facts: Any) -> Estimate:
         """Return the change of the loss on other data: that on these, and ``hidden``, what choosing by them hides.
 
-        The error has all that is hidden.
+        The standard error includes all of ``hidden``.
         """
         value, dof = change + hidden, len(self.folds.shares) - 1
         notes = (*self.like.notes, *((_TOO_LARGE,) if value > _LARGE * self.loss else ()))
@@ -604,30 +605,31 @@ class _Read:
     def measured(self, bits: float, rounds: int | None, held_out: Any) -> "Allocation":
         """Return the choice that is found to be best, by losses that are measured."""
         plan = self.plan
-        tried = self._tried(self._without_coarsest(bits), bits)
+        tried = self._tried([each.best(bits) for each in self._without_coarsest(bits)])
         taken = min(tried, key=lambda each: each.expected)
         hidden, notes = taken.hidden, list[str]()
         if taken is not tried[0]:
             loss = f"{tried[0].expected:.3g}"
-            notes.append(f"the best choice to second order is another one, and expected to change the loss by {loss}")
+            notes.append(f"the choice that is best by second order changes the loss by {loss} in cross-validation")
         if rounds is None:
             rounds = _ROUNDS if taken.change > _LARGE * plan.loss else 0
         for _ in range(rounds):
-            step = self.at(taken.choice._formats)
-            (other,) = self._tried([step], bits)
-            if other.choice.choice == taken.choice.choice:
+            step = self.at(taken.choice._formats).best(bits)
+            if step.choice == taken.choice.choice:
                 break
-            more = other.unseen - taken.unseen
-            if not float(more @ taken.shares) < -_error(taken.shares, more):
+            (other,) = self._tried([step])
+            more, shares = other.unseen - taken.unseen, taken.losses.shares
+            if not float(more @ shares) < -_error(shares, more):
                 break
             taken, hidden = other, hidden + other.hidden
-        predicted = plan.estimate(taken.change, taken.error, hidden, method="definition")
+        error = float(taken.losses.errors[taken.place])
+        predicted = plan.estimate(taken.change, error, hidden, method="definition")
         predicted = replace(predicted, notes=(*predicted.notes, *notes))
         if held_out is not None:
             others = self.losses([taken.choice._formats], held_out)
             of_others, error = float(others.changes[0] @ others.shares), float(others.errors[0])
             predicted = plan.estimate(of_others, error, method="definition", samples=others.samples)
-            predicted = replace(predicted, notes=(*predicted.notes, *_fitted(taken, others)))
+            predicted = replace(predicted, notes=(*predicted.notes, *_fitted(taken.losses, others)))
         return replace(taken.choice, predicted=predicted, loss_change=taken.change, _plan=plan)
 
     def _without_coarsest(self, bits: float) -> "list[_Plan]":
@@ -639,51 +641,43 @@ class _Read:
         finer = (self.plan.without(coarsest[:count]) for count in range(1, len(coarsest)))
         return [self.plan, *itertools.takewhile(lambda each: each.fits(bits), finer)]
 
-    def _tried(self, plans: "Sequence[_Plan]", bits: float) -> "list[_Tried]":
-        """Return the best choice of each plan with what it does, and what those do that are made of a part of the data.
+    def _tried(self, best: "Sequence[Allocation]") -> "list[_Tried]":
+        """Measure choices, and for each fold the choice that is made without it, by one read of the data.
 
-        All choices are measured by one read of the data, one that several plans make once.
+        A choice that is made several times is measured once.
         """
-        best = [plan.best(bits) for plan in plans]
-        of_others = [plan.of_other_folds(bits) for plan in plans]
-        choices = {
-            _names(choice): choice
-            for each, others in zip(best, of_others, strict=True)
-            for choice in (each._formats, *(choice for _, choice in others))
-        }
-        found = self.losses([*choices.values()])
-        changes = dict(zip(choices, found.changes, strict=True))
-        errors = dict(zip(choices, found.errors.tolist(), strict=True))
+        every = [choice for each in best for choice in (each._formats, *(other for _, other in each._of_other_folds))]
+        choices = {_names(choice): choice for choice in every}
+        losses = self.losses([*choices.values()])
+        place_of = {names: place for place, names in enumerate(choices)}
         tried = []
-        for each, others in zip(best, of_others, strict=True):
-            own = changes[_names(each._formats)]
-            unseen = own.clone()
-            for places, choice in others:
-                unseen[places] = changes[_names(choice)][places]
-            tried.append(_Tried(each, found.shares, found.before, own, unseen, errors[_names(each._formats)]))
+        for each in best:
+            place = place_of[_names(each._formats)]
+            unseen = losses.changes[place].clone()
+            for places, other in each._of_other_folds:
+                unseen[places] = losses.changes[place_of[_names(other)]][places]
+            tried.append(_Tried(each, losses, place, unseen))
         return tried
 
 
 @dataclass(frozen=True)
 class _Tried:
-    """Hold a choice and what was measured of it in folds of the samples."""
+    """Hold a choice and what was measured of it."""
 
     choice: "Allocation"
-    shares: Tensor  # (folds,) of the samples
-    before: Tensor  # (folds,), the losses of the model
-    changes: Tensor  # (folds,), by which they are more with the choice
-    unseen: Tensor  # (folds,), the same with the choice that is made without the fold
-    error: float  # the standard error of the change of all samples, by how samples differ
+    losses: FoldLosses  # of all choices that were tried with it
+    place: int  # of this one among them
+    unseen: Tensor  # (folds,), the change of each fold's loss with the choice that is made without the fold
 
     @property
     def change(self) -> float:
         """Return by how much the loss of all samples changes."""
-        return float(self.changes @ self.shares)
+        return float(self.losses.changes[self.place] @ self.losses.shares)
 
     @property
     def expected(self) -> float:
         """Return by how much the loss is expected to change on other data, by cross-validation."""
-        return float(self.unseen @ self.shares)
+        return float(self.unseen @ self.losses.shares)
 
     @property
     def hidden(self) -> float:
@@ -695,7 +689,7 @@ def _names(choice: Choice) -> tuple[str, ...]:
     return tuple(held.name for held in choice.values())
 
 
-def _fitted(own: "_Tried", other: FoldLosses) -> tuple[str, ...]:
+def _fitted(own: FoldLosses, other: FoldLosses) -> tuple[str, ...]:
     """Return a note where the loss of the data is far below that of others: by more than a tenth and three errors."""
     fitted, held = (float(each.shares @ each.before) for each in (own, other))
     error = math.hypot(*(_error(each.shares, each.before) for each in (own, other)))
@@ -742,6 +736,7 @@ class Allocation(Result):
     loss_change: float | None
     gap: float
     _formats: Mapping[str, Any]  # by the name of a weight in the plan
+    _of_other_folds: Any  # [(Tensor, Choice)]: parts of the folds, and what the others choose
     _plan: Any  # which this is a choice of
 
     def frontier(self, bits: Iterable[float] | None = None) -> "Frontier":

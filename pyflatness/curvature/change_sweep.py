@@ -127,9 +127,10 @@ def _at(task: Task, changes: Mapping[str, Tensor]) -> Iterator[None]:
         if own is None:
             computed.append(name)
             continue
-        if names[id(own)] not in moved:
-            moved[names[id(own)]] = own.detach().clone()
-        part = layers.rows_of(modules[name], moved[names[id(own)]])
+        key = names[id(own)]
+        if key not in moved:
+            moved[key] = own.detach().clone()
+        part = layers.rows_of(modules[name], moved[key])
         part += change.reshape(part.shape)
     with contextlib.ExitStack() as stack:
         stack.enter_context(calling.dry_run())

@@ -22,7 +22,7 @@ class Terms:
     ``scale`` (rows,) float64 is 0 for a row that adds nothing, and NaN for one without a loss: its targets, or what is
     known of its outputs, have NaN or infinity in them, although its curvature may still be a number. ``used`` (rows,)
     is False for a row that the loss ignores (a row of class weight 0 is used); None if all rows are used. ``whole``
-    says that no scale is 0, where this is known without a wait for the device.
+    says that no scale is 0, as far as this is known.
     """
 
     scale: Tensor
@@ -36,6 +36,10 @@ class Terms:
         used = None if self.used is None else self.used[index]
         extra = tuple(tensor[index] for tensor in self.extra)
         return Terms(self.scale[index], self.weights[index], extra, used, self.whole)
+
+    def counted(self, values: Tensor) -> Tensor:
+        """Return values (rows, C) with 0 in rows that add nothing."""
+        return values if self.whole else torch.where((self.scale != 0).unsqueeze(1), values, 0.0)
 
 
 @dataclass

@@ -70,7 +70,7 @@ class Cotangents:
             among_others = len(index) < len(self._rows)
             for c in range(factors.count):
                 column, signs = factors.column(c)
-                values = _counted(column, part).to(self._rows.dtype)
+                values = part.counted(column).to(self._rows.dtype)
                 if among_others:
                     values = torch.zeros_like(self._rows).index_copy_(0, index, values)
                 yield self._shaped(values), signs
@@ -203,18 +203,13 @@ class Cotangents:
 
     def _counted(self, values: Tensor) -> Tensor:
         """Return values as a cotangent, 0 for terms that do not count."""
-        return self._shaped(_counted(values, self.terms).to(self._rows.dtype))
+        return self._shaped(self.terms.counted(values).to(self._rows.dtype))
 
     def _shaped(self, rows: Tensor) -> Tensor:
         if not self._loss.positions or self._dim % self.outputs.ndim == self.outputs.ndim - 1:
             return rows.view_as(self.outputs)
         moved = self.outputs.movedim(self._dim, -1)
         return rows.view(moved.shape).movedim(-1, self._dim)
-
-
-def _counted(values: Tensor, terms: Terms) -> Tensor:
-    """Return values (rows, C) with 0 for terms that do not count."""
-    return values if terms.whole else torch.where((terms.scale != 0).unsqueeze(1), values, 0.0)
 
 
 def of_run(run: Run, loss: Loss) -> Cotangents:
@@ -234,7 +229,8 @@ def prepare(outputs: Tensor, targets: Tensor, loss: Loss, samples: int) -> Cotan
     counted = (terms.scale != 0).view(samples, -1)
     most = counted.shape[1]
     order = torch.arange(most, device=counted.device).expand(samples, -1)
-    if not (terms.whole or bool(counted.all())):
+    terms = replace(terms, whole=terms.whole or bool(counted.all()))
+    if not terms.whole:
         most = int(counted.sum(dim=1).max())
         order = counted.int().argsort(dim=1, descending=True, stable=True)[:, :most]
     passes = most * loss.columns(rows.shape[1])

@@ -19,11 +19,12 @@ from ..numerics.normal_vectors import NormalVectors
 from . import batch_layout, kept_rows, linearity
 from .accounting import UNSEEN, Account, Accounting
 from .batch_layout import ByRow, Layout, check_outputs
-from .guards import NUDGE, agree, alone, check_of_user, memory_of, rounding
+from .guards import agree, alone, check_of_user, memory_of, rounding
 from .recorder import RecordedCall, Recorder
 
 _SHARE = 16  # one sample of so many of the first batch is looked at, at least two and at most _MOST
 _MOST = 16
+_NUDGE = 16  # in units of rounding: seen through any smooth way, and hardly ever through a comparison
 
 
 @dataclass
@@ -248,7 +249,7 @@ def matters(
         if output.numel() == 0 or next(numbers) not in calls:
             return output
         size = output.detach().abs().amax()  # no function of the output, of which a model may take derivatives
-        return output + NUDGE * torch.finfo(output.dtype).eps * torch.where(size > 0, size, 1) * random.like(output)
+        return output + _NUDGE * torch.finfo(output.dtype).eps * torch.where(size > 0, size, 1) * random.like(output)
 
     def outputs() -> Tensor:
         with calling.dry_run(), torch.no_grad():

@@ -89,8 +89,9 @@ class Detached(calling.Watcher):
         Where numbers were taken out, which may be for a log, ``again`` runs the model twice more, on a few
         samples.
         """
-        if self.reaches(outputs) or not self.is_lost:
-            return self.reaches(outputs)
+        reached = self.reaches(outputs)
+        if reached or not self.is_lost:
+            return reached
         watched, same = Detached(), False
         with interrupts.suppressed():  # of a model that does not run on a few samples
             before = again()
@@ -388,7 +389,6 @@ def agree(before: Tensor, now: Tensor, tolerance: float) -> bool:
     return torch.allclose(before, now, tolerance, tolerance * float(largest), equal_nan=True)
 
 
-NUDGE = 16  # in units of rounding: seen through any smooth way, and hardly ever through a comparison
 _CALL = "_pyflatness_call"  # an attribute of what a forward pass raised: what was called, and of which parameters
 GIVEN_COPIES = "the model changes its inputs in place, so that it was given copies of them"
 _WITHOUT_GRAPH = "does not require grad and does not have a grad_fn"  # torch's words for a derivative without one

@@ -316,8 +316,12 @@ class History(Readable):
         """
         if not isinstance(facts, Mapping) or not isinstance(facts.get("records"), list):
             raise InputError("history: JSON of History.to_json() is wanted, with its records")
-        history = cls(Record.from_dict(record) for record in facts["records"])
-        history._ran = Ran(**facts["ran"]) if "ran" in facts else None
+        history, ran = cls(Record.from_dict(record) for record in facts["records"]), facts.get("ran")
+        if ran is not None:
+            if not isinstance(ran, Mapping) or {*ran} != {*Ran._fields}:
+                raise InputError(f"history: ran is a dict of {', '.join(Ran._fields)}, got {shown(ran)}")
+            steps = check_count("steps", ran["steps"], 0, "a number of steps")
+            history._ran = Ran(steps, _number("trained", ran["trained"]), _number("spent", ran["spent"]))
         return history
 
 

@@ -223,7 +223,7 @@ def test_choices_are_priced_by_samples_that_had_no_part_in_them():
         chosen, _ = plan.choices.best(3.0 * layers)
         prices = folds.prices([*chosen])
         own += float(folds.shares @ prices)
-        predicted += float(folds.shares @ prices) + plan._hidden([*chosen], 3.0)
+        predicted += float(folds.shares @ prices) + plan._hidden([*chosen], plan._of_other_folds(3.0))
         truth += 0.5 * float(sizes[chosen].square().sum())
     assert own < 0.9 * truth
     assert 0.9 * truth < predicted < 1.1 * truth
@@ -254,8 +254,7 @@ def _cross_validated(plan, of_formats, model, data, bits):
 
     samples, best = range(len(data[0])), of_formats.best(bits)
     unseen = [
-        losses(choice, [row for row in samples if places[row % len(places)]])
-        for places, choice in of_formats.of_other_folds(bits)
+        losses(choice, [row for row in samples if places[row % len(places)]]) for places, choice in best._of_other_folds
     ]
     return losses(best._formats, samples) / len(samples), sum(unseen) / len(samples), best.choice
 

@@ -173,6 +173,7 @@ def of_thread():
     return {
         "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")),
         "stacks": (torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()),
+        "functions": torch._C._get_torch_function_state(),
         "saved tensors": _SAVED_TENSORS(True),
         "vmap": torch._C._functorch.maybe_current_level(),
     }

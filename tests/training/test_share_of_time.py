@@ -58,6 +58,9 @@ def test_a_history_is_gone_on_with_at_the_step_and_time_where_it_ended(monkeypat
     read = pf.results.History.from_json(history.to_json())
     assert read.ran == history.ran
     assert "ran" not in pf.results.History(history.records).to_dict()
+    for ran in ({"steps": 3}, {"steps": -1, "trained": 0.0, "spent": 0.0}, [3]):
+        with pytest.raises(pf.errors.InputError, match=r"ran is a dict of steps, trained, spent|a number of steps"):
+            pf.results.History.from_dict({"records": [], "ran": ran})
     further = pf.track(model, LOSS, (X, Y), budget=0.1, history=read)
     steps(further, 1)
     assert further[-1].step == 102
