@@ -13,8 +13,9 @@ rounding errors of one layer meet those of the next.
 A minimum over noise is too low, and a choice follows the noise of its data, be it of few samples or of probes: other
 data then lose more than these. So the samples are in folds. How their sums differ tells which share of the first order
 is noise, and of the products of different layers, and the choice takes both less by that (as Schäfer and Strimmer 2005
-do with correlations). What the choice costs other data is found by cross-validation: it is what each quarter of the
-folds loses by the choice that the other three make. This is measured, or predicted where nothing is.
+do with correlations). By how much more other data lose is found by cross-validation: each quarter of the folds loses
+more by the choice that the other three make, by so much, than these three do. This is measured, or predicted where
+nothing is.
 
 Where changes are too large for an expansion at w, one more sweep makes it at the weights w* = w + Δ* of a choice. Other
 choices then have the prices ⟨∇E(w*), Δ - Δ*⟩ + ½⟨Δ - Δ*, G(w*) (Δ - Δ*)⟩, which are near for those that differ in few
@@ -102,8 +103,8 @@ def allocate(
 
     Choices are made by ⟨∇E, Δ⟩ + ½⟨Δ, G Δ⟩ for the changes Δ of all layers together, with the GGN G of the whole loss
     in the place of its Hessian, from one sweep over the data. The coarsest formats change weights too much for a second
-    order. So the best choices without them are found too, and the one of the least cross-validated loss is taken. What
-    it costs on other data like these is told with an interval.
+    order. So the best choices without them are found too, their losses are measured, and the one that other data are
+    expected to lose least by is taken. What it costs on other data like these is told with an interval.
 
     Args:
         model: …
@@ -125,12 +126,12 @@ def allocate(
         probes: random signs of each sample; all columns of the loss's square-root factor where these are no more. None:
             all columns, whatever they are. More samples with fewer probes make better choices in the same time.
         measured: also try the best choices without the coarsest format, without the two coarsest and so on, and take
-            the one of the least cross-validated loss: what each quarter of the data loses by the choice that the other
-            three make. This takes up to five forward passes for each of them.
+            the one of the least loss on the data, with by how much more other data lose. That is found by
+            cross-validation: each quarter of the data loses so much more by the choice that the other three make than
+            these three do. This takes up to five forward passes for each of them.
         rounds: how often at most the loss is expanded again at the weights of the choice, and the choice that this
-            finds is taken, as long as its cross-validated loss is less by more than the standard error of the
-            difference. Each takes as long as the call without. None: 3 where the change is more than half of the loss,
-            else none.
+            finds is taken, as long as its loss on the data is less. Each takes as long as the call without. None: 3
+            where the change is more than half of the loss, else none.
         held_out: data that neither the model nor the choice has seen: ``predicted`` is of them, and a note says so
             where the loss of ``data`` is far below theirs, since the model has fitted ``data`` then.
         tool: whose formats the names of formats mean, and for which layers get no format that it does not keep them in;
@@ -333,7 +334,9 @@ class _Plan:
             )
         chosen, gap = self.choices.best(bits * self.entries)
         changes, others = self._changes(chosen), self._of_other_folds(bits)
-        hidden, prices = self._hidden(changes, others), self.folds.prices(changes)
+        prices = self.folds.prices(changes)
+        worse = [(places, self.folds.prices(self._changes(other)) - prices) for places, other in others]
+        hidden = _hidden(self.folds.shares, worse)
         formats = self._formats(chosen)
         return Allocation(
             choice={layer: formats[name].name for name, weight in self.weights.items() for layer in weight.modules},
@@ -352,14 +355,6 @@ class _Plan:
     def _of_other_folds(self, bits: float) -> list[tuple[Tensor, Indices]]:
         """Return parts of the folds, as their places, each with the choice that the other folds make."""
         return [(places, problem.good(bits * self.entries)) for places, problem in self.parts]
-
-    def _hidden(self, chosen: Sequence[int], others: Sequence[tuple[Tensor, Indices]]) -> float:
-        """Return by how much more folds lose by a choice of other folds than by the one of all."""
-        found = 0.0
-        for places, other in others:
-            own = self.folds.some(places)
-            found += float(own.shares @ (own.prices(self._changes(other)) - own.prices(chosen)))
-        return found
 
     def estimate(self, change: float, error: float, hidden: float = 0.0, **facts: Any) -> Estimate:
         """Return the change of the loss on other data: that on these, and ``hidden``, what choosing by them hides.
@@ -610,7 +605,7 @@ class _Read:
         hidden, notes = taken.hidden, list[str]()
         if taken is not tried[0]:
             loss = f"{tried[0].expected:.3g}"
-            notes.append(f"the choice that is best by second order changes the loss by {loss} in cross-validation")
+            notes.append(f"the choice that is best by second order is expected to change the loss by {loss}")
         if rounds is None:
             rounds = _ROUNDS if taken.change > _LARGE * plan.loss else 0
         for _ in range(rounds):
@@ -618,8 +613,7 @@ class _Read:
             if step.choice == taken.choice.choice:
                 break
             (other,) = self._tried([step])
-            more, shares = other.unseen - taken.unseen, taken.losses.shares
-            if not float(more @ shares) < -_error(shares, more):
+            if not other.change < taken.change:  # both are chosen from as many, so that what choosing hides is alike
                 break
             taken, hidden = other, hidden + other.hidden
         error = float(taken.losses.errors[taken.place])
@@ -653,10 +647,11 @@ class _Read:
         tried = []
         for each in best:
             place = place_of[_names(each._formats)]
-            unseen = losses.changes[place].clone()
-            for places, other in each._of_other_folds:
-                unseen[places] = losses.changes[place_of[_names(other)]][places]
-            tried.append(_Tried(each, losses, place, unseen))
+            worse = [
+                (places, losses.changes[place_of[_names(other)]] - losses.changes[place])
+                for places, other in each._of_other_folds
+            ]
+            tried.append(_Tried(each, losses, place, _hidden(losses.shares, worse)))
         return tried
 
 
@@ -667,7 +662,7 @@ class _Tried:
     choice: "Allocation"
     losses: FoldLosses  # of all choices that were tried with it
     place: int  # of this one among them
-    unseen: Tensor  # (folds,), the change of each fold's loss with the choice that is made without the fold
+    hidden: float  # by how much more other data are expected to lose
 
     @property
     def change(self) -> float:
@@ -677,12 +672,23 @@ class _Tried:
     @property
     def expected(self) -> float:
         """Return by how much the loss is expected to change on other data, by cross-validation."""
-        return float(self.unseen @ self.losses.shares)
+        return self.change + self.hidden
 
-    @property
-    def hidden(self) -> float:
-        """Return by how much better the choice is on the data that it was made by than elsewhere."""
-        return self.expected - self.change
+
+def _hidden(shares: Tensor, worse: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Return by how much more other data lose than the data that a choice was made by, by cross-validation.
+
+    ``worse``: for some folds, as their places, by how much more each fold loses by the choice that is made without
+    these. That choice is made of fewer data, so that the folds that it was made of lose more by it too: this is taken
+    off. What is left is not negative but by chance.
+    """
+    found = 0.0
+    for places, more in worse:
+        others = torch.ones_like(shares)
+        others[places] = 0
+        others *= shares
+        found += float(shares[places] @ more[places] - shares[places].sum() * (others @ more) / others.sum())
+    return max(0.0, found)
 
 
 def _names(choice: Choice) -> tuple[str, ...]:
@@ -718,9 +724,9 @@ class Allocation(Result):
         uncovered: weights of the model that stay as they are since they are in no layer that can be changed, by the
             name of the parameter, each with its share of all weights; empty where layers were chosen.
         why_uncovered: for some of these the reason.
-        predicted: the change of the loss on other data like these, with an interval, by cross-validation: what each
-            quarter of the samples loses by the choice of the others. Its standard error has two parts, that of other
-            samples, and all by which it is more than ``loss_change``. With ``held_out=`` it is the change on these.
+        predicted: the change of the loss on other data like these, with an interval: ``loss_change``, and by how much
+            more other data lose, by cross-validation. Its standard error has two parts, that of other samples, and all
+            by which it is more than ``loss_change``. With ``held_out=`` it is the change on these.
             Without ``measured`` it is of second order: what lies beyond is not in it.
         loss_change: by how much the choice changes the loss on the data that it was made by; None: not measured.
         gap: how much better than this choice another one could be at most, of what was minimised; NaN for a loss that

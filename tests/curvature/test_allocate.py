@@ -179,8 +179,8 @@ def test_folds_of_targets_that_are_ignored_and_losses_that_are_sums():
 
 def test_held_out_data_give_the_interval_and_tell_that_a_model_has_fitted_the_others():
     torch.manual_seed(0)
-    x, y = torch.randn(400, 6), torch.randint(3, (400,))
-    model = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 3))
+    x, y = torch.randn(400, 6).double(), torch.randint(3, (400,))
+    model = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 3)).double()
     optimiser = torch.optim.Adam(model.parameters(), lr=0.02)
     own, other, third = ((x[part], y[part]) for part in (slice(40), slice(40, 200), slice(200, 400)))
     for _ in range(200):  # labels that are noise are learnt by heart
@@ -223,7 +223,8 @@ def test_choices_are_priced_by_samples_that_had_no_part_in_them():
         chosen, _ = plan.choices.best(3.0 * layers)
         prices = folds.prices([*chosen])
         own += float(folds.shares @ prices)
-        predicted += float(folds.shares @ prices) + plan._hidden([*chosen], plan._of_other_folds(3.0))
+        worse = [(places, folds.prices([*other]) - prices) for places, other in plan._of_other_folds(3.0)]
+        predicted += float(folds.shares @ prices) + allocate._hidden(folds.shares, worse)
         truth += 0.5 * float(sizes[chosen].square().sum())
     assert own < 0.9 * truth
     assert 0.9 * truth < predicted < 1.1 * truth
@@ -245,18 +246,18 @@ def test_a_change_as_large_as_the_loss_is_said_to_be_beyond_second_order():
 
 
 def _cross_validated(plan, of_formats, model, data, bits):
-    """Return the loss at the choice of all folds, and at what they lose by choices that were made without them."""
+    """Return the mean loss of the best choice, by how much more others are expected to lose, and the choice."""
 
-    def losses(choice, rows):
-        changed = dataclasses.replace(plan, _formats=choice).apply(model)
-        with torch.no_grad():
-            return sum(CE(changed(data[0][row : row + 1]), data[1][row : row + 1]).item() for row in rows)
+    def losses(choice):
+        return _losses(dataclasses.replace(plan, _formats=choice).apply(model), data) / data[1][0].numel()
 
-    samples, best = range(len(data[0])), of_formats.best(bits)
-    unseen = [
-        losses(choice, [row for row in samples if places[row % len(places)]]) for places, choice in best._of_other_folds
-    ]
-    return losses(best._formats, samples) / len(samples), sum(unseen) / len(samples), best.choice
+    best = of_formats.best(bits)
+    own, hidden = losses(best._formats), 0.0
+    for places, choice in best._of_other_folds:
+        held_back = places[torch.arange(len(own)) % len(places)]
+        worse = losses(choice) - own
+        hidden += held_back.double().mean().item() * (worse[held_back].mean() - worse[~held_back].mean()).item()
+    return own.mean().item(), max(0.0, hidden), best.choice
 
 
 @pytest.mark.parametrize(("case", "scale"), [(_images, 40), (_texts, 5)])
@@ -271,11 +272,11 @@ def test_of_choices_without_the_coarsest_formats_that_of_the_least_cross_validat
         plan = pf.allocate(model, CE, data, formats, bits=budget, rounds=0)
         plans = [plan._plan, *(plan._plan.without(formats[:count]) for count in (1, 2))]
         tried = [_cross_validated(plan, each, model, data, budget) for each in plans if each.fits(budget)]
-        taken = min(range(len(tried)), key=lambda place: tried[place][1])
-        own, unseen, choice = tried[taken]
+        taken = min(range(len(tried)), key=lambda place: sum(tried[place][:2]))
+        own, hidden, choice = tried[taken]
         assert plan.choice == choice
         assert plan.loss_change == pytest.approx(own - before, rel=1e-9)
-        assert plan.predicted == pytest.approx(unseen - before, rel=1e-9)
+        assert plan.predicted == pytest.approx(own + hidden - before, rel=1e-9)
         assert plan.frontier([budget]).plans[0].choice == tried[0][2]
         found.append(taken)
     assert any(found)
@@ -333,7 +334,7 @@ def _trained(seed):
 
 def test_expansions_at_the_choice_find_better_ones_and_none_that_is_worse():
     formats, sums = ["int2", "int3", "int4"], np.zeros(3)
-    for seed in (1, 2, 3):
+    for seed in (1, 4, 7):
         model, data = _trained(seed)
         plans = [pf.allocate(model, CE, data, formats, bits=2.5, rounds=rounds) for rounds in (0, 1, 3)]
         changes = [plan.loss_change for plan in plans]
@@ -362,18 +363,18 @@ def test_formats_that_a_tool_does_not_keep_some_layers_in_are_named_with_the_rea
 
 def test_one_format_for_all_is_taken_where_choices_lose_more_on_samples_that_had_no_part_in_them():
     taken = []
-    for seed in (1, 2, 3):
+    for seed in range(1, 7):
         model, data = _trained(seed)
         few = tuple(part[:16] for part in data)
         before = _losses(model, few).mean().item()
         plan = pf.allocate(model, CE, few, ["int3", "int4", "int5"], bits=4, rounds=0)
-        _, unseen, choice = _cross_validated(plan, plan._plan, model, few, 4)
+        own, hidden, choice = _cross_validated(plan, plan._plan, model, few, 4)
         same = pf.allocate(model, CE, few, ["int4"], bits=4)
         assert same.predicted == pytest.approx(same.loss_change, rel=1e-9)  # it is chosen whatever the data are
         taken.append(plan.choice == same.choice)
-        assert taken[-1] == (same.loss_change < unseen - before)
+        assert taken[-1] == (same.loss_change < own + hidden - before)
         assert plan.choice == (same.choice if taken[-1] else choice)
-        assert plan.predicted == pytest.approx(min(same.loss_change, unseen - before), rel=1e-9)
+        assert plan.predicted == pytest.approx(min(same.loss_change, own + hidden - before), rel=1e-9)
     assert len({*taken}) == 2
 
 
