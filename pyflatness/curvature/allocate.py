@@ -79,6 +79,41 @@ _ROUNDS = 3  # of expansions at the choice, where the change is so large
 _FITTED = 0.1  # of the held-out loss: by as much less the data are visibly fitted
 
 
+def checked(
+    formats: Sequence[str | Format | Copy],
+    fixed: Mapping[str, str | Format | Copy] | None,
+    tool: str | None,
+    bits: float | None,
+    size: int | None,
+) -> tuple[list[Format | Copy], dict[str, Format | Copy]]:
+    """Return the formats, and by names and globs those that layers have; the command does so before a model is loaded.
+
+    Raises:
+        InputError: not one budget, or a tool or formats that do not exist.
+    """
+    if (bits is None) == (size is None):
+        raise InputError(
+            f"bits={shown(bits)}, size={shown(size)}: one budget is wanted, bits a weight or size in bytes"
+        )
+    given = [formats] if isinstance(formats, (str, Format, Copy)) else [*formats]
+    if not given:
+        raise InputError("formats: an empty list; pass names such as 'int4' and 'int8'")
+    if tool is not None:
+        exports.check_tool(tool)
+    whose = None if tool is None else exports.TOOLS[tool].formats
+    own = {one.name: one for one in given if isinstance(one, (Format, Copy))}
+
+    def named(one: str | Format | Copy) -> Format | Copy:
+        one = own.get(one, one) if isinstance(one, str) else one
+        one = one if isinstance(one, Copy) else changes.named(one, whose)
+        if tool is not None and (isinstance(one, Copy) or one.scheme is None):
+            raise InputError(f"tool={tool!r}: {tool} cannot be told of the format {one.name!r}")
+        return one
+
+    known = [*{made.name: made for made in map(named, given)}.values()]
+    return known, {name: named(one) for name, one in (fixed or {}).items()}
+
+
 @public(*CALL, "nan_policy", "memory", "seed", "max_passes")
 def allocate(
     model: nn.Module,
@@ -160,10 +195,7 @@ def allocate(
         >>> round(plan.bits, 3)
         4.571
     """
-    if (bits is None) == (size is None):
-        raise InputError(
-            f"bits={shown(bits)}, size={shown(size)}: one budget is wanted, bits a weight or size in bytes"
-        )
+    known, of_layer = checked(formats, fixed, tool, bits, size)
     bits = 0.0 if bits is None else check_number("bits", bits, "a number of bits a weight")
     size = None if size is None else check_count("size", size, 1, "a number of bytes")
     probes = None if probes is None else check_probes("probes", probes, 1)
@@ -175,23 +207,6 @@ def allocate(
     if rounds and (of_kl or not measured):
         why = "loss='kl' is expanded at the model's own weights" if of_kl else "measured=False measures no choice"
         raise InputError(f"rounds={rounds}: {why}; leave one of both out")
-    given = [formats] if isinstance(formats, (str, Format, Copy)) else [*formats]
-    if not given:
-        raise InputError("formats: an empty list; pass names such as 'int4' and 'int8'")
-    if tool is not None:
-        exports.check_tool(tool)
-    whose = None if tool is None else exports.TOOLS[tool].formats
-    own = {one.name: one for one in given if isinstance(one, (Format, Copy))}
-
-    def named(one: str | Format | Copy) -> Format | Copy:
-        one = own.get(one, one) if isinstance(one, str) else one
-        one = one if isinstance(one, Copy) else changes.named(one, whose)
-        if tool is not None and (isinstance(one, Copy) or one.scheme is None):
-            raise InputError(f"tool={tool!r}: {tool} cannot be told of the format {one.name!r}")
-        return one
-
-    known = [*{made.name: made for made in map(named, given)}.values()]
-    of_layer = {name: named(one) for name, one in (fixed or {}).items()}
     base = divergence.trained_with(model) if of_kl else loss
     with session(model, base, data, options, how, reads=1 + measured, placed=True) as task:
         task = replace(task, loss=Divergence.of(task.loss)) if of_kl else task
