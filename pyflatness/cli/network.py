@@ -20,7 +20,7 @@ from ..curvature import allocate as allocation
 from ..curvature import spectrum as eigenvalues
 from ..curvature.exports import TOOLS as EXPORTS
 from ..errors import InputError
-from ..losses import auto
+from ..losses import auto, divergence
 from ..measures import MEASURES, named
 from ..messages import printable
 from ..model import layers as model_layers
@@ -160,9 +160,10 @@ class Setting:
 class Network(Setting, Model):
     """Hold which network is measured."""
 
-    def made(self, checkpoint: Path | None) -> tuple[nn.Module, Any, Any]:
-        """Return the network with its weights, the loss and the data."""
-        criterion, to = loss_of(self.loss, self.loss_args), moved(self.device, self.dtype)
+    def made(self, checkpoint: Path | None, *besides: str) -> tuple[nn.Module, Any, Any]:
+        """Return the network with its weights, the loss, which may be one of those ``besides``, and the data."""
+        known = self.loss in besides and not self.loss_args
+        criterion, to = self.loss if known else loss_of(self.loss, self.loss_args), moved(self.device, self.dtype)
         bench = self._bench(criterion, maker("model", self.model, self.model_args, to), self.source(self.model))
         assert bench.network is not None
         if checkpoint is not None:
@@ -323,6 +324,8 @@ def allocate(
     The network has the weights of CHECKPOINT if it is given. Interactions of layers count: see docs/allocation.md.
 
     Args:
+        loss: the loss it was trained with: cross_entropy, … or a class of torch.nn; auto: that of a Hugging Face model.
+            kl: the KL divergence of the changed model's predictions from the model's.
         formats: formats to choose from: int2 to int8, int4-g128 and the like, fp8, mxfp4, nvfp4, 2:4, rank-16, keep.
         bits: budget in bits a weight. One of --bits and --size is needed.
         fixed: the format of a layer, by its name or a glob, such as lm_head=int8; with commas or repeated. It counts in
@@ -340,7 +343,7 @@ def allocate(
     asked: dict[str, Any] = {"layers": network.layers or None, "seed": network.seed, "bits": bits, "size": size}
     asked |= {"fixed": fixed, "together": groups, "probes": probes, "rounds": rounds, "tool": tool}
     asked["held_out"] = None if held_out is None else network.held_out(held_out)
-    plan = allocation.allocate(*network.made(checkpoint), formats, **asked)
+    plan = allocation.allocate(*network.made(checkpoint, divergence.NAME), formats, **asked)
     if export is not None:
         plan.export(*export)
     if as_json:

@@ -74,6 +74,11 @@ def test_rounds_are_those_of_python(command):
     assert [given.kwargs["rounds"] for given in call.call_args_list] == [None, 2]
 
 
+def test_plans_by_the_divergence_from_the_model(command):
+    plan = command("--formats", "int3,int8", "--bits", "5", "--loss", "kl")
+    assert "on unseen data the KL divergence from the model is" in plan.output
+
+
 BAD = {
     "format": (["--formats", "int4,foo", "--bits", "4"], "'foo' is none; there are int2 … int8, int4-g128"),
     "format of a tool": (
