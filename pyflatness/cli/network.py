@@ -3,7 +3,7 @@
 import functools
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,7 +20,7 @@ from ..curvature import allocate as allocation
 from ..curvature import spectrum as eigenvalues
 from ..curvature.exports import TOOLS as EXPORTS
 from ..errors import InputError
-from ..losses import auto
+from ..losses import auto, divergence
 from ..measures import MEASURES, named
 from ..messages import printable
 from ..model import layers as model_layers
@@ -83,6 +83,15 @@ def _batch_size(given: str) -> int | str:
     return int(given)
 
 
+def _fixed(given: tuple[str, ...]) -> dict[str, str]:
+    """Return the formats of layers by their names or globs."""
+    parts = {text: text.rpartition("=") for text in several(given)}
+    odd = next((text for text, (name, _, held) in parts.items() if not (name and held)), None)
+    if odd is not None:
+        raise InputError(f"{odd!r}: NAME=FORMAT is wanted, as in lm_head=int8")
+    return {name: held for name, _, held in parts.values()}
+
+
 def _resolved(resolve: Callable[[str], specs.Function], spec: str) -> str:
     """Return a SPEC that names a callable."""
     resolve(spec)
@@ -90,6 +99,7 @@ def _resolved(resolve: Callable[[str], specs.Function], spec: str) -> str:
 
 
 SPEC = takes(functools.partial(_resolved, specs.resolve), "SPEC")
+_DATA = takes(functools.partial(_resolved, data_specs.resolve), "SPEC")
 Curvature = Literal["auto", "ggn", "hessian"]
 _MEASURES = "See pyflatness measures; 'sweep'; 'all'. Of several layers there is a row for the network, with no layer."
 Measures = Annotated[tuple[str, ...], takes(_measures, "NAME,…", shell_complete=complete_measures, help=_MEASURES)]
@@ -130,7 +140,7 @@ class Setting:
         dtype: dtype of the weights, such as bfloat16.  [default: as the model is made]
     """
 
-    data: Annotated[str, takes(functools.partial(_resolved, data_specs.resolve), "SPEC")]
+    data: Annotated[str, _DATA]
     data_args: Keywords
     loss: Annotated[str, {"metavar": "NAME", "shell_complete": complete_losses}] = "auto"
     loss_args: Keywords
@@ -150,12 +160,11 @@ class Setting:
 class Network(Setting, Model):
     """Hold which network is measured."""
 
-    def made(self, checkpoint: Path | None) -> tuple[nn.Module, Any, Any]:
-        """Return the network with its weights, the loss and the data."""
-        criterion, to = loss_of(self.loss, self.loss_args), moved(self.device, self.dtype)
-        makers = maker("model", self.model, self.model_args, to), self.source(self.model)
-        size = None if self.batch_size == "auto" else self.batch_size
-        bench = Bench(Setup(*makers, Request(criterion, None, (), Options()), size, self.limit))
+    def made(self, checkpoint: Path | None, *besides: str) -> tuple[nn.Module, Any, Any]:
+        """Return the network with its weights, the loss, which may be one of those ``besides``, and the data."""
+        known = self.loss in besides and not self.loss_args
+        criterion, to = self.loss if known else loss_of(self.loss, self.loss_args), moved(self.device, self.dtype)
+        bench = self._bench(criterion, maker("model", self.model, self.model_args, to), self.source(self.model))
         assert bench.network is not None
         if checkpoint is not None:
             try:
@@ -166,6 +175,15 @@ class Network(Setting, Model):
             for note in notes:
                 click.echo(printable(f"{checkpoint}: {note}"), err=True)
         return bench.network, criterion, bench.data
+
+    def held_out(self, data: str) -> Any:
+        """Return the data of ``--held-out``, made and cut as those of ``--data`` are."""
+        made = replace(replace(self, data=data).source(self.model), name="--held-out")
+        return self._bench(auto.AUTO, None, made).data
+
+    def _bench(self, loss: Any, model: Maker | None, data: Maker) -> Bench:
+        size = None if self.batch_size == "auto" else self.batch_size
+        return Bench(Setup(model, data, Request(loss, None, (), Options()), size, self.limit))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,8 +310,11 @@ def allocate(
     formats: Names,
     bits: float | None = None,
     size: int | None = None,
+    fixed: Annotated[dict[str, str], takes(_fixed, "NAME=FORMAT,…", multiple=True, required=False)],
     together: Annotated[tuple[str, ...], {"metavar": "NAME,…"}] = (),
     probes: Count = 16,
+    rounds: Annotated[int | None, {"type": click.IntRange(0)}] = None,
+    held_out: Annotated[str | None, _DATA] = None,
     frontier: bool = False,
     export: Annotated[tuple[str, str] | None, {"metavar": "TOOL FILE", "help": _EXPORT}] = None,
     as_json: Json = False,
@@ -303,17 +324,26 @@ def allocate(
     The network has the weights of CHECKPOINT if it is given. Interactions of layers count: see docs/allocation.md.
 
     Args:
+        loss: the loss it was trained with: cross_entropy, … or a class of torch.nn; auto: that of a Hugging Face model.
+            kl: the KL divergence of the changed model's predictions from the model's.
         formats: formats to choose from: int2 to int8, int4-g128 and the like, fp8, mxfp4, nvfp4, 2:4, rank-16, keep.
         bits: budget in bits a weight. One of --bits and --size is needed.
+        fixed: the format of a layer, by its name or a glob, such as lm_head=int8; with commas or repeated. It counts in
+            the budget.
         together: layers that get one format, by their names or globs; may be repeated. 'vllm': what vLLM runs as one.
         probes: number of random probes of each sample.
+        held_out: data that neither the model nor the choice has seen, which the interval is then of: as --data, with
+            its --data-args, --limit and --batch-size.
         frontier: show what other budgets are predicted to cost too.
     """
     prepare_file(None if export is None else Path(export[1]))
     groups = "vllm" if together == ("vllm",) else [[name.strip() for name in names.split(",")] for names in together]
     tool = None if export is None else export[0]
+    allocation.checked(formats, fixed, tool, bits, size)
     asked: dict[str, Any] = {"layers": network.layers or None, "seed": network.seed, "bits": bits, "size": size}
-    plan = allocation.allocate(*network.made(checkpoint), formats, **asked, probes=probes, together=groups, tool=tool)
+    asked |= {"fixed": fixed, "together": groups, "probes": probes, "rounds": rounds, "tool": tool}
+    asked["held_out"] = None if held_out is None else network.held_out(held_out)
+    plan = allocation.allocate(*network.made(checkpoint, divergence.NAME), formats, **asked)
     if export is not None:
         plan.export(*export)
     if as_json:

@@ -7,12 +7,13 @@ from ..report.page import charts
 from ..scoring import metadata, page
 from ..scoring.page import PageOptions
 from ..scoring.store import Store
+from ..statistics import correlations
 from ..training.history import History
-from .options import Column, Interval, MaxLoss, Metadata, Names, command, errors_of_options
+from .options import Column, Columns, Interval, MaxLoss, Metadata, Names, command, errors_of_options
 from .output import echo, prepare_file, write_whole
 
 
-@command()
+@command(correlations)
 def report(
     store: Path,
     *,
@@ -25,6 +26,8 @@ def report(
     max_loss: MaxLoss = None,
     history: tuple[Path, ...] = (),
     interval: Interval = "bootstrap",
+    settings: Columns = (),
+    seeds: Column = None,
     colour: Column = None,
 ) -> None:
     """Write what is in STORE as one HTML file that needs no network.
@@ -51,7 +54,7 @@ def report(
     if test is not None and test.suffix != ".csv":
         with Store(test) as held:
             other = page.table(held)
-    options = PageOptions(against, other, exclude, max_loss, interval, colour, histories)
+    options = PageOptions(against, other, exclude, max_loss, interval, colour, histories, settings, seeds)
     with errors_of_options(), Store(store) as held:
         more = metadata.of_store(held, table)
         text = page.of_store(held, title or f"Results in {store.name}", options, more).html()

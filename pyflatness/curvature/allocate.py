@@ -80,6 +80,41 @@ _ROUNDS = 3  # of expansions at the choice, where the change is so large
 _FITTED = 0.1  # of the held-out loss: by as much less the data are visibly fitted
 
 
+def checked(
+    formats: Sequence[str | Format | Copy],
+    fixed: Mapping[str, str | Format | Copy] | None,
+    tool: str | None,
+    bits: float | None,
+    size: int | None,
+) -> tuple[list[Format | Copy], dict[str, Format | Copy]]:
+    """Return the formats, and by names and globs those that layers have; the command does so before a model is loaded.
+
+    Raises:
+        InputError: not one budget, or a tool or formats that do not exist.
+    """
+    if (bits is None) == (size is None):
+        raise InputError(
+            f"bits={shown(bits)}, size={shown(size)}: one budget is wanted, bits a weight or size in bytes"
+        )
+    given = [formats] if isinstance(formats, (str, Format, Copy)) else [*formats]
+    if not given:
+        raise InputError("formats: an empty list; pass names such as 'int4' and 'int8'")
+    if tool is not None:
+        exports.check_tool(tool)
+    whose = None if tool is None else exports.TOOLS[tool].formats
+    own = {one.name: one for one in given if isinstance(one, (Format, Copy))}
+
+    def named(one: str | Format | Copy) -> Format | Copy:
+        one = own.get(one, one) if isinstance(one, str) else one
+        one = one if isinstance(one, Copy) else changes.named(one, whose)
+        if tool is not None and (isinstance(one, Copy) or one.scheme is None):
+            raise InputError(f"tool={tool!r}: {tool} cannot be told of the format {one.name!r}")
+        return one
+
+    known = [*{made.name: made for made in map(named, given)}.values()]
+    return known, {name: named(one) for name, one in (fixed or {}).items()}
+
+
 @public(*CALL, "nan_policy", "memory", "seed", "max_passes")
 def allocate(
     model: nn.Module,
@@ -115,7 +150,8 @@ def allocate(
             your own, ``pf.changes.Format(name, bits, function)``; and quantised copies of the model that you have,
             ``pf.changes.Copy("gptq3", 3.25, quantised)``, whose weights a layer then gets.
         bits: the budget, in bits a weight in the mean over the weights of these layers.
-        size: the budget in bytes of these weights, in the place of ``bits``.
+        size: the budget in bytes of these weights, in the place of ``bits``: as ``tool`` stores them, where one is
+            named whose bytes are known, else as planned.
         layers: selectors; None: all that have changes by ``pf.changes`` and run. The rest stays as it is, uncounted.
         fixed: by name of a layer, or a glob, the format that it has; it counts in the budget. A name counts more than a
             glob. An expert of a mixture to which no token is routed has no price: it has a format here, or that of the
@@ -161,10 +197,7 @@ def allocate(
         >>> round(plan.bits, 3)
         4.571
     """
-    if (bits is None) == (size is None):
-        raise InputError(
-            f"bits={shown(bits)}, size={shown(size)}: one budget is wanted, bits a weight or size in bytes"
-        )
+    known, of_layer = checked(formats, fixed, tool, bits, size)
     bits = 0.0 if bits is None else check_number("bits", bits, "a number of bits a weight")
     size = None if size is None else check_count("size", size, 1, "a number of bytes")
     probes = None if probes is None else check_probes("probes", probes, 1)
@@ -176,27 +209,10 @@ def allocate(
     if rounds and (of_kl or not measured):
         why = "loss='kl' is expanded at the model's own weights" if of_kl else "measured=False measures no choice"
         raise InputError(f"rounds={rounds}: {why}; leave one of both out")
-    given = [formats] if isinstance(formats, (str, Format, Copy)) else [*formats]
-    if not given:
-        raise InputError("formats: an empty list; pass names such as 'int4' and 'int8'")
-    if tool is not None:
-        exports.check_tool(tool)
-    whose = None if tool is None else exports.TOOLS[tool].formats
-    own = {one.name: one for one in given if isinstance(one, (Format, Copy))}
-
-    def named(one: str | Format | Copy) -> Format | Copy:
-        one = own.get(one, one) if isinstance(one, str) else one
-        one = one if isinstance(one, Copy) else changes.named(one, whose)
-        if tool is not None and (isinstance(one, Copy) or one.scheme is None):
-            raise InputError(f"tool={tool!r}: {tool} cannot be told of the format {one.name!r}")
-        return one
-
-    known = [*{made.name: made for made in map(named, given)}.values()]
-    of_layer = {name: named(one) for name, one in (fixed or {}).items()}
     base = divergence.trained_with(model) if of_kl else loss
     with session(model, base, data, options, how, reads=1 + measured, placed=True) as task:
         task = replace(task, loss=Divergence.of(task.loss)) if of_kl else task
-        read = _planned(task, layers, known, of_layer, together, tool)
+        read = _planned(task, layers, known, of_layer, together, tool, stored=size is not None)
         plan = read.plan
         budget = bits if size is None else 8 * size / plan.entries
         found = read.measured(budget, rounds, held_out) if measured else plan.best(budget)
@@ -210,6 +226,7 @@ class _Option:
 
     formats: Mapping[str, Format]  # by layer; a format that is a copy of the model is another for each
     bits: float  # that their weights take, a shared one once
+    size: float  # what counts in the budget: these, or those that a tool stores
     places: tuple[int, ...]  # of its changes among all; none where it changes nothing
 
     @property
@@ -281,7 +298,7 @@ class _Folds:
             of_option[[*option.places], place] = 1.0
         gram = torch.where(apart, signal[1] * gram, gram)
         costs = of_option.t() @ (signal[0] * first - gram @ self.made)
-        products, size = of_option.t() @ gram @ of_option, np.array([option.bits for option in options])
+        products, size = of_option.t() @ gram @ of_option, np.array([option.size for option in options])
         return ChoiceProblem(np.array(group), costs.numpy(), products.numpy(), size)
 
 
@@ -305,6 +322,7 @@ class _Plan:
     uncovered: Mapping[str, float]  # weights that have no layer here
     why_uncovered: Mapping[str, str]
     dropped: tuple[str, ...] = ()  # formats that the tool does not keep some layers in, with reasons
+    counted: str = ""  # whose bytes the budget is in, in words; empty: those that are planned
 
     def without(self, formats: Collection[str]) -> "_Plan":
         """Return the plan without some formats, but for groups of layers that have no other."""
@@ -329,8 +347,9 @@ class _Plan:
             names = Counter(self.options[place].name for place in cheapest)
             listed = ", ".join(f"{name} for {count} layers" for name, count in names.most_common())
             raise InputError(
-                f"bits={bits:.6g}: the cheapest choice takes {least / self.entries:.6g} bits a weight, "
-                f"{math.ceil(least / 8)} bytes: {'; '.join([listed, *self.dropped])}"
+                f"bits={bits:.6g}, {bits * self.entries / 8:.0f} bytes: the cheapest choice takes "
+                f"{least / self.entries:.6g} bits a weight, {math.ceil(least / 8)} bytes{self.counted}: "
+                f"{'; '.join([listed, *self.dropped])}"
             )
         chosen, gap = self.choices.best(bits * self.entries)
         changes, others = self._changes(chosen), self._of_other_folds(bits)
@@ -382,8 +401,14 @@ def _planned(
     fixed: Mapping[str, Format | Copy],
     together: str | Iterable[Iterable[str]],
     tool: str | None,
+    *,
+    stored: bool,
 ) -> "_Read":
-    """Return what one sweep over a task's data gives, and what reads them again."""
+    """Return what one sweep over a task's data gives, and what reads them again.
+
+    With ``stored`` the budget is in what the tool stores, if that is known.
+    """
+    stored = stored and tool is not None and exports.TOOLS[tool].stored is not None
     task, _ = whole_weights.taken(task.of(chosen))
     task, computed = whole_weights.stored(task)
     modules = task.selection.modules
@@ -438,8 +463,10 @@ def _planned(
         for one in common:
             matrices = [(of_layer(name)[one], weights[name].matrix) for name in once]
             bits = sum(held.bits_of(matrix) * matrix.numel() for held, matrix in matrices)
+            kept = [exports.stored(tool, weights[name], of_layer(name)[one]) for name in once] if stored else []
             changed = tuple(places[name, one] for name in names if (name, one) in places)
-            options.append(_Option({name: of_layer(name)[one] for name in names}, bits, changed))
+            size = 8.0 * sum(map(sum, kept)) if stored else bits
+            options.append(_Option({name: of_layer(name)[one] for name in names}, bits, size, changed))
             group.append(number)
     of_change = torch.full(costs.gram.shape[1:2], -1, dtype=torch.int64, device="cpu")  # -1: of a layer without options
     for option, number in zip(options, group, strict=True):
@@ -473,6 +500,7 @@ def _planned(
         why_uncovered=uses.reasons(task.model, uncovered)
         | {key: computed[own] for key in uncovered for own in (key, key.rpartition(".")[0]) if own in computed},
         dropped=dropped,
+        counted=f" as {tool} stores them" if stored else "",
     )
 
     def losses(choices: Sequence[Choice], others: Any = None) -> FoldLosses:
@@ -749,7 +777,8 @@ class Allocation(Result):
         """Return the choices that are predicted to be best under several budgets, of the same probes; none is measured.
 
         Args:
-            bits: of a weight; None: from the cheapest choice to the largest, each by the same factor more.
+            bits: of a weight, as ``tool`` stores it where the plan has a ``size``; None: from the cheapest choice to
+                the largest, each by the same factor more.
 
         Raises:
             InputError: a budget below the cheapest choice.
@@ -815,37 +844,31 @@ class Allocation(Result):
         rows = []
         for name, weight in self._plan.weights.items():
             held = self._formats[name]
+            stored = exports.stored(self._plan.tool, weight, held)
             for place, layer in enumerate(weight.modules):
                 row = {"layer": layer, "weights": weight.matrix.numel(), "format": held.name}
                 row["bits"] = held.bits_of(weight.matrix)
                 if self._plan.tokens:
                     row["tokens"] = self._plan.tokens.get(name)
-                if self._stored is not None:
-                    d, m = weight.matrix.shape
-                    again = place and exports.TOOLS[self._plan.tool].once
-                    row["bytes"] = 0 if again else self._stored(held, d, m, weight.matrix.itemsize)
+                if stored:
+                    row["bytes"] = stored[place]
                 rows.append(row | ({"shared": weight.modules[0]} if place else {}))
         return rows
 
-    @property
-    def _stored(self) -> Callable[[Format, int, int, int], int] | None:
-        """Return what says how many bytes the tool of the plan keeps of a matrix; None where that is not known."""
-        return None if self._plan.tool is None else exports.TOOLS[self._plan.tool].stored
-
     def __str__(self) -> str:
-        more = [name for name, is_there in (("tokens", self._plan.tokens), ("bytes", self._stored)) if is_there]
+        rows = self._rows()
+        more = [name for name in ("tokens", "bytes") if name in rows[0]]
         right = [Column(name, justify="right") for name in ("bits", *more)]
         table = Table(
             Column("layer", no_wrap=True), Column("weights", justify="right"), "format", *right, box=box.SIMPLE_HEAD
         )
-        rows = self._rows()
         for row in rows:
             numbers = ["" if row[name] is None else f"{row[name]:,}" for name in more]
             cells = f"{row['weights']:,}", row["format"], f"{row['bits']:.4g}", *numbers
             table.add_row(row["layer"] or "(the model)", *cells)
         planned = math.ceil(self.bits * self.weights / 8)
         size = [f"{planned:,} bytes as planned"]
-        if self._stored is not None:
+        if "bytes" in more:
             size.append(f"{sum(row['bytes'] for row in rows):,} as {self._plan.tool} stores them")
         predicted = intervals.shown(self.predicted.value, self.predicted.interval())
         told = f"{self.bits:.6g} bits a weight of {self.weights}; on unseen data {self._plan.told} {predicted} (95 %)"

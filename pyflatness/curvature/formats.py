@@ -159,7 +159,7 @@ def named(name: "str | Format", tool: str | None = None) -> Format:
             return replace(made, name=name, tool=each, native=True)
     if kept is None or not isinstance(name, str):
         of_tool = f" of {whose}" if whose else ""
-        patterns = ", ".join(map(_readable, TOOLS[tools[0]])) if of_tool else _NAMES
+        patterns = ", ".join([*map(_readable, TOOLS[tools[0]]), "keep"]) if of_tool else _NAMES
         raise InputError(
             f"formats: {shown(name)} is none{of_tool}; there are {patterns}, and pf.changes.Format for your own"
         )

@@ -1,5 +1,6 @@
 """Make a page of many models: their values, profiles over the layers, correlations with a gap, and how all was made."""
 
+import itertools
 import json
 import math
 import re
@@ -22,7 +23,7 @@ from ..report.page import Cell, Page, Section, Table, charts, interactive, table
 from ..report.page.charts import Axis, Charts
 from ..statistics import tables as networks_tables
 from ..statistics.coefficients import STATISTICS
-from ..statistics.correlation import Correlations, correlations, unequal_losses
+from ..statistics.correlation import Correlations, correlations, too_few, unequal_losses
 from ..statistics.tables import Networks, Vector
 from ..training import curves
 from ..training.history import History
@@ -42,8 +43,10 @@ HOLLOW = (
     "the scale, and others may lie outside of it."
 )
 _COUNTS = ("s", "seed", "epoch", "step", "iteration", "checkpoint", "ckpt")  # of names, which are no settings
-_FEWEST = 5  # networks for an interval
-_TOO_FEW = "too few networks for an interval"
+_INDEPENDENT = (
+    "They take networks as independent; settings= of pf.statistics.correlations, or pyflatness report --settings, has "
+    "them over whole recipes"
+)
 
 OF_TRAININGS = (
     "Models that are checkpoints of one training, by the step or epoch in their names or columns; the numbers are in "
@@ -62,6 +65,8 @@ class PageOptions:
     interval: str = "bootstrap"  # how the intervals of correlations are made, ``"bootstrap"`` or ``"fisher"``
     colour: str | None = None  # the setting that gives points their colours; None: one that is in all names
     histories: Mapping[str, History] = field(default_factory=dict)  # of trainings, by the names to show
+    settings: Sequence[str] = ()  # columns that make clusters of networks, see :func:`.correlation.correlations`
+    seeds: str | None = None  # the column of seeds, likewise
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,7 @@ class _Against:
     y: str
     kept: NDArray[np.bool_]
     left_out: Mapping[str, str]  # networks that do not count, each with the reason
-    interval: str
+    how: Mapping[str, Any]  # options of intervals
     setting: str  # that gives points their colours; "": each has its own
     values: Mapping[str, Any]  # of the setting, by network
 
@@ -133,9 +138,12 @@ class _Against:
         y = options.against or next((name for name in _GAPS if name in networks.columns), "loss")
         networks.column(y)  # raises if there is none
         reasons = networks.left_out(_among(options.exclude, records), options.max_loss)
+        kept = np.array([not why for why in reasons])
+        how = {"interval": options.interval, "settings": options.settings or None, "seeds": options.seeds}
+        networks.groups(_columns(how), kept)  # raises for one that is not there, or has empty cells
         left_out = {name: why for name, why in zip(networks.names, reasons, strict=True) if why}
         colours = _setting(records, networks.names, options.colour)
-        return cls(records, networks, y, np.array([not why for why in reasons]), left_out, options.interval, *colours)
+        return cls(records, networks, y, kept, left_out, how, *colours)
 
     def with_test(self) -> list[Record]:
         """Return the values with the gap of their networks, and what these do on test data, where that is known."""
@@ -164,9 +172,10 @@ class _Against:
         counts = self.counting(x)
         if not counts.any():
             return None
-        named = {x, self.y, "loss"} & {*self.networks.columns}  # the loss for the warning alone
-        columns = {name: self.networks.column(name)[counts].tolist() for name in named}
-        return correlations(columns, x, self.y, max_loss=math.inf, interval=self.interval)  # those that count
+        every = {name: column.tolist() for name, column in self.networks.columns.items()} | self.networks.text_columns
+        named = {x, self.y, "loss", *_columns(self.how)} & {*every}  # the loss for the warning alone
+        columns = {name: [*itertools.compress(every[name], counts)] for name in named}
+        return correlations(columns, x, self.y, max_loss=math.inf, **self.how)  # those that count
 
     def section(self, suffix: str) -> Section:
         found = {x: self.correlations(x) for x in self.measures}
@@ -174,6 +183,7 @@ class _Against:
         header = ("measure", "layer", *STATISTICS, "networks", "left out", "smallest", "largest")
         table = Table(f"Correlations with {title}", header, tuple(self._row(x, found[x]) for x in found), layer=1)
         how = next((f"{one.method}." for one in found.values() if one is not None), "")
+        how += f" {_INDEPENDENT}." if how and not self.how["settings"] else ""
         hollow = any(not self.counting(x).all() for x in found)
         x = next(iter(found))
         out = "; ".join(f"{name} ({why})" for name, why in self.left_out.items())
@@ -238,7 +248,7 @@ class _Against:
         for place, (x, own) in enumerate(found.items()):
             columns[f"x{place}"] = self.networks.column(x)
             lines = [f"{row.statistic} {_correlation(own, x, row.statistic).text}" for row in own.rows] if own else []
-            lines += [_TOO_FEW] if own and own.points < _FEWEST else []
+            lines += [_too_few(own)] if own and too_few(own) else []
             across = Axis.over(f"x{place}", x, columns[f"x{place}"][self.kept].tolist())
             specs.append(charts.scatter(across, upward, lines, len(self.kept), self.setting))
         return Charts(self._data(columns), tuple(specs))
@@ -266,6 +276,11 @@ def _setting(records: Sequence[Record], names: Sequence[str], wanted: str | None
     return setting, {n: str(value) for n, value in zip(names, found.get(setting, ()), strict=False)}
 
 
+def _columns(how: Mapping[str, Any]) -> list[str]:
+    """Return the columns that options of intervals name."""
+    return [*(how["settings"] or ()), *filter(None, [how["seeds"]])]
+
+
 def _measure_and_layer(column: str) -> tuple[str, str]:
     """Return the measure and the layer of a column."""
     measure, _, layer = column.partition(" ")
@@ -278,9 +293,11 @@ def _answer(x: str, title: str, found: Correlations | None) -> str:
     if found is None or row is None or math.isnan(row.value):
         return ""
     name = printable(x.removesuffix(f" {tables.NETWORK}"))
-    said = f"Kendall's correlation of {name} with the {title} is {row.value:.2f} over {found.points} networks"
+    over = f"{found.points} networks" + ("" if found.clusters is None else f" in {found.clusters} clusters")
+    said = f"Kendall's correlation of {name} with the {title} is {row.value:.2f} over {over}"
     if not row.has_interval():
-        why = "so few networks" if found.points < _FEWEST else "networks in perfect order"
+        few = too_few(found)
+        why = f"so few {few}" if few else "networks in perfect order"
         return f"{said}, without an interval: {why} say next to nothing of others."
     ends = f"{said}, with the 95 % interval [{row.low:.2f}, {row.high:.2f}]"
     if row.low <= 0 <= row.high:
@@ -300,7 +317,12 @@ def _correlation(found: Correlations, x: str, statistic: str) -> Cell:
     if math.isnan(row.value):
         return Cell("not defined")
     text = str(row).removeprefix(f"{statistic} ").removesuffix(" [–]")
-    return Cell(text, row.value, note=_TOO_FEW if found.points < _FEWEST else "")
+    return Cell(text, row.value, note=_too_few(found))
+
+
+def _too_few(found: Correlations) -> str:
+    few = too_few(found)
+    return f"too few {few} for an interval" if few else ""
 
 
 def _left_out(records: Sequence[Record], against: _Against, suffix: str) -> Iterator[Section]:

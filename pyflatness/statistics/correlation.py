@@ -116,14 +116,21 @@ class Correlations(Result):
 
     def footnotes(self) -> list[str]:
         """Return who was left out untrained, why a value or an interval is not there, and the note."""
-        few, what = (self.points, "networks") if self.clusters is None else (self.clusters, "clusters")
         undefined = any(math.isnan(row.value) for row in self.rows)
         missing = any(math.isnan(row.low) and not math.isnan(row.value) for row in self.rows)
         same = ", or in the order of what is held fixed" if self.given else ""
         lines = [f"left out: {name}, {why}; max_loss=math.inf keeps it" for name, why in self.untrained.items()]
         lines += [f"nan: not defined where a column is constant{same}"] if undefined else []
-        lines += [f"[–]: {few} {what} are too few for an interval"] if missing and few < intervals.FEWEST else []
+        few = too_few(self)
+        count = self.points if self.clusters is None else self.clusters
+        lines += [f"[–]: {count} {few} are too few for an interval"] if missing and few else []
         return [*lines, *([self.note] if self.note else [])]
+
+
+def too_few(found: Correlations) -> str:
+    """Return what there are too few of for an interval, networks or clusters of them; empty where there are enough."""
+    count, what = (found.points, "networks") if found.clusters is None else (found.clusters, "clusters")
+    return what if count < intervals.FEWEST else ""
 
 
 def correlations(

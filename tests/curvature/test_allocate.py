@@ -206,7 +206,7 @@ def test_choices_are_priced_by_samples_that_had_no_part_in_them():
     layers, kept = 8, (2.0, 3.0, 4.0)
     sizes = torch.tensor([1.0, 0.8, 0.6] * layers).double()  # of the derivatives along each change
     options = [
-        allocate._Option({f"{layer}": pf.changes.named(f"int{bits:.0f}")}, bits, (3 * layer + place,))
+        allocate._Option({f"{layer}": pf.changes.named(f"int{bits:.0f}")}, bits, bits, (3 * layer + place,))
         for layer in range(layers)
         for place, bits in enumerate(kept)
     ]

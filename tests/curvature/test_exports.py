@@ -100,6 +100,36 @@ def test_the_table_has_what_the_tool_stores():
     assert "1,536 bytes as planned, 4,736 as torchao stores them" in str(plan)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("tool", "formats"),
+    [("torchao", ["int3", "int8", "keep"]), ("llm-compressor", ["int3", "int8", "keep"]), ("gguf", ["q4_0", "q8_0"])],
+)
+def test_a_size_is_in_the_bytes_that_the_tool_stores(tool, formats, tied):
+    model, data = _llama(tied)
+    how = {"tool": tool, "probes": 1, "measured": False, "layers": ["model.embed_tokens", "lm_head", "*.0.*"]}
+    fine, coarse = (
+        sum(row["bytes"] for row in pf.allocate(model, CE, data, [one], bits=64, **how)._rows())
+        for one in (formats[-1], formats[0])
+    )
+    size = (fine + coarse) // 2
+    plan = pf.allocate(model, CE, data, formats, size=size, **how)
+    stored = sum(row["bytes"] for row in plan._rows())
+    assert coarse < stored <= size
+    assert len({*plan.choice.values()}) > 1
+    assert f"{stored:,} as {tool} stores them" in str(plan)
+    assert sum(row["bytes"] for row in plan.frontier().plans[0]._rows()) == coarse
+    message = f"{coarse - 1} bytes: the cheapest choice takes .* {coarse} bytes as {tool} stores them: {formats[0]} for"
+    with pytest.raises(pf.errors.InputError, match=message):
+        pf.allocate(model, CE, data, formats, size=coarse - 1, **how)
+
+
+def test_of_a_tool_that_stores_a_byte_for_all_formats_a_size_takes_the_best():
+    how = {"tool": "torchao", "measured": False, "probes": None}
+    plan = pf.allocate(_numbered(1), CE, DATA, ["int3", "int8"], size=4 * (32 * 32 + 32 * 5), **how)
+    assert {*plan.choice.values()} == {"int8"}
+
+
 class Llama(nn.Module):
     """The names of a Llama, its head tied or not."""
 

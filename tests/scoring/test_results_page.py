@@ -4,6 +4,7 @@ import json
 import math
 import re
 import sys
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -292,6 +293,45 @@ def test_the_command_writes_a_page(tiny, capsys):
     assert f"pyflatness {pf.__version__}" in made["versions"]
     assert [line[0] for line in tables["Checkpoints by content"][1:]] == ["1", "2", "bad"]
     assert "there is no file" in str(status("report", str(folder / "none.sqlite"), "--out", str(folder / "x.html")))
+
+
+def test_intervals_are_over_recipes_and_seeds_as_of_the_call(tiny, tmp_path):
+    names = [f"{recipe}-{seed}" for recipe in "abcdef" for seed in (1, 2)]
+    files = {name: saved(tiny, place, f"{name}.safetensors") for place, name in enumerate(names)}
+    store, metadata = tmp_path / "runs.sqlite", tmp_path / "runs.csv"
+    scores = pf.score(files, "cross_entropy", f"{tiny}:data", model=f"{tiny}:Tiny", measures=["trace"], store=store)
+    lines = [f"{name},{name[0]},0.{name[0] in 'abc':d},{name[2]}" for name in names]
+    metadata.write_text("\n".join(["checkpoint,optimizer,rate,seed", *lines]), encoding="utf-8")
+    of_network = {one.checkpoint: one for one in scores if one.layer == ""}
+    table = {"checkpoint": names, "trace": [of_network[name].value for name in names]}
+    table |= {"loss": [of_network[name].loss for name in names], "optimizer": [name[0] for name in names]}
+    table["seed"] = [name[2] for name in names]
+
+    def page(*options):
+        out = tmp_path / "page.html"
+        given = ["--metadata", str(metadata), "--max-loss", "inf", *options]
+        done = status("report", str(store), "--out", str(out), *given)
+        return out.read_text(encoding="utf-8") if done == 0 else done
+
+    for options, how, over in (
+        ([], {}, "12 networks"),
+        (["--settings", "optimizer,rate"], {"settings": ["optimizer"]}, "12 networks in 6 clusters"),
+        (
+            ["--settings", "optimizer", "--seeds", "seed", "--interval", "fisher"],
+            {"settings": "optimizer", "seeds": "seed", "interval": "fisher"},
+            "12 networks in 6 clusters",
+        ),
+    ):
+        html = page(*options)
+        found = pf.statistics.correlations(table, "trace", "loss", max_loss=math.inf, **how)
+        cells = next(line for line in Parsed(html).tables["Correlations with loss"] if line[:2] == ["trace", "network"])
+        assert cells[2:5] == [str(row).partition(" ")[2] for row in found]
+        assert f"over {over}" in html
+        assert found.method in unescape(html)
+        assert ("They take networks as independent" in html) == (not options)
+    few = page("--settings", "rate")
+    assert "without an interval: so few clusters say next to nothing of others" in few
+    assert "no column 'rates'; did you mean" in str(page("--settings", "rates"))
 
 
 def test_without_jinja2(scores, monkeypatch):
