@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from .history import Record
 
 HOW = {"curvature": "ggn", "probes": 1, "per_sample": True}
-_FIRST = 8  # samples
 _CHEAPER = 1.6  # times as long for twice the samples
 _OFTEN = 5
 _DRIFTS = (0.0, *(10.0 ** (k / 4) for k in range(-36, 1)))  # in a step
-_BEFORE, _ENOUGH, _ALIKE = 10, 32, 0.65  # records, samples, and so much of what was
+_ENOUGH = 32  # samples that tell how far these differ: the first measurement's, and an alarm's
+_BEFORE, _ALIKE = 10, 0.65  # records, and so much of what was
 _NEARLY = 1.0  # of the logarithm of a likelihood
 
 
@@ -75,7 +75,7 @@ class Budget:
         orders = torch.Generator("cpu").manual_seed(0)
         self._orders = [torch.randperm(data.size(batch), generator=orders, device="cpu") for batch in self._batches]
         self._place = (0, 0)
-        self._samples, self._taken, self._costs = _FIRST, 0, dict[int, float]()
+        self._samples, self._taken, self._costs = _ENOUGH, 0, dict[int, float]()
         self.resume(())
 
     @property
@@ -118,15 +118,19 @@ class Budget:
         self._costs[samples] = seconds if known is None else min(seconds, 2 * known) * 0.5 + known * 0.5
         half = self._costs.get(samples // 2)
         more = samples >= self._samples and (half is None or seconds < _CHEAPER * half)
-        warm = known is not None or samples > _FIRST
+        warm = known is not None or samples > _ENOUGH
         if warm and more and self._part * self.trained > _OFTEN * self._expected(2 * samples):
             self._samples = 2 * samples
         return seconds
 
     def _expected(self, samples: int) -> float:
-        """Return the seconds that so many samples are expected to take: in line with half and a quarter as many."""
+        """Return the seconds that so many samples are expected to take: in line with half and a quarter as many.
+
+        Where batches have fewer, what these took.
+        """
         half, quarter = (self._costs.get(samples // part, 0.0) for part in (2, 4))
-        return self._costs.get(samples, half + 2 * max(0.0, half - quarter) if quarter else 2 * half)
+        in_line = half + 2 * max(0.0, half - quarter) if quarter else 2 * half
+        return self._costs.get(samples, in_line if half else max(self._costs.values(), default=0.0))
 
     def _next(self) -> Any:
         """Return the next samples, going round in the batches."""

@@ -38,10 +38,26 @@ def test_the_part_of_the_time_is_kept(monkeypatch, part, fixed, each):
             taken.append((step, len(batch[0])))
             clock.now += fixed + each * len(batch[0])
             budget.took()
-    assert taken[0] == (0, 8)
+    assert taken[0] == (0, 32)
     assert 0.8 * part < budget.spent / (budget.spent + budget.trained) <= part
-    assert max(samples for _, samples in taken) > 100 if fixed > each else max(samples for _, samples in taken) <= 32
+    assert max(samples for _, samples in taken) > 100 if fixed > each else max(samples for _, samples in taken) <= 64
     assert len(taken) >= 10
+
+
+@pytest.mark.parametrize("size", [8, 16, 20])
+def test_the_part_of_the_time_is_kept_with_batches_of_fewer_samples(monkeypatch, size):
+    """As of a callback, which measures batches that were trained on."""
+    clock, budget, taken = Clock(monkeypatch), Budget(0.1, None), []
+    for _ in range(1000):
+        clock.now += 0.1
+        batch = budget.due((torch.zeros(size, 1), torch.zeros(size)))
+        if batch is not None:
+            clock.now += 0.5
+            budget.took()
+            taken.append((len(batch[0]), budget.spent / (budget.spent + budget.trained)))
+    assert {samples for samples, _ in taken} == {size}
+    assert max(share for _, share in taken[1:]) <= 0.1  # the first one is at once
+    assert len(taken) >= 20
 
 
 def test_a_history_is_gone_on_with_at_the_step_and_time_where_it_ended(monkeypatch):
@@ -71,8 +87,11 @@ def test_a_history_is_gone_on_with_at_the_step_and_time_where_it_ended(monkeypat
         further.step(step=-1)
 
 
-@pytest.mark.parametrize("data", [(X, Y), [(X[:40], Y[:40]), (X[40:], Y[40:])]], ids=["tensors", "batches"])
-def test_a_step_measures_some_samples_of_the_data_in_turn(data, monkeypatch):
+HALVES = [(X[:40], Y[:40]), (X[40:], Y[40:])]
+
+
+@pytest.mark.parametrize(("data", "sizes"), [((X, Y), (32, 32)), (HALVES, (32, 8))], ids=["tensors", "batches"])
+def test_a_step_measures_some_samples_of_the_data_in_turn(data, sizes, monkeypatch):
     Clock(monkeypatch)  # measuring takes no time, and so is always within the part
     model = classifier(5, 6, 3).train()
     history = pf.track(model, LOSS, data, budget=0.999, seed=1)
@@ -83,16 +102,16 @@ def test_a_step_measures_some_samples_of_the_data_in_turn(data, monkeypatch):
     assert model.training
     assert all(records)
     seen = Budget(0.5, data)
-    for record in records[:2]:
+    for record, size in zip(records[:2], sizes, strict=True):
         batch = seen._next()
         found = record.reports["live"]["0", "relative_flatness"]
         how = {"curvature": "ggn", "probes": 1, "seed": 1, "per_sample": True, "eval": True}
         expected = pf.measure(model, LOSS, batch, measures="relative_flatness", **how)["0", "relative_flatness"]
-        assert (found.value, found.samples, found.exact, found.per_sample) == (expected.value, 8, False, None)
-        assert found.stderr == pytest.approx(statistics.stdev(expected.per_sample.tolist()) / 8**0.5)
+        assert (found.value, found.samples, found.exact, found.per_sample) == (expected.value, size, False, None)
+        assert found.stderr == pytest.approx(statistics.stdev(expected.per_sample.tolist()) / size**0.5)
     assert [record.step for record in records] == [*range(1, 10)]
-    places = Budget(0.5, (torch.arange(20), torch.arange(20)))
-    assert sorted(n for _ in range(3) for n in places._next()[0].tolist()) == [*range(20)]
+    places = Budget(0.5, (torch.arange(80), torch.arange(80)))
+    assert sorted(n for _ in range(3) for n in places._next()[0].tolist()) == [*range(80)]
 
 
 def test_a_history_goes_on_with_its_time(tmp_path):
