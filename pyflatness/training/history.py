@@ -10,6 +10,7 @@ from ..errors import InputError
 from ..messages import shown
 from ..options import check_count, check_number
 from ..report import Estimate, Readable, Report, views
+from ..report.report import aligned
 from ..report.result import write_json
 from . import budget as budgets
 from . import curves
@@ -240,21 +241,25 @@ class History(Readable):
         return f"History({len(self)} records{until}: {', '.join(self._measures) or 'nothing measured'})"
 
     def __str__(self) -> str:
-        """Return a table of the network's values, a row for each record and kind of weights; of many the last ones."""
-        columns = ["step", "epoch", *dict.fromkeys(name for record in self for name in record.numbers)]
-        rows = [
+        """Return a table of the network's values as a report prints them, a row for each record and kind of weights.
+
+        Of many records it has the last ones.
+        """
+        shown = [(record, *held) for record in self._records[-_SHOWN:] for held in record.reports.items()]
+        beside = [
             {"step": record.step, "epoch": record.epoch, **record.numbers, "weights": weights}
-            | {name: float(held[""]) for name, held in report.by_measure().items() if "" in held}
-            for record in self._records[-_SHOWN:]
-            for weights, report in record.reports.items()
+            for record, weights, _ in shown
         ]
         several = ["weights"] if any(len(record.reports) > 1 for record in self) else []
-        wanted = (*columns, *several, *self._measures)
-        shown = [name for name in wanted if any(row.get(name) is not None for row in rows)]
-        cells = [shown, *([_cell(row.get(name)) for name in shown] for row in rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
-        return "\n".join([repr(self), *lines]) if shown else repr(self)
+        names = ["step", "epoch", *dict.fromkeys(name for record in self for name in record.numbers), *several]
+        values = {name: [report.by_measure().get(name, {}).get("") for *_, report in shown] for name in self._measures}
+        columns = [[name, *(_cell(row.get(name)) for row in beside)] for name in names]
+        columns += [[name, *aligned(held)] for name, held in values.items() if any(one is not None for one in held)]
+        columns = [column for column in columns if any(column[1:])]
+        cells = [[cell.rjust(max(map(len, column))) for cell in column] for column in columns]
+        lines = ["  ".join(line).rstrip() for line in zip(*cells, strict=True)]
+        sampled = any(one is not None and one.stderr is not None for held in values.values() for one in held)
+        return "\n".join([repr(self), *lines, *(["[95 % intervals]"] if sampled else ())])
 
     @property
     def _measures(self) -> tuple[str, ...]:

@@ -103,6 +103,22 @@ def test_a_history_that_was_read_is_gone_on_with(exact):
     assert f"{float(more[0].reports['live']['trace']):.4g}" in rows[0].split()
 
 
+def test_the_table_has_the_intervals_of_a_report(exact, sampled):
+    *_, last, said = str(sampled).splitlines()
+    for measure in ("relative_flatness", "trace"):
+        estimate = sampled[-1].reports["swa"][measure]
+        shown = repr(estimate).removeprefix("Estimate(").split(":")[0]
+        assert "[" in shown
+        assert shown in last
+        assert shown in str(sampled[-1].reports["swa"])
+    assert said == "[95 % intervals]"
+    assert "[" not in str(exact)
+    mixed = pf.results.History()
+    mixed.add(exact[0].reports)
+    mixed.add(pf.measure(classifier(5, 6, 3), LOSS, (X, Y), measures="weight_norm"))
+    assert str(mixed).splitlines()[-1].split()[:2] == ["–", "–"]  # of the first two measures
+
+
 def test_reports_that_were_measured_otherwise(exact):
     found = pf.results.History()
     for record in exact:
