@@ -149,7 +149,8 @@ def of_distribution(report: Report) -> Report:
 def _of_distribution(held: Estimate) -> Estimate:
     if held.per_sample is None or held.samples < 2:
         return held
-    stderr = float(held.per_sample.std() / held.samples**0.5) or math.nan
+    counting = held.per_sample[~held.per_sample.isnan()] if held.omitted else held.per_sample
+    stderr = float(counting.std() / held.samples**0.5) or math.nan
     return replace(held, per_sample=None, stderr=stderr, dof=float(held.samples - 1), exact=False)
 
 
@@ -178,19 +179,30 @@ def pooled(reports: Sequence[tuple[float, Report]], measure: str) -> dict[str, E
     return found
 
 
-def alarms(held: Sequence[Estimate]) -> list[int]:
+def alarms(held: Sequence[Estimate]) -> tuple[list[int], str]:
     """Return the places of values at which single samples' values are much more alike than just before.
 
     c = s / value, s the standard deviation over single samples, is then less than :data:`_ALIKE` times the median of
-    the last :data:`_BEFORE` ones. It falls where predictions lose their certainty for all samples at once.
+    the last :data:`_BEFORE` ones. It falls where predictions lose their certainty for all samples at once. Beside it is
+    in words what is missing where no value could be one.
     """
-    spreads = [math.sqrt(_variance(one) * one.samples) / one.value if one.value > 0 else 0.0 for one in held]
-    return [
-        place
-        for place in range(_BEFORE, len(held))
-        if held[place].samples >= _ENOUGH
-        and 0 < spreads[place] < _ALIKE * statistics.median(spreads[place - _BEFORE : place])
+    spreads = [
+        (place, math.sqrt(_variance(one) * one.samples) / one.value)
+        for place, one in enumerate(held)
+        if one.value > 0 and _variance(one)
     ]
+    later = [
+        (place, spread < _ALIKE * statistics.median(before for _, before in spreads[number : number + _BEFORE]))
+        for number, (place, spread) in enumerate(spreads[_BEFORE:])
+    ]
+    most = max((held[place].samples for place, _ in later), default=0)
+    sizes = f", and from the {_BEFORE + 1}th on they have at most {most} samples" if later else ""
+    missing = (
+        f"it takes {_BEFORE} records with standard errors, as of budget=, and then one of at least {_ENOUGH} samples; "
+        f"there are {len(spreads)} with standard errors{sizes}"
+    )
+    found = [place for place, is_alike in later if is_alike and held[place].samples >= _ENOUGH]
+    return found, missing if most < _ENOUGH else ""
 
 
 def _filtered(values: Sequence[tuple[float, Estimate]], q: float) -> tuple[float, float, float]:

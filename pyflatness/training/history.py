@@ -1,12 +1,13 @@
 """Hold measures of a network over the steps of its training: table, figure and JSON."""
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError
+from ..errors import InputError, NonFiniteError
 from ..messages import shown
 from ..options import check_count, check_number
 from ..report import Estimate, Readable, Report, views
@@ -93,6 +94,7 @@ class History(Readable):
     ) -> None:
         self._records, self._measure, self._budget = [*records], measure, budget
         self._ran = records.ran if isinstance(records, History) else None
+        self._said: set[str] = set()
         if budget is not None:
             budget.resume(self._records, self._ran)
 
@@ -104,6 +106,9 @@ class History(Readable):
     def step(self, *, step: int | None = None, epoch: float | None = None, **numbers: Any) -> Record | None:
         """Count a step of the training, and measure where the budget allows it, see :func:`pyflatness.track`.
 
+        NaN or infinity does not end the training, as where it diverges: there is a warning at the first time, and no
+        record. With ``nan_policy="propagate"`` there is one of NaN, and ``"omit"`` leaves such samples out.
+
         Args:
             step: how many steps the optimiser has taken; None: one more than at the last call.
             epoch: the epoch, or a fraction of one.
@@ -111,6 +116,9 @@ class History(Readable):
 
         Returns:
             The new record, with ``train_seconds`` among its numbers, or None.
+
+        Warns:
+            RuntimeWarning: NaN or infinity, at the first time.
 
         Raises:
             InputError: a history without ``budget=``, and as :meth:`record`.
@@ -122,8 +130,14 @@ class History(Readable):
         if batch is None:
             return None
         when = _checked(budget.steps, epoch, {**numbers, "train_seconds": budget.trained})
-        reports = self._measure(batch)
-        return self._appended(Record(*when, reports, budget.took()))
+        try:
+            reports = self._measure(batch)
+        except NonFiniteError as error:
+            self._once("a step", f"step {budget.steps} is not measured, and no later one with NaN or infinity: {error}")
+            return None
+        finally:
+            seconds = budget.took()
+        return self._appended(Record(*when, reports, seconds))
 
     def pooled(self, measure: str = "relative_flatness", weights: str = "live") -> dict[str, Estimate]:
         """Return each layer's last value by all records, of which older ones count by less as far as values drift.
@@ -178,12 +192,19 @@ class History(Readable):
 
         Raises:
             InputError: no records of the measure.
+
+        Warns:
+            RuntimeWarning: no record could be one, as of the first ten: how many records of how many samples it takes,
+                and how many there are. It comes once.
         """
         held = [(one, one.reports[weights]) for one in self if weights in one.reports]
         found = [(one, report[measure]) for one, report in held if measure in report.measures]
         if not found:
             raise InputError(f"history: {shown(measure)} of {weights!r} weights is in no record")
-        return tuple(found[place][0] for place in budgets.alarms([value for _, value in found]))
+        places, missing = budgets.alarms([value for _, value in found])
+        if missing:
+            self._once("alarms", f"alarms() could not find any: {missing}")
+        return tuple(found[place][0] for place in places)
 
     def add(
         self,
@@ -211,6 +232,11 @@ class History(Readable):
             raise InputError(f"history: a report of pf.measure is wanted, or a dict of them, got {shown(reports)}")
         spent = None if seconds is None else _number("seconds", seconds)
         return self._appended(Record(*_checked(step, epoch, numbers), dict(named), spent))
+
+    def _once(self, about: str, text: str) -> None:
+        if about not in self._said:
+            self._said.add(about)
+            warnings.warn(f"history: {text}", RuntimeWarning, stacklevel=3)
 
     def _appended(self, record: Record) -> Record:
         self._records.append(record)
