@@ -92,9 +92,10 @@ class FlatnessCallback(Watch, TrainerCallback):  # type: ignore[misc]
         self._trainer, self._batch = trainer, dict[str, Tensor]()
         self._hook: Any = None
         measured = self._part_of(trainer.model)
-        if auto.is_auto(loss):
-            auto.of_transformers(unwrap(measured))
-        if auto.is_auto(loss) and (trainer.compute_loss_func is not None or trainer.label_smoother is not None):
+        if not auto.is_auto(loss):
+            return
+        auto.of_transformers(unwrap(measured))
+        if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
             own = "compute_loss_func=" if trainer.compute_loss_func is not None else "label_smoothing_factor"
             raise InputError(
                 f"loss='auto' is the model's own loss, and the trainer has another by {own}; pass the one to measure "
