@@ -106,8 +106,8 @@ class History(Readable):
     def step(self, *, step: int | None = None, epoch: float | None = None, **numbers: Any) -> Record | None:
         """Count a step of the training, and measure where the budget allows it, see :func:`pyflatness.track`.
 
-        NaN or infinity does not end the training, as where it diverges: there is a warning at the first time, and no
-        record. With ``nan_policy="propagate"`` there is one of NaN, and ``"omit"`` leaves such samples out.
+        Where it meets NaN or infinity, as in a training that diverges, nothing is recorded, and a warning says so the
+        first time. ``nan_policy="propagate"`` records NaN, and ``"omit"`` leaves out the samples that have it.
 
         Args:
             step: how many steps the optimiser has taken; None: one more than at the last call.
@@ -116,9 +116,6 @@ class History(Readable):
 
         Returns:
             The new record, with ``train_seconds`` among its numbers, or None.
-
-        Warns:
-            RuntimeWarning: NaN or infinity, at the first time.
 
         Raises:
             InputError: a history without ``budget=``, and as :meth:`record`.
@@ -188,14 +185,11 @@ class History(Readable):
 
         The network's values of single samples are then much more alike than before: their standard deviation over the
         value is less than 0.65 times the median of the last ten records, from 32 samples on. It is so where
-        predictions lose their certainty for all samples at once.
+        predictions lose their certainty for all samples at once. Where no record could be one, a warning says once how
+        many records of how many samples it takes, and how many there are.
 
         Raises:
             InputError: no records of the measure.
-
-        Warns:
-            RuntimeWarning: no record could be one, as of the first ten: how many records of how many samples it takes,
-                and how many there are. It comes once.
         """
         held = [(one, one.reports[weights]) for one in self if weights in one.reports]
         found = [(one, report[measure]) for one, report in held if measure in report.measures]
