@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from ..errors import InputError, MissingExtraError
 from ..losses import auto
-from ..model import selectors
+from ..model import hugging_face, selectors
+from ..model.layers import unwrap
 from ..model.selectors import Selector
 from ..options import check_number
 from ..training.layer_penalty import FlatnessPenalty
@@ -56,7 +57,8 @@ class FlatnessCallback(Watch, TrainerCallback):  # type: ignore[misc]
         history: a :class:`pyflatness.results.History` with a record for each measured epoch, counted from 1.
 
     Raises:
-        InputError: measures, options or a model that do not exist; ``loss="auto"`` where the trainer has another loss.
+        InputError: measures, options or a model that do not exist; ``loss="auto"`` where the trainer has another loss,
+            or the model is none of transformers.
         MissingExtraError: without transformers.
 
     Example:
@@ -89,8 +91,11 @@ class FlatnessCallback(Watch, TrainerCallback):  # type: ignore[misc]
         super().__init__(layers, measures, data, loss=loss, model=model, name=name, strict=strict, **how, **options)
         self._trainer, self._batch = trainer, dict[str, Tensor]()
         self._hook: Any = None
-        self._part_of(trainer.model)
-        if auto.is_auto(loss) and (trainer.compute_loss_func is not None or trainer.label_smoother is not None):
+        measured = self._part_of(trainer.model)
+        if not auto.is_auto(loss):
+            return
+        auto.of_transformers(unwrap(measured))
+        if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
             own = "compute_loss_func=" if trainer.compute_loss_func is not None else "label_smoothing_factor"
             raise InputError(
                 f"loss='auto' is the model's own loss, and the trainer has another by {own}; pass the one to measure "
@@ -171,6 +176,16 @@ class PenaltyCallback(TrainerCallback):  # type: ignore[misc]
     has its own loss, as ``eval_loss``. Accumulated gradients are those of the whole batch where they are of the model's
     own loss, but with ``normalize="std"``, whose deviations are a micro-batch's.
 
+    Where the model is none of transformers, or the trainer has another loss, as by ``label_smoothing_factor``, pass the
+    trainer a ``compute_loss_func`` that adds the penalty (with both divided by ``gradient_accumulation_steps``)::
+
+        loss = nn.CrossEntropyLoss(label_smoothing=0.1)
+        penalty = pf.FlatnessPenalty(model, "classifier", loss)
+
+        def penalised(outputs, labels, num_items_in_batch=None):
+            risk = loss(outputs.logits, labels)
+            return risk + 0.01 * penalty(outputs.logits, labels) if torch.is_grad_enabled() else risk
+
     Args:
         layers: name, pattern or module of layers, or a sequence of these, see :class:`pyflatness.FlatnessPenalty`.
         strength: what the relative flatness is multiplied by, λ; above 0.
@@ -179,7 +194,7 @@ class PenaltyCallback(TrainerCallback):  # type: ignore[misc]
 
     Raises:
         InputError: a strength that is no number above 0; when the training begins: layers or a model that do not fit,
-            or a loss of the trainer's (``label_smoothing_factor``, ``compute_loss_func``) that is not the model's own.
+            or ``label_smoothing_factor``; at its first step: a ``compute_loss_func``.
         MissingExtraError: without transformers.
 
     Example:
@@ -201,6 +216,10 @@ class PenaltyCallback(TrainerCallback):  # type: ignore[misc]
         for hook in [*model._forward_hooks.values()]:  # of a training that an error ended, by any callback
             if isinstance(callback := getattr(hook, "__self__", None), PenaltyCallback):
                 callback._remove()
+        if args.label_smoothing_factor:
+            raise _refusal(f"this trainer has another by label_smoothing_factor={args.label_smoothing_factor}")
+        if hugging_face.inner(unwrap(model)) is None:
+            raise _refusal(f"a {type(model).__name__} is none")
         self._penalty = self._made(model)
         self._hook = model.register_forward_hook(self._add, with_kwargs=True)
 
@@ -212,11 +231,7 @@ class PenaltyCallback(TrainerCallback):  # type: ignore[misc]
         if not model.training or not torch.is_grad_enabled():
             return
         if getattr(outputs, "loss", None) is None:
-            raise InputError(
-                "PenaltyCallback adds to the loss that the model computes of its labels, and it was called without "
-                "(by label_smoothing_factor= or compute_loss_func= the trainer has another loss); leave these out, or "
-                "add pf.FlatnessPenalty to the loss in a compute_loss of yours"
-            )
+            raise _refusal("this one was called without any, as by compute_loss_func=")
         assert self._penalty is not None
         outputs["loss"] = outputs.loss + self._strength * self._penalty(outputs, given)
 
@@ -225,6 +240,14 @@ class PenaltyCallback(TrainerCallback):  # type: ignore[misc]
             self._penalty.remove()
             self._hook.remove()
         self._penalty = None
+
+
+def _refusal(why: str) -> InputError:
+    return InputError(
+        f"PenaltyCallback adds to the loss that a model of transformers computes of its labels, and {why}; leave the "
+        "callback out, and pass the trainer a compute_loss_func= that in training returns loss(outputs.logits, labels) "
+        "+ strength * penalty(outputs.logits, labels), with penalty = pf.FlatnessPenalty(model, layers, loss)"
+    )
 
 
 def _plain(loader: Any) -> Any:

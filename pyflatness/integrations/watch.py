@@ -108,7 +108,10 @@ class Watch:
         except Exception as error:  # of any kind: it must not end hours of training
             if self._strict or interrupts.is_raised(error):
                 raise
-            self._once(f"epoch {epoch} is not measured: ", f"{type(error).__name__}: {error}")
+            kind = type(error).__name__
+            when = f"epoch {epoch}" if self._budget is None else f"step {step}"
+            about = kind if isinstance(error, NonFiniteError) else None  # its text counts samples
+            self._once(f"{when} is not measured: ", f"{kind}: {error}", about)
             return {}
         finally:
             spent = time.perf_counter() - started
@@ -194,10 +197,10 @@ class Watch:
     def _of(self, model: nn.Module, loss: Any, data: Any, measures: str | list[str] | None) -> Report:
         return measure(model, loss, data, layers=self._layers, measures=measures, **self._options)
 
-    def _once(self, beginning: str, text: str) -> None:
+    def _once(self, beginning: str, text: str, about: str | None = None) -> None:
         """Warn once of what is the same in every epoch."""
-        if text not in self._said:
-            self._said.add(text)
+        if (about or text) not in self._said:
+            self._said.add(about or text)
             self._warn(beginning + text)
 
     def _warn(self, text: str) -> None:

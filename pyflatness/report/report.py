@@ -429,7 +429,7 @@ class Report(Readable):
         Headers of several words take two lines where that makes one table of several.
         """
         room = max(_WIDTH - max(map(len, rows)) - self._longest_method() - _BESIDE_NUMBERS, _LEAST)
-        widths = {measure: len(_aligned([of.get(measure) for of in rows.values()])[0]) for measure in self.measures}
+        widths = {measure: len(aligned([of.get(measure) for of in rows.values()])[0]) for measure in self.measures}
         broken = {measure: _in_two_lines(measure) for measure in self.measures}
         if sum(_width(header, widths[measure]) for measure, header in broken.items()) > room:
             broken = {}
@@ -451,7 +451,7 @@ class Report(Readable):
 
         held = {name: [of[m] for m in headers if m in of] for name, of in rows.items()}
         rows = {name: rows[name] for name, row in held.items() if row}
-        columns = {measure: _aligned([of.get(measure) for of in rows.values()]) for measure in headers}
+        columns = {measure: aligned([of.get(measure) for of in rows.values()]) for measure in headers}
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         table.add_column("layer", no_wrap=True)
         widths = [_width(header, len(columns[measure][0])) - _BETWEEN for measure, header in headers.items()]
@@ -491,7 +491,7 @@ def _number(estimate: Estimate) -> str:
     return intervals.shown(estimate.value, estimate.interval())
 
 
-def _aligned(column: Sequence[Estimate | None]) -> list[str]:
+def aligned(column: Sequence[Estimate | None]) -> list[str]:
     """Return a column's cells: numbers of four digits or with their intervals, their points below each other."""
     cells = []
     for estimate in column:

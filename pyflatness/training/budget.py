@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from .history import Record
 
 HOW = {"curvature": "ggn", "probes": 1, "per_sample": True}
-_FIRST = 8  # samples
 _CHEAPER = 1.6  # times as long for twice the samples
 _OFTEN = 5
 _DRIFTS = (0.0, *(10.0 ** (k / 4) for k in range(-36, 1)))  # in a step
-_BEFORE, _ENOUGH, _ALIKE = 10, 32, 0.65  # records, samples, and so much of what was
+_ENOUGH = 32  # samples that tell how far these differ: the first measurement's, and an alarm's
+_BEFORE, _ALIKE = 10, 0.65  # records, and so much of what was
 _NEARLY = 1.0  # of the logarithm of a likelihood
 
 
@@ -75,7 +75,7 @@ class Budget:
         orders = torch.Generator("cpu").manual_seed(0)
         self._orders = [torch.randperm(data.size(batch), generator=orders, device="cpu") for batch in self._batches]
         self._place = (0, 0)
-        self._samples, self._taken, self._costs = _FIRST, 0, dict[int, float]()
+        self._samples, self._taken, self._costs = _ENOUGH, 0, dict[int, float]()
         self.resume(())
 
     @property
@@ -118,15 +118,19 @@ class Budget:
         self._costs[samples] = seconds if known is None else min(seconds, 2 * known) * 0.5 + known * 0.5
         half = self._costs.get(samples // 2)
         more = samples >= self._samples and (half is None or seconds < _CHEAPER * half)
-        warm = known is not None or samples > _FIRST
+        warm = known is not None or samples > _ENOUGH
         if warm and more and self._part * self.trained > _OFTEN * self._expected(2 * samples):
             self._samples = 2 * samples
         return seconds
 
     def _expected(self, samples: int) -> float:
-        """Return the seconds that so many samples are expected to take: in line with half and a quarter as many."""
+        """Return the seconds that so many samples are expected to take: in line with half and a quarter as many.
+
+        Where batches have fewer, what these took.
+        """
         half, quarter = (self._costs.get(samples // part, 0.0) for part in (2, 4))
-        return self._costs.get(samples, half + 2 * max(0.0, half - quarter) if quarter else 2 * half)
+        in_line = half + 2 * max(0.0, half - quarter) if quarter else 2 * half
+        return self._costs.get(samples, in_line if half else max(self._costs.values(), default=0.0))
 
     def _next(self) -> Any:
         """Return the next samples, going round in the batches."""
@@ -145,7 +149,8 @@ def of_distribution(report: Report) -> Report:
 def _of_distribution(held: Estimate) -> Estimate:
     if held.per_sample is None or held.samples < 2:
         return held
-    stderr = float(held.per_sample.std() / held.samples**0.5) or math.nan
+    counting = held.per_sample[~held.per_sample.isnan()] if held.omitted else held.per_sample
+    stderr = float(counting.std() / held.samples**0.5) or math.nan
     return replace(held, per_sample=None, stderr=stderr, dof=float(held.samples - 1), exact=False)
 
 
@@ -174,19 +179,30 @@ def pooled(reports: Sequence[tuple[float, Report]], measure: str) -> dict[str, E
     return found
 
 
-def alarms(held: Sequence[Estimate]) -> list[int]:
+def alarms(held: Sequence[Estimate]) -> tuple[list[int], str]:
     """Return the places of values at which single samples' values are much more alike than just before.
 
     c = s / value, s the standard deviation over single samples, is then less than :data:`_ALIKE` times the median of
-    the last :data:`_BEFORE` ones. It falls where predictions lose their certainty for all samples at once.
+    the last :data:`_BEFORE` ones. It falls where predictions lose their certainty for all samples at once. Beside it is
+    in words what is missing where no value could be one.
     """
-    spreads = [math.sqrt(_variance(one) * one.samples) / one.value if one.value > 0 else 0.0 for one in held]
-    return [
-        place
-        for place in range(_BEFORE, len(held))
-        if held[place].samples >= _ENOUGH
-        and 0 < spreads[place] < _ALIKE * statistics.median(spreads[place - _BEFORE : place])
+    spreads = [
+        (place, math.sqrt(_variance(one) * one.samples) / one.value)
+        for place, one in enumerate(held)
+        if one.value > 0 and _variance(one)
     ]
+    later = [
+        (place, spread < _ALIKE * statistics.median(before for _, before in spreads[number : number + _BEFORE]))
+        for number, (place, spread) in enumerate(spreads[_BEFORE:])
+    ]
+    most = max((held[place].samples for place, _ in later), default=0)
+    sizes = f", and from the {_BEFORE + 1}th on they have at most {most} samples" if later else ""
+    missing = (
+        f"it takes {_BEFORE} records with standard errors, as of budget=, and then one of at least {_ENOUGH} samples; "
+        f"there are {len(spreads)} with standard errors{sizes}"
+    )
+    found = [place for place, is_alike in later if is_alike and held[place].samples >= _ENOUGH]
+    return found, missing if most < _ENOUGH else ""
 
 
 def _filtered(values: Sequence[tuple[float, Estimate]], q: float) -> tuple[float, float, float]:

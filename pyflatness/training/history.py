@@ -1,15 +1,17 @@
 """Hold measures of a network over the steps of its training: table, figure and JSON."""
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError
+from ..errors import InputError, NonFiniteError
 from ..messages import shown
 from ..options import check_count, check_number
 from ..report import Estimate, Readable, Report, views
+from ..report.report import aligned
 from ..report.result import write_json
 from . import budget as budgets
 from . import curves
@@ -92,6 +94,7 @@ class History(Readable):
     ) -> None:
         self._records, self._measure, self._budget = [*records], measure, budget
         self._ran = records.ran if isinstance(records, History) else None
+        self._said: set[str] = set()
         if budget is not None:
             budget.resume(self._records, self._ran)
 
@@ -102,6 +105,9 @@ class History(Readable):
 
     def step(self, *, step: int | None = None, epoch: float | None = None, **numbers: Any) -> Record | None:
         """Count a step of the training, and measure where the budget allows it, see :func:`pyflatness.track`.
+
+        Where it meets NaN or infinity, as in a training that diverges, nothing is recorded, and a warning says so the
+        first time. ``nan_policy="propagate"`` records NaN, and ``"omit"`` leaves out the samples that have it.
 
         Args:
             step: how many steps the optimiser has taken; None: one more than at the last call.
@@ -121,8 +127,14 @@ class History(Readable):
         if batch is None:
             return None
         when = _checked(budget.steps, epoch, {**numbers, "train_seconds": budget.trained})
-        reports = self._measure(batch)
-        return self._appended(Record(*when, reports, budget.took()))
+        try:
+            reports = self._measure(batch)
+        except NonFiniteError as error:
+            self._once("a step", f"step {budget.steps} is not measured, and no later one with NaN or infinity: {error}")
+            return None
+        finally:
+            seconds = budget.took()
+        return self._appended(Record(*when, reports, seconds))
 
     def pooled(self, measure: str = "relative_flatness", weights: str = "live") -> dict[str, Estimate]:
         """Return each layer's last value by all records, of which older ones count by less as far as values drift.
@@ -173,7 +185,8 @@ class History(Readable):
 
         The network's values of single samples are then much more alike than before: their standard deviation over the
         value is less than 0.65 times the median of the last ten records, from 32 samples on. It is so where
-        predictions lose their certainty for all samples at once.
+        predictions lose their certainty for all samples at once. Where no record could be one, a warning says once how
+        many records of how many samples it takes, and how many there are.
 
         Raises:
             InputError: no records of the measure.
@@ -182,7 +195,10 @@ class History(Readable):
         found = [(one, report[measure]) for one, report in held if measure in report.measures]
         if not found:
             raise InputError(f"history: {shown(measure)} of {weights!r} weights is in no record")
-        return tuple(found[place][0] for place in budgets.alarms([value for _, value in found]))
+        places, missing = budgets.alarms([value for _, value in found])
+        if missing:
+            self._once("alarms", f"alarms() could not find any: {missing}")
+        return tuple(found[place][0] for place in places)
 
     def add(
         self,
@@ -210,6 +226,11 @@ class History(Readable):
             raise InputError(f"history: a report of pf.measure is wanted, or a dict of them, got {shown(reports)}")
         spent = None if seconds is None else _number("seconds", seconds)
         return self._appended(Record(*_checked(step, epoch, numbers), dict(named), spent))
+
+    def _once(self, about: str, text: str) -> None:
+        if about not in self._said:
+            self._said.add(about)
+            warnings.warn(f"history: {text}", RuntimeWarning, stacklevel=3)
 
     def _appended(self, record: Record) -> Record:
         self._records.append(record)
@@ -240,21 +261,25 @@ class History(Readable):
         return f"History({len(self)} records{until}: {', '.join(self._measures) or 'nothing measured'})"
 
     def __str__(self) -> str:
-        """Return a table of the network's values, a row for each record and kind of weights; of many the last ones."""
-        columns = ["step", "epoch", *dict.fromkeys(name for record in self for name in record.numbers)]
-        rows = [
+        """Return a table of the network's values as a report prints them, a row for each record and kind of weights.
+
+        Of many records it has the last ones.
+        """
+        shown = [(record, *held) for record in self._records[-_SHOWN:] for held in record.reports.items()]
+        beside = [
             {"step": record.step, "epoch": record.epoch, **record.numbers, "weights": weights}
-            | {name: float(held[""]) for name, held in report.by_measure().items() if "" in held}
-            for record in self._records[-_SHOWN:]
-            for weights, report in record.reports.items()
+            for record, weights, _ in shown
         ]
         several = ["weights"] if any(len(record.reports) > 1 for record in self) else []
-        wanted = (*columns, *several, *self._measures)
-        shown = [name for name in wanted if any(row.get(name) is not None for row in rows)]
-        cells = [shown, *([_cell(row.get(name)) for name in shown] for row in rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
-        return "\n".join([repr(self), *lines]) if shown else repr(self)
+        names = ["step", "epoch", *dict.fromkeys(name for record in self for name in record.numbers), *several]
+        values = {name: [report.by_measure().get(name, {}).get("") for *_, report in shown] for name in self._measures}
+        columns = [[name, *(_cell(row.get(name)) for row in beside)] for name in names]
+        columns += [[name, *aligned(held)] for name, held in values.items() if any(one is not None for one in held)]
+        columns = [column for column in columns if any(column[1:])]
+        cells = [[cell.rjust(max(map(len, column))) for cell in column] for column in columns]
+        lines = ["  ".join(line).rstrip() for line in zip(*cells, strict=True)]
+        sampled = any(one is not None and one.stderr is not None for held in values.values() for one in held)
+        return "\n".join([repr(self), *lines, *(["[95 % intervals]"] if sampled else ())])
 
     @property
     def _measures(self) -> tuple[str, ...]:

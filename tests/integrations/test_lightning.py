@@ -68,6 +68,22 @@ def test_a_budget_measures_steps(data):
         FlatnessCallback(data="val", budget=0.5)
 
 
+def test_nan_under_a_budget_is_said_once():
+    """In whatever batch, and of however many samples."""
+    inputs = torch.ones(4, trainings.FEATURES)
+    batches = [
+        (inputs.masked_fill((torch.arange(4) < count)[:, None], torch.nan), torch.zeros(4, dtype=torch.long))
+        for count in (1, 2, 3)
+    ]
+    callback = FlatnessCallback(data=batches, budget=0.999)
+    with pytest.warns(
+        RuntimeWarning, match="flatness: step 1 is not measured: NonFiniteError: batch 0: 1 of 4"
+    ) as said:
+        fit(pl, [callback])
+    assert sum("is not measured" in str(one.message) for one in said) == 1
+    assert len(callback.history) == 0
+
+
 def test_a_penalty_in_a_training_step():
     """It is made when the fit begins, and added to the loss that the module computes."""
 

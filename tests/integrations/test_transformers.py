@@ -248,6 +248,27 @@ def test_a_loss_of_the_trainers_has_to_be_passed(tmp_path):
     assert callback.history
 
 
+class Plain(nn.Module):
+    """A model that is none of transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = classifier()
+
+    def forward(self, input_ids, labels=None):
+        return self.body(input_ids, labels=labels)
+
+
+def test_of_a_model_of_the_users_own_the_loss_has_to_be_passed(tmp_path):
+    """It is asked for before the training: at the end of an epoch a warning came too late."""
+    with pytest.raises(pf.errors.InputError, match=r"loss: 'auto' is the loss .* a Plain is none; pass the loss"):
+        trained(tmp_path, {}, model=Plain())
+    *_, (callback,) = trained(tmp_path, {"loss": "cross_entropy", "strict": True}, model=Plain(), num_train_epochs=1)
+    assert len(callback.history) == 1
+    *_, (callback,) = trained(tmp_path, {"model": "body", "strict": True}, model=Plain(), num_train_epochs=1)
+    assert len(callback.history) == 1
+
+
 def test_bad_arguments(tmp_path):
     trainer = trainer_of(tmp_path)
     for arguments, options, error, message in (

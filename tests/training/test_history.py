@@ -100,7 +100,23 @@ def test_a_history_that_was_read_is_gone_on_with(exact):
     assert names.split()[0] == "step"
     assert {"weights", "relative_flatness", "trace"} <= {*names.split()}
     assert len(rows) == sum(len(record.reports) for record in more)
-    assert f"{float(more[0].reports['live']['trace']):.4g}" in rows[0].split()
+    assert float(rows[0].split()[-1]) == pytest.approx(more[0].reports["live"]["trace"].value, rel=1e-3)
+
+
+def test_the_table_has_the_intervals_of_a_report(exact, sampled):
+    *_, last, said = str(sampled).splitlines()
+    for measure in ("relative_flatness", "trace"):
+        estimate = sampled[-1].reports["swa"][measure]
+        shown = repr(estimate).removeprefix("Estimate(").split(":")[0]
+        assert "[" in shown
+        assert shown in last
+        assert shown in str(sampled[-1].reports["swa"])
+    assert said == "[95 % intervals]"
+    assert "[" not in str(exact)
+    mixed = pf.results.History()
+    mixed.add(exact[0].reports)
+    mixed.add(pf.measure(classifier(5, 6, 3), LOSS, (X, Y), measures="weight_norm"))
+    assert str(mixed).splitlines()[-1].split()[:2] == ["–", "–"]  # of the first two measures
 
 
 def test_reports_that_were_measured_otherwise(exact):

@@ -144,18 +144,35 @@ def test_adapters_of_lora():
     assert value.item() == pytest.approx(exact.value, rel=0.1)
 
 
+class Plain(nn.Module):
+    """A model of the user's own for a trainer of transformers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, 3)
+
+    def forward(self, input_ids, labels=None):
+        logits = self.head(self.words(input_ids).mean(dim=1))
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return transformers.modeling_outputs.SequenceClassifierOutput(loss=loss, logits=logits)
+
+
 class TestCallback:
     @pytest.fixture(autouse=True)
     def _needs_accelerate(self):
         pytest.importorskip("accelerate")
 
-    def trained(self, folder, model, *callbacks, samples=6, **options):
+    def trained(self, folder, model, *callbacks, samples=6, compute_loss_func=None, **options):
         batch = tokens(samples)
+        if isinstance(model, Plain):
+            batch["labels"] = torch.arange(samples) % 3
         rows = [{name: part[row] for name, part in batch.items()} for row in range(samples)]
         quiet = {"report_to": "none", "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "logging_steps": 1}
         few = {"max_steps": 1, "per_device_train_batch_size": samples, "optim": "sgd", "learning_rate": 0.1, **quiet}
         arguments = transformers.TrainingArguments(str(folder), max_grad_norm=0.0, **{**few, **options})
-        trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=[*callbacks])
+        given = {"train_dataset": rows, "eval_dataset": rows, "compute_loss_func": compute_loss_func}
+        trainer = transformers.Trainer(model, arguments, callbacks=[*callbacks], **given)
         trainer.train()
         return trainer
 
@@ -202,9 +219,35 @@ class TestCallback:
         assert losses[0] == losses[1]
         assert found[0]["loss"] > plain[0]["loss"]
 
+    def test_a_loss_of_the_users_may_have_the_penalty_instead(self, tmp_path):
+        """As the error says, with label smoothing and a model that is none of transformers."""
+        model, loss = Plain(), nn.CrossEntropyLoss(label_smoothing=0.1)
+        weight, features = model.head.weight.clone(), model.words(tokens(6)["input_ids"]).mean(dim=1)
+        penalty = pf.FlatnessPenalty(model, "head", loss, probes=400)
+
+        def penalised(outputs, labels, num_items_in_batch=None):
+            risk = loss(outputs.logits, labels)
+            return risk + 0.5 * penalty(outputs.logits, labels) if torch.is_grad_enabled() else risk
+
+        trainer = self.trained(tmp_path, model, compute_loss_func=penalised, eval_strategy="steps")
+        own, labels = Plain(), torch.arange(6) % 3
+        total = loss(own.head(features), labels)
+        total += 0.5 * pf.flatness_penalty(features, own.head.weight, own.head.bias, labels, loss=loss)
+        assert trainer.state.log_history[0]["loss"] == pytest.approx(total.item(), rel=0.03)
+        assert (model.head.weight - weight).abs().max() > 0
+        assert "eval_loss" in trainer.state.log_history[1]
+
     def test_what_it_cannot_add_to_is_an_error(self, tmp_path):
-        with pytest.raises(pf.errors.InputError, match="by label_smoothing_factor= or compute_loss_func="):
-            self.trained(tmp_path, llama(), self.callback(HEAD, 0.1), label_smoothing_factor=0.1)
+        way_out = r"pass the trainer a compute_loss_func= that in training returns loss\(outputs.logits, labels\) \+ "
+        for options, message in (
+            ({"label_smoothing_factor": 0.1}, "this trainer has another by label_smoothing_factor=0.1"),
+            ({"compute_loss_func": lambda *_, **__: None}, "this one was called without any, as by compute_loss_func="),
+        ):
+            model = llama()
+            with pytest.raises(pf.errors.InputError, match=f"computes of its labels, and {message}; .*{way_out}"):
+                self.trained(tmp_path, model, self.callback(HEAD, 0.1), **options)
+        with pytest.raises(pf.errors.InputError, match=f"computes of its labels, and a Plain is none; .*{way_out}"):
+            self.trained(tmp_path, Plain(), self.callback("head", 0.1))
         with pytest.raises(pf.errors.InputError, match="nothing in the model matches 'head'"):
             self.trained(tmp_path, llama(), self.callback("head", 0.1))
         with pytest.raises(pf.errors.InputError, match="strength=-1: a positive number is wanted"):

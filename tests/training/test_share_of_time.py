@@ -1,5 +1,6 @@
 """``budget=``: measurements within a part of the training's time, and what many small ones say together."""
 
+import math
 import statistics
 
 import pytest
@@ -38,10 +39,26 @@ def test_the_part_of_the_time_is_kept(monkeypatch, part, fixed, each):
             taken.append((step, len(batch[0])))
             clock.now += fixed + each * len(batch[0])
             budget.took()
-    assert taken[0] == (0, 8)
+    assert taken[0] == (0, 32)
     assert 0.8 * part < budget.spent / (budget.spent + budget.trained) <= part
-    assert max(samples for _, samples in taken) > 100 if fixed > each else max(samples for _, samples in taken) <= 32
+    assert max(samples for _, samples in taken) > 100 if fixed > each else max(samples for _, samples in taken) <= 64
     assert len(taken) >= 10
+
+
+@pytest.mark.parametrize("size", [8, 16, 20])
+def test_the_part_of_the_time_is_kept_with_batches_of_fewer_samples(monkeypatch, size):
+    """As of a callback, which measures batches that were trained on."""
+    clock, budget, taken = Clock(monkeypatch), Budget(0.1, None), []
+    for _ in range(1000):
+        clock.now += 0.1
+        batch = budget.due((torch.zeros(size, 1), torch.zeros(size)))
+        if batch is not None:
+            clock.now += 0.5
+            budget.took()
+            taken.append((len(batch[0]), budget.spent / (budget.spent + budget.trained)))
+    assert {samples for samples, _ in taken} == {size}
+    assert max(share for _, share in taken[1:]) <= 0.1  # the first one is at once
+    assert len(taken) >= 20
 
 
 def test_a_history_is_gone_on_with_at_the_step_and_time_where_it_ended(monkeypatch):
@@ -71,8 +88,11 @@ def test_a_history_is_gone_on_with_at_the_step_and_time_where_it_ended(monkeypat
         further.step(step=-1)
 
 
-@pytest.mark.parametrize("data", [(X, Y), [(X[:40], Y[:40]), (X[40:], Y[40:])]], ids=["tensors", "batches"])
-def test_a_step_measures_some_samples_of_the_data_in_turn(data, monkeypatch):
+HALVES = [(X[:40], Y[:40]), (X[40:], Y[40:])]
+
+
+@pytest.mark.parametrize(("data", "sizes"), [((X, Y), (32, 32)), (HALVES, (32, 8))], ids=["tensors", "batches"])
+def test_a_step_measures_some_samples_of_the_data_in_turn(data, sizes, monkeypatch):
     Clock(monkeypatch)  # measuring takes no time, and so is always within the part
     model = classifier(5, 6, 3).train()
     history = pf.track(model, LOSS, data, budget=0.999, seed=1)
@@ -83,16 +103,16 @@ def test_a_step_measures_some_samples_of_the_data_in_turn(data, monkeypatch):
     assert model.training
     assert all(records)
     seen = Budget(0.5, data)
-    for record in records[:2]:
+    for record, size in zip(records[:2], sizes, strict=True):
         batch = seen._next()
         found = record.reports["live"]["0", "relative_flatness"]
         how = {"curvature": "ggn", "probes": 1, "seed": 1, "per_sample": True, "eval": True}
         expected = pf.measure(model, LOSS, batch, measures="relative_flatness", **how)["0", "relative_flatness"]
-        assert (found.value, found.samples, found.exact, found.per_sample) == (expected.value, 8, False, None)
-        assert found.stderr == pytest.approx(statistics.stdev(expected.per_sample.tolist()) / 8**0.5)
+        assert (found.value, found.samples, found.exact, found.per_sample) == (expected.value, size, False, None)
+        assert found.stderr == pytest.approx(statistics.stdev(expected.per_sample.tolist()) / size**0.5)
     assert [record.step for record in records] == [*range(1, 10)]
-    places = Budget(0.5, (torch.arange(20), torch.arange(20)))
-    assert sorted(n for _ in range(3) for n in places._next()[0].tolist()) == [*range(20)]
+    places = Budget(0.5, (torch.arange(80), torch.arange(80)))
+    assert sorted(n for _ in range(3) for n in places._next()[0].tolist()) == [*range(80)]
 
 
 def test_a_history_goes_on_with_its_time(tmp_path):
@@ -154,12 +174,79 @@ def test_an_alarm_is_where_samples_become_alike():
     for step in range(30):
         history.add(report(1.0, (0.3 if step < 20 else 0.1) * (4 if step == 5 else 1), samples=64), step=step)
     assert [record.step for record in history.alarms()] == [*range(20, 26)]  # until the median is the new one
-    few = pf.results.History()
-    for step in range(30):
-        few.add(report(1.0, 0.3 if step < 20 else 0.1, samples=31), step=step)
-    assert few.alarms() == ()
     with pytest.raises(pf.errors.InputError, match="'trace' of 'live' weights is in no record"):
-        few.alarms("trace")
+        history.alarms("trace")
+
+
+@pytest.mark.parametrize(
+    ("count", "samples", "stderr", "said"),
+    [
+        (10, 64, 0.3, "there are 10 with standard errors$"),
+        (30, 31, 0.3, "there are 30 with standard errors, and from the 11th on they have at most 31 samples$"),
+        (30, 64, None, "there are 0 with standard errors$"),
+    ],
+    ids=["few records", "few samples", "exact values"],
+)
+def test_where_no_record_could_be_an_alarm_a_warning_says_so_once(count, samples, stderr, said):
+    history = pf.results.History()
+    for step in range(count):
+        history.add(report(1.0, stderr if step < 20 else stderr and 0.1, samples), step=step)
+    needed = "it takes 10 records with standard errors, as of budget=, and then one of at least 32 samples; "
+    with pytest.warns(RuntimeWarning, match=needed + said) as found:
+        assert history.alarms() == history.alarms() == ()
+    assert len(found) == 1
+    assert found[0].filename == __file__
+
+
+NAN = X.clone()
+NAN[::4] = math.nan
+
+
+def test_a_training_that_diverges_goes_on(monkeypatch):
+    """A step with NaN is not recorded, and said once; its time counts as one of measuring."""
+    clock, model = Clock(monkeypatch), classifier(5, 6, 3)
+    history = pf.track(model, LOSS, (X, Y), budget=0.999)
+    assert history.step(train_loss=0.5)
+    kept = model[0].weight.detach().clone()
+    with torch.no_grad():
+        model[0].weight[0, 0] = math.nan
+    measure = history._measure
+
+    def measured(batch):
+        clock.now += 1.0
+        return measure(batch)
+
+    monkeypatch.setattr(history, "_measure", measured)
+
+    def step():
+        clock.now += 1.0
+        return history.step(train_loss=math.nan)
+
+    with pytest.warns(RuntimeWarning, match="history: step 2 is not measured, .* layer '0': its weight has 1 ") as said:
+        assert [step(), step()] == [None, None]
+    assert len(said) == 1
+    assert history.ran == (3, 2.0, 2.0)
+    with torch.no_grad():
+        model[0].weight.copy_(kept)
+    assert step().step == 4
+    assert len(history) == 2
+
+
+@pytest.mark.parametrize("policy", ["propagate", "omit"])
+def test_nan_by_its_policy(policy):
+    model = classifier(5, 6, 3)
+    history = pf.track(model, LOSS, (NAN, Y), budget=0.999, nan_policy=policy)
+    found = history.step().reports["live"]["relative_flatness"]
+    if policy == "propagate":
+        assert math.isnan(found.value)
+        return
+    assert found.omitted > 0
+    assert found.samples == 32 - found.omitted
+    low, high = found.interval()
+    assert low < found.value < high
+    how = {"measures": "relative_flatness", "nan_policy": policy, "curvature": "ggn", "probes": 1, "per_sample": True}
+    values = pf.measure(model, LOSS, Budget(0.5, (NAN, Y))._next(), **how)["relative_flatness"].per_sample
+    assert found.stderr == pytest.approx(statistics.stdev(values[~values.isnan()].tolist()) / found.samples**0.5)
 
 
 def test_what_is_refused():
