@@ -167,7 +167,7 @@ def allocate(
             these three do. This takes up to five forward passes for each of them.
         rounds: how often at most the loss is expanded again at the weights of the choice, and the choice that this
             finds is taken, as long as its loss on the data is less. Each takes as long as the call without. None: 3
-            where the change is more than half of the loss, else none.
+            where the change is more than half of the loss, else 1, and none of ``"kl"``.
         held_out: data that neither the model nor the choice has seen: ``predicted`` is of them, and a note says so
             where the loss of ``data`` is far below theirs, since the model has fitted ``data`` then.
         tool: whose formats the names of formats mean, and for which layers get no format that it does not keep them in;
@@ -634,8 +634,10 @@ class _Read:
         if taken is not tried[0]:
             loss = f"{tried[0].expected:.3g}"
             notes.append(f"the choice that is best by second order is expected to change the loss by {loss}")
-        if rounds is None:
-            rounds = _ROUNDS if taken.change > _LARGE * plan.loss else 0
+        if rounds is None:  # a divergence is expanded at the model's own predictions alone
+            rounds = 0 if math.isinf(plan.loss) else _ROUNDS if taken.change > _LARGE * plan.loss else 1
+        if len(plan.options) == len(np.unique(plan.choices.group)):  # there is nothing to choose
+            rounds = 0
         for _ in range(rounds):
             step = self.at(taken.choice._formats).best(bits)
             if step.choice == taken.choice.choice:

@@ -378,7 +378,7 @@ def test_one_format_for_all_is_taken_where_choices_lose_more_on_samples_that_had
     assert len({*taken}) == 2
 
 
-def test_by_default_the_expansion_is_made_again_where_the_change_is_more_than_half_of_the_loss(monkeypatch):
+def test_by_default_the_expansion_is_made_once_more_and_up_to_three_times_where_the_change_is_large(monkeypatch):
     sweeps = []
 
     class Counted(allocate.ChangeSweep):
@@ -388,10 +388,16 @@ def test_by_default_the_expansion_is_made_again_where_the_change_is_more_than_ha
 
     monkeypatch.setattr(allocate, "ChangeSweep", Counted)
     model, data = _trained(3)
-    for bits, again in ((2.5, True), (8, False)):
+    formats = ["int2", "int3", "int8"]
+    for bits, rounds in ((2.5, 3), (8, 1)):
+        plan, again = (pf.allocate(model, CE, data, formats, bits=bits, rounds=count) for count in (None, rounds))
+        assert plan.choice == again.choice
+        first = pf.allocate(model, CE, data, formats, bits=bits, rounds=0)
+        assert (first.loss_change > 0.5 * CE(model(data[0]), data[1]).item()) == (rounds == 3)
+    for loss, names, count in ((CE, ["int8"], 1), ("kl", formats, 1), (CE, formats, 2)):
         sweeps.clear()
-        plan = pf.allocate(model, CE, data, ["int2", "int3", "int8"], bits=bits)
-        assert (plan.loss_change > 0.5 * CE(model(data[0]), data[1]).item()) == (len(sweeps) > 1) == again
+        pf.allocate(model, loss, data, names, bits=8)
+        assert len(sweeps) == count
 
 
 def test_folds_are_the_same_however_batches_are_cut():
