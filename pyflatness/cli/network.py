@@ -85,11 +85,14 @@ def _batch_size(given: str) -> int | str:
 
 def _fixed(given: tuple[str, ...]) -> dict[str, str]:
     """Return the formats of layers by their names or globs."""
-    parts = {text: text.rpartition("=") for text in several(given)}
-    odd = next((text for text, (name, _, held) in parts.items() if not (name and held)), None)
-    if odd is not None:
-        raise InputError(f"{odd!r}: NAME=FORMAT is wanted, as in lm_head=int8")
-    return {name: held for name, _, held in parts.values()}
+    found: dict[str, str] = {}
+    for text in several(given):
+        name, _, held = (part.strip() for part in text.rpartition("="))
+        if not (name and held):
+            raise InputError(f"{text!r}: NAME=FORMAT is wanted, as in lm_head=int8")
+        if found.setdefault(name, held) != held:
+            raise InputError(f"{name!r} is {found[name]!r} and {held!r}")
+    return found
 
 
 def _resolved(resolve: Callable[[str], specs.Function], spec: str) -> str:

@@ -96,6 +96,10 @@ def checked(
         raise InputError(
             f"bits={shown(bits)}, size={shown(size)}: one budget is wanted, bits a weight or size in bytes"
         )
+    if not isinstance(formats, (str, Format, Copy, Iterable)):
+        raise InputError(f"formats: names such as 'int4' are wanted, got {shown(formats)}")
+    if not (fixed is None or isinstance(fixed, Mapping)):
+        raise InputError(f"fixed: a dict of formats by names of layers is wanted, got {shown(fixed)}")
     given = [formats] if isinstance(formats, (str, Format, Copy)) else [*formats]
     if not given:
         raise InputError("formats: an empty list; pass names such as 'int4' and 'int8'")
@@ -145,7 +149,8 @@ def allocate(
         model: …
         loss: … ``"kl"``: the KL divergence of the changed model's predictions from the model's, over the terms of its
             cross-entropy. Its gradient is 0 and its Hessian the GGN; targets count as far as some are ignored.
-        data: … They are read once, and with ``measured`` once more. The model should not have fitted them.
+        data: … They are read once, with ``measured`` once more, and in each of the ``rounds`` up to twice. The model
+            should not have fitted them.
         formats: names such as ``"int4"``, ``"int4-g128"``, ``"fp8"`` or ``"keep"``, all in ``pf.changes``; formats of
             your own, ``pf.changes.Format(name, bits, function)``; and quantised copies of the model that you have,
             ``pf.changes.Copy("gptq3", 3.25, quantised)``, whose weights a layer then gets.
@@ -630,10 +635,10 @@ class _Read:
         plan = self.plan
         tried = self._tried([each.best(bits) for each in self._without_coarsest(bits)])
         taken = min(tried, key=lambda each: each.expected)
-        hidden, notes = taken.hidden, list[str]()
+        hidden, notes = taken.hidden, tuple[str, ...]()
         if taken is not tried[0]:
             loss = f"{tried[0].expected:.3g}"
-            notes.append(f"the choice that is best by second order is expected to change the loss by {loss}")
+            notes = (f"the choice that is best by second order is expected to change the loss by {loss}",)
         if rounds is None:  # a divergence is expanded at the model's own predictions alone
             rounds = 0 if math.isinf(plan.loss) else _ROUNDS if taken.change > _LARGE * plan.loss else 1
         if len(plan.options) == len(np.unique(plan.choices.group)):  # there is nothing to choose
@@ -653,7 +658,8 @@ class _Read:
             others = self.losses([taken.choice._formats], held_out)
             of_others, error = float(others.changes[0] @ others.shares), float(others.errors[0])
             predicted = plan.estimate(of_others, error, method="definition", samples=others.samples)
-            predicted = replace(predicted, notes=(*predicted.notes, *_fitted(taken.losses, others)))
+            notes, dof = (*predicted.notes, *_fitted(taken.losses, others)), float(len(others.shares) - 1) or None
+            predicted = replace(predicted, notes=notes, dof=dof)
         return replace(taken.choice, predicted=predicted, loss_change=taken.change, _plan=plan)
 
     def _without_coarsest(self, bits: float) -> "list[_Plan]":

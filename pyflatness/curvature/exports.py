@@ -252,13 +252,17 @@ def _bytes_as_planned(held: Format, rows: int, columns: int, own: int) -> int:
 
 
 def stored(tool: str | None, weight: Weight, held: Format) -> list[int]:
-    """Return the bytes that a tool keeps of a weight in each module that has it; none where that is not known."""
+    """Return the bytes that a tool keeps of a weight in each module that has it; none where that is not known.
+
+    A weight that it leaves as it is stays one for all of its modules.
+    """
     made = None if tool is None else TOOLS[tool]
     if made is None or made.stored is None:
         return []
     rows, columns = weight.matrix.shape
     whole = made.stored(held, rows, columns, weight.matrix.itemsize)
-    return [0 if place and made.once else whole for place in range(len(weight.modules))]
+    once = made.once or not held.scheme
+    return [0 if place and once else whole for place in range(len(weight.modules))]
 
 
 LINEAR = ("Linear", "TransposedLinear")

@@ -104,6 +104,7 @@ def test_refuses_before_the_model_is_made(command, tmp_path, monkeypatch, case):
 def test_refuses_what_is_no_format_of_a_name(command, tmp_path):
     options = ["--formats", "int4", "--bits", "4"]
     assert "'lm_head': NAME=FORMAT is wanted" in command(*options, "--fixed", "lm_head").output
+    assert "'2' is 'int4' and 'int8'" in command(*options, "--fixed", "2 = int4, 2=int8").output
     with pytest.raises(InputError, match="'9' is none of these layers"):
         command(*options, "--fixed", "9=int4")
     assert "there is no 'missing'" in command(*options, "--held-out", f"{tmp_path / 'net.py'}:missing").output

@@ -196,6 +196,8 @@ def test_held_out_data_give_the_interval_and_tell_that_a_model_has_fitted_the_ot
     assert "and that of held_out" in str(plan)
     fair = pf.allocate(model, CE, other, ["int4", "int8"], bits=6, held_out=third)
     assert "held_out" not in str(fair)
+    few = pf.allocate(model, CE, other, ["int4", "int8"], bits=6, held_out=tuple(part[:2] for part in third))
+    assert (few.predicted.samples, few.predicted.dof) == (2, 1.0)
     with pytest.raises(pf.errors.InputError, match="held_out= is measured"):
         pf.allocate(model, CE, own, ["int4"], bits=6, held_out=other, measured=False)
 
@@ -523,6 +525,8 @@ BAD = {
     "too small": ({"bits": 2}, r"the cheapest choice takes 3 bits a weight, \d+ bytes: int3 for 3 layers"),
     "no format": ({"bits": 4, "formats": ["int9"]}, "'int9' is none; there are int2"),
     "no formats": ({"bits": 4, "formats": []}, "an empty list"),
+    "formats that are no names": ({"bits": 4, "formats": 4}, "formats: names such as 'int4' are wanted, got 4"),
+    "fixed without formats": ({"bits": 4, "fixed": ["0"]}, "fixed: a dict of formats by names of layers is wanted"),
     "another shape": ({"bits": 4, "formats": [_bad(lambda w: w[:1])]}, r"layer '0': format 'mine': a matrix of shape"),
     "NaN": ({"bits": 4, "formats": [_bad(lambda w: w / 0)]}, "layer '0': format 'mine': .*NaN"),
     "fixed": ({"bits": 4, "fixed": {"9": "int4"}}, "'9' is none of these layers"),

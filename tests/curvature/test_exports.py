@@ -124,6 +124,14 @@ def test_a_size_is_in_the_bytes_that_the_tool_stores(tool, formats, tied):
         pf.allocate(model, CE, data, formats, size=coarse - 1, **how)
 
 
+@pytest.mark.parametrize("tool", ["torchao", "bitsandbytes", "llm-compressor"])
+def test_a_shared_weight_that_a_tool_leaves_as_it_is_is_stored_once(tool):
+    model, data = _llama(tied=True)
+    layers = ["model.embed_tokens", "lm_head"]
+    plan = pf.allocate(model, CE, data, ["keep"], bits=64, tool=tool, probes=1, measured=False, layers=layers)
+    assert [row["bytes"] for row in plan._rows()] == [32 * 32 * 4, 0]
+
+
 def test_of_a_tool_that_stores_a_byte_for_all_formats_a_size_takes_the_best():
     how = {"tool": "torchao", "measured": False, "probes": None}
     plan = pf.allocate(_numbered(1), CE, DATA, ["int3", "int8"], size=4 * (32 * 32 + 32 * 5), **how)
