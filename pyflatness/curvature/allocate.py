@@ -170,9 +170,10 @@ def allocate(
             the one of the least loss on the data, with by how much more other data lose. That is found by
             cross-validation: each quarter of the data loses so much more by the choice that the other three make than
             these three do. This takes up to five forward passes for each of them.
-        rounds: how often at most the loss is expanded again at the weights of the choice, and the choice that this
-            finds is taken, as long as its loss on the data is less. Each takes as long as the call without. None: 3
-            where the change is more than half of the loss, else 1, and none of ``"kl"``.
+        rounds: how often at most the loss is expanded again at the weights of the choice. The choice that this finds
+            is taken as long as its loss on the data is less; where the choice before had not all formats, as long as it
+            is expected to be less on other data. Each takes as long as the call without. None: 3 where the change is
+            more than half of the loss, else 1, and none of ``"kl"``.
         held_out: data that neither the model nor the choice has seen: ``predicted`` is of them, and a note says so
             where the loss of ``data`` is far below theirs, since the model has fitted ``data`` then.
         tool: whose formats the names of formats mean, and for which layers get no format that it does not keep them in;
@@ -643,14 +644,16 @@ class _Read:
             rounds = 0 if math.isinf(plan.loss) else _ROUNDS if taken.change > _LARGE * plan.loss else 1
         if len(plan.options) == len(np.unique(plan.choices.group)):  # there is nothing to choose
             rounds = 0
+        of_all = taken is tried[0]
         for _ in range(rounds):
             step = self.at(taken.choice._formats).best(bits)
             if step.choice == taken.choice.choice:
                 break
             (other,) = self._tried([step])
-            if not other.change < taken.change:  # both are chosen from as many, so that what choosing hides is alike
+            # Where both are chosen among all formats, choosing hides as much, and the losses tell more by themselves.
+            if not (other.change < taken.change if of_all else other.expected < taken.expected):
                 break
-            taken, hidden = other, hidden + other.hidden
+            taken, hidden, of_all = other, hidden + other.hidden, True
         error = float(taken.losses.errors[taken.place])
         predicted = plan.estimate(taken.change, error, hidden, method="definition")
         predicted = replace(predicted, notes=(*predicted.notes, *notes))

@@ -346,7 +346,8 @@ class History(Readable):
             if not isinstance(ran, Mapping) or {*ran} != {*Ran._fields}:
                 raise InputError(f"history: ran is a dict of {', '.join(Ran._fields)}, got {shown(ran)}")
             steps = check_count("steps", ran["steps"], 0, "a number of steps")
-            history._ran = Ran(steps, _number("trained", ran["trained"]), _number("spent", ran["spent"]))
+            seconds = (check_number(name, ran[name], "seconds", lambda one: one >= 0) for name in ("trained", "spent"))
+            history._ran = Ran(steps, *seconds)
         return history
 
 
