@@ -1,12 +1,12 @@
-"""Account for every use of the layers' weights: walk the outputs' graph and find the edges that no recorded call has.
+"""Account for every use of the layers' weights: walk the outputs' graph to find uses outside of recorded calls.
 
-A layer's value is made of the inputs and output gradients of its recorded calls. A weight may act otherwise too: in a
-function outside of the layer, or in the backward pass of a model that differentiates itself (forces of an energy, a
-score, a physics-informed residual), which no hook and no function mode sees. Autograd's graph has every such use as an
-edge. So some samples go through the model with the layers' parameters requiring gradients, and the graph is walked from
-the outputs; at the output of a recorded call the walk goes on at the call's inputs. A parameter that it still reaches
-has a use that no call accounts for. Where this may be a derivative of the calls, they have leaves of their own in one
-more pass: a parameter that is reached then too is used outside of them.
+A layer's value is computed from the inputs and output gradients of its recorded calls. A weight may have other uses: in
+a function outside of the layer, or in the backward pass of a model that differentiates itself (forces of an energy, a
+score, a physics-informed residual), which no hook and no function mode sees. Every use is an edge in autograd's graph.
+So some samples are run with the layers' parameters requiring gradients, and the graph is walked from the outputs; at
+the output of a recorded call the walk goes on at the call's inputs. A parameter that it still reaches has a use that no
+call accounts for. If this may be a derivative of the calls, one more pass gives the calls leaves of their own: a
+parameter that is still reached is used outside of them.
 """
 
 import contextlib
@@ -37,13 +37,13 @@ _DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 
 @dataclass(frozen=True)
 class Account:
-    """Hold what one pass showed of the layers' weights."""
+    """Hold what one pass showed about the uses of the layers' weights."""
 
-    differentiated: frozenset[str] = frozenset()  # layers whose weight acts in a derivative that the model takes
-    elsewhere: Mapping[str, str] = field(default_factory=dict)  # by layer, the functions outside that have its weight
-    flat: Mapping[Tensor, str] = field(default_factory=dict)  # weights of one dimension, and the operations with them
-    doubts: tuple[str, ...] = ()  # why values may not be those of all uses of the weights
-    # Whether a pass with the weights as constants tells more: of uses outside of the calls, and of a sample's memory.
+    differentiated: frozenset[str] = frozenset()  # layers whose weight is used in a derivative that the model takes
+    elsewhere: Mapping[str, str] = field(default_factory=dict)  # by layer, functions outside that use its weight
+    flat: Mapping[Tensor, str] = field(default_factory=dict)  # weights of one dimension, and operations on them
+    doubts: tuple[str, ...] = ()  # why values may miss uses of the weights
+    # Whether a pass with the weights as constants has to follow, for uses outside of the calls and a sample's memory.
     is_partial: bool = True
 
 
@@ -102,14 +102,14 @@ class Accounting:
     def _without_calls(
         self, names: Collection[str], batch: Any, forward: calling.Forward | None
     ) -> tuple[Collection[Node], Mapping[str, set[Node]]]:
-        """Return the outputs' graph where calls of some layers have leaves of their own, and the layers' ends."""
+        """Return the graph if calls of some layers have leaves of their own, and the nodes of the layers' weights."""
         with self._once_more(), _with_other_weights([self._modules[name] for name in names]):
             outputs, _ = calling.run(self._model, batch, forward)
             return linearity.users_of(outputs), self._leaves.nodes(names)
 
     @contextlib.contextmanager
     def _once_more(self) -> Iterator[None]:
-        """Let the model be run again inside with the weights in the graph; the recorded calls stay."""
+        """Prepare for a further run of the model inside, with the weights in the graph; the recorded calls stay."""
         with (
             calling.accounting(),
             self._recorder.paused(),
@@ -123,7 +123,7 @@ class Accounting:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch from warning of numbers taken out of weights, which may require gradients here alone."""
+    """Silence torch's warning about numbers taken out of weights, which may require gradients only here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Converting a tensor with requires_grad=True to a scalar")
         yield
@@ -131,7 +131,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _with_other_weights(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let calls of some layers, and derivatives of these, have leaves of their own in the graph that is made inside."""
+    """Give calls of some layers, and derivatives of these calls, leaves of their own in graphs built inside."""
     with contextlib.ExitStack() as stack:
         for module in modules:
             forward = layers.with_weight(module, lambda weight: weight.detach().requires_grad_())
@@ -140,21 +140,21 @@ def _with_other_weights(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 class _Leaves:
-    """Hold the leaves of autograd's graph that layers' weights are, or are computed of, and other parameters.
+    """Hold the leaves of autograd's graph that layers' weights are, or are computed from, and other parameters.
 
-    A weight that several modules share is another leaf in each layer, since the value is of this layer's use. A weight
-    that is spread over ranks is a leaf as the tensor that it is gathered in.
+    A weight that several modules share gets a leaf for each layer, since a value is of this layer's use alone. The leaf
+    of a weight that is spread over ranks is the tensor that it is gathered in.
     """
 
     def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module], others: Mapping[Tensor, Tensor]) -> None:
         holders, owners = walk.holders(walk.modules(model)), spread.owners()
         self._modules, self._required = modules, [part for pair in others.items() for part in pair]
-        self.are_shared = False  # weights that are spread over ranks, which have no leaf of their own
-        self.are_computed = False  # weights, of the leaves
+        self.are_shared = False  # whether weights spread over ranks are shared, without leaves of their own
+        self.are_computed = False  # whether weights are computed from the leaves
         self._places: list[tuple[nn.Module, str, Tensor, Tensor]] = []  # with the parameter, and the leaf of the place
         self.of_layers: dict[str, list[Tensor]] = {name: [] for name in modules}
         for name, module in modules.items():
-            if isinstance(module, Use):  # it has a leaf as it is
+            if isinstance(module, Use):  # its parameter is the leaf
                 self.are_computed |= module.source.effective
                 continue
             parts = walk.modules(module)
@@ -165,7 +165,7 @@ class _Leaves:
                         continue
                     is_shared, owner = holders[id(parameter)] > 1, owners.get(id(parameter), parameter)
                     leaf = spread.used(owner)
-                    if leaf is None or (is_shared and spread.is_held()):  # FSDP puts the same tensor in all places
+                    if leaf is None or (is_shared and spread.is_held()):  # FSDP puts one tensor in all places
                         self.are_shared |= is_shared
                         continue
                     if is_shared:
@@ -176,7 +176,7 @@ class _Leaves:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the leaves be in the places of the parameters, and require gradients, inside."""
+        """Put the leaves in the places of the parameters, and have them require gradients, inside."""
         flags = [parameter.requires_grad for parameter in self._required]
         try:
             for part, key, _, leaf in self._places:
@@ -186,13 +186,13 @@ class _Leaves:
             yield
         finally:
             for part, key, parameter, leaf in self._places:
-                if part._parameters.get(key) is leaf:  # else the forward pass has put another one there
+                if part._parameters.get(key) is leaf:  # otherwise the forward pass has put another one there
                     part._parameters[key] = parameter  # type: ignore[assignment]
             for parameter, flag in zip(self._required, flags, strict=True):
                 parameter.requires_grad_(flag)
 
     def nodes(self, names: Collection[str]) -> dict[str, set[Node]]:
-        """Return where autograd's graph ends in some layers' weights; inside :meth:`in_place`."""
+        """Return the nodes of some layers' weights in autograd's graph; called inside :meth:`in_place`."""
         return {
             name: module.source.nodes if isinstance(module, Use) else {get_gradient_edge(leaf).node for leaf in leaves}
             for (name, module), leaves in zip(self._modules.items(), self.of_layers.values(), strict=True)
@@ -212,9 +212,9 @@ def _twin(parameter: Tensor) -> Tensor:
 
 
 def _reached(outputs: Tensor, recorder: Recorder) -> dict[Node, list[tuple[Node, int]]]:
-    """Return the nodes of the outputs' graph, without those inside of recorded calls, each with those that take it.
+    """Return the nodes of the outputs' graph, without those inside recorded calls, each with the nodes that use it.
 
-    These come with the place of the input as which they do.
+    A user comes with the place of the input that is used.
     """
     inputs = {call.edge.node: call.sources for calls in recorder.calls.values() for call in calls}
     takers: dict[Node, list[tuple[Node, int]]] = {}
@@ -236,7 +236,7 @@ def _reached(outputs: Tensor, recorder: Recorder) -> dict[Node, list[tuple[Node,
 
 
 def _functions_of(leaf: Node, takers: Mapping[Node, Sequence[tuple[Node, int]]], shape: torch.Size) -> list[str]:
-    """Return in which operations a parameter takes part otherwise than as a bias.
+    """Return the operations that use a parameter other than as a bias.
 
     It is followed through views, copies, casts and sums of its own shape, as in ``1 + g``.
     """
@@ -256,7 +256,7 @@ def _functions_of(leaf: Node, takers: Mapping[Node, Sequence[tuple[Node, int]]],
 
 
 class _Functions(calling.Watcher):
-    """Note in which functions the weights take part outside of their layers, and whether the model differentiates."""
+    """Note the functions that use weights outside of their layers, and whether the model takes derivatives."""
 
     def __init__(self, owned: Mapping[str, Sequence[Tensor]], recorder: Recorder) -> None:
         self.functions: dict[str, dict[str, None]] = {name: {} for name in owned}

@@ -1,12 +1,12 @@
 """Find which entries of a layer's input and output belong to which sample.
 
 A measurement needs each sample's own positions. Most layers keep samples in dimension 0, but models flatten them
-(n T, m), cut windows (n W, P, m), or go position first (T, n, m). A layout says how; it is found by sending cotangents
-from some samples only: they must reach none of the others' rows.
+(n T, m), cut windows (n W, P, m), or put positions first (T, n, m). A layout says which. It is found by sending
+cotangents from some samples only, which must reach none of the other samples' rows.
 
-Of a batch that is not cut, as one of graphs, a sample may have any rows. There the cotangents are sent from all samples
-once as they are and once more multiplied by a power of two, which is a digit of the sample's number. Whatever is behind
-a row, what arrives there is multiplied by exactly this power, if it comes from one sample.
+In a batch that is not cut, such as one of graphs, a sample may have any rows. There the cotangents are sent from all
+samples once as they are, and again multiplied by a power of two whose exponent is a digit of the sample's number. The
+gradient at a row is multiplied by exactly this power if it comes from one sample alone.
 """
 
 import math
@@ -23,15 +23,15 @@ from ..model.row_order import SampleRows
 
 @dataclass(frozen=True)
 class Layout:
-    """Say where a layer keeps the samples: along ``dim``, as its outer or inner factor where that is longer than n."""
+    """Say where a layer keeps the samples: along ``dim``, as its outer or inner factor if it is longer than n."""
 
     dim: int = 0
     inner: bool = False
 
     def samples_first(self, tensor: Tensor, samples: int, memory: Memory | None = None) -> Tensor:
-        """Return (n, q, …), q the other factor of the dimension; the dimensions in front of it follow q.
+        """Return the tensor as (n, q, …), q the other factor of ``dim``; the dimensions in front of it follow q.
 
-        What is copied for it goes into a ``memory``.
+        A copy, if one is needed, goes into ``memory``.
         """
         sizes = (-1, samples) if self.inner else (samples, -1)
         split = tensor.unflatten(self.dim, sizes)
@@ -40,21 +40,21 @@ class Layout:
         return first
 
     def entries(self, tensor: Tensor, samples: int) -> int:
-        """Return how many entries a sample has where a tensor is laid out so."""
+        """Return how many entries of a tensor in this layout a sample has."""
         return tensor.numel() // samples
 
     def fits(self, tensor: Tensor, samples: int) -> bool:
-        """Return whether a tensor of a batch of so many samples can be laid out so."""
+        """Return whether a tensor of a batch of this many samples can have this layout."""
         return self.dim < tensor.ndim and tensor.shape[self.dim] % samples == 0
 
 
 @dataclass(frozen=True)
 class ByRow(Layout):
-    """Say which sample each row of a layer's calls is of, rows being places in the first ``dims`` dimensions."""
+    """Say to which sample each row of a layer's calls belongs; rows are the places in the first ``dims`` dimensions."""
 
     dims: int = 1
-    rows: Mapping[int, SampleRows] = field(default_factory=dict)  # of the calls, by how many rows they have
-    sure: bool = True  # whether every row answers to a sample
+    rows: Mapping[int, SampleRows] = field(default_factory=dict)  # of the calls, by their number of rows
+    sure: bool = True  # whether the sample of every row was found
 
     def samples_first(self, tensor: Tensor, samples: int, memory: Memory | None = None) -> Tensor:
         """Return (n, P, …), a sample's rows one after another, padded with zeros."""
@@ -62,27 +62,27 @@ class ByRow(Layout):
         return self.rows[len(flat)].laid_out(flat, memory)
 
     def entries(self, tensor: Tensor, samples: int) -> int:
-        """Return how many entries a sample has where a tensor is laid out so, padding included."""
+        """Return how many entries of a tensor in this layout a sample has, padding included."""
         return self.present(tensor).shape[1] * math.prod(tensor.shape[self.dims :])
 
     def present(self, tensor: Tensor) -> Tensor:
-        """Return which of the rows that are laid out for a tensor, (n, P), are no padding."""
+        """Return which rows of a tensor in this layout, (n, P), are not padding."""
         count = math.prod(tensor.shape[: self.dims])
         return self.rows[count].place < count
 
     def fits(self, tensor: Tensor, samples: int) -> bool:
-        """Return whether it is known of which sample a tensor's rows are."""
+        """Return whether the samples of a tensor's rows are known."""
         return math.prod(tensor.shape[: self.dims]) in self.rows
 
 
 Sent = Callable[[Tensor], Mapping[str, Sequence[Tensor]]]
-"""Send a cotangent of the outputs back, and return what arrives at the output of each call of some layers."""
+"""(cotangent of the outputs) -> the gradients at the output of each call of some layers."""
 
 
 def by_row(layouts: Mapping[str, ByRow], cotangent: Tensor, send: Sent) -> dict[str, tuple[ByRow, ...]]:
-    """Return which sample each row is of; a layer has no layout if one of its rows answers to several.
+    """Return the sample of each row; a layer has no layout if one of its rows reaches several samples.
 
-    A row that nothing arrives at, as behind a ReLU that is off, is taken with the one in front of it.
+    A row without a gradient, for example in front of an inactive ReLU, goes to the sample of the row before it.
     """
     samples, base = len(cotangent), _DIGITS if torch.finfo(cotangent.dtype).max > 1e30 else _FEW_DIGITS
     numbers = torch.arange(samples, device=cotangent.device)
@@ -114,9 +114,9 @@ def by_row(layouts: Mapping[str, ByRow], cotangent: Tensor, send: Sent) -> dict[
 
 
 def of_owners(layout: ByRow, owners: Sequence[Tensor], samples: int) -> tuple[ByRow, ...]:
-    """Return a layout with the sample of each row, (r,) for each call; none if calls of a length have different ones.
+    """Return a layout with the sample of each row, (r,) for each call; none if calls of one length disagree.
 
-    A row of no sample, −1, is taken with the one in front of it.
+    A row without a sample, −1, goes to the sample of the row before it.
     """
     filled = [_filled(own, own >= 0) for own in owners]
     known = {len(own): own for own in filled}
@@ -126,22 +126,22 @@ def of_owners(layout: ByRow, owners: Sequence[Tensor], samples: int) -> tuple[By
     return (ByRow(dims=layout.dims, rows=rows, sure=all(bool((own >= 0).all()) for own in owners)),)
 
 
-_DIGITS, _FEW_DIGITS = 32, 4  # of a sample's number in one cotangent, as far as powers of two go in a dtype
+_DIGITS, _FEW_DIGITS = 32, 4  # base of the digits of samples' numbers, by the range of powers of two in a dtype
 
 
 def _flat(tensor: Tensor, dims: int) -> Tensor:
-    """Return the rows that a gradient has in its first dimensions, (rows, entries); NaN is taken for 0."""
+    """Return a gradient as (rows, entries), the rows from its first dimensions, with 0 for NaN."""
     return tensor.flatten(0, dims - 1).flatten(1).nan_to_num(0.0, 0.0, 0.0)
 
 
 def _filled(owners: Tensor, known: Tensor) -> Tensor:
-    """Return each row's number, that of the last known row in front of it (or the first one) where it has none."""
+    """Return each row's owner; an unknown one is that of the last known row before it, or else of the first known."""
     places = torch.where(known, torch.arange(len(known), device=known.device), -1).cummax(dim=0).values
     return owners[torch.where(places < 0, known.int().argmax(), places)]
 
 
 def _near(dtype: torch.dtype) -> float:
-    """Return how far, relatively, two numbers may be apart that are the same but for rounding."""
+    """Return the relative difference up to which two numbers count as equal up to rounding."""
     return math.sqrt(torch.finfo(dtype).eps)
 
 
@@ -157,7 +157,7 @@ def candidates(shape: Sequence[int], samples: int, dims: int) -> Iterator[Layout
 def consistent(
     layouts: Iterable[Layout], senders: Tensor, gradients: Sequence[Tensor], samples: int
 ) -> tuple[Layout, ...]:
-    """Return the layouts in which gradients of a cotangent stay within the rows of its ``senders``, (n,) bool."""
+    """Return the layouts in which gradients of a cotangent are zero outside the rows of its ``senders``, (n,) bool."""
     return tuple(
         layout
         for layout in layouts
@@ -166,7 +166,7 @@ def consistent(
 
 
 def check_outputs(outputs: Tensor, samples: int) -> None:
-    """Raise if the model's output is not of floating-point numbers, or cannot be told apart by sample."""
+    """Raise if the model's output is not floating point, or does not have the samples in dimension 0."""
     if not outputs.is_floating_point():
         raise InputError(
             f"model: its output {tuple(outputs.shape)} is {outputs.dtype}, which has no derivative; have the model (or "
@@ -189,6 +189,6 @@ def mixed(name: str, shape: Sequence[int], samples: int) -> InputError:
 
 
 def stays(layout: Layout, gradient: Tensor, senders: Tensor) -> bool:
-    """Return whether nothing arrives but at the senders, (n,) bool; NaN is no sign of it, 0 · NaN is NaN too."""
+    """Return whether a gradient is zero but for the senders, (n,) bool; NaN counts as zero, since 0 · NaN is NaN."""
     others = layout.samples_first(gradient, len(senders))[~senders]
     return not bool(others.any()) or not bool(others.nan_to_num(0.0).any())

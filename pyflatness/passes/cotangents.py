@@ -1,11 +1,11 @@
-"""Make the cotangents that go backward: one column of one loss term of every sample, or random signs of all.
+"""Compute the cotangents to send backward: a column of one loss term of every sample, or random signs of all.
 
     scale_i ∂²ℓ_i/∂f_i² = Σ_c σ_ic s_ic s_icᵀ,       M_i^(c) from the cotangent s_ic alone
 
 The s_ic are the columns of the square-root factor of the loss Hessian. Terms of one sample go apart: their cotangents
 would add up in M, and the cross terms are not in the curvature. Samples go together, since each has its own rows
-everywhere. Sampled, all columns of all terms go together with independent random signs: the cross terms are then zero
-in the mean.
+everywhere. To sample, all columns of all terms go together with independent random signs, so that the cross terms have
+mean zero.
 """
 
 import functools
@@ -27,8 +27,8 @@ from .batch_layout import check_outputs
 from .limit import Tell, check_passes
 from .runner import Run
 
-STREAM = 0  # of the signs
-_ROUNDING = 1e-9  # a negative weight of so much of the largest is none
+STREAM = 0  # of random numbers, for the signs
+_ROUNDING = 1e-9  # negative weights within this fraction of the largest count as 0
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,14 @@ class Cotangents:
         send: Callable[[Tensor], Any],
         tell: Tell | None = None,
     ) -> Iterator[tuple[int, Tensor, Tensor | float | None]]:
-        """Yield draw, cotangent and sign: those of :meth:`exact` as draw 0 without signs, else of :meth:`sampled`."""
+        """Yield probe, cotangent and sign: of :meth:`exact` as probe 0 without ``signs``, else of :meth:`sampled`."""
         if signs is None:
             yield from ((0, cotangent, sign) for cotangent, sign in self.exact(most, send, tell))
         else:
             yield from self.sampled(signs, numbers)
 
     def sampled(self, signs: Signs, numbers: Tensor) -> Iterator[tuple[int, Tensor, float]]:
-        """Yield draw, cotangent and its sign, for samples by their numbers; values of one draw are added up."""
+        """Yield probe, cotangent and its sign, for samples by their numbers; values of one probe are added up."""
         if not self.passes:
             return
         for draw, number in enumerate(signs.draws):
@@ -100,12 +100,12 @@ class Cotangents:
 
     @property
     def same_lengths(self) -> bool:
-        """Return whether a sample's cotangents of random signs all have one length: orthogonal columns of one term."""
+        """Return whether all sampled cotangents of a sample have one norm: its only term has orthogonal columns."""
         return self.used.shape[1] == 1 and self._mixtures().orthogonal
 
     @property
     def has_forms(self) -> bool:
-        """Return whether :meth:`form` is there for the loss."""
+        """Return whether the loss has :meth:`form`."""
         return self._factors().form is not None
 
     def form(self, change: Tensor) -> Tensor:
@@ -116,20 +116,20 @@ class Cotangents:
         return torch.where(self.terms.scale != 0, values, 0.0).view(len(self._order), -1).sum(dim=1)
 
     def times(self, change: Tensor) -> Tensor | None:
-        """Return H v for a change v of the outputs, in their shape; None where second derivatives have to give it.
+        """Return H v for a change v of the outputs, in their shape; None if second derivatives have to compute it.
 
-        Factors of other losses than torch's are eigenvectors, dearer than a second derivative.
+        Factors of custom losses are eigenvectors, which cost more than a second derivative.
         """
         times = self._factors().times if self._loss.known else None
         return None if times is None else self._counted(times(self._changed(change)))
 
     def _changed(self, change: Tensor) -> Tensor:
-        """Return a change of the outputs by rows, in the dtype that they are computed in."""
+        """Return a change of the outputs as rows, in the dtype of the computation."""
         moved = change.movedim(self._dim, -1) if self._loss.positions and change.ndim > 1 else change
         return moved.reshape(self._rows.shape).to(promoted_dtype(self._rows.dtype))
 
     def sizes(self) -> Tensor:
-        """Return t_i of each sample, (n,) float64: the trace of its loss Hessian in the outputs, of all terms."""
+        """Return t_i of each sample, (n,) float64: the trace of its loss Hessian in the outputs, over all terms."""
         counted = self.terms.scale != 0
         return torch.where(counted, self._factors().sizes(), 0.0).view(len(self._order), -1).sum(dim=1)
 
@@ -151,14 +151,14 @@ class Cotangents:
         return values.masked_fill(self.bad, math.nan)
 
     def rows(self) -> Tensor | None:
-        """Return the outputs with what a loss term reads as their last dimension; None where it reads several."""
+        """Return the outputs with the dimension that a loss term reads last; None if a term reads several."""
         if not self._loss.positions and self.outputs.ndim != 2:
             return None
         return self.outputs.unsqueeze(-1) if self.outputs.ndim == 1 else self.outputs.movedim(self._dim, -1)
 
     @property
     def weight(self) -> float:
-        """Return the sum of the samples' weights; NaN if one of them has no loss, and so all together have none."""
+        """Return the sum of the samples' weights; NaN if one of them has no loss, as then the mean has none."""
         return math.nan if bool(self.bad.any()) else float(self.sample_weights.sum())
 
     @property

@@ -1,4 +1,4 @@
-"""Find out on a few samples, before a sweep, which layers run, where they keep samples, and what memory they take."""
+"""Run a few samples before a sweep to find which layers run, where they keep samples, and how much memory they take."""
 
 import contextlib
 import itertools
@@ -22,25 +22,25 @@ from .batch_layout import ByRow, Layout, check_outputs
 from .guards import agree, alone, check_of_user, memory_of, rounding
 from .recorder import RecordedCall, Recorder
 
-_SHARE = 16  # one sample of so many of the first batch is looked at, at least two and at most _MOST
+_SHARE = 16  # the dry run takes one in this many samples of the first batch, at least two and at most _MOST
 _MOST = 16
-_NUDGE = 16  # in units of rounding: seen through any smooth way, and hardly ever through a comparison
+_NUDGE = 16  # in units of rounding: smooth operations pass it on, and a comparison hardly ever does
 
 
 @dataclass
 class Findings:
-    """Hold what a dry run found, and what holds for the batches to come."""
+    """Hold what a dry run found; all but ``samples``, ``start`` and ``outputs`` holds for later batches too."""
 
-    samples: int  # how many were looked at
-    start: int  # the place in the batch of the first whose outputs are kept: not 0, so that what a place gives is seen
-    layouts: dict[str, tuple[Layout, ...]]  # where each layer that ran may keep the samples, likely ones first
-    outputs: Tensor  # the model's, for samples from there on
-    bytes: int  # that the graph and the layers' inputs and output gradients take per sample, about
+    samples: int  # how many were run
+    start: int  # place in the batch of the first sample in ``outputs``: not 0 if possible, to see effects of the place
+    layouts: dict[str, tuple[Layout, ...]]  # the possible ones of each layer that ran, likely ones first
+    outputs: Tensor  # of the model, for samples from ``start`` on
+    bytes: int  # estimate per sample, of the graph with the layers' inputs and output gradients
     inputs: int  # bytes of the layers' inputs per sample
     places: dict[str, int]  # positions of a sample in all calls of each layer
     cuttable: bool  # whether the model runs on micro-batches
-    mixed: frozenset[str]  # embeddings whose rows cannot be told apart by sample, and which can be left out
-    differentiated: frozenset[str]  # layers whose weight acts in a derivative that the model itself takes
+    mixed: frozenset[str]  # embeddings whose rows cannot be told apart by sample, to be left out
+    differentiated: frozenset[str]  # layers whose weight is used in a derivative that the model itself takes
     doubts: tuple[str, ...]  # why derivatives may not be those of what the model computes
 
 
@@ -60,7 +60,7 @@ def run(
     try:
         several = data.part(batch, start, start + count)
         outputs, stored, largest, found_uses = _accounted(model, modules, recorder, several, forward, count)
-    except Exception as error:  # not a batch that can be cut; an error of the model's own comes again
+    except Exception as error:  # the batch cannot be cut; an error of the model itself comes again
         check_of_user(error)
         several, start, count, cuttable = batch, 0, samples, False
         outputs, stored, largest, found_uses = _accounted(model, modules, recorder, several, forward, count)
@@ -68,7 +68,7 @@ def run(
     users = linearity.behind(outputs, recorder.calls)
     uses.note_flat(model, found_uses.flat)
     besides.note({modules[name]: found_uses.elsewhere.get(name, "") for name in recorder.calls})
-    if samples == 1:  # else samples that run alone show it
+    if samples == 1:  # with more samples, those that run alone show it
         with recorder.paused():
             _check_computed(model, modules, batch, forward)
     lookups = {name: calls for name, calls in recorder.calls.items() if layers.kind_of(modules[name]).tokens}
@@ -83,7 +83,7 @@ def run(
 
     try:
         narrowed = narrow(outputs, users, recorder, layouts, count, lookups)
-    except CheckpointError:  # what is computed again in backward passes has the weights as constants
+    except CheckpointError:  # recomputation in backward passes has the weights as constants
         outputs, stored, largest = again()
         narrowed = narrow(outputs, linearity.behind(outputs, recorder.calls), recorder, layouts, count, lookups)
     narrowed |= dict.fromkeys(once, (Layout(),))
@@ -100,10 +100,10 @@ def run(
     )
     taken = sum(_bytes(call.inputs) for made in recorder.calls.values() for call in made)
     places = {name: places_of(modules[name], made, count) for name, made in recorder.calls.items() if name in narrowed}
-    if 1 < count == samples and cuttable:  # else the batch itself will show it
+    if 1 < count == samples and cuttable:  # otherwise the batch itself will show it
         second = alone(data.part(batch, 1, 2), lambda one: calling.run(model, one, forward)[0])
         start, outputs = (0, outputs) if second is None else (1, second)
-    # Passes backward hold the gradients of the layers' outputs, or a node's gradient in its outputs and its inputs.
+    # A backward pass holds the gradients of the layers' outputs, or those of one node's outputs and inputs.
     bytes_ = (stored + 2 * max(received, largest)) // count
     inputs = taken // count
     kept = outputs.detach(), bytes_, inputs, places, cuttable, frozenset(mixed)
@@ -116,7 +116,7 @@ def places_of(module: nn.Module, calls: Sequence[RecordedCall], samples: int) ->
 
 
 def layouts_of(recorder: Recorder, samples: int, *, whole: bool = False) -> dict[str, tuple[Layout, ...]]:
-    """Return the layouts that layers which ran may have, by the shapes of their outputs; ``whole`` is not cut."""
+    """Return the layouts that the shapes of their outputs allow the layers that ran; a ``whole`` batch is not cut."""
     found: dict[str, tuple[Layout, ...]] = {}
     for name, calls in recorder.calls.items():
         output, kinds = calls[0].output, [call.kind for call in calls]
@@ -128,7 +128,7 @@ def layouts_of(recorder: Recorder, samples: int, *, whole: bool = False) -> dict
 def _repeatable(
     recorder: Recorder, name: str, outputs: Tensor, samples: int, run: Callable[[], tuple[Tensor, int, int]]
 ) -> bool:
-    """Return whether an embedding of all samples can be recorded as if each had rows of its own.
+    """Return whether an embedding shared by all samples can be recorded as if each looked up its own rows.
 
     The outputs have to stay the same.
     """
@@ -154,10 +154,10 @@ def narrow(
     samples: int,
     may_mix: Collection[str] = (),
 ) -> dict[str, tuple[Layout, ...]]:
-    """Return the layouts that remain when cotangents go back from some samples only.
+    """Return the layouts that agree with cotangents sent back from some samples only.
 
-    Layers that ``may_mix`` can have none. They go back from every second sample and from the others, and from
-    halves if need be; none does where the graph shows what would come of it.
+    A layer in ``may_mix`` may be left with none. Cotangents go back from every second sample and from the others, and
+    from halves if necessary; none is sent for layers whose layout the graph shows.
     """
     if samples == 1 or not layouts:
         return {
@@ -202,7 +202,7 @@ def narrow(
 
 
 def check_uses(modules: Mapping[str, nn.Module], recorder: Recorder, nodes: Collection[Node]) -> None:
-    """Raise if the model, by the nodes of a run, uses the weight of a stand-in otherwise than by calls of it."""
+    """Raise if the nodes of a run show that the model uses the weight of a stand-in outside the stand-in's calls."""
     others = uses.otherwise(modules, recorder.calls.keys(), nodes)
     if others:
         listed = ", ".join(f"{name!r}: {why}" for name, why in others.items())
@@ -212,7 +212,7 @@ def check_uses(modules: Mapping[str, nn.Module], recorder: Recorder, nodes: Coll
 def _check_computed(
     model: nn.Module, modules: Mapping[str, nn.Module], batch: Any, forward: calling.Forward | None
 ) -> None:
-    """Raise if a weight that a module computes of its parameter is another one where the module gets other inputs."""
+    """Raise if a weight that a module computes from its parameter depends on the module's inputs too."""
     stand_ins = {name: use for name, use in modules.items() if isinstance(use, Use) and use.ran and not use.refusal}
     computed = {name: use for name, use in stand_ins.items() if use.source.effective}
     if not computed:
@@ -231,7 +231,7 @@ def _check_computed(
         for use in computed.values():
             (holder, _), *_ = use.source.places
             stack.callback(holder.register_forward_pre_hook(other).remove)
-        with interrupts.suppressed(), calling.dry_run(), torch.no_grad():  # a model need not take such inputs
+        with interrupts.suppressed(), calling.dry_run(), torch.no_grad():  # the model may refuse random inputs
             calling.run(model, batch, forward)
     why = "its weight is computed of its inputs too"
     varying = {name: why for name, use in computed.items() if use.source.varies}
@@ -242,13 +242,13 @@ def _check_computed(
 def matters(
     model: nn.Module, module: nn.Module, calls: Collection[int], batch: Any, forward: calling.Forward | None
 ) -> bool:
-    """Return whether the model's outputs change, in any bit, when some calls of a layer, by number, give a bit more."""
+    """Return whether the model's outputs change in any bit if the outputs of some calls of a layer are nudged."""
     numbers, random = itertools.count(), NormalVectors()
 
     def nudge(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         if output.numel() == 0 or next(numbers) not in calls:
             return output
-        size = output.detach().abs().amax()  # no function of the output, of which a model may take derivatives
+        size = output.detach().abs().amax()  # detached, since a model may take derivatives
         return output + _NUDGE * torch.finfo(output.dtype).eps * torch.where(size > 0, size, 1) * random.like(output)
 
     def outputs() -> Tensor:
@@ -271,14 +271,14 @@ def _accounted(
     forward: calling.Forward | None,
     samples: int,
 ) -> tuple[Tensor, int, int, Account]:
-    """Return what :func:`_run` does, and the account of the layers' weights, by one pass where that shows both."""
-    if spread.is_held():  # the tensors that weights are gathered in are there once the model ran
+    """Return the results of :func:`_run` and the account of the layers' weights, from one pass if that shows both."""
+    if spread.is_held():  # the tensors for gathered weights exist only after a first run
         _run(model, recorder, batch, forward, samples)
     accounting = Accounting(model, modules, recorder)
     try:
         found = _measured(model, recorder, lambda: accounting.run(batch, forward, samples))
         account = accounting.account(found[0], batch, forward)
-    except Exception as error:  # a weight that changes in place, or an error of the model's own, which comes again
+    except Exception as error:  # a weight that changes in place, or an error of the model itself, which comes again
         check_of_user(error)
         account = Account(doubts=(UNSEEN,))
     if account.is_partial:
@@ -300,35 +300,35 @@ def _run(
 
 
 def _measured(model: nn.Module, recorder: Recorder, run: Callable[[], Tensor]) -> tuple[Tensor, int, int]:
-    """Return the outputs, the bytes that the graph and the kept inputs hold, and those of the largest of them."""
+    """Return the outputs, the bytes that the graph and the kept inputs hold, and the bytes of the largest tensor."""
     for _ in range(2):
         with saved_storages() as storages:
             outputs = run()
-        if not recorder.overwritten():  # else once more, with copies
+        if not recorder.overwritten():  # otherwise once more, with copies
             break
     for calls in recorder.calls.values():
         storages.update({call.inputs.untyped_storage()._cdata: _bytes(call.inputs) for call in calls})
     stand_ins = (use.source.parameter for use in recorder.stand_ins)
-    for tensor in (*walk.parameters(model), *walk.buffers(model), *stand_ins):  # of which views are saved
+    for tensor in (*walk.parameters(model), *walk.buffers(model), *stand_ins):  # whose views are saved
         storages.pop(tensor.untyped_storage()._cdata, None)
     return outputs, sum(storages.values()), max(storages.values(), default=0)
 
 
 @contextlib.contextmanager
 def saved_storages() -> Iterator[dict[int, int]]:
-    """Collect the sizes of the storages that autograd saves inside, parameters apart."""
+    """Collect the sizes of the storages that autograd saves inside, without parameters."""
     storages: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         with private.without_functions():
-            if type(tensor) is Tensor or not isinstance(tensor, nn.Parameter):  # the class first: the other is slow
+            if type(tensor) is Tensor or not isinstance(tensor, nn.Parameter):  # class first: isinstance is slow
                 storages[memory_of(tensor)] = _bytes(tensor)
-            return tensor.detach()  # the tensor itself would hold its own graph, in a cycle that nothing frees
+            return tensor.detach()  # the tensor itself would hold its graph, in a cycle that is never freed
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield storages
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Return the size of the tensor, not of its storage, which may be the user's whole data."""
+    """Return the bytes of the tensor, not of its storage, which may hold all of the user's data."""
     return tensor.numel() * tensor.element_size()

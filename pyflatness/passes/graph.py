@@ -1,7 +1,7 @@
-"""Read autograd's graph: one table of what the operations are that torch's nodes stand for, by the nodes' names.
+"""Read autograd's graph: one table of the properties of operations, by the names of torch's nodes.
 
-A node knows the shapes and dtypes of an operation's result and where its inputs come from, and its name says which
-operation it is. All that is concluded from names is in this file; the readers (:mod:`.linearity`, :mod:`.kept_rows`,
+A node knows the shapes and dtypes of an operation's results and the sources of its inputs, and its name tells the
+operation. All conclusions from names are in this file; the readers (:mod:`.linearity`, :mod:`.kept_rows`,
 :mod:`.tail`, :mod:`.neighbours`, :mod:`.accounting`) ask :func:`of`.
 """
 
@@ -15,21 +15,21 @@ from .. import private
 
 
 class Operation(NamedTuple):
-    """Hold what is known of an operation; nothing of one that is not in the table."""
+    """Hold the properties of an operation; none are known of one that is not in the table."""
 
     name: str  # without "Backward" and its number
-    of_torch: bool  # whether it is torch's own, and no custom autograd function
+    of_torch: bool  # whether it is torch's own, not a custom autograd function
     linear: str  # how it is linear: a key of _LINEAR; empty for an operation that is linear in nothing
     rows: str  # by which of its inputs each sample keeps its rows: a key of _ROWS; empty if that is not known
     moves: str  # how it moves rows by an index: a key of _MOVES; empty if it does not
-    space: int  # dimensions of space of the images that it pools; 0 for no pooling
+    space: int  # spatial dimensions of the images that it pools; 0 for no pooling
     of_layer: bool  # whether it may stand between the output of a layer and its input
-    at_once: bool  # whether vmap sends several cotangents through it, and it takes less time so
+    at_once: bool  # whether vmap sends several cotangents through it faster
     same_entries: bool  # whether its result has the entries of its input, as views, copies and casts have
     biases: tuple[int, ...]  # the places of inputs that are added to the result, or scale what was normalised
 
 
-# Linear in pieces on any real inputs, or in each of their inputs, or in some.
+# Piecewise linear in all real inputs together, in each input, or in some.
 _LINEAR = {
     "quotient": re.compile(r"DivBackward\d+"),
     "product": re.compile(
@@ -46,13 +46,13 @@ _LINEAR = {
         r"View|UnsafeView|ReshapeAlias|Reshape|Alias|T|Transpose|Permute|Movedim|Unsqueeze|Squeeze|Expand|Repeat|Flatten|"
         r"Unflatten|Cat|Stack|Split\w*|UnsafeSplit\w*|Chunk|Slice|Select|Narrow|Index|IndexSelect|Unbind|Unfold|Flip|Roll|"
         r"Diagonal|AsStrided|Clone|ToCopy|Col2Im|Im2Col)Backward\d+|(torch::autograd::)?CopyBackwards|"
-        # Of FSDP2, and between DTensors and tensors: they hand on what they get, from or to other ranks too.
+        # Of FSDP2, and between DTensors and tensors: they pass values on, also between ranks.
         r"Register(Pre|Post)BackwardFunctionBackward|_FromTorchTensorBackward|_ToTorchTensorBackward|RedistributeBackward"
     ),
 }
 _OF_TORCH = re.compile(r"\w+Backward\d+|(torch::autograd::)?CopyBackwards|torch::autograd::CopySlices")
 
-# By which of their inputs a gradient may come, if all of these have each sample's rows.
+# The inputs that a sample's rows of the result depend on, row by row.
 _ROWS = {
     "view": re.compile(r"(View|UnsafeView|ReshapeAlias|Squeeze|Unsqueeze)Backward\d+"),
     "pointwise": re.compile(
@@ -70,8 +70,8 @@ _ROWS = {
         r"(Mean|Sum)Backward1"
     ),
 }
-# A row of the result is that row of the first input which an index names; or the index names the row of the result to
-# which a row of the second input goes, while those of the first stay where they are.
+# "from": an index names the row of the first input for each row of the result. "to": it names the row of the result to
+# which each row of the second input goes; rows of the first input stay in place.
 _MOVES = {
     "from": re.compile(r"(Index|IndexSelect)Backward\d+"),
     "to": re.compile(r"(IndexAdd|IndexCopy|IndexPut|IndexReduce|ScatterAdd|ScatterReduce)Backward\d+"),
@@ -100,7 +100,7 @@ _BIASES: dict[str, tuple[int, ...]] = {
 
 @functools.lru_cache(maxsize=4096)
 def of(name: str) -> Operation:
-    """Return what is known of the operation that a node of this name stands for."""
+    """Return the properties of the operation of a node with this name."""
     own = name.rstrip("0123456789").removesuffix("Backward")
     pooling = _ROWS["pooling"].fullmatch(name)
     return Operation(
@@ -118,5 +118,5 @@ def of(name: str) -> Operation:
 
 
 def shape(node: Node, number: int) -> tuple[int, ...]:
-    """Return the shape of an operation's result of this number."""
+    """Return the shape of an operation's result number ``number``."""
     return tuple(private.results_of(node)[number].shape)

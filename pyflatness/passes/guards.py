@@ -2,17 +2,16 @@
 
 A value is of one function of a sample, and of a loss of that function's outputs. So a forward pass must not draw random
 numbers that matter, outputs must not change with the batch that a sample is in, and the loss must not depend on the
-parameters by another way. All are looked at where batches are run anyway: the first costs the comparison of two states
-of generators a batch (and a second pass where they differ), the second a pass of two samples a call, where no few
-samples were looked at before, and the third, for a loss that is a callable, such a pass and one evaluation of it.
+parameters except by the outputs. These are checked on batches that are run anyway: the first check compares two states
+of generators per batch (and takes a second pass if they differ), the second takes a pass of two samples per call, if no
+few samples were run before, and the third, for a loss that is a callable, the same and one evaluation of the loss.
 
-Autograd takes what ``detach``, ``.data``, ``torch.no_grad`` or a Python number gives as constant, and no graph shows
-that it was not. So a pass whose graph will be differentiated is watched: a tensor that is computed from tensors with a
-graph, and has none itself, is followed through all operations of torch to the outputs. It is followed by its memory, so
-that views of it, tensors that it is written to and parameters that are made of it are followed too. Comparisons and
-indices have no derivative to miss. What becomes a number or an array of NumPy's cannot be followed, and may be for a
-log: a few samples run twice more, once with it a little larger, and it counts where the outputs change in any bit.
-What TorchScript does cannot be seen, and counts.
+Autograd takes results of ``detach``, ``.data``, ``torch.no_grad`` and Python numbers as constants, and no graph shows
+that they are not. So a pass whose graph will be differentiated is watched: a tensor without a graph that is computed
+from tensors with one is followed through all operations of torch to the outputs. It is followed by its memory, and so
+are its views, tensors that it is written to and parameters made from it. Comparisons and indices have no derivative to
+miss. A number or a NumPy array cannot be followed, and may be for a log: a few samples run twice more, once with the
+number a little larger, and it counts if the outputs change in any bit. TorchScript cannot be watched, and counts.
 """
 
 import contextlib
@@ -64,30 +63,29 @@ _OUT_OF_TORCH = {"item", "__float__", "tolist", "numpy", "__array__", "__dlpack_
 
 
 class Detached(calling.Watcher):
-    """Watch one forward pass; see :meth:`doubts`. What its hooks do in backward passes is told by ``doubt``."""
+    """Watch one forward pass; see :meth:`doubts`. ``doubt`` is called if hooks of it change gradients."""
 
     def __init__(self, doubt: Callable[[str], None] | None = None) -> None:
         self._doubt = doubt
         self._held: dict[int, Tensor] = {}  # by id; the tensors are kept so that ids and memory stay theirs
         self._versions: dict[int, int] = {}  # of these
-        # Memory of these; false where tensors with a graph share it, so that it is held for those without one alone.
+        # Memory of these; False if tensors with a graph share it, so that only those without one are followed by it.
         self._memory: dict[int, bool] = {}
-        self._recording = True  # what the model's own code has set the grad mode to
+        self._recording = True  # the grad mode that the model's own code has set
         self.is_lost = False  # whether such a tensor, or one with a graph, became a number or an array
         self._script = _last_script()
-        self._of_operations: dict[str, None] = {}  # doubts that one operation is enough for
-        self._had_graph = False  # whether what is detached in place next has one
+        self._of_operations: dict[str, None] = {}  # doubts that one operation raises
+        self._had_graph = False  # whether the tensor about to be detached in place has one
 
     def doubts(self, outputs: Tensor, again: Callable[[], Tensor]) -> list[str]:
-        """Return why derivatives of the outputs may not be those of what was computed; see :meth:`is_cut`."""
+        """Return why derivatives of the outputs may not be those of the function computed; see :meth:`is_cut`."""
         scripted = private.last_script() is not self._script
         return [TAKEN_AS_CONSTANT] * (scripted or self.is_cut(outputs, again)) + [*self._of_operations]
 
     def is_cut(self, outputs: Tensor, again: Callable[[], Tensor]) -> bool:
-        """Return whether the outputs depend on what was cut from the graph.
+        """Return whether the outputs depend on tensors cut from the graph.
 
-        Where numbers were taken out, which may be for a log, ``again`` runs the model twice more, on a few
-        samples.
+        If numbers were taken out, perhaps for a log, ``again`` runs the model twice more, on a few samples.
         """
         reached = self.reaches(outputs)
         if reached or not self.is_lost:
@@ -100,14 +98,14 @@ class Detached(calling.Watcher):
         return not (same and watched.is_lost)
 
     def reaches(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is one that is followed, or shares its memory."""
+        """Return whether a tensor is followed, or shares memory with one that is."""
         if self._held.get(id(tensor)) is tensor:
             return True
         whole = self._memory.get(memory_of(tensor))
         return whole is not None and (whole or tensor.is_leaf)
 
     def loses(self, name: str, args: Sequence[Any]) -> bool:
-        """Return whether an operation takes a number out of what is followed, or has a graph."""
+        """Return whether an operation takes a number out of a tensor that is followed or has a graph."""
         if name not in _OUT_OF_TORCH or not (args[0].is_floating_point() or args[0].is_complex()):
             return False
         return args[0].requires_grad or self.reaches(args[0])
@@ -140,7 +138,7 @@ class Detached(calling.Watcher):
             self._follow(name, _tensors(read), _tensors(result), had_graph=self._had_graph and name == "detach_")
 
     def _noting(self, hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
-        """Return a hook that tells where it changes a gradient."""
+        """Return a hook that reports if it changes a gradient."""
 
         def noted(gradient: Tensor) -> Tensor | None:
             before = gradient.detach().clone()
@@ -166,10 +164,9 @@ class Detached(calling.Watcher):
                 self._hold(tensor, inputs)
 
     def _hold(self, tensor: Tensor, inputs: Sequence[Tensor]) -> None:
-        """Follow a tensor from here on, and what shares its memory.
+        """Follow a tensor from here on, with the tensors that share its memory.
 
-        A view of a tensor with a graph has that one's values without the graph; one of a leaf is followed by
-        itself.
+        In memory of a tensor with a graph, only tensors without one are followed; a view of a leaf is followed alone.
         """
         is_written = any(given is tensor for given in inputs) and self._versions.get(id(tensor)) != calling.version(
             tensor
@@ -178,7 +175,7 @@ class Detached(calling.Watcher):
         memory = memory_of(tensor)
         of = [given for given in inputs if given is not tensor and given.requires_grad and memory_of(given) == memory]
         if not of:
-            if is_written or memory not in self._memory:  # else it is a view of one that is followed, or that itself
+            if is_written or memory not in self._memory:  # otherwise it is a followed tensor or a view of one
                 self._memory[memory] = True
         elif not all(given.is_leaf for given in of):
             self._memory.setdefault(memory, False)
@@ -186,19 +183,18 @@ class Detached(calling.Watcher):
     def _is_cut(self, tensor: Tensor) -> bool:
         """Return whether the result of an operation on a tensor with a graph has none.
 
-        Inside the ``forward`` of a ``torch.autograd.Function`` none has, and the function's own derivative
-        counts.
+        Inside the ``forward`` of a ``torch.autograd.Function`` no result has one, and the function's derivative counts.
         """
         if torch.is_grad_enabled() or tensor.is_inference():
             return not tensor.requires_grad
         return not self._recording
 
 
-_LARGER = 1 + 2**-6  # seen in bfloat16 too, and seldom through a comparison
+_LARGER = 1 + 2**-6  # changes bfloat16 numbers too, and comparisons seldom
 
 
 class _Nudged(calling.Mode):
-    """Make numbers a bit larger that are taken out of tensors with a graph, to see whether outputs depend on them."""
+    """Increase numbers taken out of tensors with a graph a little, to see whether outputs depend on them."""
 
     def __init__(self, detached: Detached) -> None:
         super().__init__()
@@ -217,16 +213,16 @@ def _has_graph(result: Tensor) -> bool:
 
 
 def _is_user_s(hook: Any) -> bool:
-    """Return whether a hook is none of torch's or ours, which leave the values of gradients."""
+    """Return whether a hook is not one of torch's or ours, which do not change gradients."""
     return not (getattr(hook, "__module__", None) or "").startswith(("torch.", "pyflatness."))
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return what tensors that share memory have in common."""
+    """Return an identifier of a tensor's memory, equal for tensors that share it."""
     try:
         memory: int = tensor.untyped_storage()._cdata
         return memory
-    except NotImplementedError:  # it is sparse, say
+    except NotImplementedError:  # it may be sparse
         return id(tensor)
 
 
@@ -254,21 +250,21 @@ def _tensors(*values: Any) -> list[Tensor]:
 
 Result = TypeVar("Result")
 Check = Callable[[Tensor], None]
-"""Raise if what a model gave for a batch is not what it gave for some of its samples before."""
+"""(outputs for a batch) -> None; raises if they differ from earlier ones for some of its samples."""
 
 
 class Spacing:
-    """Choose the batches of which some samples are run alone: the first, the second and the last one.
+    """Choose the batches of which some samples are run alone: the first, the second and the last.
 
-    Where their number is not known, some at doubling distances stand in for the last one.
+    If the number of batches is not known, some at doubling distances replace the last.
     """
 
     def __init__(self, batches: int) -> None:
         self._last = batches - 1
-        self._done = 0  # samples in front of the last batch that was looked at
+        self._done = 0  # samples before the last batch that was checked
 
     def due(self, number: int, done: int) -> bool:
-        """Return whether batch ``number``, after so many samples, is to be checked; each batch is asked for once."""
+        """Return whether to check batch ``number``, after ``done`` samples; called once for each batch."""
         if done <= self._done:
             return False
         follows = self._done == 0 or (self._last < 0 and done >= 2 * self._done)
@@ -278,9 +274,9 @@ class Spacing:
 
 
 class Decisions(calling.Watcher):
-    """Watch whether a forward pass makes truth values, indices or whole numbers of its floating-point values.
+    """Watch whether a forward pass turns floating-point values into truth values, indices or whole numbers.
 
-    What these decide, ``if h.mean() > 0``, the whole batch may decide, and no derivative shows it.
+    A decision by these, ``if h.mean() > 0``, may depend on the whole batch, and no derivative shows it.
     """
 
     def __init__(self) -> None:
@@ -299,8 +295,8 @@ class Decisions(calling.Watcher):
 
 
 def _by_model() -> bool:
-    """Return whether the operation under way is the model's, and none of a hook that looks at the model here."""
-    frame = sys._getframe(3)  # behind those of the watcher and of the watch
+    """Return whether the current operation is the model's, and not of a hook of this package."""
+    frame = sys._getframe(3)  # the caller of the watcher and of the watch
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch."):
         frame = frame.f_back
     return not frame.f_globals.get("__name__", "").startswith("pyflatness.")
@@ -310,20 +306,20 @@ _TO_PYTHON = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist",
 
 
 def check_of_user(error: Exception) -> None:
-    """Raise an error again that is none of the user's code: one of ours, or what a signal's handler raised."""
+    """Raise an error again unless it is of the user's code: one of ours, or of a signal's handler."""
     if isinstance(error, FlatnessError) and not isinstance(error, data.NotCutError):
         raise error
     interrupts.pass_on(error)
 
 
 def alone(batch: Any, run: Callable[[Any], Result]) -> Result | None:
-    """Return what ``run`` gives for some samples without the others of their batch; None if it fails on these few."""
+    """Return the result of ``run`` on some samples without the rest of their batch; None if it fails on so few."""
     try:
         with calling.dry_run(), torch.no_grad():
             return run(batch)
     except Exception as error:
         interrupts.pass_on(error)
-        return None  # not a batch that can be cut; an error of the model's own comes again with the whole batch
+        return None  # the batch cannot be cut; an error of the model itself comes again with the whole batch
 
 
 def two_alone(
@@ -332,12 +328,13 @@ def two_alone(
     read: Callable[[Tensor, Any], Tensor] = lambda outputs, targets: outputs,
     what: str = "outputs",
 ) -> Check:
-    """Run two samples of a batch alone, and return a check of what the whole batch gives against them.
+    """Run two samples of a batch alone, and return a check that compares the whole batch's outputs with theirs.
 
-    Of a batch that has fewer than three, or cannot be cut, it passes anything. ``read`` finds what is compared.
+    The check passes anything for a batch of fewer than three, or one that cannot be cut. ``read`` selects what is
+    compared.
     """
     samples = data.size(batch)
-    # Two that have lost what was in front of them, or behind.
+    # Two that lose the samples in front of them, or behind.
     two = torch.tensor([1, samples - 1], dtype=torch.int64, device="cpu")
     found = alone(data.take(batch, two), run) if samples > 2 and not isinstance(batch, data.Whole) else None
     if found is None:
@@ -351,7 +348,7 @@ def unchecked(given: Tensor) -> None:
 
 
 def check_unchanged(before: Tensor, now: Tensor, what: str = "outputs") -> None:
-    """Raise an InputError if what a model gave for the same samples, by two runs, is not the same up to rounding."""
+    """Raise an InputError if two runs of a model on the same samples differ by more than rounding."""
     count = min(len(before), len(now))
     before, now = before[:count], now.detach()[:count]
     if not agree(before, now, rounding(before.dtype, now.dtype)):
@@ -363,7 +360,7 @@ def check_unchanged(before: Tensor, now: Tensor, what: str = "outputs") -> None:
 
 
 def _keeps() -> str:
-    """Return in words what forward passes have kept in the model, and what to do about it; empty for nothing."""
+    """Return in words what forward passes keep in the model, and what to do about it; empty if they keep nothing."""
     kept = state.kept()
     if not kept:
         return ""
@@ -372,7 +369,7 @@ def _keeps() -> str:
 
 
 def rounding(*dtypes: torch.dtype) -> float:
-    """Return how far, relatively, two runs in some dtypes may lie apart; 0 if none of them is floating point."""
+    """Return the relative difference allowed between two runs in some dtypes; 0 if none is floating point."""
     floating = [8 * torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point]
     return max(1e-3, *floating) if floating else 0.0
 
@@ -385,45 +382,45 @@ def agree(before: Tensor, now: Tensor, tolerance: float) -> bool:
         before, now = before.double(), now.double()
     largest = before.abs().nan_to_num(0, 0, 0).amax() if before.numel() else before.new_zeros(())
     if before.numel() and before.is_floating_point() and bool((now - before).abs_().amax() <= tolerance * largest):
-        return True  # which takes fewer passes over large outputs, and is false with NaN
+        return True  # faster on large outputs; False with NaN
     return torch.allclose(before, now, tolerance, tolerance * float(largest), equal_nan=True)
 
 
-_CALL = "_pyflatness_call"  # an attribute of what a forward pass raised: what was called, and of which parameters
+_CALL = "_pyflatness_call"  # attribute of an error of a forward pass: the call, and the parameters' kinds
 GIVEN_COPIES = "the model changes its inputs in place, so that it was given copies of them"
 _WITHOUT_GRAPH = "does not require grad and does not have a grad_fn"  # torch's words for a derivative without one
-_LOOKS = 3  # passes of few samples that are watched for decisions by values
-_ALONE = 32  # samples of a batch that run each by itself where there are some
+_LOOKS = 3  # passes of few samples to watch for decisions by values
+_ALONE = 32  # at most, of a batch with decisions, that are each run alone
 _LISTED = 4  # names in a message
-_REPEATS = 3  # passes of the same batch after which a model that keeps something may show that its outputs depend on it
+_REPEATS = 3  # more passes of one batch, for a model that keeps something, to see if its outputs depend on it
 _ROUNDING = 8  # units of the outputs' rounding that two forward passes of the same batch may differ by
 
 
 class Checked:
-    """Call the user's ``forward``, or the model itself, and check what comes of it."""
+    """Call the user's ``forward``, or the model itself, and check the pass and its outputs."""
 
     def __init__(self, model: nn.Module, loss: Loss, forward: calling.Forward | None, random: Randomness) -> None:
         self._forward, self._loss, self._random = forward, loss, random
-        self.by_user = forward is not None  # whether the user's own forward says what of a batch are targets
+        self.by_user = forward is not None  # whether the user's own forward picks the targets of a batch
         self._parameters = walk.parameters(model)
-        self._changes_inputs: bool | None = None  # whether the model does so in place; not known before it ran
-        self._changes_values = False  # and not only whether they require gradients
-        self._looks = _LOOKS  # that are left
-        self._batches = 0  # that went through the model to be measured
-        self.decides = False  # whether something is decided by values, see :class:`.Decisions`
-        self._is_first = True  # whether no batch was run yet, but to find something out
-        self._has_dtypes = False  # whether those of the outputs' graph were looked at
-        self._has_run = False  # whether any was, so that the model may have kept something of it
-        self._fewest = math.inf  # samples that were run to find something out
-        self.notes: tuple[str, ...] | None = None  # of an estimate; known once a batch went through
+        self._changes_inputs: bool | None = None  # whether the model does so in place; None before it ran
+        self._changes_values = False  # whether their values change, and not only requires_grad
+        self._looks = _LOOKS  # watched passes that are left
+        self._batches = 0  # that were run to be measured
+        self.decides = False  # whether values decide something, see :class:`.Decisions`
+        self._is_first = True  # whether no batch was run yet, except in dry runs
+        self._has_dtypes = False  # whether the dtypes in the outputs' graph were checked
+        self._has_run = False  # whether any batch was, so that the model may have kept something
+        self._fewest = math.inf  # fewest samples in a dry run
+        self.notes: tuple[str, ...] | None = None  # of an estimate; known once a batch was measured
         self.doubts: tuple[str, ...] = ()  # why derivatives may not be those of what the model computes
         self._loss_is_open = not loss.known  # whether it may depend on more than the outputs
-        self._in_full = False  # whether outputs are the model's own also where the loss is of its logits
+        self._in_full = False  # whether to return the model's own outputs even if the loss is of its logits
         self._takes_derivatives = False  # whether the model needs a graph in its forward pass, as for forces
 
     @contextlib.contextmanager
     def in_full(self) -> Iterator[None]:
-        """Let the outputs be what the model returns, inside, also where the loss is taken in its logits."""
+        """Return the model's own outputs inside, even if the loss is taken in its logits."""
         before, self._in_full = self._in_full, True
         try:
             yield
@@ -431,7 +428,7 @@ class Checked:
             self._in_full = before
 
     def compare_by_itself(self) -> None:
-        """Have the next batch compared with two of its samples alone: no one compares it with what was run so far."""
+        """Have the next batch compared with two of its samples alone, since it is not compared with earlier runs."""
         self._fewest = math.inf
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
@@ -459,7 +456,7 @@ class Checked:
                 self._check_decisions(model, batch, outputs)
             if self.notes is None and not outputs.is_meta and isinstance(targets, Tensor):
                 self.notes = (GIVEN_COPIES,) if self._changes_values else ()
-                with interrupts.suppressed():  # what does not go together is an error of the measure
+                with interrupts.suppressed():  # the measure raises if they do not fit together
                     self.notes += loss_notes.of(self._loss, outputs, targets, self._parameters)
             if self.notes is not None and not self._has_dtypes and outputs.requires_grad:
                 self._has_dtypes = True
@@ -470,12 +467,12 @@ class Checked:
         return outputs, targets
 
     def _tensor(self, returned: Any) -> Tensor:
-        """Return the outputs in what the model returned: side by side if there are several and the loss takes all."""
+        """Return the outputs among the returned values: side by side if there are several and the loss takes all."""
         found = meant(returned, self._loss.known)
         return self._loss.side_by_side(returned) if found is None else found
 
     def _call(self, batch: Any) -> str:
-        """Return in words what was called, and on what."""
+        """Return in words what was called, and its inputs."""
         if self._forward is not None:
             return f"forward(model, batch) on the batch {data.described(batch)}"
         if isinstance(batch, Mapping):
@@ -484,7 +481,7 @@ class Checked:
         return f"model(inputs) on the inputs {data.described(batch[0])}"
 
     def _kinds(self) -> str:
-        """Return in words what the parameters are."""
+        """Return the dtypes and devices of the parameters in words."""
         kinds = {f"{parameter.dtype} on {parameter.device}" for parameter in self._parameters}
         return ", ".join(sorted(kinds)).replace("torch.", "")
 
@@ -501,7 +498,7 @@ class Checked:
         before = _marks(given)
         if self._looks and calling.is_dry_run():
             self._looks -= 1
-            # A later pass may raise, and what is drawn in this one be all that is.
+            # A later pass may raise, and then only this one shows what is drawn.
             decisions = Decisions()
             with calling.watched_by(decisions), self._random.watched():
                 result = self._run_on(model, given)
@@ -530,7 +527,7 @@ class Checked:
             return outputs.detach(), targets
         except FlatnessError:
             raise
-        except StopIteration as error:  # by itself it would be an error of a generator's, or the end of a loop
+        except StopIteration as error:  # left alone, it would end a loop, or be an error in a generator
             stopped = RuntimeError("the forward pass raised StopIteration")
             setattr(stopped, _CALL, (self._call(batch), self._kinds()))
             raise stopped from error
@@ -544,7 +541,7 @@ class Checked:
             raise
 
     def _outputs(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-        """Return outputs and targets; of a model that ends in a log_softmax, where the loss is so read, the logits."""
+        """Return outputs and targets; the outputs are the logits if the loss is of those in front of a log_softmax."""
         if self._in_full or not isinstance(self._loss, OfLogits):
             return calling.run(model, batch, self._forward, self._tensor)
         last = Last()
@@ -559,7 +556,7 @@ class Checked:
         return logits, targets
 
     def watched(self, run: Callable[[Any], tuple[Tensor, Any]], batch: Any) -> tuple[Tensor, Any]:
-        """Return what a forward pass returns, whose graph has all that it is to have, and note what was cut from it."""
+        """Return the result of a forward pass that will be differentiated, and note tensors cut from its graph."""
         detached = Detached(self.doubt)
         with calling.watched_by(detached):
             outputs, targets = run(batch)
@@ -573,7 +570,7 @@ class Checked:
         return outputs, targets
 
     def doubt(self, why: str) -> None:
-        """Take in why derivatives may not be those of what the model computes."""
+        """Register why derivatives may not be those of the function that the model computes."""
         self.doubts = tuple(dict.fromkeys([*self.doubts, why]))
 
     def _check_repeated(self, model: nn.Module, batch: Any, outputs: Tensor) -> None:
@@ -612,7 +609,7 @@ class Checked:
             check(outputs)
 
     def _check_decisions(self, model: nn.Module, batch: Any, outputs: Tensor) -> None:
-        """Raise if samples of a batch have other outputs by themselves: many of some batches, one of each other."""
+        """Raise if samples have other outputs when run alone: many samples of some batches, one of the others."""
         if outputs.is_meta or outputs.ndim == 0 or isinstance(batch, data.Whole):
             return
         samples, self._batches = data.size(batch), self._batches + 1
@@ -629,10 +626,10 @@ class Checked:
                     check_unchanged(found[0], data.rows_of(outputs, samples, index))
 
     def _check_loss(self, model: nn.Module, batch: Any) -> None:
-        """Raise if the loss depends on the model's parameters otherwise than by the outputs; once."""
+        """Raise if the loss depends on the model's parameters other than by the outputs; checked once."""
         held = {*self._parameters, *model.parameters()}  # others where the model is run functionally
-        # Of hooks the innermost are called, so that what this graph keeps is not counted as the sweep's by a dry run. A
-        # node that keeps its own output as it is would be held by it, in a cycle that nothing frees.
+        # Only the innermost hooks are called, so that a dry run does not count this graph as the sweep's. Undetached,
+        # a node that saves its own output would be in a cycle that is never freed.
         uncounted = functools.partial(
             torch.autograd.graph.saved_tensors_hooks, lambda kept: kept.detach(), lambda kept: kept
         )
@@ -640,7 +637,7 @@ class Checked:
             with interrupts.suppressed(), state.made_anew(model), calling.aside(), uncounted():
                 found = depends_on(self._loss, functools.partial(self._run, model, part), held)
                 break
-        else:  # a loss that does not take these; the measure says better what is wrong
+        else:  # the loss does not take these outputs; the measure has the better message
             return
         self._loss_is_open = False
         if found:
@@ -649,7 +646,7 @@ class Checked:
 
 @contextlib.contextmanager
 def _in_graph(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Let all parameters require gradients inside."""
+    """Have all parameters require gradients inside."""
     frozen = [one for one in parameters if one.is_floating_point() and not (one.requires_grad or one.is_inference())]
     try:
         for parameter in frozen:
@@ -661,7 +658,7 @@ def _in_graph(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _coarser(outputs: Tensor, parameters: Sequence[Tensor]) -> tuple[str, ...]:
-    """Return a note on what a float64 model computes in fewer bits, as a softmax that is kept in float32."""
+    """Return notes on lower precision in the graph of a float64 model, such as a softmax in float32."""
     if any(parameter.dtype != torch.float64 for parameter in parameters if parameter.is_floating_point()):
         return ()
     nodes = [node for node in (outputs.grad_fn, *users_of(outputs)) if node is not None]
@@ -683,7 +680,7 @@ def _marks(batch: Any) -> list[tuple[int, bool]]:
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Let an error that the user's forward pass raises inside, and that nothing catches, say what was called."""
+    """Replace an uncaught error of the user's forward pass inside by one that says what was called."""
     try:
         yield
     except interrupts.Signalled as signalled:
@@ -701,4 +698,4 @@ def explained() -> Iterator[None]:
                 "it wants to be called"
             ) from raised
         finally:
-            del raised  # or it would hold this frame, which holds it
+            del raised  # as it would hold this frame, which holds it

@@ -1,12 +1,12 @@
-"""Read off autograd's graph in which layers a sample's rows are where its outputs are, in dimension 0.
+"""Read from autograd's graph which layers keep a sample's rows where its outputs are, in dimension 0.
 
-Where every operation behind a layer makes the rows of a sample of that sample's rows of what it takes, nothing that is
-sent back from one sample reaches another's, and no cotangent has to be sent to see that. A sample has one row in
-dimension 0, or several one after the other, as flattened tokens have. The operations are those of networks of images,
-of feature vectors and of transformers; other layers are asked by cotangents, see :func:`.dry_run.narrow`.
+If every operation behind a layer computes a sample's rows from the same sample's rows of its inputs, no gradient of one
+sample reaches another's rows, and no cotangent has to be sent to see that. A sample has one row in dimension 0, or
+several one after the other, as flattened tokens have. The operations are those of networks on images and feature
+vectors and of transformers; other layers are tested with cotangents, see :func:`.dry_run.narrow`.
 
-Of a batch that is not cut, as one of graphs, a sample may have any rows, and operations move them by an index. There
-the numbers of the outputs' samples are handed from row to row, through the same operations and by these indices.
+In a batch that is not cut, such as one of graphs, a sample may have any rows, and operations move them by an index.
+There the numbers of the outputs' samples are passed from row to row, through the same operations and by these indices.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,15 +26,15 @@ _NOTHING = torch.empty(0, dtype=torch.int64, device="cpu")
 
 @dataclass
 class _Kept:
-    """Hold the last operations of a graph that leave every sample's rows where they are, and what they take."""
+    """Hold the last operations of a graph that leave every sample's rows in place, and the sources of their inputs."""
 
-    nodes: set[Node] = field(default_factory=set)  # these
-    of_rows: set[Node] = field(default_factory=set)  # in front of them, of whose result they take each sample's rows
-    of_all: set[Node] = field(default_factory=set)  # in front of them, whose result they take whole for each sample
+    nodes: set[Node] = field(default_factory=set)  # these operations
+    of_rows: set[Node] = field(default_factory=set)  # in front of them, whose results they use row by row
+    of_all: set[Node] = field(default_factory=set)  # in front of them, whose results they use whole for each sample
 
 
 def in_place(outputs: Tensor, users: Users, calls: Calls, samples: int) -> set[str]:
-    """Return the layers of whose calls' outputs, and of all that is made of these, a sample's rows are in place."""
+    """Return the layers for which a sample's rows stay in place, from the outputs of all calls to the model's."""
     kept, last = _keeping(outputs, users, samples), outputs.grad_fn
     of_rows = kept.of_rows - kept.of_all
     return {
@@ -50,7 +50,7 @@ def in_place(outputs: Tensor, users: Users, calls: Calls, samples: int) -> set[s
 
 
 def repeated(outputs: Tensor, users: Users, calls: Calls, samples: int) -> set[str]:
-    """Return the layers whose calls' outputs, of one row or none, are used as if each sample had its own."""
+    """Return the layers whose outputs have one row, or no dimension for samples, and serve every sample whole."""
     if not calls:
         return set()
     kept = _keeping(outputs, users, samples)
@@ -63,9 +63,9 @@ def repeated(outputs: Tensor, users: Users, calls: Calls, samples: int) -> set[s
 
 
 def owners(outputs: Tensor, users: Users, calls: Calls, samples: int) -> dict[str, list[Tensor]]:
-    """Return of which sample each row of the layers' calls' outputs is, (r,) int64; −1 for one that no output takes.
+    """Return the sample of each row of the layers' outputs, (r,) int64 for each call; −1 for a row that is not used.
 
-    A layer is left out if the graph does not show it, or if a row is of several samples.
+    A layer is left out if the graph does not show its samples, or if a row belongs to several.
     """
     pending = {node: len(several) for node, several in users.items()}
     last = outputs.grad_fn
@@ -74,7 +74,7 @@ def owners(outputs: Tensor, users: Users, calls: Calls, samples: int) -> dict[st
     if last is not None:
         found[last] = torch.arange(samples, device=outputs.device)
     while stack:
-        node = stack.pop()  # all that take its result have been asked
+        node = stack.pop()  # all users of its result have been visited
         rows, own = _rows(node), found[node]
         own = None if own is None or rows != len(own) else own
         of_sources = {} if own is None else _owners_of_sources(node, own, users)
@@ -94,7 +94,7 @@ def owners(outputs: Tensor, users: Users, calls: Calls, samples: int) -> dict[st
 
 
 def _owners_of_sources(node: Node, own: Tensor, users: Users) -> dict[int, Tensor]:
-    """Return by the places of a node's inputs of which sample their rows are, from those of its result."""
+    """Return the samples of the rows of a node's inputs, by place, from the samples of its result's rows."""
     sizes = {
         place: graph.shape(source, number)
         for place, (source, number) in enumerate(node.next_functions)
@@ -110,7 +110,7 @@ def _owners_of_sources(node: Node, own: Tensor, users: Users) -> dict[int, Tenso
         moved = own.new_full(sizes[0][:1], -1)
         known = own >= 0
         moved[index[known]] = own[known]
-        return {0: moved} if moved[index[known]].equal(own[known]) else {}  # else a row is of several samples
+        return {0: moved} if moved[index[known]].equal(own[known]) else {}  # otherwise a row belongs to several samples
     if operation.rows == "view":
         ((place, size),) = sizes.items()
         if 0 in (len(size), *size):
@@ -146,7 +146,7 @@ def _index(node: Node) -> Tensor | None:
 
 
 def _both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Return the owners of rows that two operations take; None if they contradict each other, or are not known."""
+    """Return the samples of rows that two operations use; None if they are unknown or contradict each other."""
     if one is None or other is None or len(one) != len(other):
         return None
     united = torch.where(one < 0, other, one)
@@ -159,7 +159,7 @@ def _rows(node: Node) -> int:
 
 
 def _keeping(outputs: Tensor, users: Users, samples: int) -> _Kept:
-    """Return the last operations, from the outputs on, that leave every sample's rows where they are."""
+    """Return the last operations, up to the outputs, that leave every sample's rows in place."""
     kept = _Kept()
     stack = [outputs.grad_fn] if outputs.grad_fn is not None and _has_rows(tuple(outputs.shape), samples) else []
     while stack:
@@ -172,7 +172,7 @@ def _keeping(outputs: Tensor, users: Users, samples: int) -> _Kept:
             if source is None or source not in users:
                 continue
             size = graph.shape(source, number)
-            # Without a dimension for samples, or of length one there: the whole of it goes with each sample's row.
+            # An input without a dimension for samples, or of length 1 there, is combined whole with each sample's row.
             repeats = len(size) == len(shape) - 1 and size[:1] not in ((), (1,))
             repeats |= len(size) == len(shape) and size[:1] == (1,)
             if repeats and rows == "pointwise" and shape[0] == samples > 1:
@@ -189,7 +189,7 @@ def _keeping(outputs: Tensor, users: Users, samples: int) -> _Kept:
 
 
 def _keeps(node: Node, shape: Shape, inputs: Mapping[int, Shape], samples: int) -> bool:
-    """Return whether each sample's rows of an operation's result are made of its rows of some inputs."""
+    """Return whether a sample's rows of an operation's result depend on its own rows of some inputs alone."""
     operation = graph.of(node.name())
     rows, alike, as_long = operation.rows, True, True
     for size in (shape, *inputs.values()):
@@ -214,9 +214,9 @@ def _keeps(node: Node, shape: Shape, inputs: Mapping[int, Shape], samples: int) 
 
 
 def _is_within_rows(node: Node, ndim: int, of_inputs: int) -> bool:
-    """Return whether an operation, by what is saved of it, neither mixes nor moves rows along dimension 0."""
+    """Return whether the arguments saved for an operation show that it does not mix or move rows of dimension 0."""
     name, saved, most = node.name(), cast(Any, node), max(ndim, of_inputs)
-    if name.startswith("Slice"):  # it has as many rows as before
+    if name.startswith("Slice"):  # it has as many rows as its input
         return True
     if name.startswith("Expand"):
         return ndim == of_inputs
@@ -228,12 +228,12 @@ def _is_within_rows(node: Node, ndim: int, of_inputs: int) -> bool:
         return _dim(saved._saved_dims[0], most) == 0
     dims: Sequence[int] = [getattr(saved, key) for key in ("_saved_dim0", "_saved_dim1") if hasattr(saved, key)]
     if hasattr(saved, "_saved_dim"):
-        dims = [saved._saved_dim] if isinstance(saved._saved_dim, int) else saved._saved_dim or [0]  # none: all of them
+        dims = [saved._saved_dim] if isinstance(saved._saved_dim, int) else saved._saved_dim or [0]  # None: all of them
     return all(_dim(dim, most) != 0 for dim in dims) and not getattr(saved, "_saved_training", False)
 
 
 def _dim(dim: int, ndim: int) -> int:
-    """Return a dimension that is saved, negative ones as 2^64 more, counted from the front."""
+    """Return a saved dimension, counted from the front; torch saves a negative one plus 2^64."""
     return (dim + ndim) % 2**64 % ndim
 
 

@@ -1,4 +1,4 @@
-"""Learn from runs of a model which of the chosen layers ran, where they keep samples, and which have no gradient."""
+"""Learn from runs of a model which chosen layers ran, where they keep samples, and which have no gradient."""
 
 from collections.abc import Collection
 from typing import Any
@@ -15,9 +15,9 @@ from .recorder import Recorder
 
 
 class KnownLayers:
-    """Hold what is known of the chosen layers from the runs so far; ``unseen`` are those that were new in the last one.
+    """Hold what the runs so far showed about the chosen layers; ``unseen`` are the layers new in the last one.
 
-    Where ``order_matters`` rows in another order have to be noticed.
+    If ``order_matters``, a change in the order of rows has to be noticed.
     """
 
     def __init__(
@@ -32,11 +32,11 @@ class KnownLayers:
         self._model, self._recorder, self._forward = model, recorder, forward
         self._selected, self._named, self._optional = selection.modules, selection.named, selection.optional
         self._order_matters = order_matters
-        self._samples = 0  # behind what is known
+        self._samples = 0  # of the largest dry run
         self._layouts: dict[str, tuple[Layout, ...]] = {}
-        self._relied_on: set[str] = set()  # layers whose layout gave a value already
-        self._idle: dict[str, frozenset[int]] = {}  # calls of layers that outputs do not depend on, by number
-        self._detached: set[str] = set()  # left out like layers that do not run: without a path, or mixed
+        self._relied_on: set[str] = set()  # layers whose layout already gave a value
+        self._idle: dict[str, frozenset[int]] = {}  # numbers of calls that the outputs do not depend on
+        self._detached: set[str] = set()  # ran, but are left out: without a path, mixed, …
         self._elsewhere: set[str] = set()  # layers that ran on other ranks
         self.unseen: set[str] = set()
 
@@ -48,11 +48,11 @@ class KnownLayers:
 
     @property
     def left_out(self) -> set[str]:
-        """Return layers that ran and are left out, like those that do not run."""
+        """Return the layers that ran but are left out."""
         return self._detached
 
     def unite(self, ran: Collection[str], left_out: Collection[str]) -> None:
-        """Take in which layers ran on some rank, and which some leave out."""
+        """Merge the layers that ran on some rank, and those that some rank leaves out."""
         both = [name for name in self._selected if name in ran and name in left_out]
         if both:
             raise InputError(
@@ -70,7 +70,7 @@ class KnownLayers:
         return self._samples > 1 or (self._samples == 1 and data.size(batch) == 1)
 
     def add(self, found: dry_run.Findings, *, first: bool) -> None:
-        """Take in what a dry run found; where it came ``first``, before a batch, layers that did not run are missed."""
+        """Register the findings of a dry run; if it is the ``first`` of a batch, named layers have to have run."""
         self._leave_out_transformed()
         if self.unseen - found.layouts.keys():
             listed = ", ".join(map(repr, sorted(self.unseen)))
@@ -83,7 +83,7 @@ class KnownLayers:
             routed = self._recorder.empty.union(
                 name
                 for name, use in self._selected.items()
-                if isinstance(use, Use) and use.routed and not use.refusal  # it is up to the samples whether it runs
+                if isinstance(use, Use) and use.routed and not use.refusal  # whether it runs depends on the samples
             )
             self._check_ran(found.layouts.keys() | routed)
         for name in found.layouts:
@@ -94,7 +94,7 @@ class KnownLayers:
         self._samples = max(self._samples, found.samples)
 
     def finish(self) -> None:
-        """Take in that the data are over, and raise if an expert that was named did not run, nor any other layer."""
+        """Register the end of the data; raise if a named layer, or every layer, did not run."""
         if not self._samples:
             return
         ran = self._layouts.keys() | self._detached | self._elsewhere
@@ -123,26 +123,26 @@ class KnownLayers:
             self._leave_out(name, why)
 
     def _check_ran(self, names: Collection[str]) -> None:
-        """Raise if a layer that was named is not among those that ran, or if none is."""
+        """Raise if a named layer is not among those that ran, or if no layer ran."""
         missing = [name for name in self._selected if name in self._named and name not in names]
         if self._selected and not self._optional and (missing or not names):
             raise layers.did_not_run(missing or self._selected, self._selected)
 
     def note_unseen(self) -> None:
-        """Compare the recorded calls with what is known, and leave detached layers out of them."""
+        """Find layers that are new in the recorded calls, and drop the calls of layers that are left out."""
         self._leave_out_transformed()
         for name in self._detached:
             self._recorder.calls.pop(name, None)
         self.unseen = self._recorder.calls.keys() - self._layouts.keys()
 
     def rely_on(self, names: Collection[str]) -> None:
-        """Take in that the layouts of some layers give values, so that they must not change any more."""
+        """Register layers whose layouts give values now, and so must not change any more."""
         self._relied_on.update(names)
 
     def find_without_path(self, outputs: Tensor, users: linearity.Users, batch: object) -> bool:
-        """Return whether autograd has no path to some calls of layers, not known before.
+        """Return whether some calls, not known before, have no path in autograd's graph to the outputs.
 
-        Either the outputs do not depend on them, or the layer is left out from now on.
+        If the outputs depend on them all the same, the layer is left out from now on.
         """
         unreached = linearity.unreached(outputs, users, self._recorder.calls)
         new = {name: calls for name, calls in unreached.items() if not calls <= self._idle.get(name, frozenset())}
@@ -162,7 +162,7 @@ class KnownLayers:
         return bool(new)
 
     def leave_out(self, error: InputError) -> None:
-        """Leave out the stand-ins that an error is about, where others can be measured without them; else raise it."""
+        """Leave out the stand-ins that an error is about if other layers can be measured; otherwise raise the error."""
         reasons = uses.with_siblings(self._selected, error.layers)
         for name in reasons or {"": ""}:
             use = self._selected.get(name)
@@ -184,9 +184,9 @@ class KnownLayers:
         return False
 
     def narrow(self, outputs: Tensor, users: linearity.Users, samples: int, *, whole: bool) -> None:
-        """Hold the layouts against a run, wherever lengths or the order of rows could differ from before.
+        """Compare the layouts with a run, for layers whose lengths or order of rows may differ from earlier ones.
 
-        Of a batch that is ``whole``, and not cut, they are those of this run alone.
+        For a ``whole`` batch, which is not cut, the layouts are those of this run alone.
         """
         made = self._recorder.calls
         if whole:

@@ -1,4 +1,4 @@
-"""Bring a chosen layer into the one form that all contractions take, rescaled for normalised values."""
+"""Convert a chosen layer to the common form that all contractions take, rescaled for normalised values."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,7 +27,7 @@ Parts = list[Tensor]
 
 
 class LayerForm:
-    """Hold one layer's weight, inputs and output gradients in that form, which its kind says.
+    """Convert one layer's weight, inputs and output gradients to the common form that its kind defines.
 
     With ``conv="affine"`` a convolution is the dense matrix of all its inputs and outputs, and a sample's calls its
     positions. ``scale`` is of the input's channels, see :mod:`.normalize`, or None.
@@ -46,7 +46,7 @@ class LayerForm:
         dtype = promoted_dtype(weight.dtype)
         self.backend = contractions.choose(options.backend, weight.device, dtype)
         self._dense = options.conv == "affine" and kind.space > 0
-        self.pointwise = not self._dense and layers.is_pointwise(module)  # every position times the whole weight, alone
+        self.pointwise = not self._dense and layers.is_pointwise(module)  # every position times the whole weight
         if self._dense:
             spread.refuse("conv='affine'", "pass conv='filter', or ")
         self._memory = Budget(options.memory, device=weight.device).buffers
@@ -87,7 +87,7 @@ class LayerForm:
         return self._of(entries.unflatten(0, (self._kind.groups, -1))).kept(places)
 
     def weight(self, run: Run) -> Tensor:
-        """Return the weight (G, d, m) for inputs as :meth:`patches` has them: those of its columns that these have."""
+        """Return the weight (G, d, m), with the columns that :meth:`patches` has."""
         if self._dense:
             size = self._size(run)
             dtype, device = layers.matrix(self._module)[0].dtype, run.outputs.device
@@ -101,15 +101,15 @@ class LayerForm:
         return self.matrix if columns is None else self.matrix[..., columns]
 
     def whole_weight(self, run: Run) -> Tensor:
-        """Return the weight (G, d, m) with all of its columns, also those that no input of a run has."""
+        """Return the weight (G, d, m) with all columns, including those that no input of a run has."""
         return self.weight(run) if self._dense else self.matrix
 
     def columns(self, run: Run) -> Tensor | None:
-        """Return which columns of the whole weight :meth:`weight` has in a run, (U,); None: all."""
+        """Return the columns of the whole weight that :meth:`weight` has in a run, (U,); None for all."""
         return None if self._dense else self._kind.columns(partial(self.inputs, run))
 
     def factor(self, run: Run) -> Tensor:
-        """Return R (G, r, d), RᵀR = w wᵀ of :meth:`whole_weight`: made once, unless runs may have other weights."""
+        """Return R (G, r, d), RᵀR = w wᵀ of :meth:`whole_weight`; computed once, unless runs have other weights."""
         if self._factor is None or self._dense:
             self._factor = gram_factor(promoted(self.whole_weight(run)))
         return self._factor
@@ -130,7 +130,7 @@ class LayerForm:
         return 1 if self._dense else self._kind.geometry.kernel_elements
 
     def inputs(self, run: Run, memory: Memory | None = None) -> Parts:
-        """Return φ of all calls, as the contractions want them; of an only call in a ``memory``, if they are copied."""
+        """Return φ of all calls in the common form; a copy of a single call's goes into ``memory``."""
         calls = run.calls(self.name)
         self._calls, memory = tuple(call.kind for call in calls), memory if len(calls) == 1 else None
         parts = [part for c in calls for part in self._input_parts(run, c.inputs.detach(), c.output, memory)]
@@ -142,11 +142,11 @@ class LayerForm:
         return layers.input_rows(self._module, self._rescaled(call.inputs.detach()))
 
     def cotangent(self, run: Run, gradients: Sequence[Tensor], memory: Memory | None = None) -> Parts:
-        """Return δ of all calls, as the contractions want them; of an only call in a ``memory``, if they are copied."""
+        """Return δ of all calls in the common form; a copy of a single call's goes into ``memory``."""
         first = partial(run.samples_first, self.name, memory=memory if len(gradients) == 1 else None)
         if self._dense:
             return [part for gradient in gradients for part in first(gradient).unbind(1)]
-        calls = zip(gradients, run.calls(self.name), strict=False)  # some take the gradient in one call alone
+        calls = zip(gradients, run.calls(self.name), strict=False)  # gradients may be of one call alone
         return self._kind.joined(
             [
                 part
@@ -156,7 +156,7 @@ class LayerForm:
         )
 
     def cotangents(self, run: Run, gradients: Tensor) -> Tensor | None:
-        """Return gradients (k, …) in the only call's output as δ, one's samples behind another's; None: one by one."""
+        """Return gradients (k, …) in the only call's output as one δ of k n samples; None if they do not stack."""
         layout, count = run.layouts[self.name], len(gradients) * run.samples
         alone = len(run.calls(self.name)) != 1 or not self._kind.stacks_cotangents
         if alone or layout != Layout() or not layout.fits(gradients[0], run.samples):
@@ -165,11 +165,11 @@ class LayerForm:
         return parts[0] if len(parts) == 1 else None
 
     def pooled(self, run: Run) -> Pooled | None:
-        """Return the max-pooling behind the layer, if its cotangents may be taken as they come out of that."""
+        """Return the max-pooling behind the layer, if its cotangents may be taken at the output of the pooling."""
         return neighbours.pooled_behind(run, self.name) if self._kind.space == 2 and not self._dense else None
 
     def of_carried(self, run: Run, inputs: Parts, count: int) -> tuple[GradientEdge, Contraction] | None:
-        """Return where wᵀ δ arrives and what contracts it, if that is taken in place of δ of so many cotangents."""
+        """Return the edge of wᵀ δ and its contraction, if this is to replace δ for ``count`` cotangents; else None."""
         layer = self.contraction(run)
         if not (self.pointwise and self._scale is None and layer.carries(inputs, count)):
             return None
@@ -184,7 +184,7 @@ class LayerForm:
         return _joined([self._kind.rows(part) for part in parts])
 
     def changed(self, run: Run, kind: Linear, inputs: Tensor, output: Tensor, changes: Tensor) -> Tensor:
-        """Return how the output of a call changes with each sample's own change of the weight, (n, G, m, d)."""
+        """Return the change of a call's output for per-sample changes of the weight, (n, G, m, d)."""
         empty = torch.zeros_like(output, requires_grad=True)
         laid_out = self.rows(run, [empty])
         found = self._kind.changed(kind, self.patches(run, (inputs, output)), laid_out, changes)
@@ -192,7 +192,7 @@ class LayerForm:
         return placed
 
     def fingerprints(self, run: Run) -> Tensor:
-        """Return a number for each sample's inputs, (n,), by which its row can be known again."""
+        """Return a number for each sample's inputs, (n,), by which the sample can be recognised."""
         total = torch.zeros(run.samples, dtype=torch.float64, device=run.outputs.device)
         for number, call in enumerate(run.calls(self.name)):
             rows = promoted(run.samples_first(self.name, call.inputs.detach())).flatten(1)
@@ -203,7 +203,7 @@ class LayerForm:
     def patches(self, run: Run, call: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Return φ of all calls in a run by position, (n, G, P, m), written out.
 
-        With a ``call``, its input and output, it is φ of that one, with the input's graph.
+        With ``call``, an input and its output, it is φ of that call, with the input's graph.
         """
         calls = [(made.inputs.detach(), made.output) for made in run.calls(self.name)] if call is None else [call]
         parts = [promoted(part) for inputs, output in calls for part in self._input_parts(run, inputs, output)]
@@ -213,11 +213,11 @@ class LayerForm:
         return _joined([self._kind.patches(part, columns, dtype) for part in parts])
 
     def gradients(self, inputs: Sequence[Tensor], cotangent: Sequence[Tensor]) -> Tensor:
-        """Return M of some samples, (n, G, d, m), written out, of their part of :meth:`inputs` and a cotangent."""
+        """Return M of some samples, (n, G, d, m), written out, from their :meth:`inputs` and cotangents."""
         return self._kind.gradients(inputs, cotangent, layers.without_entries(self._module), self._calls)
 
     def on_all_columns(self, run: Run, found: Tensor) -> Tensor:
-        """Return what was found for the columns of :meth:`weight` in a run, (…, columns), for those of the matrix."""
+        """Return values on the columns of :meth:`weight`, (…, columns), placed on those of the matrix, 0 elsewhere."""
         columns = self.columns(run)
         if columns is None:
             return found
@@ -262,7 +262,7 @@ class DenseConvolution:
         return gamma if self._scale is None else multiplied(gamma, self._scale, 1)
 
     def applied(self, inputs: Tensor, power: int) -> Tensor:
-        """Return W x, or (W ∘ W) x: of a convolution padded with zeros an entry of W is an entry of its weight."""
+        """Return W x, or (W ∘ W) x; entries of W are those of the weight if the padding is zeros."""
         weight = promoted(layers.weight_of(self._module)) ** power
         if self._scale is not None:
             inputs = multiplied(inputs, self._scale**power, 1)
@@ -275,7 +275,7 @@ def _joined(calls: Parts) -> Tensor:
 
 
 class Gathered(Contractor):
-    """Contract with the weight asked for when it is needed."""
+    """Contract with a weight that is gathered from the ranks when it is needed."""
 
     def __init__(self, make: Callable[[], Contractor]) -> None:
         self._make = make
@@ -285,12 +285,12 @@ class Gathered(Contractor):
         return GatheredContraction(lambda: self._make().at(inputs, 1))
 
     def nothing(self, samples: int) -> Contribution:
-        """Return the contribution of no cotangent at all."""
+        """Return the contribution of samples without cotangents."""
         return self._make().nothing(samples)
 
 
 class GatheredContraction(Contraction):
-    """Contract one cotangent after another; none is held back."""
+    """Contract one cotangent after another with a gathered weight; none is held back."""
 
     stack_size, held = 1, 0
 

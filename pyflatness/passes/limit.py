@@ -1,4 +1,4 @@
-"""Refuse exact values that take more backward passes than ``max_passes=`` allows, and say before what many take."""
+"""Refuse exact values that take more backward passes than ``max_passes=`` allows; say how long many will take."""
 
 import time
 from collections.abc import Callable
@@ -49,13 +49,13 @@ def check_passes(
 
 
 def _seconds(one: Callable[[], Any]) -> float:
-    _wait_for(one())  # the first one has more to do
+    _wait_for(one())  # the first call includes setup
     start = time.perf_counter()
     _wait_for(one())
     return time.perf_counter() - start
 
 
 def _wait_for(made: Any) -> None:
-    """Wait until these tensors are there: a GPU begins when the host has asked for them."""
+    """Wait until these tensors are computed: a GPU runs behind the host."""
     for device in {leaf.device for leaf in private.tree_leaves(made) if isinstance(leaf, Tensor) and leaf.is_cuda}:
         torch.cuda.synchronize(device)

@@ -12,11 +12,11 @@ from .guards import agree
 
 
 class LinearMap:
-    """Apply a linear map, a backward pass, to several vectors at once by ``torch.func.vmap``, where that is right.
+    """Apply a linear map, a backward pass, to several vectors at once by ``torch.func.vmap``, if that is right.
 
-    Not every operation takes several, and torch's rule for several has been wrong for some (the double backward of
-    ``torch.cdist``). So the first results are held against one of a combination of the vectors, in which all have a
-    part; where these differ vectors go one after the other. The rules of a map that is ``known`` are tested.
+    Some operations have no batching rule, and torch's has been wrong for some (the double backward of ``torch.cdist``).
+    So the first results are compared with the image of a linear combination of all vectors; if they differ, vectors
+    go one after the other. A ``known`` map has tested rules and is not compared.
     """
 
     def __init__(self, one: Callable[[Tensor], tuple[Tensor | None, ...]], *, known: bool = False) -> None:
@@ -49,7 +49,7 @@ class LinearMap:
             interrupts.pass_on(error)
             if is_out_of_memory(error):
                 raise
-            self._at_once = False  # the error comes again with one
+            self._at_once = False  # an error of the map itself comes again with one vector
             return None
         return [next(parts) if held else None for held in there]
 
@@ -62,7 +62,7 @@ class LinearMap:
                 pairs.append((one, _combined(coefficients, several), torch.finfo(one.dtype).eps ** 0.5))
             elif one is not several:
                 return False
-        # One wait for the device where all are fine, as they nearly always are; NaN is not, and is looked at again.
+        # One wait for the device if all agree, as they nearly always do; NaN fails here, and is compared again.
         fine = [
             ((one - several).abs().amax() <= share * one.abs().amax()).to(vectors.device)
             for one, several, share in pairs

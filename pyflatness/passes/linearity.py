@@ -1,10 +1,9 @@
-"""Certify that the GGN value of a layer is the Hessian's: that the model is locally linear in the layer's weight.
+"""Certify that a layer's GGN value is the Hessian value: that the model is locally linear in the layer's weight.
 
-κ of the GGN equals κ of the Hessian exactly where f is locally linear in w: behind ReLUs, pooling, eval BatchNorm,
-sums. Comparing the two values would prove nothing: they agree at a trained minimum whatever the network is (the
-residual vanishes there). It is read off autograd's graph where every operation behind the layer is known to be linear
-in pieces; elsewhere second derivatives are taken at every sample. A layer that is called on its own output is not
-linear in its weight whatever is behind it.
+κ of the GGN equals κ of the Hessian exactly if f is locally linear in w: in front of ReLUs, pooling, eval BatchNorm,
+sums. Comparing the two values would prove nothing: they agree at a trained minimum of any network, where the residual
+vanishes. Autograd's graph shows it if every operation behind the layer is known to be piecewise linear; otherwise
+second derivatives are taken at every sample. If a layer is called on its own output, f is never linear in its weight.
 """
 
 import contextlib
@@ -29,12 +28,12 @@ from .recorder import RecordedCall, Recorder
 Calls = Mapping[str, Sequence[RecordedCall]]
 Edges = Mapping[str, Sequence[GradientEdge]]
 Gradients = Mapping[str, Sequence[Tensor]]
-Users = Mapping[Node, Sequence[Node]]  # for each node of a graph, the nodes that take its result
+Users = Mapping[Node, Sequence[Node]]  # for each node of a graph, the nodes that use its result
 
 
 CUSTOM, RECURRENT, DIFFERENTIATED, NONLINEAR, UNASKED = "custom", "recurrent", "differentiated", "nonlinear", "unasked"
-"""Why a layer is not certified: a function behind it that torch did not write; its own outputs; its weight in a
-derivative that the model takes; second derivatives; or that nothing rests on it.
+"""Why a layer is not certified: a custom autograd function is behind it; it is called on its own outputs; the model
+takes a derivative that uses its weight; second derivatives are not zero; or the question was not asked.
 """
 
 
@@ -42,7 +41,7 @@ TAKEN_AS_THEY_ARE = "second derivatives of functions that torch did not write ta
 
 
 def refuse_ggn_of_derivatives(options: Options, nonlinear: Mapping[str, str], what: str = "curvature='ggn'") -> None:
-    """Raise if a value is to be the GGN's, of layers whose recorded calls are not all that their weights do."""
+    """Raise if GGN values are asked for of layers whose weights the model also uses in a derivative."""
     names = [name for name, why in nonlinear.items() if why == DIFFERENTIATED]
     if names and options.by_ggn:
         raise InputError(
@@ -53,7 +52,7 @@ def refuse_ggn_of_derivatives(options: Options, nonlinear: Mapping[str, str], wh
 
 
 def refuse_custom_functions(options: Options, nonlinear: Mapping[str, str], what: str = "layer") -> None:
-    """Raise if a value is to be the Hessian's, by ``curvature="auto"``, and cannot be told from another one."""
+    """Raise if ``curvature="auto"`` cannot tell, for lack of a second derivative, if a value is the Hessian's."""
     names = [name for name, why in nonlinear.items() if why == CUSTOM]
     if names and options.curvature == "auto":
         listed = ", ".join(map(repr, names[:6])) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
@@ -69,21 +68,21 @@ class Certificate:
 
     def __init__(self) -> None:
         self.reasons: dict[str, str] = {}
-        self._twice_differentiable = False  # whether attention is run so that it has second derivatives
+        self._twice_differentiable = False  # whether attention runs by a kernel with second derivatives
 
     @property
     def differentiated(self) -> set[str]:
-        """Return the layers whose weight acts in a derivative that the model takes in its forward pass."""
+        """Return the layers whose weight is used in a derivative that the model takes in its forward pass."""
         return {name for name, why in self.reasons.items() if why == DIFFERENTIATED}
 
     def attention(self) -> contextlib.AbstractContextManager[None]:
-        """Run attention by the kernel that has second derivatives, inside, where they will be taken."""
+        """Run attention by the kernel with second derivatives, inside, if these will be taken."""
         return sdpa_kernel(SDPBackend.MATH) if self._twice_differentiable else contextlib.nullcontext()
 
     def extend(self, outputs: Tensor, users: Users, recorder: Recorder) -> dict[str, str] | None:
-        """Return the layers of a run that are not linear, and were so far, and why.
+        """Return the layers that this run is the first to show not linear, and why.
 
-        It is None if attention has to run by another kernel first, see :meth:`attention`.
+        The result is None if the run has to be repeated with another kernel of attention, see :meth:`attention`.
         """
         new = nonlinear_layers(outputs, users, recorder, [name for name in recorder.calls if name not in self.reasons])
         if new and not self._twice_differentiable and any(graph.of(node.name()).rows == "attention" for node in users):
@@ -95,11 +94,11 @@ class Certificate:
 
 @torch.enable_grad()
 def nonlinear_layers(outputs: Tensor, users: Users, recorder: Recorder, names: Iterable[str]) -> dict[str, str]:
-    """Return those of some layers in whose weight f is not certified to be linear at all samples of a run, and why.
+    """Return the layers among ``names`` in whose weight f is not certified linear at all samples of a run, and why.
 
-    Where autograd's graph does not prove it, second derivatives of ⟨v, f⟩ along a random direction have to vanish
-    exactly: in all layers' outputs at once, since behind ReLUs f is linear in all jointly. Where that gives more
-    than zero for a layer, the graph says whether it is because it is multiplied by another.
+    If autograd's graph does not prove it, second derivatives of ⟨v, f⟩ along a random direction have to vanish exactly:
+    in all layers' outputs at once, since through ReLUs f is linear in all of them jointly. If they do not vanish for a
+    layer, the graph tells whether that is only because its output is multiplied by another layer's.
     """
     calls = {name: recorder.calls[name] for name in names if name in recorder.calls}
     edges = edges_of(calls)
@@ -107,7 +106,7 @@ def nonlinear_layers(outputs: Tensor, users: Users, recorder: Recorder, names: I
     found = {name: RECURRENT for name, made in calls.items() if feeds_itself(made)}
     found |= dict.fromkeys(reading.custom, CUSTOM)
     rest = {name: edges[name] for name in edges if name not in reading.proven | found.keys()}
-    if rest and spread.is_held():  # weights are there in first backward passes only
+    if rest and spread.is_held():  # weights are gathered in first backward passes only
         return found | dict.fromkeys(rest, NONLINEAR)
     if rest:
         random = NormalVectors()
@@ -120,9 +119,9 @@ def nonlinear_layers(outputs: Tensor, users: Users, recorder: Recorder, names: I
 
 @torch.enable_grad()
 def nonlinear_parameters(outputs: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return those of some leaves of the outputs' graph in which f, each varied alone, is not certified to be linear.
+    """Return the leaves of the outputs' graph in which f, varied in one alone, is not certified linear, and why.
 
-    As in :func:`nonlinear_layers`, where the graph does not prove it second derivatives have to vanish exactly.
+    As in :func:`nonlinear_layers`, second derivatives have to vanish exactly if the graph does not prove it.
     """
     edges = {name: [get_gradient_edge(leaf)] for name, leaf in leaves.items()}
     reading = read(users_of(outputs), edges, alone=True)
@@ -140,9 +139,9 @@ def nonlinear_parameters(outputs: Tensor, leaves: Mapping[str, Tensor]) -> dict[
 
 @dataclass(frozen=True)
 class Reading:
-    """Hold what autograd's graph says of layers, or of parameters."""
+    """Hold what autograd's graph shows about layers, or about parameters."""
 
-    proven: frozenset[str]  # f is linear in pieces in their outputs, or in the parameters
+    proven: frozenset[str]  # f is piecewise linear in their outputs, or in the parameters
     custom: frozenset[str]  # there is a custom autograd function behind them, whose second derivative may be missing
 
 
@@ -152,10 +151,9 @@ def edges_of(calls: Calls) -> Edges:
 
 
 def read(users: Users, edges: Edges, *, alone: bool = False) -> Reading:
-    """Return what is behind each layer's calls, or each parameter, by the names of the graph's nodes.
+    """Return what the names of the graph's nodes show about operations behind each layer's calls, or each parameter.
 
-    Varied ``alone``, an operation has to be linear in those of its inputs that depend on these edges, and not in
-    all of them.
+    If each is varied ``alone``, an operation has to be linear only in the inputs that depend on its edges.
     """
     takers = {user for several in users.values() for user in several}
     nodes = {name: {edge.node for edge in starts} for name, starts in edges.items()}
@@ -169,7 +167,7 @@ def read(users: Users, edges: Edges, *, alone: bool = False) -> Reading:
 
 
 def unreached(outputs: Tensor, users: Users, calls: Calls) -> dict[str, frozenset[int]]:
-    """Return by layer the calls, by number, to whose outputs autograd has no path; layers that have some."""
+    """Return, for layers that have some, the numbers of the calls to whose outputs autograd has no path."""
     last = outputs.grad_fn
     found = {
         name: frozenset(n for n, call in enumerate(made) if call.edge.node not in users and call.edge.node != last)
@@ -179,7 +177,7 @@ def unreached(outputs: Tensor, users: Users, calls: Calls) -> dict[str, frozense
 
 
 def check_complete(what: str, gradients: Sequence[Tensor]) -> None:
-    """Raise if the graph of gradients in one layer or parameter lacks a custom function behind it."""
+    """Raise if the gradients in one layer or parameter lack the second derivative of a function behind it."""
     turning = [gradient for gradient in gradients if gradient.requires_grad]
     nodes = {node.name() for part in turning for node in (part.grad_fn, *users_of(part)) if node}
     if not turning or "torch::autograd::Error" in nodes:
@@ -227,7 +225,7 @@ def _is_piecewise(node: Node, varied: Collection[Node] | None = None) -> bool:
 
 
 def _is_of_torch(node: Node) -> bool:
-    held: Any = node  # of either class: torch's stubs say that none is of both
+    held: Any = node  # torch's stubs say that no object is of both classes
     if isinstance(held, BackwardCFunction):
         made_by: type = type(held)._forward_cls  # type: ignore[attr-defined]
         return made_by.__module__.startswith(("torch.distributed.fsdp.", "torch.distributed.tensor."))
@@ -235,14 +233,14 @@ def _is_of_torch(node: Node) -> bool:
 
 
 def _is_proven_alone(starts: Collection[Node], users: Users) -> bool:
-    """Return whether all operations that depend on some nodes are linear in pieces in what depends on these."""
+    """Return whether all operations behind some nodes are piecewise linear in the inputs that depend on these."""
     behind = _reached([user for start in starts for user in users.get(start, ())], lambda node: users.get(node, ()))
     varied = behind.union(starts)
     return all(_is_piecewise(node, varied) for node in behind)
 
 
 def _in_front(nodes: Iterable[Node]) -> set[Node]:
-    """Return the nodes that some depend on, these only if they depend on each other."""
+    """Return the nodes that ``nodes`` depend on; one of ``nodes`` is among them only if another depends on it."""
 
     def sources(node: Node) -> list[Node]:
         return [source for source, _ in node.next_functions if source is not None]
@@ -251,7 +249,7 @@ def _in_front(nodes: Iterable[Node]) -> set[Node]:
 
 
 def _reached(stack: list[Node], following: Callable[[Node], Iterable[Node]]) -> set[Node]:
-    """Return some nodes, and all that follow."""
+    """Return the nodes of a stack, and all that follow them."""
     reached: set[Node] = set()
     while stack:
         node = stack.pop()
@@ -262,7 +260,7 @@ def _reached(stack: list[Node], following: Callable[[Node], Iterable[Node]]) -> 
 
 
 def users_of(outputs: Tensor) -> Users:
-    """Return, for each node of the outputs' graph but the last one, the nodes that take its result."""
+    """Return, for each node of the outputs' graph but the last one, the nodes that use its result."""
     users: dict[Node, list[Node]] = {}
     stack = [] if outputs.grad_fn is None else [outputs.grad_fn]
     seen = set(stack)
@@ -279,7 +277,7 @@ def users_of(outputs: Tensor) -> Users:
 
 
 def behind(outputs: Tensor, calls: Calls) -> Users:
-    """Return what :func:`users_of` does, for the layers' calls and what depends on these alone."""
+    """Return the part of :func:`users_of` for the layers' calls and the nodes that depend on them."""
     users = users_of(outputs)
     made = [call.edge.node for several in calls.values() for call in several]
     reached = _reached(made, lambda node: users.get(node, ()))
@@ -293,7 +291,7 @@ def _changing(
     random: NormalVectors,
     changes: Callable[[Tensor, Tensor], bool],
 ) -> set[str]:
-    """Return the names in ``varied`` whose gradient changes when all are varied; ``changes`` says whether one does."""
+    """Return the names in ``varied`` whose gradient changes when all are varied; ``changes`` tests one gradient."""
     pushed = torch.zeros((), dtype=torch.float64, device="cpu")
     for name in varied:
         for gradient in gradients[name]:
@@ -314,11 +312,11 @@ def _changing(
 
 
 def _is_not_zero(change: Tensor, _: Tensor) -> bool:
-    """Return whether a gradient in a parameter changes: with NaN too, for samples cannot be told apart in it."""
+    """Return whether a gradient in a parameter changes; NaN counts, as samples cannot be told apart in it."""
     return bool((change != 0).any())
 
 
 def _is_change(change: Tensor, gradient: Tensor) -> bool:
-    """Return whether a gradient in outputs changes: also where it is finite and its change is not, as behind √0."""
-    undefined = ~change.isfinite() & gradient.isfinite()  # elsewhere a sample itself has NaN, which proves nothing
+    """Return whether a gradient in outputs changes; NaN or infinity for a finite gradient, as at √0, counts."""
+    undefined = ~change.isfinite() & gradient.isfinite()  # a gradient that is NaN itself proves nothing
     return bool(((change.nan_to_num(0.0) != 0) | undefined).any())

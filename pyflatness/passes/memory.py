@@ -1,4 +1,4 @@
-"""Divide the bytes of ``memory=``, and cut batches into micro-batches whose graph fits its part of them."""
+"""Divide the bytes of ``memory=``, and cut batches into micro-batches whose graphs fit their share."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -9,24 +9,24 @@ from torch import nn
 
 DEFAULT_MEMORY = 512 * 2**20
 _CPU = torch.device("cpu")
-_BUFFERS = 24 * 2**20  # near to what a processor's caches hold
+_BUFFERS = 24 * 2**20  # about the size of a processor's caches
 _HELD_BACK = 48 * 2**20
 _MUCH = 2 * 2**30  # on a GPU: with less a graph of few samples would leave it idle
 _BASES = 2**30
 _LEAST_BASES = 4 * _BASES
-_SECOND_ORDER = 3  # about the memory that a graph takes together with that of its derivatives
+_SECOND_ORDER = 3  # memory of a graph with that of its derivatives, about, in units of the graph's
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Share out the bytes of ``memory=`` among what a sweep holds at the same time.
+    """Divide the bytes of ``memory=`` among the things that a sweep holds at the same time.
 
     - ``buffers``: an eighth, at most 24 MiB but on a GPU, for the working buffers of a layer's contraction, one layer
       at a time.
     - ``held_back``: an eighth, at most 48 MiB but on a GPU, and there a half from 2 GiB on, for cotangents of all
       layers that are contracted several at a time; nothing if ``halved``.
-    - ``work``: a half if ``halved``, else nothing, for what a measure holds besides: parameters of each sample's own
-      with their graph, or rows kept of all data.
+    - ``work``: a half if ``halved``, else nothing, for what a measure holds besides: per-sample parameters with their
+      graph, or rows kept of all data.
     - ``graph``: the rest, for the graph of a micro-batch, with its layer inputs and output gradients.
 
     Two things that some measures hold from one read of the data to the next come on top:
@@ -89,7 +89,7 @@ class Budget:
 
     @property
     def least_bases(self) -> int:
-        """Return the bytes for a basis of the fewest vectors that do."""
+        """Return the bytes for a basis of the fewest vectors that a search needs."""
         return self.bases if self.asked else max(_LEAST_BASES, self._total)
 
     @property
@@ -119,7 +119,7 @@ class Place:
 
 
 class MicroBatches:
-    """Know how many samples may go through the model together: at most ``largest``, 1 until :meth:`plan` was told."""
+    """Cut batches into micro-batches of at most ``largest`` samples, 1 until :meth:`plan` is called."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
@@ -127,7 +127,7 @@ class MicroBatches:
         self.notes: tuple[str, ...] = ()
 
     def plan(self, needed: int, *, cuttable: bool) -> None:
-        """Take in what batches need: bytes a sample, and whether the model runs on some of their samples."""
+        """Set the sizes from the bytes needed per sample, and from whether the model runs on parts of batches."""
         needed, asked = max(1, needed), self._budget.asked
         if asked and needed > asked and cuttable:
             self.notes = (f"one sample takes about {needed:,} bytes at a time, more than memory={asked:,}",)
@@ -135,18 +135,18 @@ class MicroBatches:
         self.largest = max(1, self._budget.graph // needed) if cuttable else sys.maxsize
 
     def make_room_for_second_order(self) -> None:
-        """Take in that second derivatives are taken from now on: the graph of the first ones comes on top."""
+        """Reduce the sizes for second derivatives, which need the graph of the first ones besides."""
         if self.cuttable:
             self.largest = max(1, self.largest // _SECOND_ORDER)
 
     def halve(self, samples: int) -> None:
-        """Take in that the memory did not suffice for so many samples."""
+        """Halve the sizes, as the memory did not suffice for this many samples."""
         self.largest = samples // 2
 
     def places(self, samples: int, limit: int, first: Callable[[], int | None] = lambda: None) -> Iterator[Place]:
-        """Cut samples into places of about equal size, at most ``limit``, and ``first`` in the first one if it says so.
+        """Yield places of about equal size, at most ``limit``; the first one has at most ``first()`` samples.
 
-        One that is not done when the next is asked for comes again, cut by what is known then.
+        The samples of a place that is not done come again, cut by the sizes that are known then.
         """
         start = 0
         while start < samples:

@@ -1,11 +1,11 @@
-"""Find what the graph around a layer spares: wᵀ δ that a backward pass makes on its way, and pooling behind it.
+"""Find work that the graph around a layer saves: wᵀ δ from the backward pass itself, and pooling behind the layer.
 
-The gradient in a layer's input is wᵀ δ, carried through the layer, and what comes by other ways. Where there are none,
-|R M|² = |wᵀ M|² is had from it without another product: it is the same for any R with RᵀR = w wᵀ.
+The gradient in a layer's input is wᵀ δ, carried through the layer, plus what arrives by other paths. Without other
+paths it gives |R M|² = |wᵀ M|² without another product: the norm is the same for any R with RᵀR = w wᵀ.
 
-Behind ReLU and max-pooling alone a cotangent is zero at all positions but those that pooling chose, a quarter of them
-for windows of 2 × 2. Taken as it comes out of the pooling, with these positions, it is as much smaller, and the
-backward pass through pooling and ReLU, which spreads it over all positions, is left out where no other layer is in
+If only ReLU and max-pooling follow a layer, its cotangent is zero except at the positions that pooling chose, a quarter
+of them for windows of 2 × 2. The gradient in the pooling's output, with these positions, is smaller by that factor, and
+the backward pass through pooling and ReLU, which spreads it over all positions, is skipped if no other layer is in
 front.
 """
 
@@ -25,7 +25,7 @@ from .runner import Run
 
 
 def carried_edge(run: Run, name: str, dtype: torch.dtype) -> GradientEdge | None:
-    """Return where wᵀ δ of a pointwise layer with weights of a dtype arrives, alone; None if it does so nowhere."""
+    """Return the edge at which wᵀ δ of a pointwise layer arrives and nothing else; None if there is none."""
     calls = run.calls(name)
     if len(calls) != 1 or calls[0].input_edge is None or calls[0].inputs._backward_hooks:
         return None
@@ -48,15 +48,15 @@ _RELU, _POOLING = "ReluBackward0", graph.MAX_POOLING
 
 @dataclass(frozen=True)
 class Pooled:
-    """Hold what is behind a layer."""
+    """Hold the max-pooling behind a layer."""
 
-    edge: GradientEdge  # of what comes out of pooling, and of a ReLU that follows
-    elements: int  # of a row, that come out of pooling
-    positions: Callable[[], Tensor]  # (n, d, elements) int32, of each in the layer's output; -1 if ReLU cuts it off
+    edge: GradientEdge  # of the output of pooling, or of a ReLU that follows it
+    elements: int  # of a channel, in the output of pooling
+    positions: Callable[[], Tensor]  # (n, d, elements) int32, in the layer's output; -1 where ReLU is 0
 
 
 def pooled_behind(run: Run, name: str) -> Pooled | None:
-    """Return what is behind a two-dimensional convolution; None if it is more than that, or the layer runs twice."""
+    """Return the pooling behind a two-dimensional convolution; None if other operations follow, or it runs twice."""
     calls = run.calls(name)
     if len(calls) != 1 or run.layouts[name] != Layout() or calls[0].output.shape[:1] != (run.samples,):
         return None
@@ -68,7 +68,7 @@ def pooled_behind(run: Run, name: str) -> Pooled | None:
 
 
 def _chain(node: Node, users: Users) -> list[Node]:
-    """Return the operations behind one, each the only user of what is in front of it, up to one pooling and a ReLU."""
+    """Return the operations behind a node, each the only user of the one before: ReLUs and at most one pooling."""
     chain: list[Node] = []
     pooled = False
     while len(users.get(node, ())) == 1:

@@ -1,9 +1,9 @@
 """Compute the features' standard deviations, by which normalised measures rescale (Petzka et al. 2021, Theorem 4).
 
-    κ_n = Σ with φ_j / σ_j for φ_j and w_j σ_j for w_j
+    κ_n is κ with φ_j / σ_j in the place of φ_j and w_j σ_j in the place of w_j
 
 σ_j is the biased, unweighted standard deviation over the rows that the loss does not ignore. A feature that is zero
-throughout drops out; a constant c ≠ 0 takes |c|. Only so does no rescaling of a neuron change the value.
+throughout drops out; for a constant c ≠ 0, σ_j = |c|, as otherwise rescaling a neuron would change the value.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,9 +27,9 @@ from .runner import Run, Runner
 
 
 def differentiable_scale(rows: Tensor, used: Tensor | None, eps: float) -> Tensor:
-    """Return :meth:`FeatureScale.scale` of all rows (rows, m) of the data, of which ``used`` count, as a function.
+    """Return the scale of features, differentiable, from all rows (rows, m) of the data, of which ``used`` count.
 
-    It has derivatives; ``eps`` is of the dtype that the rows came in.
+    ``eps`` is that of the dtype in which the rows were computed.
     """
     counted = torch.ones_like(rows[:, :1], dtype=torch.bool) if used is None else used.unsqueeze(1)
     count = counted.sum().clamp_min(1)  # of no rows the deviations are 0
@@ -50,7 +50,7 @@ def apply(scale: Tensor, matrix: Tensor, *, inverse: bool = False) -> Tensor:
 
 
 def of_columns(module: nn.Module, scale: Tensor) -> Tensor:
-    """Return what a layer's columns are multiplied by, (G, 1, m), for a scale of its input channels."""
+    """Return the factors of a layer's columns, (G, 1, m), for a scale of its input channels."""
     kernel_elements = layers.kind_of(module).geometry.kernel_elements
     return scale.view(layers.kind_of(module).groups, 1, -1).repeat_interleave(kernel_elements, dim=2)
 
@@ -59,7 +59,7 @@ def feature_scales(runner: Runner, loss: Loss, nan_policy: str) -> dict[str, Ten
     """Return the scale of every layer's input channels, by one data read.
 
     Rows, positions or unpadded pixels, of ignored targets are left out where the layer's positions are the loss's,
-    with the padding of an ``attention_mask``; else samples without targets are. So are those without a value.
+    with the padding of an ``attention_mask``; elsewhere samples without targets are. So are all without a value.
     """
     for name, module in runner.selected.items():
         if layers.kind_of(module).by_weight:
@@ -86,7 +86,7 @@ def feature_scales(runner: Runner, loss: Loss, nan_policy: str) -> dict[str, Ten
 
 
 def left_out(runner: Runner, run: Run, sent: Cotangents, nan_policy: str) -> Tensor:
-    """Return which samples (n,) have no value: no loss, or NaN in a counted row where deviations leave them out."""
+    """Return which samples (n,) have no value: no loss, or NaN in a counted row if deviations leave those out."""
     if not omits(nan_policy):
         return sent.bad
     bad = [~kept.good for kept in _kept(runner, run, sent).values()]
@@ -94,7 +94,7 @@ def left_out(runner: Runner, run: Run, sent: Cotangents, nan_policy: str) -> Ten
 
 
 def check_in_time(nan_policy: str, late: Tensor, number: int, what: str, check_weights: Callable[[], None]) -> None:
-    """Raise if samples, or rows, that are to be left out turn out so too late: deviations have them in already."""
+    """Raise if samples, or rows, to be left out are found too late, after the deviations have counted them."""
     if omits(nan_policy) and bool(late.any()):
         check_weights()
         raise NonFiniteError(
@@ -106,11 +106,11 @@ def check_in_time(nan_policy: str, late: Tensor, number: int, what: str, check_w
 
 @dataclass(frozen=True)
 class _KeptInputs:
-    """Hold a layer's inputs and what counts of them."""
+    """Hold a layer's inputs, and which of them count."""
 
     rows: Tensor  # (n, rows, channels)
     mask: Tensor  # (n, rows), which count
-    good: Tensor  # (n,), finite in those
+    good: Tensor  # (n,), whether these are finite
 
 
 def _kept(runner: Runner, run: Run, sent: Cotangents) -> dict[str, _KeptInputs]:
@@ -173,15 +173,15 @@ def _counted(run: Run, name: str, used: Tensor, rows: int, pointwise: bool) -> T
 
 
 def rows_used(used: Tensor, rows: int, pointwise: bool) -> Tensor:
-    """Return which of so many rows of each sample at a layer the loss does not ignore, (n, rows), of its terms (n, L).
+    """Return which rows of each sample at a layer the loss uses, (n, rows), from the terms that it uses (n, L).
 
-    They are the terms' own where the layer's positions are the loss's, else those of samples with any term.
+    If the layer's positions are the loss's, each row is a term; otherwise all rows count of a sample with any term.
     """
     return used if pointwise and rows == used.shape[1] else used.any(dim=1, keepdim=True).expand(-1, rows)
 
 
 def _mask(run: Run, used: Tensor, rows: int, pointwise: bool) -> Tensor:
-    """Return which of so many rows of each sample count, (n, rows), if they are in order."""
+    """Return which rows of each sample count, (n, rows), if they are in order."""
     mask = rows_used(used, rows, pointwise)
     attention = run.batch.get("attention_mask") if isinstance(run.batch, Mapping) else None
     if isinstance(attention, Tensor) and pointwise and attention.shape == mask.shape:

@@ -1,4 +1,4 @@
-"""Cut batches that only go through the model, or are differentiated as a whole, into parts that fit the memory."""
+"""Cut batches that are only run forward, or are differentiated as a whole, into parts that fit the memory."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -13,13 +13,13 @@ from ..model import calling, data
 from .guards import check_of_user
 from .memory import Budget, MicroBatches
 
-_FEW = 4  # samples that go through the model first, to see what they take
+_FEW = 4  # samples that are run first, to see how much memory they take
 
 
 class Parts:
-    """Cut batches; a few samples of the first one that is no smaller show what ``work`` on a sample takes.
+    """Cut batches, after a few samples of the first larger batch have shown how much memory ``work`` on a sample takes.
 
-    The next batch is held against two of its samples by ``compare``; with ``derivatives`` there is a graph of it.
+    ``compare`` has the next batch compared with two of its samples; with ``derivatives`` the work builds a graph.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Parts:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return what a reader of a value should know of how batches were cut."""
+        """Return what a reader of a value should know about how batches were cut."""
         return self._cuts.notes
 
     def numbered(self, batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
@@ -61,7 +61,7 @@ class Parts:
             needed = (alive.most + 2 * self._derivatives * alive.largest) // _FEW
             del kept
         except Exception as error:
-            # Not a batch that can be cut; an error of the model's own comes again with the whole batch.
+            # The batch cannot be cut; an error of the model itself comes again with the whole batch.
             check_of_user(error)
             cuttable = False
         self._compare()
@@ -69,7 +69,7 @@ class Parts:
 
 
 class _Alive(private.TorchDispatchMode):
-    """Note the bytes of what operations inside made and that is alive at once, at most, and of the largest of it."""
+    """Note the peak of the bytes alive at once that operations inside allocated, and the size of the largest tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,5 +91,5 @@ class _Alive(private.TorchDispatchMode):
 def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
     for part in private.tree_leaves(tree):
         if isinstance(part, Tensor):
-            with contextlib.suppress(NotImplementedError):  # it is sparse, say
+            with contextlib.suppress(NotImplementedError):  # it may be sparse
                 yield part.untyped_storage()

@@ -1,12 +1,12 @@
-"""Record the inputs of chosen layers in a forward pass, and where their outputs are in the graph.
+"""Record the inputs of chosen layers in a forward pass, and the edges of their outputs in autograd's graph.
 
-Outputs are kept as gradient edges, so that an in-place operation behind a layer does no harm: it goes on from there.
-This fails for an output that is a view, as ``F.linear`` with a bias gives one in three dimensions or more: the
-operation then becomes a part of the history of what is viewed, and the view's edge is on no path to the model's
-outputs. Such an output is handed on as an alias with a history of its own.
+Outputs are kept as gradient edges, so that an in-place operation behind a layer does no harm. An exception is an output
+that is a view, as from ``F.linear`` with a bias in three dimensions or more: the operation becomes a part of the
+history of the viewed tensor, and the view's edge is on no path to the model's outputs. So a view is replaced by an
+alias with a history of its own.
 
-Nothing in front of the first chosen layer is recorded: no parameter requires a gradient meanwhile, and a layer whose
-input does not either gets an alias of it that does.
+The graph starts at the first chosen layer: parameters require no gradients, and an input that requires none is replaced
+by an alias that does.
 """
 
 import contextlib
@@ -33,32 +33,32 @@ from . import backward
 class RecordedCall:
     """Hold one call of a layer."""
 
-    inputs: Tensor  # the tensor that went in; it still has its graph
-    version: int  # of its contents, as counted by torch, when it went in
+    inputs: Tensor  # with their graph
+    version: int  # of the inputs' contents, as torch counts them, at the call
     edge: GradientEdge  # of the output
-    input_edge: GradientEdge | None  # as it went in; None for a view that is modified in place later
+    input_edge: GradientEdge | None  # of the inputs; None for a view that is modified in place later
     output: Tensor  # an empty tensor of the output's shape and dtype, on the meta device
     kind: Linear
     coefficients: Tensor | None = None  # of tokens, see :meth:`.kinds.Linear.coefficients`
-    route: Route | None = None  # which rows are of which sample, of an expert that tokens are routed to
-    sources: tuple[Node, ...] = ()  # of the tensors that went in; known where uses of weights are counted
+    route: Route | None = None  # the samples of the rows, of an expert that tokens are routed to
+    sources: tuple[Node, ...] = ()  # of the tensors given; known if uses of weights are counted
 
 
 class Recorder:
     """Hook layers and keep their calls, by name, of the last forward pass inside :meth:`recording`.
 
-    Calls on an ``empty`` tensor, as of an expert that nothing is routed to, and ``transformed`` ones, are none.
+    Calls on an ``empty`` tensor, as of an expert without tokens, and ``transformed`` calls do not count.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules, self._active, self._checking, self._paused = modules, False, False, False
-        # What stands for uses of a weight is of the kind of its last call.
+        # A stand-in for uses of a weight has the kind of its last call.
         self._kinds = {name: layers.kind_of(module) for name, module in modules.items() if not isinstance(module, Use)}
         self._weights = {name: module._parameters.get("weight") for name, module in modules.items()}
         self._copied: set[str] = set()
         self._shared: set[str] = set()
         self._samples = 1
-        self._computed: list[tuple[str, nn.Module, Tensor | bool]] = []  # whether outputs are those of the weights
+        self._computed: list[tuple[str, nn.Module, Tensor | bool]] = []  # whether outputs are W φ + b
         self.calls: dict[str, list[RecordedCall]] = {}
         self.empty: set[str] = set()
         self.transformed: set[str] = set()
@@ -81,7 +81,7 @@ class Recorder:
             for name, module in self._modules.items():
                 before = module.register_forward_pre_hook(self._alias(name), with_kwargs=True)
                 stack.callback(before.remove)
-                # In front of the user's hooks: what they return is not the layer's own output.
+                # Before the user's hooks, which may replace the layer's own output.
                 after = module.register_forward_hook(self._keep(name), with_kwargs=True, prepend=True)
                 stack.callback(after.remove)
             stack.callback(self.calls.clear)
@@ -89,7 +89,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def recording(self, samples: int = 1, *, checking: bool = False) -> Iterator[None]:
-        """Keep calls inside, on so many samples, and check that they are W φ + b; not those of recomputation later."""
+        """Keep calls inside, on so many samples, but not later recomputation; check that they are W φ + b if asked."""
         self.calls.clear()
         self.running.clear()
         self._computed.clear()
@@ -103,7 +103,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Let layers be called as if there were no hooks inside; what was recorded stays."""
+        """Ignore calls inside; recorded ones stay."""
         self._paused = True
         try:
             yield
@@ -122,8 +122,8 @@ class Recorder:
     ) -> dict[str, list[Tensor]]:
         """Return gradients of ⟨cotangent, outputs⟩ in the output of every call of some layers, or of all.
 
-        They are zeros without a path. Of a layer that is ``elsewhere``, called once, it is the gradient there;
-        of one that is ``besides`` the gradient there comes behind those of its calls.
+        They are zeros without a path. For a layer in ``elsewhere``, called once, the gradient is at that edge instead;
+        for one in ``besides`` the gradient at that edge comes after those of its calls.
         """
         made = {name: self.calls[name] for name in (self.calls if names is None else names)}
         edges = {name: [elsewhere.get(name, call.edge) for call in calls] for name, calls in made.items()}
@@ -143,7 +143,7 @@ class Recorder:
         return names
 
     def share(self, name: str, *, shared: bool) -> None:
-        """Take it from now on that an embedding looks tokens up once, and record it as if for each sample."""
+        """Set whether an embedding looks up tokens for all samples at once, and is recorded as if for each."""
         self._shared = self._shared | {name} if shared else self._shared - {name}
 
     def _kind(self, name: str, module: nn.Module) -> Linear:
@@ -166,9 +166,9 @@ class Recorder:
             if not isinstance(inputs, Tensor):
                 return None
             with private.without_functions():
-                check_tensor(f"layer {name!r}: input", inputs, may_be_fake=True)  # in a dry run that is planned
+                check_tensor(f"layer {name!r}: input", inputs, may_be_fake=True)  # in a planned dry run
                 if inputs.requires_grad or not torch.is_grad_enabled():
-                    return None  # else also in a backward pass: activation checkpointing computes the same again
+                    return None  # otherwise also in backward passes: checkpointing recomputes it
                 layers.check_dtype(f"layer {name!r}: input", inputs.dtype)
             inputs = (inputs.clone() if inputs.is_inference() else inputs.detach()).requires_grad_()
             return ((inputs, *args[1:]), kwargs) if args else (args, {**kwargs, str(key): inputs})
@@ -193,7 +193,7 @@ class Recorder:
                 is_leaf = kind.tokens and torch.is_grad_enabled() and not own.requires_grad
             if is_shared:
                 inputs, own, coefficients = (self._repeated(part, inputs.ndim) for part in (inputs, own, coefficients))
-            if is_leaf:  # an alias of it, since a leaf itself may not change in place
+            if is_leaf:  # an alias, since a leaf may not change in place
                 own = private.alias(own.detach().requires_grad_(), own.shape)
             with private.without_functions():
                 if self._active and output.numel() == 0:
@@ -207,7 +207,7 @@ class Recorder:
         return keep
 
     def _repeated(self, part: Any, dims: int) -> Any:
-        """Return a part of a call whose tokens have so many dimensions with one of each sample, in dimension 0."""
+        """Return a tensor of a call, whose tokens have ``dims`` dimensions, repeated for each sample in dimension 0."""
         if part is None:
             return None
         single = part if dims > 1 and len(part) == 1 else part.unsqueeze(0)
@@ -251,7 +251,7 @@ class Recorder:
         self.calls.setdefault(name, []).append(call)
 
     def _check_computed(self) -> None:
-        """Raise if a layer's output was not made of its weight as its kind says, by one wait for the device."""
+        """Raise if a layer's output is not computed as its kind defines, with one wait for the device."""
         found = [one for _, _, one in self._computed if isinstance(one, Tensor)]
         if not found or bool(torch.stack([one.to(found[0].device) for one in found]).all()):
             return
@@ -262,9 +262,9 @@ class Recorder:
         )
 
     def _check_weight(self, name: str, module: nn.Module) -> None:
-        """Raise if the forward pass has put another weight into a layer, of which its own is not the values."""
+        """Raise if the forward pass has put another weight with other values into a layer."""
         before, now = self._weights[name], module._parameters.get("weight")
-        if before is not None and spread.is_spread(before):  # the forward pass has it whole
+        if before is not None and spread.is_spread(before):  # it is whole in the forward pass
             return
         if before is not None and now is not before and not (now is not None and torch.equal(before, now)):
             raise InputError(
@@ -275,14 +275,14 @@ class Recorder:
 
 
 def _sources(module: nn.Module, given: tuple[Any, ...]) -> tuple[Node, ...]:
-    """Return the nodes of what a layer's call was given, with the bias of an operation that has one."""
+    """Return the nodes of the tensors given to a layer's call, with an operation's bias."""
     bias = (module.bias,) if isinstance(module, Use) else ()
     return tuple(part.grad_fn for part in (*given, *bias) if isinstance(part, Tensor) and part.grad_fn is not None)
 
 
 @contextlib.contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Let no parameter require a gradient inside; each is as it was afterwards."""
+    """Have no parameter require a gradient inside; restore the flags afterwards."""
     flags = [(parameter, parameter.requires_grad) for parameter in (*walk.parameters(model), *spread.parameters())]
     if any(parameter.is_inference() for parameter, _ in flags):
         raise InputError(
@@ -300,7 +300,7 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 
 def or_zeros(gradient: Tensor | None, edge: GradientEdge) -> Tensor:
-    """Return a gradient at an edge: zeros for None, where a function behind it hands none on."""
+    """Return a gradient at an edge, with zeros for None."""
     if gradient is not None:
         return gradient
     like = private.results_of(edge.node)[edge.output_nr]
@@ -308,7 +308,7 @@ def or_zeros(gradient: Tensor | None, edge: GradientEdge) -> Tensor:
 
 
 def with_own_history(output: Tensor) -> Tensor:
-    """Return a layer's output, or an alias where it is a view in a graph; a copy in layouts without such an alias."""
+    """Return a layer's output; an alias if it is a view in a graph, or a copy if its layout allows no alias."""
     with private.without_functions():
         if not (output.requires_grad and output._is_view()):
             return output

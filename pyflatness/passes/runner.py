@@ -25,7 +25,7 @@ from .task import Task
 
 Result = TypeVar("Result")
 
-_PACKED = 256  # samples of a batch of chosen ones, so that plans for them do not depend on the user's batches
+_PACKED = 256  # size of batches of chosen samples, so that plans do not depend on the user's batches
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class Run:
     nonlinear: frozenset[str]  # layers in whose weight the model is not certified to be locally linear
     differentiated: frozenset[str]  # layers of these whose weight acts in a derivative that the model takes
     again: Callable[[], tuple[Tensor, Any]]  # the model on these samples once more, unrecorded
-    tell: Tell | None  # takes what exact values cost, where these are wanted
+    tell: Tell | None  # told what exact values cost, if these are wanted
 
     def calls(self, name: str) -> list[RecordedCall]:
         """Return a layer's calls; none if it did not run."""
         return self.recorder.calls.get(name, [])
 
     def samples_first(self, name: str, tensor: Tensor, memory: Memory | None = None) -> Tensor:
-        """Return an input or gradient of a layer as (n, q, …); what is copied for it goes into a ``memory``."""
+        """Return an input or gradient of a layer as (n, q, …); a copy, if one is needed, goes into ``memory``."""
         layout = self.layouts[name]
         if not layout.fits(tensor, self.samples):
             raise batch_layout.mixed(name, tensor.shape, self.samples)
@@ -60,7 +60,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Repeatable:
-    """Hold what is left of a run that is over: see :class:`Run`; the outputs have no graph."""
+    """Hold what remains of a finished :class:`Run`; the outputs have no graph."""
 
     batch: Any
     outputs: Tensor
@@ -69,17 +69,17 @@ class Repeatable:
 
     @classmethod
     def of(cls, run: Run) -> "Repeatable":
-        """Return what is left of a run."""
+        """Return what remains of a run."""
         return cls(run.batch, run.outputs.detach(), run.number, run.numbers)
 
 
 class Runner:
     """Run a model over its data, with chosen layers recorded.
 
-    ``approve`` is called before work on a micro-batch, with the layers that are not linear so far, and why.
-    ``order_matters``, ``by_sample`` and ``certify`` say whether the order of rows, where layers keep samples, and
-    linearity do. ``reserve`` gives the bytes a sample that the work takes besides, ``inside`` is entered around
-    each pass and its work.
+    ``approve`` is called before work on a micro-batch, with the layers found not linear so far, and why.
+    ``order_matters``, ``by_sample`` and ``certify`` tell whether the work depends on the order of rows, on where layers
+    keep samples, and on linearity. ``reserve`` returns the bytes per sample that the work takes besides the graph, and
+    ``inside`` is entered around each pass and its work.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Runner:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return what a reader of a value should know of how it was come by."""
+        """Return what a reader of a value should know about how it was computed."""
         return self._micro_batches.notes
 
     def why_not_linear(self, name: str) -> str:
@@ -133,7 +133,7 @@ class Runner:
         return name not in self._certificate.reasons
 
     def look(self) -> None:
-        """Make the dry run of the first batch alone, which is not taken from the data."""
+        """Do the dry run of the first batch, which stays in the data."""
         with self._recorder.attached(), frozen(self.model), uses.attached(self.selected):
             self._dry_run(self.batches.peek(), first=True)
 
@@ -147,9 +147,8 @@ class Runner:
     ) -> None:
         """Do ``work`` on a run of every micro-batch, or of ``chosen`` samples (N,), and ``take`` each result.
 
-        Where memory does not suffice, or ``work`` returns None, it is done again: what it gives is to be added
-        up in ``take`` alone, which is called when the run is over. ``first`` gives the first micro-batch's
-        samples at most.
+        If memory does not suffice, or ``work`` returns None, the work is repeated, so that only ``take`` may add up
+        results; it is called when the run is over. ``first`` returns the most samples for the first micro-batch.
         """
         with self._recorder.attached(), frozen(self.model), uses.attached(self.selected):
             done = 0
@@ -157,7 +156,7 @@ class Runner:
             for number, (batch, taken) in enumerate(batches):
                 seen = self._dry_run(batch, first=True)
                 compare = seen is None and self.cuttable and self._spacing.due(number, done)
-                samples = 1 if isinstance(batch, data.Whole) else data.size(batch)  # that could be by themselves
+                samples = 1 if isinstance(batch, data.Whole) else data.size(batch)  # that could be cut apart
                 for place in self._micro_batches.places(samples, samples, first if done == 0 else lambda: None):
                     cut: Callable[[], Any] = partial(_part, batch, place)
                     numbers = partial(self._numbers, taken, done, place)
@@ -176,11 +175,11 @@ class Runner:
             self._known.finish()
 
     def _numbers(self, taken: Tensor | None, done: int, place: Place, samples: int) -> Tensor:
-        """Return the places in all data of a micro-batch's samples, of a batch ``taken`` of them or the next ones."""
+        """Return the numbers, in all data, of a micro-batch's samples; ``taken`` has those of chosen samples."""
         return self.batches.shard.numbers(done + place.start, samples) if taken is None else taken[place.slice]
 
     def _packed(self, chosen: Tensor) -> Iterator[tuple[Any, Tensor]]:
-        """Yield the chosen samples in batches of one size, whatever the user's are, and their places in all data."""
+        """Yield the chosen samples in batches of one size, whatever the user's are, and their numbers in all data."""
         held: list[tuple[Any, Tensor]] = []
         done = 0
         for batch in self.batches:
@@ -205,7 +204,7 @@ class Runner:
         yield from _joined(held)
 
     def _unite(self) -> None:
-        """Take in what other ranks found out in their samples, where a read of the data ends."""
+        """Collect, at the end of a data read, what other ranks found out from their samples."""
         shard = self.batches.shard
         if shard.ranks.alone:
             return
@@ -224,7 +223,7 @@ class Runner:
     def repeat(
         self, run: Repeatable, rows: Tensor, work: Callable[[Run, slice], Result], take: Callable[[Result], None]
     ) -> None:
-        """Do ``work`` on further runs of samples, (r,) rows, of a run that is over, and hand each result to ``take``.
+        """Do ``work`` on further runs of samples, (r,) rows, of a finished run, and pass each result to ``take``.
 
         It is called from the ``take`` of :meth:`each`, which has that run's result; its graph is gone by then.
         """
@@ -269,7 +268,7 @@ class Runner:
         return None
 
     def _recorded(self, batch: Any, number: int, numbers: Callable[[int], Tensor], check: Check) -> Run | None:
-        """Run the model on a micro-batch; return None if what was found out by it asks for another run in its place."""
+        """Run the model on a micro-batch; return None if the run shows that it has to be repeated."""
         recorder, known, is_whole = self._recorder, self._known, isinstance(batch, data.Whole)
         with recorder.recording(data.size(batch) if recorder.needs_samples or not is_whole else 1):
             outputs, targets = self._outputs_and_targets(batch)
@@ -312,12 +311,12 @@ class Runner:
         )
 
     def _is_sampled(self, outputs: Tensor, samples: int) -> bool:
-        """Return whether values of the GGN are sampled, and so not exact whether or not they are the Hessian's."""
+        """Return whether GGN values are sampled, and so are not exact even if they estimate the Hessian's."""
         draws = self._options.draws
         return self._options.by_ggn and draws is not None and outputs.numel() > samples * (len(draws) + 1)
 
     def _certified(self, outputs: Tensor, users: linearity.Users, samples: int) -> bool:
-        """Take in which layers are linear; return False if the run has to be made again, also for lack of room."""
+        """Register which layers are linear; return False if the run has to be repeated, also for lack of memory."""
         was_linear = not self._certificate.reasons
         new = self._certificate.extend(outputs, users, self._recorder)
         if new is None:
@@ -335,7 +334,7 @@ class Runner:
             return self._outputs_and_targets(batch)
 
     def _dry_run(self, batch: Any, *, first: bool) -> dry_run.Findings | None:
-        """Return what a dry run finds, of the user's batch or one that a new layer ran in; None if none is needed."""
+        """Return the findings of a dry run of the ``first`` batch, or one with a new layer; None if not needed."""
         if first and self._known.suffice(batch):
             return None
         if data.size(batch) < 1:
@@ -356,7 +355,7 @@ class Runner:
         return found
 
     def _found(self, batch: Any, *, whole: bool) -> dry_run.Findings:
-        """Return what a dry run finds, without the stand-ins that it shows to be none."""
+        """Return the findings of a dry run, after stand-ins that it shows to be invalid were left out."""
         while True:
             try:
                 return dry_run.run(self.model, self.selected, self._recorder, batch, self._forward, whole=whole)
@@ -366,7 +365,7 @@ class Runner:
 
 @contextlib.contextmanager
 def _checkpointing() -> Iterator[None]:
-    """Let an error of activation checkpointing say what to do, inside."""
+    """Replace an error of activation checkpointing inside by one that says what to do."""
     try:
         yield
     except CheckpointError as error:
@@ -378,18 +377,18 @@ def _checkpointing() -> Iterator[None]:
 
 
 def _joined(batches: list[tuple[Any, Tensor]]) -> list[tuple[Any, Tensor]]:
-    """Return numbered batches as one, or as they are where they do not fit together."""
+    """Return numbered batches joined to one, or as they are if they do not fit together."""
     whole = data.joined([batch for batch, _ in batches]) if batches else None
     return batches if whole is None else [(whole, torch.cat([numbers for _, numbers in batches]))]
 
 
 def _check_rows(outputs: Tensor, samples: int, rows: Tensor, now: Tensor) -> None:
-    """Raise if some samples, by their places in an earlier run, have other outputs than they had there."""
+    """Raise if the samples at some rows of an earlier run have other outputs now."""
     check_unchanged(data.rows_of(outputs, samples, rows), now)
 
 
 def _check_as_seen(found: dry_run.Findings, samples: int, outputs: Tensor) -> None:
-    """Raise if samples that were in the dry run too have other outputs than there."""
+    """Raise if samples of the dry run have other outputs now."""
     check_unchanged(found.outputs, outputs[found.start * (len(outputs) // samples) :])
 
 

@@ -1,4 +1,4 @@
-"""Have second derivatives of what torch gets wrong or makes slowly by other ways: weight_norm, convolutions, BatchNorm.
+"""Replace second derivatives that torch gets wrong or computes slowly: of weight_norm, convolutions and BatchNorm.
 
 Torch's second derivative of a convolution (2.13) takes the gradient in the weight, of a gradient in the input, as a
 convolution with a kernel of the size of an image, which its fast kernels do not do: on a processor a Hessian product
@@ -36,7 +36,7 @@ _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class _Differentiated(Function):
-    """Compute what a form does, whose first and second derivatives are written out."""
+    """Apply an operation whose form has its first and second derivatives written out."""
 
     @staticmethod
     def forward(ctx: Any, form: Any, *tensors: Tensor | None) -> Tensor:
@@ -51,7 +51,7 @@ class _Differentiated(Function):
 
 
 class _Gradient(Function):
-    """Take the gradients of what a form computes."""
+    """Compute the gradients of an operation from its form."""
 
     @staticmethod
     def forward(ctx: Any, form: Any, wanted: tuple[bool, bool, bool], g: Tensor, *kept: Tensor | None) -> _Gradients:
@@ -67,7 +67,7 @@ class _Gradient(Function):
 
 
 class _Convolution(NamedTuple):
-    """Convolve, with what a convolution has besides its tensors."""
+    """Hold the form of a convolution: its arguments besides tensors."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -76,20 +76,20 @@ class _Convolution(NamedTuple):
     bias: list[int] | None  # its shape
 
     def computed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return x ∗ w + bias, and what the gradients take."""
+        """Return x ∗ w + bias, and the tensors that the gradients need."""
         return self._of(x, weight, bias), (x, weight)
 
     def gradients(
         self, wanted: tuple[bool, bool, bool], g: Tensor, x: Tensor, weight: Tensor
     ) -> tuple[_Gradients, tuple[()]]:
-        """Return those of X(g, w), W(g, x) and the gradient in the bias that are wanted."""
+        """Return X(g, w), W(g, x) and the gradient in the bias, each if ``wanted``."""
         rest = (self.stride, self.padding, self.dilation, False, [0] * len(self.stride), self.groups, [*wanted])
         return torch.ops.aten.convolution_backward(g, x, weight, self.bias, *rest), ()
 
     def twice(
         self, needed: Sequence[bool], arrived: _Gradients, g: Tensor, x: Tensor, weight: Tensor
     ) -> list[Tensor | None]:
-        """Return the gradients in g, x and w of what arrived at the gradients."""
+        """Return the gradients in g, x and w for cotangents of the first gradients."""
         a, b, of_bias = arrived
         found: list[Tensor | None] = [None, None, None]
         if needed[0]:
@@ -123,7 +123,7 @@ def convolutions(model: nn.Module) -> list[nn.Module]:
 
 
 def _convolved(module: Any, own: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return what a module computes."""
+    """Return the output of a convolution, by the form if that applies."""
     plain = x.ndim == weight.ndim and x.dtype == weight.dtype and not torch.is_autocast_enabled(x.device.type)
     if not plain or private.are_transforms_active():
         return own(x, weight, bias)
@@ -134,7 +134,7 @@ def _convolved(module: Any, own: Callable[..., Tensor], x: Tensor, weight: Tenso
 
 
 class _BatchNorm(NamedTuple):
-    """Normalise, with what a BatchNorm has besides its tensors: are its statistics those of the batch?"""
+    """Hold the form of a BatchNorm: its arguments besides tensors; ``of_batch`` if statistics are the batch's."""
 
     of_batch: bool
     eps: float
@@ -142,7 +142,7 @@ class _BatchNorm(NamedTuple):
     running: tuple[Tensor | None, Tensor | None]  # statistics, which are updated
 
     def computed(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
-        """Return the values, and what the gradients take: the batch's μ and r, or the running μ and σ² − ε."""
+        """Return y, and what the gradients need: the batch's μ and r, or the running μ and σ² − ε."""
         rest = (*self.running, self.of_batch, self.momentum, self.eps)
         y, *statistics = torch.ops.aten.native_batch_norm(x, weight, bias, *rest)
         return y, (x, weight, *(statistics if self.of_batch else self.running))
@@ -170,8 +170,8 @@ class _BatchNorm(NamedTuple):
         sum_gx: Tensor,
         sum_g: Tensor,
     ) -> tuple[Any, ...]:
-        """Return the gradients in g, x and the weight of what arrived at the gradients."""
-        if torch.is_grad_enabled():  # for third derivatives, which torch >= 2.14 has none of for its own function
+        """Return the gradients in g, x and the weight for cotangents of the first gradients."""
+        if torch.is_grad_enabled():  # for third derivatives, which torch >= 2.14 lacks for its function
             return (*self._written_out(g, x, weight, mean, scale, arrived), None, None)
         (a, b, c), n = arrived, x.numel() // x.shape[1]
         r = scale if self.of_batch else (scale + self.eps).rsqrt()
@@ -204,10 +204,10 @@ class _BatchNorm(NamedTuple):
     def _written_out(
         self, g: Tensor, x: Tensor, weight: Tensor | None, first: Tensor, second: Tensor, arrived: _Gradients
     ) -> list[Tensor | None]:
-        """Return the same with its graph, of the formula in operations that autograd differentiates at any order."""
+        """Return the same with a graph, by operations that autograd differentiates at any order."""
         leaves = [tensor.view_as(tensor) for tensor in (g, x, weight) if tensor is not None]
         affine = [] if weight is None else [leaves[2], torch.zeros_like(weight, requires_grad=True)]
-        each = leaves[1].transpose(1, -1)  # with the channels last, along which all else is
+        each = leaves[1].transpose(1, -1)  # with the channels last, to broadcast along them
         spread, mean = second, first
         if self.of_batch:
             spread, mean = torch.var_mean(each, tuple(range(x.ndim - 1)), correction=0)
@@ -229,7 +229,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Return what F.batch_norm does."""
+    """Return the result of F.batch_norm, by the form if that applies."""
     plain = x.requires_grad and x.dtype in (torch.float32, torch.float64) and x.numel() > x.shape[1]
     plain = plain and (weight is None) == (bias is None) and (weight is None or weight.dtype == x.dtype)
     if not plain or eps <= 0 or torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling():
@@ -239,7 +239,7 @@ def _batch_norm(
 
 
 class _ByOwnBatchNorm(Mode):
-    """Let F.batch_norm be this module's, inside."""
+    """Replace F.batch_norm by :func:`_batch_norm` inside."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -248,7 +248,7 @@ class _ByOwnBatchNorm(Mode):
 
 
 def _normalised(module: Any, in_eval: bool, x: Tensor) -> Tensor:
-    """Return what a module computes."""
+    """Return the output of a BatchNorm, by the form if that applies."""
     wanted = torch.is_grad_enabled() and (module.training or in_eval)
     own = wanted and not private.are_transforms_active()
     with _ByOwnBatchNorm() if own else contextlib.nullcontext():
@@ -257,7 +257,7 @@ def _normalised(module: Any, in_eval: bool, x: Tensor) -> Tensor:
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a model that compute what BatchNorm1d to BatchNorm3d do."""
+    """Return the modules of a model with the forward pass of BatchNorm1d to BatchNorm3d."""
     return [
         module
         for module in walk.modules(model)
@@ -266,9 +266,9 @@ def batch_norms(model: nn.Module) -> list[nn.Module]:
 
 
 def replace(modules: Iterable[nn.Module], in_eval: bool = True) -> None:
-    """Let modules of :func:`convolutions` and :func:`batch_norms`, these ``in_eval`` mode too, have them.
+    """Replace second derivatives of :func:`convolutions` and :func:`batch_norms`, of these ``in_eval`` mode too.
 
-    That is until :func:`put_back`, as activation checkpointing runs them again in the backward pass.
+    They stay replaced until :func:`put_back`, as activation checkpointing runs the modules again in the backward pass.
     """
     for module in modules:
         if isinstance(module, _CLASSES):
@@ -278,16 +278,16 @@ def replace(modules: Iterable[nn.Module], in_eval: bool = True) -> None:
 
 
 def put_back(modules: Iterable[nn.Module]) -> None:
-    """Let modules compute what they did."""
+    """Undo :func:`replace`."""
     for module in modules:
         module.__dict__.pop("_conv_forward" if isinstance(module, _CLASSES) else "forward", None)
 
 
 class WrittenOut(Mode):
-    """Write weight_norm out, inside: the second derivative of torch's kernel in its direction is wrong (2.13).
+    """Write weight_norm out inside, as the second derivative of torch's kernel in the direction is wrong (2.13).
 
-    Torch leaves a mode out while it runs a backward pass, so that weight_norm is another function when activation
-    checkpointing calls it again there, which torch notices.
+    Modes are off while torch runs a backward pass. So activation checkpointing recomputes weight_norm by another
+    function, which torch notices.
     """
 
     def __torch_function__(

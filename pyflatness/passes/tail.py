@@ -1,7 +1,7 @@
-"""Send several cotangents at once through the last operations of a model, where these are small.
+"""Send several cotangents at once through the last operations of a model, if their gradients are small.
 
-There a backward pass is mostly the cost of calling operations, and of convolutions also of laying out their weights
-anew. By measurement (nine cotangents at once against one after the other, `torch.func.vmap`) it takes 0.45 to 0.96 of
+The cost of a backward pass is then mostly that of calling operations, and for convolutions of laying out their weights
+again. By measurement (nine cotangents at once against one after the other, `torch.func.vmap`) it takes 0.45 to 0.96 of
 the time of MLPs of 32 to 2,048 wide on 16 to 1,024 samples where no gradient has more than 128 KiB, and as long or
 longer, up to 1.5, where some have. The last stages of ResNet-18 take 0.44 to 0.53 of it on 2 images, 0.73 to 0.8 on 8
 and 1.0 to 1.2 on 32, where gradients have 1 to 4 MiB. Whole calls take 0.77 to 0.99 where those of images have at most
@@ -27,10 +27,10 @@ _SMALL, _SMALL_IMAGES = 128 * 2**10, 512 * 2**10  # bytes of a gradient
 
 
 class Tail:
-    """Hold the operations that several cotangents go through at once, and what is in front of them.
+    """Hold the operations that several cotangents go through at once, and the edges in front of them.
 
-    ``names`` are of the edges, all on a path to the outputs, that these reach alone; ``bytes`` what a cotangent
-    gives.
+    ``names`` are of the edges, all on a path to the outputs, that only these operations follow; ``bytes`` is the size
+    of one cotangent's gradients.
     """
 
     def __init__(self, outputs: Tensor, users: Users, edges: Mapping[str, GradientEdge]) -> None:
@@ -42,7 +42,7 @@ class Tail:
         self._front = [GradientEdge(node, number) for node, number in sources if node not in nodes]
         wanted = [*self._edges, *self._front]
 
-        # No method: the graph would be in a cycle, and stay.
+        # Not a method, as the graph would then be in a cycle and stay alive.
         def gradients(cotangent: Tensor) -> tuple[Tensor | None, ...]:
             return backward.gradients((outputs,), (cotangent,), wanted)
 
@@ -50,7 +50,7 @@ class Tail:
         self.bytes = sum(_size([(edge.node, edge.output_nr)])[0] for edge in wanted)
 
     def send(self, cotangents: Tensor) -> tuple[dict[str, Tensor], Iterator[dict[str, Tensor]]]:
-        """Return gradients of cotangents (k, …), (k, …) by name, and for one after the other those of other names."""
+        """Return gradients for cotangents (k, …), (k, …) by name, and for each cotangent those of other names."""
         found: Any = self._send(cotangents)
         split = len(self._edges)
         return dict(zip(self.names, found[:split], strict=True)), self._others(found[split:])
@@ -62,10 +62,9 @@ class Tail:
 
 
 def _small(outputs: Tensor, users: Users) -> dict[Node, None]:
-    """Return the last operations, from the outputs on, whose gradients are small and that take several at once.
+    """Return the last operations, up to the outputs, whose gradients are small and that take several at once.
 
-    They end where all from in front of them is one result: of several, one could be in front of another, and count
-    twice.
+    Their input is one result: of several results one could be in front of another, and count twice.
     """
     nodes: dict[Node, None] = {}
     stack, front, ended = [outputs.grad_fn], set[tuple[Node, int]](), 0
@@ -85,12 +84,12 @@ def _small(outputs: Tensor, users: Users) -> dict[Node, None]:
 
 
 def _sources(node: Node) -> list[tuple[Node, int]]:
-    """Return what an operation takes that is made by others; nothing is in front of an input of the model."""
+    """Return the inputs of an operation that other operations compute, which inputs of the model are not."""
     return [(source, number) for source, number in node.next_functions if source is not None and source.next_functions]
 
 
 def _size(entries: Iterable[tuple[Node, int]]) -> tuple[int, bool]:
-    """Return the bytes of the largest of the gradients that go into nodes, and whether one is of images."""
+    """Return the bytes of the largest gradient at some results, and whether one is of images."""
     largest, images = 0, False
     for node, number in entries:
         entry: Any = private.results_of(node)[number]

@@ -1,4 +1,4 @@
-"""Hold what a public call is asked to measure: the user's model, loss and data, taken in hand, and the options."""
+"""Hold what a public call is asked to measure: the user's model, loss and data, and the options."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ _NO_LAYERS = Selection({}, frozenset())
 
 
 class Risk(NamedTuple):
-    """Hold E, and over how many samples it is."""
+    """Hold the empirical risk E, and the number of its samples."""
 
     value: float
     samples: int
@@ -47,7 +47,7 @@ class Task:
     selection: Selection = _NO_LAYERS
 
     def run(self, batch: Any, values: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Any]:
-        """Return outputs and targets of a batch, at other parameters (or buffers) of these names where they are given.
+        """Return outputs and targets of a batch, at the parameters (or buffers) in ``values`` if these are given.
 
         Backward passes at these belong in :func:`.parameters.inside`: activation checkpointing runs the model
         in them.
@@ -58,7 +58,7 @@ class Task:
             return calling.run(self.model, batch, self.forward)
 
     def risks(self, points: Sequence[Mapping[str, Tensor]], nan_policy: str) -> list[Risk]:
-        """Return E at several points by one data read, each of parameters in the place of the model's."""
+        """Return E at several points by one data read; a point is parameters that replace the model's."""
         sums, over = [0.0] * len(points), Accumulator(nan_policy, self.loss.reduction)
         for number, part in self._whole_passes.numbered(self.batches):
             for place, values in enumerate(points):
@@ -77,15 +77,15 @@ class Task:
 
     @cached_property
     def _whole_passes(self) -> Parts:
-        """Return what cuts batches for :meth:`risks`, which some measures call again and again."""
+        """Return the parts that :meth:`risks` uses, kept since some measures call it many times."""
         return self.parts()
 
     def parts(self, work: Callable[[Any], Any] | None = None, *, derivatives: bool = False) -> Parts:
-        """Return what cuts batches that no :class:`.runner.Runner` runs, see :class:`.Parts`; run by default."""
+        """Return :class:`.Parts` for batches that no :class:`.runner.Runner` runs; by default they do :meth:`run`."""
         return Parts(work or self.run, self.budget(), self.forward.compare_by_itself, derivatives=derivatives)
 
     def of(self, layers: Selector | Sequence[Selector] | None) -> "Task":
-        """Return the task with the layers that selectors mean, see :func:`.selectors.select`."""
+        """Return the task with the layers that selectors match, see :func:`.selectors.select`."""
         return self._with(selectors.select(self.model, layers))
 
     def only(self, layer: str) -> "Task":
@@ -100,7 +100,7 @@ class Task:
         return replace(self, selection=selection)
 
     def on(self, other: Any, reads: int = 1) -> "Task":
-        """Return the task with other data, to be read so many times."""
+        """Return the task with other data, to be read ``reads`` times."""
         found = shards.batches(
             other, state.device(self.model), self.batches.shard.ranks, reads=reads, shown=self.progress
         )
@@ -108,7 +108,7 @@ class Task:
         return replace(self, batches=found)
 
     def unite(self) -> None:
-        """Take in what other ranks found out about the forward pass, before :meth:`noted`."""
+        """Collect what other ranks found out about the forward pass, before :meth:`noted`."""
         shard = self.batches.shard
         if not shard.ranks.alone:
             found = shard.every("the end of the measurement", [self.forward.notes or (), self.forward.doubts])
@@ -117,7 +117,7 @@ class Task:
             )
 
     def noted(self, estimate: Estimate) -> Estimate:
-        """Return an estimate with notes on the loss and the model's forward pass, where they matter to a reader."""
+        """Return an estimate with those notes on the loss and the forward pass that matter for its method."""
         if self.forward.notes and estimate.method not in _WITHOUT_LOSS:
             notes = [note for note in self.forward.notes if note != OF_GGN_ALONE or "ggn" in estimate.method]
             estimate = replace(estimate, notes=(*estimate.notes, *notes))

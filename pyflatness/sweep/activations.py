@@ -1,12 +1,12 @@
-"""Sum the diagonal of the loss Hessian in what layers put out and take in, from the cotangents of a sweep.
+"""Sum the diagonal of the loss Hessian in layers' outputs and inputs, from the cotangents of a sweep.
 
 For a layer z = W x + b, with δ the gradient that a cotangent gives in z,
 
     ∂²ℓ/∂z² = Σ_c σ_c δ^(c) δ^(c)ᵀ        ∂²ℓ/∂x² = Wᵀ (∂²ℓ/∂z²) W = Σ_c σ_c (Wᵀ δ^(c)) (Wᵀ δ^(c))ᵀ
 
-in the GGN, for each sample, over all positions and calls. What x has besides is left aside: it is moved as it enters
-this layer, and not where others take it too. Where the model is not piecewise linear behind the layer, products
-y = (∂²ℓ/∂z²) v take the place of cotangents, over all unit vectors v, or in the mean over random signs:
+in the GGN, for each sample, over all positions and calls. Only the path of x through this layer counts, not its other
+uses. If the model is not piecewise linear behind the layer, products y = (∂²ℓ/∂z²) v take the place of cotangents, for
+all unit vectors v, or in the mean over random signs:
 
     diag ∂²ℓ/∂z² = Σ_v v ∘ y        diag ∂²ℓ/∂x² = Σ_v (Wᵀ v) ∘ (Wᵀ y)
 
@@ -38,7 +38,7 @@ ACTIVATIONS = (OUTPUTS, INPUTS)
 
 _OF_ACTIVATIONS = 2**33  # between the streams of signs of weights and of activations
 
-Calls = Sequence[Tensor]  # what is of a layer's outputs, or inputs: of each call, (n, q, …)
+Calls = Sequence[Tensor]  # values at a layer's outputs, or inputs: of each call, (n, q, …)
 
 
 class Activations:
@@ -50,11 +50,11 @@ class Activations:
         self._run, self._modules, self._wanted, self._scales = run, modules, wanted, scales
 
     def input_edges(self, names: Collection[str]) -> dict[str, GradientEdge]:
-        """Return where Wᵀ δ arrives by itself in a backward pass, of layers of which it does."""
+        """Return the edges at which Wᵀ δ alone arrives in a backward pass, for layers that have one."""
         if INPUTS not in self._wanted:
             return {}
         dtypes = {name: self._weight(name).dtype for name in names}
-        whole = [name for name, dtype in dtypes.items() if promoted_dtype(dtype) == dtype]  # else it is rounded to that
+        whole = [name for name, dtype in dtypes.items() if promoted_dtype(dtype) == dtype]  # otherwise it is rounded
         found = {name: neighbours.carried_edge(self._run, name, dtypes[name]) for name in whole}
         return {name: edge for name, edge in found.items() if edge is not None}
 
@@ -65,7 +65,7 @@ class Activations:
         sign: Tensor | float | None,
         share: float = 1.0,
     ) -> Iterator[tuple[str, Contribution]]:
-        """Yield what a cotangent contributes to each layer, by its gradients in outputs and in the only call's input.
+        """Yield each layer's contribution of a cotangent, from its gradients in outputs and in the only call's input.
 
         ``share`` multiplies its part of the diagonal: 1 / draws of sampled values.
         """
@@ -77,7 +77,7 @@ class Activations:
             yield name, self._contribution(name, diagonals, sign, share)
 
     def nothing(self, names: Collection[str]) -> Iterator[tuple[str, Contribution]]:
-        """Yield the contributions of no cotangent at all, such as a loss over a single class has."""
+        """Yield zero contributions, as of a loss over a single class, which has no cotangents."""
         device, calls = self._run.outputs.device, {name: self._run.calls(name) for name in names}
         zeros = {name: [torch.zeros_like(call.output, device=device) for call in made] for name, made in calls.items()}
         yield from self.of(zeros, {}, None)
@@ -90,7 +90,7 @@ class Activations:
     def by_hessian(
         self, name: str, gradients: Sequence[Tensor], signs: Signs | None, stream: int, most: int
     ) -> Iterator[tuple[int, Contribution]]:
-        """Yield a layer's values by second derivatives: as draw 0 without signs, else of each draw."""
+        """Yield a layer's values by second derivatives: as probe 0 without signs, else of each probe."""
         multiply, like = self._multiplied(name, gradients), promoted(gradients[0])
         count, samples = self.products(name), self._run.samples
         batch = batch_of(samples * count * like.element_size())
@@ -185,7 +185,7 @@ class Activations:
 
 
 def _by_channel(products: Tensor, kind: Linear, quantity: str) -> Tensor:
-    """Return what is of a call's outputs, or inputs, (n, q, …), summed over positions: (n, channels) float64."""
+    """Return values at a call's outputs, or inputs, (n, q, …), summed over positions: (n, channels) float64."""
     if kind.class_dim == 1:
         channels = products.movedim(2, -1)
     else:

@@ -1,7 +1,7 @@
-"""Send the columns of a micro-batch in probe groups: hold what is to be sent, and what has come back.
+"""Send the columns of a micro-batch in probe groups: hold its probes, and the sums of their values.
 
-Rounds that at least half of the samples have go on the graph at hand, all samples at once. What is left is packed:
-samples as repeated rows of full batches, with a new forward pass.
+A round that at least half of the samples have is sent on the existing graph, for all samples at once. The remaining
+probes are packed: samples are repeated as rows of full batches, with a new forward pass.
 """
 
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ from ..passes.runner import Repeatable, Run
 from . import groups
 from .groups import Groups, Probes, Tolerance
 
-_CHOICE = -1  # the stream that says which groups have a replicate
+_CHOICE = -1  # the stream that chooses the groups with a replicate
 
 
 @dataclass
 class Grouped:
-    """Hold what is sent for a micro-batch, and what has come back."""
+    """Hold the probes of a micro-batch, and the sums of their values."""
 
-    left: Repeatable  # of its run
+    left: Repeatable  # of the micro-batch's run
     sent: Cotangents
     weights: Tensor  # over chances, (n, columns) float64, 0 for samples that are not finite
     finite: Tensor  # (n,), the other samples
@@ -36,8 +36,8 @@ class Grouped:
     sums: Tensor  # (layers, quantities, n) float64
     differences: Tensor  # (layers, quantities, pairs) float64, between a probe and its replicate
     replicated: Tensor  # (pairs,) float64, v_g (1/π - ½) of their groups
-    chances: Tensor  # (n,) float64, of the samples to be in the part of the data that is sent
-    rounds: int = 0  # of the probes, that have gone out for all samples at once
+    chances: Tensor  # (n,) float64, of each sample to be in the part of the data that is sent
+    rounds: int = 0  # of probes, that were sent for all samples at once
 
     def rows(self, chosen: Tensor) -> Tensor:
         """Return signs of the columns of some probes, (s, columns) int8, 0 for columns of other groups."""
@@ -52,7 +52,7 @@ class Grouped:
         return chosen, self.sent.chosen(rows.float().masked_fill_(~self.finite.unsqueeze(1), torch.nan))
 
     def silent(self, chosen: Tensor) -> Tensor:
-        """Return the samples, (n,), from which a round sends nothing."""
+        """Return the samples, (n,), without a probe in a round."""
         return torch.ones_like(self.finite).index_fill_(0, self.probes.samples[chosen], False) & self.finite
 
     def packed(self, chosen: Tensor) -> Tensor:
@@ -60,14 +60,14 @@ class Grouped:
         return self.sent.take(self.probes.samples[chosen]).chosen(self.rows(chosen).float())
 
     def add_round(self, chosen: Tensor, values: Tensor) -> None:
-        """Take in values (layers, quantities, n) of a round; those of samples that it does not have are 0, or NaN."""
+        """Add values (layers, quantities, n) of a round; those of samples without a probe in it are 0, or NaN."""
         places = self.probes.samples[chosen]
         fractions = values.new_zeros(values.shape[2]).index_copy_(0, places, self.probes.fractions[chosen])
         self.sums += values * fractions
         self._compare(chosen, values[..., places])
 
     def add(self, chosen: Tensor, values: Tensor) -> None:
-        """Take in values (layers, quantities, s) of some probes."""
+        """Add values (layers, quantities, s) of some probes."""
         self.sums.index_add_(2, self.probes.samples[chosen], values * self.probes.fractions[chosen])
         self._compare(chosen, values)
 
@@ -100,10 +100,10 @@ def begin(
     share: float,
     chances: Tensor,
 ) -> Grouped:
-    """Plan a run's probes; ``shape`` counts layers and quantities, ``share`` is of the variance that is allowed.
+    """Plan a run's probes; ``shape`` counts layers and quantities, ``share`` is a fraction of the allowed variance.
 
-    A sample that is in a part of the data by a chance π, of ``chances`` (n,), stands for 1/π samples. Its variance
-    counts by 1/π, so that its weights do by 1/√π in groups; in sums they do by 1/π.
+    A sample that is in a part of the data with probability π, of ``chances`` (n,), stands for 1/π samples. Its variance
+    is weighted by 1/π, and so its weights by 1/√π in groups; in sums they are weighted by 1/π.
     """
     weights = sent.weights()
     finite = weights.isfinite().all(dim=1)

@@ -1,7 +1,7 @@
-"""Sweep once over the data with as many probes as a relative standard error takes: ``probes="adaptive"``.
+"""Sweep once over the data with as many probes as a relative standard error needs: ``probes="adaptive"``.
 
-Columns of square-root factors go backward in groups, see :mod:`.groups`. What they leave out of the Hessian of layers
-in whose weight the model is not linear is sampled by Hessian probes, see :mod:`.residuals`.
+Columns of square-root factors go backward in groups, see :mod:`.groups`. For layers in whose weight the model is not
+linear, the rest of the Hessian is sampled by Hessian probes, see :mod:`.residuals`.
 """
 
 import math
@@ -29,8 +29,8 @@ from .residuals import Residuals, Rounds
 from .subset import Subset
 
 _SMALL = 128 * 2**10
-"""Bytes of the largest output of a layer up to which a round for all samples costs more by itself than by what it has
-to compute: a forward pass of many rounds' samples takes less."""
+"""Bytes of the largest output of a layer up to which overhead dominates a round for all samples, so that one forward
+pass of the samples of many rounds takes less time."""
 
 _PROBES = 5  # columns of an exact value that go backward in the time of a sample's probes
 PLAN, _PLANS = 1.2e6, 5e8
@@ -42,28 +42,28 @@ Found = tuple[Tensor, Mapping[int, Tensor]]  # places of samples, and by number 
 
 @dataclass(frozen=True)
 class _Begun:
-    """Hold what a micro-batch's graph gave for sampled values."""
+    """Hold a micro-batch's probes and values while its graph is gone, until the remaining probes are sent."""
 
     part: adaptive.Grouped  # the GGN's probes
-    forms: Mapping[str, LayerForm]  # of the layers that take them
-    rest: Residuals | None  # the residuals' of layers in whose weight the model is not linear, if there are such
+    forms: Mapping[str, LayerForm]  # of the layers with these probes
+    rest: Residuals | None  # the residuals of layers in whose weight the model is not linear; None without them
     prints: Mapping[str, Tensor]  # these layers' fingerprints of their rows
     left_out: Tensor  # (n,), see Sweep._left_out
     nonlinear: Sequence[str]  # the layers with residuals
 
 
 class AdaptiveSweep(Sweep):
-    """Sweep as its base class does; and sample by ``rtol``."""
+    """Sweep as the base class does, and also with probes chosen by ``rtol``."""
 
     _exact: bool | None = None  # whether exact values are cheaper, once that is known
     _subset: Subset | None = None
 
     def by_groups(self, take: Callable[[Values], None], subset: Subset | None = None, share: float = 1.0) -> None:
-        """Hand every sample's quantities to ``take``, sampled as far as a ``share`` of ``rtol``'s variance allows.
+        """Pass every sample's quantities to ``take``, sampled within a ``share`` of the variance that ``rtol`` allows.
 
-        Columns of square-root factors are sent in groups, and residuals, see :mod:`.residuals`, are sampled. Where
-        exact values cost less, see :meth:`_is_cheap`, these are handed over. Where the samples are a part of the data,
-        ``subset``, each counts by the inverse of its chance to be in that.
+        Columns of square-root factors are sent in groups, and residuals, see :mod:`.residuals`, are sampled. If exact
+        values cost less, see :meth:`_is_cheap`, these are passed. If the samples are a part of the data, ``subset``,
+        each is weighted by the inverse of its probability to be in it.
         """
         self._runner.batches.shard.ranks.refuse("probes='adaptive'", "pass probes=k, a number of probes, ")
         rtol = self._options.rtol or groups.RTOL
@@ -114,7 +114,7 @@ class AdaptiveSweep(Sweep):
     def _begun(self, run: Run, tolerance: groups.Tolerance) -> "_Begun | Values | None":
         """Plan a micro-batch's probes, and send the rounds for all samples backward.
 
-        Return exact values instead where these are cheaper; None where that was found out by this run.
+        Return exact values instead if these are cheaper; None if this run is the first to show that.
         """
         if self._exact:
             return self._values(run)
@@ -154,13 +154,13 @@ class AdaptiveSweep(Sweep):
         return _Begun(part, forms, rest, prints, self._left_out(run, sent), nonlinear)
 
     def _is_cheap(self, run: Run, sent: cotangents.Cotangents, forms: Mapping[str, LayerForm]) -> bool:
-        """Return whether exact values of all data take less time than a plan for them and the probes that it sends."""
+        """Return whether exact values of all data take less time than planning and sending probes."""
         work = sum(forms[name].matrix[0, 0].numel() * call.output.numel() for name in forms for call in run.calls(name))
         of_plan = PLAN * run.samples + _PLANS * run.samples / (self._runner.batches.samples or math.inf)
         return sent.passes <= self._options.max_passes and (sent.passes - _PROBES) * work <= of_plan
 
     def _having(self, run: Run) -> float:
-        """Return how many samples have to have a round for all samples but the first: others are packed."""
+        """Return the least samples with a round for which it is sent for all at once; other rounds are packed."""
         if not self._runner.cuttable:
             return 1
         largest = max(call.output.nbytes for name in self._runner.modules for call in run.calls(name))
@@ -180,7 +180,7 @@ class AdaptiveSweep(Sweep):
         self._runner.repeat(part.left, places, send, lambda found: part.add(*found))
 
     def _checked(self, run: Run, begun: "_Begun", places: Tensor) -> list[str]:
-        """Return the layers of a run of samples from other places, after a check that their rows are of these."""
+        """Return the layers of a run of repeated samples, after a check that their rows are those of these samples."""
         linear, nonlinear = self._ran(run)
         names = [name for name in (*linear, *nonlinear) if name in begun.forms]
         for name in names:
@@ -203,7 +203,7 @@ class AdaptiveSweep(Sweep):
         return rest
 
     def _finish_residuals(self, rest: Residuals, begun: "_Begun") -> None:
-        """Send the further probes of residuals that are wanted."""
+        """Send the further probes that residuals need."""
         names, places_of = [*self._runner.selected], self._runner.places
         for places, rounds in rest.steps(whole=not self._runner.cuttable):
 
@@ -224,7 +224,7 @@ class AdaptiveSweep(Sweep):
             self._runner.repeat(begun.part.left, places, send, take)
 
     def _probed(self, traces: BlockTraces, name: str, numbers: range | None) -> Tensor:
-        """Return values of some probes of a layer, (k, quantities, n) float64; None: exact ones, as of one probe."""
+        """Return values of some probes of a layer, (k, quantities, n) float64; for None exact ones, with k = 1."""
         if numbers is None:
             return traces.exact().values.unsqueeze(0)
         signs = Signs(self._options.seed, numbers)

@@ -16,17 +16,16 @@ from ..passes.runner import Run
 from ..passes.tail import Tail
 
 Arrivals = Iterator[tuple[str, Callable[[Any, Any], Contribution | None], Any, Any]]
-"""What arrives at layers: its name, what contracts it, with one cotangent and its sign or several of them."""
+"""A layer's name, the function that contracts cotangents at it, and one cotangent with its sign or several."""
 
 _AT_ONCE = 16  # cotangents that go through a model's last operations at once, at most
 
 
 class Contracted:
-    """Collect what layers contribute for each of about ``count`` cotangents that are sent.
+    """Compute the layers' contributions for each of about ``count`` cotangents of a run.
 
-    ``hold`` bytes of cotangents may be held back; contributions then come late, and :meth:`rest` has to be asked.
-    Of layers in ``whole`` the last cotangent's ``gradients`` are seen as they arrive at their outputs, and at
-    ``input_edges``.
+    ``hold`` bytes of cotangents may be held back; :meth:`rest` yields the contributions of these. For layers in
+    ``whole``, ``gradients`` has those of the last cotangent at their outputs, and at ``input_edges``.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Contracted:
         self._at_once = self._most_at_once(count, left)
 
     def of(self, cotangent: Tensor, sign: Sign = None) -> list[tuple[str, Contribution]]:
-        """Return each layer's contribution for a cotangent of the run's outputs; none of one that holds it back."""
+        """Return the layers' contributions for a cotangent of the run's outputs, without layers that hold it back."""
         self._waiting.append((cotangent, sign))
         if len(self._waiting) < self._at_once:
             return []
@@ -92,8 +91,8 @@ class Contracted:
         return found
 
     def rest(self) -> Iterator[tuple[str, Contribution]]:
-        """Yield the contributions that did not come yet."""
-        if self._waiting:  # the last one sends those that are fewer
+        """Yield the contributions of cotangents that are held back."""
+        if self._waiting:  # the last, incomplete stack of cotangents
             self._at_once = len(self._waiting)
             yield from self.of(*self._waiting.pop())
         self.gradients = {}
@@ -119,7 +118,7 @@ class Contracted:
         return tail if tail.names else None
 
     def _most_at_once(self, count: int, memory: int) -> int:
-        """Return how many cotangents go through the tail at once: shared out evenly, as layers hold back."""
+        """Return how many cotangents go through the tail at once: about equal stacks, which layers can hold back."""
         if self._tail is None:
             return 1
         sizes = [self._contractions[name].stack_size for name in self._tail.names]
@@ -128,9 +127,9 @@ class Contracted:
         return -(-count // -(-count // most))
 
     def _arrived(self, sent: Iterable[tuple[Tensor, Sign]]) -> Arrivals:
-        """Yield what arrives at the layers of cotangents that are sent one after the other."""
+        """Yield the arrivals at layers for cotangents that are sent one after the other."""
         for cotangent, sign in sent:
-            # The last cotangent's are kept meanwhile: the C library would give their pages back to the system.
+            # The last cotangent's gradients stay until then, or the C library would return their pages to the system.
             self.gradients = self._run.recorder.gradients(
                 self._run.outputs,
                 cotangent,
@@ -142,7 +141,7 @@ class Contracted:
             yield from self._in_form(self.gradients, sign)
 
     def _together(self, tail: Tail, waiting: Sequence[tuple[Tensor, Sign]]) -> Arrivals:
-        """Yield what arrives of cotangents that go through the tail at once."""
+        """Yield the arrivals at layers for cotangents that go through the tail at once."""
         gradients, others = tail.send(torch.stack([cotangent for cotangent, _ in waiting]))
         signs = [sign for _, sign in waiting]
         for name, several in gradients.items():
@@ -152,7 +151,7 @@ class Contracted:
                 continue
             for gradient, sign in zip(several, signs, strict=True):
                 yield from self._in_form({name: [gradient]}, sign)
-        for sign, each in zip(signs, others, strict=False):  # there are none of others where the tail is all
+        for sign, each in zip(signs, others, strict=False):  # no others if the tail is the whole model
             self.gradients = {name: [gradient] for name, gradient in each.items()}
             yield from self._in_form(self.gradients, sign)
 
@@ -164,7 +163,7 @@ class Contracted:
 
 
 def _even_shares(run: Run, names: Iterable[str], memory: int) -> dict[str, int]:
-    """Return each layer's share of the memory for as many cotangents of every layer; none if that is not two."""
+    """Return each layer's share of the memory for equally many cotangents of all layers; empty if not even two fit."""
     outputs = {name: [call.output for call in run.calls(name)] for name in names}
     needed = {
         name: sum(output.numel() * contractions.promoted_dtype(output.dtype).itemsize for output in each)

@@ -2,15 +2,15 @@
 
     Σ_j a_j² ∂²E/∂θ_j²,    a_j = 1: the trace,    a_j = θ_j: adaptive sharpness
 
-No entry of the Hessian between two parameters is in it, so each parameter tensor goes by itself: where the model is
+Entries of the Hessian between two parameters do not count, so each parameter tensor is treated alone: if the model is
 certified to be locally linear in it (:func:`.linearity.nonlinear_parameters`), by cotangents s_ic,
 
     Σ_i Σ_c σ_ic |a ∘ ∂⟨s_ic, f_i⟩/∂θ|² / Σ_i ω_i
 
-and elsewhere by second derivatives: exact, a Hessian product for every entry; sampled, ⟨a∘r, H (a∘r)⟩ for random signs
-r of each sample's own. The gradients of a linear or convolutional layer's weight and bias come from its inputs φ and
-output gradients δ (Σ_p δ_p φ_pᵀ and Σ_p δ_p); those of other parameters, and all second derivatives, from a run in
-which every sample has parameters of its own (:mod:`.per_sample_parameters`). The summands by parameter are the diagonal
+and otherwise by second derivatives: exact, a Hessian product for every entry; sampled, ⟨a∘r, H (a∘r)⟩ for per-sample
+random signs r. The gradients of a linear or convolutional layer's weight and bias come from its inputs φ and
+output gradients δ (Σ_p δ_p φ_pᵀ and Σ_p δ_p); those of other parameters, and all second derivatives, from a run with
+per-sample parameters (:mod:`.per_sample_parameters`). The summands by parameter are the diagonal
 itself (:func:`by_parameter`).
 """
 
@@ -46,8 +46,8 @@ from .totals import OR_OVERFLOW, Sums, Totals
 class Diagonal:
     """Sum the diagonal for the samples of a task's data, by one read of them.
 
-    a_j = θ_j if ``adaptive``, else 1; ``theta`` are all that require gradients by default; ``entries`` makes what
-    single entries are added to, for so many draws.
+    a_j = θ_j if ``adaptive``, else 1; ``theta`` are all parameters that require gradients by default; ``entries`` maps
+    a number of probes to the sums of single entries.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Diagonal:
         self._scales = self.theta if adaptive else {}
         self.nonlinear: dict[str, str] = {}
         self.sampled = False
-        self._passes = 0  # that exact values take, of a batch at most
+        self._passes = 0  # of exact values, the most of any batch
         self._layers = LayerGradients(task, self.theta, adaptive=adaptive, by_entry=entries is not None)
         options = task.options
         self._per_sample = PerSampleParameters(task)
@@ -83,13 +83,13 @@ class Diagonal:
 
     @property
     def fewer(self) -> str:
-        """Return what fewer passes would give, where exact values take many; or nothing."""
+        """Return a note on what fewer passes would give if exact values take many; otherwise nothing."""
         if self._passes <= MANY:
             return ""
         return f"{self._passes} backward passes a batch; probes=2 takes two, with standard errors"
 
     def sums(self, draws: range | None = None) -> Sums:
-        """Return the sums over all samples: exact, or in the draws of these numbers."""
+        """Return the sums over all samples: exact, or for the probes of these numbers."""
         signs = None if draws is None else Signs(self._task.options.seed, draws)
         error = partial(_non_finite, self.theta)
         shard = self._task.batches.shard
@@ -143,7 +143,7 @@ class Diagonal:
         return [name for name in usable if name not in run.nonlinear or self._task.options.by_ggn]
 
     def _note(self, nonlinear: dict[str, str]) -> None:
-        """Take in which parameters the model is not linear in."""
+        """Register the parameters in which the model is not linear."""
         linearity.refuse_custom_functions(self._task.options, nonlinear, "parameter")
         self.nonlinear.update(nonlinear)
 
@@ -168,7 +168,7 @@ class Diagonal:
     def _of_group(
         self, run: Run, group: Group, signs_of_factors: Signs | None, signs: Signs | None, entries: EntrySums | None
     ) -> Tensor:
-        """Return the values of a group's samples, (draws, n), or of one draw for all."""
+        """Return the values of a group's samples, (probes, n), or one row for all probes."""
         most, numbers = self._task.options.max_passes, run.numbers[group.place]
         diagonal = PerSampleDiagonal(group, numbers, self._task.loss, self._scales, most, entries)
         if not group.outputs.requires_grad:  # they depend on none of the parameters
@@ -196,7 +196,7 @@ class ByParameter:
 
 
 def by_parameter(task: Task, theta: parameters.Parameters, *, rows: bool, certify: bool) -> ByParameter:
-    """Return the diagonal in some parameters, or summed over all dimensions but ``rows``, as the options say."""
+    """Return the diagonal in some parameters, or summed over all dimensions but ``rows``, as the options set."""
     diagonal = Diagonal(task, certify=certify, theta=theta, entries=lambda draws: EntrySums(theta, draws, rows=rows))
     sums = diagonal.sums(task.options.draws)
     return ByParameter(
@@ -207,7 +207,7 @@ def by_parameter(task: Task, theta: parameters.Parameters, *, rows: bool, certif
 
 
 def estimate(task: Task, *, adaptive: bool = False, certify: bool = True) -> Estimate:
-    """Return the sum over the task's data: exact, or sampled as its options say."""
+    """Return the sum over the task's data: exact, or sampled as its options set."""
     options = task.options
     if options.probes == "adaptive":
         raise InputError(

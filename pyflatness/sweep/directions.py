@@ -1,4 +1,4 @@
-"""Take layers of one position by directions of their outputs, where these are fewer than cotangents.
+"""Compute values of layers of one position by directions of their outputs, if these are fewer than cotangents.
 
 A layer of one position has weight gradients M = δ φᵀ with δ^(c) = Jᵀ s_c, J = ∂f/∂z of the sample in the layer's
 outputs z (d,). With S the square-root factor of the loss Hessian H = S diag(σ) Sᵀ in the model's outputs, and r_k the
@@ -6,10 +6,9 @@ rows of R,
 
     Σ_c σ_c |R M^(c)|² = |φ|² Σ_k ⟨J r_k, H J r_k⟩        Σ_c σ_c |M^(c)|² = |φ|² Σ_s ⟨J e_s, H J e_s⟩
 
-and |w φ|² in the place of |φ|² in the second, by columns,
-which takes min(d, m) directions r_k, or d unit vectors e_s, of each layer, in place of C - 1 cotangents of every loss
-term that go backward for all layers at once. J r is the derivative of a backward pass in its cotangent v, in which it
-is linear: ⟨J r, v⟩ = ⟨r, Jᵀ v⟩.
+and with |w φ|² in the place of |φ|² in the second for values by columns. This takes min(d, m) directions r_k, or d unit
+vectors e_s, of each layer, in place of C - 1 cotangents of every loss term that go backward for all layers at once.
+J r is the derivative of a backward pass in its cotangent v, in which it is linear: ⟨J r, v⟩ = ⟨r, Jᵀ v⟩.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +26,7 @@ from ..passes.cotangents import Cotangents
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run
 
-_FEWEST = 64  # cotangents from which directions are thought of: below there is little to gain
+_FEWEST = 64  # cotangents for which directions are considered: with fewer there is little to gain
 
 _FEWER = 0.8  # directions for each cotangent, at most; by measurement each takes about as long
 
@@ -41,11 +40,11 @@ _DIRECTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "squares": _units,
     "gram_weighted_columns": _units,
 }
-"""By quantity, of a weight (1, d, m): the directions (r, d)."""
+"""By quantity: (weight (1, d, m)) -> directions (r, d)."""
 
 
 def are_fewer(run: Run, sent: Cotangents, forms: Mapping[str, LayerForm], most: int) -> bool:
-    """Return whether layers have one position, and directions that are fewer than cotangents, and ``most`` at most."""
+    """Return whether layers have one position, and fewer directions than cotangents, at most ``most``."""
     if sent.passes < _FEWEST or not sent.has_forms:
         return False
     count = 0

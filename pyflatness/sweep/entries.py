@@ -1,4 +1,4 @@
-"""Hold the entries of a diagonal by parameter, of the samples of a micro-batch, and how much probes differ in them."""
+"""Hold a diagonal's entries by parameter, summed over a micro-batch, and their variance over probes."""
 
 import math
 from collections.abc import Mapping
@@ -10,13 +10,13 @@ from ..report.intervals import AGREEING
 from .layer_sweep import Parts
 from .totals import Sums
 
-Draw = int | slice  # the number of a draw; all of them for what is exact
+Draw = int | slice  # the number of a probe; all of them for exact entries
 
 _MEAN, _VARIANCE = "mean", "variance"
 
 
 class EntrySums:
-    """Add up entries of parameters over samples, for each draw; with ``rows`` over all dimensions but the first too."""
+    """Sum entries of parameters over samples, for each probe; with ``rows`` over all dimensions but the first too."""
 
     def __init__(self, theta: Mapping[str, Tensor], draws: int, *, rows: bool) -> None:
         self._rows = rows
@@ -26,13 +26,13 @@ class EntrySums:
         }
 
     def add(self, draw: Draw, name: str, entries: Tensor) -> None:
-        """Add entries of a parameter's shape, summed over samples, to those of a draw, or of all."""
+        """Add entries of a parameter's shape, summed over samples, to those of a probe, or of all."""
         self._sums[name][draw] += entries.flatten(1).sum(dim=1) if self._rows and entries.ndim > 1 else entries
 
     def parts(self, *, lost: bool) -> Parts:
-        """Return the mean over draws, and of several its variance, by parameter.
+        """Return the mean over probes, and for several probes its variance, by parameter.
 
-        They are NaN if a sample is ``lost``, since all together then have no value.
+        They are NaN if a sample is ``lost``, since the sum then has no value.
         """
         found = {}
         for name, sums in self._sums.items():
@@ -48,9 +48,9 @@ class EntrySums:
 
     @staticmethod
     def error(sums: Sums, name: str) -> Tensor:
-        """Return their standard errors: micro-batches have signs of their own, so that their variances add up.
+        """Return the entries' standard errors; variances add up, as the signs of micro-batches are independent.
 
-        NaN where it is not known, as where draws agree, and of one draw.
+        It is NaN if it is not known, for one probe or if probes agree.
         """
         if (name, _VARIANCE) not in sums.parts:
             return torch.full_like(EntrySums.mean(sums, name), math.nan)

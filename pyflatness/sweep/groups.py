@@ -7,12 +7,12 @@ exact; one group is plain sampling, τ → 0 the exact sweep.
 
 In units of weights the variance of a group's value is v_g = 2 [(Σ_{c∈g} w_c)² - Σ_{c∈g} w_c²].
 
-What the values really vary by is measured: the probes of some groups have a replicate with independent signs. If a
+The true variance is measured: the probes of some groups have a replicate with independent signs. If a
 group is replicated with probability π, the mean of both values counts, and for their difference d
 
     (d²/2) (1/π - ½)   if it was replicated, else 0
 
-has the mean of the variance v (1 - π/2), whatever v is.
+is an unbiased estimate of the variance v (1 - π/2).
 """
 
 import math
@@ -23,9 +23,9 @@ from torch import Tensor
 
 RTOL = 0.01  # of a value's standard error, unless the user gives one
 REPLICATED = 0.15  # groups that have a replicate, per sample
-_AT_LEAST = 64  # of them over all data, as far as there are, in the first micro-batch
-_FIRST = 16, 64  # samples in it, at least and at most
-_RATIO, _PRIOR = 0.25, 2  # variance to Σ v_g before anything is known, and for how many replicates that counts
+_AT_LEAST = 64  # replicates over all data, if there are as many groups, in the first micro-batch
+_FIRST = 16, 64  # samples in the first micro-batch, at least and at most
+_RATIO, _PRIOR = 0.25, 2  # prior ratio of the variance to Σ v_g, and its weight in replicates
 _STEPS = 12  # of bisection, by which six decades give τ to 0.4 %
 _TINY = torch.finfo(torch.float64).tiny
 
@@ -34,20 +34,20 @@ _TINY = torch.finfo(torch.float64).tiny
 class Groups:
     """Hold the probe groups of samples, numbered from 0 in each, heavy columns first."""
 
-    of: Tensor  # (n, columns) int64, each column's; -1 for weight 0, which is not sent
+    of: Tensor  # (n, columns) int64, the group of each column; -1 for weight 0, which is not sent
     counts: Tensor  # (n,) int64, groups of each sample
-    variances: Tensor  # (n, largest count) float64, v_g; 0 for a group of one column, and for none
+    variances: Tensor  # (n, largest count) float64, v_g; 0 for a group of one column, and without a group
 
 
 @dataclass(frozen=True)
 class Probes:
     """Hold the probes to send backward: one for each group of each sample in turn, then the replicates; (s,) each."""
 
-    samples: Tensor  # their places
+    samples: Tensor  # places of the samples
     groups: Tensor  # of the sample
     replicates: Tensor  # 0, or 1 for a replicate
     rounds: Tensor  # places among the sample's probes, from 0
-    pairs: Tensor  # which pair of a probe and its replicate it belongs to, or -1
+    pairs: Tensor  # number of the pair of probe and replicate, or -1
     chances: Tensor  # (pairs,) float64, π
 
     @property
@@ -56,17 +56,16 @@ class Probes:
         return torch.where(self.pairs >= 0, 0.5, 1.0).double()
 
     def common_rounds(self, having: float) -> int:
-        """Return how many rounds so many samples have, at least one; later ones fewer do."""
+        """Return how many rounds have probes of at least ``having`` samples, or 1; later rounds have fewer."""
         return max(1, int((self.rounds.bincount() >= having).sum()))
 
 
 class Tolerance:
     """Allow micro-batches a variance such that values have a relative standard error of about ``rtol``.
 
-    The variance of a layer's value is Σ v_g, in units of weights, times what the layer makes of them. That is
-    measured by the replicates of the micro-batches before; the layer that allows least decides. So no sample's
-    probes have a say in what is sent for it. Before there are any, values are in proportion to weights of nearly
-    orthogonal columns.
+    The variance of a layer's value is Σ v_g, in units of weights, times a factor of the layer. The factor
+    is measured by the replicates of earlier micro-batches, so that a sample's own probes do not influence their number;
+    the layer that allows least decides. Before there are replicates, values are taken as proportional to weights.
     """
 
     def __init__(self, rtol: float, samples: int) -> None:
@@ -77,7 +76,7 @@ class Tolerance:
 
     @property
     def first(self) -> int:
-        """Return how many samples the first micro-batch has, of which nothing is known."""
+        """Return the number of samples of the first micro-batch, before anything is known."""
         return min(_FIRST[1], max(_FIRST[0], self._samples // 8)) if self._samples else _FIRST[1]
 
     def allowed(self, weights: Tensor, share: float = 1.0) -> float:
@@ -110,11 +109,11 @@ class Tolerance:
         return share * (self._rtol * mean) ** 2 * total * samples / _RATIO
 
     def expected(self, more: int) -> int:
-        """Return the samples of all data, as far as is known with so many more."""
+        """Return the samples of all data, or those so far and ``more`` if their number is not known."""
         return max(self._samples, self._seen + more)
 
     def add(self, weights: Tensor, both: Tensor, replicated: Tensor) -> None:
-        """Take in a micro-batch: values and unbiased variances (2, layers, quantities, n), and v_g (1/π - ½)."""
+        """Add a micro-batch: values and unbiased variances (2, layers, quantities, n), and v_g (1/π - ½)."""
         both = both.where(both.isfinite().all(dim=0), 0.0)
         self._sums = self._sums.to(both.device) + torch.cat([both, both[1:].square()]).sum(dim=3)
         self._weight, self._seen = self._weight + float(weights.sum()), self._seen + len(weights)
@@ -122,7 +121,7 @@ class Tolerance:
 
 
 def group(weights: Tensor, allowed: float) -> Groups:
-    """Group columns by weights (n, columns), as largely as Σ v_g stays at most about ``allowed``."""
+    """Group columns by weights (n, columns), in groups as large as Σ v_g ≤ ``allowed`` permits, about."""
     numbers = cut(weights, threshold(weights, allowed))
     counts = numbers.amax(dim=1) + 1
     size, index = int(counts.max()), numbers.clamp_min(0)
@@ -130,7 +129,7 @@ def group(weights: Tensor, allowed: float) -> Groups:
     weight, squares, columns = (
         none.scatter_add(1, index, part) for part in (weights, weights.square(), (numbers >= 0).to(weights.dtype))
     )
-    least = torch.finfo(weight.dtype).eps * weight.square()  # below which the difference is lost to rounding
+    least = torch.finfo(weight.dtype).eps * weight.square()  # smaller differences are rounding
     variances = torch.where(columns > 1, 2 * torch.maximum(weight.square() - squares, least), 0.0)
     return Groups(numbers, counts, variances)
 
@@ -169,7 +168,7 @@ def cut(weights: Tensor, tau: float) -> Tensor:
 
 
 def chances(variances: Tensor, replicates: int) -> Tensor:
-    """Return π for each group, (n, groups), proportional to √v: :data:`REPLICATED` a sample, and as many as lack."""
+    """Return π for each group, (n, groups), proportional to √v: enough of them, given the ``replicates`` so far."""
     roots = variances.sqrt()
     wanted = max(REPLICATED * len(variances), _AT_LEAST - replicates)
     return (wanted * roots / roots.sum().clamp_min(torch.finfo(roots.dtype).tiny)).clamp(max=1)
