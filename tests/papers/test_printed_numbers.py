@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -450,17 +451,20 @@ def test_further_claims_of_2024():
     assert ends[["patch", "width", "depth"]].nunique().max() == 1
 
 
-def test_predictions_of_choices_of_bits():
-    """How far the rises of the loss are above what was predicted, from the table of the page on allocation."""
-    told, factors, held = page("docs/allocation.md"), {}, []
-    for network, bits, rise, cell in re.findall(r"\| ([\w-]+), ([\d.]+) \| [\d.]+ \| ([\d.]+) \| ([^|]+) \|", told):
-        if "[" in cell:
-            value, low, high = map(float, re.findall(r"-?[\d.]+", cell.replace("−", "-")))
-            held.append(low <= float(rise) <= high)
-            factors[network, bits] = float(rise) / value
-        else:
-            factors[network, bits] = max(float(rise) / float(value) for value in cell.split(","))
-    by_bits = {bits: max(factor for (_, of), factor in factors.items() if of.startswith(bits)) for bits in ("3.", "4.")}
-    assert f"up to {by_bits['4.']:.1f} times as large at 4 bits, and {by_bits['3.']:.1f} times at 3." in told
-    assert (sum(held), len(held)) == (2, 2)
-    assert "Those of SmolLM2 are cross-validated, and hold" in told
+def test_choices_of_bits():
+    """The means of the page on allocation, and how many intervals hold, by the table of every draw."""
+    told, every = page("docs/allocation.md"), page("docs/quantisation.md")
+    draws, held = defaultdict(list), []
+    for name, row in re.findall(r"\| ([\w-]+, [\d.]+) \| \d \| ((?:[^|]+\| ){7}[^|]+) \|", every):
+        same, ours, predicted, _, _, *others = row.split(" | ")
+        low, high = (float(end.replace("−", "-")) for end in re.search(r"\[(.*), (.*)\]", predicted).groups())
+        held.append(low <= float(ours) <= high)
+        draws[name].append([None if cell == "–" else float(cell) for cell in (same, ours, *others[:2])])
+    assert len(draws) == 7
+    for name, rows in draws.items():
+        means = ["–" if None in column else f"{sum(column) / len(column):.3f}" for column in zip(*rows, strict=True)]
+        (cells,) = re.findall(rf"\| {re.escape(name)} \| ((?:[^|]+\| ){{3}}[^|]+) \|", told)
+        for printed, mean in zip(cells.split(" | "), means, strict=True):
+            assert printed == mean or abs(float(printed) - float(mean)) <= 0.00101
+        assert float(means[1]) == min(float(mean) for mean in means if mean != "–")
+    assert f"{sum(held)} of {len(held)} of 95 %" in told
