@@ -134,7 +134,7 @@ def test_a_shared_weight_that_a_tool_leaves_as_it_is_is_stored_once(tool):
 
 def test_of_a_tool_that_stores_a_byte_for_all_formats_a_size_takes_the_best():
     how = {"tool": "torchao", "measured": False, "probes": None}
-    plan = pf.allocate(_numbered(1), CE, DATA, ["int3", "int8"], size=4 * (32 * 32 + 32 * 5), **how)
+    plan = pf.allocate(_numbered(1), "kl", DATA, ["int3", "int8"], size=4 * (32 * 32 + 32 * 5), **how)
     assert {*plan.choice.values()} == {"int8"}
 
 
