@@ -96,7 +96,7 @@ def checked(
         raise InputError(
             f"bits={shown(bits)}, size={shown(size)}: one budget is wanted, bits a weight or size in bytes"
         )
-    if not isinstance(formats, (str, Format, Copy, Iterable)):
+    if not isinstance(formats, (Format, Copy, Iterable)):
         raise InputError(f"formats: names such as 'int4' are wanted, got {shown(formats)}")
     if not (fixed is None or isinstance(fixed, Mapping)):
         raise InputError(f"fixed: a dict of formats by names of layers is wanted, got {shown(fixed)}")
@@ -358,7 +358,8 @@ class _Plan:
                 f"{'; '.join([listed, *self.dropped])}"
             )
         chosen, gap = self.choices.best(bits * self.entries)
-        changes, others = self._changes(chosen), self._of_other_folds(bits)
+        changes = self._changes(chosen)
+        others = [(places, problem.good(bits * self.entries)) for places, problem in self.parts]
         prices = self.folds.prices(changes)
         worse = [(places, self.folds.prices(self._changes(other)) - prices) for places, other in others]
         hidden = _hidden(self.folds.shares, worse)
@@ -376,10 +377,6 @@ class _Plan:
             _of_other_folds=[(places, self._formats(other)) for places, other in others],
             _plan=self,
         )
-
-    def _of_other_folds(self, bits: float) -> list[tuple[Tensor, Indices]]:
-        """Return parts of the folds, as their places, each with the choice that the other folds make."""
-        return [(places, problem.good(bits * self.entries)) for places, problem in self.parts]
 
     def estimate(self, change: float, error: float, hidden: float = 0.0, **facts: Any) -> Estimate:
         """Return the change of the loss on other data: that on these, and ``hidden``, what choosing by them hides.
@@ -717,16 +714,14 @@ class _Tried:
 def _hidden(shares: Tensor, worse: Iterable[tuple[Tensor, Tensor]]) -> float:
     """Return by how much more other data lose than the data that a choice was made by, by cross-validation.
 
-    ``worse``: for some folds, as their places, by how much more each fold loses by the choice that is made without
-    these. That choice is made of fewer data, so that the folds that it was made of lose more by it too: this is taken
-    off. What is left is not negative but by chance.
+    ``worse``: for each part of the folds, a mask (folds,), by how much more each fold loses by the choice that is made
+    without the part. That choice is made of fewer data, so that the folds that it was made of lose more by it too. This
+    is taken off. What is left is negative only by chance.
     """
     found = 0.0
     for places, more in worse:
-        others = torch.ones_like(shares)
-        others[places] = 0
-        others *= shares
-        found += float(shares[places] @ more[places] - shares[places].sum() * (others @ more) / others.sum())
+        others = (shares * more)[~places].sum() / shares[~places].sum()
+        found += float((shares * (more - others))[places].sum())
     return max(0.0, found)
 
 

@@ -109,8 +109,10 @@ class Watch:
             if self._strict or interrupts.is_raised(error):
                 raise
             kind = type(error).__name__
-            when = f"epoch {epoch}" if self._budget is None else f"step {step}"
-            about = kind if isinstance(error, NonFiniteError) else None  # its text counts samples
+            when, about = f"epoch {epoch}", None
+            if self._budget is not None:
+                when = f"step {step}"
+                about = kind if isinstance(error, NonFiniteError) else None  # its text counts samples of a batch
             self._once(f"{when} is not measured: ", f"{kind}: {error}", about)
             return {}
         finally:

@@ -225,7 +225,7 @@ def test_choices_are_priced_by_samples_that_had_no_part_in_them():
         chosen, _ = plan.choices.best(3.0 * layers)
         prices = folds.prices([*chosen])
         own += float(folds.shares @ prices)
-        worse = [(places, folds.prices([*other]) - prices) for places, other in plan._of_other_folds(3.0)]
+        worse = [(places, folds.prices([*problem.good(3.0 * layers)]) - prices) for places, problem in plan.parts]
         predicted += float(folds.shares @ prices) + allocate._hidden(folds.shares, worse)
         truth += 0.5 * float(sizes[chosen].square().sum())
     assert own < 0.9 * truth
@@ -336,7 +336,7 @@ def _trained(seed):
 
 def test_expansions_at_the_choice_find_better_ones_and_none_that_is_worse():
     formats, sums = ["int2", "int3", "int4"], np.zeros(3)
-    for seed in (1, 4, 7):
+    for seed in range(1, 8):
         model, data = _trained(seed)
         plans = [pf.allocate(model, CE, data, formats, bits=2.5, rounds=rounds) for rounds in (0, 1, 3)]
         changes = [plan.loss_change for plan in plans]
@@ -378,6 +378,28 @@ def test_one_format_for_all_is_taken_where_choices_lose_more_on_samples_that_had
         assert plan.choice == (same.choice if taken[-1] else choice)
         assert plan.predicted == pytest.approx(min(same.loss_change, own + hidden - before), rel=1e-9)
     assert len({*taken}) == 2
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_choice_without_the_coarsest_formats_gives_way_only_to_one_that_others_are_expected_to_lose_less_by(
+    taken, monkeypatch
+):
+    """By what choosing among all formats hides, such a choice is ahead; of two among all formats the losses tell."""
+    tried, calls = allocate._Read._tried, []
+
+    def shifted(self, best):
+        found = tried(self, best)
+        calls.append(len(found))
+        if len(calls) == 1:
+            return [dataclasses.replace(one, hidden=9.0 * (place != taken)) for place, one in enumerate(found)]
+        (step,) = found
+        return [dataclasses.replace(step, losses=step.losses._replace(changes=step.losses.changes - 1), hidden=2.0)]
+
+    monkeypatch.setattr(allocate._Read, "_tried", shifted)
+    model, data = _trained(4)
+    plan = pf.allocate(model, CE, data, ["int2", "int3", "int4"], bits=3, rounds=1)
+    assert calls == [2, 1]
+    assert (plan.loss_change < -0.5) == (taken == 0)
 
 
 def test_by_default_the_expansion_is_made_once_more_and_up_to_three_times_where_the_change_is_large(monkeypatch):
