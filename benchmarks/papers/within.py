@@ -21,6 +21,7 @@ import pyflatness as pf
 from pyflatness import progress
 
 from . import image_data
+from .closed_form import ClosedForm
 from .networks import fully_connected
 from .study import Planned
 from .training import Data, Weights, crossing, initialized, order, save
@@ -39,12 +40,12 @@ MEASURES = (
 DATA = ("mnist", "fashion_mnist", "cifar10")
 
 
-def perceptron(channels: int) -> nn.Module:
+def perceptron(channels: int) -> nn.Sequential:
     """Return a ReLU network with two hidden layers."""
     return fully_connected(channels * SIDE**2, 128, 64, 10)
 
 
-def patches(channels: int) -> nn.Module:
+def patches(channels: int) -> nn.Sequential:
     """Return a ReLU network with two convolutions of windows that do not overlap, and a hidden layer."""
     return nn.Sequential(
         *(nn.Conv2d(channels, 16, 4, 4), nn.ReLU(), nn.Conv2d(16, 32, 2, 2), nn.ReLU(), nn.Flatten()),
@@ -52,7 +53,7 @@ def patches(channels: int) -> nn.Module:
     )
 
 
-def convolutional(channels: int) -> nn.Module:
+def convolutional(channels: int) -> nn.Sequential:
     """Return a ReLU network with two convolutions of windows that overlap, and the head."""
     return nn.Sequential(
         *(nn.Conv2d(channels, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 16, 3, 2, 1), nn.ReLU()),
@@ -60,7 +61,7 @@ def convolutional(channels: int) -> nn.Module:
     )
 
 
-ARCHITECTURES: dict[str, Callable[[int], nn.Module]] = {
+ARCHITECTURES: dict[str, Callable[[int], nn.Sequential]] = {
     "perceptron": perceptron,
     "patches": patches,
     "convolutional": convolutional,
@@ -101,23 +102,29 @@ def prepared(train: Data, test: Data) -> tuple[Data, Data]:
     return (x - x.mean(), train[1]), (tx - x.mean(), test[1])
 
 
-def trained(network: nn.Module, planned: Planned, train: Data, epochs: int = EPOCHS) -> tuple[float, int] | None:
+def trained(network: nn.Sequential, planned: Planned, train: Data, epochs: int = EPOCHS) -> tuple[float, int] | None:
     """Train a network to the loss, and return the loss and the steps; None if it is not reached in so many epochs."""
     (x, y), settings = train, planned.settings
     rate = RATES[settings["optimizer"]] * settings["rate"]
     flat, gradient = flattened(network)
     first, second, steps = torch.zeros_like(flat), torch.zeros_like(flat), 0
+    gradients = ClosedForm(network, x, y)
 
     @torch.no_grad()
     def loss_of(weights: Weights) -> float:
+        """Return the mean loss on all samples, or what some of them have of it once that is above the loss by 1 %."""
         flat.copy_(weights["flat"])
-        return float(F.cross_entropy(network(x), y))
+        total = 0.0
+        for some, labels in zip(x.split(500), y.split(500), strict=True):
+            total += float(F.cross_entropy(network(some), labels, reduction="sum")) / len(y)
+            if total > 1.01 * LOSS:
+                break
+        return total
 
     for epoch in range(epochs):
         path = [{"flat": flat.clone()}]
         for places in order(planned.seed, epoch, len(y)).split(settings["batch_size"]):
-            gradient.zero_()
-            F.cross_entropy(network(x[places]), y[places]).backward()
+            gradients.backward(places)
             steps += 1
             if settings["optimizer"] == "momentum":
                 flat.sub_(first.mul_(0.9).add_(gradient), alpha=rate)
@@ -172,6 +179,7 @@ def row(planned: Planned, read: tuple[Data, Data], folder: Path) -> dict[str, An
     """Train and measure, and return a row; of a network that did not reach the loss its settings alone."""
     train, test = read
     network = initialized(functools.partial(ARCHITECTURES[planned.architecture], train[0].shape[1]), planned.seed)
+    assert isinstance(network, nn.Sequential)
     facts = {"name": planned.name, "data": planned.data, "architecture": planned.architecture, **planned.settings}
     facts["seed"] = planned.seed
     begun = time.process_time()

@@ -56,23 +56,22 @@ def test_from_images_to_rows(tmp_path, monkeypatch, architecture, optimizer):
     assert float(row["relative_flatness"]) == pytest.approx(sum(parts), rel=1e-5)
 
 
-def test_steps_are_those_of_torch():
+@pytest.mark.parametrize("architecture", list(within.ARCHITECTURES))
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+def test_steps_are_those_of_torch(architecture, name):
     (x, y), _ = synthetic("mnist")
-    for name, make in (
-        ("momentum", lambda p: torch.optim.SGD(p, 0.05, 0.9)),
-        ("adam", lambda p: torch.optim.Adam(p, 0.002)),
-    ):
-        planned = within.Planned("mnist", "perceptron", {"rate": 1.0, "batch_size": 20, "optimizer": name}, 5)
-        own, other = (within.initialized(lambda: within.perceptron(1), 5) for _ in range(2))
-        assert within.trained(own, planned, (x, y), epochs=3) is None
-        optimizer = make(other.parameters())
-        for epoch in range(3):
-            for places in within.order(5, epoch, len(y)).split(20):
-                optimizer.zero_grad()
-                F.cross_entropy(other(x[places]), y[places]).backward()
-                optimizer.step()
-        for one, two in zip(own.parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+    planned = within.Planned("mnist", architecture, {"rate": 1.0, "batch_size": 20, "optimizer": name}, 5)
+    own, other = (within.initialized(lambda: within.ARCHITECTURES[architecture](1), 5) for _ in range(2))
+    assert within.trained(own, planned, (x, y), epochs=3) is None
+    parameters = other.parameters()
+    optimizer = torch.optim.SGD(parameters, 0.05, 0.9) if name == "momentum" else torch.optim.Adam(parameters, 0.002)
+    for epoch in range(3):
+        for places in within.order(5, epoch, len(y)).split(20):
+            optimizer.zero_grad()
+            F.cross_entropy(other(x[places]), y[places]).backward()
+            optimizer.step()
+    for one, two in zip(own.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
 
 
 def test_moves_along_a_level_of_the_loss(monkeypatch):
