@@ -8,7 +8,7 @@ import csv
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,13 +175,25 @@ def tested(network: nn.Module, test: Data) -> tuple[dict[str, float], dict[str, 
     return found, kept
 
 
+def is_given_up(planned: Planned, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether two networks of its recipe have been trained, or more, and none has reached the loss."""
+    recipe = planned.name.rpartition("_seed")[0]
+    losses = [cells.get("train_loss", "") for cells in rows if cells["name"].rpartition("_seed")[0] == recipe]
+    return len(losses) > 1 and not any(losses)
+
+
+def settings_of(planned: Planned) -> dict[str, Any]:
+    """Return what the table says of a network that did not reach the loss, besides the time."""
+    facts = {"name": planned.name, "data": planned.data, "architecture": planned.architecture, **planned.settings}
+    return facts | {"seed": planned.seed}
+
+
 def row(planned: Planned, read: tuple[Data, Data], folder: Path) -> dict[str, Any]:
     """Train and measure, and return a row; of a network that did not reach the loss its settings alone."""
     train, test = read
     network = initialized(functools.partial(ARCHITECTURES[planned.architecture], train[0].shape[1]), planned.seed)
     assert isinstance(network, nn.Sequential)
-    facts = {"name": planned.name, "data": planned.data, "architecture": planned.architecture, **planned.settings}
-    facts["seed"] = planned.seed
+    facts = settings_of(planned)
     begun = time.process_time()
     reached = trained(network, planned, train)
     facts["training_seconds"] = time.process_time() - begun
@@ -213,10 +225,13 @@ def run(trainings: Sequence[Planned], data_of: Callable[[str], tuple[Data, Data]
         with path.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerow(COLUMNS)
     with path.open(newline="", encoding="utf-8") as file:
-        there = {cells["name"] for cells in csv.DictReader(file)}
+        rows: list[dict[str, Any]] = [*csv.DictReader(file)]
+    there = {cells["name"] for cells in rows}
     wanted = [planned for planned in trainings[:networks] if planned.name not in there]
     for planned in progress.track(wanted, len(wanted), "study within recipes", None):
-        cells = row(planned, data_of(planned.data), folder)
+        given_up = is_given_up(planned, rows)
+        cells = settings_of(planned) if given_up else row(planned, data_of(planned.data), folder)
+        rows.append(cells)
         told = {key: f"{cell:.7g}" if isinstance(cell, float) else cell for key, cell in cells.items()}
         with path.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, COLUMNS).writerow(told)

@@ -56,6 +56,19 @@ def test_from_images_to_rows(tmp_path, monkeypatch, architecture, optimizer):
     assert float(row["relative_flatness"]) == pytest.approx(sum(parts), rel=1e-5)
 
 
+def test_a_recipe_that_does_not_reach_the_loss_is_given_up_after_two_networks(tmp_path, monkeypatch):
+    monkeypatch.setattr(within, "LOSS", 1e-9)
+    monkeypatch.setattr(within.trained, "__defaults__", (1,))
+    settings = {"rate": 1.0, "batch_size": 20, "optimizer": "adam"}
+    trainings = [within.Planned("mnist", "perceptron", settings, seed) for seed in (3, 4, 5, 6)]
+    within.run(trainings, synthetic, tmp_path, 3)
+    path = within.run(trainings, synthetic, tmp_path, 4)  # which knows it of the table
+    rows = [*csv.DictReader(path.read_text(encoding="utf-8").splitlines())]
+    assert [row["name"] for row in rows] == [planned.name for planned in trainings]
+    assert [bool(row["training_seconds"]) for row in rows] == [True, True, False, False]
+    assert not any(row["train_loss"] for row in rows)
+
+
 @pytest.mark.parametrize("architecture", list(within.ARCHITECTURES))
 @pytest.mark.parametrize("name", ["momentum", "adam"])
 def test_steps_are_those_of_torch(architecture, name):
