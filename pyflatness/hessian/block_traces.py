@@ -197,9 +197,10 @@ class BlockTraces:
         listed = f" ({rows})" if len(self._traced) == len(self._quantities) else ""
         what = f"layer {self._form.name!r}: its exact Hessian value takes {self.products} Hessian products{listed}"
         with self._directions(few=False) as directions:
-            zeros = self._weight.new_zeros(1, 1, groups, directions.columns, d)
-            one = partial(directions.products, zeros)
-            check_passes(self.products, self._most, what, one, self._run.samples, by_hessian=True, tell=self._run.tell)
+            at_once = min(directions.batch, self.products)
+            one = partial(directions.products, self._weight.new_zeros(at_once, 1, groups, directions.columns, d))
+            check = partial(check_passes, by_hessian=True, tell=self._run.tell)
+            check(self.products, self._most, what, one, self._run.samples, at_once=at_once)
 
     def varied(self) -> contextlib.AbstractContextManager[Varied]:
         """Return a context that gives what varies with the weight."""
