@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from ..errors import InputError
 from ..messages import check_choice
 from ..report.intervals import student_t
-from .coefficients import Resamples, coefficients, resamples
+from .coefficients import coefficients
 from .tables import Vector
 
 RESAMPLES = 2000
@@ -51,7 +51,7 @@ _NAMES = {
 }
 _NONE = math.nan, math.nan
 
-Statistic = Callable[[Resamples], Vector]  # resamples -> its value in each, (resamples,)
+Statistic = Callable[[Vector], Vector]  # counts of resamples, (resamples, n) -> its value in each, (resamples,)
 Finder = Callable[[float, str, Sequence[Vector]], tuple[float, float]]  # (value, statistic, columns) -> the ends
 
 
@@ -87,23 +87,21 @@ def method(interval: str, clustered: bool, seeded: bool) -> str:
     return "95 % " + _NAMES[interval][clustered] + (" and seeds" if seeded else "")
 
 
-def bootstrap_resamples(n: int, clusters: NDArray[np.intp] | None, seed: int) -> Resamples:
-    """Return resamples of n networks, or of their clusters, (n,), with replacement."""
-    generator = np.random.default_rng(seed)
-    if clusters is None:
-        return resamples(generator.integers(n, size=(RESAMPLES, n)), n)
-    members = _members(clusters)
-    drawn = generator.integers(len(members), size=(RESAMPLES, len(members)))
-    return resamples(members[drawn].reshape(RESAMPLES, -1), n)
+def bootstrap_resamples(n: int, clusters: NDArray[np.intp] | None, seed: int) -> Vector:
+    """Return the counts of resamples of n networks, or of their clusters, (n,), with replacement, (resamples, n)."""
+    clusters = np.arange(n) if clusters is None else clusters
+    count = int(clusters.max()) + 1
+    drawn = np.random.default_rng(seed).integers(count, size=(RESAMPLES, count))
+    return np.stack([np.bincount(some, minlength=count) for some in drawn])[:, clusters].astype(np.float64)
 
 
 @dataclass(frozen=True, eq=False)
 class Jackknife:
     """Hold the samples that each lack one recipe, one seed, or one recipe's networks of one seed."""
 
-    recipes: Resamples  # each lacks one recipe
-    seeds: Resamples | None = None  # each lacks one seed; None: seeds share nothing
-    both: Resamples | None = None  # each lacks the networks of one recipe and seed
+    recipes: Vector  # counts, (recipes, n), of samples that each lack one recipe
+    seeds: Vector | None = None  # that each lack one seed; None: seeds share nothing
+    both: Vector | None = None  # that each lack the networks of one recipe and seed
     codes: tuple[NDArray[np.intp], ...] = ()  # the recipe and the seed of each network, (n,)
 
     @classmethod
@@ -152,12 +150,10 @@ def _between(values: Vector, clusters: NDArray[np.intp]) -> float:
     return float(means.var()) / variance if variance > 0 else 0.0
 
 
-def _without_each(clusters: NDArray[np.intp]) -> Resamples:
-    """Return the samples that each lack one cluster."""
-    members = _members(clusters)
-    left = np.repeat(members[None], len(members), axis=0)
-    left[np.arange(len(members)), np.arange(len(members))] = -1
-    return resamples(left.reshape(len(members), -1), len(clusters))
+def _without_each(clusters: NDArray[np.intp]) -> Vector:
+    """Return the counts of the samples that each lack one cluster, (clusters, n)."""
+    counts: Vector = (clusters != np.arange(clusters.max() + 1)[:, None]).astype(np.float64)
+    return counts
 
 
 def percentiles(values: Vector) -> tuple[float, float]:
@@ -194,12 +190,3 @@ def _z(correlations: Vector) -> Vector:
     """Return atanh; NaN for ±1."""
     found: Vector = np.arctanh(np.where(np.abs(correlations) < 1, correlations, np.nan))
     return found
-
-
-def _members(clusters: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Return the networks of every cluster, (clusters, size of the largest), filled up with -1."""
-    counts = np.bincount(clusters)
-    members = np.full((len(counts), counts.max()), -1)
-    for cluster, count in enumerate(counts):
-        members[cluster, :count] = np.flatnonzero(clusters == cluster)
-    return members
