@@ -9,7 +9,7 @@ LLMs", https://arxiv.org/abs/2601.16979).
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ..errors import InputError, NonFiniteError
 from ..messages import shown
 from ..model import calling, parameters
 from ..options import CALL, How, check_number
-from ..passes.task import Task
+from ..passes.task import Risk
 from ..report import Estimate
 from ..session import public, session
 
@@ -69,55 +69,48 @@ def critical_sharpness(
     if not isinstance(step, Mapping) or not step:
         raise InputError(f"step={shown(step)}: a mapping from names of parameters to their changes is wanted")
     with session(model, loss, data, how=how, reads=3) as task:
-        line = _AlongStep(task, _checked(parameters.every(task.model), _unwrapped(task.model, model, step)))
-        value = 2 / line.critical(start)
-        estimate = Estimate(value, None, line.samples, "definition", exact=False, backend="reference")
+        every = parameters.every(task.model)
+        change = _checked(every, _unwrapped(task.model, model, step))
+        theta = {name: values for name, values in every.items() if name in change}
+
+        def at(eta: float) -> Risk:
+            elsewhere = calling.dry_run() if eta else contextlib.nullcontext()
+            with elsewhere, torch.no_grad():
+                (found,) = task.risks([parameters.displaced(theta, change, lambda _: eta)], "propagate")
+            if math.isnan(found.value):
+                raise NonFiniteError(f"the loss is NaN at {eta:.3g} times the step")
+            return found
+
+        own = at(0.0)
+        value = 2 / _first_rise(lambda eta: at(eta).value - own.value, start)
+        estimate = Estimate(value, None, own.samples, "definition", exact=False, backend="reference")
         task.unite()
         return task.noted(estimate)
 
 
-class _AlongStep:
-    """Know the loss along a step."""
-
-    def __init__(self, task: Task, step: Mapping[str, Tensor]) -> None:
-        self._task, self._step = task, step
-        self._theta = {name: values for name, values in parameters.every(task.model).items() if name in step}
-        self.samples = 0
-        self._own = self._at(0.0)
-
-    def critical(self, eta: float) -> float:
-        """Return η_c, from a first length on."""
-        low, high = 0.0, math.inf
-        for _ in range(_DOUBLINGS):
-            rise = self._at(eta) - self._own
-            if rise > 0:
-                high = eta
-                if low:
-                    break
-                eta /= 2
-            elif high < math.inf:
-                low = eta if rise < 0 else 0.0  # no change at all is rounding
+def _first_rise(rise: Callable[[float], float], eta: float) -> float:
+    """Return the smallest length at which the loss rises; the search begins with ``eta``."""
+    low, high = 0.0, math.inf
+    for _ in range(_DOUBLINGS):
+        found = rise(eta)
+        if found > 0:
+            high = eta
+            if low:
                 break
-            else:
-                low, eta = eta, 2 * eta
-        if not low:
-            raise InputError("step: the loss rises along it from the start: it is no step of descent on these data")
-        if high == math.inf:
-            return math.inf
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            low, high = (low, middle) if self._at(middle) > self._own else (middle, high)
-        return (low + high) / 2
-
-    def _at(self, eta: float) -> float:
-        moved = {name: (w.double() + eta * self._step[name]).to(w.dtype) for name, w in self._theta.items()}
-        elsewhere = calling.dry_run() if eta else contextlib.nullcontext()
-        with elsewhere, torch.no_grad():
-            (found,) = self._task.risks([moved], "propagate")
-        if math.isnan(found.value):
-            raise NonFiniteError(f"the loss is NaN at {eta:.3g} times the step")
-        self.samples = found.samples
-        return found.value
+            eta /= 2
+        elif high < math.inf:
+            low = eta if found < 0 else 0.0  # a loss that does not change at all is rounding
+            break
+        else:
+            low, eta = eta, 2 * eta
+    if not low:
+        raise InputError("step: the loss rises along it from the start: it is no step of descent on these data")
+    if high == math.inf:
+        return math.inf
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if rise(middle) > 0 else (middle, high)
+    return (low + high) / 2
 
 
 def _unwrapped(model: nn.Module, wrapped: nn.Module, step: Mapping[str, Any]) -> dict[str, Any]:
