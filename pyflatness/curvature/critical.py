@@ -23,6 +23,7 @@ from ..options import CALL, How, check_number
 from ..passes.task import Risk
 from ..report import Estimate
 from ..session import public, session
+from . import directions
 
 _DOUBLINGS, _HALVINGS = 60, 20
 
@@ -69,9 +70,9 @@ def critical_sharpness(
     if not isinstance(step, Mapping) or not step:
         raise InputError(f"step={shown(step)}: a mapping from names of parameters to their changes is wanted")
     with session(model, loss, data, how=how, reads=3) as task:
-        every = parameters.every(task.model)
-        change = _checked(every, _unwrapped(task.model, model, step))
-        theta = {name: values for name, values in every.items() if name in change}
+        direction = directions.given(task.model, _unwrapped(task.model, model, step), "step", "it")
+        theta = directions.origin(task.model, [direction])
+        change = {name: values.double() for name, values in direction.values.items()}
 
         def at(eta: float) -> Risk:
             elsewhere = calling.dry_run() if eta else contextlib.nullcontext()
@@ -118,16 +119,3 @@ def _unwrapped(model: nn.Module, wrapped: nn.Module, step: Mapping[str, Any]) ->
     own = {id(parameter): name for name, parameter in model.named_parameters()}
     outer = {n: own[id(p)] for n, p in wrapped.named_parameters(remove_duplicate=False) if id(p) in own}
     return {outer.get(name, name): change for name, change in step.items()}
-
-
-def _checked(theta: Mapping[str, Tensor], step: Mapping[str, Any]) -> dict[str, Tensor]:
-    found = {}
-    for name, change in step.items():
-        if name not in theta:
-            raise InputError(f"step: the model has no parameter {name!r}; it has {', '.join([*theta][:6])}")
-        if not isinstance(change, Tensor) or change.shape != theta[name].shape or not bool(change.isfinite().all()):
-            raise InputError(f"step[{name!r}]: finite numbers of shape {tuple(theta[name].shape)} are wanted")
-        found[name] = change.detach().to(theta[name].device).double()
-    if not any(bool(change.any()) for change in found.values()):
-        raise InputError("step: it is zero")
-    return found

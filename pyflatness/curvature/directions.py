@@ -115,8 +115,8 @@ def _scaled(rows: Tensor, like: Tensor) -> Tensor:
     return scaled
 
 
-def given(model: nn.Module, changes: Mapping[str, Any], label: str) -> Direction:
-    """Return a direction of the user's own, by names of parameters, or of layers whose weight is meant."""
+def given(model: nn.Module, changes: Mapping[str, Any], option: str, label: str) -> Direction:
+    """Return a direction that the user passed, by names of parameters, or of layers whose weight is meant."""
     theta, first = parameters.every(model), _first_names(model)
     found: Parameters = {}
     for key, change in changes.items():
@@ -124,19 +124,19 @@ def given(model: nn.Module, changes: Mapping[str, Any], label: str) -> Direction
         name = first.get(own) or first.get(f"{own}.weight" if own else "weight")
         if name is None:
             raise InputError(
-                f"directions: the model has no parameter {key!r}, and no layer with a weight of this name; it has "
+                f"{option}: the model has no parameter {key!r}, and no layer with a weight of this name; it has "
                 f"{', '.join([*theta][:6])}"
             )
         shape = tuple(theta[name].shape)
         if not isinstance(change, Tensor) or change.shape != shape or not bool(change.isfinite().all()):
             got = tuple(change.shape) if isinstance(change, Tensor) else shown(change)
-            raise InputError(f"directions: for {key!r} finite numbers of shape {shape} are wanted, got {got}")
+            raise InputError(f"{option}: for {key!r} finite numbers of shape {shape} are wanted, got {got}")
         change = change.detach().to(theta[name].device)
         if name in found and not torch.equal(found[name], change):
-            raise InputError(f"directions: {key!r} is {name!r}, one parameter of two names, and has two changes")
+            raise InputError(f"{option}: {key!r} is {name!r}, one parameter of two names, and has two changes")
         found[name] = change
     if not any(bool(change.any()) for change in found.values()):
-        raise InputError(f"directions: {label} is zero, or empty")
+        raise InputError(f"{option}: {label} is zero, or empty")
     return Direction(label, found)
 
 

@@ -340,7 +340,7 @@ def landscape(
             if wanted.given == "eigenvectors" and begun is not None:
                 _check_same(begun, {"weights": _weights(task.model)}, path)
                 pairs = zip(begun.directions, begun.labels, strict=True)
-                along = [making.given(task.model, changes, label) for changes, label in pairs]
+                along = [making.given(task.model, changes, "directions", label) for changes, label in pairs]
             else:
                 along = wanted.made(task.model, options.seed)
             buffers = making.moves_buffers(task.model, along)
@@ -544,7 +544,7 @@ class SliceRequest:
             labels = [f"eigenvector, λ = {value:.4g}" for value in self.given.eigenvalues.tolist()]
         else:
             of, labels = self.given, [f"direction {place + 1}" for place in range(self.count)]
-        made = [making.given(model, changes, label) for changes, label in zip(of, labels, strict=False)]
+        made = [making.given(model, changes, "directions", label) for changes, label in zip(of, labels, strict=False)]
         return [making.normalized(model, direction, self.normalization) for direction in made]
 
 
