@@ -209,12 +209,9 @@ class Landscape(Result):
 
 def _directions(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ...]:
     """Return the directions among the arrays of a file."""
-    found: dict[str, dict[str, Tensor]] = {}
-    for key, change in tensors.items():
-        place, _, name = key.partition(" ")
-        if place.startswith("direction_"):
-            found.setdefault(place, {})[name] = change
-    return tuple(found[place] for place in sorted(found))
+    prefixes = "direction_0 ", "direction_1 "
+    found = ({key.removeprefix(p): held for key, held in tensors.items() if key.startswith(p)} for p in prefixes)
+    return tuple(filter(None, found))
 
 
 _LEVELS = 24
@@ -348,7 +345,7 @@ def landscape(
                 raise InputError(
                     "quadratic=True: buffers go along between these checkpoints, and there is no such model"
                 )
-            slice_ = _Slice(task, along, grid, accuracy, quadratic=not buffers if quadratic is None else quadratic)
+            slice_ = _Slice(task, along, grid, Points(task, accuracy), not buffers if quadratic is None else quadratic)
             return slice_.found(begun, made, path, progress)
 
 
@@ -370,35 +367,29 @@ def _made(wanted: "SliceRequest", layers: Any, seed: int) -> str:
     return f"{wanted.count} of {names!r}, seed {seed}, normalization {wanted.normalization!r}"
 
 
+@dataclass(frozen=True)
 class _Slice:
     """Evaluate the loss on a grid."""
 
-    def __init__(
-        self,
-        task: Task,
-        directions: Sequence[Direction],
-        grid: tuple[Tensor, ...],
-        accuracy: bool | None,
-        *,
-        quadratic: bool,
-    ) -> None:
-        self._task, self._directions, self._grid, self._quadratic = task, directions, grid, quadratic
-        self._points = Points(task, accuracy)
-        self._theta = making.origin(task.model, directions)
+    task: Task
+    directions: Sequence[Direction]
+    grid: tuple[Tensor, ...]  # the coefficients of each direction
+    points: Points
+    quadratic: bool  # whether the quadratic model is wanted
 
     def found(self, begun: Landscape | None, made: str, out: Path | None, progress: bool | None) -> Landscape:
         """Return the slice; what a file has (``begun``) is not evaluated again.
 
         ``made`` says what eigenvectors it is to have.
         """
-        ranks = self._task.batches.shard.ranks
+        ranks, theta = self.task.batches.shard.ranks, making.origin(self.task.model, self.directions)
         if begun is not None:
             _check_same(begun, self._key(), out)
         found = self._empty(made) if begun is None else begun
-        if self._quadratic and found.quadratic is None:
-            found = replace(found, quadratic=quadratic_model(self._task, self._directions, found.loss))
-        places = torch.cartesian_prod(*self._grid).view(-1, len(self._grid)).tolist()
-        at_once, total = self._points.at_once(self._theta), len(places)
+        if self.quadratic and found.quadratic is None:
+            found = replace(found, quadratic=quadratic_model(self.task, self.directions, found.loss))
+        places = torch.cartesian_prod(*self.grid).view(-1, len(self.grid)).tolist()
+        at_once, total = self.points.at_once(theta), len(places)
         written, pause = -1, _SECONDS
         try:
             with bars.bar("points", total, False if ranks.rank else progress) as advance:
@@ -411,8 +402,8 @@ class _Slice:
                         written, last = found.done, time.monotonic()
                         pause = max(_SECONDS, (last - start) / _SHARE)
                     some = places[found.done : found.done + at_once]
-                    points = [making.moved(self._theta, self._directions, place) for place in some]
-                    found = _with(found, self._points(points))
+                    networks = [making.moved(theta, self.directions, place) for place in some]
+                    found = _with(found, self.points(networks))
                     advance(len(some), "")
         finally:
             if out is not None and ranks.rank == 0 and found.done > written:
@@ -420,38 +411,38 @@ class _Slice:
         return replace(found, directions=())
 
     def _empty(self, made: str) -> Landscape:
-        own, shape = self._points.own, [len(each) for each in self._grid]
+        own, shape = self.points.own, [len(each) for each in self.grid]
         empty = torch.full(shape, torch.nan, dtype=torch.float64, device="cpu")
         return Landscape(
-            coefficients=self._grid,
+            coefficients=self.grid,
             losses=empty,
-            accuracy=None if own.accuracies is None else empty,
+            accuracy=None if own.accuracies is None else empty.clone(),
             loss=float(own.losses),
             quadratic=None,
-            labels=tuple(direction.label for direction in self._directions),
-            samples=self._points.samples,
+            labels=tuple(direction.label for direction in self.directions),
+            samples=self.points.samples,
             done=0,
             key=self._key() | ({"eigenvectors": made} if made else {}),
-            directions=tuple(direction.values for direction in self._directions) if made else (),
+            directions=tuple(direction.values for direction in self.directions) if made else (),
         )
 
     def _key(self) -> dict[str, str]:
         """Return what the values depend on, by names; the same on all ranks."""
-        task, own = self._task, self._points.own
+        task, own = self.task, self.points.own
         tensors = [
             (f"{place} {name}", change)
-            for place, direction in enumerate(self._directions)
+            for place, direction in enumerate(self.directions)
             for name, change in direction.values.items()
         ]
-        ends = [f"{float(each[0])!r} to {float(each[-1])!r} by {len(each)}" for each in self._grid]
+        ends = [f"{float(each[0])!r} to {float(each[-1])!r} by {len(each)}" for each in self.grid]
         return {
             "weights": _weights(task.model),
-            "data": self._points.fingerprint,
+            "data": self.points.fingerprint,
             "loss": f"{type(task.loss).__name__}, {task.loss.reduction}, {float(own.losses):.6e}",
             "directions": fingerprint.of_tensors(tensors),
             "grid": ", ".join(ends),
             "accuracy": str(own.accuracies is not None),
-            "quadratic": str(self._quadratic),
+            "quadratic": str(self.quadratic),
         }
 
 
@@ -469,15 +460,12 @@ def _check_same(begun: Landscape, key: Mapping[str, str], out: Path | None) -> N
 
 
 def _with(found: Landscape, more: PointLosses) -> Landscape:
+    """Return a slice with the values of the next points, which are written into its tensors."""
     done = found.done + len(more.losses)
-
-    def filled(before: Tensor, values: Tensor) -> Tensor:
-        after = before.clone()
-        after.view(-1)[found.done : done] = values
-        return after
-
-    accuracy = None if more.accuracies is None or found.accuracy is None else filled(found.accuracy, more.accuracies)
-    return replace(found, losses=filled(found.losses, more.losses), accuracy=accuracy, done=done)
+    for values, of_points in ((found.losses, more.losses), (found.accuracy, more.accuracies)):
+        if values is not None and of_points is not None:
+            values.view(-1)[found.done : done] = of_points
+    return replace(found, done=done)
 
 
 _BY_NAME = ("random", "eigenvectors")
@@ -742,7 +730,7 @@ def linear_interpolation(
         direction = making.to(task.model, other, names, "other", "")
         theta = making.origin(task.model, [direction])
         evaluated = [Points(each, accuracy) for each in tasks]
-        found: list[list[PointLosses]] = [[] for _ in tasks]
+        found: list[list[PointLosses]] = []
         coefficients = torch.linspace(0, 1, points, dtype=torch.float64, device="cpu")
         shown_here = False if task.batches.shard.ranks.rank else progress
         with bars.bar("points", points, shown_here) as advance:
@@ -750,10 +738,9 @@ def linear_interpolation(
                 networks = [making.moved(theta, [direction], [alpha]) for alpha in some.tolist()]
                 if anew:
                     networks = [values | _refreshed(task, values) for values in networks]
-                for own, held in zip(evaluated, found, strict=True):
-                    held.append(own(networks))
+                found.append([each(networks) for each in evaluated])
                 advance(len(some), "")
-        train, *others = map(_joined, found)
+        train, *others = map(_joined, zip(*found, strict=True))
         on_test = others[0] if others else None
         return LinearInterpolation(
             coefficients=coefficients,
