@@ -28,7 +28,6 @@ from ..losses import Loss, risk
 from ..messages import in_words, with_error
 from ..model.data import size
 from ..numerics.accumulate import Accumulator, normaliser
-from ..numerics.shard import Shard
 from ..options import CALL, How, Options
 from ..passes.task import Task
 from ..session import public, session
@@ -164,7 +163,8 @@ def generalization_gap(
 
 def performance(task: Task, nan_policy: str = "raise") -> Performance:
     """Return loss and accuracy by one read of the data."""
-    loss, losses, accuracies = task.loss, _Ratio(), _Ratio()
+    loss = task.loss
+    losses, accuracies = ([torch.zeros(2, 0, dtype=torch.float64, device="cpu")] for _ in range(2))
     groups = max(2, math.ceil(_GROUPS / (len(task.batches) or _BATCHES)))
     over, classes = Accumulator(nan_policy), True
     for number, batch in enumerate(task.batches):
@@ -177,62 +177,43 @@ def performance(task: Task, nan_policy: str = "raise") -> Performance:
             if not count:
                 continue
             terms = _terms(loss, outputs, targets, number, groups)
-        losses.add(terms, count)
+        losses.append(_by_sample(terms, count))
         classes = classes and risk.has_classes(outputs, targets, loss)
         if classes:
             right, counting = risk.judged(outputs, targets, loss, number)
-            accuracies.add(torch.stack([right & counting, counting]).flatten(1), count)
+            accuracies.append(_by_sample(torch.stack([right & counting, counting]).flatten(1), count))
     shard = task.batches.shard
     over.together(shard, {})
-    losses.together(shard)
-    classes = all(shard.every("the targets", classes))
-    if classes:
-        accuracies.together(shard)
+    of_losses = shard.rows("the losses", torch.cat(losses, dim=1))
+    accuracy: tuple[float | None, float | None] = None, None
+    if all(shard.every("the targets", classes)):
+        of_classes = shard.rows("the accuracies", torch.cat(accuracies, dim=1))
+        accuracy = _ratio(of_classes) if bool(of_classes[1].any()) else accuracy
     over.check()
-    normaliser(losses.weight)
-    found = losses.value, accuracies.value if classes and accuracies.weight else None
-    errors = losses.stderr(), accuracies.stderr() if classes else None
-    return Performance(*found, over.samples, over.omitted, *errors)
+    normaliser(float(of_losses[1].sum()))
+    mean, stderr = _ratio(of_losses)
+    return Performance(mean, accuracy[0], over.samples, over.omitted, stderr, accuracy[1])
 
 
-class _Ratio:
-    """Compute a ratio Σ_i t_i / Σ_i m_i over samples and its standard error; t_i, m_i sum over a sample's terms."""
+def _by_sample(terms: Tensor, samples: int) -> Tensor:
+    """Return sums of values and weights by sample, (2, samples), of the terms of samples in order, (2, terms).
 
-    def __init__(self) -> None:
-        self._batches = [torch.zeros(2, 0, dtype=torch.float64, device="cpu")]
+    Terms that are those of groups of samples stay as they are.
+    """
+    rows = samples if terms.shape[1] % samples == 0 else terms.shape[1]
+    return terms.double().view(2, rows, -1).sum(dim=2).cpu()
 
-    def add(self, terms: Tensor, samples: int) -> None:
-        """Add values and weights of the terms of some samples in order, or of groups of samples, (2, terms)."""
-        whole = samples if terms.shape[1] % samples == 0 else terms.shape[1]
-        self._batches.append(terms.double().view(2, whole, -1).sum(dim=2).cpu())
 
-    def together(self, shard: Shard) -> None:
-        """Add the samples of other ranks, where the read of the data ends."""
-        self._batches = [shard.rows("losses and accuracies", self._sums)]
+def _ratio(sums: Tensor) -> tuple[float, float | None]:
+    """Return Σ_i t_i / Σ_i m_i of sums by sample, (2, samples), and its standard error over those that have terms.
 
-    @property
-    def _sums(self) -> Tensor:
-        return torch.cat(self._batches, dim=1)
-
-    @property
-    def weight(self) -> float:
-        """Return Σ_i m_i."""
-        return float(self._sums[1].sum())
-
-    @property
-    def value(self) -> float:
-        """Return the ratio."""
-        values, weights = self._sums.sum(dim=1)
-        return float(values / weights)
-
-    def stderr(self) -> float | None:
-        """Return the standard error over the samples that have terms; None for fewer than two."""
-        values, weights = self._sums
-        count = int((weights > 0).sum())
-        if count < 2:
-            return None
-        apart = values - self.value * weights
-        return float((apart.square().sum() * count / (count - 1)).sqrt() / weights.sum())
+    There is no error of fewer than two.
+    """
+    (values, weights), (value, weight) = sums, sums.sum(dim=1)
+    ratio, count = float(value / weight), int((weights > 0).sum())
+    apart = values - ratio * weights
+    variance = apart.square().sum() * count / (count - 1) if count > 1 else None
+    return ratio, None if variance is None else float(variance.sqrt() / weight)
 
 
 def _terms(loss: Loss, outputs: Tensor, targets: Tensor, number: int, groups: int) -> Tensor:
