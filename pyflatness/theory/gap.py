@@ -1,4 +1,4 @@
-"""Measure the generalisation gap: mean loss and accuracy on training and test data, one read of each.
+"""Measure the generalisation gap from the mean loss and the accuracy on training and test data, by one read of each.
 
     gap = E_test - E_train,   E = Σ terms of the loss / Σ their weights
 
@@ -32,7 +32,7 @@ from ..options import CALL, How, Options
 from ..passes.task import Task
 from ..session import public, session
 
-_GROUPS = 64  # least number of groups of samples, for the standard error of a loss that is a callable
+_GROUPS = 64  # groups of samples, at least, that give a callable loss its standard error
 _BATCHES = 8  # assumed number of batches of data without a length
 
 
@@ -42,7 +42,7 @@ class Performance:
 
     Attributes:
         loss: the mean over the loss terms.
-        accuracy: the fraction of predictions that are correct; None where targets are no classes.
+        accuracy: the fraction of correct predictions; None where targets are not classes.
         samples: the number of samples.
         omitted: the number of samples left out by ``nan_policy="omit"``.
         loss_stderr: the standard error of ``loss`` over the samples; None for fewer than two.
@@ -95,14 +95,14 @@ class GeneralizationGap:
 
     @property
     def accuracy_gap(self) -> float | None:
-        """Return the accuracy on training data less that on test data; None where targets are no classes."""
+        """Return the accuracy on training data less that on test data; None where targets are not classes."""
         if self.train.accuracy is None or self.test.accuracy is None:
             return None
         return self.train.accuracy - self.test.accuracy
 
     @property
     def summed_gap(self) -> float:
-        """Return n_train/n_test Σ_test - Σ_train = n_train ``gap``, sums of losses in the place of means.
+        """Return n_train/n_test Σ_test - Σ_train = n_train ``gap``: the gap of summed losses instead of means.
 
         It is the generalisation error of Petzka et al. (2019), who have five times as many training samples as test
         samples: 5 Σ_test - Σ_train. Sums are over samples, of the mean over each sample's loss terms.
@@ -113,8 +113,8 @@ class GeneralizationGap:
     def gap_stderr(self) -> float | None:
         """Return the standard error of ``gap`` over the samples of both sets; None if one has none.
 
-        If the training loss is taken as known, as that of all data the model was trained on, the standard error of the
-        gap is ``test.loss_stderr``.
+        If you take the training loss as known, because it is over all data that the model was trained on, the
+        standard error of the gap is ``test.loss_stderr``.
         """
         return _together(self.train.loss_stderr, self.test.loss_stderr)
 
@@ -135,7 +135,7 @@ def generalization_gap(
     Args:
         loss: … The values are means over its terms.
         train: a tuple of tensors (inputs, targets), or an iterable of such batches.
-        test: the same.
+        test: test data of the same form.
         nan_policy: ``"raise"``; ``"propagate"``: a loss that is NaN makes the mean NaN; ``"omit"``: samples whose loss
             is NaN or infinite are left out, of the accuracy too, and counted.
 
@@ -217,9 +217,9 @@ def _ratio(sums: Tensor) -> tuple[float, float | None]:
 
 
 def _terms(loss: Loss, outputs: Tensor, targets: Tensor, number: int, groups: int) -> Tensor:
-    """Return values and weights of the loss terms of a batch, (2, terms); for a callable those of groups of samples.
+    """Return values and weights of the loss terms of a batch, (2, terms); a callable has a term for a group of samples.
 
-    A callable would have to be called for every sample. Groups are random, whatever the order of the data.
+    One term for each sample would take a call of the callable for each. Groups are random, whatever the data's order.
     """
     weights = risk.rows(outputs, targets, loss, number).terms.weights.double()
     if loss.known:
@@ -233,7 +233,7 @@ def _terms(loss: Loss, outputs: Tensor, targets: Tensor, number: int, groups: in
 def _kept(
     over: Accumulator, loss: Loss, value: Tensor, batch: tuple[Tensor, Tensor], samples: int, number: int
 ) -> Tensor | None:
-    """Return which samples of a batch count, (samples,), given their loss ``value``; None if all count."""
+    """Return which samples of a batch count, (samples,), where ``value`` is the loss of them all; None if all count."""
     outputs, targets = batch
     error = partial(
         NonFiniteError,
