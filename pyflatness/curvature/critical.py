@@ -46,12 +46,12 @@ def critical_sharpness(
     Args:
         data: … They are read once for each η, some dozens of times.
         step: Δ by the names of parameters, as the model has them or without its wrappers (``torch.compile``, DDP), of
-            their shapes: what an optimiser adds to them for a learning rate of 1. Others stay.
+            their shapes: what an optimiser adds to them for a learning rate of 1. Other parameters stay.
         start: the first η.
 
     Returns:
-        λ_c, of method ``"definition"``; ``exact`` is False, since a loss that rises and falls again between two lengths
-        is not noticed. 0 where the loss does not rise up to 2^60 times ``start``.
+        λ_c, of method ``"definition"``; ``exact`` is False, since the search misses a loss that rises and falls again
+        between two lengths. It is 0 if the loss does not rise up to 2^60 times ``start``.
 
     Raises:
         InputError: a step of no parameter, of another shape or zero; one along which the loss rises from the start.
@@ -115,7 +115,7 @@ def _first_rise(rise: Callable[[float], float], eta: float) -> float:
 
 
 def _unwrapped(model: nn.Module, wrapped: nn.Module, step: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a step by names of the user's own module, where it is by those of what the module is wrapped in."""
+    """Return a step by the names of the unwrapped module, where it came by those of the wrapper (DDP, …)."""
     own = {id(parameter): name for name, parameter in model.named_parameters()}
     outer = {n: own[id(p)] for n, p in wrapped.named_parameters(remove_duplicate=False) if id(p) in own}
     return {outer.get(name, name): change for name, change in step.items()}

@@ -39,8 +39,8 @@ from ..passes.task import Task
 from ..session import public, session
 
 NORMS = ("l2", "linf")
-_NEXT = 1e-3  # of the ball's radius: where the first ascent starts, since at a minimum there is no slope
-_MOMENTUM, _PATIENCE = 0.75, 4  # of the steps; how many may bring nothing before they are halved
+_NEXT = 1e-3  # of the ball's radius: the first ascent starts there, since at a minimum the gradient is zero
+_MOMENTUM, _PATIENCE = 0.75, 4  # of the steps; the number of steps without a rise after which they are halved
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class WorstCase:
     """Hold the worst rise of the loss that was found. ``float()`` of it is :attr:`value`.
 
     Attributes:
-        value: the rise, a lower bound of the maximum; of groups of samples its mean over them.
-        starts: (starts,) float64, the best of each start: how far they agree.
+        value: the rise, a lower bound of the maximum; with groups of samples its mean over groups.
+        starts: (starts,) float64, the largest rise of each start, which shows how far they agree.
         loss: E at the weights.
         gradient_norm: |T ∇E|, Euclidean.
         bound: ρ |T ∇E| + ½ ρ² max(λ_max(T H T), 0) of the loss over all data; None where it was not asked for.
-        groups: of samples, each with a maximum of its own.
+        groups: the number of groups of samples, each with its own maximum.
         samples: of the data.
         rho: ρ.
         notes: what a reader of the values should know, such as a bound whose eigenvalue is not converged.
@@ -108,7 +108,7 @@ class Ascent:
         return cls(scale, euclidean, check_number("rho", rho), steps, starts, how.get("seed", 0))
 
     def of(self, task: Task, m: int | None, *, normalized: bool = False, bounded: bool = False) -> WorstCase:
-        """Return what is found on a task's data, in groups of ``m`` samples or all together."""
+        """Return the worst rise on a task's data, in groups of ``m`` samples or over all samples together."""
         parts = task.parts(derivatives=True)
         task = replace(task, forward=_with_normalized_outputs(task.forward)) if normalized else task
         place, shard = _Place(task, self.scale, parts), task.batches.shard
@@ -137,7 +137,7 @@ class Ascent:
         return WorstCase(best / samples, total / samples, loss, norm, whole, groups, samples, self.rho, notes)
 
     def _climbed(self, place: "_Place", batches: Any, number: int, random: RandomVectors) -> Tensor:
-        """Return the largest loss on the way of one ascent; vectors are made four times, and steps taken in place."""
+        """Return the largest loss of one ascent, which keeps four vectors and takes its steps in place."""
         u = self._start(random.draw()).mul_(_NEXT if number == 0 else 1.0).to(place.dtype)
         before, best = u.clone(), u.clone()
         top, size, idle = -math.inf, 2 * self.rho, 0
@@ -165,13 +165,13 @@ class Ascent:
         return torch.tensor(top, dtype=torch.float64, device="cpu")
 
     def _projected(self, u: Tensor) -> Tensor:
-        """Move a point into the ball, in place."""
+        """Project a point onto the ball, in place."""
         if not self.euclidean:
             return u.clamp_(-self.rho, self.rho)
         return u.mul_(min(1.0, self.rho / max(_norm(u), 1e-300)))
 
     def _start(self, random: Tensor) -> Tensor:
-        """Take numbers uniform in [-1, 1) to a point of the ball's surface, or of the box, in place."""
+        """Scale numbers that are uniform in [-1, 1) to a point of the ball's surface, or of the box, in place."""
         return random.mul_(self.rho / (_norm(random) if self.euclidean else 1.0))
 
 
@@ -190,11 +190,11 @@ class _Place:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return what a reader of a value should know of how batches were cut."""
+        """Return notes on how batches were cut."""
         return self._parts.notes
 
     def risk(self, u: Tensor | None, batches: Any) -> tuple[float, Tensor]:
-        """Return E at θ + T u over some batches, and its gradient in u; None: at θ. The task's own are of all ranks."""
+        """Return E at θ + T u (at θ for None) and its gradient in u; the task's own batches are those of all ranks."""
         task, moved = self._task, self._at(u)
         total, weight = 0.0, 0.0
         gradient = torch.zeros(self.size, dtype=self.dtype, device=self.device)
@@ -234,7 +234,7 @@ class _Place:
         return mean if math.isfinite(mean) else -math.inf, gradient
 
     def largest_eigenvalue(self, seed: int) -> tuple[float, tuple[str, ...]]:
-        """Return λ_max(T H T) over all data, and what a reader of it should know."""
+        """Return λ_max(T H T) over all data, and notes on it."""
         products = ParameterProducts(self._task)
         budget = self._task.budget()
         start = RandomVectors(seed, self.size, self.device).draw().unsqueeze(0)
@@ -259,7 +259,7 @@ class _Place:
         return {name: part.to(self._theta[name].dtype).requires_grad_() for name, part in moved.items()}
 
     def _split(self, vector: Tensor) -> parameters.Parameters:
-        """Return a vector (N,) as tensors of the parameters' shapes, which it is the memory of."""
+        """Return views of a vector (N,) in the shapes of the parameters."""
         parts = vector.split([w.numel() for w in self._theta.values()])
         return {name: part.view(w.shape) for (name, w), part in zip(self._theta.items(), parts, strict=True)}
 
@@ -269,7 +269,7 @@ def _norm(vector: Tensor) -> float:
 
 
 def _groups(task: Task, m: int | None) -> Iterator[tuple[Any, int]]:
-    """Yield the batches of each group of samples, and how many it has."""
+    """Yield the batches of each group of samples, and its number of samples."""
     if m is None:
         yield task.batches, sum(data.size(batch) for batch in task.batches)
         return
@@ -281,7 +281,7 @@ def _groups(task: Task, m: int | None) -> Iterator[tuple[Any, int]]:
 
 
 def _with_normalized_outputs(forward: calling.Forward) -> Any:
-    """Return a call of the model, as a task has it, whose outputs are normalised."""
+    """Return a ``forward`` for a task that normalises the outputs."""
 
     def normalized(model: Any, batch: Any) -> tuple[Tensor, Any]:
         outputs, targets = calling.run(model, batch, forward)
@@ -324,11 +324,12 @@ def worst_case_sharpness(
         rho: ρ, the radius of the ball.
         norm: ``"l2"`` or ``"linf"``.
         adaptive: relative to the weights, |δ_j / θ_j|; weights that are zero stay so.
-        m: samples of a group that has a maximum of its own (m-sharpness): batches are cut into groups of so many, a
-            batch's last one may be smaller, and the value is their mean by samples. None: one maximum for all data.
-        steps: of each ascent, a forward and a backward pass each.
-        starts: ascents: the first from next to θ, others from random points of the ball.
-        bound: also return what the quadratic model allows (``norm="l2"``): some dozens of Hessian products.
+        m: the size of groups of samples that have a maximum each (m-sharpness). Batches are cut into groups of m, the
+            last of a batch may be smaller, and the value is the mean over groups, weighted by their samples. None: one
+            maximum for all data.
+        steps: of each ascent; a step is a forward and a backward pass.
+        starts: the number of ascents. The first starts next to θ, the others at random points of the ball.
+        bound: also return the bound of the quadratic model (``norm="l2"``), by some dozens of Hessian products.
         normalize_logits: divide each sample's outputs f by the root mean square of f - mean(f), so that their scale
             does not count (Andriushchenko et al. 2023, section 3.3).
         memory: … Seven vectors of the parameters' size come on top, in their dtype or float32.
@@ -381,7 +382,7 @@ def keskar_sharpness(
     Args:
         rho: ε.
         steps: of each ascent.
-        starts: ascents.
+        starts: the number of ascents.
         memory: … See :func:`pyflatness.worst_case_sharpness`.
 
     Returns:

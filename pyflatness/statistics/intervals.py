@@ -65,10 +65,10 @@ def finder(
     seeds: NDArray[np.intp] | None = None,
     strata: NDArray[np.intp] | None = None,
 ) -> Finder:
-    """Return a function for the interval of a correlation over n networks; NaN of too few networks or clusters.
+    """Return a function that finds the interval of a correlation over n networks; NaN if these or clusters are too few.
 
     ``held`` is the number of columns held fixed. Without ``clusters`` (n,) networks are independent. ``seeds`` (n,) are
-    those that networks were trained with, for Fisher's z over clusters. Networks are compared within ``strata`` (n,).
+    the seeds of training, for Fisher's z over clusters. Networks are compared within ``strata`` (n,).
     """
     check_choice("interval", interval, _NAMES)
     if seeds is not None and (clusters is None or interval != "fisher"):
@@ -83,7 +83,7 @@ def finder(
 
 
 def method(interval: str, clustered: bool, seeded: bool) -> str:
-    """Return how the intervals are made, as the beginning of a sentence."""
+    """Return how the intervals are computed, as the beginning of a sentence."""
     return "95 % " + _NAMES[interval][clustered] + (" and seeds" if seeded else "")
 
 
@@ -138,7 +138,7 @@ class Jackknife:
 
 
 def _variance(left_out: Vector) -> tuple[float, int]:
-    """Return the jackknife's variance of values that each lack a cluster, and how many there are."""
+    """Return the jackknife's variance from values that each leave one cluster out, and the number of clusters."""
     count = len(left_out)
     return float((count - 1) / count * ((left_out - left_out.mean()) ** 2).sum()), count
 
@@ -157,7 +157,7 @@ def _without_each(clusters: NDArray[np.intp]) -> Vector:
 
 
 def percentiles(values: Vector) -> tuple[float, float]:
-    """Return the interval by the bootstrap; resamples in which the correlation is not defined are left out."""
+    """Return the bootstrap interval of the values of resamples, but for those in which the correlation is undefined."""
     values = values[np.isfinite(values)]
     if not len(values):
         return _NONE
@@ -172,7 +172,7 @@ def fisher(
     jackknife: Jackknife | None,
     strata: NDArray[np.intp] | None = None,
 ) -> tuple[float, float]:
-    """Return the interval by Fisher's z of a correlation, NaN for ±1; a jackknife gives the variance over clusters."""
+    """Return a correlation's interval by Fisher's z, NaN for ±1; the jackknife gives the variance over clusters."""
     if not abs(value) < 1:
         return _NONE
     if jackknife is None:
