@@ -45,8 +45,9 @@ def critical_sharpness(
 
     Args:
         data: … They are read once for each η, some dozens of times.
-        step: Δ by the names of parameters, as the model has them or without its wrappers (``torch.compile``, DDP), of
-            their shapes: what an optimiser adds to them for a learning rate of 1. Other parameters stay.
+        step: Δ by the names of parameters, or of layers whose weight is meant, of their shapes: what an optimiser adds
+            to them for a learning rate of 1. Names are those of the model, with or without its wrappers
+            (``torch.compile``, DDP). Other parameters stay.
         start: the first η.
 
     Returns:
