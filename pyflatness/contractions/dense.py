@@ -15,17 +15,17 @@ from .routes import Calls
 
 
 class DenseLayer(Protocol):
-    """Represent a convolution as one dense matrix W (d, m), all outputs × all inputs, by what it does."""
+    """Represent a convolution as one dense matrix W (d, m), all outputs × all inputs, by its products with vectors."""
 
     d: int
     m: int
     device: torch.device
 
     def carried(self, delta: Tensor) -> Tensor:
-        """Return Wᵀ δ of δ (n, …), of the shape of the unpadded inputs."""
+        """Return Wᵀ δ for δ (n, …), in the shape of the unpadded inputs."""
 
     def applied(self, inputs: Tensor, power: int) -> Tensor:
-        """Return W x of unpadded inputs (n, …), of the shape of the outputs; for power 2 of W ∘ W."""
+        """Return W x for unpadded inputs x (n, …), in the shape of the outputs; (W ∘ W) x for power 2."""
 
 
 class DenseContraction(Contractor):
@@ -36,7 +36,7 @@ class DenseContraction(Contractor):
         self._layer, self._backend = layer, backend
 
     def at(self, inputs: Calls, count: int, held: int = 0, positions: Tensor | None = None) -> Contraction:
-        """Return the contraction at the unpadded inputs (n, …) of each call; cotangents are like them."""
+        """Return the contraction at the unpadded inputs (n, …) of each call; there is a cotangent for each call too."""
         return Contraction(self._wanted, _DenseForms(self._layer, self._backend, self._wanted.forms, inputs).of)
 
     def traces(self, inputs: Calls, cotangent: Calls, coefficients: Tensor) -> Tensor:
@@ -46,11 +46,11 @@ class DenseContraction(Contractor):
 
 
 class _DenseForms:
-    """Compute the forms of M = Σ_q vec(δ_q) vec(x_q)ᵀ over a dense matrix' calls q, without making M.
+    """Compute the forms of M = Σ_q vec(δ_q) vec(x_q)ᵀ over a dense matrix's calls q, without making M.
 
-    |Wᵀ M|² = Σ ⟨x_q, x_q'⟩ ⟨γ_q, γ_q'⟩ with γ = Wᵀ δ, the cotangent carried back through this layer alone. Sums over
-    W ∘ M by row Σ_q δ_q ∘ W x_q, by column Σ_q x_q ∘ γ_q; |W ∘ M|² = Σ_qq' ⟨δ_q ∘ δ_q', (W ∘ W)(x_q ∘ x_q')⟩;
-    |W Mᵀ|² = Σ_qq' ⟨δ_q, δ_q'⟩ ⟨W x_q, W x_q'⟩.
+    |Wᵀ M|² = Σ ⟨x_q, x_q'⟩ ⟨γ_q, γ_q'⟩ with γ = Wᵀ δ, the cotangent sent back through this layer alone. The sums of
+    W ∘ M are Σ_q δ_q ∘ W x_q by row and Σ_q x_q ∘ γ_q by column. |W ∘ M|² = Σ_qq' ⟨δ_q ∘ δ_q', (W ∘ W)(x_q ∘ x_q')⟩,
+    and |W Mᵀ|² = Σ_qq' ⟨δ_q, δ_q'⟩ ⟨W x_q, W x_q'⟩.
     """
 
     def __init__(self, layer: DenseLayer, backend: Backend, made: Made, inputs: Calls) -> None:

@@ -18,7 +18,7 @@ from ..passes.tail import Tail
 Arrivals = Iterator[tuple[str, Callable[[Any, Any], Contribution | None], Any, Any]]
 """A layer's name, the function that contracts cotangents at it, and one cotangent with its sign or several."""
 
-_AT_ONCE = 16  # cotangents that go through a model's last operations at once, at most
+_AT_ONCE = 16  # the most cotangents that go through a model's last operations at once
 
 
 class Contracted:
