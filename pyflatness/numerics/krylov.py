@@ -205,7 +205,7 @@ class KrylovSpace:
         self._times += 1
 
     def _beside(self, rest: Tensor, others: int) -> Tensor:
-        """Return a remainder (1, N), which is orthogonal to all earlier vectors, made so to the ``others`` newest too."""
+        """Return a remainder (1, N), orthogonal to all earlier vectors, orthogonalised to the ``others`` newest too."""
         if not others:
             return rest
         rest, length, newest = rest.clone(), float(rest.norm()), self._basis.newest(others)

@@ -117,6 +117,6 @@ def bordered(projected: Tensor, coefficients: Tensor) -> Tensor:
 
 
 def _restarted(basis: Tensor, values: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the upper half of the Ritz vectors as a basis, which H maps into its span and one more direction, and T."""
+    """Return the upper half of the Ritz vectors as a basis, mapped to itself and one direction by H, and its T."""
     kept = basis.shape[1] // 2
     return vectors[:, :, -kept:].mT @ basis, torch.diag_embed(values[:, -kept:])

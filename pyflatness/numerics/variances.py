@@ -50,7 +50,7 @@ class Variances:
             self._add_residuals(probes.mean(dim=0), kept, sizes, 0 * sizes if alone or chances is None else chances)
 
     def add_groups(self, found: Tensor, means: Tensor, kept: Tensor | None, sizes: Tensor, chances: Tensor) -> None:
-        """Add variances of a part of the data, as in :meth:`add`; means and sizes are divided by ``chances`` already."""
+        """Add variances of a part of the data, as in :meth:`add`; means and sizes are already divided by chances."""
         self.add(masked(torch.cat([found[:1] / chances, found[1:2] / chances**2, found[2:]]), kept))
         self._add_residuals(means, kept, sizes, chances)
 
