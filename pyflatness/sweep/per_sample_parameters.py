@@ -89,6 +89,7 @@ class PerSampleParameters:
     def _most(self, run: Run, values: Mapping[str, Tensor]) -> int:
         """Return the most samples that are run together."""
         if self._graph < 0:
+            # Runs of layers have no graph of other parameters, so cuts of the graph are noted here.
             with dry_run.saved_storages() as storages:
                 self._alone(run, values, slice(0, 1), lambda group: None, watched=True)
             self._graph = sum(storages.values())
