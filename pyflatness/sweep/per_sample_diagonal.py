@@ -62,7 +62,7 @@ class PerSampleDiagonal:
     def by_hessian(self, streams: Mapping[str, int], signs: Signs | None, custom: Sequence[str] = ()) -> Tensor:
         """Return the sum (probes, n) float64 over parameters, the keys of ``streams``; exact without signs."""
         names, values = [*streams], self.zeros(signs)
-        with block_traces.differentiable(names, "parameter"), torch.enable_grad():
+        with block_traces.differentiable(names, what="parameter"), torch.enable_grad():
             value = self._loss.value(self._group.outputs, self._group.targets.detach())
             leaves = [self._group.leaves[name] for name in names]
             found = torch.autograd.grad(value, leaves, create_graph=True, allow_unused=True)
