@@ -22,7 +22,7 @@ class SampleRows:
     padding: Tensor  # the places (of n P) that are padding
 
     @classmethod
-    def of(cls, sample: Tensor, samples: int, **besides: Any) -> Self:
+    def of(cls, sample: Tensor, samples: int, **fields: Any) -> Self:
         """Return the rows of ``samples`` samples, given each row's ``sample`` (r,)."""
         of_sample, order = sample.sort(stable=True)
         counts = torch.bincount(sample, minlength=samples)
@@ -31,7 +31,7 @@ class SampleRows:
         rank[order] = torch.arange(len(sample), device=sample.device) - starts[of_sample]
         place = sample.new_full((samples, int(counts.max())), len(sample))
         place[sample, rank] = torch.arange(len(sample), device=sample.device)
-        return cls(sample, rank, place, (place.flatten() == len(sample)).nonzero().flatten(), **besides)
+        return cls(sample, rank, place, (place.flatten() == len(sample)).nonzero().flatten(), **fields)
 
     def laid_out(self, rows: Tensor, memory: Memory | None = None) -> Tensor:
         """Return rows (r, …) as (n, P, …), padded with zeros; if they are written to ``memory``, without a graph."""

@@ -135,7 +135,7 @@ class Contracted:
                 cotangent,
                 dict.fromkeys([*self._contract, *self._whole]),
                 elsewhere=self._elsewhere,
-                besides=self._input_edges,
+                at_edges=self._input_edges,
             )
             self.at_inputs = {name: self.gradients[name].pop() for name in self._input_edges}
             yield from self._in_form(self.gradients, sign)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from .. import calling, kinds, spread, walk
-from . import besides, candidates, experts, recurrent
+from . import candidates, experts, outside, recurrent
 from .candidates import runs_with_its_module
 from .use import Source, Use
 
@@ -194,7 +194,7 @@ def left_out(model: nn.Module, layers: Collection[nn.Module]) -> dict[str, float
     """Return the weights that the measured layers do not have, see :func:`.candidates.uncovered`."""
     if not layers:
         return {}
-    twice = {(layer, "weight") for layer in layers if besides.of(layer)}
+    twice = {(layer, "weight") for layer in layers if outside.of(layer)}
     flat = [parameter for parameter, _ in _known(model).flat.values()]
     return candidates.uncovered(model, entries(layers), twice, flat)
 
@@ -216,7 +216,7 @@ def reasons(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
             found[name] = f"its entries, in one dimension, are used in {flat[id(parameter)][1]}"
         elif source is None and isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             found[name] = f"nn.{type(module).__name__} computes with it in a kernel of its own"
-        elif others := besides.of(module):
+        elif others := outside.of(module):
             found[name] = f"its weight is used in {others} outside of the layer too"
         elif kinds.obstacle(module):
             found[name] = f"its {type(module).__name__} {kinds.obstacle(module)}"

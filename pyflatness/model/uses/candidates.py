@@ -127,10 +127,10 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm)
 def uncovered(
     model: nn.Module,
     covered: Mapping[tuple[nn.Module, str], int],
-    besides: Collection[tuple[nn.Module, str]] = (),
+    outside: Collection[tuple[nn.Module, str]] = (),
     flat: Collection[Tensor] = (),
 ) -> dict[str, float]:
-    """Return the weights that no measured layer has, each as a fraction of all; those used ``besides`` count twice.
+    """Return the weights that no measured layer has, each as a fraction of all; those used ``outside`` count twice.
 
     Weights are parameters of two dimensions or more, real or complex, those of one dimension in ``flat``, and weights
     that modules keep in integers. If some parameters require a gradient, the others count only in so far as layers
@@ -144,7 +144,7 @@ def uncovered(
     for prefix, module, name, parameter in held:
         if parameter is None or not (is_weight(module, name, parameter) or id(parameter) in of_vectors):
             continue
-        count, own = (1 + ((module, name) in besides)) * parameter.numel(), covered.get((module, name), 0)
+        count, own = (1 + ((module, name) in outside)) * parameter.numel(), covered.get((module, name), 0)
         if trained and not (parameter.requires_grad or kinds.is_packed(parameter)):
             count = min(count, own)
         sizes += max(count, own)
