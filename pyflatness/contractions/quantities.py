@@ -106,7 +106,7 @@ class LayerQuantity:
     of_dense: bool = True  # exists for a convolution as one dense matrix
     of_repeated: bool = True  # exists there even if the padding repeats pixels
     by_column: bool = False  # has parts by column, or by channel of columns
-    at_head: bool = False  # has a formula for layers that are the head, see sweep/heads.py
+    at_head: bool = False  # has a formula for layers that are the head, see sweep/head_formula.py
 
     def value(self, forms: Forms) -> Tensor:
         """Return the quantity of every sample, (n,) float64."""

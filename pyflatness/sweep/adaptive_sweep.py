@@ -124,8 +124,8 @@ class AdaptiveSweep(Sweep):
             self._exact = not nonlinear and self._is_cheap(run, sent, linear)
             if self._exact:
                 return None
-        self._heads.compare(run, sent, linear)
-        heads, forms = self._heads.apart(run, sent, linear)
+        self._head_formula.compare(run, sent, linear)
+        heads, forms = self._head_formula.split(run, sent, linear)
         forms |= {name: self._forms[name] for name in nonlinear}
         self.columns = max(self.columns, sent.passes)
         shape = len(self._runner.selected), len(self.quantities)
@@ -147,7 +147,7 @@ class AdaptiveSweep(Sweep):
             part.add_round(chosen, values)
         part.rounds = rounds
         for name, value in heads.items():
-            part.sums[self._runner.places[name], self._heads.columns] = value
+            part.sums[self._runner.places[name], self._head_formula.columns] = value
         self._mark_underflow(run, part.sums.unsqueeze(0))
         rest = self._pilot(run, nonlinear, tolerance.expected(run.samples)) if nonlinear else None
         prints = {name: form.fingerprints(run) for name, form in forms.items()}

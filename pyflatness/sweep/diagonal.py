@@ -35,7 +35,7 @@ from ..passes.limit import MANY
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from ..report import Estimate
-from .entries import EntrySums
+from .entry_sums import EntrySums
 from .layer_gradients import LayerGradients
 from .layer_sweep import Values
 from .per_sample_diagonal import PerSampleDiagonal

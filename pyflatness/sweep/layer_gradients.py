@@ -20,7 +20,7 @@ from ..passes.guards import agree, rounding
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run
 from ..passes.task import Task
-from .entries import Draw, EntrySums
+from .entry_sums import Draw, EntrySums
 from .per_sample_parameters import PerSampleParameters
 
 Gradients = Mapping[str, Sequence[Tensor]]

@@ -33,10 +33,10 @@ from ..passes.layer_form import Gathered, LayerForm
 from ..passes.limit import MANY
 from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
-from . import directions, residuals
+from . import output_directions, residuals
 from .activations import ACTIVATIONS, Activations
 from .contracted import Contracted
-from .heads import Heads
+from .head_formula import HeadFormula
 
 Parts = dict[tuple[str, str], Tensor]
 
@@ -64,8 +64,10 @@ class Sweep:
 
     def __init__(self, runner: Runner, loss: Loss, options: Options, quantities: Sequence[str]) -> None:
         self._runner, self._loss, self._options = runner, loss, options
-        self._heads = Heads(runner, loss, options.memory, [name for name in quantities if name not in ACTIVATIONS])
-        self._of_weights = self._heads.quantities
+        self._head_formula = HeadFormula(
+            runner, loss, options.memory, [name for name in quantities if name not in ACTIVATIONS]
+        )
+        self._of_weights = self._head_formula.quantities
         self._of_activations = [name for name in quantities if name in ACTIVATIONS]
         self.quantities = [*self._of_weights, *self._of_activations]
         self._forms: dict[str, LayerForm] = {}
@@ -98,10 +100,10 @@ class Sweep:
         facts = {"hessian": dict.fromkeys(self.by_hessian, True)}
         counts = {"columns": self.columns, "sent": self.sent}
         facts |= {what: {str(count): True} for what, count in counts.items()}
-        united = shard.united("how values came about", facts | self._heads.facts())
+        united = shard.united("how values came about", facts | self._head_formula.facts())
         self.by_hessian.update(united["hessian"])
         self.columns, self.sent = (max(map(int, united[what])) for what in counts)
-        self._heads.unite(united)
+        self._head_formula.unite(united)
         self._make_forms()  # of layers that ran on other ranks alone
 
     @property
@@ -115,13 +117,13 @@ class Sweep:
         """Return whether probes differ; those of one column, exact with any sign, and of some heads do not."""
         method = self.method(names, quantity)
         several = method == "ggn" and self.columns > 1
-        return method == "hessian" or (several and not self._heads.agree(names, quantity))
+        return method == "hessian" or (several and not self._head_formula.agree(names, quantity))
 
     def method(self, names: Iterable[str], quantity: str) -> str:
         """Return how exact values of layers are computed: "head", "ggn" or "hessian"; of several ways the last."""
         if self.by_hessian.intersection(names):
             return "hessian"
-        return "head" if quantity in QUANTITIES and self._heads.always(names, quantity) else "ggn"
+        return "head" if quantity in QUANTITIES and self._head_formula.always(names, quantity) else "ggn"
 
     def notes(self, name: str) -> tuple[str, ...]:
         """Return notes for the reader of a layer's value."""
@@ -140,11 +142,11 @@ class Sweep:
         """
         linear, nonlinear = self._ran(run)
         sent = cotangents.of_run(run, self._loss)
-        heads, forms = self._heads.apart(run, sent, linear)
+        heads, forms = self._head_formula.split(run, sent, linear)
         draws = 1 if signs is None else len(signs.draws)
         self.columns = max(self.columns, sent.passes)
         if signs is not None:
-            self._heads.compare(run, sent, linear)
+            self._head_formula.compare(run, sent, linear)
         places = self._runner.places
         values = torch.zeros(draws, len(places), len(self.quantities), run.samples, dtype=torch.float64, device="cpu")
         values = values.to(run.outputs.device)
@@ -164,7 +166,7 @@ class Sweep:
                 for name in found:
                     values[1:, places[name]] = values[0, places[name]]
         for name, value in heads.items():
-            values[:, places[name], self._heads.columns] = value
+            values[:, places[name], self._head_formula.columns] = value
         if nonlinear:
             with block_traces.differentiable(nonlinear), contractions.full_precision(run.outputs):
                 for whole in (False, True):  # the GGN by cotangents does not count uses that are differentiated
@@ -240,12 +242,12 @@ class Sweep:
     def _by_directions(
         self, run: Run, sent: cotangents.Cotangents, forms: Mapping[str, LayerForm]
     ) -> dict[str, Tensor] | None:
-        """Return the values of all layers by directions, see :mod:`.directions`; None if cotangents are better."""
-        if spread.is_held() or not directions.are_fewer(run, sent, forms, self._options.max_passes):
+        """Return the values of all layers by :mod:`.output_directions`; None if cotangents are better."""
+        if spread.is_held() or not output_directions.are_fewer(run, sent, forms, self._options.max_passes):
             return None
         if any(self._runner.why_not_linear(name) in (linearity.CUSTOM, linearity.UNASKED) for name in forms):
             return None  # the second derivative of a custom autograd function may be wrong without an error
-        return directions.values(run, sent, forms)
+        return output_directions.values(run, sent, forms)
 
     def _add_hessian(
         self, run: Run, signs: Signs | None, found: Mapping[str, Tensor], parts: Parts, split: bool

@@ -18,7 +18,7 @@ from ..losses import Loss
 from ..numerics.signs import Signs
 from ..passes import cotangents, linearity
 from ..passes.limit import check_passes
-from .entries import Draw, EntrySums
+from .entry_sums import Draw, EntrySums
 from .layer_gradients import signed
 from .per_sample_parameters import Group
 

@@ -32,7 +32,7 @@ _VIEWS = re.compile(
 """Names of autograd's nodes of operations whose result is a view of their input."""
 
 
-class Heads:
+class HeadFormula:
     """Hold the formula of each layer that is a head, and which layers have been heads in every micro-batch so far.
 
     ``quantities`` are in the order of their values: those with a formula come last, in the slice ``columns``.
@@ -49,7 +49,7 @@ class Heads:
         self._always: dict[str, bool] = {}
         self._agreeing: dict[str, bool] = {}
 
-    def apart(
+    def split(
         self, run: Run, sent: Cotangents, forms: Mapping[str, LayerForm]
     ) -> tuple[dict[str, Tensor], dict[str, LayerForm]]:
         """Return the values of heads by layer, (quantities, n) not yet divided, and forms that need cotangents."""
