@@ -156,7 +156,7 @@ def _own_loss(model: nn.Module, own: nn.Module, inputs: Mapping[str, Any]) -> fl
             raise
         raise InputError(
             f"loss: 'auto' is what {type(own).__name__} computes of its labels, and called with "
-            f"{data.described(inputs)} it raised {type(error).__name__}: {error}; {_WAY_OUT}"
+            f"{data.description(inputs)} it raised {type(error).__name__}: {error}; {_WAY_OUT}"
         ) from error
     finally:
         vars(config).clear()

@@ -459,16 +459,16 @@ def rows_of(tensor: Tensor, samples: int, index: Tensor) -> Tensor:
     return rows
 
 
-def described(batch: Any) -> str:
+def description(batch: Any) -> str:
     """Return a description of a batch: shapes and dtypes of tensors, and types of other objects."""
     if isinstance(batch, Whole):
-        return described(batch.batch)
+        return description(batch.batch)
     if isinstance(batch, Tensor):
         return f"{tuple(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
     if isinstance(batch, Mapping):
-        return "{" + ", ".join(f"{key}: {described(part)}" for key, part in batch.items()) + "}"
+        return "{" + ", ".join(f"{key}: {description(part)}" for key, part in batch.items()) + "}"
     if isinstance(batch, (tuple, list)):
-        return f"{type(batch).__name__} [" + ", ".join(map(described, batch)) + "]"
+        return f"{type(batch).__name__} [" + ", ".join(map(description, batch)) + "]"
     return type(batch).__name__
 
 

@@ -23,7 +23,7 @@ else:
 
 _IS_AVAILABLE = dist.is_available()
 _NOT_JOINED = contextlib.nullcontext(ALONE)
-_MET, _GIVEN_UP = b"met", b"given up"
+_COMPLETE, _GIVEN_UP = b"complete", b"given up"
 _PATIENCE = 30.0  # seconds after which a rank that waits for others warns
 
 
@@ -57,7 +57,7 @@ def _joined(group: Any) -> Iterator[Ranks]:
         device = torch.device("cuda", torch.cuda.current_device())
     ranks = Ranks(group, device)
     with interrupts.shielded():  # so that an interrupt does not cut off a message
-        interrupt = _meet(ranks, group)
+        interrupt = _rendezvous(ranks, group)
         with ranks.agreed("the call"):
             if interrupt is not None:
                 raise interrupt
@@ -85,7 +85,7 @@ def _is_initialized() -> bool:
     return _IS_AVAILABLE and dist.is_initialized()
 
 
-def _meet(ranks: Ranks, group: Any) -> BaseException | None:
+def _rendezvous(ranks: Ranks, group: Any) -> BaseException | None:
     """Wait until all ranks are here, by the group's store, which sends no message of the backend.
 
     With messages of the backend, a call on one rank alone, while others go on with training, would receive theirs. An
@@ -93,11 +93,11 @@ def _meet(ranks: Ranks, group: Any) -> BaseException | None:
     """
     store = dist.distributed_c10d._get_process_group_store(group)
     try:
-        meeting = _Meeting(ranks, store)
+        rendezvous = _Rendezvous(ranks, store)
         try:
-            meeting.wait()
+            rendezvous.wait()
         except BaseException as error:
-            if meeting.give_up():
+            if rendezvous.give_up():
                 raise
             if not isinstance(error, RankError):
                 return error
@@ -112,8 +112,8 @@ def _meet(ranks: Ranks, group: Any) -> BaseException | None:
         ) from error
 
 
-class _Meeting:
-    """Represent the ranks' meeting at the beginning of a call.
+class _Rendezvous:
+    """Represent the rendezvous of the ranks at the beginning of a call.
 
     Each rank increments a counter in the store. The last one to arrive writes a note that they met, unless a rank that
     gave up has written its own. The first note counts, so that all ranks reach the same conclusion. After one has given
@@ -131,7 +131,7 @@ class _Meeting:
         return f"pyflatness/{self._number}/{self._attempt}"
 
     def _noted(self, note: bytes) -> bool:
-        """Write the meeting's note unless there is one, and return whether the note is now this one."""
+        """Write the note of the rendezvous unless there is one, and return whether the note is now this one."""
         return bool(self._store.compare_set(f"{self._name}/note", "", note.decode()) == note)
 
     def wait(self) -> None:
@@ -139,7 +139,7 @@ class _Meeting:
         while not self._are_here():
             self._attempt += 1
         with contextlib.suppress(RuntimeError):  # of a store that cannot delete keys
-            before = f"pyflatness/{self._number - 1}/0"  # the previous meeting, which all ranks have left
+            before = f"pyflatness/{self._number - 1}/0"  # the previous rendezvous, which all ranks have left
             for key in (f"{before}/{self._ranks.rank}", *([before, f"{before}/note"] if self._ranks.rank == 0 else [])):
                 self._store.delete_key(key)
 
@@ -147,12 +147,12 @@ class _Meeting:
         """Arrive, wait for the others, and return True when all have arrived, or False if one gave up."""
         self._store.set(f"{self._name}/{self._ranks.rank}", "")
         if self._store.add(self._name, 1) == self._ranks.size:
-            return self._noted(_MET)
+            return self._noted(_COMPLETE)
         warned = False
         while True:
             try:
                 self._store.wait([f"{self._name}/note"], timedelta(seconds=1))
-                return bool(self._store.get(f"{self._name}/note") == _MET)
+                return bool(self._store.get(f"{self._name}/note") == _COMPLETE)
             except dist.DistNetworkError:
                 raise
             except RuntimeError:  # not yet
