@@ -63,7 +63,7 @@ class WithColumns(Contractor):
 
         stack = Copies(first.stack_size, self._others.buffer, forms)
         return Contraction(
-            self._wanted, forms, first.entries, stack, first.stack_size, first.held, self._others.precision
+            self._wanted, forms, first.squared_entries, stack, first.stack_size, first.held, self._others.precision
         )
 
     def gathers(self, inputs: Calls, count: int, held: int, elements: int) -> bool:

@@ -93,22 +93,22 @@ class Copies:
 class Contraction:
     """Contract one cotangent after another, or ``stack_size`` at a time, with a layer's inputs of one micro-batch.
 
-    ``entries`` computes Σ_i sign_i M_i ∘ M_i for a cotangent and its sign; ``precision`` is a context for products of
-    float32. If ``takes_several``, cotangents that arrive together are contracted by :meth:`of_several`.
+    ``squared_entries`` computes Σ_i sign_i M_i ∘ M_i for a cotangent and its sign; ``precision`` is a context for
+    products of float32. If ``takes_several``, cotangents that arrive together are contracted by :meth:`of_several`.
     """
 
     def __init__(
         self,
         wanted: Quantities,
         forms: Callable[[Calls], Forms],
-        entries: Callable[[Calls, Sign], Tensor] | None = None,
+        squared_entries: Callable[[Calls, Sign], Tensor] | None = None,
         stack: Stack | None = None,
         stack_size: int = 1,
         held: int = 0,
         precision: Precision = contextlib.nullcontext,
         takes_several: bool = False,
     ) -> None:
-        self._wanted, self.forms, self.entries, self._precision = wanted, forms, entries, precision
+        self._wanted, self.forms, self.squared_entries, self._precision = wanted, forms, squared_entries, precision
         self._stack, self.stack_size, self.held = stack, stack_size, held
         self.takes_several = stack_size > 1 or (takes_several and wanted.plain)
         self._signs: list[Sign] = []
@@ -117,9 +117,9 @@ class Contraction:
         """Return the contribution of one cotangent."""
         with self._precision():
             found = self._wanted.contribution(self.forms(cotangent), sign)
-            for name in self._wanted.entries:
-                assert self.entries is not None
-                found.parts[name] = self.entries(cotangent, sign)
+            for name in self._wanted.squared_entries:
+                assert self.squared_entries is not None
+                found.parts[name] = self.squared_entries(cotangent, sign)
         return found
 
     def hold(self, cotangent: Calls, sign: Sign = None) -> Contribution | None:
@@ -257,14 +257,14 @@ class LayerContraction(Contractor):
         stack_size = self.stack_size(inputs, count, held, elements)
         held = stack_size * self.cotangent_bytes(inputs, elements) if stack_size > 1 else 0
 
-        def entries(cotangent: Calls, sign: Sign) -> Tensor:
-            return self.entries(inputs, cotangent, sign)
+        def squared_entries(cotangent: Calls, sign: Sign) -> Tensor:
+            return self.squared_entries(inputs, cotangent, sign)
 
         with self.precision():
             route = self._chosen(inputs, count, stack_size, positions)()
         stack: Stack = route if isinstance(route, Stacked) else Copies(stack_size, self.buffer, route.forms)
         several = route.takes_several
-        return Contraction(self._wanted, route.forms, entries, stack, stack_size, held, self.precision, several)
+        return Contraction(self._wanted, route.forms, squared_entries, stack, stack_size, held, self.precision, several)
 
     def _chosen(self, inputs: Calls, count: int, stack_size: int, positions: Tensor | None) -> Callable[[], LayerRoute]:
         """Return a function that prepares the best route for these inputs."""
@@ -391,7 +391,7 @@ class LayerContraction(Contractor):
             total += ((rows.double() * some.view(-1, 1, 1, 1)).mT @ left.double()).sum(dim=0)
         return total
 
-    def entries(self, inputs: Calls, cotangent: Calls, sign: Sign = None) -> Tensor:
+    def squared_entries(self, inputs: Calls, cotangent: Calls, sign: Sign = None) -> Tensor:
         """Return Σ_i sign_i M_i ∘ M_i, (G, d, m) float64."""
         layer = self._prepared
         groups, d, m = layer.shape

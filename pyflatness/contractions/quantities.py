@@ -64,7 +64,7 @@ class RowHessian:
     y: Tensor  # (n, P, d)
 
     @cached_property
-    def entries(self) -> Tensor:
+    def diagonal(self) -> Tensor:
         """Return H_(sj),(sj), (n, columns) float64."""
         return self.left * _summed(self.y[:, :, self.row], self.phi)
 
@@ -98,7 +98,7 @@ class LayerQuantity:
     gram_factor: bool = False  # needs R, RᵀR = w wᵀ
     weighted: bool = False  # needs w ∘ M, for which M is made unless there is one position
     neurons: Neurons | None = None  # its summands
-    entries: bool = False  # has M ∘ M, summed over all samples, too
+    squared_entries: bool = False  # has M ∘ M, summed over all samples, too
     of_block_trace: bool = False  # equals ⟨C, T⟩ for T = Σ_j H_(·j),(·j), with C = w wᵀ if gram_factor, else I
     of_outputs: bool = False  # is the trace of T for inputs w φ in place of φ
     of_diagonal: bool = False  # is a sum over single entries H_(sj),(sj)
@@ -152,10 +152,10 @@ class Quantities:
         self.forms = Made(*(any(row.form == field for row in every) for field in Made._fields))
         self.gram_factor = any(row.gram_factor for row in every)
         self.weighted = any(row.weighted for row in every)
-        self.entries = [name for name, row in self.rows.items() if row.entries]
+        self.squared_entries = [name for name, row in self.rows.items() if row.squared_entries]
         self.neurons = {name: row.neurons for name, row in self.rows.items() if row.neurons is not None}
-        self.plain = not self.weighted and not self.entries
-        self.squares = any(row.form == "squares" and not row.entries for row in every)
+        self.plain = not self.weighted and not self.squared_entries
+        self.squares = any(row.form == "squares" and not row.squared_entries for row in every)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -172,7 +172,7 @@ class Quantities:
         """Return a contribution of zeros, as of a loss over a single class, which has no cotangents."""
         zeros = functools.partial(torch.zeros, dtype=torch.float64, device=device)
         parts = {name: zeros(samples, neurons.count(sizes)) for name, neurons in self.neurons.items()}
-        parts.update((name, zeros(*sizes[:3])) for name in self.entries)
+        parts.update((name, zeros(*sizes[:3])) for name in self.squared_entries)
         return Contribution(zeros(len(self), samples), parts)
 
 
@@ -188,7 +188,7 @@ def needs_weight(names: Sequence[str]) -> bool:
 
 
 def _squares(unit: RowHessian, total: Tensor) -> None:
-    total += unit.entries.sum(dim=1)
+    total += unit.diagonal.sum(dim=1)
 
 
 def _gram_weighted(unit: RowHessian, total: Tensor) -> None:
@@ -202,7 +202,7 @@ def _gram_weighted_columns(unit: RowHessian, total: Tensor) -> None:
 
 
 def _weighted(unit: RowHessian, total: Tensor) -> None:
-    total += unit.entries @ unit.weights.square()
+    total += unit.diagonal @ unit.weights.square()
 
 
 def _by_row(unit: RowHessian, total: Tensor) -> None:
@@ -261,7 +261,7 @@ QUANTITIES = {
         "by_row", _by_row, weighted=True, neurons=Neurons(lambda sizes: sizes[0] * sizes[1], _of_rows), sampled=False
     ),
     "diagonal": LayerQuantity(
-        "squares", _squares, entries=True, of_diagonal=True, sampled=False, of_dense=False, by_column=True
+        "squares", _squares, squared_entries=True, of_diagonal=True, sampled=False, of_dense=False, by_column=True
     ),
 }
 """Every quantity by its name."""

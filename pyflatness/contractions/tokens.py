@@ -32,7 +32,7 @@ class TokenContraction(Contractor):
     def at(self, inputs: Calls, count: int, held: int = 0, positions: Tensor | None = None) -> Contraction:
         """Return the contraction at tokens (n, P), for any number of cotangents; none are held back."""
         at = Tokens(self._weight, self._factor, self._backend, self._wanted, inputs[0])
-        return Contraction(self._wanted, at.forms, at.entries)
+        return Contraction(self._wanted, at.forms, at.squared_entries)
 
     def traces(self, inputs: Calls, cotangent: Calls, coefficients: Tensor) -> Tensor:
         """Return Σ_i coefficient_i M_i M_iᵀ, (1, d, d) float64."""
@@ -93,7 +93,7 @@ class Tokens:
         columnwise = self._column_norms(columns) if made.gram_weighted_columns else None
         return Forms(squares, gram_weighted, weighted, by_column, by_row, columnwise)
 
-    def entries(self, cotangent: Calls, sign: Sign) -> Tensor:
+    def squared_entries(self, cotangent: Calls, sign: Sign) -> Tensor:
         """Return Σ_i sign_i M_i ∘ M_i, (1, d, m) float64."""
         _, d, m = self._shape
         squares = self._columns.of(cotangent[0]).double().square()

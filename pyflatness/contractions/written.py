@@ -44,7 +44,7 @@ class WrittenContraction(Contractor):
                 parts.append(found)
             return Forms.joined(parts)
 
-        def entries(cotangent: Calls, sign: Sign) -> Tensor:
+        def squared_entries(cotangent: Calls, sign: Sign) -> Tensor:
             signs = torch.ones(len(inputs[0]), dtype=torch.float64, device=self._weight.device)
             signs = signs if sign is None else signs * sign
             total = torch.zeros_like(self._weight, dtype=torch.float64)
@@ -52,7 +52,7 @@ class WrittenContraction(Contractor):
                 total += torch.einsum("n,ngdm->gdm", signs[some], gradients.double().square())
             return total
 
-        return Contraction(self._wanted, forms, entries)
+        return Contraction(self._wanted, forms, squared_entries)
 
     def traces(self, inputs: Calls, cotangent: Calls, coefficients: Tensor) -> Tensor:
         """Return Σ_i coefficient_i M_i M_iᵀ, (G, d, d) float64."""

@@ -115,14 +115,16 @@ class EntriesAndNeurons:
         parts = {
             name: patches.new_zeros(samples, n.count(self._sizes), dtype=dtype) for name, n in self._neurons.items()
         }
-        entries = {name: torch.zeros_like(self._weight, dtype=dtype) for name, row in self._rows.items() if row.entries}
+        entries = {
+            name: torch.zeros_like(self._weight, dtype=dtype) for name, row in self._rows.items() if row.squared_entries
+        }
         values = {name: patches.new_zeros(samples, dtype=dtype) for name in self._rows.keys() - parts.keys()}
         totals = values | parts
         for unit in self._units(directions, patches):
             for name, row in self._rows.items():
                 row.of_unit(unit, totals[name])
             for part in entries.values():
-                part[unit.group, unit.row, unit.columns] += unit.entries.sum(dim=0)
+                part[unit.group, unit.row, unit.columns] += unit.diagonal.sum(dim=0)
         values |= {name: part.sum(dim=1) for name, part in parts.items()}
         return Contribution(self._values(values, samples), parts | entries)
 

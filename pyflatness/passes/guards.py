@@ -512,9 +512,8 @@ class Checked:
             self._changes_inputs = self._changes_values or marks != before
         elif marks != before:
             raise InputError(
-                "model: it changes its inputs in place on the batch "
-                f"{data.description(batch)}, which is changed now, and did not on those before; have it work on a copy, "
-                "x = x.clone()"
+                f"model: it changes its inputs in place on the batch {data.description(batch)}, which is changed now, "
+                "and did not on those before; have it work on a copy, x = x.clone()"
             )
         return result
 
@@ -579,9 +578,10 @@ class Checked:
             return
         mode = f"it {IN_TRAINING}, and " if model.training else ""
         raise InputError(
-            f"model: it draws random numbers in its forward pass: on the same batch, {data.description(batch)}, a second "
-            f"pass has other outputs, so that a value would be one of many; {mode}switch off what draws them (dropout "
-            "that does not ask for self.training, added noise, sampling), or have it draw the same at every call"
+            f"model: it draws random numbers in its forward pass: on the same batch, {data.description(batch)}, a "
+            f"second pass has other outputs, so that a value would be one of many; {mode}switch off what draws them "
+            "(dropout that does not ask for self.training, added noise, sampling), or have it draw the same at every "
+            "call"
         )
 
     def _check_state(self, model: nn.Module, batch: Any, outputs: Tensor) -> None:

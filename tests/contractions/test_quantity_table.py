@@ -75,4 +75,4 @@ def test_what_quantities_need_together():
     assert all_of_them.forms == Made(True, True, True, True, True, True)
     assert not all_of_them.plain
     assert list(all_of_them.neurons) == ["by_column", "by_row"]
-    assert all_of_them.entries == ["diagonal"]
+    assert all_of_them.squared_entries == ["diagonal"]

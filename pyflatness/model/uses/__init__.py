@@ -22,7 +22,7 @@ from .use import Source, Use
 __all__ = [
     "Use",
     "attached",
-    "entries",
+    "covered_entries",
     "held",
     "layer",
     "left_out",
@@ -170,7 +170,7 @@ def with_siblings(modules: Mapping[str, nn.Module], reasons: Mapping[str, str]) 
     return found
 
 
-def entries(layers: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], int]:
+def covered_entries(layers: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], int]:
     """Return how many entries of each parameter layers have, also of parameters behind their weights.
 
     Keys are a parameter's module and its name there.
@@ -196,7 +196,7 @@ def left_out(model: nn.Module, layers: Collection[nn.Module]) -> dict[str, float
         return {}
     twice = {(layer, "weight") for layer in layers if outside.of(layer)}
     flat = [parameter for parameter, _ in _known(model).flat.values()]
-    return candidates.uncovered(model, entries(layers), twice, flat)
+    return candidates.uncovered(model, covered_entries(layers), twice, flat)
 
 
 def reasons(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
