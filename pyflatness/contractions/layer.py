@@ -2,7 +2,7 @@
 
     layer = LayerContraction(weight, …)            prepares the weight, once
     contraction = layer.at(inputs, count)          prepares a micro-batch's inputs φ: the route, Gram matrices
-    contraction.of(cotangent, sign)                gives values and parts for each cotangent δ, see :mod:`.quantities`
+    contraction.of(cotangent, sign)                gives values and summands of :mod:`.quantities` for each δ
 
 :mod:`.routes` has the ways to compute the products, :mod:`.quantities` what they are for. It is faster to contract
 several cotangents at a time if the layer is small, if they are zero at most positions, or if a matrix library does it:
@@ -119,7 +119,7 @@ class Contraction:
             found = self._wanted.contribution(self.forms(cotangent), sign)
             for name in self._wanted.squared_entries:
                 assert self.squared_entries is not None
-                found.parts[name] = self.squared_entries(cotangent, sign)
+                found.summands[name] = self.squared_entries(cotangent, sign)
         return found
 
     def hold(self, cotangent: Calls, sign: Sign = None) -> Contribution | None:

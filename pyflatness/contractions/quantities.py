@@ -105,7 +105,7 @@ class LayerQuantity:
     sampled: bool = True  # has a sampled value
     of_dense: bool = True  # exists for a convolution as one dense matrix
     of_repeated: bool = True  # exists there even if the padding repeats pixels
-    by_column: bool = False  # has parts by column, or by channel of columns
+    by_column: bool = False  # has summands by column, or by channel of columns
     at_head: bool = False  # has a formula for layers that are the head, see sweep/head_formula.py
 
     def value(self, forms: Forms) -> Tensor:
@@ -118,7 +118,7 @@ class Contribution(NamedTuple):
     """Hold what one cotangent, or several, add to a layer's quantities."""
 
     values: Tensor  # (quantities, n) float64
-    parts: dict[str, Tensor]
+    summands: dict[str, Tensor]
     """By quantity, float64: the summands of neurons, (n, neurons), or entries Σ_i M_i ∘ M_i, (G, d, m)."""
 
 
@@ -163,17 +163,17 @@ class Quantities:
     def contribution(self, forms: Forms, sign: Tensor | float | None) -> Contribution:
         """Return the values of a cotangent, and neurons' summands; ``sign`` is a number, (n,), or None for +1."""
         values = torch.stack([row.value(forms) for row in self.rows.values()])
-        parts = {name: getattr(forms, self.rows[name].form).square() for name in self.neurons}
+        summands = {name: getattr(forms, self.rows[name].form).square() for name in self.neurons}
         if sign is not None:
-            values, parts = values * sign, {name: (part.mT * sign).mT for name, part in parts.items()}
-        return Contribution(values, parts)
+            values, summands = values * sign, {name: (each.mT * sign).mT for name, each in summands.items()}
+        return Contribution(values, summands)
 
     def nothing(self, samples: int, sizes: Sizes, device: torch.device) -> Contribution:
         """Return a contribution of zeros, as of a loss over a single class, which has no cotangents."""
         zeros = functools.partial(torch.zeros, dtype=torch.float64, device=device)
-        parts = {name: zeros(samples, neurons.count(sizes)) for name, neurons in self.neurons.items()}
-        parts.update((name, zeros(*sizes[:3])) for name in self.squared_entries)
-        return Contribution(zeros(len(self), samples), parts)
+        summands = {name: zeros(samples, neurons.count(sizes)) for name, neurons in self.neurons.items()}
+        summands.update((name, zeros(*sizes[:3])) for name in self.squared_entries)
+        return Contribution(zeros(len(self), samples), summands)
 
 
 def of_outputs(name: str) -> bool:

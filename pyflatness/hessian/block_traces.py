@@ -119,7 +119,7 @@ class BlockTraces:
                 outputs = replace(directions, span=self._few_outputs(directions.patches.shape[2]))
                 total = torch.cat([total, self._sums(outputs, RowBasis(self._weight.shape[1], None, [None]))])
             found = self._entries.exact(directions, self._run.samples)
-        return self._on_all_columns(Contribution(self._in_order(total, found.values), found.parts))
+        return self._on_all_columns(Contribution(self._in_order(total, found.values), found.summands))
 
     def matrix(self, kept: Tensor) -> tuple[Tensor, Tensor]:
         """Return Σ_i T_i over the samples that are ``kept`` (n,), (G, d, d), and Tr T_i of all, (n,); float64."""
@@ -158,11 +158,11 @@ class BlockTraces:
 
     def _on_all_columns(self, found: Contribution) -> Contribution:
         """Return a contribution whose summands by column have all columns of the layer's weight."""
-        parts = {
+        summands = {
             name: self._form.on_all_columns(self._run, part) if QUANTITIES[name].by_column else part
-            for name, part in found.parts.items()
+            for name, part in found.summands.items()
         }
-        return found._replace(parts=parts)
+        return found._replace(summands=summands)
 
     def _sums(self, directions: WeightDirections, basis: RowBasis) -> Tensor:
         """Return Σ ⟨B C, Uᵀ H Uᵀ B⟩ over the unit directions B of all groups, (readouts, n) float64."""

@@ -93,11 +93,11 @@ class EntriesAndNeurons:
         return sum(neurons.count(self._sizes) for neurons in self._neurons.values())
 
     def exact(self, directions: WeightDirections, samples: int) -> Contribution:
-        """Return values (quantities, n) and their parts; entries of the diagonal are summed over all samples."""
+        """Return values (quantities, n) and their summands; entries of the diagonal are summed over all samples."""
         if self._by_units:
             return self._off_units(directions, samples)
-        parts = {name: self._forms(directions, samples, neurons) for name, neurons in self._neurons.items()}
-        return Contribution(self._values({name: part.sum(dim=1) for name, part in parts.items()}, samples), parts)
+        summands = {name: self._forms(directions, samples, neurons) for name, neurons in self._neurons.items()}
+        return Contribution(self._values({name: part.sum(dim=1) for name, part in summands.items()}, samples), summands)
 
     def probe(self, patches: Tensor, signs: Signs, stream: int, samples: Tensor, columns: Tensor | None) -> Tensor:
         """Return random changes v of the outputs, (probes, n, G, P, d), with E⟨v, H v⟩ = |w ∘ M|²."""
@@ -112,21 +112,21 @@ class EntriesAndNeurons:
     def _off_units(self, directions: WeightDirections, samples: int) -> Contribution:
         """Return all quantities, computed from the products with unit vectors."""
         patches, dtype = directions.patches.expand(samples, -1, -1, -1), torch.float64
-        parts = {
+        summands = {
             name: patches.new_zeros(samples, n.count(self._sizes), dtype=dtype) for name, n in self._neurons.items()
         }
         entries = {
             name: torch.zeros_like(self._weight, dtype=dtype) for name, row in self._rows.items() if row.squared_entries
         }
-        values = {name: patches.new_zeros(samples, dtype=dtype) for name in self._rows.keys() - parts.keys()}
-        totals = values | parts
+        values = {name: patches.new_zeros(samples, dtype=dtype) for name in self._rows.keys() - summands.keys()}
+        totals = values | summands
         for unit in self._units(directions, patches):
             for name, row in self._rows.items():
                 row.of_unit(unit, totals[name])
             for part in entries.values():
                 part[unit.group, unit.row, unit.columns] += unit.diagonal.sum(dim=0)
-        values |= {name: part.sum(dim=1) for name, part in parts.items()}
-        return Contribution(self._values(values, samples), parts | entries)
+        values |= {name: part.sum(dim=1) for name, part in summands.items()}
+        return Contribution(self._values(values, samples), summands | entries)
 
     def _values(self, found: dict[str, Tensor], samples: int) -> Tensor:
         """Return the values of all quantities, (n,) each, as (quantities, n) float64."""

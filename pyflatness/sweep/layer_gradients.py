@@ -89,7 +89,7 @@ class LayerGradients:
                     found = contracted[name](form.cotangent(run, gradients[name]), sign)
                     total += found.values[0]
                     if entries is not None:
-                        matrix = found.parts[self._quantity].flatten(0, 1)
+                        matrix = found.summands[self._quantity].flatten(0, 1)
                         entries.add(draw, _joined(name, "weight"), layers.as_weight(self.modules[name], matrix))
                 bias = _joined(name, "bias")
                 if bias in self._theta:

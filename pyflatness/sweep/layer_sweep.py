@@ -38,7 +38,7 @@ from .activations import ACTIVATIONS, Activations
 from .contracted import Contracted
 from .head_formula import HeadFormula
 
-Parts = dict[tuple[str, str], Tensor]
+Summands = dict[tuple[str, str], Tensor]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Values:
     number: int  # of the user's batch
     variances: Tensor | None = None  # (3, layers + 1, quantities, n), see :meth:`.Grouped.variances`
     sizes: Tensor | None = None  # (n,), to which values are about proportional, if that is needed
-    parts: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)  # by layer and quantity, summed
+    parts: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)  # further sums over samples
     lost: Tensor | None = None  # (n,), samples without a loss
     by_hessian: frozenset[str] = frozenset()  # layers whose values come from second derivatives
 
@@ -150,7 +150,7 @@ class Sweep:
         places = self._runner.places
         values = torch.zeros(draws, len(places), len(self.quantities), run.samples, dtype=torch.float64, device="cpu")
         values = values.to(run.outputs.device)
-        parts: Parts = {}
+        summands: Summands = {}
         forms = forms if self._of_weights else {}
         active = linear if self._of_activations else {}
         split = signs is not None and self._loss.known  # into the GGN and the rest
@@ -161,7 +161,7 @@ class Sweep:
             values[0, places[name], : len(value)] += value
         if (forms or active) and by_directions is None:
             found = {name: values[:, places[name]] for name in {**forms, **active}}
-            self._add_cotangents(run, sent, signs if sent.passes > 1 else None, forms, active, found, parts)
+            self._add_cotangents(run, sent, signs if sent.passes > 1 else None, forms, active, found, summands)
             if sent.passes == 1:
                 for name in found:
                     values[1:, places[name]] = values[0, places[name]]
@@ -173,31 +173,31 @@ class Sweep:
                     names = [name for name in nonlinear if (name in run.differentiated) == whole]
                     found = {name: values[:, places[name]] for name in names}
                     if found:
-                        self._add_hessian(run, signs, found, parts, split and not whole)
+                        self._add_hessian(run, signs, found, summands, split and not whole)
         self.by_hessian.update(nonlinear)
         self._mark_underflow(run, values[:, :, : len(self._of_weights)])
         values = self._marked(values, sent, self._left_out(run, sent), run.number)
-        parts = self._summed(parts, values) if parts else parts
+        summands = self._summed(summands, values) if summands else summands
         return Values(
             values,
             sent.sample_weights,
             run.number,
             sizes=sent.sizes() if (signs is not None and draws == 1) or self._in_part else None,
-            parts=parts,
+            parts=summands,
             lost=sent.bad,
             by_hessian=frozenset(nonlinear),
         )
 
-    def _summed(self, parts: Parts, values: Tensor) -> Parts:
-        """Return the parts, those by neuron summed over the samples that count; NaN if such a sample has no value."""
+    def _summed(self, summands: Summands, values: Tensor) -> Summands:
+        """Return summands, of neurons summed over the samples that count; NaN if such a sample has no value."""
         counted = counting(self._options.nan_policy, values)
-        neurons = {key for key in parts if key[1] in ACTIVATIONS or QUANTITIES[key[1]].neurons}
-        parts = {key: part[counted].sum(dim=0) if key in neurons else part for key, part in parts.items()}
+        neurons = {key for key in summands if key[1] in ACTIVATIONS or QUANTITIES[key[1]].neurons}
+        summands = {key: part[counted].sum(dim=0) if key in neurons else part for key, part in summands.items()}
         bad = (values.isnan().any(dim=0).any(dim=1) & counted).any(dim=1)
         for name, without in zip(self._runner.selected, bad.tolist(), strict=True):
-            if without:  # parts may be finite although a sample has no value: without a loss, or if squares underflow
-                parts |= {key: torch.full_like(part, torch.nan) for key, part in parts.items() if key[0] == name}
-        return parts
+            if without:  # summands may be finite without a loss, or if squares underflow
+                summands |= {key: torch.full_like(part, torch.nan) for key, part in summands.items() if key[0] == name}
+        return summands
 
     def _add_cotangents(
         self,
@@ -207,9 +207,9 @@ class Sweep:
         forms: Mapping[str, LayerForm],
         active: Collection[str],
         found: Mapping[str, Tensor],
-        parts: Parts,
+        summands: Summands,
     ) -> None:
-        """Add the values (probes, quantities, n) of layers by cotangents to ``found``, and their parts to ``parts``."""
+        """Add the values (probes, quantities, n) of layers by cotangents to ``found``, and their ``summands``."""
         count = sent.passes if signs is None else len(signs.draws)
         self.sent = self.sent if signs is not None else max(self.sent, count)
         activations = self._activations(run)
@@ -220,21 +220,21 @@ class Sweep:
         if sent.passes == 0:
             none = [(name, form.contraction(run).nothing(run.samples)) for name, form in forms.items()]
             for name, contribution in (*none, *activations.nothing(active)):
-                _add(parts, name, contribution)
+                _add(summands, name, contribution)
         send = partial(run.recorder.gradients, run.outputs, names=found)
         for draw, cotangent, sign in sent.sent(signs, run.numbers, self._options.max_passes, send, run.tell):
             for name, contribution in contracted.of(cotangent, sign):
                 found[name][draw, : len(contribution.values)] += contribution.values
-                _add(parts, name, contribution)
+                _add(summands, name, contribution)
             if active:
                 arrived = {name: contracted.gradients[name] for name in active}
                 share = 1.0 if signs is None else 1 / len(signs.draws)
                 for name, contribution in activations.of(arrived, contracted.at_inputs, sign, share):
                     found[name][draw, len(self._of_weights) :] += contribution.values
-                    _add(parts, name, contribution)
+                    _add(summands, name, contribution)
         for name, contribution in contracted.rest():
             found[name][0, : len(contribution.values)] += contribution.values
-            _add(parts, name, contribution)
+            _add(summands, name, contribution)
 
     def _activations(self, run: Run) -> Activations:
         return Activations(run, self._runner.selected, self._of_activations, self._scales)
@@ -250,12 +250,12 @@ class Sweep:
         return output_directions.values(run, sent, forms)
 
     def _add_hessian(
-        self, run: Run, signs: Signs | None, found: Mapping[str, Tensor], parts: Parts, split: bool
+        self, run: Run, signs: Signs | None, found: Mapping[str, Tensor], summands: Summands, split: bool
     ) -> None:
         """Add the values (probes, quantities, n) of layers by second derivatives; if ``split``, without the GGN."""
         first = len(self._of_weights)
         if self._of_weights:
-            for name, value in self._by_hessian(run, signs, found, parts, split):
+            for name, value in self._by_hessian(run, signs, found, summands, split):
                 found[name][:, :first] += value
         if not self._of_activations:
             return
@@ -265,10 +265,10 @@ class Sweep:
                 name, gradients[name], signs, self._stream(name), self._options.max_passes
             ):
                 values[draw, first:] += contribution.values
-                _add(parts, name, contribution)
+                _add(summands, name, contribution)
 
     def _by_hessian(
-        self, run: Run, signs: Signs | None, names: Iterable[str], parts: Parts, split: bool
+        self, run: Run, signs: Signs | None, names: Iterable[str], summands: Summands, split: bool
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the values (probes, quantities, n) that :meth:`_add_hessian` adds, of the layers' weights."""
         if split:
@@ -278,7 +278,7 @@ class Sweep:
         if signs is None:
             for name, each in traces.items():
                 contribution = each.exact()
-                _add(parts, name, contribution)
+                _add(summands, name, contribution)
                 yield name, contribution.values.unsqueeze(0)
             return
         alone = [[name] for name, each in traces.items() if each.in_weight]  # each by a run of its own
@@ -411,10 +411,10 @@ class Sweep:
                 self._forms[name], self.backend = form, form.backend.name
 
 
-def _add(parts: Parts, name: str, contribution: Contribution) -> None:
-    for quantity, part in contribution.parts.items():
-        held = parts.get((name, quantity))
-        parts[name, quantity] = part if held is None else held + part
+def _add(summands: Summands, name: str, contribution: Contribution) -> None:
+    for quantity, part in contribution.summands.items():
+        held = summands.get((name, quantity))
+        summands[name, quantity] = part if held is None else held + part
 
 
 def _masked(part: Tensor, kept: Tensor) -> Tensor:

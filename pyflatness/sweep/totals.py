@@ -33,7 +33,7 @@ class Sums:
     samples: int  # number of samples that count
     omitted: int  # number of samples that were left out
     normaliser: float  # the divisor of all sums
-    parts: Mapping[tuple[str, ...], Tensor]  # by layer and quantity, the parts of a value
+    parts: Mapping[tuple[str, ...], Tensor]  # further sums over samples, divided too, by layer and quantity
 
     @cached_property
     def numbers(self) -> list[list[float]]:
