@@ -72,19 +72,18 @@ class _DenseForms:
             carried = _flat([self._layer.carried(delta) for delta in cotangent])
         each = zip(self._pairs, self._variances, strict=True)
         weighted = [dots(rows[:, a] * rows[:, b], variances) for (a, b), variances in each]
+        column_norms = None
+        if self._made.gram_weighted_columns and self._outputs is not None:
+            gram = product(self._outputs, self._outputs.mT).unsqueeze(1)
+            column_norms = contract(rows.unsqueeze(1), gram.to(rows.dtype))
         return Forms(
             contract(rows.unsqueeze(1), self._gram) if self._made.squares else None,
             contract(carried.unsqueeze(1), self._gram) if carried is not None and self._made.gram_weighted else None,
             sum(weighted[1:], start=weighted[0]) if weighted else None,
             None if carried is None else (self._columns * carried).sum(dim=1).double(),
             (rows * self._outputs).sum(dim=1).double() if self._outputs is not None and self._made.by_row else None,
-            self._column_norms(rows) if self._made.gram_weighted_columns else None,
+            column_norms,
         )
-
-    def _column_norms(self, rows: Tensor) -> Tensor:
-        assert self._outputs is not None
-        gram = product(self._outputs, self._outputs.mT).unsqueeze(1)
-        return self._backend.gram(rows.unsqueeze(1), gram.to(rows.dtype))
 
 
 def _flat(calls: Calls) -> Tensor:

@@ -249,7 +249,8 @@ class WideHead:
         left_out = (rest * moment).sqrt()
         classes = classes._replace(rest=rest.sum(dim=1), moment=moment.sum(dim=1))
         sums = _Sums(classes, summed, torch.zeros_like(scale), None)
-        weights = self._squares(features) * scale
+        single = promoted(features)
+        weights = self._backend.row_dots(single, single) * scale
         order, count = self._choose(sums, left_out, weights, 1.0)
         done, attempts = len(order), 0  # tiles order[done:] are summed
         while True:
@@ -335,10 +336,6 @@ class WideHead:
         for tile in self._tiles(width):  # logits and the mean are either both centred or both not
             squares += self._backend.spread(features, maximum, mean, self._weight[tile], centre, self._bias[tile], ill)
         return squares
-
-    def _squares(self, features: Tensor) -> Tensor:
-        single = promoted(features)
-        return self._backend.row_dots(single, single)
 
 
 def _folded(whole: Tensor | None, shrink: Tensor, summed: Tensor) -> Tensor:

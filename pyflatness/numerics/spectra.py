@@ -3,13 +3,12 @@
 Shapes: n samples, C outputs, M inputs; all results are float64.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 _BLOCK = 2**19  # entries of J that are converted to float64 at a time
-_SMALL = 32  # the most rows of a matrix for the batched solver
 _CLEAR = 1e-4  # an eigenvalue of G above this fraction of the largest is accurate as a squared singular value of J
 
 
@@ -22,20 +21,6 @@ def gram(rows: Sequence[Tensor]) -> Tensor:
         block = torch.stack([row[:, start : start + step] for row in rows], dim=1).double()
         total.baddbmm_(block, block.mT)
     return total
-
-
-def eigenvalues(matrices: Tensor, of_small: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the eigenvalues (n, C), ascending, of positive semidefinite matrices (n, C, C), float64.
-
-    They are NaN for a matrix that is not finite. ``of_small`` computes those of up to 32 rows, torch those of more.
-    """
-    if matrices.shape[1] <= _SMALL:
-        values = of_small(matrices)
-    else:
-        finite = matrices.isfinite().flatten(1).all(dim=1)
-        values = torch.linalg.eigvalsh(torch.where(finite[:, None, None], matrices, 0.0))
-        values = torch.where(finite[:, None], values, torch.nan)
-    return values.clamp_min(0.0)
 
 
 def log_volumes(rows: Sequence[Tensor], squares: Tensor, top: int | None = None) -> Tensor:

@@ -102,7 +102,10 @@ class AdaptiveSweep(Sweep):
                 )
             )
 
-        first = partial(_but_if, lambda: self._exact, tolerance.first)
+        samples_of_first = tolerance.first
+
+        def first() -> int | None:
+            return None if self._exact else samples_of_first
 
         def work(run: Run) -> Callable[[], None] | None:
             begun = self._begun(run, tolerance)
@@ -236,10 +239,6 @@ class AdaptiveSweep(Sweep):
         for name, contribution in contributions:
             stacked[self._runner.places[name], : len(contribution.values)] = contribution.values
         return stacked
-
-
-def _but_if(exact: Callable[[], bool | None], first: int) -> int | None:
-    return None if exact() else first
 
 
 def _disordered(name: str) -> InputError:

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .. import contractions
+from ..contractions import backends
 from ..errors import InputError, NonFiniteError
 from ..model import inputs, layers
-from ..numerics import spectra
 from ..numerics.accumulate import Accumulator, non_finite
 from ..numerics.shard import Shard
 from ..passes.dry_run import Findings
@@ -26,6 +26,8 @@ from ..passes.recorder import RecordedCall
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from .jacobian_rows import QUANTITIES, PlaceRows, WeightGradient
+
+_SMALL = 32  # the most outputs for which kernels have eigenvalues
 
 INPUT = ""  # the place of the model's input; a layer's input has the layer's name
 
@@ -206,17 +208,19 @@ class _Sweep:
             gradients = iter(arrived)
             for place in places:
                 place.add([next(gradients) for _ in place.edges])
-        backend = contractions.choose(self._task.options.backend, run.outputs.device, torch.float64)
-        self._backend = backend
+        self._backend = contractions.choose(self._task.options.backend, run.outputs.device, torch.float64)
         found = _MicroBatch(run.number, run.samples)
         for place in places:
-            found.values[place.name] = place.values(
-                self._wanted, lambda matrices: spectra.eigenvalues(matrices, backend.small_eigenvalues), self._top
-            )
+            found.values[place.name] = place.values(self._wanted, self._eigenvalues, self._top)
             if place.weight is not None:
                 self._apart[place.name] = self._apart.get(place.name) or place.weight.apart
                 self._passed |= {place.name} if place.passed else set()
         return found
+
+    def _eigenvalues(self, matrices: Tensor) -> Tensor:
+        """Return the eigenvalues of positive semidefinite (n, C, C), ascending, (n, C); NaN if not finite."""
+        backend = self._backend if matrices.shape[1] <= _SMALL else backends.reference
+        return backend.small_eigenvalues(matrices).clamp_min(0.0)
 
     def _places(self, run: Run) -> list[PlaceRows]:
         places = []
