@@ -219,7 +219,7 @@ def _chosen(task: Task, layers: Selector | Sequence[Selector] | None) -> tuple[p
     theta = parameters.trainable(task.model)
     if layers is not None:
         selection = task.of(layers).selection.modules
-        held = {id(module._parameters[key]) for module, key in uses.entries(selection.values())}
+        held = {id(module._parameters[key]) for module, key in uses.covered_entries(selection.values())}
         own = {name for name, parameter in task.model.named_parameters() if id(parameter) in held}
         theta = {name: values for name, values in theta.items() if name in own}
         if not theta:
