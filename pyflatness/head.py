@@ -35,7 +35,7 @@ class NotTheHeadError(InputError):
     """Report that a layer's output is not the model's."""
 
 
-Made = Callable[[], losses.Terms]  # make the terms of a batch
+MakeTerms = Callable[[], losses.Terms]  # of a batch
 
 
 @dataclass
@@ -50,7 +50,7 @@ class HeadBatch:
     samples: int  # entries of dimension 0 of the batch
     per_sample: int  # consecutive rows that belong to one sample; 0 where rows cannot be told apart by sample
     number: int  # place of the batch in the data
-    make_terms: Made
+    make_terms: MakeTerms
     labels: losses.Labels | None
 
     @cached_property
@@ -259,8 +259,13 @@ class Head:
 
 
 def terms_of(
-    loss: losses.Loss, shape: Sequence[int], device: torch.device, targets: Tensor | None, class_dim: int, made: Made
-) -> tuple[Made, losses.Labels | None]:
+    loss: losses.Loss,
+    shape: Sequence[int],
+    device: torch.device,
+    targets: Tensor | None,
+    class_dim: int,
+    made: MakeTerms,
+) -> tuple[MakeTerms, losses.Labels | None]:
     """Return what gives the terms of outputs, and the labels that say all of them; without these it is called here."""
     labels = loss.labels(shape, targets, class_dim) if targets is None or targets.device == device else None
     if labels is not None:

@@ -17,7 +17,7 @@ import torch
 from . import head, losses
 from .errors import InputError, NoGraphError
 from .measures import RELATIVE_FLATNESS, Measure, head_sums, with_bases
-from .measures.base import Values
+from .measures.base import Estimates
 from .measures.layer_values import LayerValues, no_part
 from .messages import is_out_of_memory
 from .model import calling, data, layers, spread, uses
@@ -131,7 +131,7 @@ class Measurement:
 
     def __init__(self, steps: Plan, task: Task, *, named: bool, source: head.Head | None = None) -> None:
         self._steps, self._task, self._named, self._source = steps, task, named, source
-        self._values: dict[str, Values] = {}
+        self._values: dict[str, Estimates] = {}
         self._reasons: dict[str, str] = {}
         self._first: InputError | None = None  # of what stood in the way of a measure
         self.measured: set[str] = set()

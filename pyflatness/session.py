@@ -80,23 +80,23 @@ def public(*taken: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                     "tensors have no values to measure: call it outside of that; what can be differentiated and mapped "
                     "is pyflatness.flatness_penalty"
                 )
-            switches, done = _Switches(), False
+            thread_state, done = _ThreadState(), False
             try:
                 try:
                     return function(*args, **kwargs)
                 finally:
-                    switches.put_back()
+                    thread_state.put_back()
                     done = True
             finally:  # once more, where an exception from outside cut that off
                 if not done:
-                    switches.put_back()
+                    thread_state.put_back()
 
         return cast(Callable[P, R], private.untraced(called))
 
     return decorated
 
 
-class _Switches:
+class _ThreadState:
     """Hold what a call turns in this thread, as it is when this is made; of the process see :class:`.state.Found`."""
 
     def __init__(self) -> None:
