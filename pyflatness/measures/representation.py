@@ -182,7 +182,7 @@ def representation(
     Args:
         loss: … It has no part in the values.
         layers: whose inputs; None: of all layers that can be measured and ran.
-        measures: names; None: all of this page.
+        measures: names; None: all measures of Jacobians.
         top: singular values that volumes are over, the largest (3 in the code of the paper); None: all.
 
     Returns:
@@ -227,5 +227,5 @@ def _named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:
         raise InputError("measures: at least one name is wanted, or None for all of the Jacobian")
     for name in wanted:
         if name not in table:
-            raise InputError(f"measures: {name!r} is none of the Jacobian; choose among {', '.join(table)}")
+            raise InputError(f"measures: {name!r} is no measure of Jacobians; choose among {', '.join(table)}")
     return tuple(table[name] for name in wanted)
