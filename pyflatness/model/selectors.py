@@ -29,10 +29,10 @@ class Selection:
 
 
 def select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) -> Selection:
-    """Return the supported layers that selectors match; None selects all except normalisations.
+    """Return the supported layers that selectors match; None selects all except scales of features.
 
-    A pattern selects normalisations only if it matches no other layer. The name of a layer's weight selects the weight
-    in all of its uses.
+    A pattern selects scales, of normalisations or layers, only if it matches no other layer. The name of a layer's
+    weight selects the weight in all of its uses.
     """
     with parts_not_compiled(model):
         return _select(model, selectors)
@@ -76,7 +76,7 @@ def _select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) -
             raise InputError(f"layer {names[0]!r} {why_not_supported(every[names[0]])}{_inside(usable, names[0])}")
         chosen |= meant
         if meant & scales.keys():
-            spread.refuse("the weight of a normalisation")
+            spread.refuse("a scale of features")
     both = usable | scales
     found = {name: both[name] for name in every if name in chosen} | whole
     for use in (layer for name, layer in found.items() if name in named and isinstance(layer, Use)):
@@ -91,7 +91,7 @@ def layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _every(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module], dict[str, nn.Module]]:
-    """Return all modules and stand-ins by each of their names; and by their first name layers, and normalisations."""
+    """Return all modules and stand-ins by each of their names; and by their first name layers, and scales."""
     check_classes(walk.named_modules(model))
     stand_ins = uses.of(model)
     every: dict[str, nn.Module] = {}
@@ -110,7 +110,8 @@ def _every(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module]
             scales[name] = module
         for parameter in behind.get(name, ()) if module not in seen else ():
             if parameter not in modules:
-                every[parameter] = usable[parameter] = stand_ins[parameter]
+                use = every[parameter] = stand_ins[parameter]
+                (scales if use.source.parameter.ndim == 1 else usable)[parameter] = use
         seen.add(module)
     return every, usable, scales
 

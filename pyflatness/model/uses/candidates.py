@@ -27,10 +27,11 @@ def sources(model: nn.Module) -> list[Source]:
     others = {part for module in (*layers, *computed) for part in walk.modules(module)}
     others |= {module for _, module in named if _is_of_torch(module) and module not in outputs}
     own = {id(parameter) for module in others for parameter in module._parameters.values()}
+    vectors = {id(vector) for vector in may_be_flat_weights(model)}
     found: dict[int, Source] = {}
     for prefix, module in named:
         for key, parameter in module._parameters.items() if module not in others else ():
-            if parameter is None or not _is_candidate(module, key, parameter):
+            if parameter is None or not _is_candidate(module, key, parameter, vectors):
                 continue
             effective = key == "weight" and kinds.base(module) is not None and module not in outputs
             if id(parameter) in own and not effective:
@@ -95,13 +96,16 @@ def _is_of_torch(module: nn.Module) -> bool:
     return own and not recurrent.weights(module)
 
 
-def _is_candidate(module: nn.Module, key: str, parameter: Tensor) -> bool:
-    """Return whether a parameter may be the weight of a linear operation, by its class, shape and layout."""
+def _is_candidate(module: nn.Module, key: str, parameter: Tensor, vectors: Collection[int] = ()) -> bool:
+    """Return whether a parameter may be the weight of a linear operation, by its class, shape and layout.
+
+    ``vectors`` are the identities of vectors that may be scales of features.
+    """
     return (
         not nn.parameter.is_lazy(parameter)
         and not is_spread(parameter)
         and not kinds.is_packed(parameter)
-        and is_weight(module, key, parameter)
+        and (is_weight(module, key, parameter) or id(parameter) in vectors)
         and parameter.is_floating_point()
         and parameter.ndim <= _MOST_DIMENSIONS
         and parameter.layout == torch.strided
