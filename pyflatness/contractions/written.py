@@ -39,8 +39,8 @@ class WrittenContraction(Contractor):
             for _, gradients in self._written(inputs, cotangent):
                 found = self._backend.products(gradients, self._geometry, self._factor, weight)
                 if self._wanted.forms.gram_weighted_columns:
-                    turned = product(self._weight, gradients.mT).flatten(1)
-                    found = found._replace(gram_weighted_columns=self._backend.row_dots(turned, turned))
+                    outputs = product(self._weight, gradients.mT).flatten(1)
+                    found = found._replace(gram_weighted_columns=self._backend.row_dots(outputs, outputs))
                 parts.append(found)
             return Forms.joined(parts)
 
