@@ -58,7 +58,6 @@ class Compiled(Kernels):
             )
 
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Return why the kernels do not take tensors of this device and dtype; empty if they do."""
         if self.missing:
             return self.missing
         self.module()
@@ -197,7 +196,6 @@ class Compiled(Kernels):
         return found._replace(weighted=weighted_squares, by_column=by_column, by_row=by_row.sum(dim=2).flatten(1))
 
     def stacking_pays(self, inputs: Tensor, geometry: Geometry, rows: int, *, by_gram: bool) -> bool:
-        """Return whether :meth:`direct_gathered` contracts several cotangents faster together than each alone."""
         if by_gram:
             return False
         (n, groups, channels, _), *sizes = layer_sizes(inputs, None, geometry)

@@ -366,7 +366,6 @@ class LayerContraction(Contractor):
         return {"gram": gram, "direct": r * d * m if made else self._routes.direct(places, rows)}
 
     def traces(self, inputs: Calls, cotangent: Calls, coefficients: Tensor) -> Tensor:
-        """Return Σ_i coefficient_i M_i M_iᵀ, (G, d, d) float64."""
         with self.precision():
             return self._traces(inputs, cotangent, coefficients)
 

@@ -141,7 +141,6 @@ class DirectGathered:
         self._layer, self._phi, self._positions = layer, phi, positions
 
     def forms(self, cotangents: Calls) -> Forms:
-        """Return the forms of k stacked cotangents, (k n, …)."""
         layer, each = self._layer, promoted(cotangents[0]).split(len(self._phi))
         return layer.backend.direct_gathered(self._phi, each, layer.geometry, layer.factor, self._positions)
 
@@ -334,7 +333,6 @@ class Stacked:
         return Forms(**found)
 
     def forms(self, cotangents: Calls) -> Forms:
-        """Return the forms of k stacked cotangents, (k n, …)."""
         each = cotangents[0].split(self._samples)
         for number, cotangent in enumerate(each):
             self.put(number, cotangent)

@@ -55,7 +55,6 @@ class WrittenContraction(Contractor):
         return Contraction(self._wanted, forms, squared_entries)
 
     def traces(self, inputs: Calls, cotangent: Calls, coefficients: Tensor) -> Tensor:
-        """Return Σ_i coefficient_i M_i M_iᵀ, (G, d, d) float64."""
         groups, d, _ = self._weight.shape
         total = coefficients.new_zeros(groups, d, d)
         for some, gradients in self._written(inputs, cotangent):
