@@ -17,12 +17,12 @@ from .geometry import Geometry
 from .kernels import SUFFIX, Kernels, array, dense, dense_rows, layer_sizes, plain, span, strided
 from .precision import promoted_dtype
 from .quantities import Forms
-from .reference import FUSED_OUTPUTS, RowSlopes, RowSum
+from .reference import FUSED_OUTPUTS, RowGradients, RowSum
 from .routes import KernelRoutes
 
-_ROOT_ROWS = 4  # as kRootRows in csrc/cpu/kernels.h
+_FACTOR_ROWS = 4  # as kRootRows in csrc/cpu/kernels.h
 _FEW_ROWS = 16  # rows of R; the kernel would pad fewer mostly with zeros
-_LARGEST_ROOT = 2**22  # bytes of R, which pass through a processor's second-level cache for each strip of positions
+_LARGEST_FACTOR = 2**22  # bytes of R, which pass through a processor's second-level cache for each strip of positions
 _NONE = 0, 0  # address and elements of an array that is not given
 _MISSING = (
     "the compiled kernels are not here ({}): install pyflatness with `pip install .` (or `pip install -e .`) "
@@ -58,7 +58,6 @@ class Compiled(Kernels):
             )
 
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Return why the kernels do not take tensors of this device and dtype; empty if they do."""
         if self.missing:
             return self.missing
         self.module()
@@ -151,13 +150,13 @@ class Compiled(Kernels):
 
     def softmax_variance_gradient(
         self, features: Tensor, weight: Tensor, bias: Tensor | None, shares: Tensor
-    ) -> RowSlopes:
+    ) -> RowGradients:
         """See :class:`.Backend`; at most :data:`.FUSED_OUTPUTS` outputs."""
         features, weight, shares = dense_rows(features), dense(weight), dense(shares)
         bias = None if bias is None else dense(bias)
         (n, m), d = features.shape, weight.shape[0]
         constants = self._constants(d, m, weight)  # workspace of the kernel, which must outlast the call
-        found = RowSlopes(0.0, weight.new_empty(d, n), weight.new_empty(d, n), weight.new_empty(2, n))
+        found = RowGradients(0.0, weight.new_empty(d, n), weight.new_empty(d, n), weight.new_empty(2, n))
         kernel = self._kernel("softmax_variance_gradient", features, weight, weight if bias is None else bias)
         total = kernel(
             strided(features), features.stride(0), array(weight), _NONE if bias is None else array(bias),
@@ -197,7 +196,6 @@ class Compiled(Kernels):
         return found._replace(weighted=weighted_squares, by_column=by_column, by_row=by_row.sum(dim=2).flatten(1))
 
     def stacking_pays(self, inputs: Tensor, geometry: Geometry, rows: int, *, by_gram: bool) -> bool:
-        """Return whether :meth:`direct_gathered` contracts several cotangents faster together than each alone."""
         if by_gram:
             return False
         (n, groups, channels, _), *sizes = layer_sizes(inputs, None, geometry)
@@ -262,20 +260,20 @@ class Compiled(Kernels):
             kernel(some, rows.stride(), n, groups, positions, r, grams, of, working, threads)
         return out.sum(dim=1)
 
-    def gram_rooted(self, rows: Tensor, factor: Tensor, patch_gram: Tensor, *, triangular: bool) -> Tensor:
+    def gram_weighted(self, rows: Tensor, factor: Tensor, patch_gram: Tensor, *, triangular: bool) -> Tensor:
         """See :class:`.Backend`; one kernel, which does not write R δ, and skips the zeros of a triangular R."""
-        if factor.shape[1] < _FEW_ROWS or factor[0].numel() * factor.element_size() > _LARGEST_ROOT:
-            return super().gram_rooted(rows, factor, patch_gram, triangular=triangular)
+        if factor.shape[1] < _FEW_ROWS or factor[0].numel() * factor.element_size() > _LARGEST_FACTOR:
+            return super().gram_weighted(rows, factor, patch_gram, triangular=triangular)
         rows, patch_gram, threads = plain(rows), dense(patch_gram), torch.get_num_threads()
-        root = dense(torch.nn.functional.pad(factor, (0, 0, 0, -factor.shape[1] % _ROOT_ROWS)))
+        padded = dense(torch.nn.functional.pad(factor, (0, 0, 0, -factor.shape[1] % _FACTOR_ROWS)))
         _, groups, positions, d = rows.shape
         workspace = rows.new_empty(self._kernel("gram_rooted_workspace", rows)(positions, d, threads))
-        kernel, roots = self._kernel("gram_rooted", rows, root, patch_gram), array(root)
+        kernel, factors = self._kernel("gram_rooted", rows, padded, patch_gram), array(padded)
         grams, working = array(patch_gram), array(workspace)
         out = rows.new_empty(len(rows), groups, dtype=torch.float64)
         for some, of, n in _each(rows, out, len(patch_gram)):
             kernel(
-                some, rows.stride(), n, groups, positions, d, roots, root.shape[1], triangular, grams, of, working,
+                some, rows.stride(), n, groups, positions, d, factors, padded.shape[1], triangular, grams, of, working,
                 threads,
             )  # fmt: skip
         return out.sum(dim=1)

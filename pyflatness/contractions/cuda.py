@@ -48,7 +48,6 @@ class Cuda(Kernels):
         return True
 
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Return why the kernels do not take tensors of this device and dtype; empty if they do."""
         if self.missing:
             return self.missing
         if device.type != self.device:

@@ -366,11 +366,6 @@ class LayerContraction(Contractor):
         return {"gram": gram, "direct": r * d * m if made else self._routes.direct(places, rows)}
 
     def traces(self, inputs: Calls, cotangent: Calls, coefficients: Tensor) -> Tensor:
-        """Return Σ_i coefficient_i M_i M_iᵀ, (G, d, d) float64."""
-        with self.precision():
-            return self._traces(inputs, cotangent, coefficients)
-
-    def _traces(self, inputs: Calls, cotangent: Calls, coefficients: Tensor) -> Tensor:
         layer = self._prepared
         groups, d, m = layer.shape
         total = coefficients.new_zeros(groups, d, d)
@@ -380,15 +375,16 @@ class LayerContraction(Contractor):
         # The Gram matrix and two factors, or patches and M; the summands are copied in float64, twice as large.
         elements = places * (places + 6 * d) if by_gram else m * (places + 3 * d)
         chunk = layer.chunk(groups * elements, phi.dtype)
-        for start in range(0, len(phi), chunk):
-            part = slice(start, start + chunk)
-            some = coefficients[part]
-            if by_gram:
-                rows = layer.geometry.rows(promoted(cotangent[0][part]))
-                left = product(layer.backend.patch_gram(phi[part], layer.geometry).to(rows.dtype), rows)
-            else:
-                left = rows = layer.gradients([x[part] for x in inputs], [delta[part] for delta in cotangent]).mT
-            total += ((rows.double() * some.view(-1, 1, 1, 1)).mT @ left.double()).sum(dim=0)
+        with self.precision():
+            for start in range(0, len(phi), chunk):
+                part = slice(start, start + chunk)
+                some = coefficients[part]
+                if by_gram:
+                    rows = layer.geometry.rows(promoted(cotangent[0][part]))
+                    left = product(layer.backend.patch_gram(phi[part], layer.geometry).to(rows.dtype), rows)
+                else:
+                    left = rows = layer.gradients([x[part] for x in inputs], [delta[part] for delta in cotangent]).mT
+                total += ((rows.double() * some.view(-1, 1, 1, 1)).mT @ left.double()).sum(dim=0)
         return total
 
     def squared_entries(self, inputs: Calls, cotangent: Calls, sign: Sign = None) -> Tensor:

@@ -62,11 +62,11 @@ class RowSum(NamedTuple):
     prepared: Tensor  # constants of weight and bias, in the backend's own layout, for further calls
 
 
-class RowSlopes(NamedTuple):
+class RowGradients(NamedTuple):
     """Hold the terms of the gradient of a sum over the rows of a head, with v_i = var_{p_i}(w)."""
 
     total: float | Tensor  # Σ shares_i |φ_i|² v_i, a number, or a float64 tensor that the host has not waited for
-    slopes: Tensor  # shares_i |φ_i|² ∂v_i/∂z_is, (d, n)
+    of_logits: Tensor  # shares_i |φ_i|² ∂v_i/∂z_is, (d, n)
     probabilities: Tensor  # p_is, (d, n)
     factors: Tensor  # 2 shares_i v_i and shares_i |φ_i|², (2, n)
 
@@ -206,16 +206,16 @@ class Backend:
 
     def softmax_variance_gradient(
         self, features: Tensor, weight: Tensor, bias: Tensor | None, shares: Tensor
-    ) -> RowSlopes:
+    ) -> RowGradients:
         """Return the sum over rows of ``shares_i |φ_i|² var_{p_i}(w)``, and its gradient in the logits."""
         dtype, centred = features.dtype, weight - centre(weight)
         p = torch.softmax(product(features, centred.t(), shifted(bias, weight)), dim=1)
         q = product(p, self.pair_distances(weight))
         twice = (p * q).sum(dim=1)
         scale = self.row_dots(features, features) * shares
-        slopes = p * (q - twice.unsqueeze(1)) * scale.to(dtype).unsqueeze(1)
+        of_logits = p * (q - twice.unsqueeze(1)) * scale.to(dtype).unsqueeze(1)
         factors = torch.stack([(twice * shares).to(dtype), scale.to(dtype)])
-        return RowSlopes(scale @ twice.double() / 2, slopes.t(), p.t(), factors)
+        return RowGradients(scale @ twice.double() / 2, of_logits.t(), p.t(), factors)
 
     def exponentiate(
         self, logits: Tensor, row_norms: Tensor | None, top_value: float, maximum: Tensor
@@ -409,7 +409,7 @@ class Backend:
         pairs = product(rows, rows.mT).view(-1, *patch_gram.shape)
         return (pairs * patch_gram).sum(dim=(2, 3, 4), dtype=torch.float64).flatten()
 
-    def gram_rooted(self, rows: Tensor, factor: Tensor, patch_gram: Tensor, *, triangular: bool) -> Tensor:
+    def gram_weighted(self, rows: Tensor, factor: Tensor, patch_gram: Tensor, *, triangular: bool) -> Tensor:
         """Return :meth:`gram` of R δ, for δ (n, G, P, d) and R (G, r, d), ``triangular`` or not."""
         # R (r, d) times (d, P), since a convolution's cotangent has this order in memory.
         return self.gram(product(factor, rows.mT).mT, patch_gram)

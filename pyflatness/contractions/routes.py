@@ -141,7 +141,6 @@ class DirectGathered:
         self._layer, self._phi, self._positions = layer, phi, positions
 
     def forms(self, cotangents: Calls) -> Forms:
-        """Return the forms of k stacked cotangents, (k n, …)."""
         layer, each = self._layer, promoted(cotangents[0]).split(len(self._phi))
         return layer.backend.direct_gathered(self._phi, each, layer.geometry, layer.factor, self._positions)
 
@@ -161,7 +160,7 @@ class Gram:
         squares = gram_weighted = None
         if layer.factor is not None:
             factor, triangular = layer.factor.to(rows.dtype), layer.triangular
-            gram_weighted = layer.backend.gram_rooted(rows, factor, gram, triangular=triangular)
+            gram_weighted = layer.backend.gram_weighted(rows, factor, gram, triangular=triangular)
         if self._squares:
             squares = layer.backend.gram(rows, gram)
         return Forms(squares, gram_weighted)
@@ -218,8 +217,8 @@ class OnePosition:
         self._layer, phi = layer, layer.geometry.patches(promoted(inputs)).squeeze(2)  # n, G, m
         flat = phi.flatten(0, 1)
         self._norms = layer.backend.row_dots(flat, flat).view(len(phi), groups)
-        turning = layer.factor if by_factor or layer.factored is None else promoted(layer.factored).mT
-        self._turning = None if turning is None else turning.to(phi.dtype)
+        factor = layer.factor if by_factor or layer.factored is None else promoted(layer.factored).mT
+        self._factor = None if factor is None else factor.to(phi.dtype)
         self._phi, weight = phi, layer.weight
         if weight is None:
             return
@@ -238,11 +237,11 @@ class OnePosition:
         delta = promoted(layer.geometry.rows(cotangent[0]))  # n, G, 1, d
         rows = delta.squeeze(2)
         squares = gram_weighted = weighted = by_column = by_row = None
-        if self._turning is not None:
-            factor = self._turning.to(rows.dtype)
+        if self._factor is not None:
+            factor = self._factor.to(rows.dtype)
             single = len(factor) == 1
-            turned = _applied(rows, factor) if single else product(factor, delta.mT).mT.squeeze(2)
-            gram_weighted = self._times_norms(turned)
+            projected = _applied(rows, factor) if single else product(factor, delta.mT).mT.squeeze(2)
+            gram_weighted = self._times_norms(projected)
         if made.squares:
             squares = self._times_norms(rows)
         if made.weighted:
@@ -334,7 +333,6 @@ class Stacked:
         return Forms(**found)
 
     def forms(self, cotangents: Calls) -> Forms:
-        """Return the forms of k stacked cotangents, (k n, …)."""
         each = cotangents[0].split(self._samples)
         for number, cotangent in enumerate(each):
             self.put(number, cotangent)

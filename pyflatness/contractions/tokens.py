@@ -35,7 +35,6 @@ class TokenContraction(Contractor):
         return Contraction(self._wanted, at.forms, at.squared_entries)
 
     def traces(self, inputs: Calls, cotangent: Calls, coefficients: Tensor) -> Tensor:
-        """Return Σ_i coefficient_i M_i M_iᵀ, (1, d, d) float64."""
         columns = Columns(inputs[0]).of(cotangent[0]).double()
         scaled = (columns * coefficients.view(-1, 1, 1)).flatten(0, 1)
         return (scaled.t() @ columns.flatten(0, 1)).unsqueeze(0)

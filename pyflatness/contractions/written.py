@@ -39,8 +39,8 @@ class WrittenContraction(Contractor):
             for _, gradients in self._written(inputs, cotangent):
                 found = self._backend.products(gradients, self._geometry, self._factor, weight)
                 if self._wanted.forms.gram_weighted_columns:
-                    turned = product(self._weight, gradients.mT).flatten(1)
-                    found = found._replace(gram_weighted_columns=self._backend.row_dots(turned, turned))
+                    outputs = product(self._weight, gradients.mT).flatten(1)
+                    found = found._replace(gram_weighted_columns=self._backend.row_dots(outputs, outputs))
                 parts.append(found)
             return Forms.joined(parts)
 
@@ -55,7 +55,6 @@ class WrittenContraction(Contractor):
         return Contraction(self._wanted, forms, squared_entries)
 
     def traces(self, inputs: Calls, cotangent: Calls, coefficients: Tensor) -> Tensor:
-        """Return Σ_i coefficient_i M_i M_iᵀ, (G, d, d) float64."""
         groups, d, _ = self._weight.shape
         total = coefficients.new_zeros(groups, d, d)
         for some, gradients in self._written(inputs, cotangent):

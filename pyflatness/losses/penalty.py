@@ -131,11 +131,11 @@ def _operator(
         value = torch.as_tensor(found.total, dtype=features.dtype, device=features.device)
         if not wanted:
             return value, value.new_empty(0), value.new_empty(0), value.new_empty(0)
-        centred, slopes, (twice, scale) = weight - centre(weight), found.slopes, found.factors
-        of_features = product(slopes.t(), centred).addcmul_(rows, twice.unsqueeze(1))
+        centred, of_logits, (twice, scale) = weight - centre(weight), found.of_logits, found.factors
+        of_features = product(of_logits.t(), centred).addcmul_(rows, twice.unsqueeze(1))
         pairs = product(found.probabilities * scale, found.probabilities.t())
-        of_weight = product(slopes, rows, apart(pairs, centred))
-        return value, of_features, of_weight, slopes.sum(dim=1) if bias is not None else value.new_empty(0)
+        of_weight = product(of_logits, rows, apart(pairs, centred))
+        return value, of_features, of_weight, of_logits.sum(dim=1) if bias is not None else value.new_empty(0)
 
 
 @_operator.register_fake

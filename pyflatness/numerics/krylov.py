@@ -81,13 +81,13 @@ class Basis:
                 start += len(chunk)
         return coefficients
 
-    def turn(self, turn: Tensor) -> None:
+    def combine(self, coefficients: Tensor) -> None:
         """Replace the vectors by r combinations of them, given by orthonormal columns (m, r)."""
-        used, count = self._used(), turn.shape[1]
+        used, count = self._used(), coefficients.shape[1]
         for start in range(0, self._size, _COLUMNS):
             columns = slice(start, start + _COLUMNS)
-            turned = turn.mT @ torch.cat([chunk[:, columns] for chunk in used])
-            for chunk, rows in zip(self._chunks, torch.split(turned, _CHUNK), strict=False):
+            combined = coefficients.mT @ torch.cat([chunk[:, columns] for chunk in used])
+            for chunk, rows in zip(self._chunks, torch.split(combined, _CHUNK), strict=False):
                 chunk[: len(rows), columns] = rows
         self._count = count
 
@@ -157,10 +157,10 @@ class KrylovSpace:
     def restart(self, kept: Tensor) -> None:
         """Replace the basis by some Ritz vectors, given by orthonormal columns of coefficients (m, r)."""
         before, count = len(self), kept.shape[1]
-        self._basis.turn(kept.to(self._device))
-        turned = self._columns[:before, :before] @ kept
-        inside = kept.mT @ turned
-        left, dropped = turned - kept @ inside, kept.mT @ self._dropped[:before, :before] @ kept
+        self._basis.combine(kept.to(self._device))
+        images = self._columns[:before, :before] @ kept
+        inside = kept.mT @ images
+        left, dropped = images - kept @ inside, kept.mT @ self._dropped[:before, :before] @ kept
         self._columns.zero_()
         self._dropped.zero_()
         self._columns[:count, :count], self._dropped[:count, :count] = inside, dropped
@@ -191,12 +191,12 @@ class KrylovSpace:
         dropped = self._times * (chosen * (self._dropped[:count, :count] @ chosen)).sum(dim=0).clamp_min(0)
         residuals = torch.hypot(inside, self._of_rests(chosen)) + dropped.sqrt()
         self._rests = self._rests[:0].clone()
-        self._basis.turn(chosen.to(self._device))
+        self._basis.combine(chosen.to(self._device))
         return values, self._basis.released(), residuals
 
     def _of_rests(self, vectors: Tensor) -> Tensor:
-        turned = self._after @ vectors
-        return (turned * (_products(self._rests) @ turned)).sum(dim=0).clamp_min(0).sqrt()
+        combined = self._after @ vectors
+        return (combined * (_products(self._rests) @ combined)).sum(dim=0).clamp_min(0).sqrt()
 
     def _drop(self, products: Tensor) -> None:
         """Add D_eᵀD_e (m, m), D_e the part left out of the products of the first m vectors."""

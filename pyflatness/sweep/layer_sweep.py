@@ -85,12 +85,12 @@ class Sweep:
         signs = None if draws is None else Signs(self._options.seed, draws)
         return partial(self._values, signs=signs)
 
-    def block_traces(self, limit: int, take: Callable[[tuple[Tensor, Values]], None]) -> None:
+    def block_traces(self, most_bytes: int, take: Callable[[tuple[Tensor, Values]], None]) -> None:
         """Pass one layer's block traces, summed over samples, (G, d, d) float64, and the samples' values to ``take``.
 
-        A matrix of more than ``limit`` bytes is an error.
+        A matrix of more than ``most_bytes`` bytes is an error.
         """
-        self._runner.each(partial(self._block_traces, limit=limit), take)
+        self._runner.each(partial(self._block_traces, most_bytes=most_bytes), take)
 
     def unite(self) -> None:
         """Exchange how values were computed with other ranks, at the end of a read of the data."""
@@ -315,14 +315,14 @@ class Sweep:
         most = self._options.max_passes
         return BlockTraces(run, self._forms[name], self._runner.selected[name], value, gradient, quantities, most)
 
-    def _block_traces(self, run: Run, limit: int) -> tuple[Tensor, Values]:
+    def _block_traces(self, run: Run, most_bytes: int) -> tuple[Tensor, Values]:
         ((name, module),) = self._runner.selected.items()
         rows = len(layers.matrix(module)[0])
         if self._options.conv == "affine" and layers.is_convolution(module) and run.calls(name):
             rows = max(call.output.numel() for call in run.calls(name)) // run.samples
-        if limit < 8 * rows**2:
+        if most_bytes < 8 * rows**2:
             raise InputError(
-                f"layer {name!r}: its block traces are a matrix of {rows} x {rows}, more than {limit >> 20} MiB; "
+                f"layer {name!r}: its block traces are a matrix of {rows} x {rows}, more than {most_bytes >> 20} MiB; "
                 "relative_flatness and measure need no such matrix"
             )
         linear, nonlinear = self._ran(run)

@@ -39,7 +39,6 @@ class FeatureScale:
         self._eps, self._device = 0.0, torch.device("cpu")
 
     def add(self, features: Tensor) -> None:
-        """Add rows (rows, m)."""
         self._features, self._device = features.shape[1], features.device
         if len(features) == 0:
             return

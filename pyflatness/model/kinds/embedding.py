@@ -71,7 +71,6 @@ class Embedding(Linear):
         return TokenScale(columns)
 
     def contraction(self, given: Ingredients) -> Contractor:
-        """Return the contractor of tokens (n, P) and cotangents (n, P, d)."""
         return TokenContraction(given.weight, given.backend, given.quantities)
 
     def in_common_form(self, tensor: Tensor) -> list[Tensor]:
