@@ -180,6 +180,7 @@ def correlations(
             each correlation is the mean of those inside of the strata, weighted by their networks.
         seeds: the column of the seeds that networks were trained with, where networks of one seed have first weights or
             the order of samples in common whatever their recipe. Fisher's z leaves out seeds as well as clusters then.
+            It takes ``settings=`` and ``interval="fisher"``.
 
     Returns:
         Every measure and statistic; NaN for a column that is constant, and for the interval of fewer than 5 networks.
