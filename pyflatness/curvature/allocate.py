@@ -863,6 +863,11 @@ class Allocation(Result):
                 rows.append(row | ({"shared": weight.modules[0]} if place else {}))
         return rows
 
+    def _stored(self) -> int | None:
+        """Return the bytes that the tool of the plan stores; None where they are not known."""
+        rows = self._rows()
+        return sum(row["bytes"] for row in rows) if "bytes" in rows[0] else None
+
     def __str__(self) -> str:
         rows = self._rows()
         more = [name for name in ("tokens", "bytes") if name in rows[0]]
@@ -874,10 +879,10 @@ class Allocation(Result):
             numbers = ["" if row[name] is None else f"{row[name]:,}" for name in more]
             cells = f"{row['weights']:,}", row["format"], f"{row['bits']:.4g}", *numbers
             table.add_row(row["layer"] or "(the model)", *cells)
-        planned = math.ceil(self.bits * self.weights / 8)
+        planned, stored = math.ceil(self.bits * self.weights / 8), self._stored()
         size = [f"{planned:,} bytes as planned"]
-        if "bytes" in more:
-            size.append(f"{sum(row['bytes'] for row in rows):,} as {self._plan.tool} stores them")
+        if stored is not None:
+            size.append(f"{stored:,} as {self._plan.tool} stores them")
         predicted = intervals.shown(self.predicted.value, self.predicted.interval())
         told = f"{self.bits:.6g} bits a weight of {self.weights}; on unseen data {self._plan.told} {predicted} (95 %)"
         why = {name: self.why_uncovered.get(name, "in no layer that can be changed") for name in self.uncovered}
@@ -891,6 +896,8 @@ class Allocation(Result):
 @dataclass(frozen=True, repr=False, eq=False)
 class Frontier(Result):
     """Hold choices under several budgets; ``str(frontier)`` is a table.
+
+    Its bits are those of the formats, as of ``plan.bits``. A plan for a tool whose bytes are known has these too.
 
     Attributes:
         plans: the choices, one for each budget.
@@ -916,7 +923,7 @@ class Frontier(Result):
         )
         drawn.set_xscale("log", base=2)
         drawn.xaxis.set_major_formatter("{x:g}")
-        drawn.set(xlabel="bits a weight", ylabel="predicted change of the loss")
+        drawn.set(xlabel="bits a weight, as planned", ylabel="predicted change of the loss")
         drawn.grid(alpha=0.3)
         views.save(figure, path)
         return figure, drawn
@@ -926,11 +933,18 @@ class Frontier(Result):
         return {"plans": [plan.to_dict() for plan in self.plans]}
 
     def _rows(self) -> list[dict[str, Any]]:
-        return [{"bits": plan.bits, **plan.predicted.to_dict(), "gap": plan.gap} for plan in self.plans]
+        return [
+            {"bits": plan.bits, **({} if (stored := plan._stored()) is None else {"bytes": stored})}
+            | {**plan.predicted.to_dict(), "gap": plan.gap}
+            for plan in self.plans
+        ]
 
     def __str__(self) -> str:
-        table = Table("bits a weight", "predicted change of the loss", "gap", box=box.SIMPLE_HEAD)
-        for plan in self.plans:
+        stored = [plan._stored() for plan in self.plans]
+        known = None not in stored
+        sizes = ["bits a weight, as planned", *(["bytes, as stored"] if known else [])]
+        table = Table(*sizes, "predicted change of the loss", "gap", box=box.SIMPLE_HEAD)
+        for plan, size in zip(self.plans, stored, strict=True):
             predicted = intervals.shown(plan.predicted.value, plan.predicted.interval())
-            table.add_row(f"{plan.bits:.4g}", predicted, f"{plan.gap:.2g}")
+            table.add_row(f"{plan.bits:.4g}", *([f"{size:,}"] if known else []), predicted, f"{plan.gap:.2g}")
         return "\n".join(views.text(table, 100))

@@ -144,7 +144,7 @@ def named(name: "str | Format", tool: str | None = None) -> Format:
     tools = [whose] if whose else ["torchao", "llm-compressor"]
     kept = {
         "2:4": Format("2:4", lambda d, m, own: own / 2 + 1, lambda w: w + two_of_four(w)),
-        "keep": Format("keep", lambda d, m, own: own, lambda w: w, {}, native=True),
+        "keep": _OF_GGUF if whose == "gguf" else Format("keep", lambda d, m, own: own, lambda w: w, {}, native=True),
     }.get(base)
     ranks = re.fullmatch(r"rank-([1-9]\d*)", str(base))
     kept = _of_factors(base, int(ranks[1])) if ranks else kept
@@ -164,6 +164,9 @@ def named(name: "str | Format", tool: str | None = None) -> Format:
             f"formats: {shown(name)} is none{of_tool}; there are {patterns}, and pf.changes.Format for your own"
         )
     return kept
+
+
+_OF_GGUF = Format("keep", 16, lambda w: w.half().to(w.dtype), {}, native=True)  # what its file calls f16
 
 
 def _readable(pattern: str) -> str:

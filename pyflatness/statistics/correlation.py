@@ -180,6 +180,7 @@ def correlations(
             each correlation is the mean of those inside of the strata, weighted by their networks.
         seeds: the column of training seeds, if networks of one seed share initial weights or the order of samples
             whatever their recipe. The jackknife of Fisher's z then leaves out seeds as well as clusters.
+            It needs ``settings=`` and ``interval="fisher"``.
 
     Returns:
         Every measure and statistic; NaN for a column that is constant, and for the interval of fewer than 5 networks.

@@ -199,7 +199,7 @@ def alarms(held: Sequence[Estimate]) -> tuple[list[int], str]:
     sizes = f", and from the {_BEFORE + 1}th on they have at most {most} samples" if later else ""
     missing = (
         f"it takes {_BEFORE} records with standard errors, as of budget=, and then one of at least {_ENOUGH} samples; "
-        f"there are {len(spreads)} with standard errors{sizes}"
+        f"so far there are {len(spreads)} with standard errors{sizes}"
     )
     found = [place for place, is_alike in later if is_alike and held[place].samples >= _ENOUGH]
     return found, missing if most < _ENOUGH else ""

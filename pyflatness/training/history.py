@@ -185,8 +185,8 @@ class History(Readable):
 
         The network's values of single samples are then much more alike than before: their standard deviation over the
         value is less than 0.65 times the median of the last ten records, from 32 samples on. It is so where
-        predictions lose their certainty for all samples at once. Where no record could be one, a warning says once how
-        many records of how many samples it takes, and how many there are.
+        predictions lose their certainty for all samples at once. Where no record could be one yet, as after the first
+        steps, a warning says once how many records of how many samples it takes, and how many there are.
 
         Raises:
             InputError: no records of the measure.
@@ -197,7 +197,7 @@ class History(Readable):
             raise InputError(f"history: {shown(measure)} of {weights!r} weights is in no record")
         places, missing = budgets.alarms([value for _, value in found])
         if missing:
-            self._once("alarms", f"alarms() could not find any: {missing}")
+            self._once("alarms", f"alarms() can find none yet: {missing}")
         return tuple(found[place][0] for place in places)
 
     def add(
