@@ -536,4 +536,4 @@ def test_choices_of_bits():
         for printed, mean in zip(cells.split(" | "), means, strict=True):
             assert printed == mean or abs(float(printed) - float(mean)) <= 0.00101
         assert float(means[1]) == min(float(mean) for mean in means if mean != "–")
-    assert f"{sum(held)} of {len(held)} of 95 %" in told
+    assert f"{sum(held)} of {len(held)} intervals of 95 %" in told
