@@ -141,7 +141,8 @@ def within(
     Args:
         networks: how many there are to be; those that are there are not trained again.
         data_dir: folder of MNIST, FashionMNIST and CIFAR-10, as for the papers.
-        out: folder whose subfolder work/within has the table, the weights and the outputs.
+        out: folder whose subfolder work/within has the table, which begins with the whole seeds that the repository
+            has, and the weights and outputs of the networks that were trained there.
         report: train nothing; evaluate the whole seeds, and write docs/studies.md anew.
         pairs: train no new ones; take the first 240 that are there on at the same loss, in three ways.
     """
@@ -157,7 +158,8 @@ def within(
         click.echo(within_pairs.run(held.__getitem__, out / "work" / "within"))
         return
     trainings = [planned for planned in within_recipes.plan() if planned.data in held]
-    path = within_recipes.run(trainings, held.__getitem__, out / "work" / "within", networks)
+    folder = out / "work" / "within"
+    path = within_recipes.run(trainings, held.__getitem__, folder, networks, begun=within_recipes.POINTS)
     click.echo(f"{path} has {len(path.read_text(encoding='utf-8').splitlines()) - 1} rows")
 
 

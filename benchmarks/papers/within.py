@@ -7,6 +7,7 @@ trained, so that a run that was interrupted goes on behind it. :mod:`.within_rep
 import csv
 import functools
 import itertools
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,8 @@ MEASURES = (
     *("adaptive_sharpness", "weight_norm", "mls"),
 )
 DATA = ("mnist", "fashion_mnist", "cifar10")
+POINTS = Path(__file__).parents[2] / "docs" / "study" / "within.csv"
+"""The whole seeds that the repository has."""
 
 
 def perceptron(channels: int) -> nn.Sequential:
@@ -209,7 +212,13 @@ def row(planned: Planned, read: tuple[Data, Data], folder: Path) -> dict[str, An
     return facts | {"train_loss": reached[0], "steps": reached[1]} | spent | targets | found
 
 
-def run(trainings: Sequence[Planned], data_of: Callable[[str], tuple[Data, Data]], folder: Path, networks: int) -> Path:
+def run(
+    trainings: Sequence[Planned],
+    data_of: Callable[[str], tuple[Data, Data]],
+    folder: Path,
+    networks: int,
+    begun: Path | None = None,
+) -> Path:
     """Go on with a list of trainings until so many rows are there, and return the table's path.
 
     Args:
@@ -217,11 +226,14 @@ def run(trainings: Sequence[Planned], data_of: Callable[[str], tuple[Data, Data]
         data_of: returns a data set's data by its name.
         folder: for the table, the weights and the outputs.
         networks: rows of the table at which to stop.
+        begun: a table with which that of an empty folder begins, if it is there.
     """
     for name in ("outputs", "weights"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     path = folder / "networks.csv"
-    if not path.exists():
+    if not path.exists() and begun is not None and begun.exists():
+        shutil.copyfile(begun, path)
+    elif not path.exists():
         with path.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerow(COLUMNS)
     with path.open(newline="", encoding="utf-8") as file:

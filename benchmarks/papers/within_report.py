@@ -25,7 +25,7 @@ from . import claims, within
 from .experiment import Finding
 from .restate import DOCS, filled
 
-POINTS, PAGE = DOCS / "study" / "within.csv", DOCS / "studies.md"
+POINTS, PAGE = within.POINTS, DOCS / "studies.md"
 KAPPA, HEAD = "relative_flatness", "relative_flatness head"
 OTHERS = (
     *("relative_flatness_columns", HEAD, "scaled_trace", "trace", "relative_flatness_std", "adaptive_sharpness"),

@@ -56,6 +56,16 @@ def test_from_images_to_rows(tmp_path, monkeypatch, architecture, optimizer):
     assert float(row["relative_flatness"]) == pytest.approx(sum(parts), rel=1e-5)
 
 
+def test_a_new_folder_begins_with_the_rows_that_are_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(within, "LOSS", 1.0)
+    settings = {"rate": 1.0, "batch_size": 20, "optimizer": "adam"}
+    trainings = [within.Planned("mnist", "perceptron", settings, seed) for seed in (3, 4)]
+    begun = within.run(trainings, synthetic, tmp_path / "here", 1, begun=tmp_path / "none")
+    path = within.run(trainings, synthetic, tmp_path / "there", 2, begun=begun)
+    assert path.read_text(encoding="utf-8").startswith(begun.read_text(encoding="utf-8"))
+    assert [file.name for file in (tmp_path / "there" / "weights").iterdir()] == [f"{trainings[1].name}.safetensors"]
+
+
 def test_a_recipe_that_does_not_reach_the_loss_is_given_up_after_two_networks(tmp_path, monkeypatch):
     monkeypatch.setattr(within, "LOSS", 1e-9)
     monkeypatch.setattr(within.trained, "__defaults__", (1,))
