@@ -8,6 +8,7 @@ follows from that file.
 
 import math
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,6 +176,17 @@ def table(found: Study) -> str:
     return "\n".join(lines)
 
 
+def left_out(found: Study) -> dict[str, Counter[str]]:
+    """Return how many recipes of each pair of data and architecture are left out whole, by the reason."""
+    counts: dict[str, Counter[str]] = {}
+    for name, why in found.excluded.items():
+        reason = (
+            "for a mean test error of 0.6 or more" if "error" in why else "for networks that did not reach the loss"
+        )
+        counts.setdefault(reason, Counter())[" ".join(name.split()[:2])] += 1
+    return counts
+
+
 def paragraph(frame: pandas.DataFrame) -> str:
     """Return what the protocol says of the networks of whole seeds."""
     found, every = study(frame), study(frame, exclude=False)
@@ -192,7 +204,10 @@ def paragraph(frame: pandas.DataFrame) -> str:
         if any(part["data"].iloc[0] == name for part in recipes)
     ]
     ceiling = reliability(found)
-    left = "; ".join(f"{name}: {why}" for name, why in found.excluded.items()) or "none"
+    left = "; ".join(
+        f"{why} ({', '.join(f'{pair} {count}' for pair, count in pairs.items())})"
+        for why, pairs in left_out(found).items()
+    )
     same = "Without that exclusion for errors it is " + claims.shown(mean("ρ", correlations(every.recipes, KAPPA)))
     split = (
         f"Errors on two halves of the test images give the target a reliability of {ceiling:.2f}."
@@ -201,12 +216,12 @@ def paragraph(frame: pandas.DataFrame) -> str:
     )
     return (
         f"{kind}: {found.seeds} of {within.SEEDS} seeds of all {within.BLOCK} recipes, {found.trained} networks, of "
-        f"which {found.unreached} did not reach the loss and {len(found.frame)} of {len(recipes)} recipes count. "
+        f"which {found.unreached} did not reach the loss; {len(found.frame)} networks of {len(recipes)} recipes count. "
         f"Spearman's ρ of κ summed with the test error within a recipe is {claims.shown(shown)} in the mean{ends}: "
         f"**{verdict(decides.low, decides.high)}**. Over the {len(within.DATA) * len(within.ARCHITECTURES)} pairs of "
         f"data and architecture as far as they count it is {claims.shown(by_shape(found, values))}; by data "
-        f"{', '.join(sets)}. {split} Recipes left out whole: {left}. {same}. A network took "
-        f"{found.frame['training_seconds'].median():.1f} s of a core to train and "
+        f"{', '.join(sets)}. {split} Of eight recipes of each pair are left out whole: {left or 'none'}. {same}. A "
+        f"network took {found.frame['training_seconds'].median():.1f} s of a core to train and "
         f"{found.frame['measuring_seconds'].median():.1f} s to measure (medians)."
     )
 

@@ -364,6 +364,8 @@ def test_the_study_within_recipes():
     first, told, p = rho(SUM), page("docs/studies.md"), []
     shown = re.search(r"within a recipe is ([^\]]*\]) in the mean", told)[1]
     assert printed(shown) == numbers(first)
+    assert f"a ρ of {shown}" in page("README.md")
+    assert f"ρ of the sum with the test error is {shown.split(' [')[0]} [" in page("docs/study.md")
     for name in names:
         row = re.search(rf"\| `?{re.escape(name)}`? \|([^|]*)\|([^|]*)\|[^|]*\|([^|]*)\|([^|]*)\|", told)
         for values, cell, holm in ((rho(name), row[1], row[2]), (first - rho(name), row[3], row[4])):
