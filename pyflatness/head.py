@@ -35,22 +35,22 @@ class NotTheHeadError(InputError):
     """Report that a layer's output is not the model's."""
 
 
-Made = Callable[[], losses.Terms]  # make the terms of a batch
+MakeTerms = Callable[[], losses.Terms]  # of a batch
 
 
 @dataclass
 class HeadBatch:
     """Hold the rows of one batch at a head.
 
-    ``labels`` are class indices of rows that all count the same, not yet checked: the terms are made of them only where
-    they are asked for. None where that does not say all.
+    ``labels`` are the class indices of rows that all have the same weight, not yet checked; None where class indices
+    alone do not determine the terms. The terms are made when they are first asked for.
     """
 
     features: Tensor  # (rows, m), a row per loss term; (rows, …, m) for a term of several positions
     samples: int  # entries of dimension 0 of the batch
     per_sample: int  # consecutive rows that belong to one sample; 0 where rows cannot be told apart by sample
     number: int  # place of the batch in the data
-    make_terms: Made
+    make_terms: MakeTerms
     labels: losses.Labels | None
 
     @cached_property
@@ -104,7 +104,7 @@ class Head:
     def established(self, batch: Any) -> bool:
         """Return whether the layer is the head, judged by one sample of a batch; its name is known afterwards."""
         with calling.Calls(self._candidates) as calls, calling.dry_run():
-            try:  # one that has lost what was in front of it and behind
+            try:  # the second sample alone, without its neighbours in the batch
                 sample = take(batch, _SECOND) if size(batch) > 1 else batch
                 outputs, targets = self._task.run(sample)
             except Exception as error:
@@ -259,9 +259,14 @@ class Head:
 
 
 def terms_of(
-    loss: losses.Loss, shape: Sequence[int], device: torch.device, targets: Tensor | None, class_dim: int, made: Made
-) -> tuple[Made, losses.Labels | None]:
-    """Return what gives the terms of outputs, and the labels that say all of them; without these it is called here."""
+    loss: losses.Loss,
+    shape: Sequence[int],
+    device: torch.device,
+    targets: Tensor | None,
+    class_dim: int,
+    made: MakeTerms,
+) -> tuple[MakeTerms, losses.Labels | None]:
+    """Return a function that makes the terms of outputs, and labels that determine them; None: they are made here."""
     labels = loss.labels(shape, targets, class_dim) if targets is None or targets.device == device else None
     if labels is not None:
         return made, labels
@@ -270,7 +275,7 @@ def terms_of(
 
 
 def find(task: Task, layer: str | nn.Module | None) -> tuple[str, Head | None]:
-    """Return the name of the layer that is meant (None: the last Linear that ran), and it as the head if it is that."""
+    """Return the layer's name (None: of the last Linear that ran), and its :class:`Head`, or None if it is no head."""
     name = None if layer is None else selectors.one(task.model, layer)
     if name is not None:
         module = uses.layer(task.model, name)

@@ -79,7 +79,7 @@ def raised_in(error: BaseException | None) -> BaseException | None:
 
 
 def pass_on(error: Exception) -> None:
-    """Let what a handler raised go on, where errors of the user's code are caught."""
+    """Raise again what a signal's handler raised, where errors of the user's code are caught."""
     raised = raised_in(error)
     try:
         if raised is not None and not isinstance(raised, Exception):
@@ -91,7 +91,7 @@ def pass_on(error: Exception) -> None:
 
 
 def replaced(error: Exception) -> None:
-    """Raise what a handler raised, if an error came in its place."""
+    """Raise what a signal's handler raised, if an error of other code has taken its place."""
     raised = raised_in(error)
     try:
         if raised is not None and raised is not error:
@@ -111,7 +111,7 @@ def suppressed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def users_code() -> Iterator[None]:
-    """Let what a handler raises inside, where the user's model or loss runs, be taken for no error of theirs."""
+    """Keep what a signal's handler raises inside from being taken for an error of the user's model or loss."""
     try:
         yield
     except Exception as error:
@@ -166,7 +166,7 @@ _here = _Here()
 
 @contextlib.contextmanager
 def shielded() -> Iterator[None]:
-    """Let signals wait inside until :func:`check`, or the end."""
+    """Hold signals back inside, until :func:`check` or the end of the block."""
     if _here.shield is not None:
         yield
         return
@@ -181,19 +181,19 @@ def shielded() -> Iterator[None]:
 
 
 def check() -> None:
-    """Pass on signals that wait, where nothing is half done."""
+    """Deliver the signals that are held back, where no change is half done."""
     if _here.shield is not None:
         _here.shield.deliver()
 
 
 def later(step: Callable[[], object]) -> None:
-    """Note how to undo what is about to be changed; a step may be cut off and taken again."""
+    """Register how to undo what is about to be changed; a step may be interrupted, and is then called again."""
     _here.undo.append(step)
 
 
 @contextlib.contextmanager
 def undone() -> Iterator[None]:
-    """Take at the end, however it comes, the steps that are noted inside."""
+    """Undo at the end of the block, also after an error, what is registered inside by :func:`later`."""
     before = depth()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Say once what calls take beside model, loss and data, and check it; check single options of calls that have others.
+"""Define and check the options that calls share, and check single options of calls that have options of their own.
 
 Numbers and switches may come as NumPy's or as tensors without dimensions; from here on they are Python's.
 """
@@ -128,7 +128,7 @@ class Options:
 
     @classmethod
     def of(cls, how: Mapping[str, Any], **others: Any) -> "Options":
-        """Return the checked options of a call; what concerns how a model is run is none of them."""
+        """Return the checked options of a call, without those that say how a model is run."""
         if not how and not others:
             return _DEFAULTS
         names = cls.__dataclass_fields__

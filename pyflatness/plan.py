@@ -17,7 +17,7 @@ import torch
 from . import head, losses
 from .errors import InputError, NoGraphError
 from .measures import RELATIVE_FLATNESS, Measure, head_sums, with_bases
-from .measures.base import Values
+from .measures.base import Estimates
 from .measures.layer_values import LayerValues, no_part
 from .messages import is_out_of_memory
 from .model import calling, data, layers, spread, uses
@@ -39,7 +39,7 @@ class Plan:
 
     wanted: tuple[Measure, ...]  # the measures that were asked for
     sweeps: Mapping[str | None, tuple[Measure, ...]]  # by normalisation, those made of one sweep's quantities
-    networks: tuple[Measure, ...]  # those of a sweep whose network value takes another one
+    networks: tuple[Measure, ...]  # those of a sweep whose network's value takes a data read of its own
     computed: tuple[Measure, ...]  # those that are computed by themselves
     jacobians: tuple[Measure, ...]  # those of the Jacobians' sweep
     derived: tuple[Measure, ...]  # those that follow from the values of others
@@ -123,15 +123,15 @@ def of_layer(row: Measure, task: Task, layer: Selector | None) -> tuple["Measure
 class Measurement:
     """Take the steps of a plan on a task.
 
-    A measure that cannot be had is left out and the reason kept, but for what stands in the way of relative flatness
-    too: errors of its sweep concern the model, loss and data, and NaN under ``nan_policy="raise"`` concerns them as
-    well. Where none of measures ``named`` by the user can be had, the first reason is an error. ``source`` is the one
-    layer of the task, where the head's formula takes the place of its sweep if it is the head in all batches.
+    A measure that has no value here is left out, and the reason is kept. An error of the sweep with relative flatness
+    is raised, since it concerns the model, loss and data, and so is NaN under ``nan_policy="raise"``. Where none of the
+    measures ``named`` by the user has a value, the first reason is raised. ``source`` is the task's only layer, for
+    which the head's formula takes the place of the sweep if it is the head in all batches.
     """
 
     def __init__(self, steps: Plan, task: Task, *, named: bool, source: head.Head | None = None) -> None:
         self._steps, self._task, self._named, self._source = steps, task, named, source
-        self._values: dict[str, Values] = {}
+        self._values: dict[str, Estimates] = {}
         self._reasons: dict[str, str] = {}
         self._first: InputError | None = None  # of what stood in the way of a measure
         self.measured: set[str] = set()

@@ -86,7 +86,7 @@ def empty_script() -> Any:
 
 
 def put_back_modes(functions: Sequence[Any], dispatches: int) -> None:
-    """Let the function modes be those of before, and the dispatch modes be so many at most."""
+    """Restore the stack of function modes, and pop dispatch modes until at most ``dispatches`` are left."""
     if count_function_modes() != len(functions):
         while count_function_modes():
             _C._pop_torch_function_stack()

@@ -11,7 +11,7 @@ _EVERY = 30.0  # seconds between lines where standard error is no terminal
 
 
 class Lines:
-    """Print how many are done, on standard error, when half a minute has gone by since the line before."""
+    """Print on standard error how many items are done, at most every half minute."""
 
     def __init__(self, title: str, total: int) -> None:
         self._title, self._total, self._done, self._text = title, total, 0.0, ""
@@ -44,7 +44,7 @@ def track(items: Iterable[Item], total: int, title: str, shown: bool | None) -> 
 
 
 Advance = Callable[[float, str], None]
-"""Says that so many more are done, and what is being worked on, or what else there is to say; empty: as before."""
+"""Takes how many more items are done, and the text to show beside the title; empty: the text stays."""
 
 
 @contextlib.contextmanager

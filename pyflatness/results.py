@@ -1,11 +1,11 @@
 """Name the classes of all that public calls return, for annotations and for reading files that they have written."""
 
 from .curvature.allocate import Allocation, Frontier
-from .curvature.ascent import WorstCase
 from .curvature.importance import Importance
 from .curvature.landscape import Landscape, LinearInterpolation
 from .curvature.quadratic import Quadratic
 from .curvature.spectra import Density, Spectrum
+from .curvature.worst_case import WorstCase
 from .measures.pac_bayes import Bisection, PacBayes
 from .report import Estimate, Report
 from .scoring.scores import Scores

@@ -43,7 +43,7 @@ def public(*taken: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
     It keeps ``torch.compile`` from tracing the function, and says how it is called where it is called otherwise. Types
     stay visible. An argument whose default is ``...`` has to be given: those in front of it need not be.
-    What is said of model, loss and data stands once; an entry of them that begins with an ellipsis goes on from there.
+    The entries of model, loss and data are written once, above; one that begins with an ellipsis continues that text.
 
     Args:
         taken: the options that the function takes as ``**how``, of :class:`.options.MeasureHow`.
@@ -80,24 +80,24 @@ def public(*taken: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                     "tensors have no values to measure: call it outside of that; what can be differentiated and mapped "
                     "is pyflatness.flatness_penalty"
                 )
-            switches, done = _Switches(), False
+            thread_state, done = _ThreadState(), False
             try:
                 try:
                     return function(*args, **kwargs)
                 finally:
-                    switches.put_back()
+                    thread_state.put_back()
                     done = True
             finally:  # once more, where an exception from outside cut that off
                 if not done:
-                    switches.put_back()
+                    thread_state.put_back()
 
         return cast(Callable[P, R], private.untraced(called))
 
     return decorated
 
 
-class _Switches:
-    """Hold what a call turns in this thread, as it is when this is made; of the process see :class:`.state.Found`."""
+class _ThreadState:
+    """Hold the state of this thread that a call may change, as it is now; :class:`.state.Found` has the process's."""
 
     def __init__(self) -> None:
         self._depth, self._grad, self._filters = interrupts.depth(), torch.is_grad_enabled(), warnings.filters
@@ -152,7 +152,7 @@ def _complete(function: Callable[..., Any], taken: Sequence[str]) -> None:
 
 
 def _continued(shared: str, entry: str) -> str:
-    """Return an entry of an argument; one that begins with an ellipsis goes on where that of all calls ends."""
+    """Return an argument's entry; one that begins with an ellipsis continues the entry that all calls share."""
     name, ellipsis, more = entry.partition(": …")
     if not ellipsis or ":" in name:
         return entry

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pyflatness.statistics.coefficients import Resamples
 from pyflatness.statistics.correlation import correlations
 from pyflatness.statistics.tables import Vector
 
@@ -138,9 +137,9 @@ def _over_recipes(what: str, values: Mapping[str, float], paper: str) -> Finding
     recipes, seeds = (np.unique([name[part] for name in named], return_inverse=True)[1] for part in (0, 1))
     cells, member = np.array([*values.values()]), np.eye(len({*recipes.tolist()}))[recipes]  # (networks, recipes)
 
-    def mean(drawn: Resamples) -> Vector:
-        counts = drawn.counts @ member
-        means = drawn.counts @ (cells[:, None] * member) / np.maximum(counts, 1)
+    def mean(drawn: Vector) -> Vector:
+        counts = drawn @ member
+        means = drawn @ (cells[:, None] * member) / np.maximum(counts, 1)
         found: Vector = means.sum(axis=1) / (counts > 0).sum(axis=1)
         return found
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pyflatness.errors import InputError
 from pyflatness.messages import shown
 from pyflatness.statistics import intervals as resampling
-from pyflatness.statistics.coefficients import Resamples, coefficients, whole
+from pyflatness.statistics.coefficients import coefficients, whole
 from pyflatness.statistics.correlation import Correlations, correlations
 from pyflatness.statistics.figures import plot_correlation
 from pyflatness.statistics.intervals import Jackknife, Statistic
@@ -149,7 +149,7 @@ def paired_difference(
         paper: what the paper says.
     """
 
-    def less(drawn: Resamples) -> Vector:
+    def less(drawn: Vector) -> Vector:
         first, second = (coefficients("Pearson", pair, drawn) for pair in pairs)
         return first - second
 

@@ -19,7 +19,7 @@ import numpy as np
 from pyflatness.errors import InputError
 from pyflatness.measures import MEASURES
 from pyflatness.messages import shown
-from pyflatness.statistics.coefficients import Resamples, coefficients
+from pyflatness.statistics.coefficients import coefficients
 from pyflatness.statistics.correlation import correlations
 from pyflatness.statistics.grid import conditional_mutual_information, granulated_kendall, sign_error
 from pyflatness.statistics.tables import Vector
@@ -177,7 +177,7 @@ def kappas(grid: "Grid", settings: Sequence[str]) -> dict[tuple[str, str], Findi
     }  # fmt: skip
     head, total, gap = (np.array(table[name], dtype=float) for name in (_HEAD, _SUM, "gap"))
 
-    def less(drawn: Resamples) -> Vector:
+    def less(drawn: Vector) -> Vector:
         one, other = (coefficients("Kendall", [values, gap], drawn, codes["shape"]) for values in (head, total))
         return one - other
 

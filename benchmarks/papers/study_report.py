@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from pyflatness.errors import InputError
 from pyflatness.statistics import intervals as resampling
-from pyflatness.statistics.coefficients import Resamples, coefficients, whole
+from pyflatness.statistics.coefficients import coefficients, whole
 from pyflatness.statistics.correlation import Correlations, correlations
 from pyflatness.statistics.tables import Vector
 
@@ -200,7 +200,7 @@ def less(frame: pandas.DataFrame, one: str, other: str) -> Finding:
     first, second, target = (frame[name].to_numpy(dtype=float) for name in (one, other, TARGET))
     strata = _codes(frame, "stratum")
 
-    def of(drawn: Resamples) -> Vector:
+    def of(drawn: Vector) -> Vector:
         return coefficients("Kendall", [first, target], drawn, strata) - coefficients(
             "Kendall", [second, target], drawn, strata
         )
@@ -317,10 +317,10 @@ def _jackknifed(
     """
     held: dict[int, Vector] = {}
 
-    def every(drawn: Resamples) -> Vector:
-        count = len(drawn.counts)  # of the one sample with all networks, or of those without one recipe each
+    def every(drawn: Vector) -> Vector:
+        count = len(drawn)  # of the one sample with all networks, or of those without one recipe each
         if count not in held:
-            held[count] = np.array([numbers(counts > 0) for counts in drawn.counts])
+            held[count] = np.array([numbers(counts > 0) for counts in drawn])
         return held[count]
 
     recipes = _codes(frame, "recipe")

@@ -8,7 +8,7 @@ import csv
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import pyflatness as pf
 from pyflatness import progress
 
 from . import image_data
+from .closed_form import ClosedForm
 from .networks import fully_connected
 from .study import Planned
 from .training import Data, Weights, crossing, initialized, order, save
@@ -39,12 +40,12 @@ MEASURES = (
 DATA = ("mnist", "fashion_mnist", "cifar10")
 
 
-def perceptron(channels: int) -> nn.Module:
+def perceptron(channels: int) -> nn.Sequential:
     """Return a ReLU network with two hidden layers."""
     return fully_connected(channels * SIDE**2, 128, 64, 10)
 
 
-def patches(channels: int) -> nn.Module:
+def patches(channels: int) -> nn.Sequential:
     """Return a ReLU network with two convolutions of windows that do not overlap, and a hidden layer."""
     return nn.Sequential(
         *(nn.Conv2d(channels, 16, 4, 4), nn.ReLU(), nn.Conv2d(16, 32, 2, 2), nn.ReLU(), nn.Flatten()),
@@ -52,7 +53,7 @@ def patches(channels: int) -> nn.Module:
     )
 
 
-def convolutional(channels: int) -> nn.Module:
+def convolutional(channels: int) -> nn.Sequential:
     """Return a ReLU network with two convolutions of windows that overlap, and the head."""
     return nn.Sequential(
         *(nn.Conv2d(channels, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 16, 3, 2, 1), nn.ReLU()),
@@ -60,7 +61,7 @@ def convolutional(channels: int) -> nn.Module:
     )
 
 
-ARCHITECTURES: dict[str, Callable[[int], nn.Module]] = {
+ARCHITECTURES: dict[str, Callable[[int], nn.Sequential]] = {
     "perceptron": perceptron,
     "patches": patches,
     "convolutional": convolutional,
@@ -101,23 +102,29 @@ def prepared(train: Data, test: Data) -> tuple[Data, Data]:
     return (x - x.mean(), train[1]), (tx - x.mean(), test[1])
 
 
-def trained(network: nn.Module, planned: Planned, train: Data, epochs: int = EPOCHS) -> tuple[float, int] | None:
+def trained(network: nn.Sequential, planned: Planned, train: Data, epochs: int = EPOCHS) -> tuple[float, int] | None:
     """Train a network to the loss, and return the loss and the steps; None if it is not reached in so many epochs."""
     (x, y), settings = train, planned.settings
     rate = RATES[settings["optimizer"]] * settings["rate"]
     flat, gradient = flattened(network)
     first, second, steps = torch.zeros_like(flat), torch.zeros_like(flat), 0
+    gradients = ClosedForm(network, x, y)
 
     @torch.no_grad()
     def loss_of(weights: Weights) -> float:
+        """Return the mean loss on all samples, or what some of them have of it once that is above the loss by 1 %."""
         flat.copy_(weights["flat"])
-        return float(F.cross_entropy(network(x), y))
+        total = 0.0
+        for some, labels in zip(x.split(500), y.split(500), strict=True):
+            total += float(F.cross_entropy(network(some), labels, reduction="sum")) / len(y)
+            if total > 1.01 * LOSS:
+                break
+        return total
 
     for epoch in range(epochs):
         path = [{"flat": flat.clone()}]
         for places in order(planned.seed, epoch, len(y)).split(settings["batch_size"]):
-            gradient.zero_()
-            F.cross_entropy(network(x[places]), y[places]).backward()
+            gradients.backward(places)
             steps += 1
             if settings["optimizer"] == "momentum":
                 flat.sub_(first.mul_(0.9).add_(gradient), alpha=rate)
@@ -168,12 +175,25 @@ def tested(network: nn.Module, test: Data) -> tuple[dict[str, float], dict[str, 
     return found, kept
 
 
+def is_given_up(planned: Planned, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether two networks of its recipe have been trained, or more, and none has reached the loss."""
+    recipe = planned.name.rpartition("_seed")[0]
+    losses = [cells.get("train_loss", "") for cells in rows if cells["name"].rpartition("_seed")[0] == recipe]
+    return len(losses) > 1 and not any(losses)
+
+
+def settings_of(planned: Planned) -> dict[str, Any]:
+    """Return what the table says of a network that did not reach the loss, besides the time."""
+    facts = {"name": planned.name, "data": planned.data, "architecture": planned.architecture, **planned.settings}
+    return facts | {"seed": planned.seed}
+
+
 def row(planned: Planned, read: tuple[Data, Data], folder: Path) -> dict[str, Any]:
     """Train and measure, and return a row; of a network that did not reach the loss its settings alone."""
     train, test = read
     network = initialized(functools.partial(ARCHITECTURES[planned.architecture], train[0].shape[1]), planned.seed)
-    facts = {"name": planned.name, "data": planned.data, "architecture": planned.architecture, **planned.settings}
-    facts["seed"] = planned.seed
+    assert isinstance(network, nn.Sequential)
+    facts = settings_of(planned)
     begun = time.process_time()
     reached = trained(network, planned, train)
     facts["training_seconds"] = time.process_time() - begun
@@ -205,10 +225,13 @@ def run(trainings: Sequence[Planned], data_of: Callable[[str], tuple[Data, Data]
         with path.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerow(COLUMNS)
     with path.open(newline="", encoding="utf-8") as file:
-        there = {cells["name"] for cells in csv.DictReader(file)}
+        rows: list[dict[str, Any]] = [*csv.DictReader(file)]
+    there = {cells["name"] for cells in rows}
     wanted = [planned for planned in trainings[:networks] if planned.name not in there]
     for planned in progress.track(wanted, len(wanted), "study within recipes", None):
-        cells = row(planned, data_of(planned.data), folder)
+        given_up = is_given_up(planned, rows)
+        cells = settings_of(planned) if given_up else row(planned, data_of(planned.data), folder)
+        rows.append(cells)
         told = {key: f"{cell:.7g}" if isinstance(cell, float) else cell for key, cell in cells.items()}
         with path.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, COLUMNS).writerow(told)

@@ -1,4 +1,4 @@
-"""Run ``pyflatness demo``: does relative flatness go along with generalisation, over two dozen small networks?
+"""Run ``pyflatness demo``: does relative flatness correlate with generalisation, over two dozen small networks?
 
 Three architectures learn handwritten digits of 8×8 pixels (scikit-learn's, nothing is downloaded), by several
 optimisers, learning rates and batch sizes. Training stops by the training loss, not after a number of epochs, so that

@@ -1,4 +1,4 @@
-"""Hold the commands by what they are for, as ``pyflatness --help`` shows them, and begin and end them alike."""
+"""Hold the commands in sections, as ``pyflatness --help`` shows them, and run them with the same exit statuses."""
 
 import contextlib
 import difflib
@@ -54,7 +54,7 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that is named; of a name that there is not, the error has near ones."""
+        """Return the command that is named; the error for an unknown name lists near ones."""
         near = difflib.get_close_matches(args[0], self._lines)
         if near and args[0] not in self._lines:
             ctx.fail(f"No such command {args[0]!r}. Did you mean {', '.join(near)}?")
@@ -73,7 +73,7 @@ class Commands(click.Group):
                 formatter.write_dl([(name.ljust(longest), line) for name, line in commands.items()])
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments, which are noted as they are."""
+        """Parse the arguments, and keep them for :func:`command_line`."""
         ctx.meta[_ARGUMENTS] = [*args]
         return super().parse_args(ctx, args)
 
@@ -94,7 +94,7 @@ class Commands(click.Group):
 def command_line() -> str:
     """Return the command line that is running, for stores that keep how their values were made.
 
-    What a shell put into it of environment variables that are named as secrets are has their names again.
+    Values of environment variables whose names are those of secrets are replaced by these names.
     """
     text = shlex.join(["pyflatness", *click.get_current_context().meta[_ARGUMENTS]])
     secrets = {value: name for name, value in os.environ.items() if _SECRET.search(name) and len(value) >= 8}
@@ -105,7 +105,7 @@ def command_line() -> str:
 
 @contextlib.contextmanager
 def checked() -> Iterator[None]:
-    """Run what prints: characters that the output's encoding does not have are escaped, and a full disk is an error."""
+    """Escape characters that the output's encoding does not have, and raise InputError if it cannot be written."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

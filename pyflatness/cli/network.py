@@ -1,4 +1,4 @@
-"""Run the commands on one network, ``measure``, ``spectrum``, ``allocate``, ``layers``; make it of their options."""
+"""Run the commands on one network, ``measure``, ``spectrum``, ``allocate`` and ``layers``, with shared options."""
 
 import functools
 import json
@@ -41,7 +41,7 @@ _FORMATS: dict[str, _Writer] = {".json": Report.to_json, ".csv": Report.to_csv, 
 
 
 def _measures(given: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of measures, which may come several in one, with commas between them."""
+    """Return the names of measures, of which a text may have several, separated by commas."""
     names = several(given)
     try:
         rows = [row for name in names for row in named(name)] if names else named(names)  # of none it is an error
@@ -51,19 +51,19 @@ def _measures(given: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def complete_measures(context: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
-    """Return what the last of the names that are typed may be, for the shell."""
+    """Return the completions of the last name that is typed, for the shell."""
     before, comma, last = typed.rpartition(",")
     known = (*(row.name for row in MEASURES), "sweep", "all")
     return [CompletionItem(before + comma + name) for name in known if name.startswith(last)]
 
 
 def complete_losses(context: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
-    """Return the losses that have names of their own, for the shell; there are others."""
+    """Return the losses with names of their own, for completion in the shell; there are others."""
     return [CompletionItem(name) for name in (auto.AUTO, *losses.names()) if name.startswith(typed)]
 
 
 def limit_of(given: str) -> float | None:
-    """Return a number of samples, or a part of them, which has a point in it: ``1`` is one sample, ``1.0`` are all."""
+    """Return a number of samples, or a part of them, written with a point: ``1`` is one sample, ``1.0`` is all."""
     if given.isdigit() and int(given) > 0:
         return int(given)
     try:
@@ -155,7 +155,7 @@ class Setting:
     dtype: str | None = None
 
     def source(self, model: str) -> Maker:
-        """Return what makes the data; of texts, with the tokenizer of a model that is named."""
+        """Return the maker of the data; that of texts has the tokenizer of the model that is named."""
         return maker("data", self.data, data_specs.with_tokenizer(self.data, self.data_args, model))
 
 
@@ -164,7 +164,7 @@ class Network(Setting, Model):
     """Hold which network is measured."""
 
     def made(self, checkpoint: Path | None, *besides: str) -> tuple[nn.Module, Any, Any]:
-        """Return the network with its weights, the loss, which may be one of those ``besides``, and the data."""
+        """Return the network with its weights, the loss, which may be one of ``besides``, and the data."""
         known = self.loss in besides and not self.loss_args
         criterion, to = self.loss if known else loss_of(self.loss, self.loss_args), moved(self.device, self.dtype)
         bench = self._bench(criterion, maker("model", self.model, self.model_args, to), self.source(self.model))
@@ -214,7 +214,7 @@ def moved(device: str | None, dtype: str | None) -> dict[str, Any]:
 
 
 def maker(name: str, spec: str, arguments: dict[str, Any], to: Mapping[str, Any] | None = None) -> Maker:
-    """Return what makes the model or the data, whose arguments are held against its signature."""
+    """Return the maker of the model or the data, after a check of the arguments against its signature."""
     made = Maker(spec, arguments, f"--{name}", to or {})
     function = made.function()
     try:

@@ -1,4 +1,4 @@
-"""Make commands of functions, whose parameters are arguments and options, and take options from a YAML file."""
+"""Turn functions into commands, whose parameters are arguments and options, and read options from a YAML file."""
 
 import contextlib
 import inspect
@@ -17,10 +17,10 @@ PATH = click.Path(path_type=Path)
 
 
 def command(*calls: Any, config: bool = False) -> Callable[[Callable[..., None]], click.Command]:
-    """Return what makes a command of a function: its positional parameters are arguments, the others are options.
+    """Return a decorator that makes a command of a function: positional parameters are arguments, others are options.
 
-    A parameter whose type is a dataclass stands for an option for each of its fields. Help is what docstrings say of
-    the parameters: those of the function, of its dataclasses and of the ``calls`` that it hands options on to.
+    A parameter whose type is a dataclass stands for an option for each of its fields. Help is the text on a parameter
+    in the docstring of the function, of its dataclasses, or of the ``calls`` to which it passes options.
     """
 
     def make(function: Callable[..., None]) -> click.Command:
@@ -46,7 +46,7 @@ def command(*calls: Any, config: bool = False) -> Callable[[Callable[..., None]]
 
 
 def _texts(source: Any) -> dict[str, str]:
-    """Return what a docstring says of parameters, with options as the command line has them."""
+    """Return the texts on parameters in a docstring, with options as the command line has them."""
     entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", inspect.getdoc(source) or "", re.MULTILINE)
     return {name: _of_command_line(" ".join(text.split())) for name, text in entries}
 
@@ -65,13 +65,13 @@ _ARGUMENT = re.compile(r"\b(exclude|given|interval|max_loss|seeds|settings|strat
 
 
 def with_options(message: str) -> str:
-    """Return what a call of the statistics says, with options in place of its arguments."""
+    """Return a message of the statistics with options in place of arguments."""
     return _ARGUMENT.sub(lambda found: f"--{found[1].replace('_', '-')} {found[2]}".rstrip(), message)
 
 
 @contextlib.contextmanager
 def errors_of_options() -> Iterator[None]:
-    """Run what calls the statistics; see :func:`with_options`."""
+    """Name options in place of arguments in errors of the statistics, see :func:`with_options`."""
     try:
         yield
     except InputError as error:
@@ -104,7 +104,7 @@ def _parameter(of: inspect.Parameter, text: str | None) -> click.Parameter:
 
 
 def takes(convert: Callable[[Any], Any], metavar: str | None = None, **more: Any) -> dict[str, Any]:
-    """Return how an option takes a text, or several, as what a function makes of it; see :func:`_parameter`."""
+    """Return the settings of an option whose text, or texts, a function converts; see :func:`_parameter`."""
 
     def callback(context: click.Context, parameter: click.Parameter, given: Any) -> Any:
         try:
@@ -159,13 +159,13 @@ _CONFIG = click.Option(
 
 
 def several(given: tuple[str, ...]) -> tuple[str, ...]:
-    """Return names that may come several in one, with commas between them, but in brackets and ``re:…``."""
+    """Return names from texts that may hold several, separated by commas outside of brackets and of ``re:…``."""
     split = [[text] if text.startswith("re:") else re.split(r",(?![^\[{(]*[\]})])", text) for text in given]
     return tuple(name.strip() for names in split for name in names if name.strip())
 
 
 def _keywords(given: tuple[str, ...]) -> dict[str, Any]:
-    """Return keyword arguments, which come as JSON or as ``k=v`` each time."""
+    """Return keyword arguments from texts that are JSON or ``k=v`` each."""
     return {name: value for text in given for name, value in json_object(text).items()}
 
 
@@ -186,7 +186,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def plain(text: str) -> Any:
-    """Return what a text is in JSON, True, False or None; any other text as it is."""
+    """Return the value of a text that is JSON, True, False or None; another text stays as it is."""
     words = {"True": True, "False": False, "None": None}
     try:
         return words[text] if text in words else json.loads(text)
@@ -194,7 +194,7 @@ def plain(text: str) -> Any:
         return text
 
 
-# Types of parameters, with what the command line has to know of them.
+# Types of parameters, with their settings on the command line.
 Json = Annotated[bool, {"help": "Print JSON instead of a table, for programs."}]
 Names = Annotated[tuple[str, ...], takes(several, "NAME,…")]
 Columns = Annotated[tuple[str, ...], takes(several, "COLUMN,…")]

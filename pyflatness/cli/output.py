@@ -1,6 +1,6 @@
-"""Bring results out: tables, rows and JSON to standard output, and files, whole or not at all.
+"""Write results: tables, rows and JSON to standard output, and files completely or not at all.
 
-Where standard output or a file cannot be written this is an error that says so.
+An error says when standard output or a file cannot be written.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ _WIDTH_OF_FILES = 200  # a file or pipe has no width that lines would have to be
 
 
 def show(table: Table, width: int = _WIDTH_OF_FILES) -> None:
-    """Print a table, its text as it is, without markup; cells are folded where it is too wide, and never cut off.
+    """Print a table without markup; its cells are folded where it is too wide, and never cut off.
 
-    Names of layers (columns with ``no_wrap``) are not folded either: the table is as wide as they take.
+    Names of layers (columns with ``no_wrap``) are not folded: the table is as wide as they need.
 
     Colours and bold type are for terminals, and not with ``NO_COLOR`` in the environment. Lines of files and pipes end
     where their text does, after ``width`` characters at the most.
@@ -62,7 +62,7 @@ def finite(facts: Any) -> Any:
 
 
 def echo(*lines: str) -> None:
-    """Print lines of text, in which names from outside may be, as the terminal can show them."""
+    """Print lines of text, with all characters of names from outside that a terminal cannot show escaped."""
     for line in lines:
         click.echo(printable(line))
 
@@ -95,7 +95,7 @@ def note_lines(notes: Notes) -> list[str]:
 
 
 def prepare_folder(path: Path) -> None:
-    """Make the folder of ``--out`` and try that files can be written there."""
+    """Make the folder of ``--out``, and check that files can be written there."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -126,7 +126,7 @@ def append_whole(file: FileIO, content: bytes) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file of results, in place of an older one only when all of it is written."""
+    """Write a file of results, which replaces an older one only when it is complete."""
     part = path.with_name(f".{path.name}.part")
     try:
         part.write_bytes(content)
@@ -137,7 +137,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def prepare_file(path: Path | None) -> None:
-    """Make the file's folder, if one is asked for, and try that it can be written; what it holds stays as it is."""
+    """Make the folder of a file, if there is one to write, and check that it can be written; its content stays."""
     if path is None:
         return
     try:

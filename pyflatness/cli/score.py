@@ -51,7 +51,7 @@ _OF_A_LAUNCHER = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 
 
 def _shard(given: str) -> tuple[int, int]:
-    """Return which of how many parts."""
+    """Return the number of a part, and how many parts there are."""
     number, _, count = given.partition("/")
     if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
         raise InputError(f"{given!r}: I/N is wanted, the I-th of N parts, as in 2/4")
@@ -209,7 +209,7 @@ def score(
 
 @contextlib.contextmanager
 def _launched() -> Iterator[Ranks]:
-    """Hold the ranks of a launcher's processes together, of which the first one alone prints; else this process."""
+    """Join the processes of a launcher, of which the first alone prints, and yield their ranks; else one process."""
     if any(name not in os.environ for name in _OF_A_LAUNCHER) or os.environ["WORLD_SIZE"] == "1":
         yield ALONE
         return
@@ -230,7 +230,7 @@ def _launched() -> Iterator[Ranks]:
 
 
 def _networks(paths: tuple[Path, ...]) -> list[str]:
-    """Return the CHECKPOINTs that stand without --model, each once: names of networks of libraries."""
+    """Return the CHECKPOINTs that need no --model, each once: names of networks of libraries."""
     names = [*dict.fromkeys(map(str, paths))]
     odd = next((name for name in names if not pretrained.is_named(name)), None)
     if odd is not None or not names:
@@ -257,7 +257,7 @@ def _check_there(found: list[Path]) -> None:
 
 
 def _check_passes(run: ScoringRun) -> None:
-    """Raise if exact values of a language model take too many passes, by one sample, before anything is measured."""
+    """Raise if one sample shows that exact values of a language model take too many passes, before it is measured."""
     request, one = run.request, replace(run.request.options, max_passes=1)
     if one.probes is not None:
         return
@@ -283,9 +283,9 @@ _SHORT = 10  # seconds
 
 
 def to_csv(run: ScoringRun, out: Path | None, shown: bool | None = None, *, as_json: bool = False) -> None:
-    """Measure everything, print and write it, also what there is after Ctrl-C.
+    """Measure everything, and print and write it; after Ctrl-C, what there is.
 
-    With a status of 1 if a row has an error.
+    The exit status is 1 if a row has an error.
     """
     found: list[Row] = []
     interrupted = None
@@ -310,7 +310,7 @@ def to_csv(run: ScoringRun, out: Path | None, shown: bool | None = None, *, as_j
 
 
 def _append(run: ScoringRun, out: Path, found: list[Row], notes: Notes, shown: bool | None) -> None:
-    """Append each checkpoint's rows to the file and, as far as they are in it, to the list; take the notes."""
+    """Append each checkpoint's rows to the file, and those that are in the file to the list; collect the notes."""
     batches = run.bench.batches()
     done, end = 0.0, 0
 

@@ -1,4 +1,4 @@
-"""Provide the operations that measures are made of, on the backend that was chosen for them.
+"""Provide the operations that measures are made of, on the chosen backend.
 
 ``kernels in C++ (compiled) or torch (reference)  ->  contractions (here)  ->  losses  ->  measures``
 """

@@ -1,4 +1,4 @@
-"""Hold the backends, and choose one of them by its name."""
+"""Hold the backends, and choose one by its name."""
 
 import importlib
 
@@ -13,8 +13,8 @@ from .precision import promoted_dtype
 from .reference import Backend
 
 NAMES = ("auto", "compiled", "triton", "reference")
-_TRITON = f"{__package__}.triton_head"  # imported where it is wanted: Triton takes its time
-_WIDE = 1024  # classes of a head that may be Triton's by itself
+_TRITON = f"{__package__}.triton_head"  # imported only when needed, since importing Triton takes long
+_WIDE = 1024  # the fewest classes of a head for which "auto" may be Triton
 
 reference, compiled, cuda = Backend(), Compiled(), Cuda()
 
@@ -25,12 +25,12 @@ def kernels(device: torch.device) -> Kernels:
 
 
 def default_memory(device: torch.device) -> int:
-    """Return how many bytes working buffers may take, unless a user says otherwise."""
+    """Return the bytes that working buffers may take by default."""
     return kernels(device).memory
 
 
 def choose(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
-    """Return the backend for tensors of a device and dtype; ``"triton"`` is for heads alone, and here as ``"auto"``."""
+    """Return the backend for tensors of a device and dtype; ``"triton"``, which is for heads, is ``"auto"`` here."""
     if name == "reference":
         return reference
     found = kernels(device)
@@ -43,8 +43,8 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
 def choose_for_head(name: str, weight: Tensor) -> Backend:
     """Return the backend for a head with this weight.
 
-    ``"triton"`` is one for half precision on a GPU. ``"auto"`` takes it for many classes where the compiled kernels,
-    which are about as fast, are not built.
+    ``"triton"`` serves bfloat16 on a GPU. ``"auto"`` chooses it for many classes if the compiled kernels, which are
+    about as fast, are not built.
     """
     if name == "triton" and not weight.is_cuda:
         raise BackendError(f'backend="triton" runs on a GPU, the weight is on {weight.device}; pass backend="auto"')

@@ -1,10 +1,10 @@
-"""Contract a layer for relative flatness by columns, |w Mᵀ|², beside its other quantities.
+"""Contract a layer for relative flatness by columns, |w Mᵀ|², and for other quantities.
 
     |w Mᵀ|² = ⟨wᵀw, MᵀM⟩ = |Σ_p δ_p (Q φ_p)ᵀ|²        QᵀQ = wᵀw
 
-is |M|² of a layer with the same positions and cotangents, whose inputs are Q φ_p, min(d, m) numbers, in place of φ_p.
-So it comes by what every backend has for |M|², by the route that is best for those sizes. Q is w itself where that has
-no more rows than columns.
+is |M|² of a layer with the same positions and cotangents and with inputs Q φ_p, min(d, m) numbers, in place of φ_p. So
+it is computed as every backend computes |M|², by the best route for those sizes. Q is w itself if w has no more rows
+than columns.
 """
 
 from collections.abc import Sequence
@@ -41,12 +41,13 @@ class WithColumns(Contractor):
         super().__init__(quantities, (groups, d, m, geometry.kernel_elements), weight.device)
         self._weight, self._geometry, self._rows = weight, geometry, min(d, m)
         make = partial(LayerContraction, backend=backend, memory=memory, convolution=convolution)
-        self._behind = make(weight[..., : self._rows], Geometry(groups), quantities=["squares"])  # of its shape alone
+        # The shape of this weight matters, not its entries.
+        self._behind = make(weight[..., : self._rows], Geometry(groups), quantities=["squares"])
         others = [name for name in quantities if not of_outputs(name)]
         self._others = make(weight, geometry, quantities=others) if others else None
 
     def at(self, inputs: Calls, count: int, held: int = 0, positions: Tensor | None = None) -> Contraction:
-        """See :class:`.Contractor`; cotangents are held back as the other quantities want it."""
+        """See :class:`.Contractor`; as many cotangents are held back as for the other quantities."""
         with self._behind.precision():
             outputs = [self._applied(promoted(phi)) for phi in inputs]
         if self._others is None:
@@ -62,7 +63,7 @@ class WithColumns(Contractor):
 
         stack = Copies(first.stack_size, self._others.buffer, forms)
         return Contraction(
-            self._wanted, forms, first.entries, stack, first.stack_size, first.held, self._others.precision
+            self._wanted, forms, first.squared_entries, stack, first.stack_size, first.held, self._others.precision
         )
 
     def gathers(self, inputs: Calls, count: int, held: int, elements: int) -> bool:
@@ -72,7 +73,7 @@ class WithColumns(Contractor):
         return self._others is None and self._behind.gathers(alike, count, held, elements)
 
     def kept(self, places: int) -> int:
-        """See :class:`Contractor`; Q φ is kept too."""
+        """See :class:`.Contractor`; Q φ is kept too."""
         of_inputs = len(self._weight) * self._rows * places * promoted_dtype(self._weight.dtype).itemsize
         return of_inputs + self._behind.kept(places) + (0 if self._others is None else self._others.kept(places))
 
@@ -82,7 +83,7 @@ class WithColumns(Contractor):
         return gram_factor(promoted(self._weight).mT)
 
     def _applied(self, phi: Tensor) -> Tensor:
-        """Return Q φ by position, (n, G min(d, m), p0, p1, p2)."""
+        """Return Q φ at all positions, (n, G min(d, m), p0, p1, p2)."""
         factor, geometry = self._factor.to(phi.dtype), self._geometry
         if geometry == Geometry():
             outputs: Tensor = product(phi.flatten(2).mT, factor[0].t()).mT.unflatten(2, phi.shape[2:])

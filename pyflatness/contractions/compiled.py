@@ -17,13 +17,13 @@ from .geometry import Geometry
 from .kernels import SUFFIX, Kernels, array, dense, dense_rows, layer_sizes, plain, span, strided
 from .precision import promoted_dtype
 from .quantities import Forms
-from .reference import FUSED_OUTPUTS, RowSlopes, RowSum
+from .reference import FUSED_OUTPUTS, RowGradients, RowSum
 from .routes import KernelRoutes
 
-_ROOT_ROWS = 4  # as kRootRows in csrc/cpu/kernels.h
-_FEW_ROWS = 16  # of R: fewer would mostly be zeros that fill them up
-_LARGEST_ROOT = 2**22  # bytes of R that pass through a processor's second cache for each strip of places
-_NONE = 0, 0  # the array that is not given
+_FACTOR_ROWS = 4  # as kRootRows in csrc/cpu/kernels.h
+_FEW_ROWS = 16  # rows of R; the kernel would pad fewer mostly with zeros
+_LARGEST_FACTOR = 2**22  # bytes of R, which pass through a processor's second-level cache for each strip of positions
+_NONE = 0, 0  # address and elements of an array that is not given
 _MISSING = (
     "the compiled kernels are not here ({}): install pyflatness with `pip install .` (or `pip install -e .`) "
     "from its root, which needs a C++ compiler, and start Python elsewhere: in the root its sources hide what is "
@@ -32,7 +32,7 @@ _MISSING = (
 
 
 def hidden() -> Path | None:
-    """Return the folder of an installation with kernels that this package, from a clone, is found in front of."""
+    """Return the folder of an installation with kernels that this package, run from a clone, hides; or None."""
     here = Path(__file__).resolve().parents[1]
     places = (Path(path, here.name) for path in sys.path)
     return next((place for place in places if place.resolve() != here and any(place.glob("_C.*"))), None)
@@ -58,7 +58,6 @@ class Compiled(Kernels):
             )
 
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Return why tensors of this kind cannot be served; empty if they can."""
         if self.missing:
             return self.missing
         self.module()
@@ -69,7 +68,7 @@ class Compiled(Kernels):
         return ""
 
     def module(self) -> Any:
-        """Return the compiled module; the first time, it takes the instruction set that the environment names."""
+        """Return the compiled module; the first call selects the instruction set that the environment names."""
         module = super().module()
         if not self._ready:
             name = os.environ.get("PYFLATNESS_ISA")
@@ -82,7 +81,7 @@ class Compiled(Kernels):
         return module
 
     def engines(self) -> list[str]:
-        """Return the instruction sets that this build and processor have, widest first; none without the module."""
+        """Return the instruction sets of this build and processor, widest first; none without the module."""
         return [] if self.missing else list(self._module.instruction_sets())
 
     def instruction_set(self) -> str:
@@ -101,7 +100,7 @@ class Compiled(Kernels):
 
     @contextmanager
     def forced_direct_form(self, name: str) -> Iterator[None]:
-        """Make M by a ``DirectForm`` (csrc/cpu/kernels.h), "patches", "tiles2" or "tiles4", where it can be."""
+        """Compute M by a ``DirectForm`` (csrc/cpu/kernels.h), "patches", "tiles2" or "tiles4", if the layer allows."""
         module = self.module()
         before = str(module.direct_form())
         module.select_direct_form(name)
@@ -151,13 +150,13 @@ class Compiled(Kernels):
 
     def softmax_variance_gradient(
         self, features: Tensor, weight: Tensor, bias: Tensor | None, shares: Tensor
-    ) -> RowSlopes:
+    ) -> RowGradients:
         """See :class:`.Backend`; at most :data:`.FUSED_OUTPUTS` outputs."""
         features, weight, shares = dense_rows(features), dense(weight), dense(shares)
         bias = None if bias is None else dense(bias)
         (n, m), d = features.shape, weight.shape[0]
-        constants = self._constants(d, m, weight)  # the kernel's memory, which must outlast the call
-        found = RowSlopes(0.0, weight.new_empty(d, n), weight.new_empty(d, n), weight.new_empty(2, n))
+        constants = self._constants(d, m, weight)  # workspace of the kernel, which must outlast the call
+        found = RowGradients(0.0, weight.new_empty(d, n), weight.new_empty(d, n), weight.new_empty(2, n))
         kernel = self._kernel("softmax_variance_gradient", features, weight, weight if bias is None else bias)
         total = kernel(
             strided(features), features.stride(0), array(weight), _NONE if bias is None else array(bias),
@@ -167,7 +166,7 @@ class Compiled(Kernels):
         return found._replace(total=total)
 
     def _constants(self, d: int, m: int, like: Tensor) -> Tensor:
-        """Return memory for what kernels prepare of a head's weight and bias."""
+        """Return memory for constants that kernels compute from a head's weight and bias."""
         return like.new_empty(d * (self.module().packed_columns(m) + 1 + d))
 
     def direct(
@@ -197,7 +196,6 @@ class Compiled(Kernels):
         return found._replace(weighted=weighted_squares, by_column=by_column, by_row=by_row.sum(dim=2).flatten(1))
 
     def stacking_pays(self, inputs: Tensor, geometry: Geometry, rows: int, *, by_gram: bool) -> bool:
-        """Return whether :meth:`direct_gathered` contracts several cotangents faster than each alone."""
         if by_gram:
             return False
         (n, groups, channels, _), *sizes = layer_sizes(inputs, None, geometry)
@@ -262,27 +260,27 @@ class Compiled(Kernels):
             kernel(some, rows.stride(), n, groups, positions, r, grams, of, working, threads)
         return out.sum(dim=1)
 
-    def gram_rooted(self, rows: Tensor, factor: Tensor, patch_gram: Tensor, *, triangular: bool) -> Tensor:
-        """See :class:`.Backend`; by one kernel that writes no R δ, and of a triangular R reads no zeros."""
-        if factor.shape[1] < _FEW_ROWS or factor[0].numel() * factor.element_size() > _LARGEST_ROOT:
-            return super().gram_rooted(rows, factor, patch_gram, triangular=triangular)
+    def gram_weighted(self, rows: Tensor, factor: Tensor, patch_gram: Tensor, *, triangular: bool) -> Tensor:
+        """See :class:`.Backend`; one kernel, which does not write R δ, and skips the zeros of a triangular R."""
+        if factor.shape[1] < _FEW_ROWS or factor[0].numel() * factor.element_size() > _LARGEST_FACTOR:
+            return super().gram_weighted(rows, factor, patch_gram, triangular=triangular)
         rows, patch_gram, threads = plain(rows), dense(patch_gram), torch.get_num_threads()
-        root = dense(torch.nn.functional.pad(factor, (0, 0, 0, -factor.shape[1] % _ROOT_ROWS)))
+        padded = dense(torch.nn.functional.pad(factor, (0, 0, 0, -factor.shape[1] % _FACTOR_ROWS)))
         _, groups, positions, d = rows.shape
         workspace = rows.new_empty(self._kernel("gram_rooted_workspace", rows)(positions, d, threads))
-        kernel, roots = self._kernel("gram_rooted", rows, root, patch_gram), array(root)
+        kernel, factors = self._kernel("gram_rooted", rows, padded, patch_gram), array(padded)
         grams, working = array(patch_gram), array(workspace)
         out = rows.new_empty(len(rows), groups, dtype=torch.float64)
         for some, of, n in _each(rows, out, len(patch_gram)):
             kernel(
-                some, rows.stride(), n, groups, positions, d, roots, root.shape[1], triangular, grams, of, working,
+                some, rows.stride(), n, groups, positions, d, factors, padded.shape[1], triangular, grams, of, working,
                 threads,
             )  # fmt: skip
         return out.sum(dim=1)
 
 
 def _each(rows: Tensor, out: Tensor, samples: int) -> list[tuple[tuple[int, int], tuple[int, int], int]]:
-    """Return span, array and samples of each of several cotangents' rows, which share their Gram matrices."""
+    """Return for each cotangent the span of its rows, its part of ``out`` and its samples; they share Gram matrices."""
     if not samples:
         return []
     first, of = rows[:samples], out[:samples]

@@ -1,4 +1,4 @@
-"""Load and launch the CUDA kernels, on torch's current stream of a tensor's device; nothing else imports ``_cuda``."""
+"""Load and launch the CUDA kernels, on torch's current stream of a tensor's device; only this imports ``_cuda``."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ from .quantities import Forms
 from .reference import ClassSums, MeanRow, takes_pairs
 
 HALF = {torch.bfloat16: "_bf16", torch.float16: "_f16"}
-"""Dtypes that some kernels take beside float32 and float64, accumulating in float32."""
+"""Dtypes that some kernels take in addition to float32 and float64, accumulating in float32."""
 
 _CAPABILITY = (8, 0)
 _MISSING = (
@@ -31,7 +31,7 @@ class Cuda(Kernels):
     """Provide the operations by CUDA kernels, with matrix products of torch's libraries."""
 
     device = "cuda"
-    memory = 416 * 2**20  # a GPU wants much at once
+    memory = 416 * 2**20  # a GPU is used well only by large operations
     in_place = True
 
     def __init__(self) -> None:
@@ -44,11 +44,10 @@ class Cuda(Kernels):
         return ["CUDA"]
 
     def on_gpu(self, tensor: Tensor) -> bool:
-        """Return that it is: emulated kernels do the same on the CPU."""
+        """Return True, as emulated kernels do on the CPU what they do on a GPU."""
         return True
 
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Return why tensors of this kind cannot be served; empty if they can."""
         if self.missing:
             return self.missing
         if device.type != self.device:
@@ -61,12 +60,12 @@ class Cuda(Kernels):
         return _refused(self._module, torch.device(device.type, index))
 
     def fuses_gradient(self, weight: Tensor) -> bool:
-        """Return whether it is of pairs of classes: fewer of torch's operations, each of which takes the host time."""
+        """Return whether the head's route is by pairs of classes, with fewer operations for the host to launch."""
         return takes_pairs(*weight.shape)
 
     @contextmanager
     def emulated(self, compiled: Any) -> Iterator[None]:
-        """Take the kernels of a module compiled for CPU tensors inside a ``with`` block (for tests)."""
+        """Use the kernels of a module compiled for CPU tensors inside a ``with`` block (for tests)."""
         before = self._module, self.missing, self.device
         self._module, self.missing, self.device = compiled, "", "cpu"
         try:
@@ -98,7 +97,7 @@ class Cuda(Kernels):
         sums: ClassSums,
         rounded: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`.Backend`; of logits and ``rounded`` a row's elements are neighbours."""
+        """See :class:`.Backend`; each row of logits and of ``rounded`` is contiguous."""
         (n, width), out = logits.shape, logits if rounded is None else rounded
         given_bias, norms = logits.new_empty(0) if bias is None else dense(bias), dense(norms)
         joining, factor = torch.empty_like(sums.top), torch.empty_like(sums.rest)
@@ -165,7 +164,7 @@ class Cuda(Kernels):
         return out
 
     def patches(self, inputs: Tensor, geometry: Geometry) -> Tensor:
-        """See :class:`.Backend`; inputs may have any strides, and be of half precision."""
+        """See :class:`.Backend`; inputs may have any strides, and may be in half precision."""
         if (geometry.kernel, geometry.stride) == ((1, 1, 1), (1, 1, 1)):
             return geometry.patches(inputs)  # no copy, or a plain one
         inputs = plain(inputs)
@@ -201,7 +200,7 @@ class Cuda(Kernels):
 
 @functools.cache
 def _refused(kernels: Any, device: torch.device) -> str:
-    """Return why a device launches nothing of a module, as where its driver is older than the CUDA of the build."""
+    """Return why a device cannot run a module's kernels, such as a driver older than the build's CUDA; or ""."""
     one = torch.ones(1, dtype=torch.float32, device=device)
     out = torch.empty(1, dtype=torch.float64, device=device)
     given = (one.data_ptr(), 1), 1, (one.data_ptr(), 1), 1, 1, 1, (out.data_ptr(), 1)
@@ -222,13 +221,13 @@ def on_stream(kernels: Any, name: str, device: torch.device, *arguments: Any) ->
 
 
 def on_device(device: torch.device, function: Any, *arguments: Any, **named: Any) -> Any:
-    """Call a function while the device is the current one, and return its result."""
+    """Call a function with the device as the current one, and return its result."""
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         return function(*arguments, **named)
 
 
 def _weight_suffix(name: str, weight: Tensor, beside: Tensor) -> str:
-    """Return the suffix of a kernel whose weight may be in half precision beside float32."""
+    """Return the suffix of a kernel whose weight may be in half precision with other tensors in float32."""
     suffixes = {**SUFFIX, **HALF}
     fits = (weight.device, promoted_dtype(weight.dtype)) == (beside.device, beside.dtype)
     if not fits or weight.dtype not in suffixes:

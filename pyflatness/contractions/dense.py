@@ -15,17 +15,17 @@ from .routes import Calls
 
 
 class DenseLayer(Protocol):
-    """Represent a convolution as one dense matrix W (d, m), all outputs × all inputs, by what it does."""
+    """Represent a convolution as one dense matrix W (d, m), all outputs × all inputs, by its products with vectors."""
 
     d: int
     m: int
     device: torch.device
 
     def carried(self, delta: Tensor) -> Tensor:
-        """Return Wᵀ δ of δ (n, …), of the shape of the unpadded inputs."""
+        """Return Wᵀ δ for δ (n, …), in the shape of the unpadded inputs."""
 
     def applied(self, inputs: Tensor, power: int) -> Tensor:
-        """Return W x of unpadded inputs (n, …), of the shape of the outputs; for power 2 of W ∘ W."""
+        """Return W x for unpadded inputs x (n, …), in the shape of the outputs; (W ∘ W) x for power 2."""
 
 
 class DenseContraction(Contractor):
@@ -36,7 +36,7 @@ class DenseContraction(Contractor):
         self._layer, self._backend = layer, backend
 
     def at(self, inputs: Calls, count: int, held: int = 0, positions: Tensor | None = None) -> Contraction:
-        """Return the contraction at the unpadded inputs (n, …) of each call; cotangents are like them."""
+        """Return the contraction at the unpadded inputs (n, …) of each call; there is a cotangent for each call too."""
         return Contraction(self._wanted, _DenseForms(self._layer, self._backend, self._wanted.forms, inputs).of)
 
     def traces(self, inputs: Calls, cotangent: Calls, coefficients: Tensor) -> Tensor:
@@ -46,11 +46,11 @@ class DenseContraction(Contractor):
 
 
 class _DenseForms:
-    """Compute the forms of M = Σ_q vec(δ_q) vec(x_q)ᵀ over a dense matrix' calls q, without making M.
+    """Compute the forms of M = Σ_q vec(δ_q) vec(x_q)ᵀ over a dense matrix's calls q, without making M.
 
-    |Wᵀ M|² = Σ ⟨x_q, x_q'⟩ ⟨γ_q, γ_q'⟩ with γ = Wᵀ δ, the cotangent carried back through this layer alone. Sums over
-    W ∘ M by row Σ_q δ_q ∘ W x_q, by column Σ_q x_q ∘ γ_q; |W ∘ M|² = Σ_qq' ⟨δ_q ∘ δ_q', (W ∘ W)(x_q ∘ x_q')⟩;
-    |W Mᵀ|² = Σ_qq' ⟨δ_q, δ_q'⟩ ⟨W x_q, W x_q'⟩.
+    |Wᵀ M|² = Σ ⟨x_q, x_q'⟩ ⟨γ_q, γ_q'⟩ with γ = Wᵀ δ, the cotangent sent back through this layer alone. The sums of
+    W ∘ M are Σ_q δ_q ∘ W x_q by row and Σ_q x_q ∘ γ_q by column. |W ∘ M|² = Σ_qq' ⟨δ_q ∘ δ_q', (W ∘ W)(x_q ∘ x_q')⟩,
+    and |W Mᵀ|² = Σ_qq' ⟨δ_q, δ_q'⟩ ⟨W x_q, W x_q'⟩.
     """
 
     def __init__(self, layer: DenseLayer, backend: Backend, made: Made, inputs: Calls) -> None:
@@ -72,19 +72,18 @@ class _DenseForms:
             carried = _flat([self._layer.carried(delta) for delta in cotangent])
         each = zip(self._pairs, self._variances, strict=True)
         weighted = [dots(rows[:, a] * rows[:, b], variances) for (a, b), variances in each]
+        column_norms = None
+        if self._made.gram_weighted_columns and self._outputs is not None:
+            gram = product(self._outputs, self._outputs.mT).unsqueeze(1)
+            column_norms = contract(rows.unsqueeze(1), gram.to(rows.dtype))
         return Forms(
             contract(rows.unsqueeze(1), self._gram) if self._made.squares else None,
             contract(carried.unsqueeze(1), self._gram) if carried is not None and self._made.gram_weighted else None,
             sum(weighted[1:], start=weighted[0]) if weighted else None,
             None if carried is None else (self._columns * carried).sum(dim=1).double(),
             (rows * self._outputs).sum(dim=1).double() if self._outputs is not None and self._made.by_row else None,
-            self._column_norms(rows) if self._made.gram_weighted_columns else None,
+            column_norms,
         )
-
-    def _column_norms(self, rows: Tensor) -> Tensor:
-        assert self._outputs is not None
-        gram = product(self._outputs, self._outputs.mT).unsqueeze(1)
-        return self._backend.gram(rows.unsqueeze(1), gram.to(rows.dtype))
 
 
 def _flat(calls: Calls) -> Tensor:

@@ -9,9 +9,9 @@ from torch import Tensor
 from .precision import float32_products
 
 _MANY_ROWS = 1024
-"""From here on the rounding of R to bfloat16 averages out of |R M|², if all its entries are of one size."""
+"""The rows of R from which its rounding to bfloat16 averages out in |R M|², if all its entries are of one size."""
 
-_ROWS, _COLUMNS = 128, 1024  # of w wᵀ at a time, and of w in float64
+_ROWS, _COLUMNS = 128, 1024  # rows of w wᵀ that are computed at a time, and columns of w converted to float64
 
 
 def gram_factor(weight: Tensor) -> Tensor:
@@ -21,10 +21,10 @@ def gram_factor(weight: Tensor) -> Tensor:
 
 
 def gram_factors(weights: Sequence[Tensor]) -> list[tuple[Tensor, bool]]:
-    """Return R for each of several weights, wᵀ itself where it has no more rows, and whether it is triangular.
+    """Return for each weight R, wᵀ itself if it has no more rows, and whether R is triangular.
 
-    It is found by the Cholesky factor of w wᵀ in float64, whose rounding is below float32's even after it is squared:
-    a thin QR of wᵀ takes several times as long, and stalls where other processes share the cores.
+    R is the Cholesky factor of w wᵀ in float64, whose rounding is below float32's even after squaring. A thin QR of wᵀ
+    takes several times as long, and stalls if other processes share the cores.
     """
     found: list[tuple[Tensor, bool]] = []
     failures = {}
@@ -35,12 +35,12 @@ def gram_factors(weights: Sequence[Tensor]) -> list[tuple[Tensor, bool]]:
             continue
         gram = lower_gram(weight)
         upper, failed = gram.mT, gram.new_empty(len(gram), dtype=torch.int32)
-        torch.linalg.cholesky_ex(upper, upper=True, out=(upper, failed))  # in place, column-major as LAPACK wants it
+        torch.linalg.cholesky_ex(upper, upper=True, out=(upper, failed))  # in place, since LAPACK is column-major
         failures[number] = failed.any()
         found.append((upper.to(weight.dtype), True))
     if failures and bool(torch.stack([failed.to(weights[0].device) for failed in failures.values()]).any()):
         for number in (number for number, failed in failures.items() if bool(failed)):
-            weight = weights[number]  # has rows that depend on each other, such as dead ones
+            weight = weights[number]  # w wᵀ is singular, for example with rows of zeros
             values, vectors = torch.linalg.eigh(lower_gram(weight).nan_to_num(0.0))
             factor: Tensor = (vectors * values.clamp_min(0).sqrt().unsqueeze(1)).mT
             found[number] = factor.to(weight.dtype), False
@@ -48,7 +48,7 @@ def gram_factors(weights: Sequence[Tensor]) -> list[tuple[Tensor, bool]]:
 
 
 def lower_gram(weight: Tensor) -> Tensor:
-    """Return the lower half of w wᵀ, (G, d, d) float64; what is above it is not to be read."""
+    """Return the lower half of w wᵀ, (G, d, d) float64; entries above the diagonal are not all computed."""
     groups, d, _ = weight.shape
     gram = weight.new_zeros(groups, d, d, dtype=torch.float64)
     for part in weight.split(_COLUMNS, dim=2):
@@ -60,10 +60,10 @@ def lower_gram(weight: Tensor) -> Tensor:
 
 
 def half_factor(factor: Tensor | None, weight: Tensor) -> Tensor | None:
-    """Return R for products with cotangents of bfloat16; None where its rounding could show.
+    """Return R in bfloat16 for products with cotangents of bfloat16; None if its rounding could show.
 
-    wᵀ is such already. Another R is multiplied by an orthogonal matrix, which leaves |R M|² alone and makes its entries
-    of one size: of Cholesky's factor few count, and their rounding would not average out.
+    R = wᵀ is rounded already. Another R is multiplied by a random orthogonal matrix, which leaves |R M|² unchanged and
+    makes entries of about one size: Cholesky's factor has few large ones, whose rounding would not average out.
     """
     _, d, m = weight.shape
     if factor is None or weight.dtype != torch.bfloat16 or min(d, m) < _MANY_ROWS:
@@ -78,5 +78,5 @@ def half_factor(factor: Tensor | None, weight: Tensor) -> Tensor | None:
 
 
 def multiply_adds(d: int, m: int) -> int:
-    """Return about how many multiply-adds the factor takes: the lower half of w wᵀ, and its Cholesky factor."""
+    """Return about how many multiply-adds R needs: for the lower half of w wᵀ, and for its Cholesky factor."""
     return 0 if m <= d else d**2 * (3 * m + d) // 6

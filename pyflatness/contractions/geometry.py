@@ -1,13 +1,13 @@
 """Describe how a layer's input becomes the patches that its weight matrix multiplies.
 
-One form for linear layers and convolutions, so that one set of contractions serves both. Axes: ``n`` samples, ``G``
-groups, ``c`` input channels of a group, ``d`` rows (outputs) of a group, ``P`` positions, ``m`` columns:
+Linear layers and convolutions have one common form, so that one set of contractions serves both. Axes: ``n`` samples,
+``G`` groups, ``c`` input channels of a group, ``d`` rows (outputs) of a group, ``P`` positions, ``m`` columns:
 c times the elements of the kernel.
 
     inputs (n, G c, s0, s1, s2), padded        cotangent (n, G d, p0, p1, p2)        weight (G, d, m)
 
-A linear layer on (n, P, m) is a kernel of one element on m channels and P pixels; convolutions of one or two dimensions
-have leading dimensions of one pixel. Any strides are welcome.
+A linear layer on (n, P, m) is a convolution with a kernel of one element, m channels and P pixels; convolutions in one
+or two dimensions have leading dimensions of one pixel. Tensors may have any strides.
 """
 
 import functools
@@ -20,7 +20,7 @@ Triple = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Geometry:
-    """Describe which pixels of the padded input a position sees."""
+    """Describe which pixels of the padded input are in the patch of a position."""
 
     groups: int = 1
     kernel: Triple = (1, 1, 1)
@@ -29,12 +29,12 @@ class Geometry:
 
     @property
     def kernel_elements(self) -> int:
-        """Return how many pixels a patch has."""
+        """Return the number of pixels in a patch."""
         a, b, c = self.kernel
         return a * b * c
 
     def places(self, size: tuple[int, ...]) -> Triple:
-        """Return how many positions there are along each dimension for padded inputs of ``size``."""
+        """Return the number of positions along each dimension, for padded inputs of ``size``."""
         return _places(tuple(size), self.kernel, self.stride, self.dilation)
 
     def patches(self, inputs: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class Geometry:
         for dim, (kernel, stride, dilation) in enumerate(
             zip(self.kernel, self.stride, self.dilation, strict=True), start=2
         ):
-            if kernel == stride == 1:  # the same, and vmap knows its derivative
+            if kernel == stride == 1:  # equal to unfold, with a derivative that vmap supports
                 view = view.unsqueeze(-1)
             else:
                 view = view.unfold(dim, dilation * (kernel - 1) + 1, stride)[..., ::dilation]

@@ -1,8 +1,8 @@
 """Call compiled kernels, on the CPU and on CUDA alike, with tensors described as the bindings take them.
 
-A tensor is its address and how many elements may be reached from that. What is at the address has to be the tensor's
-numbers: of one that is negated lazily (``c.conj().imag``) it is not. Such a tensor is copied where kernels prepare what
-they are given (:func:`plain`, :func:`dense`, :func:`dense_rows`), and has no address here.
+A tensor is given by its address and the number of elements that may be reached from there. The memory of a tensor that
+is negated lazily (``c.conj().imag``) does not hold its numbers. Such a tensor is copied by :func:`plain`,
+:func:`dense` and :func:`dense_rows`, and is refused where an address is taken.
 """
 
 import importlib
@@ -22,7 +22,7 @@ SUFFIX = {torch.float32: "_f32", torch.float64: "_f64"}
 class Kernels(Backend):
     """Provide the operations of heads that have kernels both on the CPU and on CUDA.
 
-    ``missing`` says why there are none.
+    ``missing`` says why there are no kernels; it is empty if there are.
     """
 
     name = "compiled"
@@ -31,31 +31,31 @@ class Kernels(Backend):
         self._module: Any = None
         self.missing = ""
         try:
-            # After torch, so that both use the OpenMP runtime that torch brings and not a pool of threads each.
+            # This import comes after torch's, so that both use torch's OpenMP runtime and one pool of threads.
             self._module = importlib.import_module(module)
         except ImportError as error:
             self.missing = missing.format(error)
 
     def module(self) -> Any:
-        """Return the compiled module, or raise what is missing."""
+        """Return the compiled module, or raise an error with what is missing."""
         if self.missing:
             raise BackendError(self.missing)
         return self._module
 
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Return why tensors of this kind cannot be served; empty if they can."""
+        """Return why the kernels do not take tensors of this device and dtype; empty if they do."""
         raise NotImplementedError
 
     def fuses_gradient(self, weight: Tensor) -> bool:
-        """Return whether the penalty of a head of this weight, float32 or float64, is made with its gradient."""
+        """Return whether the penalty of a head with this weight, float32 or float64, is computed with its gradient."""
         raise NotImplementedError
 
     def _kernel(self, name: str, *tensors: Tensor) -> Callable[..., Any]:
-        """Return the kernel for these tensors, of one dtype, which runs where they are."""
+        """Return the kernel for these tensors, of one dtype, on their device."""
         raise NotImplementedError
 
     def _last(self) -> tuple[int, ...]:
-        """Return what kernels take behind all other arguments."""
+        """Return the last arguments of every kernel."""
         return ()
 
     def pair_distances(self, weight: Tensor) -> Tensor:
@@ -117,21 +117,24 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def dense_rows(matrix: Tensor) -> Tensor:
-    """Return the matrix, copied only if the elements of a row are not neighbours, or if it is negated lazily."""
+    """Return the matrix, copied only if its rows are not contiguous, or if it is negated lazily."""
     matrix = matrix.resolve_neg()
     (n, m), (step, each) = matrix.shape, matrix.stride()
     return matrix if each == 1 and step >= m and n and m else matrix.contiguous()
 
 
 def array(tensor: Tensor) -> tuple[int, int]:
-    """Return address and elements of a contiguous tensor."""
+    """Return the address of a contiguous tensor and its number of elements."""
     if not tensor.is_contiguous():
         raise BackendError(f"a contiguous tensor is wanted, got strides {tensor.stride()}")
     return _address(tensor), tensor.numel()
 
 
 def layer_sizes(inputs: Tensor, cotangent: Tensor | None, geometry: Geometry) -> tuple[tuple[int, ...], ...]:
-    """Return the sizes of a layer as the binding takes them; a cotangent's positions are its own, which it checks."""
+    """Return the sizes of a layer as the binding takes them.
+
+    Positions are those of the cotangent if it is given, and the binding checks that they fit the inputs.
+    """
     (n, channels), size = inputs.shape[:2], tuple(inputs.shape[2:])
     groups, rows = geometry.groups, 1
     places: tuple[int, ...] = geometry.places(size)
@@ -143,7 +146,7 @@ def layer_sizes(inputs: Tensor, cotangent: Tensor | None, geometry: Geometry) ->
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """Return address and elements from the first to the last of a tensor of any strides."""
+    """Return the address of a tensor of any strides, and the number of elements from its first to its last."""
     if tensor.is_contiguous():
         return _address(tensor), tensor.numel()
     last = 0
@@ -153,7 +156,7 @@ def span(tensor: Tensor) -> tuple[int, int]:
 
 
 def strided(matrix: Tensor) -> tuple[int, int]:
-    """Return address and elements from the first to the last of a matrix whose rows are dense."""
+    """Return the address of a matrix with contiguous rows, and the number of elements from its first to its last."""
     n, m = matrix.shape
     return _address(matrix), (n - 1) * matrix.stride(0) + m if n and m else 0
 

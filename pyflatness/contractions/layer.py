@@ -1,12 +1,12 @@
 """Contract a layer: quadratic forms in per-sample weight gradients M = Σ_p δ_p φ_pᵀ, mostly without making M.
 
-    layer = LayerContraction(weight, …)            what depends on the weight, once
-    contraction = layer.at(inputs, count)          what depends on a micro-batch's inputs φ: the route, Gram matrices
-    contraction.of(cotangent, sign)                for each cotangent δ: values and parts of :mod:`.quantities`
+    layer = LayerContraction(weight, …)            prepares the weight, once
+    contraction = layer.at(inputs, count)          prepares a micro-batch's inputs φ: the route, Gram matrices
+    contraction.of(cotangent, sign)                gives values and summands of :mod:`.quantities` for each δ
 
-:mod:`.routes` says by which ways the products are made, :mod:`.quantities` what they are made for. Cotangents of small
-layers, or that are zero at most positions, are worth being contracted several at a time, and by a matrix library all:
-``contraction.hold`` keeps them, or what is made of them, until there are enough.
+:mod:`.routes` has the ways to compute the products, :mod:`.quantities` what they are for. It is faster to contract
+several cotangents at a time if the layer is small, if they are zero at most positions, or if a matrix library does it:
+``contraction.hold`` keeps cotangents, or their products, until there are enough.
 """
 
 import contextlib
@@ -28,16 +28,16 @@ from .routes import Calls, Carried, LayerRoute, OnePosition, PreparedWeight, Sta
 
 ROUTES = ("direct", "gram")
 
-_FEWEST = 4  # cotangents of one position that are worth being contracted together
+_FEWEST = 4  # cotangents of one position that are faster contracted together
 
 _OF_FACTOR, _CALLS = 3, 2_000_000
-"""What making R takes, in multiply-adds of products of float32: for each of its own, in float64, and for its calls.
+"""The cost of R in float32 multiply-adds: of each of its own multiply-adds, in float64, and of its calls.
 
-Measured for 10 to 1,000 rows of 64 to 2,048 columns, one thread, it chooses the faster way but for one of nine cases,
-where that takes 0.9 of the time.
+Measured for 10 to 1,000 rows of 64 to 2,048 columns, one thread, this chooses the faster way in eight of nine cases; in
+the other, the faster way takes 0.9 of the time.
 """
 
-_ANY_NUMBER = 2**31  # of cotangents: more share what is made of the inputs, and make it worth while
+_ANY_NUMBER = 2**31  # of cotangents: so many that preparing the inputs costs nothing for each
 
 Sign = Tensor | float | None  # of a cotangent: one number, (n,), or None for +1
 
@@ -48,23 +48,23 @@ class Stack(Protocol):
     """Keep cotangents until they are contracted together."""
 
     def put(self, number: int, cotangent: Tensor) -> None:
-        """Take a cotangent in as the one of this number."""
+        """Keep a cotangent under this number."""
 
     def taken(self, count: int) -> Forms:
-        """Return the forms of the first cotangents that were taken in, one behind the other."""
+        """Return the forms of the first ``count`` kept cotangents, (count n, …), and drop them."""
 
 
 class Memory:
-    """Keep the memory that one tensor after another is written to.
+    """Keep memory for one tensor after another.
 
-    When tensors of some size are kept and freed in turn, the C library gives their pages back each time.
+    If tensors of some size are allocated and freed in turn, the C library returns their pages to the system each time.
     """
 
     def __init__(self) -> None:
         self._held: Tensor | None = None
 
     def of(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, spare: float = 0) -> Tensor:
-        """Return a tensor whose contents the next call overwrites; what is new has a part to ``spare``."""
+        """Return a tensor that the next call overwrites; new memory is larger by the fraction ``spare``."""
         needed, held = math.prod(shape), self._held
         if held is None or held.dtype != dtype or held.device != device or len(held) < needed:
             self._held = held = torch.empty(int(needed * (1 + spare)), dtype=dtype, device=device)
@@ -72,10 +72,10 @@ class Memory:
 
 
 class Copies:
-    """Keep copies of ``size`` cotangents, for a route that takes several one behind the other.
+    """Keep copies of ``size`` cotangents, for a route that takes a stack of them.
 
-    They are copied, since what backward passes give may be part of a much larger tensor, and since when tensors of this
-    size are kept and freed in turn, the C library gives their pages back each time, which costs more than the copies.
+    They are copied for two reasons. A gradient may be a view of a much larger tensor. And if tensors of this size are
+    allocated and freed in turn, the C library returns their pages each time, which costs more than the copies.
     """
 
     def __init__(self, size: int, buffer: Callable[[int, Tensor], Tensor], forms: Callable[[Calls], Forms]) -> None:
@@ -93,33 +93,33 @@ class Copies:
 class Contraction:
     """Contract one cotangent after another, or ``stack_size`` at a time, with a layer's inputs of one micro-batch.
 
-    ``entries`` makes Σ_i sign_i M_i ∘ M_i of a cotangent and its sign; ``precision`` is entered around products of
-    float32. Where it ``takes_several`` cotangents that have come together, they are contracted by :meth:`of_several`.
+    ``squared_entries`` computes Σ_i sign_i M_i ∘ M_i for a cotangent and its sign; ``precision`` is a context for
+    products of float32. If ``takes_several``, cotangents that arrive together are contracted by :meth:`of_several`.
     """
 
     def __init__(
         self,
         wanted: Quantities,
         forms: Callable[[Calls], Forms],
-        entries: Callable[[Calls, Sign], Tensor] | None = None,
+        squared_entries: Callable[[Calls, Sign], Tensor] | None = None,
         stack: Stack | None = None,
         stack_size: int = 1,
         held: int = 0,
         precision: Precision = contextlib.nullcontext,
         takes_several: bool = False,
     ) -> None:
-        self._wanted, self.forms, self.entries, self._precision = wanted, forms, entries, precision
+        self._wanted, self.forms, self.squared_entries, self._precision = wanted, forms, squared_entries, precision
         self._stack, self.stack_size, self.held = stack, stack_size, held
         self.takes_several = stack_size > 1 or (takes_several and wanted.plain)
         self._signs: list[Sign] = []
 
     def of(self, cotangent: Calls, sign: Sign = None) -> Contribution:
-        """Return the contribution of a cotangent by itself."""
+        """Return the contribution of one cotangent."""
         with self._precision():
             found = self._wanted.contribution(self.forms(cotangent), sign)
-            for name in self._wanted.entries:
-                assert self.entries is not None
-                found.parts[name] = self.entries(cotangent, sign)
+            for name in self._wanted.squared_entries:
+                assert self.squared_entries is not None
+                found.summands[name] = self.squared_entries(cotangent, sign)
         return found
 
     def hold(self, cotangent: Calls, sign: Sign = None) -> Contribution | None:
@@ -138,19 +138,19 @@ class Contraction:
         return self._released() if self._signs else None
 
     def of_several(self, cotangents: Tensor, signs: Sequence[Sign]) -> Contribution:
-        """Return the contribution of cotangents one behind the other, (k n, …); a stack has ``stack_size`` at most."""
+        """Return the contribution of k cotangents, stacked as (k n, …); of a stack at most ``stack_size``."""
         with self._precision():
             return self._together(self.forms([cotangents]), signs)
 
     def _released(self) -> Contribution:
-        """Return the contribution of what is held back, and hold nothing from then on."""
+        """Return the contribution of the cotangents that are held back, and drop them."""
         signs, self._signs = self._signs, []
         assert self._stack is not None
         with self._precision():
             return self._together(self._stack.taken(len(signs)), signs)
 
     def _together(self, found: Forms, signs: Sequence[Sign]) -> Contribution:
-        """Return the contribution of cotangents by the forms of one behind those of another."""
+        """Return the contribution of k cotangents from their stacked forms, (k n, …)."""
         sign = None
         if signs.count(None) < len(signs):
             (values, *_) = (values for values in found if values is not None)
@@ -162,17 +162,17 @@ class Contraction:
 
 @dataclass(frozen=True)
 class Ingredients:
-    """Hold what the contraction of a layer is made of."""
+    """Hold the arguments for the contraction of a layer."""
 
     weight: Tensor  # (G, d, m)
     backend: Backend
     quantities: Sequence[str]  # names of QUANTITIES
     memory: int  # bytes for working buffers
-    gradients: Callable[[Calls, Calls], Tensor]  # inputs and cotangents of some samples -> M, (n, G, d, m), written out
+    gradients: Callable[[Calls, Calls], Tensor]  # inputs and cotangents of some samples -> M, (n, G, d, m)
 
 
 class Contractor:
-    """Prepare once what depends on a layer's weight alone, and contract inputs and cotangents of the layer with it."""
+    """Prepare a layer's weight once, and contract the layer's inputs and cotangents with it."""
 
     def __init__(self, quantities: Sequence[str], sizes: Sizes, device: torch.device) -> None:
         self._wanted, self._sizes, self._device = Quantities.of(*quantities), sizes, device
@@ -180,33 +180,34 @@ class Contractor:
     def at(self, inputs: Calls, count: int, held: int = 0, positions: Tensor | None = None) -> Contraction:
         """Return the contraction at the inputs of a micro-batch, of all calls, for about ``count`` cotangents.
 
-        ``held`` bytes of cotangents may be held back. ``positions`` (n, G d, elements) int32, where :meth:`gathers`
-        says so: where in a row each element of a cotangent is, -1: nowhere; None: cotangents are whole.
+        ``held`` bytes of cotangents may be held back. ``positions`` (n, G d, elements) int32, for layers that
+        :meth:`gathers` allows, has the position of each element of a cotangent in its row, or -1 if it counts nowhere;
+        None if cotangents are whole.
         """
         raise NotImplementedError
 
     def gathers(self, inputs: Calls, count: int, held: int, elements: int) -> bool:
-        """Return whether cotangents can be contracted of which each row has some elements, and where they belong."""
+        """Return whether cotangents can be contracted whose rows have some elements only, with their positions."""
         return False
 
     def carries(self, inputs: Calls, count: int) -> bool:
-        """Return whether |R M|², alone wanted, takes the fewest multiply-adds from wᵀ δ, made elsewhere."""
+        """Return whether |R M|² is the only quantity and needs the fewest multiply-adds from a given wᵀ δ."""
         return False
 
     def at_carried(self, inputs: Calls) -> Contraction:
-        """Return the contraction of wᵀ δ in place of δ, at the inputs φ of a micro-batch, where :meth:`carries`."""
+        """Return the contraction of wᵀ δ in place of δ, at the inputs φ of a micro-batch, if :meth:`carries`."""
         raise NotImplementedError
 
     def factored(self, inputs: Calls, count: int) -> PreparedWeight | None:
-        """Return the weight whose factor R a contraction at these inputs takes, if it takes one."""
+        """Return the weight whose factor R a contraction at these inputs needs; None if it needs none."""
         return None
 
     def kept(self, places: int) -> int:
-        """Return the bytes a sample of what is made of its inputs at so many positions, and kept for all cotangents."""
+        """Return the bytes for each sample that are prepared at ``places`` positions and kept for all cotangents."""
         return 0
 
     def nothing(self, samples: int) -> Contribution:
-        """Return the contribution of no cotangent at all, such as a loss over a single class has."""
+        """Return a contribution of zeros, as of a loss over a single class, which has no cotangents."""
         return self._wanted.nothing(samples, self._sizes, self._device)
 
     def traces(self, inputs: Calls, cotangent: Calls, coefficients: Tensor) -> Tensor:
@@ -217,8 +218,8 @@ class Contractor:
 class LayerContraction(Contractor):
     """Contract a layer whose padded inputs and cotangents are in the form of :mod:`.geometry`.
 
-    A ``convolution`` has float32 products on CUDA in cuDNN's precision: the contraction takes the layer's own. That of
-    half precision is TF32, which has all of its digits.
+    Float32 products on CUDA have the precision of the layer itself, which for a ``convolution`` is cuDNN's. Products of
+    half precision use TF32, which has all of its digits.
     """
 
     def __init__(
@@ -249,24 +250,24 @@ class LayerContraction(Contractor):
         )
         self._routes = backend.routes(self._prepared)
         self._memory = Memory()
-        self._spared = 0  # multiply-adds that R would have spared so far
+        self._spared = 0  # multiply-adds that R would have saved so far
 
     def at(self, inputs: Calls, count: int, held: int = 0, positions: Tensor | None = None) -> Contraction:
         elements = None if positions is None else positions.shape[2]
         stack_size = self.stack_size(inputs, count, held, elements)
         held = stack_size * self.cotangent_bytes(inputs, elements) if stack_size > 1 else 0
 
-        def entries(cotangent: Calls, sign: Sign) -> Tensor:
-            return self.entries(inputs, cotangent, sign)
+        def squared_entries(cotangent: Calls, sign: Sign) -> Tensor:
+            return self.squared_entries(inputs, cotangent, sign)
 
         with self.precision():
             route = self._chosen(inputs, count, stack_size, positions)()
         stack: Stack = route if isinstance(route, Stacked) else Copies(stack_size, self.buffer, route.forms)
         several = route.takes_several
-        return Contraction(self._wanted, route.forms, entries, stack, stack_size, held, self.precision, several)
+        return Contraction(self._wanted, route.forms, squared_entries, stack, stack_size, held, self.precision, several)
 
     def _chosen(self, inputs: Calls, count: int, stack_size: int, positions: Tensor | None) -> Callable[[], LayerRoute]:
-        """Return what prepares the best route for these inputs."""
+        """Return a function that prepares the best route for these inputs."""
         layer, phi = self._prepared, inputs[0]
         if len(inputs) > 1:
             return partial(Summed, layer, inputs)
@@ -283,9 +284,9 @@ class LayerContraction(Contractor):
         return self.stack_size(inputs, count, held, elements) > 1
 
     def stack_size(self, inputs: Calls, count: int, held: int, elements: int | None = None) -> int:
-        """Return how many of ``count`` cotangents had better be contracted at a time, shared out evenly.
+        """Return how many of ``count`` cotangents are best contracted at a time, in stacks of about one size.
 
-        1: each alone.
+        It is 1 if each is best contracted alone.
         """
         if not held or len(inputs) > 1 or not self._wanted.plain:
             return 1
@@ -301,7 +302,7 @@ class LayerContraction(Contractor):
         return -(-count // -(-count // most)) if min(most, count) >= fewest else 1
 
     def cotangent_bytes(self, inputs: Calls, elements: int | None = None) -> int:
-        """Return what a cotangent takes, of some elements a row or whole, or what a matrix library makes of it."""
+        """Return the bytes of a cotangent, with some ``elements`` of each row or whole, or of its stacked products."""
         layer, phi = self._prepared, inputs[0]
         groups, d, _ = layer.shape
         places = layer.places(phi)
@@ -309,11 +310,11 @@ class LayerContraction(Contractor):
         return len(phi) * groups * rows * (elements or places) * promoted_dtype(phi.dtype).itemsize
 
     def buffer(self, count: int, cotangent: Tensor) -> Tensor:
-        """Return memory for so many such cotangents, (count, n, …)."""
+        """Return memory for ``count`` such cotangents, (count, n, …)."""
         return self._memory.of((count, *cotangent.shape), promoted_dtype(cotangent.dtype), cotangent.device)
 
     def carries(self, inputs: Calls, count: int) -> bool:
-        """See :class:`Contractor`; that of half precision is rounded to it, which R δ is not."""
+        """See :class:`Contractor`; not in half precision, to which wᵀ δ would be rounded, unlike R δ."""
         layer, places = self._prepared, self._prepared.places(inputs[0])
         alone = layer.factor_rows > 0 and self._wanted.plain and not self._wanted.squares
         if not alone or self._half or self._route is not None or places == 1 or len(inputs) > 1:
@@ -329,68 +330,64 @@ class LayerContraction(Contractor):
         return None if without else self._prepared
 
     def _takes_factor(self, phi: Tensor, count: int) -> bool:
-        """Return whether |R δ| is taken at one position, and not |wᵀ δ|: where R has spared what making it takes."""
+        """Return whether |R δ| is used at one position in place of |wᵀ δ|: once R saves more than it costs."""
         _, d, m = self._prepared.shape
         making = _OF_FACTOR * multiply_adds(d, m) + _CALLS
         return self._prepared.has_factor or self._spared + self._spares(phi, count) > making
 
     def _spares(self, phi: Tensor, count: int) -> int:
-        """Return the multiply-adds of a matrix that R spares at one position, for so many cotangents."""
+        """Return the multiply-adds that R saves at one position, for ``count`` cotangents."""
         _, d, m = self._prepared.shape
         return len(phi) * count * d * max(0, m - d)
 
     def kept(self, places: int) -> int:
-        """See :class:`Contractor`: a Gram matrix, where the route may be by such; at one position of outputs."""
+        """See :class:`Contractor`: a Gram matrix if the route may use one; at one position outputs and the like."""
         groups, d, _ = self._prepared.shape
         if places == 1:
             kept = self._wanted.forms.weighted + self._wanted.forms.by_row
-            return groups * d * self._itemsize * (kept + 2) if kept else 0  # and a cotangent's squares, times those
+            return groups * d * self._itemsize * (kept + 2) if kept else 0  # 2 for a cotangent's squares and products
         found = self.multiply_adds(places, _ANY_NUMBER)
         by_gram = min(found["gram"], self._routes.carried(places, _ANY_NUMBER)) < found["direct"]
         return groups * places**2 * self._itemsize if by_gram and places > 1 else 0
 
     def cheaper(self, inputs: Tensor, count: int) -> str:
-        """Return the route with fewer multiply-adds, for so many cotangents."""
+        """Return the route with fewer multiply-adds, for ``count`` cotangents."""
         found = self.multiply_adds(self._prepared.places(inputs), count)
         return "gram" if found["gram"] < found["direct"] else "direct"
 
     def multiply_adds(self, places: int, count: int) -> dict[str, float]:
-        """Return the multiply-adds a sample and cotangent of each route, for so many positions and cotangents."""
+        """Return by route the multiply-adds for one sample and cotangent, with ``places`` positions."""
         layer = self._prepared
         _, d, m = layer.shape
         r = layer.factor_rows
         rows = r + (d if self._wanted.squares else 0)
         gram = r * d * places + rows * places**2 + m * places**2 / max(1, count)
-        made = layer.weight is not None and places > 1  # M, in either case
+        made = layer.weight is not None and places > 1  # both routes compute M
         return {"gram": gram, "direct": r * d * m if made else self._routes.direct(places, rows)}
 
     def traces(self, inputs: Calls, cotangent: Calls, coefficients: Tensor) -> Tensor:
-        """Return Σ_i coefficient_i M_i M_iᵀ, (G, d, d) float64."""
-        with self.precision():
-            return self._traces(inputs, cotangent, coefficients)
-
-    def _traces(self, inputs: Calls, cotangent: Calls, coefficients: Tensor) -> Tensor:
         layer = self._prepared
         groups, d, m = layer.shape
         total = coefficients.new_zeros(groups, d, d)
         phi = promoted(inputs[0])
         by_gram = len(inputs) == 1 and self.cheaper(phi, 1) == "gram"
         places = sum(map(layer.places, inputs))
-        # The Gram matrix and two factors, or patches and M; what is summed is copied in float64, twice as large.
+        # The Gram matrix and two factors, or patches and M; the summands are copied in float64, twice as large.
         elements = places * (places + 6 * d) if by_gram else m * (places + 3 * d)
         chunk = layer.chunk(groups * elements, phi.dtype)
-        for start in range(0, len(phi), chunk):
-            part = slice(start, start + chunk)
-            some = coefficients[part]
-            if by_gram:
-                rows = layer.geometry.rows(promoted(cotangent[0][part]))
-                left = product(layer.backend.patch_gram(phi[part], layer.geometry).to(rows.dtype), rows)
-            else:
-                left = rows = layer.gradients([x[part] for x in inputs], [delta[part] for delta in cotangent]).mT
-            total += ((rows.double() * some.view(-1, 1, 1, 1)).mT @ left.double()).sum(dim=0)
+        with self.precision():
+            for start in range(0, len(phi), chunk):
+                part = slice(start, start + chunk)
+                some = coefficients[part]
+                if by_gram:
+                    rows = layer.geometry.rows(promoted(cotangent[0][part]))
+                    left = product(layer.backend.patch_gram(phi[part], layer.geometry).to(rows.dtype), rows)
+                else:
+                    left = rows = layer.gradients([x[part] for x in inputs], [delta[part] for delta in cotangent]).mT
+                total += ((rows.double() * some.view(-1, 1, 1, 1)).mT @ left.double()).sum(dim=0)
         return total
 
-    def entries(self, inputs: Calls, cotangent: Calls, sign: Sign = None) -> Tensor:
+    def squared_entries(self, inputs: Calls, cotangent: Calls, sign: Sign = None) -> Tensor:
         """Return Σ_i sign_i M_i ∘ M_i, (G, d, m) float64."""
         layer = self._prepared
         groups, d, m = layer.shape

@@ -1,6 +1,6 @@
-"""Promote half precision: it is computed and accumulated in float32, a chunk at a time.
+"""Promote half precision, which is computed and accumulated in float32, a chunk at a time.
 
-Logits in bf16 step by 0.125 at 20.
+For example, neighbouring bfloat16 numbers near 20 differ by 0.125, too much for logits.
 """
 
 import contextlib
@@ -13,31 +13,31 @@ import torch
 from torch import Tensor
 
 CHAIN = 2048
-"""Terms that a library may add up in one chain of float32.
+"""The most terms that a library may add one after another in float32.
 
-Of terms of about one size, 1.1 to 1.101, 4,096 were off by a relative 2e-6 there; 30,000 by 5e-5, and 100,000 by 1e-4.
-4,096 probabilities that fall like a power of their place, the largest first, moved a head's value by 2.4e-5, and 2,048
-by 1.1e-6.
+The sum of 4,096 terms of about one size, 1.1 to 1.101, had a relative error of 2e-6; of 30,000 terms 5e-5, and of
+100,000 terms 1e-4. With 4,096 probabilities that fall like a power of their rank, the largest first, a head's value was
+off by 2.4e-5, and with 2,048 by 1.1e-6.
 """
 
-_MIXED, _NAMED = "2.8", "2.9"  # torch from which products of half precision write float32; settings of TF32 have names
-_SETTING = threading.RLock()  # of torch for the process: two threads that put it back in turn would leave it changed
+_MIXED, _NAMED = "2.8", "2.9"  # torch versions with float32 products of half precision, and with named TF32 settings
+_SETTING = threading.RLock()  # two threads that restore torch's setting out of order would leave it changed
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_SETTING._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def promoted(tensor: Tensor) -> Tensor:
-    """Return half precision as float32; anything else as it is."""
+    """Return half precision as float32, and other dtypes as they are."""
     return tensor.to(promoted_dtype(tensor.dtype))
 
 
 def promoted_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that tensors of ``dtype`` are computed in."""
+    """Return the dtype in which tensors of ``dtype`` are computed."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def multiplied(tensor: Tensor, scale: Tensor, dim: int) -> Tensor:
-    """Return ``tensor`` times the scale of its channels, which are in ``dim``."""
+    """Return ``tensor`` times the scale of its channels, in dimension ``dim``."""
     sizes = [1] * tensor.ndim
     sizes[dim] = len(scale)
     tensor = promoted(tensor)
@@ -45,22 +45,22 @@ def multiplied(tensor: Tensor, scale: Tensor, dim: int) -> Tensor:
 
 
 def divided(tensor: Tensor, scale: Tensor, dim: int) -> Tensor:
-    """Return ``tensor`` divided by its channels' scale; channels of scale 0 become 0, which drops them."""
+    """Return ``tensor`` divided by the scale of its channels; channels of scale 0 become 0."""
     kept = scale > 0
     return multiplied(tensor, torch.where(kept, 1 / torch.where(kept, scale, 1.0), 0.0), dim)
 
 
 def full_precision(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Return a context without autocast on the tensor's device: the user's is for the model alone."""
+    """Return a context without autocast on the tensor's device; the user's autocast is for the model alone."""
     kind = tensor.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-    """Return the matrix product ``a @ b``, of half precision as float32, and add a bias; ``out`` is float32 or float64.
+    """Return ``a @ b``, of half precision as float32, plus a bias; ``out`` is float32 or float64.
 
-    A long inner dimension is cut, and the products of the parts are added in float64. No value may rest on how a
-    library sums, and some add all terms in one chain where the columns are few. With a bias ``a`` is (n, k).
+    A long inner dimension is cut, and the products of the parts are added in float64. Otherwise values would depend on
+    the library, as some add all terms one after another if there are few columns. With a bias ``a`` is (n, k).
     """
     length = a.shape[-1]
     if length <= CHAIN or a.dtype == torch.float64:
@@ -87,7 +87,7 @@ def _library_product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | No
 
 
 def convolutions_in_tf32() -> bool:
-    """Return whether convolutions of float32 on CUDA round their factors to TF32, which is torch's default."""
+    """Return whether float32 convolutions on CUDA round their factors to TF32, as is torch's default."""
     cudnn: Any = torch.backends.cudnn
     if torch.__version__ < _NAMED:
         return bool(cudnn.allow_tf32)
@@ -96,10 +96,10 @@ def convolutions_in_tf32() -> bool:
 
 @contextlib.contextmanager
 def float32_products(*, tf32: bool) -> Iterator[None]:
-    """Let float32 products on CUDA round their factors to TF32 or not, inside a ``with`` block.
+    """Set whether float32 products on CUDA round their factors to TF32 inside a ``with`` block.
 
-    It is the process's setting, which other threads see for that time; blocks of several threads come one by one.
-    Afterwards it is as it was: a setting that is inherited is inherited again, as is one that is the inherited one.
+    The setting is the process's: other threads see it meanwhile, and such blocks of several threads run one by one.
+    Afterwards it is as before; if the setting is equal to the inherited one, it is inherited again.
     """
     matmul: Any = torch.backends.cuda.matmul
     with _SETTING:

@@ -1,4 +1,4 @@
-"""List what is measured of a layer's weight gradients: a row of :data:`QUANTITIES` for each quantity.
+"""List the quantities of a layer's weight gradients, each as a row of :data:`QUANTITIES`.
 
 Each is a quadratic form of a sample's weight gradient M (d, m) for one cotangent, summed over cotangents, and so is a
 linear functional of the sample's Hessian H in the layer's weight w:
@@ -7,12 +7,12 @@ linear functional of the sample's Hessian H in the layer's weight w:
 - ``gram_weighted``: |R M|² = ⟨w wᵀ, M Mᵀ⟩ with RᵀR = w wᵀ, relative flatness;
 - ``gram_weighted_columns``: |w Mᵀ|² = ⟨wᵀw, MᵀM⟩, relative flatness by columns: |M|² of inputs w φ in place of φ;
 - ``weighted``: |w ∘ M|², adaptive sharpness;
-- ``by_column``, ``by_row``: Σ_j (Σ_group j w ∘ M)², the summands beside the sum; a group is an input channel with its
-  kernel elements, or a row;
-- ``diagonal``: |M|², and beside it M ∘ M summed over the samples, the diagonal of the Hessian.
+- ``by_column``, ``by_row``: Σ_j (Σ_group j w ∘ M)² and its summands; a group is an input channel with its kernel
+  elements, or a row;
+- ``diagonal``: |M|², and M ∘ M summed over the samples, the diagonal of the Hessian.
 
-A row says what its quantity needs, and how it is read off second derivatives; no other module knows a quantity by its
-name. How it is made of M is said by :mod:`.reference` for the kernels, and by :mod:`.routes`.
+A row has what its quantity needs, and how it is computed from second derivatives. :mod:`.reference` and :mod:`.routes`
+have how it is computed from M.
 """
 
 import functools
@@ -28,7 +28,7 @@ from .precision import product
 
 
 class Forms(NamedTuple):
-    """Hold what is made of each sample's M, (n, …) float64; None where not asked for."""
+    """Hold the forms of each sample's M, (n, …) float64; None for those that are not requested."""
 
     squares: Tensor | None = None  # |M|², (n,)
     gram_weighted: Tensor | None = None  # |R M|², (n,)
@@ -39,7 +39,7 @@ class Forms(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence["Forms"]) -> "Forms":
-        """Return the forms of several pieces' samples, one piece's behind another's."""
+        """Return the forms of several pieces of the samples, concatenated."""
         if len(parts) == 1:
             return parts[0]
         return cls(*(None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True)))
@@ -47,7 +47,7 @@ class Forms(NamedTuple):
 
 @dataclass(frozen=True)
 class RowHessian:
-    """Hold second derivatives of every sample's loss in some entries (s, j) of one row of a layer's weight.
+    """Hold second derivatives of every sample's loss in some entries (s, j) of one row s of a layer's weight.
 
     H_(sj),(tk) = a_j Σ_p φ_pk y_pt for the entries (t, k) of the same group.
     """
@@ -64,7 +64,7 @@ class RowHessian:
     y: Tensor  # (n, P, d)
 
     @cached_property
-    def entries(self) -> Tensor:
+    def diagonal(self) -> Tensor:
         """Return H_(sj),(sj), (n, columns) float64."""
         return self.left * _summed(self.y[:, :, self.row], self.phi)
 
@@ -79,10 +79,10 @@ Sizes = tuple[int, int, int, int]  # of a layer: G, d, m, and the kernel element
 
 @dataclass(frozen=True)
 class Neurons:
-    """Hold the summands of a quantity that is a sum over neurons: how many there are, and their directions.
+    """Describe a quantity that is a sum over neurons: the number of neurons, and the direction of each.
 
-    Directions take the weight of a group (d, m), its neurons' numbers (k,), φ (n, P, m) and the kernel elements, and
-    give the changes Δφ of the layer's outputs, (k, n, P, d), where Δ is a neuron's weights and zeros elsewhere.
+    ``directions`` maps the weight of a group (d, m), its neurons' numbers (k,), φ (n, P, m) and the kernel elements to
+    the changes Δφ of the layer's outputs, (k, n, P, d), where Δ has a neuron's weights, and zeros elsewhere.
     """
 
     count: Callable[[Sizes], int]
@@ -93,20 +93,20 @@ class Neurons:
 class LayerQuantity:
     """Describe a quantity, as a row of the table."""
 
-    form: str  # the field of Forms that it is; for neurons, whose squares it is the sum of
-    of_unit: Callable[[RowHessian, Tensor], None]  # add to a total, (n,) or of neurons (n, neurons)
+    form: str  # its field of Forms; for neurons the field whose squares it sums
+    of_unit: Callable[[RowHessian, Tensor], None]  # adds to a total, (n,) or for neurons (n, neurons)
     gram_factor: bool = False  # needs R, RᵀR = w wᵀ
-    weighted: bool = False  # needs w ∘ M, which has no form without M but for one position
-    neurons: Neurons | None = None  # the summands that it comes with
-    entries: bool = False  # comes with the entries of M ∘ M, summed over all samples together
-    of_block_trace: bool = False  # it is ⟨C, T⟩ of T = Σ_j H_(·j),(·j): for C = w wᵀ with gram_factor, else I
-    of_outputs: bool = False  # it is the trace of T for inputs w φ in place of φ
-    of_diagonal: bool = False  # it is a sum over single entries H_(sj),(sj)
+    weighted: bool = False  # needs w ∘ M, for which M is made unless there is one position
+    neurons: Neurons | None = None  # its summands
+    squared_entries: bool = False  # has M ∘ M, summed over all samples, too
+    of_block_trace: bool = False  # equals ⟨C, T⟩ for T = Σ_j H_(·j),(·j), with C = w wᵀ if gram_factor, else I
+    of_outputs: bool = False  # is the trace of T for inputs w φ in place of φ
+    of_diagonal: bool = False  # is a sum over single entries H_(sj),(sj)
     sampled: bool = True  # has a sampled value
-    of_dense: bool = True  # it is there for a convolution as one dense matrix
-    of_repeated: bool = True  # also where its padding repeats pixels
-    by_column: bool = False  # its parts are by column, or by channel of columns
-    at_head: bool = False  # has a formula where the layer's output is the model's, see sweep/heads.py
+    of_dense: bool = True  # exists for a convolution as one dense matrix
+    of_repeated: bool = True  # exists there even if the padding repeats pixels
+    by_column: bool = False  # has summands by column, or by channel of columns
+    at_head: bool = False  # has a formula for layers that are the head, see sweep/head_formula.py
 
     def value(self, forms: Forms) -> Tensor:
         """Return the quantity of every sample, (n,) float64."""
@@ -118,12 +118,12 @@ class Contribution(NamedTuple):
     """Hold what one cotangent, or several, add to a layer's quantities."""
 
     values: Tensor  # (quantities, n) float64
-    parts: dict[str, Tensor]
-    """By quantity, float64: of neurons the summands (n, neurons); of entries Σ_i M_i ∘ M_i, (G, d, m)."""
+    summands: dict[str, Tensor]
+    """By quantity, float64: the summands of neurons, (n, neurons), or entries Σ_i M_i ∘ M_i, (G, d, m)."""
 
 
 class Made(NamedTuple):
-    """Say which fields of :class:`Forms` are to be made."""
+    """Hold which fields of :class:`Forms` are needed."""
 
     squares: bool
     gram_weighted: bool
@@ -134,16 +134,16 @@ class Made(NamedTuple):
 
 
 class Quantities:
-    """Hold the wanted quantities, in their order, and what they need to be computed.
+    """Hold the wanted quantities, in their order, and what they need.
 
-    ``plain``: all have forms without M for any number of positions, and come with nothing else. ``squares``: one is
-    |M|² alone, without entries of M ∘ M, for which M is made in any case.
+    They are ``plain`` if all have forms without M for any number of positions, and none has entries. ``squares`` is
+    True if one is |M|² without the entries of M ∘ M, for which M is made in any case.
     """
 
     @classmethod
     @functools.lru_cache(maxsize=64)
     def of(cls, *names: str) -> "Quantities":
-        """Return those of some names, made once."""
+        """Return the quantities of some names; the same names give the same object."""
         return cls(names)
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -152,32 +152,32 @@ class Quantities:
         self.forms = Made(*(any(row.form == field for row in every) for field in Made._fields))
         self.gram_factor = any(row.gram_factor for row in every)
         self.weighted = any(row.weighted for row in every)
-        self.entries = [name for name, row in self.rows.items() if row.entries]
+        self.squared_entries = [name for name, row in self.rows.items() if row.squared_entries]
         self.neurons = {name: row.neurons for name, row in self.rows.items() if row.neurons is not None}
-        self.plain = not self.weighted and not self.entries
-        self.squares = any(row.form == "squares" and not row.entries for row in every)
+        self.plain = not self.weighted and not self.squared_entries
+        self.squares = any(row.form == "squares" and not row.squared_entries for row in every)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def contribution(self, forms: Forms, sign: Tensor | float | None) -> Contribution:
-        """Return the values, and summands of neurons, of a cotangent of this sign: a number, (n,), or None for +1."""
+        """Return the values of a cotangent, and neurons' summands; ``sign`` is a number, (n,), or None for +1."""
         values = torch.stack([row.value(forms) for row in self.rows.values()])
-        parts = {name: getattr(forms, self.rows[name].form).square() for name in self.neurons}
+        summands = {name: getattr(forms, self.rows[name].form).square() for name in self.neurons}
         if sign is not None:
-            values, parts = values * sign, {name: (part.mT * sign).mT for name, part in parts.items()}
-        return Contribution(values, parts)
+            values, summands = values * sign, {name: (each.mT * sign).mT for name, each in summands.items()}
+        return Contribution(values, summands)
 
     def nothing(self, samples: int, sizes: Sizes, device: torch.device) -> Contribution:
-        """Return the contribution of no cotangent at all, such as a loss over a single class has."""
+        """Return a contribution of zeros, as of a loss over a single class, which has no cotangents."""
         zeros = functools.partial(torch.zeros, dtype=torch.float64, device=device)
-        parts = {name: zeros(samples, neurons.count(sizes)) for name, neurons in self.neurons.items()}
-        parts.update((name, zeros(*sizes[:3])) for name in self.entries)
-        return Contribution(zeros(len(self), samples), parts)
+        summands = {name: zeros(samples, neurons.count(sizes)) for name, neurons in self.neurons.items()}
+        summands.update((name, zeros(*sizes[:3])) for name in self.squared_entries)
+        return Contribution(zeros(len(self), samples), summands)
 
 
 def of_outputs(name: str) -> bool:
-    """Return whether a quantity is that of |M|² for inputs w φ in place of φ."""
+    """Return whether a quantity is |M|² for inputs w φ in place of φ."""
     return QUANTITIES[name].of_outputs
 
 
@@ -188,7 +188,7 @@ def needs_weight(names: Sequence[str]) -> bool:
 
 
 def _squares(unit: RowHessian, total: Tensor) -> None:
-    total += unit.entries.sum(dim=1)
+    total += unit.diagonal.sum(dim=1)
 
 
 def _gram_weighted(unit: RowHessian, total: Tensor) -> None:
@@ -202,7 +202,7 @@ def _gram_weighted_columns(unit: RowHessian, total: Tensor) -> None:
 
 
 def _weighted(unit: RowHessian, total: Tensor) -> None:
-    total += unit.entries @ unit.weights.square()
+    total += unit.diagonal @ unit.weights.square()
 
 
 def _by_row(unit: RowHessian, total: Tensor) -> None:
@@ -223,7 +223,7 @@ def _by_channel(columns: Tensor, kernel_elements: int) -> Tensor:
 
 
 def _summed(rows: Tensor, patches: Tensor) -> Tensor:
-    """Return Σ_p rows_p φ_p for (n, P) and (n, P, columns), (n, columns) float64."""
+    """Return Σ_p rows_p φ_p, (n, columns) float64, for rows (n, P) and patches φ (n, P, columns)."""
     sums: Tensor = product(rows.unsqueeze(1), patches).squeeze(1)
     return sums.double()
 
@@ -261,7 +261,7 @@ QUANTITIES = {
         "by_row", _by_row, weighted=True, neurons=Neurons(lambda sizes: sizes[0] * sizes[1], _of_rows), sampled=False
     ),
     "diagonal": LayerQuantity(
-        "squares", _squares, entries=True, of_diagonal=True, sampled=False, of_dense=False, by_column=True
+        "squares", _squares, squared_entries=True, of_diagonal=True, sampled=False, of_dense=False, by_column=True
     ),
 }
 """Every quantity by its name."""

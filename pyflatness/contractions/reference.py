@@ -1,8 +1,8 @@
-"""Define what every backend answers, and all operations in plain torch, which the kernels are held to.
+"""Define the operations of a backend, in plain torch; tests compare the kernels with these.
 
-Axes of the head's operations: ``n`` rows (one loss term each), ``d`` outputs, ``m`` features. Those of the layers': see
-:mod:`.geometry`, and M = Σ_p δ_p φ_pᵀ (d, m), a sample's weight gradient for one cotangent. Per-row and per-sample
-results are float64.
+Axes of the head's operations: ``n`` rows (one loss term each), ``d`` outputs, ``m`` features. For the axes of layers
+see :mod:`.geometry`; M = Σ_p δ_p φ_pᵀ (d, m) is a sample's weight gradient for one cotangent. Results by row and by
+sample are float64.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from .precision import product, promoted, promoted_dtype
 from .quantities import Forms
 from .routes import LibraryRoutes
 
-DEFAULT_MEMORY = 24 * 2**20  # bytes that working buffers may take: near to what a processor's caches hold
+DEFAULT_MEMORY = 24 * 2**20  # bytes that working buffers may take, about the size of a processor's caches
 
 FUSED_OUTPUTS = 64  # outputs of a head whose curvature one kernel computes
 
@@ -26,31 +26,31 @@ _PROMOTED = 2**20  # elements of a weight that are promoted at once
 _ALIGNED = 64  # classes, see `_aligned`
 _CENTRE_ROWS = 31  # as in csrc/cpu/kernels.h
 
-# torch's first exp of a process, if several threads make it at once, can be right to 1e-4 only (seen in one process
-# of ten with torch 2.13's CPU build, MKL behind it). One serial call beforehand settles it.
+# The first exp of a process, if several threads compute it at once, can have a relative error of 1e-4 (in one process
+# of ten with torch 2.13's CPU build, which calls MKL). One serial call beforehand prevents that.
 torch.zeros(1, dtype=torch.float32, device="cpu").exp_()
 
 
 def centre(weight: Tensor) -> Tensor:
     """Return the median of some rows of a head's weight (d, m), (m,); of half precision in float32.
 
-    What is common to all classes moves no probability, and would drown the logits' last digits by its size. A mean
-    would follow an outlier row.
+    A row that is common to all classes changes no probability, but if it is large, logits lose their last digits. A
+    mean would follow an outlier row.
     """
     weight = weight.contiguous()  # torch's median of an expanded tensor is uninitialised memory (2.13)
     return promoted(weight[:: -(-len(weight) // _CENTRE_ROWS)]).median(dim=0).values
 
 
 def shifted(bias: Tensor | None, weight: Tensor) -> Tensor:
-    """Return a head's bias (d,) less its median; zeros for None."""
+    """Return a head's bias (d,) minus its median; zeros for None."""
     if bias is None:
         return promoted(weight[:0]).new_zeros(len(weight))
     bias = promoted(bias)
-    return bias - bias.median().nan_to_num(0.0, 0.0, 0.0)  # -inf where most classes are masked
+    return bias - bias.median().nan_to_num(0.0, 0.0, 0.0)  # the median is -inf if most classes are masked
 
 
 def takes_pairs(d: int, m: int) -> bool:
-    """Return whether a head of d classes and m features takes pairs of classes, which is up to 3 m / 2 classes."""
+    """Return whether a head of d classes and m features is computed by pairs of classes, for up to 3 m / 2 classes."""
     return d <= max(FUSED_OUTPUTS, 3 * m // 2)
 
 
@@ -59,14 +59,14 @@ class RowSum(NamedTuple):
 
     total: float
     counted: int
-    prepared: Tensor  # what depends on the weight alone, in the backend's own layout, for further calls
+    prepared: Tensor  # constants of weight and bias, in the backend's own layout, for further calls
 
 
-class RowSlopes(NamedTuple):
-    """Hold what the gradient of a sum over the rows of a head is made of, v_i = var_{p_i}(w)."""
+class RowGradients(NamedTuple):
+    """Hold the terms of the gradient of a sum over the rows of a head, with v_i = var_{p_i}(w)."""
 
     total: float | Tensor  # Σ shares_i |φ_i|² v_i, a number, or a float64 tensor that the host has not waited for
-    slopes: Tensor  # shares_i |φ_i|² ∂v_i/∂z_is, (d, n)
+    of_logits: Tensor  # shares_i |φ_i|² ∂v_i/∂z_is, (d, n)
     probabilities: Tensor  # p_is, (d, n)
     factors: Tensor  # 2 shares_i v_i and shares_i |φ_i|², (2, n)
 
@@ -75,37 +75,37 @@ class ClassSums(NamedTuple):
     """Hold sums over each row's classes but the most probable one t, of e_s = exp(z_s - z_t)."""
 
     maximum: Tensor  # z_t, (n,) in the logits' dtype; -inf before the first class
-    top: Tensor  # t, (n,) int64; -1: there is none
+    top: Tensor  # t, (n,) int64; -1 before the first class
     rest: Tensor  # Σ e_s, (n,) float64
     moment: Tensor  # Σ e_s |w_s|², (n,) float64
 
 
 class MeanRow(NamedTuple):
-    """Hold squared lengths, (n,) float64, in which w_t is the row of a sample's most probable class."""
+    """Hold squared norms, (n,) float64, where w_t is the row of a sample's most probable class."""
 
     others: Tensor  # of the mean of the other classes' rows
-    away: Tensor  # of that mean less w_t
+    away: Tensor  # of that mean minus w_t
     reach: Tensor | None  # of Σ e_s w_s + w_t
 
 
 class Backend:
     """Provide the operations in plain torch.
 
-    Other backends override what they have kernels for, and what pays there.
+    Other backends override the operations for which they have kernels, and the choices of what is faster.
     """
 
-    name = "reference"  # that results carry
+    name = "reference"  # as results show it
     device = "cpu"  # the type of device that engines run on
-    memory = DEFAULT_MEMORY  # bytes that working buffers may take, unless a user says otherwise
-    routes: type[LibraryRoutes] = LibraryRoutes  # chooses among the routes to what is made of a layer's M
-    sums: tuple[torch.dtype, ...] = ()  # dtypes for which a kernel makes softmax_variance_sum
-    in_place = False  # whether nothing lies between the kernels of a wide head
-    first_tile = 0  # classes of a wide head that go before the others where it fuses
+    memory = DEFAULT_MEMORY  # bytes that working buffers may take by default
+    routes: type[LibraryRoutes] = LibraryRoutes  # chooses among the routes to the forms of a layer's M
+    sums: tuple[torch.dtype, ...] = ()  # dtypes with a kernel for softmax_variance_sum
+    in_place = False  # whether a wide head needs no buffers between its kernels
+    first_tile = 0  # classes in the first tile of a wide head, if the backend fuses
 
-    # What pays, and where things are.
+    # Devices, and choices of what is faster.
 
     def engines(self) -> list[str]:
-        """Return what this machine can run of the backend, each by its name."""
+        """Return the names of the backend's engines that this machine can run."""
         return [self.name]
 
     def forced(self, engine: str) -> contextlib.AbstractContextManager[None]:
@@ -113,7 +113,7 @@ class Backend:
         return contextlib.nullcontext()
 
     def on_gpu(self, tensor: Tensor) -> bool:
-        """Return whether a tensor's work is done as on a GPU."""
+        """Return whether operations on a tensor are done as on a GPU."""
         return tensor.is_cuda
 
     def fuses(self, features: Tensor, weight: Tensor) -> bool:
@@ -121,13 +121,13 @@ class Backend:
         return False
 
     def stacking_pays(self, inputs: Tensor, geometry: Geometry, rows: int, *, by_gram: bool) -> bool:
-        """Return whether several cotangents of so many rows of a group are better contracted together than alone."""
+        """Return whether several cotangents, with ``rows`` in a group, are faster contracted together than alone."""
         return True
 
     # Heads.
 
     def multiply(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-        """Return the product of two matrices in ``out``; of bfloat16 in float32."""
+        """Return the product of two matrices, written to ``out``; of bfloat16 in float32."""
         if a.dtype != torch.bfloat16:
             return product(a, b, out=out)
         for part in _aligned(b.shape[1]):
@@ -184,11 +184,11 @@ class Backend:
         ignored: int,
         values: Tensor | None,
     ) -> RowSum | None:
-        """Return the sum over rows of :meth:`softmax_variance` with weight and bias centred, distances made here.
+        """Return the sum over rows of :meth:`softmax_variance`, after centring weight and bias.
 
-        Labels (n,) are class indices, rows of the ``ignored`` one add 0, and without labels all count; ``values`` (n,)
-        float64 takes the values. None: a row that counts has a label that is no class. ``prepared`` is an earlier
-        call's, of this weight and bias.
+        Labels (n,) are class indices; rows with the ``ignored`` one count 0, and without labels all rows count. The
+        values are written to ``values``, (n,) float64, if it is given. The result is None if a row that counts has a
+        label that is no class. ``prepared`` comes from an earlier call with this weight and bias, or is None.
         """
         d, m = weight.shape
         if prepared is None:
@@ -206,26 +206,26 @@ class Backend:
 
     def softmax_variance_gradient(
         self, features: Tensor, weight: Tensor, bias: Tensor | None, shares: Tensor
-    ) -> RowSlopes:
-        """Return the sum over rows of ``shares_i |φ_i|² var_{p_i}(w)``, and its slopes in the logits."""
+    ) -> RowGradients:
+        """Return the sum over rows of ``shares_i |φ_i|² var_{p_i}(w)``, and its gradient in the logits."""
         dtype, centred = features.dtype, weight - centre(weight)
         p = torch.softmax(product(features, centred.t(), shifted(bias, weight)), dim=1)
         q = product(p, self.pair_distances(weight))
         twice = (p * q).sum(dim=1)
         scale = self.row_dots(features, features) * shares
-        slopes = p * (q - twice.unsqueeze(1)) * scale.to(dtype).unsqueeze(1)
+        of_logits = p * (q - twice.unsqueeze(1)) * scale.to(dtype).unsqueeze(1)
         factors = torch.stack([(twice * shares).to(dtype), scale.to(dtype)])
-        return RowSlopes(scale @ twice.double() / 2, slopes.t(), p.t(), factors)
+        return RowGradients(scale @ twice.double() / 2, of_logits.t(), p.t(), factors)
 
     def exponentiate(
         self, logits: Tensor, row_norms: Tensor | None, top_value: float, maximum: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Replace a block of each row's logits (n, d) by ``exp(z - maximum)``, in place.
 
-        Return row sums and maxima's places. ``maximum`` (n,), the largest of the blocks before (-inf for the first), is
-        raised to this block's largest logit first, in place. Where that raises it, the place of that logit takes
-        ``top_value`` and stays out of the sums; elsewhere the place is -1. The second of the sums is weighted by
-        ``row_norms`` (d,). For kernels both are contiguous.
+        ``maximum`` (n,), the largest logit of earlier blocks (-inf for the first), is first raised to this block's
+        largest logit, in place. Return the sums of each row, (n,), the sums weighted by ``row_norms`` (d,), or None,
+        and the place of the logit that raised the maximum, (n,), -1 if none did. The entry at that place becomes
+        ``top_value``, and is not in the sums. Kernels need contiguous logits and norms.
         """
         largest, top = logits.nan_to_num(-torch.inf, posinf=torch.inf, neginf=-torch.inf).max(dim=1)
         raised = largest > maximum
@@ -249,13 +249,13 @@ class Backend:
     ) -> tuple[Tensor, Tensor]:
         """Replace a tile of each row's logits by e = exp(z - maximum), in place, and add it to the row's sums.
 
-        Where the tile has a larger logit than the tiles before, its class becomes the row's most probable one: e is 0
-        at its place, and the class that was the most probable one before joins the others.
+        If the tile has a larger logit than earlier tiles, its class becomes the row's most probable one: e is 0 at its
+        place, and the previously most probable class joins the others.
 
-        Logits are (n, width), of the classes from ``first`` on; rows may be apart, but for the compiled kernels. Bias
-        and norms ``|w_s|²`` (d,) are of all classes. ``rounded`` (n, width) bfloat16 takes e in place of the logits,
-        which are lost, and the sums are of what it takes. Returned is what :meth:`rejoin` takes: the classes (n,) that
-        joined the others, -1 where none did, and the factors (n,) from the old maximum to the new one, float64.
+        Logits are (n, width), of the classes from ``first`` on; compiled kernels for the CPU need them contiguous. Bias
+        and norms ``|w_s|²`` (d,) are of all classes. With ``rounded`` (n, width) bfloat16, e is written there, the sums
+        are those of the rounded e, and the logits are lost. Return the arguments for :meth:`rejoin`: the classes (n,)
+        that joined the others, -1 for none, and the factors (n,) float64 from the old maximum to the new one.
         """
         before, tile = sums.maximum.clone(), slice(first, first + logits.shape[1])
         if bias is not None:
@@ -279,13 +279,13 @@ class Backend:
     def multiply_exponentiate(
         self, features: Tensor, weight: Tensor, bias: Tensor, norms: Tensor, first: int, sums: ClassSums
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Make the exponentials of ``features @ weight.T + bias`` and add them to each row's sums, without the logits.
+        """Compute the exponentials of ``features @ weight.T + bias``, without storing the logits, and add them to sums.
 
         It is for features (n, m) and a weight (width, m), of the classes from ``first`` on, that the backend
-        :meth:`fuses`. Returned are the exponentials (n, width), 0 at the class that became a row's most probable one;
-        and what :meth:`rejoin` takes: classes (n,) that join Σ e_s w_s before the tile is added to it, as the row's
-        exponentials are relative to the new maximum, others (n,) that join afterwards, as theirs are relative to the
-        old one, -1 for none, and the factors (n,), float64, for both.
+        :meth:`fuses`. Return the exponentials (n, width), 0 at the class that became a row's most probable one, and the
+        arguments for :meth:`rejoin`, -1 for no class: classes (n,) of rows with exponentials relative to the new
+        maximum, which join Σ e_s w_s before the tile is added; classes (n,) of rows with exponentials relative to the
+        old one, which join after it; and the factors (n,) float64 for both.
         """
         raise NotImplementedError
 
@@ -295,9 +295,9 @@ class Backend:
         return torch.cat([_squares(promoted(part) - centre) for part in parts]).to(centre.dtype)
 
     def rejoin(self, summed: Tensor, weight: Tensor, centre: Tensor | None, top: Tensor, factor: Tensor) -> None:
-        """Set ``summed_i = factor_i (summed_i + w_t - centre)`` in place, t = ``top_i``; a row of -1 is left alone.
+        """Set ``summed_i = factor_i (summed_i + w_t - centre)`` in place, t = ``top_i``; a row with -1 stays unchanged.
 
-        ``summed`` (n, m), ``top`` and ``factor`` (n,) are contiguous; ``centre`` None: 0.
+        ``summed`` (n, m), ``top`` and ``factor`` (n,) are contiguous; a ``centre`` of None is 0.
         """
         index = (top >= 0).nonzero().squeeze(1)
         if len(index):
@@ -308,10 +308,10 @@ class Backend:
     def mean_row(
         self, summed: Tensor, weight: Tensor, centre: Tensor, sums: ClassSums, uncentred: Tensor | None, reach: bool
     ) -> MeanRow:
-        """Turn ``Σ e_s w_s`` (n, m), contiguous, over all classes but t into the mean of the weight's rows, in place.
+        """Replace ``Σ e_s w_s`` (n, m), contiguous, over all classes but t by the mean of the weight's rows, in place.
 
-        The lengths are those of rows less ``centre``. ``uncentred`` (n,) float64 is ``Σ e_s`` of what is in ``summed``,
-        if that is of the rows as they are, and so will the mean be; None: both are of the rows less the centre.
+        The norms are those of rows minus ``centre``. ``uncentred``, (n,) float64, is ``Σ e_s`` of the classes in
+        ``summed`` if that sum is not centred, and the mean will not be either; with None both are centred.
         """
         dtype = summed.dtype
         if uncentred is not None:
@@ -338,7 +338,8 @@ class Backend:
     ) -> Tensor:
         """Return ``Σ_s exp(⟨φ_i, w_s - centre⟩ + b_s - maximum_i) |w_s - centre - mean_i|²``, 0 in rows not chosen.
 
-        An error in ``mean`` (n, m) enters squared. ``centre`` None: 0. ``maximum`` and ``chosen`` (n,) are contiguous.
+        It depends quadratically on an error in ``mean`` (n, m). A ``centre`` of None is 0. ``maximum`` and ``chosen``
+        (n,) are contiguous.
         """
         total = torch.zeros(len(features), dtype=torch.float64, device=features.device)
         index = chosen.nonzero().squeeze(1)
@@ -350,19 +351,16 @@ class Backend:
         return total
 
     def sigmoid_curvature(self, logits: Tensor, coefficients: Tensor, row_norms: Tensor) -> Tensor:
-        """Return ``Σ_s coefficients[i, s] row_norms[s] σ'(logits[i, s])``, (n,), σ' from the tail that is exact."""
+        """Return ``Σ_s coefficients[i, s] row_norms[s] σ'(logits[i, s])``, (n,), exact for large logits too."""
         small = logits.abs().neg().exp()
         return _row_dots(coefficients * small / (1 + small).square(), row_norms.expand_as(logits))
 
-    # Layers. For kernels inputs, cotangents and rows may have any strides.
+    # Layers. Kernels too take inputs, cotangents and rows with any strides.
 
     def direct(
         self, inputs: Tensor, cotangent: Tensor, geometry: Geometry, factor: Tensor | None, weight: Tensor | None
     ) -> Forms:
-        """Make each sample's M, group by group, and return what is asked of it by R (G, r, d) and w.
-
-        M is written out.
-        """
+        """Compute each sample's M, and return its forms: |M|², with R (G, r, d) |R M|², with w those of w ∘ M."""
         gradients = product(geometry.rows(cotangent).mT, geometry.patches(inputs))  # n, G, d, m
         return self.products(gradients, geometry, factor, weight)
 
@@ -374,17 +372,17 @@ class Backend:
         factor: Tensor | None,
         positions: Tensor | None = None,
     ) -> Forms:
-        """Return ``|M|²`` and ``|R M|²`` by :meth:`direct` of several cotangents, one's samples behind another's.
+        """Return ``|M|²`` and ``|R M|²`` of k cotangents as :meth:`direct` does, concatenated to (k n,).
 
-        With ``positions`` (n, G d, elements) int32 cotangents are (n, G d, …): the position that each element of a row
-        is at, -1 for one that counts nowhere.
+        With ``positions`` (n, G d, elements) int32, cotangents (n, G d, …) have some elements of each row: the position
+        of each, or -1 for one that counts nowhere.
         """
         if positions is not None:
             cotangents = [_placed(cotangent, positions, geometry.places(inputs.shape[2:])) for cotangent in cotangents]
         return Forms.joined([self.direct(inputs, cotangent, geometry, factor, None) for cotangent in cotangents])
 
     def products(self, gradients: Tensor, geometry: Geometry, factor: Tensor | None, weight: Tensor | None) -> Forms:
-        """Return what :meth:`direct` does for M itself, (n, G, d, m)."""
+        """Return the forms of :meth:`direct` for given M, (n, G, d, m)."""
         gram_weighted = None if factor is None else _squares(product(factor, gradients))
         if weight is None:
             return Forms(_squares(gradients), gram_weighted)
@@ -395,7 +393,7 @@ class Backend:
         return Forms(_squares(gradients), gram_weighted, _squares(weighted), by_column, by_row)
 
     def patches(self, inputs: Tensor, geometry: Geometry) -> Tensor:
-        """Return patches φ_p, (n, G, P, m), of any strides."""
+        """Return patches φ_p, (n, G, P, m), with any strides."""
         return geometry.patches(inputs)
 
     def patch_gram(self, inputs: Tensor, geometry: Geometry) -> Tensor:
@@ -404,22 +402,22 @@ class Backend:
         return product(rows, rows.mT)
 
     def gram(self, rows: Tensor, patch_gram: Tensor) -> Tensor:
-        """Return ``Σ_pp' ⟨a_p, a_p'⟩ patch_gram[p, p']``, (k n,), a (k n, G, P, r): ``|R M|²`` of R δ, ``|M|²`` of δ.
+        """Return ``Σ_pp' ⟨a_p, a_p'⟩ patch_gram[p, p']``, (k n,), for rows a (k n, G, P, r).
 
-        The rows of k cotangents, all samples of one behind those of another, share n Gram matrices.
+        It is ``|M|²`` for a = δ, and ``|R M|²`` for a = R δ. The rows of k cotangents share n Gram matrices.
         """
         pairs = product(rows, rows.mT).view(-1, *patch_gram.shape)
         return (pairs * patch_gram).sum(dim=(2, 3, 4), dtype=torch.float64).flatten()
 
-    def gram_rooted(self, rows: Tensor, factor: Tensor, patch_gram: Tensor, *, triangular: bool) -> Tensor:
-        """Return what :meth:`gram` does of R δ, for δ (n, G, P, d) and R (G, r, d), ``triangular`` or not."""
-        # of a convolution's cotangent as it lies in memory: R (r, d) times (d, P)
+    def gram_weighted(self, rows: Tensor, factor: Tensor, patch_gram: Tensor, *, triangular: bool) -> Tensor:
+        """Return :meth:`gram` of R δ, for δ (n, G, P, d) and R (G, r, d), ``triangular`` or not."""
+        # R (r, d) times (d, P), since a convolution's cotangent has this order in memory.
         return self.gram(product(factor, rows.mT).mT, patch_gram)
 
     def small_eigenvalues(self, matrices: Tensor) -> Tensor:
-        """Return eigenvalues of symmetric (n, N, N), ascending, (n, N), float64, N at most 32.
+        """Return the eigenvalues of symmetric matrices (n, N, N), N ≤ 32, ascending, (n, N) float64.
 
-        NaN where it is not finite.
+        Those of a matrix that is not finite are NaN.
         """
         finite = matrices.isfinite().all(dim=2).all(dim=1)
         values: Tensor = torch.linalg.eigvalsh(torch.where(finite[:, None, None], matrices, 0.0))
@@ -435,7 +433,7 @@ def _squares(matrices: Tensor) -> Tensor:
 
 
 def _placed(cotangent: Tensor, positions: Tensor, places: Triple) -> Tensor:
-    """Return the whole of a cotangent, (n, G d, p0, p1, p2)."""
+    """Return a whole cotangent, (n, G d, p0, p1, p2), from some elements of each row and their positions."""
     whole = cotangent.new_zeros(*positions.shape[:2], math.prod(places))
     elements = torch.where(positions < 0, 0.0, cotangent.flatten(2))
     placed: Tensor = whole.scatter_add_(2, positions.clamp_min(0).long(), elements).unflatten(2, places)
@@ -443,6 +441,6 @@ def _placed(cotangent: Tensor, positions: Tensor, places: Triple) -> Tensor:
 
 
 def _aligned(classes: int) -> list[slice]:
-    """Return what cuBLAS multiplies fast of so many classes, in whole accesses of 16 bytes, and the few others."""
+    """Return the slice of classes that cuBLAS multiplies fast, by accesses of 16 bytes, and the slice of the rest."""
     whole = classes // _ALIGNED * _ALIGNED
     return [part for part in (slice(0, whole), slice(whole, classes)) if part.start < part.stop]

@@ -1,20 +1,20 @@
-"""Go from a layer's inputs φ and a cotangent δ to what its quantities are made of, by several routes.
+"""Compute the forms of a layer's M from its inputs φ and a cotangent δ, by one of several routes.
 
-Each is prepared once for the inputs of a micro-batch, and then makes the forms of one cotangent after another. They are
-chosen by their multiply-adds per sample and cotangent, K cotangents sharing φ. Of one position, where M = δ φᵀ, the
-route is :class:`OnePosition`: |φ|² |R δ|². Of more, by kernels (:class:`KernelRoutes`),
+A route is prepared once for the inputs of a micro-batch, and then computes the forms of one cotangent after another. It
+is chosen by its multiply-adds per sample and cotangent; K cotangents share φ. For one position, M = δ φᵀ, it is
+:class:`OnePosition`: |φ|² |R δ|². For more positions, kernels (:class:`KernelRoutes`) have
 
-- :class:`Direct`: M, then R M: d m P + r d m. Early convolutions.
-- :class:`Gram`: Σ_pp' ⟨φ_p, φ_p'⟩ ⟨R δ_p, R δ_p'⟩: r d P + r P² + m P² / K. Late convolutions, sequences.
+- :class:`Direct`: M, then R M, with d m P + r d m multiply-adds; for early convolutions;
+- :class:`Gram`: Σ_pp' ⟨φ_p, φ_p'⟩ ⟨R δ_p, R δ_p'⟩, with r d P + r P² + m P² / K; for late convolutions and sequences.
 
-By a matrix library (:class:`LibraryRoutes`) |M|² and |R M|² are |a φ|² = ⟨a G, a⟩ of rows a = δ or a = R δ (r, P) and
-patches φ (P, m), G = φ φᵀ. The rows of K cotangents one below the other, (K r, P), are one operand. It takes r d P
-multiply-adds to make R δ, which is written where the stack has it (:class:`Stacked`), and then
+With a matrix library (:class:`LibraryRoutes`), |M|² and |R M|² are |a φ|² = ⟨a G, a⟩ for rows a = δ or a = R δ (r, P)
+and patches φ (P, m), with G = φ φᵀ. The stacked rows of K cotangents, (K r, P), are one operand (:class:`Stacked`).
+R δ takes r d P multiply-adds, and then
 
-- :class:`_ByPatches`: a φ, with φ written out for some samples at a time: r m P. Early convolutions.
-- :class:`_ByGram`: a G: r P² + m P² / K. Late convolutions, sequences.
+- :class:`_ByPatches`: a φ, with φ of some samples at a time, takes r m P; for early convolutions;
+- :class:`_ByGram`: a G takes r P² + m P² / K; for late convolutions and sequences.
 
-There is no such form of w ∘ M of several positions: M is made for it (:class:`Both`).
+Forms of w ∘ M at several positions need M itself (:class:`Both`).
 """
 
 import math
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
     from .reference import Backend
 
 Calls = Sequence[Tensor]
-"""One tensor in the form of :mod:`.geometry`, or one for each call of the layer where they cannot be joined."""
+"""One tensor in the form of :mod:`.geometry`, or one for each call of the layer if they cannot be joined."""
 
-_ENTRIES = 2**20  # of a weight that are squared at a time
+_ENTRIES = 2**20  # entries of a weight that are squared at a time
 
-_MANY = 1024  # matrices whose inner products fill a GPU
+_MANY = 1024  # matrices, whose inner products use all of a GPU
 
 
 @dataclass(frozen=True)
 class PreparedWeight:
-    """Hold what the routes need of a layer's weight w (G, d, m), prepared once."""
+    """Hold a layer's weight w (G, d, m) as the routes need it, prepared once."""
 
     shape: torch.Size
     geometry: Geometry
@@ -54,7 +54,7 @@ class PreparedWeight:
     factored: Tensor | None  # w, if R is needed
     weight: Tensor | None  # w, if w ∘ M is needed
     memory: int  # bytes for working buffers of M
-    serves_half: bool = False  # whether products with R in bfloat16 may be taken
+    serves_half: bool = False  # whether products with R in bfloat16 are allowed
 
     @cached_property
     def _made(self) -> tuple[Tensor | None, bool]:
@@ -65,7 +65,7 @@ class PreparedWeight:
 
     @staticmethod
     def make_factors(layers: Iterable["PreparedWeight"]) -> None:
-        """Make the factors of several layers, of which the host waits for the device once."""
+        """Compute the factors of several layers, for which the host waits for the device once."""
         missing = [(layer, layer.factored) for layer in layers if "_made" not in vars(layer)]
         weights = [(layer, promoted(weight)) for layer, weight in missing if weight is not None]
         found = gram_factors([weight for _, weight in weights])
@@ -74,22 +74,22 @@ class PreparedWeight:
 
     @property
     def has_factor(self) -> bool:
-        """Return whether R was made, or takes no making: none is needed, or it is wᵀ."""
+        """Return whether R is available without work: it was computed, is wᵀ, or is not needed."""
         return "_made" in vars(self) or self.factored is None or self.shape[2] <= self.shape[1]
 
     @property
     def factor(self) -> Tensor | None:
-        """Return R, (G, r, d) with RᵀR = w wᵀ, if it is needed; it is made when it first is."""
+        """Return R, (G, r, d) with RᵀR = w wᵀ, computed once; None if it is not needed."""
         return self._made[0]
 
     @property
     def triangular(self) -> bool:
-        """Return whether R has zeros below its diagonal, as Cholesky's factor."""
+        """Return whether R is Cholesky's factor, with zeros below its diagonal."""
         return self._made[1]
 
     @cached_property
     def half_factor(self) -> Tensor | None:
-        """Return R in bfloat16, where products of that serve."""
+        """Return R in bfloat16, if products with it are precise enough; otherwise None."""
         return half_factor(self.factor, self.factored) if self.serves_half and self.factored is not None else None
 
     @property
@@ -98,15 +98,15 @@ class PreparedWeight:
         return 0 if self.factored is None else min(self.shape[1:])
 
     def places(self, phi: Tensor) -> int:
-        """Return how many positions the layer has on inputs."""
+        """Return the number of positions of the layer for inputs φ."""
         return math.prod(self.geometry.places(phi.shape[2:]))
 
     def chunk(self, elements: int, dtype: torch.dtype) -> int:
-        """Return how many samples, of so many elements each once they are promoted, the memory for buffers holds."""
+        """Return how many samples, with ``elements`` each once promoted, fit in the memory for buffers."""
         return max(1, self.memory // (promoted_dtype(dtype).itemsize * max(1, elements)))
 
     def patches(self, phi: Tensor) -> Tensor:
-        """Return φ by position, (n, G, P, m)."""
+        """Return patches of φ, (n, G, P, m)."""
         return self.backend.patches(phi, self.geometry)
 
     def gradients(self, inputs: Calls, cotangent: Calls) -> Tensor:
@@ -119,7 +119,7 @@ class PreparedWeight:
 
 
 class Direct:
-    """Make M by the kernels, and what is wanted of it."""
+    """Compute M by the kernels, and the forms of it."""
 
     takes_several = False
 
@@ -133,7 +133,7 @@ class Direct:
 
 
 class DirectGathered:
-    """Contract several cotangents together, from the positions where any of them is not zero, or given ones."""
+    """Contract several cotangents together, from positions where any is not zero, or from given positions."""
 
     takes_several = True
 
@@ -141,13 +141,12 @@ class DirectGathered:
         self._layer, self._phi, self._positions = layer, phi, positions
 
     def forms(self, cotangents: Calls) -> Forms:
-        """Return the forms of cotangents of which all samples of one are behind those of another."""
         layer, each = self._layer, promoted(cotangents[0]).split(len(self._phi))
         return layer.backend.direct_gathered(self._phi, each, layer.geometry, layer.factor, self._positions)
 
 
 class Gram:
-    """Compute |M|² and |R M|² from the Gram matrices of inputs and cotangent, for layers of several positions."""
+    """Compute |M|² and |R M|² from the Gram matrices of inputs and cotangent, for several positions."""
 
     takes_several = True
 
@@ -161,14 +160,14 @@ class Gram:
         squares = gram_weighted = None
         if layer.factor is not None:
             factor, triangular = layer.factor.to(rows.dtype), layer.triangular
-            gram_weighted = layer.backend.gram_rooted(rows, factor, gram, triangular=triangular)
+            gram_weighted = layer.backend.gram_weighted(rows, factor, gram, triangular=triangular)
         if self._squares:
             squares = layer.backend.gram(rows, gram)
         return Forms(squares, gram_weighted)
 
 
 class Carried:
-    """Compute |R M|² by Gram matrices from the cotangent carried to the layer's input, γ = wᵀ δ, of many positions."""
+    """Compute |R M|² by Gram matrices from the cotangent at the layer's input, γ = wᵀ δ, for many positions."""
 
     takes_several = True
 
@@ -182,19 +181,16 @@ class Carried:
 
 
 class LayerRoute(Protocol):
-    """Know what has been prepared of a layer's inputs.
-
-    It ``takes_several`` if it makes the forms of cotangents of which all samples of one are behind those of another.
-    """
+    """Compute the forms of cotangents, with a layer's inputs prepared; it ``takes_several`` if they may be stacked."""
 
     takes_several: bool
 
     def forms(self, cotangent: Calls) -> Forms:
-        """Return the forms of a cotangent."""
+        """Return the forms of a cotangent, (n, …); of k stacked ones, (k n, …)."""
 
 
 class Both:
-    """Compute what has a form without M by that form, and the rest by M."""
+    """Compute |R M|² by Gram matrices, if there is ``by_gram``, and other forms from M."""
 
     takes_several = False
 
@@ -209,10 +205,10 @@ class Both:
 
 
 class OnePosition:
-    """Compute all products of layers of one position, M = δ φᵀ; what depends on φ alone is prepared once.
+    """Compute all forms of layers of one position, M = δ φᵀ; the terms of φ alone are prepared once.
 
-    |M|² = |φ|² |δ|², |R M|² = |φ|² |R δ|², |w ∘ M|² = Σ_s δ_s² (Σ_j w_sj² φ_j²), and of w ∘ M the sums by row
-    δ_s ⟨w_s, φ⟩ and by column φ_j Σ_s δ_s w_sj. Not ``by_factor``, |R δ| is |wᵀ δ|.
+    |M|² = |φ|² |δ|², |R M|² = |φ|² |R δ|², |w ∘ M|² = Σ_s δ_s² (Σ_j w_sj² φ_j²); the sums of w ∘ M are δ_s ⟨w_s, φ⟩ by
+    row and φ_j Σ_s δ_s w_sj by column. If not ``by_factor``, |R δ| is computed as |wᵀ δ|.
     """
 
     def __init__(self, layer: PreparedWeight, inputs: Tensor, *, by_factor: bool = True) -> None:
@@ -221,8 +217,8 @@ class OnePosition:
         self._layer, phi = layer, layer.geometry.patches(promoted(inputs)).squeeze(2)  # n, G, m
         flat = phi.flatten(0, 1)
         self._norms = layer.backend.row_dots(flat, flat).view(len(phi), groups)
-        turning = layer.factor if by_factor or layer.factored is None else promoted(layer.factored).mT
-        self._turning = None if turning is None else turning.to(phi.dtype)
+        factor = layer.factor if by_factor or layer.factored is None else promoted(layer.factored).mT
+        self._factor = None if factor is None else factor.to(phi.dtype)
         self._phi, weight = phi, layer.weight
         if weight is None:
             return
@@ -233,19 +229,19 @@ class OnePosition:
             self._variances = phi.new_empty(*phi.shape[:2], d)  # Σ_j w_sj² φ_j²
             rows, squares = max(1, _ENTRIES // m), phi.square()
             for part, made in zip(weight.split(rows, dim=1), self._variances.split(rows, dim=2), strict=True):
-                made.copy_(_applied(squares, part.square()))  # no second matrix of the weight's size
+                made.copy_(_applied(squares, part.square()))  # without a second matrix of the weight's size
 
     def forms(self, cotangent: Calls) -> Forms:
-        """Return the forms of a cotangent; without those of w ∘ M of several, one behind the other."""
+        """Return the forms of a cotangent, (n, …); of k stacked ones, (k n, …), without those of w ∘ M."""
         layer, made = self._layer, self._layer.forms
         delta = promoted(layer.geometry.rows(cotangent[0]))  # n, G, 1, d
         rows = delta.squeeze(2)
         squares = gram_weighted = weighted = by_column = by_row = None
-        if self._turning is not None:
-            factor = self._turning.to(rows.dtype)
+        if self._factor is not None:
+            factor = self._factor.to(rows.dtype)
             single = len(factor) == 1
-            turned = _applied(rows, factor) if single else product(factor, delta.mT).mT.squeeze(2)
-            gram_weighted = self._times_norms(turned)
+            projected = _applied(rows, factor) if single else product(factor, delta.mT).mT.squeeze(2)
+            gram_weighted = self._times_norms(projected)
         if made.squares:
             squares = self._times_norms(rows)
         if made.weighted:
@@ -258,22 +254,22 @@ class OnePosition:
         return Forms(squares, gram_weighted, weighted, by_column, by_row)
 
     def _times_norms(self, rows: Tensor) -> Tensor:
-        """Return |φ|² |a|² over all groups for a (n, G, …)."""
+        """Return |φ|² |a|² summed over groups, (n,), for a (n, G, …)."""
         flat = rows.flatten(0, 1)
         squares = self._layer.backend.row_dots(flat, flat)
-        terms = squares.view(-1, *self._norms.shape) * self._norms  # of cotangents that share the inputs
+        terms = squares.view(-1, *self._norms.shape) * self._norms  # stacked cotangents share the inputs
         return terms.sum(dim=2).flatten()
 
 
 def _applied(vectors: Tensor, weight: Tensor) -> Tensor:
-    """Return w times vectors: (n, G, m), (G, d, m) -> (n, G, d); a batched product of one matrix would copy it."""
+    """Return w times vectors: (n, G, m), (G, d, m) -> (n, G, d); one matrix in a batched product would be copied."""
     if len(weight) == 1:
         return product(vectors.squeeze(1), weight[0].t()).unsqueeze(1)
     return product(vectors.transpose(0, 1), weight.mT).transpose(0, 1)
 
 
 class Summed:
-    """Write M out, of several calls that cannot be joined."""
+    """Compute M, and its forms, for several calls that cannot be joined."""
 
     takes_several = False
 
@@ -287,16 +283,16 @@ class Summed:
 
 
 class _Squares(Protocol):
-    """Know the inputs φ of a micro-batch."""
+    """Compute |a φ|² with the inputs φ of a micro-batch."""
 
     def of(self, rows: Tensor) -> Tensor:
-        """Return |a φ|² of rows a (n G, K, r, P), (n G, K) float64."""
+        """Return |a φ|², (n G, K) float64, for rows a (n G, K, r, P)."""
 
 
 class Stacked:
-    """Compute |M|² and |R M|² of several cotangents together, at most ``size``."""
+    """Compute |M|² and |R M|² of at most ``size`` cotangents together."""
 
-    takes_several = False  # but for a stack of that size
+    takes_several = False  # beyond a stack of that size
 
     def __init__(self, layer: PreparedWeight, phi: Tensor, size: int, *, by_gram: bool, squares: bool) -> None:
         half = layer.half_factor is not None and phi.dtype == layer.half_factor.dtype
@@ -309,9 +305,9 @@ class Stacked:
         factor = layer.half_factor if half else layer.factor
         if factor is not None:
             each = factor.to(phi.dtype).expand(self._samples, *factor.shape)
-            self._factors["gram_weighted"] = each.flatten(0, 1)  # of one group no copy
-        self._rows: dict[str, Tensor] = {}  # of the cotangents that were taken in, (n G, size, r, P)
-        self._each: dict[str, tuple[Tensor, ...]] = {}  # of one after the other
+            self._factors["gram_weighted"] = each.flatten(0, 1)  # a view if there is one group
+        self._rows: dict[str, Tensor] = {}  # of kept cotangents, (n G, size, r, P)
+        self._each: dict[str, tuple[Tensor, ...]] = {}  # views of these, one for each cotangent
 
     def put(self, number: int, cotangent: Tensor) -> None:
         delta = cotangent.reshape(self._shape).to(self._dtype)
@@ -323,7 +319,7 @@ class Stacked:
             if factor is None:
                 self._each[name][number].copy_(delta)
             elif delta.shape[1] == 1:
-                torch.mul(factor, delta, out=self._each[name][number])  # depthwise, of many small products
+                torch.mul(factor, delta, out=self._each[name][number])  # a depthwise convolution has many such groups
             else:
                 multiply = product if self._dtype == promoted_dtype(self._dtype) else torch.bmm
                 multiply(factor, delta, out=self._each[name][number])
@@ -337,7 +333,6 @@ class Stacked:
         return Forms(**found)
 
     def forms(self, cotangents: Calls) -> Forms:
-        """Return the forms of cotangents of which all samples of one are behind those of another."""
         each = cotangents[0].split(self._samples)
         for number, cotangent in enumerate(each):
             self.put(number, cotangent)
@@ -345,7 +340,7 @@ class Stacked:
 
 
 class _ByPatches:
-    """Multiply by patches that are written out for some samples at a time, and forgotten."""
+    """Multiply by patches, which are made for some samples at a time."""
 
     def __init__(self, layer: PreparedWeight, phi: Tensor) -> None:
         self._layer, self._phi = layer, phi
@@ -387,20 +382,20 @@ class _ByGram:
         return _dots(self._layer, made, rows.flatten(0, 1)).view(rows.shape[:2])
 
     def _pairs(self, rows: Tensor, gram: Tensor) -> Tensor:
-        """Return ⟨aᵀ a, G⟩ of rows in half precision, which G would lose its digits in."""
+        """Return ⟨aᵀ a, G⟩ of rows in half precision, so that G is not rounded to that."""
         each = [_dots(self._layer, product(some.mT, some), gram) for some in rows.unbind(1)]
         return torch.stack(each, dim=1)
 
 
 def _dots(layer: PreparedWeight, a: Tensor, b: Tensor) -> Tensor:
-    """Return the inner products of matrices (k, rows, columns), (k,) float64; of few a row at a time, in parallel."""
+    """Return the inner products of matrices (k, rows, columns), (k,) float64; if k is small, in parallel over rows."""
     if len(a) >= _MANY:
         return layer.backend.row_dots(a.flatten(1), b.flatten(1))
     return layer.backend.row_dots(a.flatten(0, 1), b.flatten(0, 1)).view(a.shape[:2]).sum(dim=1)
 
 
 class Written(Direct):
-    """Write M out for some samples at a time, for what is made of w ∘ M; see :class:`Direct`."""
+    """Compute M in torch for some samples at a time, for forms of w ∘ M; see :class:`Direct`."""
 
     def forms(self, cotangent: Calls) -> Forms:
         layer, (groups, d, m) = self._layer, self._layer.shape
@@ -415,9 +410,9 @@ class Written(Direct):
 
 
 class LibraryRoutes:
-    """Choose among the routes by products of a matrix library, which stacks what it makes of several cotangents.
+    """Choose among the routes by products of a matrix library, which stack the rows a of several cotangents.
 
-    ``fewest`` cotangents are worth being contracted together; if it ``gathers``, they may be some elements of each row.
+    At least ``fewest`` cotangents are contracted together; if it ``gathers``, they may have some elements of each row.
     """
 
     fewest = 2
@@ -427,7 +422,7 @@ class LibraryRoutes:
         self._layer = layer
 
     def of(self, phi: Tensor, stack_size: int, positions: Tensor | None, *, by_gram: bool) -> Callable[[], LayerRoute]:
-        """Return what prepares the route for a layer's inputs, for so many cotangents at a time, of some positions."""
+        """Return a function that prepares the route for a layer's inputs; see :meth:`.Contractor.at`."""
         layer = self._layer
         if layer.weight is None:
             return partial(Stacked, layer, phi, stack_size, by_gram=by_gram, squares=layer.forms.squares)
@@ -437,27 +432,27 @@ class LibraryRoutes:
         return partial(Both, Written(layer, phi, None), by_gram_alone)
 
     def room(self, held: int) -> int:
-        """Return how many of so many bytes cotangents that are held back may take."""
+        """Return how many of ``held`` bytes the cotangents that are held back may take."""
         return held
 
     def rows(self) -> int:
-        """Return how many rows are held back of a cotangent's group, where positions are several."""
+        """Return the rows that are held back for each group of a cotangent, with several positions."""
         layer = self._layer
         d, r = layer.shape[1], layer.factor_rows
         return r + (d if layer.forms.squares else 0) if r else d
 
     def direct(self, places: int, rows: int) -> int:
-        """Return the multiply-adds a sample and cotangent by M, from which the forms of so many rows are made."""
+        """Return the multiply-adds for one sample and cotangent by M or a φ, with ``rows`` rows a."""
         _, d, m = self._layer.shape
         return self._layer.factor_rows * d * places + rows * m * places
 
     def carried(self, places: int, count: int) -> float:
-        """Return the multiply-adds from wᵀ δ, made elsewhere, in place of δ; infinity where that is no route."""
+        """Return the multiply-adds from a given wᵀ δ in place of δ; infinity if that is no route."""
         return math.inf
 
 
 class KernelRoutes(LibraryRoutes):
-    """Choose among the routes by kernels, for which cotangents are copied, where they stay in a processor's caches."""
+    """Choose among the routes by kernels; copies of cotangents that are held back fit in a processor's caches."""
 
     fewest = 4
     gathers = True

@@ -4,15 +4,15 @@ For a row of features φ with p = softmax(W φ + b), the Hessian of the loss in 
 
     |φ|² ⟨W Wᵀ, diag(p) - p pᵀ⟩ = |φ|² (E_s |w_s|² - |E_s w_s|²) = |φ|² var_p(w).
 
-The difference cancels where one probability is close to 1, as it is at every trained minimum. Three routes avoid it:
+The difference cancels if one probability is close to 1, as at every trained minimum. Three routes avoid that:
 
 - ``fused`` and ``pairs``: var_p(w) = Σ_{s<t} p_s p_t |w_s - w_t|². Every term is >= 0 and the distances come from the
-  differences of rows, so the relative error is that of the probabilities, for any p. One kernel does it for up to 64
-  outputs; for more, two matrix products (n d m + n d² multiply-adds).
-- ``rows`` (2 n d m multiply-adds, for d large against m): the split by the most probable row t. With q = 1 - p_t,
-  summed directly, and r the probabilities of the others, var_p(w) = q var_r(w) + q p_t |E_r w - w_t|². Both parts are
-  >= 0. The first is E - |E|² again, so rows in which that cancels too (the others pile up far from the centre) are
-  found by their condition number and take Σ_s p_s |w_s - μ|² from the differences.
+  differences of rows, so the relative error is that of the probabilities, for any p. One kernel computes it for up to
+  64 outputs; for more, it takes two matrix products (n d m + n d² multiply-adds).
+- ``rows`` (2 n d m multiply-adds, for d large against m): the sum is split at the most probable row t. With q = 1 -
+  p_t, summed directly, and r the probabilities of the others, var_p(w) = q var_r(w) + q p_t |E_r w - w_t|². Both parts
+  are >= 0. The first is E - |E|² again. It cancels too if the others are close together and far from the centre; such
+  rows have a large condition number, and get Σ_s p_s |w_s - μ|² from the differences.
 
 The weight is centred first (:func:`.centre`).
 """
@@ -29,17 +29,17 @@ from .wide import Bounded, WideHead
 
 
 class Labels(NamedTuple):
-    """Hold the class indices of rows that all count the same, but for ignored ones; nothing of them is checked."""
+    """Hold the class indices of rows, unchecked; all rows have weight 1 except ignored ones."""
 
-    classes: Tensor | None  # (rows,) int64; None: there are none, and all rows count
-    ignored: int  # the index of rows that add nothing
+    classes: Tensor | None  # (rows,) int64; None if all rows count
+    ignored: int  # the index of rows that count 0
 
 
 class SoftmaxVariance:
-    """Compute ``|φ_i|² var_{p_i}(w)`` for rows of features; what depends on the weight (d, m) alone is prepared once.
+    """Compute ``|φ_i|² var_{p_i}(w)`` for rows of features; the weight (d, m) is prepared once.
 
-    The cheapest ``route`` of those above depends on how many ``rows`` will come, about. Neither the logits of all rows
-    nor a copy of the weight is ever made. For ``rtol`` see :class:`.wide.WideHead`; 0: nothing is left out.
+    The cheapest ``route`` depends on about how many ``rows`` will come. In the route ``rows``, neither the logits of
+    all rows nor a copy of the weight is ever made. For ``rtol`` see :class:`.wide.WideHead`; with 0 all terms count.
     """
 
     def __init__(
@@ -58,18 +58,18 @@ class SoftmaxVariance:
         entries = memory // promoted_dtype(weight.dtype).itemsize
         self.route = route or _cheapest_route(rows, d, m, entries)
         self._chunk = max(1, entries // (2 * d))
-        self._prepared: Tensor | None = None  # by the first call of `total`
+        self._prepared: Tensor | None = None  # made by the first call of `total`
         if self.route == "rows":
             self._wide = WideHead(weight.contiguous(), centre(weight), bias, backend, memory, rtol)
 
     def __call__(self, features: Tensor) -> Tensor:
-        """Return values (n,) float64 of features (n, m); a row with NaN or infinity in it gives a non-finite value."""
+        """Return values (n,) float64 for features (n, m); the value of a row with NaN or infinity is not finite."""
         return self.bounded(features).values
 
     def bounded(self, features: Tensor, scale: Tensor | None = None) -> Bounded:
-        """Return the values of features (n, m), with bounds where ``rtol`` lets there be errors.
+        """Return the values of features (n, m), with bounds on their errors if ``rtol`` allows errors.
 
-        NaN of ``scale``: no row.
+        ``scale``, (n,), weights the rows in the sum that ``rtol`` is about; NaN counts as 0.
         """
         if self.route == "rows":
             return self._wide(features, None if scale is None else scale.nan_to_num(0.0))
@@ -82,12 +82,12 @@ class SoftmaxVariance:
     def total(self, features: Tensor, labels: Labels, values: Tensor | None) -> RowSum | None:
         """Return the sum of the values by one call of :meth:`.Backend.softmax_variance_sum`.
 
-        None where there is no kernel.
+        It is None if there is no kernel for it, or if a row that counts has a label that is no class.
         """
         weight, bias = self._weight, self._bias
         if self.route != "fused" or not features.dtype == weight.dtype in self._backend.sums:
             return None
-        if bias is not None and bias.dtype != weight.dtype:  # half precision may stand beside float32
+        if bias is not None and bias.dtype != weight.dtype:  # such as half precision with a float32 weight
             return None
         found = self._backend.softmax_variance_sum(features, weight, bias, self._prepared, *labels, values)
         self._prepared = self._prepared if found is None else found.prepared

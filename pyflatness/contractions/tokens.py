@@ -1,7 +1,7 @@
 """Contract an embedding: a matrix w (d, m) with a column for each token, whose inputs φ are one-hot.
 
-A sample's M = Σ_p δ_p φ_pᵀ has the columns of its tokens alone, each the sum of δ over the positions of that token.
-They are written out, and take no more memory than δ; no one-hot vector is.
+Only the columns of M = Σ_p δ_p φ_pᵀ for a sample's tokens are not zero, each the sum of δ over the positions of that
+token. These columns are made, in no more memory than δ; one-hot vectors are not.
 """
 
 from collections.abc import Sequence
@@ -30,22 +30,21 @@ class TokenContraction(Contractor):
         return gram_factor(promoted(self._weight))[0] if self._wanted.gram_factor else None
 
     def at(self, inputs: Calls, count: int, held: int = 0, positions: Tensor | None = None) -> Contraction:
-        """Return the contraction at tokens (n, P); how many cotangents come does not matter, and none are held back."""
+        """Return the contraction at tokens (n, P), for any number of cotangents; none are held back."""
         at = Tokens(self._weight, self._factor, self._backend, self._wanted, inputs[0])
-        return Contraction(self._wanted, at.forms, at.entries)
+        return Contraction(self._wanted, at.forms, at.squared_entries)
 
     def traces(self, inputs: Calls, cotangent: Calls, coefficients: Tensor) -> Tensor:
-        """Return Σ_i coefficient_i M_i M_iᵀ, (1, d, d) float64."""
         columns = Columns(inputs[0]).of(cotangent[0]).double()
         scaled = (columns * coefficients.view(-1, 1, 1)).flatten(0, 1)
         return (scaled.t() @ columns.flatten(0, 1)).unsqueeze(0)
 
 
 class Columns:
-    """Find the columns of M: the tokens that each sample has of (n, P), U of them at most.
+    """Find the columns of M: the distinct tokens of each sample of (n, P), at most U.
 
-    ``tokens`` (n, U) are each sample's, behind them zeros, for columns of M that are zero; ``places`` (n, P) each
-    position's among them.
+    ``tokens`` (n, U) has each sample's distinct tokens, then zeros for columns of M that are zero. ``places`` (n, P)
+    has the index of each position's token among them.
     """
 
     def __init__(self, tokens: Tensor) -> None:
@@ -65,7 +64,7 @@ class Columns:
 
 
 class Tokens:
-    """Compute the forms of M from its columns, for a weight (1, d, m), R (r, d) or None, and tokens (n, P)."""
+    """Compute the forms of M from its columns, for a weight (1, d, m), a factor R (r, d) or None, and tokens (n, P)."""
 
     def __init__(
         self, weight: Tensor, factor: Tensor | None, backend: Backend, wanted: Quantities, tokens: Tensor
@@ -93,7 +92,7 @@ class Tokens:
         columnwise = self._column_norms(columns) if made.gram_weighted_columns else None
         return Forms(squares, gram_weighted, weighted, by_column, by_row, columnwise)
 
-    def entries(self, cotangent: Calls, sign: Sign) -> Tensor:
+    def squared_entries(self, cotangent: Calls, sign: Sign) -> Tensor:
         """Return Σ_i sign_i M_i ∘ M_i, (1, d, m) float64."""
         _, d, m = self._shape
         squares = self._columns.of(cotangent[0]).double().square()
@@ -103,7 +102,7 @@ class Tokens:
         return total.t().unsqueeze(0)
 
     def _column_norms(self, columns: Tensor) -> Tensor:
-        """Return |w Mᵀ|², of few tokens by the inner products of their columns of w and of M."""
+        """Return |w Mᵀ|², (n,), for few tokens from the inner products of their columns of w and of M."""
         weights = self._weights.to(columns.dtype)
         if columns.shape[1] > columns.shape[2]:
             return self._norms(product(weights.mT, columns))

@@ -1,13 +1,13 @@
 """Compute wide heads by kernels in Triton's language: the first product with the exponential in its epilogue.
 
-What has no kernel here is plain torch. :meth:`Triton.multiply_exponentiate` makes a tile's exponentials without its
-logits in memory.
+Operations without a kernel here are plain torch. :meth:`Triton.multiply_exponentiate` computes a tile's exponentials
+without storing its logits.
 
-Before a tile's product is done nobody knows a row's largest logit. So its exponentials are relative to z_0, the largest
-one of the tiles before: bfloat16 has the exponents of float32, and the same precision at every size. The sums are
-scaled when the tile is done. Where a logit lies so far above z_0 that sums might overflow, the rows near it are done
-again, relative to the tile's own maximum. That is decided on the GPU, and happens seldom if the first tile, which
-settles z_0 for the others, is a small one. The sums are always those of the rounded exponentials as they are written.
+A row's largest logit is not known before a tile's product is done. So exponentials are relative to z_0, the largest
+logit of earlier tiles: bfloat16 has the exponents of float32, and the same precision at every size. The sums are scaled
+when the tile is done. If a logit is so far above z_0 that sums might overflow, its block of rows is computed again,
+relative to the tile's own maximum. The GPU decides that. It is rare if the first tile, which sets z_0 for the others,
+is small. The sums are always those of the rounded exponentials as they are stored.
 """
 
 from typing import Any, NamedTuple
@@ -23,22 +23,22 @@ from .kernels import dense
 from .reference import Backend, ClassSums, MeanRow
 
 _DTYPES = (torch.bfloat16,)
-_ACCESS = 8  # elements of half precision in 16 bytes, at a multiple of which rows must begin
-_ALIGNED = 64  # elements, at a multiple of which the rows of exponentials begin
-ROWS = {"ROWS": 4, "WIDTH": 512}  # that a block of threads takes at once
+_ACCESS = 8  # elements of half precision in 16 bytes; rows must begin at a multiple of it
+_ALIGNED = 64  # elements; rows of exponentials begin at a multiple of it
+ROWS = {"ROWS": 4, "WIDTH": 512}  # sizes that a block of threads reads at once
 SETTLED = {"ROWS": 16, "AT_ONCE": 32}  # rows, and blocks of classes at once
-SPREAD = {"ROWS": 4, "CLASSES": 16, "DEPTH": 64}  # that a block of threads takes at once
+SPREAD = {"ROWS": 4, "CLASSES": 16, "DEPTH": 64}  # sizes that a block of threads reads at once
 _SPANS, _AT_ONCE = 256, 8  # blocks of threads that share the classes of a row, and the rows
 
 
 class Blocks(NamedTuple):
-    """Hold how the product is cut into blocks, and how a block is computed."""
+    """Hold the sizes of the product's blocks, and how a block is computed."""
 
     rows: int
     classes: int
     depth: int  # features at once
     warps: int
-    stages: int  # blocks of features that are in shared memory or on their way there
+    stages: int  # blocks of features that are in shared memory or being loaded
 
 
 LARGE, SMALL = Blocks(128, 256, 64, 8, 3), Blocks(128, 128, 32, 8, 2)
@@ -50,7 +50,7 @@ class Triton(Backend):
 
     name = "triton"
     in_place = True
-    first_tile = 256  # which goes before the others, and is done twice
+    first_tile = 256  # small, as it is computed twice
 
     def fuses(self, features: Tensor, weight: Tensor) -> bool:
         aligned = all(
@@ -59,11 +59,11 @@ class Triton(Backend):
         return aligned and features.dtype == weight.dtype and features.dtype in _DTYPES
 
     def runs(self, device: torch.device) -> bool:
-        """Return whether kernels have bfloat16 products on an NVIDIA GPU, and the C compiler that Triton calls."""
+        """Return whether the device is an NVIDIA GPU with bfloat16 products, and Triton finds a C compiler."""
         if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
             return False
         try:
-            return driver.active.utils is not None  # compiled where it was not before
+            return driver.active.utils is not None  # this compiles a module if it is not in Triton's cache
         except Exception:
             return False
 
@@ -93,7 +93,7 @@ class Triton(Backend):
             kernels.surpassed, device, (row_blocks,), parts[0], reference, order, count, n, class_blocks,
             ROWS=blocks.rows, AT_ONCE=SETTLED["AT_ONCE"],
         )  # fmt: skip
-        _launch(kernels.product, device, grid, *product, **sizes, **computed)  # of the rows that were listed
+        _launch(kernels.product, device, grid, *product, **sizes, **computed)  # once more, for the listed rows
         _launch(
             kernels.settle, device, (-(-n // SETTLED["ROWS"]),), *parts, norms, reference, values, *sums, *joins,
             factor, first, n, width, class_blocks, values.stride(0), **SETTLED, CLASSES=blocks.classes,
@@ -130,7 +130,7 @@ class Triton(Backend):
         bias: Tensor,
         chosen: Tensor,
     ) -> Tensor:
-        """See :class:`.Backend`; the host does not learn which rows are chosen."""
+        """See :class:`.Backend`; the host does not wait for the number of chosen rows."""
         (n, m), d = features.shape, len(weight)
         span = -(-d // _SPANS)
         order = chosen.int().argsort(descending=True)
@@ -155,17 +155,17 @@ def _dots(a: Tensor, b: Tensor, centre: Tensor | None) -> Tensor:
 def _blocks(device: torch.device) -> Blocks:
     if device.type != "cuda":
         return LARGE
-    memory = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)  # not on AMD
+    memory = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)  # AMD has none
     return LARGE if memory >= _LARGE_MEMORY else SMALL
 
 
 def _rounds_pairs(device: torch.device) -> bool:
-    """Return whether a device has NVIDIA's instructions."""
+    """Return whether a device has NVIDIA's instruction that rounds two numbers at once."""
     return device.type == "cuda" and torch.version.hip is None
 
 
 def _programs(device: torch.device) -> int:
-    """Return how many blocks of threads a device holds at once; a few where kernels are interpreted."""
+    """Return how many blocks of threads a device runs at once; a few if kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 

@@ -1,12 +1,12 @@
-"""Define the kernels of :mod:`.triton_head` in Triton's language, whose types only its compiler knows."""
+"""Define the kernels of :mod:`.triton_head` in Triton's language; its compiler infers the types of arguments."""
 
 import triton
 import triton.language as tl
 
 _LIMIT = tl.constexpr(60.0)
-"""How far logits may lie above what their exponentials are relative to.
+"""How far logits may be above the reference of their exponentials.
 
-Float32 ends at e^88; with e^60 for each of 2^20 classes, e^14 are left for the length of a row of the weight.
+Float32 overflows at e^88; with e^60 for each of 2^20 classes, a factor of e^14 is left for the weight's squared norms.
 """
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(float("-inf"))
@@ -17,10 +17,10 @@ def product(
     features, weight, values, bias, norms, reference, order, count, maxima, rests, moments, first, n, width, m,
     ROWS: tl.constexpr, CLASSES: tl.constexpr, DEPTH: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Write exponentials of ``count`` blocks of rows, those that ``order`` names, and their sums by block of classes.
+    """Write exponentials of the first ``count`` blocks of rows in ``order``, and their sums by block of classes.
 
-    A block of threads takes one block of exponentials after another: those of the same classes first, so that features
-    and a few blocks of the weight stay in the cache. The next ones are on their way while these are finished.
+    A block of threads computes one block of exponentials after another, those of the same classes first, so that
+    features and a few blocks of the weight stay in the cache. The next blocks are loaded meanwhile.
     """
     row_blocks = tl.load(count)
     blocks = row_blocks * tl.cdiv(width, CLASSES)
@@ -35,7 +35,7 @@ def product(
         scores += tl.load(bias + first + classes, mask=present, other=_LOWEST)[None, :]
         about = _finite(tl.load(reference + rows, mask=inside, other=0.0))
         exponentials = tl.exp2(scores * _LOG2_E - (about * _LOG2_E)[:, None])
-        if PAIRS:  # two are rounded at once: the product is 4 % faster than with Triton's own conversion
+        if PAIRS:  # rounding two numbers at once makes the product 4 % faster than Triton's own conversion
             rounded = tl.inline_asm_elementwise(
                 "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [exponentials], dtype=values.dtype, is_pure=True, pack=2
             )
@@ -52,13 +52,13 @@ def product(
 
 @triton.jit
 def _finite(reference):
-    """Return what exponentials are taken relative to where nothing else is known: 0."""
+    """Return the reference, or 0 before the first tile, where it is -inf."""
     return tl.where(reference > _LOWEST, reference, 0.0)
 
 
 @triton.jit(do_not_specialize=["n", "blocks"])
 def surpassed(maxima, reference, order, count, n, blocks, ROWS: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Raise the reference of rows with logits far above it, and list their blocks of rows, which are done again."""
+    """Raise the reference of rows with logits far above it, and list their blocks of rows, to be computed again."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < n
     about = tl.load(reference + rows, mask=inside, other=0.0)
@@ -70,7 +70,7 @@ def surpassed(maxima, reference, order, count, n, blocks, ROWS: tl.constexpr, AT
     far = largest > about + _LIMIT
     tl.store(reference + rows, largest, mask=inside & far)
     if tl.max(far.to(tl.int32), axis=0) > 0:
-        tl.store(order + tl.atomic_add(count, 1), tl.program_id(0))  # in any order: rows do not depend on it
+        tl.store(order + tl.atomic_add(count, 1), tl.program_id(0))  # results do not depend on the order
 
 
 @triton.jit(do_not_specialize=["first", "n", "width", "blocks"])
@@ -78,7 +78,7 @@ def settle(
     maxima, rests, moments, norms, reference, values, maximum, top, rest, moment, early, late, factor,
     first, n, width, blocks, stride, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, CLASSES: tl.constexpr,
 ):  # fmt: skip
-    """Add the blocks of classes to each row's sums; the class that raises the maximum is taken out of ``values``."""
+    """Add the blocks of classes to each row's sums; set the class that raises the maximum to 0 in ``values``."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < n
     best, best_block = tl.full((ROWS,), _LOWEST, tl.float32), tl.zeros((ROWS,), tl.int32)
@@ -90,7 +90,7 @@ def settle(
         which = tl.min(tl.where(found == largest[None, :], block, blocks - 1), axis=0)
         best_block = tl.where(largest > best, which, best_block)
         best = tl.maximum(largest, best)
-    # The block with the largest logit class by class, as the sum without that class must not be a difference.
+    # The block with the largest logit is summed again without that class, as a difference would lose digits.
     columns = best_block[:, None] * CLASSES + tl.arange(0, CLASSES)[None, :]
     present = inside[:, None] & (columns < width)
     places = values + rows[:, None].to(tl.int64) * stride + columns
@@ -127,7 +127,7 @@ def settle(
 
 @triton.jit(do_not_specialize=["n"])
 def dots(a, b, centre, out, n, m, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Write the dot products of rows of ``a`` and ``b``, each about a centre or None."""
+    """Write the dot products of rows of ``a`` and ``b``, both minus ``centre`` if it is not None."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside, starts = rows < n, rows.to(tl.int64) * m
     total = tl.zeros((ROWS, WIDTH), tl.float64 if a.dtype.element_ty == tl.float64 else tl.float32)
@@ -145,7 +145,7 @@ def dots(a, b, centre, out, n, m, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n"])
 def rejoin(summed, weight, centre, top, factor, n, m, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Add a row's class to its sum, and scale that; a row of -1 is left alone."""
+    """Add the weight's row of a class to each sum, and scale it; a row with -1 stays unchanged."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     classes = tl.load(top + rows, mask=rows < n, other=-1)
     if tl.max(classes, axis=0) >= 0:
@@ -163,7 +163,7 @@ def rejoin(summed, weight, centre, top, factor, n, m, ROWS: tl.constexpr, WIDTH:
 
 @triton.jit(do_not_specialize=["n"])
 def mean_row(summed, weight, centre, top, rest, uncentred, others, away, n, m, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Turn the sums into means of the weight's rows, in place, and write squared lengths about the centre."""
+    """Replace the sums by means of the weight's rows, in place, and write squared norms about the centre."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < n
     classes = tl.maximum(tl.load(top + rows, mask=inside, other=0), 0)

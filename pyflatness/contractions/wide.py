@@ -1,24 +1,22 @@
 """Compute the curvature of a head of many classes by rows of its weight: the route ``rows`` of :mod:`.softmax`.
 
-Rows of features meet tiles of classes. A product makes a tile's logits, a kernel their exponentials relative to the
-largest logit so far and all sums over them, a second product Σ_s e_s w_s; neither n × d numbers nor a copy of the
-weight are ever in memory. The most probable class t so far stays out of the sums, which keeps what the others sum to,
-however small, to full precision; where a tile brings a larger logit, the old t joins the others.
+Rows of features are processed against tiles of classes. One product gives a tile's logits, a kernel their exponentials
+relative to the largest logit so far and all sums over them, and a second product Σ_s e_s w_s; neither n × d numbers nor
+a copy of the weight are ever in memory. The most probable class t so far is not in the sums, so that the sum over the
+others, however small, has full precision; if a tile has a larger logit, the old t joins the others.
 
 Bfloat16 on CUDA is multiplied as it is, with float32 results. Probabilities are rounded to bfloat16 once, and all sums
-and moments are those of the rounded ones: E|w|² and |E w|² cancel as if these were the probabilities.
+and moments are those of the rounded ones, so that E|w|² and |E w|² cancel exactly as for true probabilities.
 
-With ``rtol`` tiles are left out of the second product, all of those whose probability is too small to matter. With
-u = Σ_s p_s w_s about the centre, var_p(w) = Σ_s p_s |w_s|² - |u|², and the first sum is over all classes in any case.
-Tiles D that are left out take e with |e| ≤ b = Σ_{k in D} (Σ_{s in k} p_s Σ_{s in k} p_s |w_s|²)^½ from u, so that of a
-value |φ|² var from u' = u - e
+With ``rtol``, tiles whose probability is too small to matter are left out of the second product. With u = Σ_s p_s w_s
+about the centre, var_p(w) = Σ_s p_s |w_s|² - |u|², and the first sum is always over all classes. Without the tiles D,
+u' = u - e has |e| ≤ b = Σ_{k in D} (Σ_{s in k} p_s Σ_{s in k} p_s |w_s|²)^½, so that the value' = |φ|² var from u' has
 
     |value' - value| ≤ |φ|² (2 |u'| b + b²),
 
-which is known once u' is. Tiles are chosen for each chunk of rows by what the same says beforehand, with the bound
-Σ_s p_s |w_s|² on |u'|²; then the sum of these bounds is held against ``rtol`` times the least that the sum of the
-values can be, and tiles are put back, heaviest first, until it fits. A threshold on p would not do: what counts is the
-probability left out relative to 1 - p_t.
+which is known once u' is. Tiles are chosen for each chunk of rows by this bound with |u'|² ≤ Σ_s p_s |w_s|². Then the
+sum of the bounds is compared with ``rtol`` times the least possible sum of the values, and tiles are put back, heaviest
+first, until it is small enough. A threshold on p would not do: the probability left out matters relative to 1 - p_t.
 """
 
 from collections.abc import Iterable
@@ -30,38 +28,39 @@ from torch import Tensor
 from .precision import CHAIN, product, promoted, promoted_dtype
 from .reference import Backend, ClassSums, shifted
 
-_CONDITION = 30.0  # amplification of rounding above which a row is done by differences
+_CONDITION = 30.0  # amplification of rounding errors above which a row is computed by differences
 _HALF = 2  # bytes of an element in half precision
-_MOST_ROWS, _MOST_CLASSES = 4096, 12288  # at once where products are in half precision: four rows of logits fit a
-# processor's shared memory, and products are large enough
-_ATTEMPTS = 3  # at choosing tiles, before all are taken
-_BLOCK, _ALIGNED = 256, 64  # rows or columns that a product takes at once; classes
+# The most rows and classes at once in half precision: four rows of logits fit in a GPU's shared memory, and products
+# are large enough.
+_MOST_ROWS, _MOST_CLASSES = 4096, 12288
+_ATTEMPTS = 3  # at choosing tiles, before none is left out
+_BLOCK, _ALIGNED = 256, 64  # rows or columns of a block of a matrix product; classes to which rows are padded
 _PARTS = 32  # tiles of classes to choose among, if they are not too narrow for a product
-_NARROW, _WIDE = 64, 4096  # classes of a tile to choose
+_NARROW, _WIDE = 64, 4096  # the fewest and the most classes of a tile to choose among
 
 
 class Bounded(NamedTuple):
-    """Hold values of rows, and what they can be off by."""
+    """Hold values of rows, and bounds on their errors."""
 
     values: Tensor  # (n,) float64
-    bounds: Tensor | None  # (n,) float64, on each error besides rounding; None where nothing is left out
+    bounds: Tensor | None  # (n,) float64, on each error apart from rounding; None if nothing is left out
 
 
 class AtOnce(NamedTuple):
-    """Hold how much is done at once."""
+    """Hold the sizes of chunks and tiles."""
 
     rows: int  # rows of features
     tile: int  # classes
-    bytes: int  # what that takes on top of features and weight
+    bytes: int  # of memory in addition to features and weight
 
 
 def plan(
     n: int, d: int, m: int, dtype: torch.dtype, memory: int, *, half: bool, keeps: bool, fused: bool = False
 ) -> AtOnce:
-    """Return how many rows (of n, of m features) and classes (of d) fit the memory; sixteen of both are always taken.
+    """Return how many rows (of n, with m features) and classes (of d) fit in the memory, at least sixteen of both.
 
-    In ``half`` precision logits and exponentials are beside each other, without a copy of weights, and if ``fused``
-    without logits. Otherwise the exponentials of all classes may stay until tiles are chosen (``keeps``).
+    In ``half`` precision logits and exponentials are both in memory, without a copy of the weight; if ``fused``, only
+    exponentials are. Otherwise, if ``keeps``, the exponentials of all classes stay until tiles are chosen.
     """
     item = dtype.itemsize
     if keeps:
@@ -73,11 +72,11 @@ def plan(
         rows = _down(min(n, _MOST_ROWS, max(16, memory // (4 * m * item))))
         entry, most = (_HALF, d) if fused else (item + _HALF, _MOST_CLASSES)
         tile = _down(max(16, min(most, (memory - rows * m * item) // (rows * entry))))
-        tile = min(d, _up(-(-d // -(-d // tile))))  # all about as wide
-        weights, row = 0, max(entry * tile + m * item, 3 * m * item)  # of a tile; at the end
+        tile = min(d, _up(-(-d // -(-d // tile))))  # all tiles are about as wide
+        weights, row = 0, max(entry * tile + m * item, 3 * m * item)  # during a tile; at the end
     else:
-        # scores, and five matrices of m columns: a tile of weights, features, their sum, its mean, a difference; of
-        # more classes than are added up in float32 their sum in float64
+        # There are scores, and five matrices of m columns: a tile of the weight, features, the sum Σ e w, its mean, a
+        # difference; with more classes than are added in float32, another sum in float64.
         entries, others = memory // item, 4 if d <= CHAIN else 6
         half_sum = (1 + others) / 2 * m
         rows = tile = _down(max(16, int((half_sum**2 + entries) ** 0.5 - half_sum)))
@@ -89,43 +88,44 @@ def plan(
 
 
 def _down(count: int) -> int:
-    """Return a count rounded to whole tiles of a matrix product, where there are any."""
+    """Return a count rounded down to whole blocks of a matrix product, if there is one."""
     return count // _BLOCK * _BLOCK or count
 
 
 def _up(count: int) -> int:
-    """Return a count rounded to whole accesses of 16 bytes, so that all rows begin at one."""
+    """Return a count rounded up to a multiple of 64, so that all rows begin at an access of 16 bytes."""
     return -(-count // _ALIGNED) * _ALIGNED
 
 
 def lightest(bounds: Tensor, reach: Tensor, weights: Tensor, target: Tensor) -> tuple[list[int], int]:
-    """Return tiles from the lightest on, and how many can be left out for Σ_i a_i (2 c_i b_i + b_i²) ≤ ``target``.
+    """Return the tiles, lightest first, and how many can be left out for Σ_i a_i (2 c_i b_i + b_i²) ≤ ``target``.
 
-    ``bounds`` (n, tiles) is what leaving a tile out takes from u at most, b their sum; ``reach`` c (n,) is at least
-    |u'|; ``weights`` are a (n,).
+    ``bounds`` (n, tiles) bounds the change of u by each tile, and b is their sum; ``reach`` c (n,) is a bound on |u'|;
+    ``weights`` are a (n,).
     """
     order = (weights * reach) @ bounds
     order = order.argsort()
     left = bounds[:, order].cumsum(dim=1)
     cost = weights @ (2 * reach.unsqueeze(1) * left + left.square())
-    *places, count = torch.cat([order, (cost <= target).sum().unsqueeze(0)]).tolist()  # the chunk's one wait
+    # The host waits for the device once for a chunk, here.
+    *places, count = torch.cat([order, (cost <= target).sum().unsqueeze(0)]).tolist()
     return places, count
 
 
 class _Sums(NamedTuple):
-    """Hold all sums over the classes but the most probable one, relative to its exp(z)."""
+    """Hold all sums over the classes except the most probable one, relative to its exp(z)."""
 
     classes: ClassSums
     summed: Tensor  # Σ e_s w_s, maybe without some tiles
-    weight: Tensor  # Σ e_s of what is in `summed`
-    left_out: Tensor | None  # at least |Σ e_s w_s| of what is not
+    weight: Tensor  # Σ e_s of the tiles in `summed`
+    left_out: Tensor | None  # a bound on |Σ e_s w_s| of the other tiles
 
 
 class WideHead:
-    """Compute ``|φ_i|² var_{p_i}(w)`` of a head (d, m) of many classes; ``centre`` (m,) is what moments are about.
+    """Compute ``|φ_i|² var_{p_i}(w)`` of a head (d, m) with many classes; moments are about ``centre`` (m,).
 
-    An error of ``rtol`` relative to the sum over a chunk of rows may be made to save time, but for CUDA, where it saves
-    none.
+    An error of ``rtol`` relative to the sum over a chunk of rows is allowed to save time, except on CUDA, where it
+    would save none.
     """
 
     def __init__(
@@ -133,21 +133,21 @@ class WideHead:
     ) -> None:
         self._weight, self._centre, self._bias, self._backend = weight, centre, shifted(bias, weight), backend
         self._memory, self._rtol = memory, 0.0 if backend.on_gpu(weight) else rtol
-        self._added = None if bias is None else self._bias  # to products that a kernel adds it to
+        self._added = None if bias is None else self._bias  # for kernels that add the bias
         self._norms = backend.norms_about(weight, centre)
 
     def __call__(self, features: Tensor, scale: Tensor | None = None) -> Bounded:
-        """Return values of (n, m) features; ``scale`` (n,) says what each row counts in the sum that ``rtol`` is of."""
+        """Return values of (n, m) features; ``scale`` (n,) weights the rows in the sum that ``rtol`` is about."""
         half = self._takes_half(features)
         (d, m), dtype = self._weight.shape, promoted_dtype(features.dtype)
         memory = self._memory
         if half and not self._backend.in_place:
-            memory //= 3  # torch's operations leave as much between them
+            memory //= 3  # torch's operations need as much for buffers between them
         keeps, fused = self._rtol > 0, self._backend.fuses(features, self._weight)
         planned = plan(len(features), d, m, dtype, memory, half=half, keeps=keeps, fused=fused)
         chunks: Iterable[Tensor] = features.split(planned.rows)
         if not half:
-            chunks = map(promoted, chunks)  # each when its turn comes
+            chunks = map(promoted, chunks)  # one at a time
         if self._rtol == 0:
             return Bounded(torch.cat([self._finish(x, self._all(x, planned.tile)).values for x in chunks]), None)
         scale = features.new_ones(len(features), dtype=torch.float64) if scale is None else scale
@@ -162,12 +162,12 @@ class WideHead:
         return (both and (backend.on_gpu(features) or backend.in_place)) or backend.fuses(features, self._weight)
 
     def _tiles(self, width: int, before: int = 0) -> list[slice]:
-        """Return tiles of so many classes, with one of another number before them."""
+        """Return tiles of ``width`` classes, after a first one of ``before`` classes if that is not 0."""
         starts = sorted({0, *range(before, len(self._weight), width)})
         return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], len(self._weight)], strict=True)]
 
     def _matrix(self, which: slice, half: bool = False) -> Tensor:
-        """Return rows of the weight as products take them: in half precision as they are, else centred."""
+        """Return rows of the weight for products: in half precision as they are, otherwise centred."""
         return self._weight[which] if half else promoted(self._weight[which]) - self._centre
 
     def _scores(self, features: Tensor, tile: slice, matrix: Tensor) -> Tensor:
@@ -178,25 +178,25 @@ class WideHead:
         return product(features, matrix.t(), self._bias[tile], out=scores)
 
     def _room(self, features: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        """Return a matrix (n, width) to be written; on a GPU its rows begin at multiples of 64 elements."""
+        """Return a new matrix (n, width); on a GPU its rows begin at multiples of 64 elements."""
         padded = _up(width) if self._backend.on_gpu(features) else width
         return features.new_empty(len(features), padded, dtype=dtype)[:, :width]
 
     def _start(self, features: Tensor) -> tuple[ClassSums, Tensor]:
-        """Return sums before the first tile, and Σ e_s w_s."""
+        """Return the sums before the first tile, and zeros for Σ e_s w_s."""
         summed = torch.zeros_like(features, dtype=self._centre.dtype)
         maximum = summed.new_full((len(features),), -torch.inf)
         rest, moment = torch.zeros(2, len(features), dtype=torch.float64, device=features.device)
         return ClassSums(maximum, torch.full_like(maximum, -1, dtype=torch.int64), rest, moment), summed
 
     def _all(self, features: Tensor, width: int) -> _Sums:
-        """Return the sums of all tiles, both products of one after the other; the host waits for nothing."""
+        """Return the sums of all tiles; the host does not wait for the device."""
         if self._backend.fuses(features, self._weight):
             return self._all_fused(features, width)
         half = self._takes_half(features)
         sums, summed = self._start(features)
         most = CHAIN if not half and summed.dtype == torch.float32 else len(self._weight)  # classes in `summed`
-        whole, shrink, first = None, torch.ones_like(sums.rest), 0  # of those before class `first`
+        whole, shrink, first = None, torch.ones_like(sums.rest), 0  # `whole` is the sum before class `first`
         for tile in self._tiles(min(width, most)):
             if tile.stop - first > most:
                 whole, first = _folded(whole, shrink, summed), tile.start
@@ -211,13 +211,13 @@ class WideHead:
             if most < len(self._weight):
                 shrink *= joins[1]
             self._backend.multiply_add(values, matrix, summed)
-            del scores, rounded, values, matrix  # before the next tile's are made
+            del scores, rounded, values, matrix  # their memory is for the next tile
         if whole is not None:
             summed.copy_(_folded(whole, shrink, summed))
         return _Sums(sums, summed, sums.rest, None)
 
     def _all_fused(self, features: Tensor, width: int) -> _Sums:
-        """Return the same from a kernel that makes exponentials without their logits in memory."""
+        """Return the sums of all tiles by a kernel that computes exponentials without storing logits."""
         backend, weight = self._backend, self._weight
         sums, summed = self._start(features)
         for tile in self._tiles(width, backend.first_tile):
@@ -227,11 +227,11 @@ class WideHead:
             backend.rejoin(summed, weight, None, early, factor)
             self._backend.multiply_add(values, matrix, summed)
             backend.rejoin(summed, weight, None, late, factor)
-            del made, values  # before the next tile's are made
+            del made, values  # their memory is for the next tile
         return _Sums(sums, summed, sums.rest, None)
 
     def _few(self, features: Tensor, width: int, scale: Tensor) -> Bounded:
-        """Make the logits of all tiles, then the second product of those that matter."""
+        """Compute the exponentials of all tiles, then the second product of the tiles that matter."""
         tiles = self._tiles(width)
         classes, summed = self._start(features)
         maximum, top, values, parts = classes.maximum, classes.top, [], []
@@ -249,7 +249,8 @@ class WideHead:
         left_out = (rest * moment).sqrt()
         classes = classes._replace(rest=rest.sum(dim=1), moment=moment.sum(dim=1))
         sums = _Sums(classes, summed, torch.zeros_like(scale), None)
-        weights = self._squares(features) * scale
+        single = promoted(features)
+        weights = self._backend.row_dots(single, single) * scale
         order, count = self._choose(sums, left_out, weights, 1.0)
         done, attempts = len(order), 0  # tiles order[done:] are summed
         while True:
@@ -272,9 +273,9 @@ class WideHead:
     def _settle(
         self, values: list[Tensor], tiles: list[slice], classes: ClassSums, own: ClassSums
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return sums of each tile (n, tiles) relative to the last maximum, and the factors to it.
+        """Return the sums of each tile, (n, tiles), relative to the last maximum, and the factors to it.
 
-        Old maxima join others.
+        Classes that were a maximum earlier join the others.
         """
         old = (own.top >= 0) & (own.top != classes.top.unsqueeze(1))
         for k, (part, tile) in enumerate(zip(values, tiles, strict=True)):
@@ -286,10 +287,10 @@ class WideHead:
         return shrink * (own.rest + old), shrink * moment, shrink
 
     def _choose(self, sums: _Sums, left_out: Tensor, weights: Tensor, fraction: float) -> tuple[list[int], int]:
-        """Return tiles as :func:`lightest` does for a fraction of ``rtol``, from estimates of u' and of the value."""
+        """Return the result of :func:`lightest` for a fraction of ``rtol``, from estimates of |u'| and of the value."""
         _, top, rest, moment = sums.classes
         total, norm = 1 + rest, self._norms[top.clamp_min(0)].double()
-        likely = (moment + rest / total * norm) / total  # were the others' mean at the centre
+        likely = (moment + rest / total * norm) / total  # the variance, if the mean of the others is at the centre
         reach = ((moment + norm) / total).sqrt()
         usable = (weights * (likely + reach)).isfinite() & left_out.isfinite().all(dim=1)
         total, reach, left_out = (
@@ -300,7 +301,7 @@ class WideHead:
         return lightest(left_out / total.unsqueeze(1), reach, weights, target)
 
     def _fraction(self, result: Bounded, scale: Tensor) -> float:
-        """Return what the bounds' sum may be, ``rtol`` of the least that the values' sum can be, over what it is."""
+        """Return ``rtol`` times the least possible sum of the values, over the sum of the bounds."""
         assert result.bounds is not None
         usable = result.values.isfinite() & (scale != 0)
         both = torch.stack([torch.where(usable, rows * scale, 0.0).sum() for rows in (result.values, result.bounds)])
@@ -308,7 +309,7 @@ class WideHead:
         return self._rtol * (value - bound) / bound if bound > 0 else 1.0
 
     def _finish(self, features: Tensor, sums: _Sums) -> Bounded:
-        """Return values from the sums, whose ``summed`` is used up."""
+        """Return values from the sums; ``summed`` is overwritten."""
         classes, backend, single = sums.classes, self._backend, promoted(features)
         rest, moment, total = classes.rest, classes.moment, 1 + classes.rest
         uncentred = sums.weight if self._takes_half(features) else None
@@ -328,21 +329,17 @@ class WideHead:
         return Bounded(values, (squares * (2 * reach * left_out + left_out.square())).masked_fill_(lost, torch.nan))
 
     def _by_differences(self, features: Tensor, maximum: Tensor, mean: Tensor, ill: Tensor, half: bool) -> Tensor:
-        """Return Σ_s e_s |w_s - μ|² of ill rows; an error in μ enters squared, so that the product's will do."""
+        """Return Σ_s e_s |w_s - μ|² of ill rows; its error is quadratic in μ's, so that a rounded μ is good enough."""
         d, m = self._weight.shape
-        width = d if self._backend.in_place else max(1, self._memory // (4 * m * features.itemsize))  # of a copy
+        width = d if self._backend.in_place else max(1, self._memory // (4 * m * features.itemsize))  # if copied
         squares, centre = torch.zeros_like(maximum, dtype=torch.float64), None if half else self._centre
-        for tile in self._tiles(width):  # logits and the mean are of the weight as it is, or both about the centre
+        for tile in self._tiles(width):  # logits and the mean are either both centred or both not
             squares += self._backend.spread(features, maximum, mean, self._weight[tile], centre, self._bias[tile], ill)
         return squares
 
-    def _squares(self, features: Tensor) -> Tensor:
-        single = promoted(features)
-        return self._backend.row_dots(single, single)
-
 
 def _folded(whole: Tensor | None, shrink: Tensor, summed: Tensor) -> Tensor:
-    """Return a sum in float64, None: 0, by its rows' factors, and what was added up since, which is 0 from then on."""
+    """Return ``whole`` (float64; None is 0) times ``shrink`` by row, plus ``summed``, which is then set to 0."""
     found = summed.double() if whole is None else whole.mul_(shrink.unsqueeze(1)).add_(summed)
     summed.zero_()
     return found

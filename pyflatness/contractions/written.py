@@ -1,4 +1,4 @@
-"""Contract a layer whose weight gradients M are written out by a function, whatever its uses are, in torch."""
+"""Contract a layer whose weight gradients M are computed by a given function, in plain torch."""
 
 from collections.abc import Iterator
 
@@ -13,11 +13,11 @@ from .precision import product, promoted
 from .quantities import Forms
 from .routes import Calls
 
-_COPIES = 4  # of M that are made on the way
+_COPIES = 4  # copies of M that exist at once
 
 
 class WrittenContraction(Contractor):
-    """Contract any inputs and cotangents that a function takes; the given memory is for M of some samples."""
+    """Contract inputs and cotangents by the function ``gradients``; M of some samples at a time fits the memory."""
 
     def __init__(self, given: Ingredients, geometry: Geometry) -> None:
         groups, d, m = given.weight.shape
@@ -31,7 +31,7 @@ class WrittenContraction(Contractor):
         return gram_factor(self._weight) if self._wanted.gram_factor else None
 
     def at(self, inputs: Calls, count: int, held: int = 0, positions: Tensor | None = None) -> Contraction:
-        """Return the contraction at some inputs; how many cotangents come does not matter, and none are held back."""
+        """Return the contraction at some inputs, for any number of cotangents; none are held back."""
 
         def forms(cotangent: Calls) -> Forms:
             weight = self._weight if self._wanted.weighted else None
@@ -39,12 +39,12 @@ class WrittenContraction(Contractor):
             for _, gradients in self._written(inputs, cotangent):
                 found = self._backend.products(gradients, self._geometry, self._factor, weight)
                 if self._wanted.forms.gram_weighted_columns:
-                    turned = product(self._weight, gradients.mT).flatten(1)
-                    found = found._replace(gram_weighted_columns=self._backend.row_dots(turned, turned))
+                    outputs = product(self._weight, gradients.mT).flatten(1)
+                    found = found._replace(gram_weighted_columns=self._backend.row_dots(outputs, outputs))
                 parts.append(found)
             return Forms.joined(parts)
 
-        def entries(cotangent: Calls, sign: Sign) -> Tensor:
+        def squared_entries(cotangent: Calls, sign: Sign) -> Tensor:
             signs = torch.ones(len(inputs[0]), dtype=torch.float64, device=self._weight.device)
             signs = signs if sign is None else signs * sign
             total = torch.zeros_like(self._weight, dtype=torch.float64)
@@ -52,10 +52,9 @@ class WrittenContraction(Contractor):
                 total += torch.einsum("n,ngdm->gdm", signs[some], gradients.double().square())
             return total
 
-        return Contraction(self._wanted, forms, entries)
+        return Contraction(self._wanted, forms, squared_entries)
 
     def traces(self, inputs: Calls, cotangent: Calls, coefficients: Tensor) -> Tensor:
-        """Return Σ_i coefficient_i M_i M_iᵀ, (G, d, d) float64."""
         groups, d, _ = self._weight.shape
         total = coefficients.new_zeros(groups, d, d)
         for some, gradients in self._written(inputs, cotangent):
@@ -64,7 +63,7 @@ class WrittenContraction(Contractor):
         return total
 
     def _written(self, inputs: Calls, cotangent: Calls) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the weight gradients of some samples at a time, and which these are."""
+        """Yield for some samples at a time their slice and their weight gradients M, (s, G, d, m)."""
         for start in range(0, len(inputs[0]), self._chunk):
             some = slice(start, start + self._chunk)
             yield some, self._gradients([x[some] for x in inputs], [delta[some] for delta in cotangent])

@@ -7,19 +7,19 @@ the loss by
 
     ⟨∇E, Σ_l Δ_l⟩ + ½ Σ_l Σ_m Δ_lᵀ G Δ_m
 
-which :mod:`..numerics.choice_problem` minimises. Sums of what layers cost alone leave out the terms with l ≠ m:
-rounding errors of one layer meet those of the next.
+which :mod:`..numerics.choice_problem` minimises. Adding up what each layer costs alone would leave out the terms with
+l ≠ m, by which the rounding errors of one layer act on those of the next.
 
-A minimum over noise is too low, and a choice follows the noise of its data, be it of few samples or of probes: other
-data then lose more than these. So the samples are in folds. How their sums differ tells which share of the first order
-is noise, and of the products of different layers, and the choice takes both less by that (as Schäfer and Strimmer 2005
-do with correlations). By how much more other data lose is found by cross-validation: each quarter of the folds loses
-more by the choice that the other three make, by so much, than these three do. This is measured, or predicted where
-nothing is.
+A minimum over noisy prices is too low: a choice follows the noise of its data, and other data lose more by it. The
+samples are therefore put in folds. The differences between folds show which part of the first order, and of the
+products of different layers, is noise, and the choice shrinks both by that part (as Schäfer and Strimmer 2005 do with
+correlations). Cross-validation shows how much more other data lose: a quarter of the folds loses more by the choice
+that the other three quarters make than these three do. This difference is measured, or predicted with
+``measured=False``.
 
-Where changes are too large for an expansion at w, one more sweep makes it at the weights w* = w + Δ* of a choice. Other
-choices then have the prices ⟨∇E(w*), Δ - Δ*⟩ + ½⟨Δ - Δ*, G(w*) (Δ - Δ*)⟩, which are near for those that differ in few
-layers. In the changes Δ_lf this is the same problem with another linear term.
+Where changes are too large for an expansion at w, one more sweep expands the loss at the weights w* = w + Δ* of a
+choice. Other choices then have the prices ⟨∇E(w*), Δ - Δ*⟩ + ½⟨Δ - Δ*, G(w*) (Δ - Δ*)⟩, which are accurate for choices
+that differ in few layers. In the changes Δ_lf this is the same problem with another linear term.
 """
 
 import contextlib
@@ -67,17 +67,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Choice = Mapping[str, Format]  # by the name of a weight
-Losses = Callable[..., FoldLosses]  # of choices, on the data or on others
+Losses = Callable[..., FoldLosses]  # (choices, other data or None) -> their losses
 _FUSED = (*exports.FUSED, ("query", "key", "value"))
 _BUDGETS = 9  # of a frontier
-_FOLDS, _PARTS = 16, 4  # of samples; of folds, each of which prices a choice by the others
-_LARGE = 0.5  # of the loss: what second order predicted to be so large came to 0.6 to 2.3 times that
+_FOLDS, _PARTS = 16, 4  # folds of the samples; parts of the folds, each of which prices the choice of the others
+_LARGE = 0.5  # of the loss: changes that second order predicted to be so large were 0.6 to 2.3 times as large
 _TOO_LARGE = (
     "the change is predicted to be more than half of the loss, where second order is a poor guide for choices; what "
     "the loss does is what measured=True finds"
 )
-_ROUNDS = 3  # of expansions at the choice, where the change is so large
-_FITTED = 0.1  # of the held-out loss: by as much less the data are visibly fitted
+_ROUNDS = 3  # expansions at the choice, where the change is so large
+_FITTED = 0.1  # of the held-out loss: if the loss of data is less by this part, the model has fitted them
 
 
 def checked(
@@ -87,10 +87,10 @@ def checked(
     bits: float | None,
     size: int | None,
 ) -> tuple[list[Format | Copy], dict[str, Format | Copy]]:
-    """Return the formats, and by names and globs those that layers have; the command does so before a model is loaded.
+    """Return the formats, and the fixed ones by names and globs; the command does this before it loads a model.
 
     Raises:
-        InputError: not one budget, or a tool or formats that do not exist.
+        InputError: no budget or two, or a tool or formats that do not exist.
     """
     if (bits is None) == (size is None):
         raise InputError(
@@ -140,50 +140,52 @@ def allocate(
 ) -> "Allocation":
     """Choose a format for each layer's weights, so that the loss is predicted to change least under a budget of bits.
 
-    Choices are made by ⟨∇E, Δ⟩ + ½⟨Δ, G Δ⟩ for the changes Δ of all layers together, with the GGN G of the whole loss
-    in the place of its Hessian, from one sweep over the data. The coarsest formats change weights too much for a second
-    order. So the best choices without them are found too, their losses are measured, and the one that other data are
-    expected to lose least by is taken. What it costs on other data like these is told with an interval.
+    A choice minimises ⟨∇E, Δ⟩ + ½⟨Δ, G Δ⟩ for the changes Δ of all layers together, with the GGN G of the whole loss in
+    place of its Hessian, from one sweep over the data. The coarsest formats change weights too much for a second-order
+    expansion. The best choices without them are therefore found too, the losses of all are measured, and the choice is
+    taken by which other data are expected to lose least. ``predicted`` is what it costs on other data, with an
+    interval.
 
     Args:
         model: …
         loss: … ``"kl"``: the KL divergence of the changed model's predictions from the model's, over the terms of its
             cross-entropy. Its gradient is 0 and its Hessian the GGN; targets count as far as some are ignored.
-        data: … They are read once, with ``measured`` once more, and in each of the ``rounds`` up to twice. The model
-            should not have fitted them.
+        data: … They are read once, once more with ``measured``, and up to twice in each of the ``rounds``. The model
+            should not have been trained on them.
         formats: names such as ``"int4"``, ``"int4-g128"``, ``"fp8"`` or ``"keep"``, all in ``pf.changes``; formats of
             your own, ``pf.changes.Format(name, bits, function)``; and quantised copies of the model that you have,
             ``pf.changes.Copy("gptq3", 3.25, quantised)``, whose weights a layer then gets.
         bits: the budget, in bits a weight in the mean over the weights of these layers.
-        size: the budget in bytes of these weights, in the place of ``bits``: as ``tool`` stores them, where one is
-            named whose bytes are known, else as planned.
-        layers: selectors; None: all that have changes by ``pf.changes`` and run. The rest stays as it is, uncounted.
-        fixed: by name of a layer, or a glob, the format that it has; it counts in the budget. A name counts more than a
-            glob. An expert of a mixture to which no token is routed has no price: it has a format here, or that of the
-            experts that it is ``together`` with, and stays as it is else.
+        size: the budget in bytes of these weights, in place of ``bits``: as ``tool`` stores them, if you name one whose
+            bytes are known, else as planned.
+        layers: selectors; None: all that have changes by ``pf.changes`` and run. Other layers stay as they are, and do
+            not count.
+        fixed: formats that layers have in any case, by name or glob; a name overrides a glob. They count in the budget.
+            An expert of a mixture to which no token is routed has no price. It gets its format here, or that of the
+            experts that it is ``together`` with, and otherwise stays as it is.
         together: groups of names of layers, or globs, that get one format, as queries, keys and values do; ``"vllm"``:
             those that vLLM runs as one, queries, keys and values, gates and ups, and all experts of a mixture. A weight
             that layers share has one format, changes in all of its uses, and is counted once.
-        probes: random signs of each sample; all columns of the loss's square-root factor where these are no more. None:
-            all columns, whatever they are. More samples with fewer probes make better choices in the same time.
-        measured: also try the best choices without the coarsest format, without the two coarsest and so on, and take
-            the one of the least loss on the data, with by how much more other data lose. That is found by
-            cross-validation: each quarter of the data loses so much more by the choice that the other three make than
-            these three do. This takes up to five forward passes for each of them.
-        rounds: how often at most the loss is expanded again at the weights of the choice. The choice that this finds
-            is taken as long as its loss on the data is less; where the choice before had not all formats, as long as it
-            is expected to be less on other data. Each takes as long as the call without. None: 3 where the change is
-            more than half of the loss, else 1, and none of ``"kl"``.
-        held_out: data that neither the model nor the choice has seen: ``predicted`` is of them, and a note says so
-            where the loss of ``data`` is far below theirs, since the model has fitted ``data`` then.
-        tool: whose formats the names of formats mean, and for which layers get no format that it does not keep them in;
-            see ``plan.export``. None: those of :mod:`pyflatness.changes`, for all layers.
+        probes: random cotangents of each sample; all columns of the loss's square-root factor where these are no more.
+            None: all columns, however many. More samples with fewer probes make better choices in the same time.
+        measured: also try the best choices without the coarsest format, without the two coarsest, and so on. Take the
+            choice with the least loss on the data plus what other data are expected to lose more. Cross-validation
+            finds that: a quarter of the data loses more by the choice that the other three quarters make than these
+            three do. This takes up to five forward passes for each choice.
+        rounds: the most times that the loss is expanded again at the weights of the choice. The new choice is taken as
+            long as its loss on the data is less. Where the choice before was without some formats, its loss has to be
+            expected to be less on other data. A round takes as long as the call without rounds. None: 3 where the
+            change is more than half of the loss, else 1, and none with ``"kl"``.
+        held_out: data that neither the model nor the choice has seen. ``predicted`` is of these data, and a note says
+            where the loss of ``data`` is far below theirs, which means that the model has fitted ``data``.
+        tool: the tool whose formats the names mean; a layer gets no format that the tool does not keep it in, see
+            ``plan.export``. None: the formats of :mod:`pyflatness.changes`, for all layers.
         nan_policy: ``"raise"``, ``"propagate"`` is of no use here, or ``"omit"``, only without ``measured``.
 
     Returns:
         ``choice``, the name of each layer's format; ``bits`` of a weight in the mean; ``predicted``, the change of the
-        loss on other data; ``loss_change``, what it is on these; ``gap``, by which another choice could at most be
-        better as these probes see it; ``frontier()`` over budgets; ``apply(model)``, a changed copy; and
+        loss on other data; ``loss_change``, its change on these; ``gap``, how much better another choice could be at
+        most as far as these probes show; ``frontier()`` over budgets; ``apply(model)``, a changed copy; and
         ``export(tool, path)``.
 
     Raises:
@@ -228,12 +230,12 @@ def allocate(
 
 @dataclass(frozen=True)
 class _Option:
-    """Represent a format for layers that have one together."""
+    """Represent a format as an option for layers that share one."""
 
-    formats: Mapping[str, Format]  # by layer; a format that is a copy of the model is another for each
-    bits: float  # that their weights take, a shared one once
-    size: float  # what counts in the budget: these, or those that a tool stores
-    places: tuple[int, ...]  # of its changes among all; none where it changes nothing
+    formats: Mapping[str, Format]  # by layer; a copy of the model gives a format to each
+    bits: float  # of their weights, a shared one counted once
+    size: float  # what counts in the budget: these bits, or those that a tool stores
+    places: tuple[int, ...]  # of its changes among all; none if it changes nothing
 
     @property
     def name(self) -> str:
@@ -243,17 +245,17 @@ class _Option:
 
 @dataclass(frozen=True)
 class _Folds:
-    """Hold what folds of the samples give at some weights, each its own mean over samples."""
+    """Hold first order and Gram matrix of each fold of the samples at some weights, as means over its samples."""
 
     shares: Tensor  # (folds,) of the samples
     first: Tensor  # (folds, changes)
     gram: Tensor  # (folds, changes, changes)
-    group: Tensor  # (changes,), the number of the layers that have a format together
-    made: Tensor  # (changes,), 1 of those that the weights have already, else 0
+    group: Tensor  # (changes,), the number of the group of layers that share a format
+    made: Tensor  # (changes,), 1 for changes that these weights contain, else 0
 
     @classmethod
     def of(cls, costs: ChangeCosts, group: Tensor, made: Sequence[int] = ()) -> "_Folds":
-        """Return what a sweep gives at weights that have some changes."""
+        """Return the folds of a sweep at weights that contain some changes."""
         assert costs.folds is not None
         shares, first = costs.folds
         indicator = torch.zeros(len(group), dtype=torch.float64, device="cpu")
@@ -265,7 +267,7 @@ class _Folds:
         return replace(self, shares=self.shares[places], first=self.first[places], gram=self.gram[places])
 
     def prices(self, places: Sequence[int]) -> Tensor:
-        """Return ⟨∇E, Δ⟩ + ½⟨Δ, G Δ⟩ of the sum Δ of some changes less those that are made, by each fold."""
+        """Return ⟨∇E, Δ⟩ + ½⟨Δ, G Δ⟩ in each fold, for the sum Δ of some changes less those that are made."""
         more = -self.made
         more[[*places]] += 1
         return self.first @ more + 0.5 * ((self.gram @ more) @ more)
@@ -273,16 +275,16 @@ class _Folds:
     def problems(
         self, options: Sequence[_Option], group: Sequence[int]
     ) -> tuple[ChoiceProblem, list[tuple[Tensor, ChoiceProblem]]]:
-        """Return the problem of all folds, and for parts of the folds their places and the problem of the others."""
+        """Return the problem of all folds, and for each part of the folds its mask and the problem of the others."""
         of_part = torch.arange(len(self.shares), device="cpu") % _PARTS
         parts = [of_part == part for part in of_part.unique()] if len(self.shares) > 1 else []
         others = [(part, self.some(~part).problem(options, group)) for part in parts]
         return self.problem(options, group), others
 
     def problem(self, options: Sequence[_Option], group: Sequence[int]) -> ChoiceProblem:
-        """Return the problem of choosing among options, with the first order and products of groups less their noise.
+        """Return the problem of choosing among options; first order and products of groups are shrunk by their noise.
 
-        The share of noise is of squares, by how folds differ.
+        The part that is noise is one of squares, estimated from how folds differ.
         """
         weights = self.shares / self.shares.sum()
         first, gram = weights @ self.first, torch.einsum("f,fab->ab", weights, self.gram)
@@ -294,7 +296,7 @@ class _Folds:
         for weight, of_first, of_gram in zip(weights, self.first, self.gram, strict=True):
             for place, off in enumerate((of_first - first, of_gram - gram)):
                 noise[place] += float(weight.square() * (off.square() / sizes[place]).sum())
-        signal = [1.0, 1.0]  # what one fold tells is taken as it is
+        signal = [1.0, 1.0]  # a single fold tells of no noise
         for place, mean in enumerate((first, gram)):
             square = float((mean.square() / sizes[place]).sum())
             if count > 1 and square > 0:
@@ -310,16 +312,16 @@ class _Folds:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Hold what choices are made of."""
+    """Hold the options that choices are made of, their prices, and facts for the result."""
 
-    options: Sequence[_Option]  # those for one group of layers behind those for another
+    options: Sequence[_Option]  # group of layers after group
     choices: ChoiceProblem
     folds: _Folds
-    parts: Sequence[tuple[Tensor, ChoiceProblem]]  # the places of some folds, and what the others choose by
+    parts: Sequence[tuple[Tensor, ChoiceProblem]]  # masks of some folds, and the problem of the others
     weights: Mapping[str, Weight]  # by the names of layers
     entries: int  # of all weights
-    like: Estimate  # a prediction, whose value and error are to be another's
-    loss: float  # before; infinite of a divergence, of which none is much
+    like: Estimate  # a prediction without its value and error
+    loss: float  # before the change; infinite for a divergence, so that no change is large
     told: str  # what a prediction is of
     convex: bool  # whether the loss is
     rest: tuple[str, ...]  # linear modules that are not in the plan
@@ -331,7 +333,7 @@ class _Plan:
     counted: str = ""  # whose bytes the budget is in, in words; empty: those that are planned
 
     def without(self, formats: Collection[str]) -> "_Plan":
-        """Return the plan without some formats, but for groups of layers that have no other."""
+        """Return the plan without some formats, which groups of layers keep that have no other."""
         other = np.array([option.name not in formats for option in self.options])
         kept = np.flatnonzero(other | ~np.isin(self.choices.group, self.choices.group[other]))
         return replace(
@@ -346,7 +348,7 @@ class _Plan:
         return float(self.choices.sizes[self.choices.cheapest()].sum()) <= bits * self.entries * (1 + 1e-12)
 
     def best(self, bits: float) -> "Allocation":
-        """Return the best choice that is found of so many bits a weight."""
+        """Return the best choice that is found for a budget of bits a weight."""
         if not self.fits(bits):
             cheapest = self.choices.cheapest()
             least = float(self.choices.sizes[cheapest].sum())
@@ -379,9 +381,9 @@ class _Plan:
         )
 
     def estimate(self, change: float, error: float, hidden: float = 0.0, **facts: Any) -> Estimate:
-        """Return the change of the loss on other data: that on these, and ``hidden``, what choosing by them hides.
+        """Return the change of the loss on other data: ``change`` on these, plus ``hidden`` that the choice hides.
 
-        The standard error includes all of ``hidden``.
+        The standard error contains all of ``hidden``.
         """
         value, dof = change + hidden, len(self.folds.shares) - 1
         notes = (*self.like.notes, *((_TOO_LARGE,) if value > _LARGE * self.loss else ()))
@@ -407,9 +409,9 @@ def _planned(
     *,
     stored: bool,
 ) -> "_Read":
-    """Return what one sweep over a task's data gives, and what reads them again.
+    """Return the plan that one sweep over a task's data gives, with functions that read the data again.
 
-    With ``stored`` the budget is in what the tool stores, if that is known.
+    With ``stored`` the budget counts what the tool stores, if that is known.
     """
     stored = stored and tool is not None and exports.TOOLS[tool].stored is not None
     task, _ = whole_weights.taken(task.of(chosen))
@@ -524,7 +526,7 @@ def _planned(
 
 @contextlib.contextmanager
 def _kept(model: nn.Module, weights: Mapping[str, Weight], choice: Choice) -> Iterator[None]:
-    """Have a model's weights as a choice keeps them, inside."""
+    """Give a model the weights of a choice while the context is open."""
     with interrupts.undone():
         for weight, held in _once(weights, choice):
             own = weight.in_model(kinds.unwrap(model))
@@ -541,12 +543,12 @@ def _once(weights: Mapping[str, Weight], choice: Choice) -> Iterable[tuple[Weigh
 def _of_tool(
     task: Task, tool: str, formats_of: Mapping[str, Sequence[Format | Copy]]
 ) -> tuple[Task, dict[str, Sequence[Format | Copy]], dict[str, str], tuple[str, ...]]:
-    """Return the task with the layers that a tool keeps in some of the formats, these, and why it does not the others.
+    """Return the task with the layers that a tool keeps in some of the formats, and these formats by layer.
 
-    The last is what it does not keep these layers in, in words.
+    Then follow, by layer, why the tool keeps it in none, and in words the formats that it does not keep some layers in.
 
     Raises:
-        InputError: a layer that was named, or every layer, is among these.
+        InputError: the tool keeps a layer that was named, or all layers, in none of the formats.
     """
     selection, refused = task.selection, {}
     kept: dict[str, Sequence[Format | Copy]] = {}
@@ -569,7 +571,7 @@ def _of_tool(
 
 
 def _fixed(fixed: Mapping[str, Format | Copy], owner: Mapping[str, str]) -> dict[str, Format | Copy]:
-    """Return the formats that layers have, by the names of their weights; a name counts more than a glob."""
+    """Return the fixed formats by the names of weights; a name overrides a glob."""
     found: dict[str, tuple[str, str, Format | Copy]] = {}
     for pattern, one in sorted(fixed.items(), key=lambda item: item[0] not in owner):
         for layer in _matching(pattern, owner):
@@ -581,7 +583,7 @@ def _fixed(fixed: Mapping[str, Format | Copy], owner: Mapping[str, str]) -> dict
 
 
 def _matching(pattern: str, owner: Mapping[str, str]) -> list[str]:
-    """Return the layers that a name or glob of ``fixed=`` or ``together=`` means."""
+    """Return the layers that a name or glob of ``fixed=`` or ``together=`` matches."""
     found = [pattern] if pattern in owner else [name for name in owner if fnmatch.fnmatchcase(name, pattern)]
     if not found:
         raise InputError(f"fixed=, together=: {shown(pattern)} is none of these layers; {instead(pattern, owner)}")
@@ -589,7 +591,7 @@ def _matching(pattern: str, owner: Mapping[str, str]) -> list[str]:
 
 
 def _groups(together: str | Iterable[Iterable[str]], owner: Mapping[str, str]) -> list[set[str]]:
-    """Return the names of the weights that are to have one format, for each group of them."""
+    """Return the groups of names of weights that are to share a format."""
     if isinstance(together, str):
         check_choice("together", together, ("vllm",))
         fused: dict[object, set[str]] = {}
@@ -600,7 +602,7 @@ def _groups(together: str | Iterable[Iterable[str]], owner: Mapping[str, str]) -
 
 
 def _fused(layer: str) -> object:
-    """Return what layers have in common that vLLM runs as one: projections of one input, experts of one mixture."""
+    """Return a key that layers share which vLLM runs as one: projections of one input, experts of one mixture."""
     experts = re.match(r"(.*\bexperts)[.\[]", layer)
     if experts:
         return experts[1]
@@ -609,7 +611,7 @@ def _fused(layer: str) -> object:
 
 
 def _united(weights: Mapping[str, Weight], groups: Iterable[Collection[str]]) -> Iterable[tuple[str, ...]]:
-    """Return the layers that have one format, in groups: those named, and those of one weight."""
+    """Return the groups of layers that share a format: those that were named, and those of one weight."""
     sharing: dict[object, list[str]] = {}
     for name, weight in weights.items():
         sharing.setdefault(weight.key, []).append(name)
@@ -622,14 +624,14 @@ def _united(weights: Mapping[str, Weight], groups: Iterable[Collection[str]]) ->
 
 @dataclass(frozen=True)
 class _Read:
-    """Hold a plan, and what reads the data again."""
+    """Hold a plan, with functions that read the data again."""
 
     plan: _Plan
     losses: Losses
-    at: Callable[[Choice], _Plan]  # the same at the weights of a choice, by a sweep
+    at: Callable[[Choice], _Plan]  # the plan expanded at the weights of a choice, by a sweep
 
     def measured(self, bits: float, rounds: int | None, held_out: Any) -> "Allocation":
-        """Return the choice that is found to be best, by losses that are measured."""
+        """Return the choice that measured losses show to be best."""
         plan = self.plan
         tried = self._tried([each.best(bits) for each in self._without_coarsest(bits)])
         taken = min(tried, key=lambda each: each.expected)
@@ -647,7 +649,7 @@ class _Read:
             if step.choice == taken.choice.choice:
                 break
             (other,) = self._tried([step])
-            # Where both are chosen among all formats, choosing hides as much, and the losses tell more by themselves.
+            # Where both were chosen among all formats, both hide about as much, and their losses compare better.
             if not (other.change < taken.change if of_all else other.expected < taken.expected):
                 break
             taken, hidden, of_all = other, hidden + other.hidden, True
@@ -663,7 +665,7 @@ class _Read:
         return replace(taken.choice, predicted=predicted, loss_change=taken.change, _plan=plan)
 
     def _without_coarsest(self, bits: float) -> "list[_Plan]":
-        """Return the plan, and those without the coarsest format, without the two coarsest and so on, that fit."""
+        """Return the plan, and those without the coarsest format, the two coarsest and so on that fit the budget."""
         bits_of: dict[str, float] = defaultdict(float)
         for option in self.plan.options:
             bits_of[option.name] += option.bits
@@ -672,9 +674,9 @@ class _Read:
         return [self.plan, *itertools.takewhile(lambda each: each.fits(bits), finer)]
 
     def _tried(self, best: "Sequence[Allocation]") -> "list[_Tried]":
-        """Measure choices, and for each fold the choice that is made without it, by one read of the data.
+        """Measure choices, and the choices that are made without each part of the folds, by one read of the data.
 
-        A choice that is made several times is measured once.
+        A choice that occurs several times is measured once.
         """
         every = [choice for each in best for choice in (each._formats, *(other for _, other in each._of_other_folds))]
         choices = {_names(choice): choice for choice in every}
@@ -696,27 +698,27 @@ class _Tried:
     """Hold a choice and what was measured of it."""
 
     choice: "Allocation"
-    losses: FoldLosses  # of all choices that were tried with it
-    place: int  # of this one among them
-    hidden: float  # by how much more other data are expected to lose
+    losses: FoldLosses  # of all choices that were tried together
+    place: int  # of this choice among them
+    hidden: float  # how much more other data are expected to lose
 
     @property
     def change(self) -> float:
-        """Return by how much the loss of all samples changes."""
+        """Return the change of the loss of all samples."""
         return float(self.losses.changes[self.place] @ self.losses.shares)
 
     @property
     def expected(self) -> float:
-        """Return by how much the loss is expected to change on other data, by cross-validation."""
+        """Return the expected change of the loss on other data, by cross-validation."""
         return self.change + self.hidden
 
 
 def _hidden(shares: Tensor, worse: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Return by how much more other data lose than the data that a choice was made by, by cross-validation.
+    """Return how much more other data lose than the data that made a choice, by cross-validation.
 
-    ``worse``: for each part of the folds, a mask (folds,), by how much more each fold loses by the choice that is made
-    without the part. That choice is made of fewer data, so that the folds that it was made of lose more by it too. This
-    is taken off. What is left is negative only by chance.
+    ``worse`` has for each part of the folds, a mask (folds,), how much more each fold loses by the choice that is made
+    without this part. The folds that made that choice lose more by it too, since they are fewer data; this is
+    subtracted. The rest is negative only by chance.
     """
     found = 0.0
     for places, more in worse:
@@ -730,7 +732,7 @@ def _names(choice: Choice) -> tuple[str, ...]:
 
 
 def _fitted(own: FoldLosses, other: FoldLosses) -> tuple[str, ...]:
-    """Return a note where the loss of the data is far below that of others: by more than a tenth and three errors."""
+    """Return a note if the loss of the data is below that of others by more than a tenth and three standard errors."""
     fitted, held = (float(each.shares @ each.before) for each in (own, other))
     error = math.hypot(*(_error(each.shares, each.before) for each in (own, other)))
     if not held - fitted > max(_FITTED * held, 3 * error):
@@ -742,7 +744,7 @@ def _fitted(own: FoldLosses, other: FoldLosses) -> tuple[str, ...]:
 
 
 def _error(shares: Tensor, of_folds: Tensor) -> float:
-    """Return the standard error of a mean by how folds differ; NaN of one fold."""
+    """Return the standard error of a mean from the differences between folds; NaN of one fold."""
     count, off = len(of_folds), of_folds - shares @ of_folds
     return math.sqrt(float((shares * off).square().sum()) * count / (count - 1)) if count > 1 else math.nan
 
@@ -754,16 +756,16 @@ class Allocation(Result):
     Attributes:
         choice: by layer, the name of its format.
         bits: of a weight in the mean over the weights of these layers, scales of groups included.
-        weights: of these layers; one that layers share counts once.
-        uncovered: weights of the model that stay as they are since they are in no layer that can be changed, by the
-            name of the parameter, each with its share of all weights; empty where layers were chosen.
+        weights: the number of weights of these layers; one that layers share counts once.
+        uncovered: weights of the model that stay as they are, since no layer that can be changed has them, by the name
+            of the parameter, each with its share of all weights; empty where layers were chosen.
         why_uncovered: for some of these the reason.
-        predicted: the change of the loss on other data like these, with an interval: ``loss_change``, and by how much
-            more other data lose, by cross-validation. Its standard error has two parts, that of other samples, and all
-            by which it is more than ``loss_change``. With ``held_out=`` it is the change on these.
-            Without ``measured`` it is of second order: what lies beyond is not in it.
-        loss_change: by how much the choice changes the loss on the data that it was made by; None: not measured.
-        gap: how much better than this choice another one could be at most, of what was minimised; NaN for a loss that
+        predicted: the change of the loss on other data like these, with an interval: ``loss_change`` plus how much more
+            other data lose, by cross-validation. Its standard error has two parts: that of other samples, and the whole
+            difference from ``loss_change``. With ``held_out=`` it is the change on those data. Without ``measured`` it
+            is of second order, without higher ones.
+        loss_change: the change of the loss on the data that made the choice; None if it was not measured.
+        gap: how much better than this choice another one could be at most, in what was minimised; NaN for a loss that
             is not convex in the outputs.
     """
 
@@ -776,15 +778,15 @@ class Allocation(Result):
     loss_change: float | None
     gap: float
     _formats: Mapping[str, Any]  # by the name of a weight in the plan
-    _of_other_folds: Any  # [(Tensor, Choice)]: parts of the folds, and what the others choose
+    _of_other_folds: Any  # [(Tensor, Choice)]: masks of parts of the folds, and the choices of the others
     _plan: Any  # which this is a choice of
 
     def frontier(self, bits: Iterable[float] | None = None) -> "Frontier":
-        """Return the choices that are predicted to be best under several budgets, of the same probes; none is measured.
+        """Return the choices that are predicted to be best under several budgets, by the same probes, unmeasured.
 
         Args:
-            bits: of a weight, as ``tool`` stores it where the plan has a ``size``; None: from the cheapest choice to
-                the largest, each by the same factor more.
+            bits: budgets in bits a weight, as ``tool`` stores it where the plan has a ``size``; None: from the cheapest
+                choice to the largest, each by the same factor larger.
 
         Raises:
             InputError: a budget below the cheapest choice.
@@ -817,11 +819,11 @@ class Allocation(Result):
         - ``"modelopt"``: a configuration for ``mtq.quantize``.
         - ``"gguf"``: lines for ``llama-quantize --tensor-type-file``, with llama.cpp's names of tensors.
 
-        Layers that are not of the plan are left as they are. A weight that several modules share is given to each.
+        Layers outside of the plan stay as they are. A weight that several modules share is in the file for each.
 
         Raises:
-            InputError: a tool that is none of these; a layer with a format that is not the tool's, or that the tool
-                does not keep in it, with the reason.
+            InputError: a tool that is none of these; a layer with a format that is not the tool's, or in which the tool
+                does not keep it, with the reason.
         """
         exports.check_tool(tool)
         weights = self._plan.weights
@@ -861,6 +863,11 @@ class Allocation(Result):
                 rows.append(row | ({"shared": weight.modules[0]} if place else {}))
         return rows
 
+    def _stored(self) -> int | None:
+        """Return the bytes that the tool of the plan stores; None where they are not known."""
+        rows = self._rows()
+        return sum(row["bytes"] for row in rows) if "bytes" in rows[0] else None
+
     def __str__(self) -> str:
         rows = self._rows()
         more = [name for name in ("tokens", "bytes") if name in rows[0]]
@@ -872,10 +879,10 @@ class Allocation(Result):
             numbers = ["" if row[name] is None else f"{row[name]:,}" for name in more]
             cells = f"{row['weights']:,}", row["format"], f"{row['bits']:.4g}", *numbers
             table.add_row(row["layer"] or "(the model)", *cells)
-        planned = math.ceil(self.bits * self.weights / 8)
+        planned, stored = math.ceil(self.bits * self.weights / 8), self._stored()
         size = [f"{planned:,} bytes as planned"]
-        if "bytes" in more:
-            size.append(f"{sum(row['bytes'] for row in rows):,} as {self._plan.tool} stores them")
+        if stored is not None:
+            size.append(f"{stored:,} as {self._plan.tool} stores them")
         predicted = intervals.shown(self.predicted.value, self.predicted.interval())
         told = f"{self.bits:.6g} bits a weight of {self.weights}; on unseen data {self._plan.told} {predicted} (95 %)"
         why = {name: self.why_uncovered.get(name, "in no layer that can be changed") for name in self.uncovered}
@@ -890,8 +897,10 @@ class Allocation(Result):
 class Frontier(Result):
     """Hold choices under several budgets; ``str(frontier)`` is a table.
 
+    Its bits are those of the formats, as of ``plan.bits``. A plan for a tool whose bytes are known has these too.
+
     Attributes:
-        plans: the choices, by their budgets.
+        plans: the choices, one for each budget.
     """
 
     plans: tuple[Allocation, ...]
@@ -914,7 +923,7 @@ class Frontier(Result):
         )
         drawn.set_xscale("log", base=2)
         drawn.xaxis.set_major_formatter("{x:g}")
-        drawn.set(xlabel="bits a weight", ylabel="predicted change of the loss")
+        drawn.set(xlabel="bits a weight, as planned", ylabel="predicted change of the loss")
         drawn.grid(alpha=0.3)
         views.save(figure, path)
         return figure, drawn
@@ -924,11 +933,18 @@ class Frontier(Result):
         return {"plans": [plan.to_dict() for plan in self.plans]}
 
     def _rows(self) -> list[dict[str, Any]]:
-        return [{"bits": plan.bits, **plan.predicted.to_dict(), "gap": plan.gap} for plan in self.plans]
+        return [
+            {"bits": plan.bits, **({} if (stored := plan._stored()) is None else {"bytes": stored})}
+            | {**plan.predicted.to_dict(), "gap": plan.gap}
+            for plan in self.plans
+        ]
 
     def __str__(self) -> str:
-        table = Table("bits a weight", "predicted change of the loss", "gap", box=box.SIMPLE_HEAD)
-        for plan in self.plans:
+        stored = [plan._stored() for plan in self.plans]
+        known = None not in stored
+        sizes = ["bits a weight, as planned", *(["bytes, as stored"] if known else [])]
+        table = Table(*sizes, "predicted change of the loss", "gap", box=box.SIMPLE_HEAD)
+        for plan, size in zip(self.plans, stored, strict=True):
             predicted = intervals.shown(plan.predicted.value, plan.predicted.interval())
-            table.add_row(f"{plan.bits:.4g}", predicted, f"{plan.gap:.2g}")
+            table.add_row(f"{plan.bits:.4g}", *([f"{size:,}"] if known else []), predicted, f"{plan.gap:.2g}")
         return "\n".join(views.text(table, 100))

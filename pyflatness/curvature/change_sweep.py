@@ -7,10 +7,10 @@ that weight enters through
 
     ⟨M_i, Δ⟩ = Σ_p ⟨δ_ip, Δ φ_ip⟩
 
-The products Δ φ do not depend on the cotangent: they are made once a micro-batch, and each cotangent then takes a
-scalar product with them. M is never written out. With random signs over the columns the cotangents are as many as
-probes, and the second order is right in the mean: its draws over probes tell its standard error. In folds of the
-samples it is kept for each fold, and says how sums would differ for other data.
+The products Δ φ do not depend on the cotangent. They are computed once a micro-batch, and each cotangent then takes a
+scalar product with them; M is never written out. With random signs over the columns there are as many cotangents as
+probes. The second order is then unbiased, and its values by probe give its standard error. With folds of the samples
+the sums are kept for each fold, and show how they would differ for other data.
 """
 
 import contextlib
@@ -42,15 +42,15 @@ from ..sweep.layer_sweep import Values
 from ..sweep.totals import Sums, Totals, layer_error
 from . import whole_weights
 
-FIRST, SECOND = 0, 1  # the columns of the values of samples: ⟨∇E, Δ⟩, and ½⟨Δ, G Δ⟩ of each change by itself
+FIRST, SECOND = 0, 1  # columns of the values by sample: ⟨∇E, Δ⟩, and ½⟨Δ, G Δ⟩ of each change by itself
 _GRAM, _ROWS = ("", "gram"), "rows"
 _LOSS, _FIRST_OF_FOLDS, _SHARES = ("", "loss"), ("", "first order of folds"), ("", "shares of folds")
 _TOKENS = ("", "tokens")
-_PER_PRODUCT = 3  # backward passes that take as long as a Hessian product, about
+_PER_PRODUCT = 3  # backward passes that take about as long as a Hessian product
 
 
 def as_called(name: str, module: nn.Module, change: Tensor) -> Tensor:
-    """Return a change of a parameter's shape as the view of it that the operation has, once the layer ran."""
+    """Return a change of a parameter as the view that the layer's operation took of the parameter when it ran."""
     found = layers.as_called(module, change)
     if found is None:
         assert isinstance(module.weight, Tensor)
@@ -62,7 +62,7 @@ def as_called(name: str, module: nn.Module, change: Tensor) -> Tensor:
 
 
 def risk_at(task: Task, changes: Mapping[str, Tensor]) -> Risk:
-    """Return the loss at weights of some layers that are changed, by a read of the data."""
+    """Return the loss with changes added to the weights of some layers, by one read of the data."""
     with _at(task, changes):
         (found,) = task.risks([{}], task.options.nan_policy)
     return found
@@ -73,16 +73,16 @@ class FoldLosses(NamedTuple):
 
     shares: Tensor  # (folds,) of the samples
     before: Tensor  # (folds,), each the mean over its samples
-    changes: Tensor  # (changes, folds), by which they are more
-    errors: Tensor  # (changes,) of the changes of all samples, as standard errors by how samples differ
+    changes: Tensor  # (changes, folds), how much larger each is after each change
+    errors: Tensor  # (changes,) standard errors over samples of how much larger the loss of all is
     samples: int
 
 
 def fold_losses(task: Task, changes: Sequence[Mapping[str, Tensor]], folds: int) -> FoldLosses:
-    """Return the losses of folds of the samples at several changes, by one read of the data."""
+    """Return the losses of folds of the samples before and after several changes, by one read of the data."""
     over, done, loss = Accumulator(task.options.nan_policy, task.loss.reduction), 0, task.loss
-    sums = torch.zeros(2 + len(changes), folds, dtype=torch.float64, device="cpu")  # of weights, and of losses
-    squares = torch.zeros(3, 1 + len(changes), dtype=torch.float64, device="cpu")  # of weights ω, differences, and both
+    sums = torch.zeros(2 + len(changes), folds, dtype=torch.float64, device="cpu")  # of the weights ω, and of losses
+    squares = torch.zeros(3, 1 + len(changes), dtype=torch.float64, device="cpu")  # of ω, of differences, products
     for number, part in task.parts().numbered(task.batches):
         samples = data.size(part)
         fold = task.batches.shard.numbers(done, samples).cpu() % folds
@@ -119,7 +119,7 @@ def fold_losses(task: Task, changes: Sequence[Mapping[str, Tensor]], folds: int)
 
 @contextlib.contextmanager
 def _at(task: Task, changes: Mapping[str, Tensor]) -> Iterator[None]:
-    """Have the model run with weights of some layers that are changed: as parameters, or at each call if computed."""
+    """Run the model with changes added to weights inside: to parameters, and to computed weights at each call."""
     modules, moved, computed = task.selection.modules, dict[str, Tensor](), list[str]()
     names = {id(parameter): name for name, parameter in task.model.named_parameters()}
     for name, change in changes.items():
@@ -151,25 +151,23 @@ class ChangeCosts:
     """Hold the sums over the data."""
 
     loss: float  # E
-    sums: Sums  # a row for each change and a last one, the sum of all; of the column FIRST
-    gram: Tensor  # (draws or folds, changes, changes), Δ_aᵀ G Δ_b of all pairs; one draw if they are exact
-    folds: tuple[Tensor, Tensor] | None  # of folds: each one's share of the data, and its ⟨∇E, Δ_a⟩ (folds, changes)
-    sampled: bool  # whether the draws differ
+    sums: Sums  # a row for each change, whose column FIRST is ⟨∇E, Δ⟩
+    gram: Tensor  # (probes or folds, changes, changes), Δ_aᵀ G Δ_b of all pairs; one matrix if they are exact
+    folds: tuple[Tensor, Tensor] | None  # the share of the data of each fold, and its ⟨∇E, Δ_a⟩ (folds, changes)
+    sampled: bool  # whether cotangents are random
     places: Mapping[str, range]  # of each layer's changes among all of them
-    tokens: Mapping[str, int]  # of the data that are routed to each expert of a mixture
+    tokens: Mapping[str, int]  # how many are routed to each expert of a mixture
     by_factors: frozenset[str]  # layers whose second order is in the Gram matrix
-    together: bool  # whether that of all changes together is, as the GGN has it
-    linear: frozenset[str]  # layers in whose weight the model is certified to be locally linear; all where not asked
-    differentiated: frozenset[
-        str
-    ]  # layers whose weight acts in a derivative that the model takes, of which FIRST is not
+    together: bool  # whether the second order of all changes together is, as the GGN's
+    linear: frozenset[str]  # layers in whose weight the model is certified to be locally linear; all if not checked
+    differentiated: frozenset[str]  # layers whose weight acts in a derivative of the model, which FIRST leaves out
 
     def first(self, chosen: Sequence[int]) -> float:
         """Return ⟨∇E, Δ⟩ of the sum Δ of some changes."""
         return float(self.sums.values[[*chosen], FIRST].sum())
 
     def second(self, chosen: Sequence[int]) -> tuple[float, float | None, float | None]:
-        """Return ½⟨Δ, G Δ⟩ of the sum Δ of some changes, its standard error and the degrees of freedom of that."""
+        """Return ½⟨Δ, G Δ⟩ of the sum Δ of some changes, its standard error, and the error's degrees of freedom."""
         draws = 0.5 * self.gram[:, [*chosen]][:, :, [*chosen]].sum(dim=(1, 2))
         if not self.sampled:
             return float(draws[0]), None, None
@@ -178,16 +176,17 @@ class ChangeCosts:
         return float(draws.mean()), float(standard_error(draws)), len(draws) - 1
 
     def rows(self, name: str) -> Tensor | None:
-        """Return the second order of each row of a layer's changes by itself, (changes, d); None: it is not there."""
+        """Return the second order of each row of a layer's changes, (changes, d); None if it was not computed."""
         return self.sums.parts.get((name, _ROWS)) if name in self.by_factors else None
 
 
 class ChangeSweep:
-    """Sweep once over a task's data, for so many changes of each of its layers, which are made once it runs.
+    """Sweep once over a task's data, for changes of its layers.
 
-    With ``probes=`` cotangents are random signs of a sample's columns, unless its columns are no more than that. With
-    ``products`` second orders are left to Hessian products where the model is not certified to be linear, and where
-    these are less work than all cotangents. With ``folds`` sample i is one of fold i modulo their number.
+    ``counts`` is the number of changes of each layer; ``made`` returns them once the layer has run. With ``probes=``
+    cotangents are random signs over a sample's columns, unless it has no more columns than probes. With ``products``
+    the second order is left to Hessian products where the model is not certified to be linear, and where these are
+    less work than all cotangents. With ``folds`` sample i belongs to fold i modulo their number.
     """
 
     def __init__(
@@ -214,12 +213,12 @@ class ChangeSweep:
             self._approve,
             order_matters=folds > 0 or task.options.by_sample or not task.loss.convex,
             certify=products,
-            # Of outputs, which are about as large as inputs, each change's, and in float64 for the cotangents' passes.
+            # The outputs of each change, about as large as inputs, and their products with cotangents in float64.
             reserve=lambda found: 7 * several * found.inputs,
         )
 
     def _approve(self, nonlinear: Mapping[str, str]) -> None:
-        """Raise where a value cannot be had: of weights whose calls are not all of their uses, without products too."""
+        """Raise for weights whose cost cannot be computed."""
         linearity.refuse_custom_functions(self._options, nonlinear)
         if self._by_products:
             linearity.refuse_ggn_of_derivatives(self._options, nonlinear)
@@ -282,7 +281,7 @@ class ChangeSweep:
     def _second_order(
         self, run: Run, sent: Cotangents, changed: Mapping[str, Sequence[Tensor]], values: Tensor
     ) -> dict[tuple[str, str], Tensor]:
-        """Return the Gram matrices, and where they are exact what rows cost; take the diagonal in to the values."""
+        """Return the Gram matrices, and if they are exact the cost of each row; add their diagonal to ``values``."""
         signs = self._signs if self._signs is not None and sent.passes > len(self._signs.draws) else None
         self._sampled = self._sampled or signs is not None
         draws = 1 if signs is None else len(signs.draws)
@@ -348,7 +347,7 @@ class ChangeSweep:
     def _by_position(self, run: Run, name: str, outputs: Sequence[Tensor]) -> Tensor:
         """Return outputs of all calls, or gradients in these, by position, (n, G, P, d).
 
-        Of a weight in all of its uses it is (n, 1, P, 1): the rows of one use need not be those of another.
+        For a weight in all of its uses it is (n, 1, P, 1), since the rows of one use need not be those of another.
         """
         if layers.is_together(self._runner.selected[name]):
             flat = [promoted(run.samples_first(name, output)).flatten(1) for output in outputs]
@@ -364,7 +363,7 @@ class ChangeSweep:
         return layer_error(self._runner.selected, replace(part, values=values), fine)
 
     def _loss(self, run: Run) -> tuple[float, Tensor]:
-        """Return the loss terms' sum, and its derivative in the outputs."""
+        """Return the sum of the loss terms, and its gradient in the outputs."""
         outputs = run.outputs.detach().requires_grad_()
         with torch.enable_grad():
             value = self._task.loss.value(outputs, run.targets.detach())

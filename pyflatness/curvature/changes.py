@@ -17,8 +17,8 @@ A :class:`Copy` is a format whose weights are those of a quantised model.
 They are torchao's, mxfp4 and nvfp4 llm-compressor's; ``"modelopt:int4"`` is another tool's (docs/allocation.md).
 
 Each function returns a mapping from names of layers to Δ, of the shape of the layer's weight, so that w + Δ is the
-changed weight; in float32 for weights of half precision. Its ``uncovered`` names the weights without a change. No model
-is changed. Rows of a weight are its outputs (filters, of a convolution; tokens, of an embedding).
+changed weight; Δ is in float32 for weights of half precision. ``uncovered`` of the mapping names the weights without a
+change. No model is changed. Rows of a weight are its outputs: filters of a convolution, tokens of an embedding.
 
 ``layers=None`` takes every layer that :func:`pyflatness.layers` lists, experts of a mixture one by one; of a parameter
 that may be used whole or in parts it is the whole, but for torch's attention, of which the rows for queries, keys and
@@ -53,7 +53,7 @@ _PER = ("tensor", "channel", "group")
 class Changes(dict[str, Tensor]):
     """Hold the change of each layer's weight, and in ``uncovered`` the model's weights that have none here.
 
-    These are by the name of the parameter, each with its share of the entries of all weights.
+    ``uncovered`` goes by the name of the parameter, and has its share of the entries of all weights.
     """
 
     uncovered: Mapping[str, float]
@@ -165,7 +165,7 @@ def of_rank(model: nn.Module, rank: int, *, layers: Layers = None) -> Changes:
 
     Args:
         model: any module.
-        rank: at most; a matrix of a smaller rank stays. A convolution's matrix has a filter to a row.
+        rank: the largest rank; a matrix of a smaller rank stays. A row of a convolution's matrix is a filter.
         layers: selectors; None: see the module's text.
 
     Raises:
@@ -198,7 +198,7 @@ def between(model: nn.Module, other: nn.Module | Mapping[str, Tensor], *, layers
     Args:
         model: any module.
         other: one of the same structure, or a state dict.
-        layers: selectors; None: of those in the module's text, the ones whose weight ``other`` has.
+        layers: selectors; None: those of the module's text whose weight ``other`` has.
 
     Raises:
         InputError: no such layers, no such weights, or of another shape.
@@ -226,7 +226,7 @@ def between(model: nn.Module, other: nn.Module | Mapping[str, Tensor], *, layers
 
 
 def _state(model: nn.Module, chosen: Layers) -> dict[str, Tensor]:
-    """Return the weights of layers, as parametrisations make them, by their keys in a state dict without such."""
+    """Return the weights of layers, as parametrisations make them, by their keys in a state dict without these."""
     found = {}
     for name, module in _layers(model, chosen).items():
         weight = module.source.parameter if isinstance(module, Use) else module.weight
@@ -236,20 +236,20 @@ def _state(model: nn.Module, chosen: Layers) -> dict[str, Tensor]:
 
 
 def _key(name: str, module: nn.Module) -> str:
-    """Return the key of a layer's weight in a state dict, of a part of a parameter that of the whole."""
+    """Return the key of a layer's weight in a state dict; a part of a parameter has the key of the whole."""
     if isinstance(module, Use) and not module.source.of_module:
         return name if module.rows is None else name.rpartition("[")[0]
     return f"{name}.weight" if name else "weight"
 
 
 def _names(model: nn.Module, use: Use) -> list[str]:
-    """Return all names of a stand-in's parameter."""
+    """Return all names of the parameter of a use."""
     named = kinds.unwrap(model).named_parameters(remove_duplicate=False)
     return [name for name, parameter in named if parameter is use.source.parameter]
 
 
 def of_layer(name: str, module: nn.Module, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the change of a layer's weight that a function makes of it as a matrix, each row of which has a scale."""
+    """Return the change of a layer's weight by a function of its matrix, whose rows have a scale each."""
     kind = kinds.kind_of(module)
     try:
         return kind.from_rows(change(kind.as_rows(kinds.weight_of(module)))).contiguous()
@@ -258,7 +258,7 @@ def of_layer(name: str, module: nn.Module, change: Callable[[Tensor], Tensor]) -
 
 
 def _of_layers(model: nn.Module, chosen: Layers, change: Callable[[Tensor], Tensor]) -> Changes:
-    """Return the changes of layers that a function makes of their matrices; a weight that several share has one."""
+    """Return the changes of layers by a function of their matrices; a weight that several layers share has one."""
     modules = _layers(model, chosen)
     found: dict[str, Tensor] = {}
     for sharing in _sharing(modules):
@@ -270,7 +270,7 @@ def _of_layers(model: nn.Module, chosen: Layers, change: Callable[[Tensor], Tens
 
 
 def _layers(model: nn.Module, chosen: Layers) -> dict[str, nn.Module]:
-    """Return layers by name; None means all that may be, of parameters and their parts one of both."""
+    """Return layers by name; None takes all that may be layers, a parameter either whole or in its parts."""
     model = kinds.unwrap(check_module("model", model))
     found = selectors.select(model, chosen).modules
     if chosen is not None:
@@ -285,7 +285,7 @@ def _layers(model: nn.Module, chosen: Layers) -> dict[str, nn.Module]:
 
 
 def _is_meant(use: Use) -> bool:
-    """Return whether a stand-in is one of those that have each entry of a parameter once, as it is used most likely."""
+    """Return whether a use is among those, as the model most likely has them, that cover each parameter once."""
     module, _ = use.source.places[0]
     if use.routed or use.source.of_module or runs_with_its_module(use):
         return True
@@ -293,7 +293,7 @@ def _is_meant(use: Use) -> bool:
 
 
 def _sharing(modules: Mapping[str, nn.Module]) -> list[list[str]]:
-    """Return the names of the layers that have one weight, for each weight."""
+    """Return for each weight the names of the layers that have it."""
     found: dict[Tensor, list[str]] = {}
     for name, module in modules.items():
         assert isinstance(module.weight, Tensor)
@@ -302,6 +302,6 @@ def _sharing(modules: Mapping[str, nn.Module]) -> list[list[str]]:
 
 
 def _owner(modules: Mapping[str, nn.Module], sharing: Sequence[str]) -> str:
-    """Return whose rows those of a shared weight are: of the first layer that is no embedding, if there is one."""
+    """Return the layer that tells the rows of a shared weight: the first that is no embedding, if there is one."""
     others = (n for n in sharing if isinstance(modules[n], Use) or not kinds.kind_of(modules[n]).tokens)
     return next(others, sharing[0])

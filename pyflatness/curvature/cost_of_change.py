@@ -1,19 +1,18 @@
-"""Compute what a change of a network's weights costs, to second order, beside what it is measured to cost.
+"""Compute what a change of a network's weights costs to second order, and measure what it costs.
 
-For a change Δ_l of the weights of some layers l, quantised or pruned ones less the weights, say,
+For a change Δ_l of the weights of some layers l, such as quantised or pruned weights less the weights,
 
     E(w + Δ) = E(w) + ⟨∇E, Δ⟩ + ½⟨Δ, H Δ⟩ + …
 
-At a minimum the gradient is zero, and the second-order term is the price of the change. It is computed exactly, in the
+At a minimum the gradient is zero, and the second-order term is the price of the change. It is computed exactly with the
 whole block of the Hessian, and not bounded by a trace. In the GGN
 
     ½⟨Δ, G Δ⟩ = (1 / 2 Σ_i ω_i) Σ_i Σ_c σ_ic (Σ_l ⟨M_il^(c), Δ_l⟩)²
 
 takes the cotangents of one sweep, for each layer and for all of them together; see :mod:`.change_sweep`. This is the
-Hessian's value for a layer in whose weight the model is locally linear. Elsewhere, for all layers together, and where
-cotangents would be more work, it is a Hessian product H Δ for each layer and one for all. So it is for weights that act
-in a derivative that the model takes, whose ⟨∇E, Δ⟩ comes from the gradient in the weights. With probes the cotangents
-are random, and as many as these.
+Hessian's value for a layer in whose weight the model is locally linear. Other layers, all layers together, and cases in
+which cotangents would be more work take a Hessian product H Δ each. So do weights that act in a derivative that the
+model takes, whose ⟨∇E, Δ⟩ comes from the gradient in the weights. With probes there are as many random cotangents.
 
 The trace's estimate beside it is that of HAWQ-V2 (Dong et al. 2020, Eq. 5): Tr(H_l) / (d m) · |Δ_l|², what the
 change would cost on average if its direction were random; half of that is the expectation of the second-order term.
@@ -67,17 +66,18 @@ def cost_of_change(
         loss: …
         data: … They are read twice for the second order, and with ``measured`` once for each change and twice
             more.
-        changes: by the name of a layer, the change of its weight, of the weight's shape; ``pf.changes`` makes such of
-            quantisation, pruning, lower ranks and other checkpoints. The weight changes in all of its uses, also where
+        changes: by the name of a layer the change of its weight, of the weight's shape; ``pf.changes`` makes them by
+            quantisation, pruning, lower ranks or another checkpoint. A weight changes in all of its uses, also where
             other layers share it, or the model uses it outside of layers.
         measured: also evaluate the loss at the changed weights.
         by_trace: also return Tr(H) |Δ|² / (d m) of each layer, what the change would cost twice over if its direction
             were random.
         curvature: ``"auto"`` and ``"hessian"`` for the Hessian, ``"ggn"`` for the GGN.
-        probes: of the second order where cotangents are sent, that of all layers with ``curvature="ggn"``, which then
-            has a standard error; also of the traces of ``by_trace``. None: both are exact.
-        rtol: a standard error of the traces of ``by_trace``, relative to each layer's, by as many probes as that takes.
-            The second order is exact then.
+        probes: random cotangents of a sample for second orders that are no Hessian products (with ``curvature="ggn"``
+            those of all layers), which then have a standard error, and for the traces of ``by_trace``. None: both are
+            exact.
+        rtol: the standard error that the trace of each layer has at most, relative to the trace, by as many probes as
+            that takes. The second order is exact then.
         nan_policy: ``"raise"`` or ``"propagate"``; ``"omit"`` only where no Hessian product and no loss is needed.
 
     Returns:
@@ -136,7 +136,7 @@ def cost_of_change(
 
 
 def _united(made: Mapping[str, Tensor], names: Mapping[str, str], model: nn.Module) -> dict[str, Tensor]:
-    """Return the changes by the names of weights in all of their uses."""
+    """Return the changes by the names that weights have in all of their uses."""
     found: dict[str, str] = {}
     for name in made:
         if name not in names:
@@ -151,7 +151,7 @@ def _united(made: Mapping[str, Tensor], names: Mapping[str, str], model: nn.Modu
 
 
 def _checked(modules: Mapping[str, nn.Module], changes: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the changes of layers, by their names."""
+    """Return the changes of layers by name, checked, on the weights' devices and in at least float32."""
     found = {}
     for name, change in changes.items():
         if name not in modules:
@@ -178,7 +178,7 @@ class Costs:
         self._changes = {name: changes[name] for name in self._modules}
 
     def second_order(self) -> dict[tuple[str, str], Estimate]:
-        """Return both terms of the expansion and their sum, of each layer and of all of them together."""
+        """Return both terms of the expansion and their sum, for each layer and for all of them together."""
         sweep = ChangeSweep(
             self._task, dict.fromkeys(self._modules, 1), lambda name: [self._changes[name]], products=True
         )
@@ -256,7 +256,7 @@ class Costs:
         return torch.cat([matrix.flatten().double() for matrix in matrices]).to(device)
 
     def measured(self) -> dict[tuple[str, str], Estimate]:
-        """Return how the loss changes with each layer's change, and with all of them."""
+        """Return how much the loss changes with the change of each layer, and with all of them."""
         before = risk_at(self._task, {})
         found = {}
         for name in (*self._modules, ""):

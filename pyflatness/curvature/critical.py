@@ -9,7 +9,7 @@ LLMs", https://arxiv.org/abs/2601.16979).
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from ..errors import InputError, NonFiniteError
 from ..messages import shown
 from ..model import calling, parameters
 from ..options import CALL, How, check_number
-from ..passes.task import Task
+from ..passes.task import Risk
 from ..report import Estimate
 from ..session import public, session
+from . import directions
 
 _DOUBLINGS, _HALVINGS = 60, 20
 
@@ -44,13 +45,14 @@ def critical_sharpness(
 
     Args:
         data: … They are read once for each η, some dozens of times.
-        step: Δ by the names of parameters, as the model has them or without its wrappers (``torch.compile``, DDP), of
-            their shapes: what an optimiser adds to them for a learning rate of 1. Others stay.
+        step: Δ by the names of parameters, or of layers whose weight is meant, of their shapes: what an optimiser adds
+            to them for a learning rate of 1. Names are those of the model, with or without its wrappers
+            (``torch.compile``, DDP). Other parameters stay.
         start: the first η.
 
     Returns:
-        λ_c, of method ``"definition"``; ``exact`` is False, since a loss that rises and falls again between two lengths
-        is not noticed. 0 where the loss does not rise up to 2^60 times ``start``.
+        λ_c, of method ``"definition"``; ``exact`` is False, since the search misses a loss that rises and falls again
+        between two lengths. It is 0 if the loss does not rise up to 2^60 times ``start``.
 
     Raises:
         InputError: a step of no parameter, of another shape or zero; one along which the loss rises from the start.
@@ -69,72 +71,52 @@ def critical_sharpness(
     if not isinstance(step, Mapping) or not step:
         raise InputError(f"step={shown(step)}: a mapping from names of parameters to their changes is wanted")
     with session(model, loss, data, how=how, reads=3) as task:
-        line = _AlongStep(task, _checked(parameters.every(task.model), _unwrapped(task.model, model, step)))
-        value = 2 / line.critical(start)
-        estimate = Estimate(value, None, line.samples, "definition", exact=False, backend="reference")
+        direction = directions.given(task.model, _unwrapped(task.model, model, step), "step", "it")
+        theta = directions.origin(task.model, [direction])
+        change = {name: values.double() for name, values in direction.values.items()}
+
+        def at(eta: float) -> Risk:
+            elsewhere = calling.dry_run() if eta else contextlib.nullcontext()
+            with elsewhere, torch.no_grad():
+                (found,) = task.risks([parameters.displaced(theta, change, lambda _: eta)], "propagate")
+            if math.isnan(found.value):
+                raise NonFiniteError(f"the loss is NaN at {eta:.3g} times the step")
+            return found
+
+        own = at(0.0)
+        value = 2 / _first_rise(lambda eta: at(eta).value - own.value, start)
+        estimate = Estimate(value, None, own.samples, "definition", exact=False, backend="reference")
         task.unite()
         return task.noted(estimate)
 
 
-class _AlongStep:
-    """Know the loss along a step."""
-
-    def __init__(self, task: Task, step: Mapping[str, Tensor]) -> None:
-        self._task, self._step = task, step
-        self._theta = {name: values for name, values in parameters.every(task.model).items() if name in step}
-        self.samples = 0
-        self._own = self._at(0.0)
-
-    def critical(self, eta: float) -> float:
-        """Return η_c, from a first length on."""
-        low, high = 0.0, math.inf
-        for _ in range(_DOUBLINGS):
-            rise = self._at(eta) - self._own
-            if rise > 0:
-                high = eta
-                if low:
-                    break
-                eta /= 2
-            elif high < math.inf:
-                low = eta if rise < 0 else 0.0  # no change at all is rounding
+def _first_rise(rise: Callable[[float], float], eta: float) -> float:
+    """Return the smallest length at which the loss rises; the search begins with ``eta``."""
+    low, high = 0.0, math.inf
+    for _ in range(_DOUBLINGS):
+        found = rise(eta)
+        if found > 0:
+            high = eta
+            if low:
                 break
-            else:
-                low, eta = eta, 2 * eta
-        if not low:
-            raise InputError("step: the loss rises along it from the start: it is no step of descent on these data")
-        if high == math.inf:
-            return math.inf
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            low, high = (low, middle) if self._at(middle) > self._own else (middle, high)
-        return (low + high) / 2
-
-    def _at(self, eta: float) -> float:
-        moved = {name: (w.double() + eta * self._step[name]).to(w.dtype) for name, w in self._theta.items()}
-        elsewhere = calling.dry_run() if eta else contextlib.nullcontext()
-        with elsewhere, torch.no_grad():
-            (found,) = self._task.risks([moved], "propagate")
-        if math.isnan(found.value):
-            raise NonFiniteError(f"the loss is NaN at {eta:.3g} times the step")
-        self.samples = found.samples
-        return found.value
+            eta /= 2
+        elif high < math.inf:
+            low = eta if found < 0 else 0.0  # a loss that does not change at all is rounding
+            break
+        else:
+            low, eta = eta, 2 * eta
+    if not low:
+        raise InputError("step: the loss rises along it from the start: it is no step of descent on these data")
+    if high == math.inf:
+        return math.inf
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if rise(middle) > 0 else (middle, high)
+    return (low + high) / 2
 
 
 def _unwrapped(model: nn.Module, wrapped: nn.Module, step: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a step by names of the user's own module, where it is by those of what the module is wrapped in."""
+    """Return a step by the names of the unwrapped module, where it came by those of the wrapper (DDP, …)."""
     own = {id(parameter): name for name, parameter in model.named_parameters()}
     outer = {n: own[id(p)] for n, p in wrapped.named_parameters(remove_duplicate=False) if id(p) in own}
     return {outer.get(name, name): change for name, change in step.items()}
-
-
-def _checked(theta: Mapping[str, Tensor], step: Mapping[str, Any]) -> dict[str, Tensor]:
-    found = {}
-    for name, change in step.items():
-        if name not in theta:
-            raise InputError(f"step: the model has no parameter {name!r}; it has {', '.join([*theta][:6])}")
-        if not isinstance(change, Tensor) or change.shape != theta[name].shape or not bool(change.isfinite().all()):
-            raise InputError(f"step[{name!r}]: finite numbers of shape {tuple(theta[name].shape)} are wanted")
-        found[name] = change.detach().to(theta[name].device).double()
-    if not any(bool(change.any()) for change in found.values()):
-        raise InputError("step: it is zero")
-    return found

@@ -1,4 +1,4 @@
-"""Make directions in the space of a network's parameters, along which its loss is looked at.
+"""Make directions in the space of a network's parameters, along which its loss is evaluated.
 
 A direction is a mapping from names of parameters to changes of their shapes. Parameters that it does not name stay, and
 a parameter that several modules share has one name. Random directions are filter-normalised (Li et al. 2018,
@@ -37,7 +37,7 @@ class Direction:
 
 
 def moved(theta: Mapping[str, Tensor], directions: Sequence[Direction], coefficients: Sequence[float]) -> Parameters:
-    """Return θ + Σ_k c_k d_k of all that the directions move, summed in float64 and in the dtype of each tensor."""
+    """Return θ + Σ_k c_k d_k of all that the directions change, summed in float64, in the dtype of each tensor."""
     found = {}
     for name, own in theta.items():
         total = own.double()
@@ -49,7 +49,7 @@ def moved(theta: Mapping[str, Tensor], directions: Sequence[Direction], coeffici
 
 
 def origin(model: nn.Module, directions: Sequence[Direction]) -> Parameters:
-    """Return the parameters and buffers of a model that directions move, in the model's order."""
+    """Return the parameters and buffers of a model that directions change, in the model's order."""
     named = {name for direction in directions for name in direction.values}
     return {name: values for name, values in (parameters.every(model) | _statistics(model)).items() if name in named}
 
@@ -85,9 +85,9 @@ def random(
 
 
 def normalized(model: nn.Module, direction: Direction, normalization: str | None) -> Direction:
-    """Return a direction whose filters, or whole tensors (``"layer"``), have the norms of the model's own.
+    """Return a direction whose filters, or whole tensors (``"layer"``), are scaled to the norms of the model's.
 
-    Filters are the rows of the layer's matrix, and of a parameter that is no layer's weight its entries [r].
+    Filters are the rows of a layer's matrix. Those of a parameter that is no layer's weight are its entries [r].
     """
     if normalization is None:
         return direction
@@ -109,14 +109,14 @@ def normalized(model: nn.Module, direction: Direction, normalization: str | None
 
 
 def _scaled(rows: Tensor, like: Tensor) -> Tensor:
-    """Return rows (r, c) of the norms of others; a row of zeros stays."""
+    """Return rows (r, c) scaled to the norms of the rows of ``like``; a row of zeros stays."""
     norm, wanted = (torch.linalg.vector_norm(each, dim=1, keepdim=True, dtype=torch.float64) for each in (rows, like))
     scaled: Tensor = rows * torch.where(norm > 0, wanted / norm, 0.0).to(rows.dtype)
     return scaled
 
 
-def given(model: nn.Module, changes: Mapping[str, Any], label: str) -> Direction:
-    """Return a direction of the user's own, by names of parameters, or of layers whose weight is meant."""
+def given(model: nn.Module, changes: Mapping[str, Any], option: str, label: str) -> Direction:
+    """Return a direction that the user passed, by names of parameters, or of layers whose weight is meant."""
     theta, first = parameters.every(model), _first_names(model)
     found: Parameters = {}
     for key, change in changes.items():
@@ -124,24 +124,24 @@ def given(model: nn.Module, changes: Mapping[str, Any], label: str) -> Direction
         name = first.get(own) or first.get(f"{own}.weight" if own else "weight")
         if name is None:
             raise InputError(
-                f"directions: the model has no parameter {key!r}, and no layer with a weight of this name; it has "
+                f"{option}: the model has no parameter {key!r}, and no layer with a weight of this name; it has "
                 f"{', '.join([*theta][:6])}"
             )
         shape = tuple(theta[name].shape)
         if not isinstance(change, Tensor) or change.shape != shape or not bool(change.isfinite().all()):
             got = tuple(change.shape) if isinstance(change, Tensor) else shown(change)
-            raise InputError(f"directions: for {key!r} finite numbers of shape {shape} are wanted, got {got}")
+            raise InputError(f"{option}: for {key!r} finite numbers of shape {shape} are wanted, got {got}")
         change = change.detach().to(theta[name].device)
         if name in found and not torch.equal(found[name], change):
-            raise InputError(f"directions: {key!r} is {name!r}, one parameter of two names, and has two changes")
+            raise InputError(f"{option}: {key!r} is {name!r}, one parameter of two names, and has two changes")
         found[name] = change
     if not any(bool(change.any()) for change in found.values()):
-        raise InputError(f"directions: {label} is zero, or empty")
+        raise InputError(f"{option}: {label} is zero, or empty")
     return Direction(label, found)
 
 
 def to(model: nn.Module, other: Any, names: frozenset[str] | None, option: str, label: str) -> Direction:
-    """Return the direction to another checkpoint, θ' - θ, with its buffers, or of ``names`` alone without."""
+    """Return the direction θ' - θ to another checkpoint, with its buffers; with ``names`` these parameters alone."""
     if isinstance(other, nn.Module):
         module = layers.unwrap(other)
         state = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
@@ -178,7 +178,7 @@ def to(model: nn.Module, other: Any, names: frozenset[str] | None, option: str, 
 
 
 def moves_buffers(model: nn.Module, directions: Sequence[Direction]) -> bool:
-    """Return whether directions move more than parameters."""
+    """Return whether directions change buffers, too."""
     own = parameters.every(model).keys()
     return any(not direction.values.keys() <= own for direction in directions)
 
@@ -189,6 +189,6 @@ def _statistics(model: nn.Module) -> Parameters:
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """Return for each name of a parameter the one that it is moved by."""
+    """Return for each name of a parameter its first one, by which directions have it."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     return {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}

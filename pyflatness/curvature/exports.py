@@ -1,7 +1,7 @@
-"""Write a choice of formats as a file that another tool reads, and say what that tool can be told of.
+"""Write a choice of formats as a file that another tool reads, and list what that tool can be told of.
 
-Tools match names each in their own way: by regular expressions, globs, parts of names or quantisers. A file has for
-each layer what means this layer and no other.
+Each tool matches names in its own way: by regular expressions, globs, parts of names or quantisers. The files name each
+layer so that the tool takes this layer and no other.
 """
 
 import glob
@@ -16,23 +16,23 @@ from .formats import Copy, Format
 from .whole_weights import Weight
 
 Choice = Mapping[str, Format]  # by the name of a module
-Rest = Sequence[str]  # modules that the plan has no format for, and that are to stay as they are
+Rest = Sequence[str]  # modules that the plan has no format for, and that stay as they are
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("w1", "w3"))
 """Modules that vLLM runs as one."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """Say what a tool can be told of, and how."""
+    """Describe what a tool can be told of, and how."""
 
     written: Callable[[Choice, Rest], Any]  # a text, or what is written as JSON
-    formats: str  # the tool of whose formats it has
-    kinds: tuple[str, ...]  # of modules, that it quantises
+    formats: str  # the tool whose formats it has
+    kinds: tuple[str, ...]  # of the modules that it quantises
     unties: bool = False  # whether it quantises every module of a weight that several have
     once: bool = False  # whether it stores such a weight once
-    # Why it does not keep a weight in a format; empty where it does.
+    # Returns why the tool does not keep a weight in a format; empty where it does.
     demand: Callable[[Weight, Format], str] = lambda weight, held: ""
-    stored: Callable[[Format, int, int, int], int] | None = None  # bytes of (rows, columns) of a dtype of so many
+    stored: Callable[[Format, int, int, int], int] | None = None  # (format, rows, columns, itemsize) -> bytes
 
 
 def check_tool(tool: str) -> None:
@@ -42,7 +42,7 @@ def check_tool(tool: str) -> None:
 
 
 def why_not(tool: str, weight: Weight, held: Format | Copy) -> str:
-    """Return why a tool does not keep a weight in a format; empty where it does."""
+    """Return the reason why a tool does not keep a weight in a format; empty if it does."""
     made, (_, columns) = TOOLS[tool], weight.matrix.shape
     if not held.changes:
         return ""
@@ -92,7 +92,7 @@ def _demand_of_llm_compressor(weight: Weight, held: Format) -> str:
 
 
 def _for_gptqmodel(choice: Choice, rest: Rest) -> Any:
-    """Return a ``quantize_config.json``; GPTQModel looks at rules that leave modules alone before all others."""
+    """Return a ``quantize_config.json``; GPTQModel reads rules that leave modules alone before all others."""
     rules = {
         re.escape(name): {"bits": held.scheme["bits"], "group_size": held.scheme["group_size"] or -1}
         for name, held in choice.items()
@@ -155,7 +155,7 @@ def _for_bitsandbytes(choice: Choice, rest: Rest) -> Any:
 
 
 def _for_auto_round(choice: Choice, rest: Rest) -> Any:
-    """Return a ``layer_config``; it has each layer by its full name, which counts more than a part of a name."""
+    """Return a ``layer_config`` of full names of layers, which count more than parts of names."""
     return {name: _of_auto_round(held) for name, held in choice.items()} | {name: {"bits": 16} for name in rest}
 
 
@@ -166,7 +166,7 @@ def _of_auto_round(held: Format) -> dict[str, Any]:
 
 
 def _for_modelopt(choice: Choice, rest: Rest) -> str:
-    """Return a configuration for ``mtq.quantize`` as YAML, which has keys that are numbers; later entries count."""
+    """Return a configuration for ``mtq.quantize`` as YAML, whose keys may be numbers; later entries override."""
     entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
     for name, held in choice.items():
         if not held.scheme:
@@ -206,7 +206,7 @@ def _gguf_demand(weight: Weight, held: Format) -> str:
 
 
 def _for_gguf(choice: Choice, rest: Rest) -> str:
-    """Return the lines of a ``--tensor-type-file``: patterns that llama-quantize searches for, the first counts."""
+    """Return the lines of a ``--tensor-type-file``: patterns of which llama-quantize takes the first that matches."""
     names = {name: gguf_name(name) for name in choice}
     types = {
         own: held.scheme["type"] if held.scheme else "f16" for name, held in choice.items() if (own := names[name])
@@ -234,7 +234,7 @@ def _bytes_of_torchao(held: Format, rows: int, columns: int, own: int) -> int:
 
 
 def _bytes_of_llm_compressor(held: Format, rows: int, columns: int, own: int) -> int:
-    """Return words of 32 bits for a row's integers and two numbers for their shape, else each number; and scales."""
+    """Return 32-bit words of a row's integers and 16 bytes for their shape, or the bytes of floats; and scales."""
     if not held.scheme:
         return rows * columns * own
     bits: int = held.scheme["bits"]
@@ -252,9 +252,9 @@ def _bytes_as_planned(held: Format, rows: int, columns: int, own: int) -> int:
 
 
 def stored(tool: str | None, weight: Weight, held: Format) -> list[int]:
-    """Return the bytes that a tool keeps of a weight in each module that has it; none where that is not known.
+    """Return the bytes that a tool stores of a weight in each module that has it; empty where they are unknown.
 
-    A weight that it leaves as it is stays one for all of its modules.
+    A weight that the tool leaves as it is stays one tensor for all of its modules.
     """
     made = None if tool is None else TOOLS[tool]
     if made is None or made.stored is None:

@@ -1,8 +1,8 @@
 """Keep weights in fewer bits, as tools that quantise do: the formats that plans choose from.
 
-Tools round otherwise under the same name. A format says whose it is (:attr:`Format.tool`), and its weights are those
-that this tool gives back, bit for bit, for float32, bfloat16 and float16. Integers have one scale s for a row, or for a
-group of so many entries of one.
+Tools use the same name for different roundings. A format says whose it is (:attr:`Format.tool`), and its weights are
+bit for bit those that this tool gives back, for float32, bfloat16 and float16. Integers have a scale s for each row, or
+for each group of entries of a row.
 
 ===============  ========================================================================================
 tool             rule
@@ -47,13 +47,13 @@ class Format:
     """Represent a way to keep a layer's weight in fewer bits.
 
     Attributes:
-        name: by which a choice and messages call it.
-        bits: that a weight takes: a number, or a function of the matrix's rows, its columns and the bits of its dtype.
+        name: the name that choices and messages have for it.
+        bits: of a weight: a number, or a function of the matrix's rows, its columns and the bits of its dtype.
         function: w (d, m), in float32 or float64 -> the matrix that is kept in its place, of the same shape.
         scheme: what exports tell other tools: ``type`` ``"int"`` or ``"float"``, ``bits``, ``group_size`` or None, and
             ``scale``, the dtype of groups' scales where they have one of their own; empty: the weight is left as it is;
             None: no tool is told.
-        tool: whose rounding it is, which alone can be told of it; empty: any that reads the scheme.
+        tool: the tool whose rounding it is, the only one that can be told of it; empty: any that reads the scheme.
         native: whether the function takes the weight in its own dtype, in which tools compute.
 
     Example:
@@ -78,7 +78,7 @@ class Format:
         return self.scheme is None or bool(self.scheme)
 
     def bits_of(self, matrix: Tensor) -> float:
-        """Return the bits a weight of a matrix (d, m) of the weight's own dtype."""
+        """Return the bits a weight of a matrix (d, m) in the weight's dtype."""
         rows, columns = matrix.shape
         return float(self.bits(rows, columns, 8 * matrix.itemsize) if callable(self.bits) else self.bits)
 
@@ -97,7 +97,7 @@ class Format:
         return kept.to(matrix.device)
 
     def change(self, matrix: Tensor) -> Tensor:
-        """Return what is kept of a matrix less the matrix, in float32, or the matrix's own dtype if it has more digits.
+        """Return what is kept of a matrix less the matrix, in float32, or in float64 if the matrix is.
 
         Raises:
             InputError: see :meth:`kept`.
@@ -110,8 +110,8 @@ class Copy:
     """Represent the weights of a quantised copy of the model as a format, such as what GPTQ or HQQ made of it.
 
     Attributes:
-        name: by which a choice and messages call it.
-        bits: that a weight takes, as of :class:`Format`. A layer that the copy has as it is takes those of its dtype.
+        name: the name that choices and messages have for it.
+        bits: of a weight, as of :class:`Format`. A layer that the copy leaves as it is takes the bits of its dtype.
         model: the copy, with weights in floating point, or its state dict.
 
     Example:
@@ -144,7 +144,7 @@ def named(name: "str | Format", tool: str | None = None) -> Format:
     tools = [whose] if whose else ["torchao", "llm-compressor"]
     kept = {
         "2:4": Format("2:4", lambda d, m, own: own / 2 + 1, lambda w: w + two_of_four(w)),
-        "keep": Format("keep", lambda d, m, own: own, lambda w: w, {}, native=True),
+        "keep": _OF_GGUF if whose == "gguf" else Format("keep", lambda d, m, own: own, lambda w: w, {}, native=True),
     }.get(base)
     ranks = re.fullmatch(r"rank-([1-9]\d*)", str(base))
     kept = _of_factors(base, int(ranks[1])) if ranks else kept
@@ -166,6 +166,9 @@ def named(name: "str | Format", tool: str | None = None) -> Format:
     return kept
 
 
+_OF_GGUF = Format("keep", 16, lambda w: w.half().to(w.dtype), {}, native=True)  # what its file calls f16
+
+
 def _readable(pattern: str) -> str:
     """Return a regular expression of names as a reader writes them: "int[2-8], with -gN for groups"."""
     name, groups, _ = pattern.partition("(?:-g")
@@ -173,7 +176,7 @@ def _readable(pattern: str) -> str:
 
 
 def _integers(bits: int, group: int | None = None, *, rule: Callable[..., Tensor]) -> Format:
-    """Return the format of integers, with a scale for each row, or of 16 bits for each group of so many."""
+    """Return the format of integers, with a scale for each row, or one of 16 bits for each group of entries."""
     scheme = {"type": "int", "bits": bits, "group_size": group}
 
     def of_matrix(rows: int, columns: int, own: int) -> float:
@@ -336,12 +339,12 @@ TOOLS: dict[str, dict[str, Callable[..., Format]]] = {
 
 
 def less(kept: Tensor, matrix: Tensor) -> Tensor:
-    """Return what a matrix is kept as less the matrix, in its dtype."""
+    """Return what is kept of a matrix less the matrix, in the matrix's dtype."""
     return (kept.double() - matrix.double()).to(matrix.dtype)
 
 
 def by_groups(matrix: Tensor, size: int | None, kept: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return what ``kept`` makes of groups of so many entries of a row, the last of which may be shorter."""
+    """Return ``kept`` of groups of ``size`` entries of a row, the last of which may be shorter; None: of whole rows."""
     if size is None:
         return kept(matrix)
     groups = F.pad(matrix, (0, -matrix.shape[1] % size)).unflatten(1, (-1, size))
@@ -349,7 +352,7 @@ def by_groups(matrix: Tensor, size: int | None, kept: Callable[[Tensor], Tensor]
 
 
 def largest(rows: Tensor) -> Tensor:
-    """Return the largest size among entries of the last dimension."""
+    """Return the largest absolute value along the last dimension."""
     return rows.abs().amax(dim=-1, keepdim=True)
 
 

@@ -52,10 +52,10 @@ class Importance(Result, Mapping[str, Tensor]):
     Attributes:
         kind: ``"hessian"``, ``"ggn"`` or ``"fisher"``.
         structure: ``"diagonal"`` or ``"rows"``.
-        stderr: standard errors of the same shapes, given the data; None where no probes were drawn. NaN where it is not
-            known: of one probe, or where probes agree.
-        method: ``"ggn"``, ``"hessian"`` or ``"fisher"``, with ``"-sampled"`` behind it where probes were drawn: of a
-            model that is locally linear in every parameter the Hessian is the GGN, and computed as that.
+        stderr: standard errors of the same shapes, given the data; None where no probes were drawn. NaN where it is
+            unknown: with one probe, or where all probes agree.
+        method: ``"ggn"``, ``"hessian"`` or ``"fisher"``, with ``"-sampled"`` behind it where probes were drawn. The
+            Hessian of a model that is locally linear in every parameter is the GGN, and is computed as such.
         exact: whether the values are those of their kind up to rounding.
         samples: of the data.
         uncovered: parameters of the model without a value (frozen, or of layers that were not chosen), each with its
@@ -192,7 +192,7 @@ def importance(
         task = replace(task, loss=empirical_fisher(task.loss)) if kind == "fisher" else task
         try:
             found = diagonal.by_parameter(task, theta, rows=structure == "rows", certify=kind == "hessian")
-        except InputError as error:  # which speak of curvature=, as other calls have it
+        except InputError as error:  # its message names curvature=, which is kind= here
             message = str(error).replace("curvature=", "kind=")
             raise type(error)(message).about(error.layers) from error
         task.unite()
@@ -215,11 +215,11 @@ def importance(
 
 
 def _chosen(task: Task, layers: Selector | Sequence[Selector] | None) -> tuple[parameters.Parameters, dict[str, float]]:
-    """Return the parameters in question, and of the model's others the share of all entries that each has."""
+    """Return the chosen parameters, and for each other parameter of the model its share of all entries."""
     theta = parameters.trainable(task.model)
     if layers is not None:
         selection = task.of(layers).selection.modules
-        held = {id(module._parameters[key]) for module, key in uses.entries(selection.values())}
+        held = {id(module._parameters[key]) for module, key in uses.covered_entries(selection.values())}
         own = {name for name, parameter in task.model.named_parameters() if id(parameter) in held}
         theta = {name: values for name, values in theta.items() if name in own}
         if not theta:

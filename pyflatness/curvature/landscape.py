@@ -68,17 +68,17 @@ class Landscape(Result):
 
     Attributes:
         coefficients: of each direction, (points_k,) float64.
-        losses: (points_1,), or (points_1, points_2), float64; NaN and infinity are what the loss is there, or NaN what
-            was not evaluated yet, see ``done``.
-        accuracy: the fraction of right predictions at the same points, or None.
+        losses: (points_1,), or (points_1, points_2), float64. NaN and infinity are kept; a point that was not evaluated
+            yet is NaN, see ``done``.
+        accuracy: the fraction of correct predictions at the same points, or None.
         loss: E(θ), that of the model itself.
         quadratic: the quadratic model of the loss in these directions, or None.
         labels: of the directions.
         samples: of the data.
         done: how many points, in the order of ``losses.flatten()``, have been evaluated.
-        key: of what model, data, directions and grid it is, by names; for a file that is gone on with.
-        directions: changes by names of parameters, where a file has to have them: eigenvectors, which a call that goes
-            on with it would have to compute again.
+        key: what identifies the model, data, directions and grid, by names; a call that continues a file compares it.
+        directions: eigenvectors by names of parameters, in a file, so that a call that continues it need not compute
+            them again; else empty.
     """
 
     coefficients: tuple[Tensor, ...]
@@ -93,7 +93,7 @@ class Landscape(Result):
     directions: tuple[Mapping[str, Tensor], ...] = ()
 
     def to_npz(self, path: str | Path) -> None:
-        """Write it as an ``.npz`` file, which appears under its name when it is whole.
+        """Write the slice as an ``.npz`` file, which gets its name only when it is complete.
 
         Its arrays are ``coefficients_0``, ``coefficients_1``, ``losses``, ``accuracy``, ``gradient``, ``hessian``,
         ``direction_0`` and ``direction_1`` with the name of a parameter behind a space, where it has directions, and
@@ -108,7 +108,7 @@ class Landscape(Result):
             part.unlink(missing_ok=True)
 
     def content(self) -> bytes:
-        """Return what :meth:`to_npz` writes."""
+        """Return the bytes that :meth:`to_npz` writes."""
         held: dict[str, Any] = {f"coefficients_{k}": each.numpy() for k, each in enumerate(self.coefficients)}
         held["losses"] = self.losses.numpy()
         if self.accuracy is not None:
@@ -125,17 +125,17 @@ class Landscape(Result):
 
     @classmethod
     def from_npz(cls, path: str | Path) -> "Landscape":
-        """Return what :meth:`to_npz` wrote, or :func:`pyflatness.landscape` with ``out=``, finished or not.
+        """Return the slice that :meth:`to_npz` wrote, or :func:`pyflatness.landscape` with ``out=``, finished or not.
 
         Raises:
-            InputError: another file.
-            FileNotFoundError: no file.
+            InputError: a file that was written by something else.
+            FileNotFoundError: there is no such file.
         """
         return cls.read(check_path("path", path).read_bytes(), str(path))
 
     @classmethod
     def read(cls, content: bytes, name: str) -> "Landscape":
-        """Return what :meth:`to_npz` wrote, from the content of a file."""
+        """Return the slice that :meth:`to_npz` wrote, from the content of its file."""
         try:
             found = arrays.read(io.BytesIO(content))
             about = json.loads(str(found.pop("about")))
@@ -159,7 +159,7 @@ class Landscape(Result):
     def plot(
         self, path: "str | Path | None" = None, *, axes: "Axes | None" = None, quadratic: bool = True
     ) -> "tuple[Figure, Axes]":
-        """Draw the loss as a curve, or of two directions as filled contours; where it is not finite there is a gap.
+        """Draw the loss as a curve, or over two directions as filled contours, with a gap where it is not finite.
 
         The quadratic model is a dashed curve, or dashed contour lines of the same levels. Colours and levels are on a
         logarithmic scale where the loss is positive and its largest value a hundred times its smallest.
@@ -209,12 +209,9 @@ class Landscape(Result):
 
 def _directions(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], ...]:
     """Return the directions among the arrays of a file."""
-    found: dict[str, dict[str, Tensor]] = {}
-    for key, change in tensors.items():
-        place, _, name = key.partition(" ")
-        if place.startswith("direction_"):
-            found.setdefault(place, {})[name] = change
-    return tuple(found[place] for place in sorted(found))
+    prefixes = "direction_0 ", "direction_1 "
+    found = ({key.removeprefix(p): held for key, held in tensors.items() if key.startswith(p)} for p in prefixes)
+    return tuple(filter(None, found))
 
 
 _LEVELS = 24
@@ -277,37 +274,37 @@ def landscape(
     """Return the loss on a grid of points θ + Σ_k c_k d_k along one or two directions, with its quadratic model.
 
     Args:
-        model: … A parameter that several modules share is moved once.
-        data: … They are read again and again: once for up to 64 points.
+        model: … A parameter that several modules share changes once.
+        data: … They are read several times: one read serves up to 64 points.
         directions: ``"random"`` (the default): Gaussian in weights, filter-normalised, and zero in biases, scales of
             normalisations and other vectors; ``"eigenvectors"``: those of the Hessian's largest eigenvalues, which
             have norm 1, or a :class:`pyflatness.results.Spectrum` that has them; or directions of your own, a mapping
             from names of parameters, or of layers whose weight is meant, to tensors of their shapes, or two of these.
         through: in place of ``directions``, one or two other checkpoints, modules or state dicts: the line through the
             model's weights (0) and those of one (1), or the plane through all three, (0, 0), (1, 0) and (0, 1).
-            Buffers of floating-point numbers, such as the statistics of BatchNorm, go along.
-        dimensions: 1 or 2 (the default), of random directions and eigenvectors.
-        layers: selectors: only the parameters of these layers move; of eigenvectors, those of the block of their
-            weights. Buffers stay. None: all.
+            Floating-point buffers, such as the statistics of BatchNorm, change with the weights.
+        dimensions: the number of random directions or eigenvectors, 1 or 2 (the default).
+        layers: selectors: only the parameters of these layers change, and eigenvectors are those of the block of their
+            weights. Buffers stay. None: all parameters.
         normalization: ``"filter"`` for directions with the norm of the weights in each filter, a row of the layer's
             matrix; ``"layer"`` in each tensor; None for directions as they are; ``"auto"`` is ``"filter"`` for random
             ones and None for others.
-        points: how many along each direction, or along one and the other.
+        points: the number of points along each direction, or a pair of numbers.
         span: largest coefficient s, from -s; or the smallest and the largest; or such a pair for each direction. None:
             1, and -0.25 to 1.25 between checkpoints.
         accuracy: also evaluate the accuracy; None: where targets are classes.
         quadratic: also compute the quadratic model E + gᵀΔ + ½ ΔᵀHΔ, by a gradient and a Hessian product for each
-            direction. None: unless buffers go along, which it is not of.
-        out: a file, ``.npz``, that is written every few seconds and at the end, also by an error's. A call with the
-            same weights, data, loss, directions and grid goes on with it; another one is refused. It has the
-            eigenvectors too, which are computed once (again where ``layers`` are no names).
-        seed: of random directions, and where Lanczos starts.
+            direction. None: unless buffers change too, of which it is no model.
+        out: an ``.npz`` file that is written every few seconds and at the end, also where an error ends the call. A
+            call with the same weights, data, loss, directions and grid continues it; any other call is refused. It
+            keeps eigenvectors too, unless ``layers`` are modules.
+        seed: of random directions, and of the vector that Lanczos starts from.
         process_group: as for :func:`pyflatness.relative_flatness`. The first rank reads and writes the file.
 
     Returns:
-        Losses, accuracies and coefficients. NaN and infinity are kept. Small networks run at several points together,
-        by ``torch.func.vmap``; others, and models that it does not take, at one after the other. The values are the
-        same to rounding.
+        Losses, accuracies and coefficients. NaN and infinity are kept. Small networks run at several points together by
+        ``torch.func.vmap``; larger ones, and models that it cannot run, take one point after the other. The values are
+        the same up to rounding.
 
     Raises:
         InputError: options that do not fit, or do not apply to these directions; another checkpoint or shape; a file
@@ -340,7 +337,7 @@ def landscape(
             if wanted.given == "eigenvectors" and begun is not None:
                 _check_same(begun, {"weights": _weights(task.model)}, path)
                 pairs = zip(begun.directions, begun.labels, strict=True)
-                along = [making.given(task.model, changes, label) for changes, label in pairs]
+                along = [making.given(task.model, changes, "directions", label) for changes, label in pairs]
             else:
                 along = wanted.made(task.model, options.seed)
             buffers = making.moves_buffers(task.model, along)
@@ -348,12 +345,12 @@ def landscape(
                 raise InputError(
                     "quadratic=True: buffers go along between these checkpoints, and there is no such model"
                 )
-            slice_ = _Slice(task, along, grid, accuracy, quadratic=not buffers if quadratic is None else quadratic)
+            slice_ = _Slice(task, along, grid, Points(task, accuracy), not buffers if quadratic is None else quadratic)
             return slice_.found(begun, made, path, progress)
 
 
 def _begun(out: Path | None, ranks: Ranks) -> Landscape | None:
-    """Return what the first rank's file has, or None if there is no file."""
+    """Return the slice in the file of the first rank, or None if there is no file."""
     content = b"" if out is None or ranks.rank or not out.exists() else out.read_bytes()
     if out is not None and not ranks.alone:
         content = ranks.first("the file", content)
@@ -361,7 +358,7 @@ def _begun(out: Path | None, ranks: Ranks) -> Landscape | None:
 
 
 def _made(wanted: "SliceRequest", layers: Any, seed: int) -> str:
-    """Return which eigenvectors of a model and its loss are wanted, where a text can say so; else an empty text."""
+    """Return a text that identifies the wanted eigenvectors; empty without such, or if layers are modules."""
     names = (
         [layers] if layers is None or isinstance(layers, str) else [*layers] if isinstance(layers, Sequence) else [()]
     )
@@ -370,35 +367,29 @@ def _made(wanted: "SliceRequest", layers: Any, seed: int) -> str:
     return f"{wanted.count} of {names!r}, seed {seed}, normalization {wanted.normalization!r}"
 
 
+@dataclass(frozen=True)
 class _Slice:
     """Evaluate the loss on a grid."""
 
-    def __init__(
-        self,
-        task: Task,
-        directions: Sequence[Direction],
-        grid: tuple[Tensor, ...],
-        accuracy: bool | None,
-        *,
-        quadratic: bool,
-    ) -> None:
-        self._task, self._directions, self._grid, self._quadratic = task, directions, grid, quadratic
-        self._points = Points(task, accuracy)
-        self._theta = making.origin(task.model, directions)
+    task: Task
+    directions: Sequence[Direction]
+    grid: tuple[Tensor, ...]  # the coefficients of each direction
+    points: Points
+    quadratic: bool  # whether the quadratic model is wanted
 
     def found(self, begun: Landscape | None, made: str, out: Path | None, progress: bool | None) -> Landscape:
-        """Return the slice; what a file has (``begun``) is not evaluated again.
+        """Return the slice, which continues that of a file (``begun``).
 
-        ``made`` says what eigenvectors it is to have.
+        ``made`` identifies the eigenvectors that the file is to keep.
         """
-        ranks = self._task.batches.shard.ranks
+        ranks, theta = self.task.batches.shard.ranks, making.origin(self.task.model, self.directions)
         if begun is not None:
             _check_same(begun, self._key(), out)
         found = self._empty(made) if begun is None else begun
-        if self._quadratic and found.quadratic is None:
-            found = replace(found, quadratic=quadratic_model(self._task, self._directions, found.loss))
-        places = torch.cartesian_prod(*self._grid).view(-1, len(self._grid)).tolist()
-        at_once, total = self._points.at_once(self._theta), len(places)
+        if self.quadratic and found.quadratic is None:
+            found = replace(found, quadratic=quadratic_model(self.task, self.directions, found.loss))
+        places = torch.cartesian_prod(*self.grid).view(-1, len(self.grid)).tolist()
+        at_once, total = self.points.at_once(theta), len(places)
         written, pause = -1, _SECONDS
         try:
             with bars.bar("points", total, False if ranks.rank else progress) as advance:
@@ -411,8 +402,8 @@ class _Slice:
                         written, last = found.done, time.monotonic()
                         pause = max(_SECONDS, (last - start) / _SHARE)
                     some = places[found.done : found.done + at_once]
-                    points = [making.moved(self._theta, self._directions, place) for place in some]
-                    found = _with(found, self._points(points))
+                    networks = [making.moved(theta, self.directions, place) for place in some]
+                    found = _with(found, self.points(networks))
                     advance(len(some), "")
         finally:
             if out is not None and ranks.rank == 0 and found.done > written:
@@ -420,38 +411,38 @@ class _Slice:
         return replace(found, directions=())
 
     def _empty(self, made: str) -> Landscape:
-        own, shape = self._points.own, [len(each) for each in self._grid]
+        own, shape = self.points.own, [len(each) for each in self.grid]
         empty = torch.full(shape, torch.nan, dtype=torch.float64, device="cpu")
         return Landscape(
-            coefficients=self._grid,
+            coefficients=self.grid,
             losses=empty,
-            accuracy=None if own.accuracies is None else empty,
+            accuracy=None if own.accuracies is None else empty.clone(),
             loss=float(own.losses),
             quadratic=None,
-            labels=tuple(direction.label for direction in self._directions),
-            samples=self._points.samples,
+            labels=tuple(direction.label for direction in self.directions),
+            samples=self.points.samples,
             done=0,
             key=self._key() | ({"eigenvectors": made} if made else {}),
-            directions=tuple(direction.values for direction in self._directions) if made else (),
+            directions=tuple(direction.values for direction in self.directions) if made else (),
         )
 
     def _key(self) -> dict[str, str]:
-        """Return what the values depend on, by names; the same on all ranks."""
-        task, own = self._task, self._points.own
+        """Return what the values depend on, by names; it is the same on all ranks."""
+        task, own = self.task, self.points.own
         tensors = [
             (f"{place} {name}", change)
-            for place, direction in enumerate(self._directions)
+            for place, direction in enumerate(self.directions)
             for name, change in direction.values.items()
         ]
-        ends = [f"{float(each[0])!r} to {float(each[-1])!r} by {len(each)}" for each in self._grid]
+        ends = [f"{float(each[0])!r} to {float(each[-1])!r} by {len(each)}" for each in self.grid]
         return {
             "weights": _weights(task.model),
-            "data": self._points.fingerprint,
+            "data": self.points.fingerprint,
             "loss": f"{type(task.loss).__name__}, {task.loss.reduction}, {float(own.losses):.6e}",
             "directions": fingerprint.of_tensors(tensors),
             "grid": ", ".join(ends),
             "accuracy": str(own.accuracies is not None),
-            "quadratic": str(self._quadratic),
+            "quadratic": str(self.quadratic),
         }
 
 
@@ -460,7 +451,7 @@ def _weights(model: nn.Module) -> str:
 
 
 def _check_same(begun: Landscape, key: Mapping[str, str], out: Path | None) -> None:
-    """Raise an InputError if a file is of another slice than a key, or a part of one, says."""
+    """Raise an InputError if the key of a file's slice differs from a key, or from a part of one."""
     other = [name for name, value in key.items() if begun.key.get(name) != value]
     if other:
         raise InputError(
@@ -469,15 +460,12 @@ def _check_same(begun: Landscape, key: Mapping[str, str], out: Path | None) -> N
 
 
 def _with(found: Landscape, more: PointLosses) -> Landscape:
+    """Return a slice with the values of the next points, which are written into its tensors."""
     done = found.done + len(more.losses)
-
-    def filled(before: Tensor, values: Tensor) -> Tensor:
-        after = before.clone()
-        after.view(-1)[found.done : done] = values
-        return after
-
-    accuracy = None if more.accuracies is None or found.accuracy is None else filled(found.accuracy, more.accuracies)
-    return replace(found, losses=filled(found.losses, more.losses), accuracy=accuracy, done=done)
+    for values, of_points in ((found.losses, more.losses), (found.accuracy, more.accuracies)):
+        if values is not None and of_points is not None:
+            values.view(-1)[found.done : done] = of_points
+    return replace(found, done=done)
 
 
 _BY_NAME = ("random", "eigenvectors")
@@ -485,17 +473,17 @@ _BY_NAME = ("random", "eigenvectors")
 
 @dataclass(frozen=True)
 class SliceRequest:
-    """Hold what directions a user wants, with options that apply to them."""
+    """Hold which directions a user wants, with the options that apply to them."""
 
-    given: Any  # the user's, or ``"random"``; checkpoints
+    given: Any  # ``"random"``, ``"eigenvectors"``, a Spectrum, or a list of mappings or checkpoints
     count: int  # of the directions
-    through: bool  # whether they are to checkpoints
-    layers: Any  # whose parameters move
+    through: bool  # whether they lead to checkpoints
+    layers: Any  # whose parameters change
     normalization: str | None
 
     @classmethod
     def of(cls, directions: Any, through: Any, dimensions: Any, layers: Any, normalization: Any) -> "SliceRequest":
-        """Return what is asked for."""
+        """Return a request for the arguments of :func:`landscape`."""
         check_choice("normalization", normalization, NORMALIZATIONS)
         if through is not None:
             if directions is not None:
@@ -544,7 +532,7 @@ class SliceRequest:
             labels = [f"eigenvector, λ = {value:.4g}" for value in self.given.eigenvalues.tolist()]
         else:
             of, labels = self.given, [f"direction {place + 1}" for place in range(self.count)]
-        made = [making.given(model, changes, label) for changes, label in zip(of, labels, strict=False)]
+        made = [making.given(model, changes, "directions", label) for changes, label in zip(of, labels, strict=False)]
         return [making.normalized(model, direction, self.normalization) for direction in made]
 
 
@@ -560,7 +548,7 @@ def _several(option: str, given: Any) -> list[Any]:
 
 
 def _count(dimensions: Any, count: int, what: str) -> int:
-    """Return how many directions were given, which ``dimensions`` does not change."""
+    """Return the number of directions that were given, of which ``dimensions`` must not be."""
     if dimensions is not None:
         raise InputError(f"dimensions={shown(dimensions)} is for directions by name; of {what} there are {count}")
     return count
@@ -626,21 +614,21 @@ class LinearInterpolation(Result):
 
     @property
     def test_barrier(self) -> float | None:
-        """Return the same on the test data; None without such."""
+        """Return the barrier on the test data; None without test data."""
         return None if self.test_losses is None else _barrier(self.coefficients, self.test_losses)
 
     @property
     def error_barrier(self) -> float | None:
-        """Return the same of the error, 1 - accuracy, on the training data; None without accuracies."""
+        """Return the barrier of the error, 1 - accuracy, on the training data; None without accuracies."""
         return None if self.accuracy is None else _barrier(self.coefficients, 1 - self.accuracy)
 
     @property
     def test_error_barrier(self) -> float | None:
-        """Return the same of the error on the test data; None without such, or without accuracies."""
+        """Return the barrier of the error on the test data; None without test data or accuracies."""
         return None if self.test_accuracy is None else _barrier(self.coefficients, 1 - self.test_accuracy)
 
     def plot(self, path: "str | Path | None" = None, *, axes: "Axes | None" = None) -> "tuple[Figure, Axes]":
-        """Draw the losses on the line, dashed what is linear between the ends; a loss that is not finite is a gap.
+        """Draw the losses on the line, with a dashed line between its ends and a gap where a loss is not finite.
 
         Args:
             path: where the figure is written too.
@@ -695,12 +683,12 @@ def linear_interpolation(
     """Return the loss on the line between two networks, E((1 - α) θ + α θ'), and the barrier between them.
 
     Args:
-        data: … They are the training data, and are read again and again.
+        data: … They are the training data, and are read several times.
         other: another module of the same structure, or a state dict.
         test: batches of other data, for the loss on these too.
-        layers: selectors: only the parameters of these layers go from the one network to the other. None: all, and
-            buffers of floating-point numbers.
-        points: how many, with both ends.
+        layers: selectors: only the parameters of these layers are interpolated. None: all parameters, and buffers of
+            floating-point numbers.
+        points: the number of points, with both ends.
         update_bn: compute the statistics of BatchNorm anew at each point, ends too, by a read of ``data`` with these
             layers, and no others, in training mode: means over batches of their means and variances, as
             ``torch.optim.swa_utils.update_bn`` takes them. None: where there is such a layer. False: statistics are
@@ -713,7 +701,7 @@ def linear_interpolation(
         Losses and accuracies, whose ``barrier`` is max_α E(α) - ((1 - α) E(0) + α E(1)). NaN and infinity are kept.
 
     Raises:
-        InputError: another checkpoint than of this model, or the model itself; ``update_bn=True`` without BatchNorm;
+        InputError: a checkpoint of another model, or the model itself; ``update_bn=True`` without BatchNorm;
             batches of one sample, which have no variance; see :func:`pyflatness.relative_flatness`.
 
     Example:
@@ -742,7 +730,7 @@ def linear_interpolation(
         direction = making.to(task.model, other, names, "other", "")
         theta = making.origin(task.model, [direction])
         evaluated = [Points(each, accuracy) for each in tasks]
-        found: list[list[PointLosses]] = [[] for _ in tasks]
+        found: list[list[PointLosses]] = []
         coefficients = torch.linspace(0, 1, points, dtype=torch.float64, device="cpu")
         shown_here = False if task.batches.shard.ranks.rank else progress
         with bars.bar("points", points, shown_here) as advance:
@@ -750,10 +738,9 @@ def linear_interpolation(
                 networks = [making.moved(theta, [direction], [alpha]) for alpha in some.tolist()]
                 if anew:
                     networks = [values | _refreshed(task, values) for values in networks]
-                for own, held in zip(evaluated, found, strict=True):
-                    held.append(own(networks))
+                found.append([each(networks) for each in evaluated])
                 advance(len(some), "")
-        train, *others = map(_joined, found)
+        train, *others = map(_joined, zip(*found, strict=True))
         on_test = others[0] if others else None
         return LinearInterpolation(
             coefficients=coefficients,
@@ -790,7 +777,7 @@ def _norms(model: nn.Module) -> dict[str, private.BatchNorm]:
 
 
 def _refreshed(task: Task, values: Parameters) -> Parameters:
-    """Return the statistics by name of buffer: means over all calls of a layer on batches, by one read of the data."""
+    """Return new statistics of BatchNorm by name of buffer: means over the calls of a layer in one read of the data."""
     own, buffers = _norms(task.model), dict(task.model.named_buffers())
     synchronised = next((name for name, norm in own.items() if isinstance(norm, nn.SyncBatchNorm)), None)
     if synchronised is not None and not task.batches.shard.ranks.alone:
@@ -813,7 +800,7 @@ def _refreshed(task: Task, values: Parameters) -> Parameters:
 
 @contextlib.contextmanager
 def _of_batches(found: Iterable[private.BatchNorm]) -> Iterator[None]:
-    """Let BatchNorm layers, and these alone, normalise by the batch and average its statistics, inside."""
+    """Put BatchNorm layers, and these alone, in training mode, and average their statistics over all calls."""
     before = [(norm, norm.training, norm.momentum) for norm in found]
     try:
         for norm, _, _ in before:

@@ -1,8 +1,8 @@
 """Evaluate the loss of a model, and its accuracy, at many points of its parameters.
 
 Small networks run at several points together, by ``torch.func.vmap``, as long as these fit a processor's caches, or
-a GPU's memory: that saves what each operation takes to begin. Where it is the operations themselves that take the time,
-points go one by one, and so they do where vmap does not take the model. Either way a read of the data serves several.
+a GPU's memory: that saves the overhead of starting each operation. Points go one by one where the operations themselves
+take the time, and where vmap cannot run the model. Either way one read of the data serves several points.
 """
 
 import warnings
@@ -24,21 +24,22 @@ from ..passes.task import Task
 
 _CACHE = 2 * 2**20  # bytes; beyond it points together take longer than one by one, on a processor
 _MOST = 64  # points of a read
-_COPIES = 3  # of moved parameters that a point takes: its own, in the stack, and while it is made
+_COPIES = 3  # of its parameters that a point takes: its own, one in the stack, and one while it is made
 
 
 @dataclass(frozen=True)
 class PointLosses:
-    """Hold what was found at some points."""
+    """Hold the loss, and the accuracy, at several points."""
 
     losses: Tensor  # (points,) float64 on the CPU; NaN and infinity are kept
     accuracies: Tensor | None  # (points,), or None
 
 
 class Points:
-    """Evaluate a model at points, on the task's data, which are read once for the model's own point, and once a call.
+    """Evaluate a model at points of its parameters, on the task's data.
 
-    The ``fingerprint`` is that of the data of all ranks. Accuracy is wanted where targets are classes, if it is None.
+    The data are read once when this is made, for the model's own parameters, and once in each call. ``fingerprint``
+    identifies the data of all ranks. ``accuracy=None`` evaluates the accuracy where targets are classes.
     """
 
     def __init__(self, task: Task, accuracy: bool | None = None) -> None:
@@ -69,7 +70,7 @@ class Points:
         self.fingerprint = "; ".join(shard.every("the samples", str(read)))
 
     def at_once(self, values: Parameters) -> int:
-        """Return for how many points a read of the data may serve, the same on all ranks."""
+        """Return how many points one read of the data may serve, the same number on all ranks."""
         budget = self._task.budget()
         most = max(1, min(_MOST, budget.graph // max(1, self._size(values))))
         return int(min(self._task.batches.shard.every("points of a read", most)))
@@ -105,7 +106,7 @@ class Points:
             start += len(some)
 
     def _at_once(self, points: Sequence[Parameters], batch: Any) -> tuple[Tensor, Any] | None:
-        """Return outputs (points, …) by vmap; None if the model does not take it: its errors come again with one."""
+        """Return outputs (points, …) by vmap; None if it fails, as an error of the model comes again at one point."""
         stacked = {name: torch.stack([point[name] for point in points]) for name in points[0]}
         try:
             with warnings.catch_warnings():
@@ -138,7 +139,7 @@ class Points:
 
 
 class _Written(private.TorchDispatchMode):
-    """Add up the bytes that operations inside return, views too: what a forward pass moves."""
+    """Count the bytes of all that operations return, views too, as a measure of what a forward pass moves."""
 
     def __init__(self) -> None:
         super().__init__()

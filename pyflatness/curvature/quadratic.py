@@ -1,6 +1,6 @@
 """Compute the quadratic model of the loss in a few directions: E(θ) + gᵀΔ + ½ ΔᵀHΔ for Δ = Σ_k c_k d_k.
 
-It is one gradient and a Hessian product for each direction, exact over all of the data.
+It takes one gradient and a Hessian product for each direction, and is exact over all of the data.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class Quadratic:
             (steps_1,), or (steps_1, steps_2), float64.
 
         Raises:
-            InputError: not as many as there are directions.
+            InputError: another number of coefficients than of directions.
         """
         if len(coefficients) != len(self.gradient):
             raise InputError(
@@ -52,7 +52,7 @@ class Quadratic:
 
 
 def quadratic(task: Task, directions: Sequence[Direction], value: float) -> Quadratic:
-    """Return the quadratic model in directions of parameters, with E(θ) = ``value``."""
+    """Return the quadratic model along directions of parameters, where E(θ) is ``value``."""
     try:
         products = ParameterProducts(task, {name for direction in directions for name in direction.values})
         rows = torch.stack([_vector(products, direction) for direction in directions])

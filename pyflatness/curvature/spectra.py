@@ -63,7 +63,7 @@ class Density:
         return each.mean(dim=1), _standard_error(each)
 
     def peak(self, width: float) -> float:
-        """Return how much a single eigenvalue adds to the smoothed density at its place, 1 / (N width √(2π))."""
+        """Return the height of a single eigenvalue in the smoothed density, 1 / (N width √(2π))."""
         return 1 / (self.size * width * math.sqrt(2 * math.pi))
 
     def moment(self, power: int) -> tuple[float, float]:
@@ -72,7 +72,7 @@ class Density:
         return float(each.mean()), float(_standard_error(each))
 
     def trace(self) -> str:
-        """Return the trace as text, with its standard error and how many probes it is from: "34 ± 9 (2 probes)"."""
+        """Return the trace as text, with its standard error and the number of probes: "34 ± 9 (2 probes)"."""
         probes = len(self.nodes)
         return f"{with_error(*self.moment(1))} ({probes} probe{'s' if probes > 1 else ''})"
 
@@ -88,12 +88,12 @@ class Spectrum(Readable):
         residuals: (k,) |H y - θ y|: an eigenvalue lies so near to each value. They are of the products that were taken,
             with their rounding; after restarts they may be bounds.
         converged: whether all pairs were brought to the tolerance, with ``copies=True`` those of multiple eigenvalues.
-        limited: whether it ended at ``max_products=`` instead, which :attr:`notes` say too.
+        limited: whether the search ended at ``max_products=``; :attr:`notes` say so too.
         density: or None.
         method: ``"hessian"`` or ``"ggn"``.
         samples: of the data.
-        products: with vectors, those of the density too.
-        size: N, the weights that the matrix is in.
+        products: the number of products with vectors, those of the density too.
+        size: N, the number of weights.
         notes: what a reader of the values should know.
     """
 
@@ -143,12 +143,12 @@ class Spectrum(Readable):
         return figure, axes
 
     def width(self) -> float:
-        """Return the width of the Gaussian that densities are drawn with: a hundredth of the eigenvalues' range."""
+        """Return the width of the Gaussian with which densities are drawn: a hundredth of the eigenvalues' range."""
         low, high = self._ends()
         return max(high - low, 1e-12) / 100
 
     def points(self, width: float, count: int) -> Tensor:
-        """Return (count,) points, evenly spaced over all that a density smoothed by this width has to show."""
+        """Return (count,) evenly spaced points that cover the density smoothed by this width."""
         low, high = self._ends()
         return torch.linspace(low - 3 * width, high + 3 * width, count, dtype=torch.float64, device="cpu")
 

@@ -60,19 +60,18 @@ def spectrum(
             all trainable parameters of the network.
         k: how many eigenpairs, at each end that is asked for; 0 for the density alone.
         which: ``"largest"``, algebraically, ``"smallest"`` (the most negative), or ``"both"``.
-        copies: count multiple eigenvalues as often as they are there: from two random starts, whose products are taken
-            together, and where these show two copies by a search for more. False: one start, which takes fewer
-            products and more reads of the data, and of a multiple eigenvalue a single copy may be found. For ``k=1``
-            it is the same.
+        copies: find every copy of a multiple eigenvalue: from two random starts, whose products are taken together, and
+            by a further search where these show two copies. False: one start, which takes fewer products and more
+            reads of the data, and may find a single copy of a multiple eigenvalue. With ``k=1`` it changes nothing.
         density: also estimate the density by stochastic Lanczos quadrature.
-        probes: vectors of random signs, of the density.
-        steps: products of each of them.
+        probes: the number of random sign vectors for the density.
+        steps: the number of products of each probe.
         tolerance: for residuals, relative to the matrix's norm; None: 1e-8 in float64, 1e-5 in float32.
-        max_products: with vectors that the search for eigenpairs takes at most. Those of the density come on top, and
-            one for each pair where restarts left their residuals unclear.
+        max_products: the most Hessian-vector products that the search for eigenpairs may take. Those of the density
+            come on top, and one for each pair where restarts left their residuals unclear.
         curvature: ``"auto"`` and ``"hessian"`` for the Hessian, ``"ggn"`` for the GGN.
         nan_policy: ``"raise"``, or ``"propagate"`` for eigenvalues of NaN; ``"omit"`` is an error where NaN or infinity
-            come up, since an eigenvalue is one of all samples together.
+            occur, since an eigenvalue is one of all samples together.
         memory: bytes to hold at a time; vectors take 1 GiB, or this where it is more. At least 2 (pairs + 4) are needed
             for the eigenpairs, and ``steps + 4`` for the density, of 8 N bytes each: without ``memory=`` these may
             take 4 GiB.
@@ -136,13 +135,13 @@ def spectrum(
 
 
 def _notes(model: nn.Module, products: Products) -> list[str]:
-    """Return what a reader of the values should know, of tied weights by the names of their layers."""
+    """Return notes on the products, and on tied weights by the names of their layers."""
     tied = {name: tie_notes(model, module) for name, module in products.modules.items()}
     return [*(f"{name}: {note}" for name, notes in tied.items() for note in notes), *products.notes("")]
 
 
 class _Block:
-    """Multiply one block by vectors, and count."""
+    """Multiply one block of the Hessian by vectors, and count the products."""
 
     def __init__(self, products: Products, names: Names, budget: Budget, seed: int) -> None:
         self._times, self._names, self._budget = products, names, budget
@@ -150,12 +149,12 @@ class _Block:
         self.products = 0
 
     def wanted(self, k: int, which: str) -> tuple[int, int]:
-        """Return how many eigenpairs are asked for at the upper and at the lower end."""
+        """Return the number of eigenpairs that are wanted at the upper and at the lower end."""
         largest, smallest = k * (which != "smallest"), k * (which != "largest")
         return (largest, smallest) if largest + smallest < self._size else (self._size, 0)  # all that there are
 
     def check(self, pairs: int, steps: int, most: int) -> None:
-        """Raise unless what is asked for, 0 ``steps`` for no density, fits the memory and ``most`` products."""
+        """Raise unless eigenpairs and density (0 ``steps`` without one) fit the memory and ``most`` products."""
         if pairs > most:
             raise InputError(f"max_products={most}: {pairs} eigenpairs take {pairs} products at least")
         least = {f"steps={steps}": min(steps, self._size) + BESIDE_STEPS} if steps else {}
@@ -172,7 +171,7 @@ class _Block:
             )
 
     def pairs(self, largest: int, smallest: int, tolerance: float, most: int, *, copies: bool) -> Pairs:
-        """Return so many eigenpairs at each end, by so many products at most."""
+        """Return the eigenpairs of both ends, by at most ``most`` products."""
         search = Search(
             RandomVectors(self._seed, self._size, self._device),
             tolerance=tolerance,
@@ -183,7 +182,7 @@ class _Block:
         return found
 
     def density(self, probes: int, steps: int) -> Density:
-        """Return the quadrature of random probes, as many at a time as memory has room for."""
+        """Return the quadrature of random probes; as many run at a time as fit in memory."""
         steps = min(steps, self._size)
         first = torch.zeros(1, dtype=torch.int64, device=self._device)
         at_once = max(1, self._budget.bases // (_NUMBER * self._size * (steps + BESIDE_STEPS)))
@@ -195,13 +194,13 @@ class _Block:
         return Density(nodes, weights, self._size)
 
     def _found(self, asking: Any) -> Any:
-        """Return what a generator returns that asks for products."""
+        """Return the result of a generator that yields vectors and is sent their products."""
         try:
             wanted = next(asking)
             while True:
                 self.products += len(wanted)
                 images = [self._times({self._names: wanted})[self._names]]
-                del wanted  # a part of what the search may want to let go
+                del wanted  # a view of memory that the search may release
                 wanted = asking.send(images.pop())
         except StopIteration as end:
             return end.value

@@ -10,7 +10,7 @@ from ..errors import InputError
 from ..model import kinds, layers, selectors, uses
 from ..model.kinds import Linear
 from ..model.selectors import Selection
-from ..model.uses import Use, besides
+from ..model.uses import Use, outside
 from ..passes.runner import Runner
 from ..passes.task import Task
 from .formats import Copy, Format
@@ -22,12 +22,12 @@ _COMPUTED = (
 
 
 def of_layer(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
-    """Return what stands for the weight of a layer in all of its uses; the layer itself where there is no such thing.
+    """Return the :class:`.Use` that stands for all uses of a layer's weight; the layer itself if it needs none.
 
     Its rows are those of the first module that has the weight and is no embedding, if there is one.
     """
     others = [name, *uses.ties(model, module)]
-    if len(others) == 1 and not besides.of(module):
+    if len(others) == 1 and not outside.of(module):
         return module
     plain = [other for other, layer in model.named_modules() if other in others and kinds.is_plain(layer)]
     plain.sort(key=lambda other: kinds.base(model.get_submodule(other)) in (nn.Embedding, nn.EmbeddingBag))
@@ -36,7 +36,7 @@ def of_layer(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
 
 
 def taken(task: Task) -> tuple[Task, dict[str, str]]:
-    """Return the task with all uses of each chosen weight, and the new name of each layer that was chosen.
+    """Return the task with each chosen weight in all of its uses, and the new name of each layer that was chosen.
 
     A dry run of the first batch shows which weights are used outside of their layers too.
     """
@@ -57,7 +57,7 @@ def taken(task: Task) -> tuple[Task, dict[str, str]]:
         task = replace(task, selection=Selection(modules, named, task.selection.optional))
     for name, module in modules.items():
         missing = [other for other in uses.ties(task.model, module) if other not in modules]
-        elsewhere = f"used in {besides.of(module)} too" if besides.of(module) else ""
+        elsewhere = f"used in {outside.of(module)} too" if outside.of(module) else ""
         if missing or elsewhere:
             why = elsewhere or f"that of {', '.join(map(repr, missing))} too"
             raise InputError(
@@ -68,10 +68,10 @@ def taken(task: Task) -> tuple[Task, dict[str, str]]:
 
 
 def stored(task: Task) -> tuple[Task, dict[str, str]]:
-    """Return the task with those layers whose weight is a parameter, and by the names of the others why they are not.
+    """Return the task with the layers whose weight is a parameter, and for each other layer the reason.
 
     Raises:
-        InputError: a layer that was named, or each, has a weight that is computed.
+        InputError: a layer that was named, or every layer, has a weight that is computed.
     """
     modules, named = task.selection.modules, task.selection.named
     computed = {name: _COMPUTED for name, module in modules.items() if parameter(module) is None}
@@ -93,7 +93,7 @@ def refuse_computed(task: Task) -> None:
 
 
 def modules_of(model: nn.Module, name: str, module: nn.Module) -> list[str]:
-    """Return the names by which layers of the model have a weight, in its order."""
+    """Return the names of the layers that have a weight, in the model's order."""
     if not isinstance(module, Use) or module.source.of_module or module.rows is not None:
         return [name]
     found = {other: layer for other, layer in selectors.layers(model).items() if getattr(layer, "rows", None) is None}
@@ -102,12 +102,12 @@ def modules_of(model: nn.Module, name: str, module: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class Weight:
-    """Say where a model has the weight of a layer that ran, and how it is a matrix."""
+    """Hold where a model has the weight of a layer that ran, and how it is a matrix."""
 
     name: str
     modules: tuple[str, ...]  # the layers that have it
-    kinds: tuple[str, ...]  # of these, "" for what is no module
-    parameters: tuple[str, ...]  # its names
+    kinds: tuple[str, ...]  # of these layers, "" of a weight that no module calls
+    parameters: tuple[str, ...]  # all names of the parameter
     shape: torch.Size  # of the parameter
     rows: slice | int | None  # of the parameter, None all
     size: torch.Size
@@ -117,12 +117,12 @@ class Weight:
 
     @property
     def key(self) -> object:
-        """Return what two layers of one weight have in common."""
+        """Return a key that two layers of one weight have in common."""
         return self.parameters, str(self.rows)
 
     @classmethod
     def of(cls, model: nn.Module, name: str, module: nn.Module) -> "Weight":
-        """Return that of a layer."""
+        """Return the weight of a layer."""
         weight, held = module.weight, parameter(module)
         assert isinstance(weight, Tensor)
         assert held is not None
@@ -152,12 +152,12 @@ class Weight:
         return self._viewed(found.data)
 
     def keep(self, own: Tensor, held: Format) -> None:
-        """Round a weight in a model, see :meth:`in_model`."""
+        """Write into a weight of a model, as :meth:`in_model` returns it, what a format keeps of it."""
         with torch.no_grad():
             own.copy_(self.kind.from_rows(held.kept(self.kind.as_rows(own))))
 
     def format_of(self, one: Format | Copy, own: Tensor) -> Format:
-        """Return a format of this weight; that of a copy keeps what the copy has in its place.
+        """Return a format for this weight; the format of a copy keeps the weight of the copy.
 
         Raises:
             InputError: the copy has no such weight, or one of another shape, or packed numbers.
@@ -180,7 +180,7 @@ class Weight:
         return self._viewed(values.to(self.matrix).contiguous())
 
     def _found(self, named: Mapping[str, Tensor]) -> Tensor | None:
-        """Return the parameter, which may be there under one of its names only."""
+        """Return the parameter, which a checkpoint may have under one of its names only."""
         named = {layers.without_compile(name): value for name, value in named.items()}
         return next((named[key] for key in map(layers.without_compile, self.parameters) if key in named), None)
 
@@ -194,14 +194,14 @@ class Weight:
 
 
 def kind_name(module: nn.Module) -> str:
-    """Return the name of the kind of a layer; empty for a parameter, or a part of one, that is no module's."""
+    """Return the name of the kind of a layer; empty for a parameter that no module calls, or a part of one."""
     if isinstance(module, Use) and not module.source.of_module:
         return ""
     return type(layers.kind_of(module)).__name__
 
 
 def parameter(module: nn.Module) -> Tensor | None:
-    """Return the parameter that has a layer's weight; None where the weight is computed, as far as runs have shown."""
+    """Return the parameter that is a layer's weight; None if the weight is computed, as far as runs have shown."""
     if not isinstance(module, Use):
         return module._parameters.get("weight")
     own, weight = module.source.parameter, module.weight

@@ -1,23 +1,23 @@
-"""Compute block traces of the Hessian of one layer behind anything that is twice differentiable.
+"""Compute block traces of one layer's Hessian by second derivatives, for any twice differentiable model and loss.
 
-Move the layer's weight w to w + D Vᵀ, for columns V (m, ρ) and any D (d, ρ). A sample's loss has second derivatives in
-D, which autograd gives a product at a time: H D, (d, ρ). Columns that span the sample's inputs are enough: with
-K (P, ρ), K Kᵀ the Gram matrix of its inputs φ_p, the layer's outputs move by δz_p = Σ_b D[:, b] K_pb, and
+Change the layer's weight w to w + D Vᵀ, for columns V (m, ρ) and any D (d, ρ). Autograd gives products of a sample's
+Hessian in D with one D at a time: H D, (d, ρ). Columns that span the sample's inputs are enough: with K (P, ρ), K Kᵀ
+the Gram matrix of its inputs φ_p, the layer's outputs change by δz_p = Σ_b D[:, b] K_pb, and
 
     T = Σ_b (H (e_s e_bᵀ))[t, b]        over unit vectors e_s, e_b: the block traces T[s, t]
 
-In a basis U (r, d) of the rows, D = Uᵀ B, a quantity is ⟨C, U T Uᵀ⟩: for the rows of R, RᵀR = w wᵀ, the trace of that
-is relative flatness; for unit rows ⟨w wᵀ, T⟩ is, and the trace of T is the trace.
+In a basis U (r, d) of the rows, D = Uᵀ B, a quantity is ⟨C, U T Uᵀ⟩. If U has the rows of R, RᵀR = w wᵀ, the trace of
+U T Uᵀ is relative flatness. For unit rows ⟨w wᵀ, T⟩ is relative flatness, and the trace of T is the trace.
 
-Exact, B are the unit vectors: r products for a layer of one position, r min(P, m) for P. Sampled values are in
-:mod:`.probes`.
+Exact values take all unit vectors B: r products for a layer of one position, r min(P, m) for P positions. Sampled
+values are in :mod:`.probes`.
 
-Where the input of a call depends on the output of another (a recurrence), or the model takes a derivative in its
-forward pass in which the weight is used again, the outputs' second derivatives are not enough: D is added to the weight
-of each sample in the layer itself, with V the unit vectors, which takes r m products.
+Second derivatives in the outputs are not enough if the input of a call depends on the output of another (a recurrence),
+or if the model takes a derivative in its forward pass in which the weight is used again. D is then added to the weight
+of each sample in the layer itself, with unit vectors V, which takes r m products.
 
-Other quantities than those of T are in :mod:`.entries_and_neurons`, which reads T off the same products if both are
-wanted.
+Quantities that are not functions of T are in :mod:`.entries_and_neurons`, which also computes T from its products if
+both are wanted.
 """
 
 import contextlib
@@ -44,30 +44,29 @@ from ..passes.runner import Run
 from .entries_and_neurons import EntriesAndNeurons, Varied, WeightDirections, tells_all
 
 Value = Callable[[Tensor, Any], Tensor]
-"""(outputs, targets) of a run -> a scalar with a graph that is a sum over samples, as :meth:`.Loss.value` is."""
+"""(outputs, targets) of a run -> a scalar with a graph that is a sum over samples, such as :meth:`.Loss.value`."""
 
-_MOST_POSITIONS = 256  # up to which a sampled value takes an eigendecomposition of every sample
+_MOST_POSITIONS = 256  # the most positions with which a sampled value uses an eigendecomposition of every sample
 _RANK = 1e-13  # an eigenvalue below this fraction of the largest is rounding
 
 
 @dataclass(frozen=True)
 class RowBasis:
-    """Hold a basis of the rows in which a layer's weight is varied, and how quantities follow from T in this basis."""
+    """Hold a basis of the rows in which a layer's weight is changed, and each quantity as a function of T in it."""
 
     size: int  # r
-    rows: Tensor | None  # U, (G, r, d); None: unit vectors
-    readouts: Sequence[Tensor | None]  # C of each quantity ⟨C, U T Uᵀ⟩, (G, r, r); None: the identity
+    rows: Tensor | None  # U, (G, r, d); None for unit vectors
+    readouts: Sequence[Tensor | None]  # C of each quantity ⟨C, U T Uᵀ⟩, (G, r, r); None for the identity
 
     def directions(self, coefficients: Tensor) -> Tensor:
-        """Return D of B: (k, n or 1, G, ρ, r) -> (k, n or 1, G, ρ, d)."""
+        """Return the directions D for coefficients B: (k, n or 1, G, ρ, r) -> (k, n or 1, G, ρ, d)."""
         return coefficients if self.rows is None else product(coefficients, self.rows)
 
 
 class BlockTraces:
-    """Compute the block traces T of one layer for the samples of a run, and quantities that follow from T.
+    """Compute the block traces T of one layer for the samples of a run, and quantities of its Hessian.
 
-    ``value`` is the number whose second derivatives are taken: in the layer's outputs, or if ``in_weight`` in the
-    weight itself.
+    Second derivatives are those of ``value`` in the layer's outputs, or if ``in_weight`` in the weight itself.
     """
 
     def __init__(
@@ -94,12 +93,12 @@ class BlockTraces:
         calls, self._columns = run.calls(form.name), self._weight.shape[2]  # ρ, the columns of K
         self.in_weight = form.by_weight or form.name in run.differentiated or linearity.feeds_itself(calls)
         if not self.in_weight:
-            outputs = [call.output for call in calls]  # for their shapes alone
+            outputs = [call.output for call in calls]  # only their shapes matter
             self._columns = min(form.rows(run, outputs).shape[2], self._columns)
 
     @property
     def products(self) -> int:
-        """Return the largest number of Hessian products that an exact value may take."""
+        """Return the most Hessian products that an exact value may take."""
         if self._everything is not None:
             return self._everything.products(self._columns)
         traced = len(self._weight) * self._basis.size * self._columns if self._traced or not self._quantities else 0
@@ -120,10 +119,10 @@ class BlockTraces:
                 outputs = replace(directions, span=self._few_outputs(directions.patches.shape[2]))
                 total = torch.cat([total, self._sums(outputs, RowBasis(self._weight.shape[1], None, [None]))])
             found = self._entries.exact(directions, self._run.samples)
-        return self._on_all_columns(Contribution(self._in_order(total, found.values), found.parts))
+        return self._on_all_columns(Contribution(self._in_order(total, found.values), found.summands))
 
     def matrix(self, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """Return Σ_i T_i over the samples that are ``kept`` (n,), (G, d, d), and every Tr T_i, (n,); float64."""
+        """Return Σ_i T_i over the samples that are ``kept`` (n,), (G, d, d), and Tr T_i of all, (n,); float64."""
         groups, d, _ = self._weight.shape
         total = self._weight.new_zeros(groups * d, d, dtype=torch.float64)
         traces = self._weight.new_zeros(len(kept), dtype=torch.float64)
@@ -138,7 +137,7 @@ class BlockTraces:
         return total.view(groups, d, d), traces
 
     def probe(self, quantity: str, signs: Signs, stream: int) -> Tensor:
-        """Return random changes v of the outputs, (draws, n, G, P, d), with E⟨v, H v⟩ the quantity of each sample."""
+        """Return random changes v of the outputs, (probes, n, G, P, d), with E⟨v, H v⟩ the quantity of each sample."""
         numbers, row = self._run.numbers, QUANTITIES[quantity]
         if not (row.of_block_trace or row.of_outputs):
             return self._entries.probe(self._patches(), signs, stream, numbers, self._form.columns(self._run))
@@ -151,19 +150,19 @@ class BlockTraces:
         return product(span, drawn if rows is None else product(drawn, rows.to(drawn.dtype)))
 
     def _in_order(self, traced: Tensor, entries: Tensor) -> Tensor:
-        """Return values of block traces and of other quantities in the order in which these were asked for."""
+        """Return the values of block traces and of other quantities in the order of ``quantities``."""
         first = [*self._traced, *self._behind]
         names = [*first, *(name for name in self._quantities if name not in first)]
         places = torch.tensor([names.index(name) for name in self._quantities], dtype=torch.int64, device=traced.device)
         return torch.cat([traced, entries])[places]
 
     def _on_all_columns(self, found: Contribution) -> Contribution:
-        """Return a contribution whose summands by column are of all columns of the layer's weight."""
-        parts = {
+        """Return a contribution whose summands by column have all columns of the layer's weight."""
+        summands = {
             name: self._form.on_all_columns(self._run, part) if QUANTITIES[name].by_column else part
-            for name, part in found.parts.items()
+            for name, part in found.summands.items()
         }
-        return found._replace(parts=parts)
+        return found._replace(summands=summands)
 
     def _sums(self, directions: WeightDirections, basis: RowBasis) -> Tensor:
         """Return Σ ⟨B C, Uᵀ H Uᵀ B⟩ over the unit directions B of all groups, (readouts, n) float64."""
@@ -179,7 +178,7 @@ class BlockTraces:
         return total
 
     def _units(self, directions: WeightDirections, rows: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield unit directions e_s e_bᵀ in batches of k: s over all groups, b (k,), and B (k, 1, G, ρ, rows)."""
+        """Yield unit directions e_s e_bᵀ, k at a time: s over all groups (k,), b (k,), and B (k, 1, G, ρ, rows)."""
         groups, columns = len(self._weight), directions.columns
         count = groups * rows * columns
         for chosen in torch.arange(count, device=self._weight.device).split(directions.batch):
@@ -197,17 +196,18 @@ class BlockTraces:
         listed = f" ({rows})" if len(self._traced) == len(self._quantities) else ""
         what = f"layer {self._form.name!r}: its exact Hessian value takes {self.products} Hessian products{listed}"
         with self._directions(few=False) as directions:
-            zeros = self._weight.new_zeros(1, 1, groups, directions.columns, d)
-            one = partial(directions.products, zeros)
-            check_passes(self.products, self._most, what, one, self._run.samples, by_hessian=True, tell=self._run.tell)
+            at_once = min(directions.batch, self.products)
+            one = partial(directions.products, self._weight.new_zeros(at_once, 1, groups, directions.columns, d))
+            check = partial(check_passes, by_hessian=True, tell=self._run.tell)
+            check(self.products, self._most, what, one, self._run.samples, at_once=at_once)
 
     def varied(self) -> contextlib.AbstractContextManager[Varied]:
-        """Return a context that gives what varies with the weight."""
+        """Return a context with the tensors that change with the weight."""
         return self._in_every_call() if self.in_weight else contextlib.nullcontext(self._outputs())
 
     @contextlib.contextmanager
     def _directions(self, *, few: bool = True) -> Iterator[WeightDirections]:
-        """Yield the directions of the layer's weight, as few as possible, by eigenvectors; or all if not ``few``."""
+        """Yield the directions of the layer's weight: if ``few``, as few as possible, by eigenvectors; else all."""
         patches, span = self._patches(), None
         if not self.in_weight:
             span = _spanning(patches, patches.shape[2]) if few else patches
@@ -215,7 +215,7 @@ class BlockTraces:
             yield WeightDirections(span, patches, varied, derivatives(varied.gradient, varied.inputs))
 
     def _patches(self) -> Tensor:
-        """Return φ by position, (n or 1, G, P, m), which may be large; unit vectors if ``in_weight``."""
+        """Return patches φ, (n or 1, G, P, m), which may be large; unit vectors if ``in_weight``."""
         if not self.in_weight:
             return self._form.patches(self._run)
         groups, _, columns = self._weight.shape
@@ -224,21 +224,21 @@ class BlockTraces:
 
     @cached_property
     def _few_columns(self) -> Tensor | None:
-        """Return K for sampled values; None where it is φ itself."""
+        """Return K for sampled values; None if it is φ itself."""
         if self.in_weight:
             return None
         patches = self._patches()
-        by_token = self._form.columns(self._run) is not None  # the run's columns change with the samples beside
+        by_token = self._form.columns(self._run) is not None  # the columns depend on the other samples of the run
         span = _by_token(patches) if by_token else _spanning(patches, _MOST_POSITIONS)
         return None if span is patches else span
 
     def _few_outputs(self, most: int) -> Tensor:
-        """Return K for inputs Q φ in place of φ, QᵀQ = wᵀw; Qᵀ if ``in_weight``."""
+        """Return K for inputs Q φ in place of φ, with QᵀQ = wᵀw; Qᵀ itself if ``in_weight``."""
         outputs = product(self._patches(), gram_factor(self._weight.mT).mT)
         return outputs if self.in_weight else _spanning(outputs, most)
 
     def _outputs(self) -> Varied:
-        """Return the outputs of the layer's calls."""
+        """Return the outputs of the layer's calls as the tensors that change."""
         run, form, calls = self._run, self._form, self._run.calls(self._form.name)
         with torch.enable_grad():
             gradient = form.rows(run, self._gradients)
@@ -275,7 +275,7 @@ class BlockTraces:
             return added.new_zeros(count, *added.shape) if part is None else part
 
         handle = self._module.register_forward_hook(add, with_kwargs=True, prepend=True)
-        try:  # the hook stays until all products are done: activation checkpointing calls the layer in them
+        try:  # the hook stays until all products are done, since activation checkpointing calls the layer in them
             outputs, targets = run.again()
             with torch.enable_grad():
                 value = self._value(outputs, targets)
@@ -295,13 +295,13 @@ def gradients(run: Run, value: Value, names: Iterable[str]) -> dict[str, list[Te
 def differentiable(
     names: Iterable[str], advice: str = "curvature='ggn' gives the GGN value, another number", what: str = "layer"
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which an operation behind layers that has no second derivative is an error with advice."""
+    """Return a context in which it is an error, with advice, if an operation behind layers has no second derivative."""
     listed = ", ".join(map(repr, names))
     return second_derivatives(f"{what} {listed}: an operation behind it has no second derivative", advice)
 
 
 def _basis(weight: Tensor, quantities: Sequence[str], factor: Callable[[], Tensor]) -> RowBasis:
-    """Return, for relative flatness alone, the rows of R, min(d, m) of them; else unit vectors, d."""
+    """Return the min(d, m) rows of R if relative flatness is the only quantity; otherwise d unit vectors."""
     weighted = [QUANTITIES[name].gram_factor for name in quantities]
     if weighted == [True]:
         rows = factor()
@@ -311,7 +311,7 @@ def _basis(weight: Tensor, quantities: Sequence[str], factor: Callable[[], Tenso
 
 
 def _spanning(patches: Tensor, most: int) -> Tensor:
-    """Return K (n, G, P, ρ) with K Kᵀ = Φ Φᵀ for inputs Φ (n, G, P, m), of few columns; Φ itself for many positions."""
+    """Return K (n, G, P, ρ), K Kᵀ = Φ Φᵀ, with few columns for inputs Φ (n, G, P, m); Φ itself for many positions."""
     _, _, positions, columns = patches.shape
     if positions == 1:
         return _norms(patches)
@@ -327,20 +327,20 @@ def _spanning(patches: Tensor, most: int) -> Tensor:
 
 
 def _by_token(patches: Tensor) -> Tensor:
-    """Return K (n, G, P, P) of one-hot inputs, of the sample alone: a token's column is at its first position."""
+    """Return K (n, G, P, P) of one-hot inputs, from each sample alone: a token's column is at its first position."""
     same = patches @ patches.mT
     first: Tensor = same.tril(-1).sum(dim=3) == 0
     return same * first.unsqueeze(2)
 
 
 def _norms(patches: Tensor) -> Tensor:
-    """Return K for one position, which is |φ|, (n, G, 1, 1)."""
+    """Return K for one position, |φ|, (n, G, 1, 1)."""
     norms: Tensor = torch.linalg.vector_norm(patches, dim=3, keepdim=True, dtype=torch.float64)
     return norms.to(patches.dtype)
 
 
 def derivatives(gradient: Tensor, inputs: Sequence[Any]) -> Callable[[Tensor], list[Tensor | None]]:
-    """Return the map from directions (k, …) to the derivatives of ⟨gradient, direction⟩ in each input; None for 0."""
+    """Return the map from directions (k, …) to the derivatives of ⟨gradient, direction⟩ in each input; None is 0."""
     if not gradient.requires_grad:
         return lambda directions: [None] * len(inputs)
 

@@ -8,13 +8,13 @@ from ..numerics.signs import RandomVectors
 from ..passes.memory import Budget
 from .products import Names, Products
 
-# Residuals relative to the block's norm, in double and in other precisions: with products in single precision they
-# cannot become much smaller. The eigenvalue's own error is their square over the distance to the next eigenvalue.
+# Residuals relative to the block's norm, in double and in other precisions; with products in single precision they
+# cannot become much smaller. An eigenvalue's error is the squared residual over the distance to the next eigenvalue.
 _TOLERANCE, _COARSE_TOLERANCE = 1e-8, 1e-5
 
 
 def largest(products: Products, blocks: Sequence[Names], budget: Budget, seed: int) -> dict[Names, LargestEigenvalues]:
-    """Return the algebraically largest eigenvalue of each block, which is that of some layers."""
+    """Return the algebraically largest eigenvalue of each block; a block is that of some layers together."""
     sizes = {names: products.size(names) for names in blocks}
     basis = max(1, budget.bases // (8 * sum(sizes.values())))
     tolerance = tolerance_of(products)
@@ -26,5 +26,5 @@ def largest(products: Products, blocks: Sequence[Names], budget: Budget, seed: i
 
 
 def tolerance_of(products: Products) -> float:
-    """Return how small residuals can be made, relative to the block's norm."""
+    """Return the smallest residuals that can be reached, relative to the block's norm."""
     return _TOLERANCE if products.eps < _TOLERANCE else max(_COARSE_TOLERANCE, products.eps)

@@ -1,13 +1,13 @@
 """Compute quantities of a layer's Hessian that are not block traces: of single entries and of neurons.
 
 With the second derivatives H_z of a sample's loss in the layer's outputs z_p = w φ_p, a direction Δ of the weight has
-⟨Δ, H Δ⟩ = ⟨Δφ, H_z Δφ⟩, a product.
+⟨Δ, H Δ⟩ = ⟨Δφ, H_z Δφ⟩, which takes one Hessian product.
 
-- Of the Hessian's diagonal: for a unit e of the outputs, of position p and row s, y = H_z e has
-  H_(sj),(tk) = Σ_p φ_pj Σ_p' φ_p'k y_p't: d P products, or d m from the directions e_s φ_pj if these are fewer.
-  They determine H, and all other quantities are read off the same products.
-- Of neurons alone: a product for each neuron, with Δ its weights and zeros elsewhere.
-- Sampled, |w ∘ M|²: Δ = diag(a) w diag(b) for random signs a, b, so that no two entries of Δ are correlated.
+- Entries of the diagonal: for a unit vector e of the outputs, at position p and row s, y = H_z e gives
+  H_(sj),(tk) = φ_pj Σ_p' φ_p'k y_p't, to be summed over p, by d P products; or by d m products with e_s φ_pj if these
+  are fewer. They determine H, and all other quantities are computed from the same products.
+- Neurons alone take a product for each neuron, with Δ its weights and zeros elsewhere.
+- Sampled values of |w ∘ M|² take Δ = diag(a) w diag(b) for random signs a, b, so that entries of Δ are uncorrelated.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,13 +21,13 @@ from ..contractions import product
 from ..contractions.quantities import QUANTITIES, Contribution, Neurons, RowHessian
 from ..numerics.signs import Signs
 
-_OF_COLUMNS = 2**32  # the distance between the streams of signs of rows and of columns
-_BATCH = 2**22  # bytes of directions in one backward pass; with more they no longer fit into the caches
+_OF_COLUMNS = 2**32  # added to a stream of signs for columns
+_BATCH = 2**22  # bytes of directions in one backward pass, which fit in a processor's caches
 
 
 @dataclass(frozen=True)
 class Varied:
-    """Hold what varies with a layer's weight, at the samples of a run: its outputs, or its weight for each sample."""
+    """Hold the tensors that change with a layer's weight: its outputs, or its weight for each sample of a run."""
 
     gradient: Tensor  # of the value in the outputs z_p = w φ_p, (n, G, P, d), with its graph
     inputs: Sequence[Any]  # in which the gradient is differentiated
@@ -36,32 +36,32 @@ class Varied:
 
 @dataclass(frozen=True)
 class WeightDirections:
-    """Represent the directions in which a layer's weight can be varied, at the samples of a run."""
+    """Represent the directions in which a layer's weight is changed, for the samples of a run."""
 
-    span: Tensor | None  # K (n, G, P, ρ), D varies the outputs by K D; None: the identity
+    span: Tensor | None  # K (n, G, P, ρ): D changes the outputs by K D; None for the identity
     patches: Tensor  # φ_p of each sample, (n or 1, G, P, m)
     varied: Varied
     second: Callable[[Tensor], list[Tensor | None]]  # changes (k, n, G, P, d) -> derivatives in each input
 
     @property
     def columns(self) -> int:
-        """Return ρ."""
+        """Return ρ, the number of columns of K."""
         return self.varied.gradient.shape[2] if self.span is None else self.span.shape[3]
 
     @property
     def batch(self) -> int:
-        """Return how many directions to take at a time."""
+        """Return how many directions go through the graph at a time."""
         return batch_of(self.varied.gradient.numel() * self.varied.gradient.element_size())
 
     @property
     def scale(self) -> Tensor | None:
-        """Return what :meth:`products` are to be multiplied by, (n, G), where K is a scalar; else None."""
+        """Return K², (n, G), which :meth:`products` lack, if K is a scalar; otherwise None."""
         if self.span is None or self.span.shape[2:] != (1, 1):
             return None
         return self.span[:, :, 0, 0].double().square()
 
     def products(self, directions: Tensor) -> Tensor:
-        """Return H D of directions D (k, n or 1, G, ρ, d), (k, n, G, ρ, d)."""
+        """Return H D, (k, n, G, ρ, d), for directions D (k, n or 1, G, ρ, d)."""
         if self.span is None or self.scale is not None:
             return self.by_position(directions)
         return product(self.span.mT, self.by_position(product(self.span, directions)))
@@ -72,9 +72,9 @@ class WeightDirections:
 
 
 class EntriesAndNeurons:
-    """Compute quantities of a layer's weight that are not block traces, or all where one of them determines H.
+    """Compute quantities of a layer's weight that are not block traces, or all if the products of one determine H.
 
-    ``whole`` is the weight with its columns of zero input too, of which w wᵀ is taken.
+    ``whole`` is the weight with its columns of zero input too, for w wᵀ.
     """
 
     def __init__(self, weight: Tensor, kernel_elements: int, quantities: Sequence[str], whole: Tensor) -> None:
@@ -86,21 +86,21 @@ class EntriesAndNeurons:
         self._sizes = groups, d, m, kernel_elements
 
     def products(self, positions: int) -> int:
-        """Return how many Hessian products exact values take."""
+        """Return the number of Hessian products for exact values."""
         groups, d, m = self._weight.shape
         if self._by_units:
             return groups * d * min(positions, m)
         return sum(neurons.count(self._sizes) for neurons in self._neurons.values())
 
     def exact(self, directions: WeightDirections, samples: int) -> Contribution:
-        """Return values (quantities, n) and summands; entries of the diagonal are summed over all samples."""
+        """Return values (quantities, n) and their summands; entries of the diagonal are summed over all samples."""
         if self._by_units:
             return self._off_units(directions, samples)
-        parts = {name: self._forms(directions, samples, neurons) for name, neurons in self._neurons.items()}
-        return Contribution(self._values({name: part.sum(dim=1) for name, part in parts.items()}, samples), parts)
+        summands = {name: self._forms(directions, samples, neurons) for name, neurons in self._neurons.items()}
+        return Contribution(self._values({name: part.sum(dim=1) for name, part in summands.items()}, samples), summands)
 
     def probe(self, patches: Tensor, signs: Signs, stream: int, samples: Tensor, columns: Tensor | None) -> Tensor:
-        """Return changes v of the outputs with ⟨v, H v⟩ = |w ∘ M|² in the mean, (draws, n, G, P, d)."""
+        """Return random changes v of the outputs, (probes, n, G, P, d), with E⟨v, H v⟩ = |w ∘ M|²."""
         groups, d, m = self._weight.shape
         a = signs(stream, samples, groups, 1, d).to(self._weight.dtype)
         if columns is None:
@@ -110,31 +110,33 @@ class EntriesAndNeurons:
         return a * product(b * patches, self._weight.mT)
 
     def _off_units(self, directions: WeightDirections, samples: int) -> Contribution:
-        """Return all quantities, read off the products with unit vectors."""
+        """Return all quantities, computed from the products with unit vectors."""
         patches, dtype = directions.patches.expand(samples, -1, -1, -1), torch.float64
-        parts = {
+        summands = {
             name: patches.new_zeros(samples, n.count(self._sizes), dtype=dtype) for name, n in self._neurons.items()
         }
-        entries = {name: torch.zeros_like(self._weight, dtype=dtype) for name, row in self._rows.items() if row.entries}
-        values = {name: patches.new_zeros(samples, dtype=dtype) for name in self._rows.keys() - parts.keys()}
-        totals = values | parts
+        entries = {
+            name: torch.zeros_like(self._weight, dtype=dtype) for name, row in self._rows.items() if row.squared_entries
+        }
+        values = {name: patches.new_zeros(samples, dtype=dtype) for name in self._rows.keys() - summands.keys()}
+        totals = values | summands
         for unit in self._units(directions, patches):
             for name, row in self._rows.items():
                 row.of_unit(unit, totals[name])
             for part in entries.values():
-                part[unit.group, unit.row, unit.columns] += unit.entries.sum(dim=0)
-        values |= {name: part.sum(dim=1) for name, part in parts.items()}
-        return Contribution(self._values(values, samples), parts | entries)
+                part[unit.group, unit.row, unit.columns] += unit.diagonal.sum(dim=0)
+        values |= {name: part.sum(dim=1) for name, part in summands.items()}
+        return Contribution(self._values(values, samples), summands | entries)
 
     def _values(self, found: dict[str, Tensor], samples: int) -> Tensor:
-        """Return the values of the quantities, (n,) each, in the order asked for, (quantities, n) float64."""
+        """Return the values of all quantities, (n,) each, as (quantities, n) float64."""
         values = self._weight.new_zeros(len(self._rows), samples, dtype=torch.float64)
         for value, name in zip(values, self._rows, strict=True):
             value.copy_(found[name])
         return values
 
     def _units(self, directions: WeightDirections, patches: Tensor) -> Iterator[RowHessian]:
-        """Yield second derivatives in the entries of the weight, those of one product at a time."""
+        """Yield second derivatives in entries of the weight, from one product at a time."""
         samples, groups, positions, m = patches.shape
         d, count, width = self._weight.shape[1], min(positions, m), self._kernel_elements
         gram = self._whole.double() @ self._whole.double().mT
@@ -176,7 +178,7 @@ class EntriesAndNeurons:
 
 
 def batch_of(size: int) -> int:
-    """Return how many directions of this size in bytes to send through the graph at a time."""
+    """Return how many directions of ``size`` bytes go through the graph at a time."""
     return max(1, _BATCH // max(1, size))
 
 

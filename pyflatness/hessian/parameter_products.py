@@ -1,8 +1,7 @@
 """Multiply the loss Hessian, or its GGN, by vectors in the space of a network's parameters, all trainable ones or some.
 
-This is what :mod:`.products` does for layers' weights, with every parameter as a leaf: also biases, scales of
-normalisations and weights that belong to no layer, and a tied parameter once, with all of its uses. There is one block,
-whose names are those of all these parameters.
+:mod:`.products` does so for layers' weights. Here every parameter is a leaf: also biases, scales of normalisations and
+weights that belong to no layer, and a tied parameter once, with all of its uses. All these parameters are one block.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ from .products import Names, Products, for_second_derivatives
 class ParameterProducts(Products):
     """Represent E's Hessian or GGN in all trainable parameters, or in ``some``, as a matrix to multiply with.
 
-    ``names`` are those of the parameters, and so of the one block.
+    ``names`` are those of the parameters, and of the one block.
     """
 
     _what = "parameter"
@@ -38,20 +37,20 @@ class ParameterProducts(Products):
             self._theta = {name: values for name, values in parameters.every(task.model).items() if name in some}
         self.names: Names = tuple(self._theta)
         self._all = some is None
-        self._weight_norms = False  # whether a weight norm has been seen in a graph so far
-        self._replaced: list[nn.Module] = []  # none while the graph is inspected, which has to be torch's own
+        self._weight_norms = False  # whether any graph so far has a weight norm
+        self._replaced: list[nn.Module] = []  # empty while the graph is inspected, which has to be torch's own
         super().__init__(task)
         self._replaced = second_derivatives.convolutions(self._model) + second_derivatives.batch_norms(self._model)
 
     def notes(self, name: str) -> tuple[str, ...]:
-        """Return what a reader of a value should know."""
+        """Return notes for the reader of a value."""
         return (linearity.TAKEN_AS_THEY_ARE,) if self.custom else ()
 
     def _made_runner(self) -> Runner:
         def forward(model: Any, batch: Any) -> Any:
             if self._leaves:
                 return self._task.run(batch)
-            # Outside of work on a run, when the memory of its graph is measured.
+            # There are no leaves yet when the memory of the graph is measured.
             return self._task.run(batch, self._fresh())
 
         return Runner(
@@ -78,7 +77,7 @@ class ParameterProducts(Products):
 
     @contextlib.contextmanager
     def _parameters_as_leaves(self) -> Iterator[None]:
-        """Have the parameters as leaves of a twice differentiable graph in the model, inside."""
+        """Make the parameters leaves of a twice differentiable graph in the model, inside the context."""
         self._leaves = self._fresh()
         try:
             with contextlib.ExitStack() as stack:
@@ -87,7 +86,7 @@ class ParameterProducts(Products):
                 stack.enter_context(parameters.inside(self._model, self._leaves))
                 second_derivatives.replace(self._replaced)
                 stack.callback(second_derivatives.put_back, self._replaced)
-                if self._weight_norms:  # every operation takes a little longer there
+                if self._weight_norms:  # only then, as every operation takes a little longer
                     stack.enter_context(second_derivatives.WrittenOut())
                 yield
         finally:

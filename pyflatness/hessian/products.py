@@ -1,15 +1,15 @@
 """Multiply the loss Hessian, or its GGN, by vectors in the space of layers' weights, over all of the data.
 
-    H v = ∂⟨∂E/∂w, v⟩/∂w                        back through the graph twice
-    G v = Σ_i J_iᵀ (∂²ℓ_i/∂f_i²) (J_i v) / Σ_i ω_i    J v as the derivative of ⟨Jᵀu, v⟩ in u
+    H v = ∂⟨∂E/∂w, v⟩/∂w                              by two backward passes through the graph
+    G v = Σ_i J_iᵀ (∂²ℓ_i/∂f_i²) (J_i v) / Σ_i ω_i    with J v as the derivative of ⟨Jᵀu, v⟩ in u
 
-The derivative is in the effective weight of each layer, a leaf that the layer's calls are given. So it is that of the
-layer's own use of a tied weight, of the weight that a parametrisation returns, and of all calls of a layer, also of one
-on its own output. Changing the layers' outputs instead (δz = v φ) would be wrong there, and for several layers
-together, since one layer's input depends on the others' weights.
+Derivatives are in the effective weight of each layer, which its calls get as a leaf. So they count the layer's own use
+of a tied weight, the weight that a parametrisation returns, and all calls of a layer, also a call on its own output.
+Changes of the layers' outputs (δz = v φ) would be wrong in that case, and for several layers together, since one
+layer's input depends on the others' weights.
 
 Vectors are float64: the (d, m) matrix of each layer in turn, row by row. The passes are in the model's dtype, and the
-results of micro-batches are added up in float64.
+results of micro-batches are added in float64.
 """
 
 import contextlib
@@ -32,14 +32,14 @@ from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from . import block_traces
 
-Names = tuple[str, ...]  # layers whose joint block is meant
-Vectors = dict[Names, Tensor]  # for a block: (b, N), some vectors in the space of its weights
+Names = tuple[str, ...]  # the layers of a block
+Vectors = dict[Names, Tensor]  # by block b vectors in the space of its weights, (b, N)
 
-_GRAPHS = 4  # times the memory of the forward pass's graph that the graph of second derivatives takes, about
+_GRAPHS = 4  # about the memory of a graph of second derivatives, in graphs of the forward pass
 
 
 def for_second_derivatives(found: dry_run.Findings) -> int:
-    """Return the bytes a sample that the graph of derivatives takes beside that of the forward pass."""
+    """Return the bytes for one sample of the graph of derivatives, beyond that of the forward pass."""
     return (_GRAPHS - 1) * found.bytes
 
 
@@ -49,11 +49,11 @@ class Products:
     ``eps`` is the products' relative rounding; ``custom`` are the layers with custom autograd functions behind them.
     """
 
-    _what = "layer"  # what the weights are of, for messages
+    _what = "layer"  # what a name names, for messages
 
     def __init__(self, task: Task) -> None:
         self._task, self._model, self._loss, self._options = task, task.model, task.loss, task.options
-        self._leaves: dict[str, Tensor] = {}  # layer -> its effective weight, as its calls see it
+        self._leaves: dict[str, Tensor] = {}  # by layer its effective weight, which its calls use
         self._runner = self._made_runner()
         over = Accumulator(self._options.nan_policy, task.loss.reduction)
         self.custom: set[str] = set()
@@ -78,7 +78,7 @@ class Products:
         )
 
     def _set_up(self) -> None:
-        """Note device, precision and the factors of the weights, once it is known which layers run."""
+        """Set device, precision and the factors of the weights, once it is known which layers run."""
         self.modules = self._runner.modules
         weights = [layers.matrix(module)[0] for module in self.modules.values()]
         self.device, self.eps = weights[0].device, max(torch.finfo(weight.dtype).eps for weight in weights)
@@ -87,7 +87,7 @@ class Products:
             self._spreads = {name: spread(module, scales[name]) for name, module in self.modules.items()}
 
     def _seen(self, run: Run) -> tuple[int, float, frozenset[str]]:
-        """Return samples, normaliser of a micro-batch, and the layers with custom functions behind them."""
+        """Return a micro-batch's samples and normaliser, and the layers with custom autograd functions behind them."""
         custom = linearity.read(linearity.users_of(run.outputs), self._edges(run)).custom
         linearity.refuse_custom_functions(self._options, dict.fromkeys(sorted(custom), linearity.CUSTOM), self._what)
         sent = cotangents.of_run(run, self._loss)
@@ -100,7 +100,7 @@ class Products:
 
     @contextlib.contextmanager
     def _weights_as_leaves(self) -> Iterator[None]:
-        """Give the layers' calls their weights as leaves of a graph, inside, around backward passes too."""
+        """Give the layers' calls their weights as leaves of a graph, inside the context, also in backward passes."""
         modules = self._runner.modules
         self._leaves = {name: _leaf(module) for name, module in modules.items()}
         with contextlib.ExitStack() as stack:
@@ -111,11 +111,11 @@ class Products:
             yield
 
     def size(self, names: Names) -> int:
-        """Return N, the entries of a vector for these layers."""
+        """Return N, the number of entries of a vector for these layers."""
         return sum(self._shape(name).numel() for name in names)
 
     def allowed(self, names: Names, vectors: Tensor) -> Tensor:
-        """Return vectors (b, N) with zeros for features that drop out under ``normalize``."""
+        """Return vectors (b, N) with zeros for features that ``normalize`` drops."""
         return vectors * (self._inverse_spread(names) != 0)
 
     def notes(self, name: str) -> tuple[str, ...]:
@@ -145,7 +145,7 @@ class Products:
         return whole
 
     def gradient(self) -> Tensor:
-        """Return ∂E/∂w of all of the layers, (N,) float64, by one read of the data."""
+        """Return ∂E/∂w of all layers, (N,) float64, by one read of the data."""
         sums: list[Tensor] = []
 
         def take(found: tuple[int, Tensor]) -> None:
@@ -218,7 +218,7 @@ class Products:
     def _along(
         self, gradients: Mapping[str, Tensor], names: Names, vector: Tensor, inputs: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Return the gradients of ⟨gradients, v⟩ in inputs."""
+        """Return the gradients of ⟨gradients, v⟩ in ``inputs``."""
         sent = {
             name: (gradients[name], direction.to(gradients[name].dtype))
             for name, direction in self.as_weights(names, vector).items()
@@ -227,13 +227,14 @@ class Products:
         return _gradients([each for each, _ in sent.values()], inputs, [each for _, each in sent.values()])
 
     def as_weights(self, names: Names, vector: Tensor) -> dict[str, Tensor]:
-        """Return a vector (N,) as tensors of the shape of the layers' weights."""
+        """Return a vector (N,) as tensors in the shapes of the layers' weights."""
         parts = zip(names, vector.split([self.size((name,)) for name in names]), strict=True)
-        aligned = {name: part.clone() if part.storage_offset() % 2 else part for name, part in parts}  # to 16 bytes
+        # Each part is aligned to 16 bytes.
+        aligned = {name: part.clone() if part.storage_offset() % 2 else part for name, part in parts}
         return {name: self._as_weight(name, part.view(self._shape(name))) for name, part in aligned.items()}
 
     def as_parameters(self, names: Names, vector: Tensor) -> dict[str, Tensor]:
-        """Return a vector (N,) as tensors of the shape of the layers' parameters, or of the rows that layers have."""
+        """Return a vector (N,) as tensors in the shapes of the layers' parameters, or of their rows of these."""
         weights = self.as_weights(names, vector)
         return {name: layers.as_parameter(self.modules[name], weight) for name, weight in weights.items()}
 
@@ -252,7 +253,7 @@ class Products:
         return torch.cat([self._as_matrix(n, g).flatten().double() for n, g in gradients.items()])
 
     def _inverse_spread(self, names: Names) -> Tensor:
-        """Return the inverse of each entry's factor, (N,), or (1,) where nothing is normalised."""
+        """Return the inverse of each entry's factor, (N,), or a 1, (1,), without ``normalize``."""
         if not self._spreads:
             return torch.ones(1, dtype=torch.float64, device=self.device)
         spread = torch.cat([self._spreads[name].flatten() for name in names])
@@ -265,7 +266,7 @@ class Products:
 
 
 def check_batch(options: Options, runner: Runner, number: int, fine: bool, what: str) -> None:
-    """Raise unless a batch's contribution to an eigenvalue is ``fine``, or may be NaN; ``what`` says what is wrong."""
+    """Raise ``what`` is wrong unless a batch's contribution to an eigenvalue is ``fine``, or may be NaN."""
 
     def error() -> NonFiniteError:
         layers.check_finite(runner.modules)
@@ -278,7 +279,7 @@ def check_batch(options: Options, runner: Runner, number: int, fine: bool, what:
 
 
 def check_filters(task: Task) -> None:
-    """Raise if convolutions are to be taken as dense matrices."""
+    """Raise if the options ask for convolutions as dense matrices."""
     found = [name for name, module in task.selection.modules.items() if layers.is_convolution(module)]
     if task.options.conv == "affine" and found:
         raise NotYetError(
@@ -288,7 +289,7 @@ def check_filters(task: Task) -> None:
 
 
 def spread(module: nn.Module, scale: Tensor) -> Tensor:
-    """Return what a layer's weights are multiplied by where inputs are divided by ``scale``, (d, m) float64."""
+    """Return the factors of a layer's weights, (d, m) float64, if its inputs are divided by ``scale``."""
     matrix = layers.matrix(module)[0]
     columns = normalize.of_columns(module, scale)
     return columns.expand(-1, len(matrix) // len(columns), -1).reshape(matrix.shape)
@@ -301,7 +302,7 @@ def _gradients(
     *,
     create_graph: bool = False,
 ) -> dict[str, Tensor]:
-    """Return gradients of a value, or ⟨cotangent, value⟩; zeros where it does not depend on an input."""
+    """Return the gradients of a value, or of ⟨cotangent, value⟩; zeros for an input that it does not depend on."""
     if not (len(value) if isinstance(value, list) else value.requires_grad):
         return {name: torch.zeros_like(tensor) for name, tensor in inputs.items()}
     found = torch.autograd.grad(

@@ -4,10 +4,10 @@ Axes: ``b`` rows of the weight, those of all its groups in turn; ``m`` columns; 
 forms, both of which add up over samples:
 
     one position:  H_ss = Σ_i h_is φ_i φ_iᵀ,  h_is = ∂²ℓ_i/∂z_is² (GGN: Σ_c σ_ic (δ_is^c)²)    φ and h are kept
-    else:          H_ss = Σ_i σ_i M_is M_isᵀ,  M_is row s of a sample's weight gradient           blocks are written out
+    otherwise:     H_ss = Σ_i σ_i M_is M_isᵀ,  M_is row s of a sample's weight gradient        blocks are dense
 
-A product of all kept blocks with a vector each is two matrix products, φᵀ (h ∘ (φ Vᵀ)); so their eigenvalues come by
-Lanczos, for all rows at once, unless the blocks are so small that writing them out costs less.
+From φ and h, the products of all blocks with a vector each are two matrix products, φᵀ (h ∘ (φ Vᵀ)). So Lanczos finds
+the eigenvalues, for all rows at once, unless the blocks are so small that dense ones cost less.
 """
 
 import torch
@@ -23,10 +23,10 @@ _USUAL = 25  # products that Lanczos is expected to take
 
 
 class RowBlocks:
-    """Hold the blocks of a layer, summed over micro-batches, in float64; ``full`` if neither rows nor blocks fit.
+    """Hold the blocks of a layer, summed over micro-batches, in float64; ``full`` if they fit in memory in no form.
 
-    ``columns`` (b, m) is False for those that drop out. Where φ and h take more than ``memory`` the blocks are written
-    out.
+    ``columns`` (b, m) is False for entries that ``normalize`` drops. If φ and h need more than ``memory``, the blocks
+    become dense.
     """
 
     def __init__(self, columns: Tensor, memory: int, budget: Budget) -> None:
@@ -45,14 +45,14 @@ class RowBlocks:
                 self.full = True
 
     def add_blocks(self, blocks: Tensor) -> None:
-        """Add H_ss themselves, (b, m, m)."""
+        """Add dense H_ss, (b, m, m)."""
         self._allocated().add_(blocks)
 
     def largest(self, seed: int) -> LargestEigenvalues:
-        """Return the algebraically largest eigenvalue of each block, (b,); NaN where one is not finite."""
+        """Return the algebraically largest eigenvalue of each block, (b,); NaN if the block is not finite."""
         b, m = self._columns.shape
         samples = sum(len(features) for features, _ in self._kept)
-        written_out = 2 * samples * b * m**2 + 10 * b * m**3  # the blocks, and all their eigenvalues
+        written_out = 2 * samples * b * m**2 + 10 * b * m**3  # for dense blocks, and all their eigenvalues
         products = _USUAL * (4 * samples * b * m + (0 if self._blocks is None else 2 * b * m**2))
         if written_out <= products and fit(self._columns, self._budget):
             return self._dense()
@@ -91,7 +91,7 @@ class RowBlocks:
 
 
 def fit(columns: Tensor, budget: Budget) -> bool:
-    """Return whether the blocks of a layer, (b, m), may be written out."""
+    """Return whether the dense blocks of a layer with weights (b, m) fit in the memory."""
     b, m = columns.shape
     return 8 * b * m**2 <= budget.blocks
 

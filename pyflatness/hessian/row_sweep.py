@@ -1,13 +1,13 @@
 """Sweep over the data for the blocks H_ss = ∂²E/∂w_s² of the rows of layers' weights.
 
-Where the model is locally linear in the layer's weight, or the GGN is asked for, the blocks come from square-root
-factors sent backward: in one sweep, or if blocks are too large for memory in one sweep for each product
-(:func:`_products_of_run`). Elsewhere second derivatives are taken: in the layer's outputs if there is one position and
-one call,
+If the model is locally linear in the layer's weight, or for the GGN, the blocks come from square-root factors sent
+backward: in one sweep, or if blocks are too large for the memory, in one sweep for each product
+(:func:`_products_of_run`). Otherwise they come from second derivatives: in the layer's outputs if there is one position
+and one call,
 
     h_is = ∂²ℓ_i/∂z_is²,   a backward pass for each row,
 
-otherwise in the weights themselves, a product for each of their entries.
+or else in the weights themselves, with a Hessian product for each entry.
 """
 
 import math
@@ -49,7 +49,7 @@ class LayerRows:
 
 @dataclass
 class _RowMicroBatch:
-    """Hold what a micro-batch adds, by layer; it is added once that is done, since a micro-batch may be run again."""
+    """Hold a micro-batch's contributions by layer, which are added when it is done, as it may be run again."""
 
     samples: int
     weight: float
@@ -133,7 +133,7 @@ class RowSweep:
             )
 
     def _of_entries(self, name: str) -> LargestEigenvalues:
-        """Return eigenvalues from the whole block of the layer, a product for each weight."""
+        """Return eigenvalues from the layer's whole Hessian block, by a product for each weight."""
         module = self._runner.selected[name]
         d, m = layers.matrix(module)[0].shape
         products = Products(replace(self._task, selection=Selection({name: module}, frozenset())))
@@ -144,7 +144,7 @@ class RowSweep:
         return blocks.largest(self._options.seed)
 
     def _check_batch(self, number: int, name: str, fine: bool) -> None:
-        """Raise unless what a batch adds to a layer's blocks is finite, or may be NaN."""
+        """Raise unless a batch's contribution to a layer's blocks is ``fine``, or may be NaN."""
         what = f"NaN or infinity in the targets, or the inputs or output gradients of layer {name!r}"
         check_batch(self._options, self._runner, number, fine, what)
 
@@ -183,7 +183,7 @@ class RowSweep:
     def _by_factors(
         self, run: Run, sent: cotangents.Cotangents, names: set[str], single: Iterable[str], blocks: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Return h (n, b) of layers with a single position; fill in the ``blocks`` of the others, if they fit."""
+        """Return h (n, b) of layers with a ``single`` position; add the ``blocks`` of the others, if they fit."""
         columns = {name: self._spread(name) for name in names - set(single)}
         self._by_sweeps |= {name for name in columns if not row_blocks.fit(columns[name], self._budget)}
         names = names - self._by_sweeps
@@ -217,7 +217,7 @@ class RowSweep:
 
     @torch.enable_grad()
     def _by_second_derivatives(self, run: Run, names: set[str]) -> dict[str, Tensor]:
-        """Return the h (n, b) of layers with one position: the diagonal of ∂²ℓ_i/∂z_i²."""
+        """Return h (n, b) of layers with one position, the diagonal of ∂²ℓ_i/∂z_i²."""
         found: dict[str, Tensor] = {}
         if not names:
             return found
@@ -228,7 +228,7 @@ class RowSweep:
         return found
 
     def _diagonal(self, run: Run, name: str, gradient: Tensor) -> Tensor:
-        """Return h (n, b), by a backward pass per row for all samples at once, since these are independent."""
+        """Return h (n, b), by a backward pass for each row, for all samples at once, as these are independent."""
         if name in self._custom:
             linearity.check_complete(f"layer {name!r}", [gradient])
         (call,), dim = run.calls(name), layers.kind_of(self._runner.selected[name]).class_dim
@@ -243,7 +243,7 @@ class RowSweep:
         return torch.stack(columns, dim=1)
 
     def _features(self, run: Run, name: str) -> Tensor | None:
-        """Return φ (n, m) where the layer sees one position of each sample; None where it sees several."""
+        """Return φ (n, m) if blocks are Σ_i h_is φ_i φ_iᵀ, for one position, call and group; otherwise None."""
         kind, parts = layers.kind_of(self._runner.selected[name]), self._forms[name].inputs(run)
         if kind.tokens or self._forms[name].by_weight or name in run.differentiated:
             return None
@@ -259,7 +259,7 @@ class RowSweep:
         self._blocks[name] = RowBlocks(self._spread(name) != 0, kept, self._budget)
 
     def _spread(self, name: str) -> Tensor:
-        """Return what the weights are multiplied by, (b, m)."""
+        """Return the factors of the weights, (b, m)."""
         module = self._runner.selected[name]
         if name in self._scales:
             return spread(module, self._scales[name])
@@ -268,7 +268,7 @@ class RowSweep:
     # --- a sweep for each product -------------------------------------------------------------------------------------
 
     def _swept(self, names: set[str]) -> dict[str, LargestEigenvalues]:
-        """Return the eigenvalues of layers whose blocks do not fit, by a sweep for each product of all of them."""
+        """Return the eigenvalues of layers whose blocks do not fit in memory, by a sweep for each product of all."""
         spreads = {name: self._spread(name) for name in names}
         inverse = {name: torch.where(spread > 0, 1 / spread, 0.0) for name, spread in spreads.items()}
 
@@ -303,7 +303,7 @@ class RowSweep:
 def _products_of_run(
     run: Run, loss: Loss, modules: Mapping[str, nn.Module], vectors: Mapping[str, Tensor], most: int
 ) -> dict[str, Tensor]:
-    """Return H_ss v_s of some samples, (b, m) float64, for the rows v_s of V (b, m) of each layer, undivided."""
+    """Return H_ss v_s summed over a run's samples, (b, m) float64, for the rows v_s of V (b, m) of each layer."""
     with contractions.full_precision(run.outputs):
         passes = {name: _Pass(run, name, modules[name], vectors[name]) for name in vectors if run.calls(name)}
         send = partial(run.recorder.gradients, run.outputs, names=passes)
@@ -315,7 +315,7 @@ def _products_of_run(
 
 
 class _Pass:
-    """Hold the outputs of a layer's calls with V for its weight, and the cotangents of these outputs."""
+    """Hold the outputs of a layer's calls with V in place of its weight, and the cotangents of these outputs."""
 
     def __init__(self, run: Run, name: str, module: nn.Module, vectors: Tensor) -> None:
         self._run, self._name, self._module = run, name, module

@@ -40,10 +40,10 @@ class RelativeFlatness(Metric):
     rounding, however they are cut into batches and spread over ranks. An update costs that
     call for a batch, and some tenths of a millisecond.
 
-    It belongs to one weight. That is read at every update, and has to be the one of the first update since
-    :meth:`reset`; so the metric is for epochs in which the weights rest, as in validation. In a training loop call
-    :meth:`reset` behind every step of the optimiser: each value is then of one batch at the weights of that step. To
-    see the whole training data at one point of the training take :func:`pyflatness.track`.
+    A value is of one weight. Every update reads the weight, which has to be that of the first update since
+    :meth:`reset`, so the metric is for epochs in which weights do not change, as in validation. In a training loop call
+    :meth:`reset` after every step of the optimiser; each value is then of one batch at the weights of that step. For a
+    value over the whole training data at one point of the training use :func:`pyflatness.track`.
 
     Args:
         weight: the head, an ``nn.Linear`` (or the ``Conv1D`` of transformers), or its weight (d, m). It is no part of
@@ -106,7 +106,7 @@ class RelativeFlatness(Metric):
         self.add_state("number", number, "max")
 
     def update(self, features: Tensor, target: Tensor | None = None) -> None:
-        """Take in a batch.
+        """Add a batch.
 
         Args:
             features: φ, the head's inputs, (n, m) or (n, …, m).
@@ -132,7 +132,7 @@ class RelativeFlatness(Metric):
         return self.total / normaliser_or_nan(self.normaliser.item(), self._loss.reduction)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Take in a batch, and return its own value; see :meth:`update`."""
+        """Add a batch, and return its own value; see :meth:`update`."""
         self._checked_weights(*self._matrix(args[0] if args else kwargs.get("features")))
         self._updates = self.update_count
         try:
@@ -180,7 +180,7 @@ class RelativeFlatness(Metric):
         return weight.to(device), None if bias is None else bias.to(device)
 
     def _checked_weights(self, weight: Tensor, bias: Tensor | None) -> int:
-        """Return a checksum of the weights, which has to be that of the first update."""
+        """Return a checksum of the weights; raise if it is not that of the first update."""
         read = 1 + fingerprint.of_all_entries([weight] if bias is None else [weight, bias])
         _the_same(torch.stack([self.weights_read, torch.full_like(self.weights_read, read)]))
         return read

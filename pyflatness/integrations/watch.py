@@ -53,7 +53,7 @@ class Watch:
         budget: float | None = None,
         **options: Any,
     ) -> None:
-        """Take what is measured, when and how; the callbacks' own pages say what each argument is."""
+        """Set what is measured, when and how; the documentation of the callbacks explains each argument."""
         super().__init__()
         for option in options:
             if option not in _OPTIONS:
@@ -200,7 +200,7 @@ class Watch:
         return measure(model, loss, data, layers=self._layers, measures=measures, **self._options)
 
     def _once(self, beginning: str, text: str, about: str | None = None) -> None:
-        """Warn once of what is the same in every epoch."""
+        """Warn of something once, although it is so in every epoch."""
         if (about or text) not in self._said:
             self._said.add(about or text)
             self._warn(beginning + text)
@@ -215,7 +215,7 @@ class Watch:
 
 @contextlib.contextmanager
 def _buffers_of_rank_zero(model: nn.Module) -> Iterator[None]:
-    """Give all ranks the buffers of the first one, as DistributedDataParallel does before a forward pass.
+    """Give all ranks the buffers of the first while the context is open, as DistributedDataParallel does.
 
     In training the BatchNorm of each rank collects statistics of the rank's own samples.
     """

@@ -1,12 +1,12 @@
-"""Define losses: the curvature that each puts on a row of outputs, and the user's own reduction.
+"""Define losses: each one's curvature in a row of outputs, and the user's reduction.
 
 A row is one loss term: a sample's outputs, or those of one of its positions. The empirical risk is
 
     E = Σ_i scale_i ℓ_i / Σ_i ω_i   (reduction "mean")        E = Σ_i scale_i ℓ_i   (reduction "sum")
 
-over *all* rows of the data set, whatever the batches; Σ_i ω_i is the normaliser. A loss says for its rows what scale
-and weight ω are, what their contribution to relative flatness at a head is, ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ |φ_i|² (Petzka et al.
-2021, Definition 3), and the square-root factors S_i with ∂²ℓ_i/∂f_i² = S_i diag(σ_i) S_iᵀ whose columns a sweep sends
+over *all* rows of the data set, whatever the batches; Σ_i ω_i is the normaliser. For its rows a loss gives the scale
+and the weight ω, the contribution to relative flatness at a head, ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ |φ_i|² (Petzka et al. 2021,
+Definition 3), and the square-root factors S_i with ∂²ℓ_i/∂f_i² = S_i diag(σ_i) S_iᵀ, whose columns a sweep sends
 backward.
 """
 
@@ -56,7 +56,7 @@ def names() -> tuple[str, ...]:
 
 
 def resolve(loss: Any, reduction: Reduction | None = None) -> Loss:
-    """Return the loss behind an ``nn`` module, an ``F`` function (or a ``partial`` of one), a name or a callable.
+    """Return the loss of an ``nn`` module, an ``F`` function (or a ``partial`` of one), a name or a callable.
 
     A callable is a mean over samples unless ``reduction="sum"``.
     """
@@ -73,7 +73,7 @@ def resolve(loss: Any, reduction: Reduction | None = None) -> Loss:
         raise InputError(f"loss: {wanted}, {received('loss', loss)}")
     how = getattr(loss, "reduction", "mean") if reduction is None else reduction
     if reduction is None and how == "batchmean" and isinstance(loss, nn.KLDivLoss):
-        how = "mean"  # over samples, where its own "mean" is one over outputs too
+        how = "mean"  # over samples, while KLDivLoss's "mean" is one over outputs too
     if not isinstance(how, str) or how not in ("mean", "sum"):
         raise InputError(f"loss: reduction {shown(how)} gives no number to differentiate; pass 'mean' or 'sum'")
     if type(loss) is nn.CrossEntropyLoss:
@@ -86,7 +86,7 @@ def resolve(loss: Any, reduction: Reduction | None = None) -> Loss:
 
 
 def known(loss: Any, lacks: str) -> Known:
-    """Return the loss as :func:`resolve` does, if it is one of torch's; a callable lacks something."""
+    """Return the loss of :func:`resolve` if it is one of torch's, or raise that a callable has no ``lacks``."""
     resolved = resolve(loss)
     if not resolved.known:
         raise NotYetError(

@@ -14,7 +14,7 @@ from ..messages import is_out_of_memory, second_derivatives, shown
 _KNOWN = (nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss)
 _ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 _ELEMENTWISE_FUNCTIONS = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
-# What torch raises where a call does not fit; an exception of another kind is passed on.
+# Exceptions that torch raises for a call that does not fit; exceptions of other classes are passed on.
 _OF_A_CALL = (TypeError, ValueError, RuntimeError, IndexError, AttributeError, AssertionError)
 
 
@@ -34,14 +34,14 @@ def is_nll(loss: Any) -> bool:
 def is_elementwise(loss: Any) -> bool:
     """Return whether a loss is one of torch's that compare outputs with targets of the same shape entry by entry.
 
-    Torch broadcasts other shapes with a warning, and the value is that of another function.
+    Torch broadcasts other shapes with a warning, and computes another function.
     """
     loss = _inner(loss)
     return isinstance(loss, _ELEMENTWISE) or (callable(loss) and loss in _ELEMENTWISE_FUNCTIONS)
 
 
 def for_known(loss: Any) -> str:
-    """Return what to pass instead of a loss that is not one of torch's that are known."""
+    """Return advice on what to pass instead of a loss that is not :class:`.Known`."""
     if is_nll(loss):
         return (
             "leave the LogSoftmax out of the model, so that it returns logits, and pass nn.CrossEntropyLoss with the "
@@ -51,7 +51,7 @@ def for_known(loss: Any) -> str:
 
 
 def for_callable(loss: Any) -> str:
-    """Return what to pass instead of a loss that is not a mean or sum over samples, or not in float64."""
+    """Return advice on what to pass instead of a loss that is no mean or sum over samples, or not in float64."""
     if is_nll(loss):
         return (
             "class weights and ignored targets make the mean of nn.NLLLoss one over their total weight: leave the "
@@ -74,7 +74,7 @@ def for_callable(loss: Any) -> str:
 
 @contextlib.contextmanager
 def on_call(loss: Any, outputs: Tensor, targets: Tensor) -> Iterator[None]:
-    """Turn an error that a loss raises in this context into one that says how the loss was called."""
+    """Turn an error of a loss in this context into one that says how the loss was called."""
     try:
         yield
     except FlatnessError:

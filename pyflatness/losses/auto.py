@@ -1,4 +1,4 @@
-"""Take the loss that a model of Hugging Face's transformers computes itself where it is given labels: loss "auto"."""
+"""Find the loss that a model of Hugging Face's transformers computes itself from labels, for ``loss="auto"``."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from . import BinaryCrossEntropy, CrossEntropy, Loss, SquaredError, resolve, ris
 from .base import Known, Reduction, Terms
 
 AUTO = "auto"
-_SAMPLES = 2  # of the first batch, on which the loss is compared with the model's own
+_SAMPLES = 2  # samples of the first batch for which the loss is compared with the model's own
 _MOST_LOGITS = 2**24  # of two samples; if they have more, one sample is compared
 _RTOL = 1e-4
 _WAY_OUT = (
@@ -26,15 +26,15 @@ _WAY_OUT = (
 
 
 def is_auto(loss: Any) -> bool:
-    """Return whether the loss is to be the model's own."""
+    """Return whether ``loss`` asks for the model's own."""
     return isinstance(loss, str) and loss == AUTO
 
 
 def of_model(model: nn.Module, batch: Any, reduction: Reduction | None = None) -> Loss:
     """Return the loss that a model computes itself: cross-entropy, squared error or binary cross-entropy.
 
-    It is compared with the model's own ``.loss`` on the first two samples of the data, or on one if the logits are
-    many. Call it within :func:`.state.observing`, with the first batch on the model's device.
+    It is compared with the model's own ``.loss`` on the first two samples of the data, or on one if there are many
+    logits. Call this within :func:`.state.observing`, with the first batch on the model's device.
     """
     few = _few(model, batch)
     own, inputs, labels = _with_labels(model, few)
@@ -45,25 +45,25 @@ def of_model(model: nn.Module, batch: Any, reduction: Reduction | None = None) -
 
 
 def unchecked(model: nn.Module, batch: Any) -> Loss:
-    """Return what :func:`of_model` does, for a model and data that it has checked already."""
+    """Return the loss of :func:`of_model` for a model and data that it has checked already."""
     own, _, labels = _with_labels(model, batch)
     return _found(own, labels, None)
 
 
 @dataclass(frozen=True)
 class Returned:
-    """Hold what the loss takes of a batch that the model was called on."""
+    """Hold the arguments of the loss for a batch on which the model was called."""
 
     outputs: Tensor
     targets: Any
     loss: Known
-    items: Any  # the ``num_items_in_batch`` that the model divides the sum of loss terms by; None: a mean
+    items: Any  # the ``num_items_in_batch`` by which the model divides the sum of loss terms; None for a mean
 
     @classmethod
     def of(cls, model: nn.Module, returned: Any, given: Any, *, by_items: bool = True) -> "Returned":
-        """Return what the loss takes of the model's return value, and of labels or the mapping it was called with.
+        """Return the loss's arguments from the model's return value, and labels or the mapping it was called with.
 
-        ``by_items``: the mapping's ``num_items_in_batch`` counts, which some models are given and ignore.
+        With ``by_items`` the mapping's ``num_items_in_batch`` counts, which some models get and ignore.
         """
         batch = given if isinstance(given, Mapping) else {"labels": given}
         own = of_transformers(model)
@@ -89,7 +89,7 @@ def _few(model: nn.Module, batch: Any) -> Any:
 
 
 def of_transformers(model: nn.Module) -> nn.Module:
-    """Return the model of transformers that a module is, or that PEFT wraps, or raise: others have no loss."""
+    """Return the model of transformers that a module is, or that PEFT wraps, or raise, as others have no loss."""
     own = hugging_face.inner(model)
     if own is None:
         raise InputError(
@@ -100,7 +100,7 @@ def of_transformers(model: nn.Module) -> nn.Module:
 
 
 def _with_labels(model: nn.Module, batch: Any) -> tuple[nn.Module, dict[str, Any], Any]:
-    """Return the model of transformers, what to call it with for its own loss, and its labels."""
+    """Return the model of transformers, its keyword arguments with labels, for its own loss, and the labels."""
     own = of_transformers(model)
     if isinstance(batch, Mapping):
         prepared = hugging_face.prepared(own, batch)
@@ -131,7 +131,7 @@ def _found(own: nn.Module, labels: Any, reduction: Reduction | None) -> Known:
 
 @dataclass
 class ColumnSquaredError(SquaredError):
-    """Represent squared error whose targets may be (n,) where outputs are (n, 1), as models of one number take them."""
+    """Represent squared error with targets (n,) for outputs (n, 1) too, as models of one number take them."""
 
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
         return super().terms(outputs, None if targets is None else _as_column(targets, outputs), class_dim)
@@ -145,7 +145,7 @@ def _as_column(targets: Tensor, outputs: Tensor) -> Tensor:
 
 
 def _own_loss(model: nn.Module, own: nn.Module, inputs: Mapping[str, Any]) -> float:
-    """Return the loss that the model computes, and put back its configuration, in which it notes the kind of labels."""
+    """Return the loss that the model computes, and restore its configuration, which it changes by the labels."""
     config: Any = own.config
     before, returned = {**vars(config)}, None
     try:
@@ -156,7 +156,7 @@ def _own_loss(model: nn.Module, own: nn.Module, inputs: Mapping[str, Any]) -> fl
             raise
         raise InputError(
             f"loss: 'auto' is what {type(own).__name__} computes of its labels, and called with "
-            f"{data.described(inputs)} it raised {type(error).__name__}: {error}; {_WAY_OUT}"
+            f"{data.description(inputs)} it raised {type(error).__name__}: {error}; {_WAY_OUT}"
         ) from error
     finally:
         vars(config).clear()

@@ -1,4 +1,4 @@
-"""Define the interface of losses, and the helpers that they share."""
+"""Define the interface of losses, and their common helpers."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,17 +17,17 @@ Reduction = str
 
 @dataclass
 class Terms:
-    """Hold the rows of a batch as the loss sees them.
+    """Hold the loss terms of a batch, one for each row.
 
-    ``scale`` (rows,) float64 is 0 for a row that adds nothing, and NaN for one without a loss: its targets, or what is
-    known of its outputs, have NaN or infinity in them, although its curvature may still be a number. ``used`` (rows,)
-    is False for a row that the loss ignores (a row of class weight 0 is used); None if all rows are used. ``whole``
-    says that no scale is 0, as far as this is known.
+    ``scale`` (rows,) float64 is 0 for a row that adds nothing. It is NaN for a row without a loss, with NaN or infinity
+    in its targets or outputs, although its curvature may be finite. ``used`` (rows,) is False for a row that the loss
+    ignores (a row of class weight 0 is used); None if all rows are used. ``whole`` is True if it is known that no
+    scale is 0.
     """
 
     scale: Tensor
     weights: Tensor  # (rows,) float64, the row's weight in a mean; their sum over the data is the normaliser
-    extra: tuple[Tensor, ...] = ()  # what else the curvature needs: coefficients or targets, rows in dimension 0
+    extra: tuple[Tensor, ...] = ()  # other arguments of the curvature: coefficients or targets, rows in dimension 0
     used: Tensor | None = None
     whole: bool = False
 
@@ -47,14 +47,14 @@ class Mixtures:
     """Hold square-root factors S of the loss Hessian for a batch's rows, to be mixed by random signs.
 
     For each row i, scale_i ∂²ℓ_i/∂f_i² = Σ_c σ_ic s_ic s_icᵀ. S Q is a factor for every orthogonal Q, and the variance
-    of sampled values depends on the choice (docs/estimators.md). ``mixed`` takes signs r (rows, C) and returns
-    Σ_c r_c s_·c, (rows, C), for the columns of each sign σ, with that σ; a column with r = 0 is left out. ``weights``
-    returns how much each column counts, (rows, C) float64, about σ |s_·c|²; 0 for a place in r without a column.
+    of sampled values depends on Q (docs/estimators.md). ``mixed`` takes signs r (rows, C) and returns Σ_c r_c s_·c,
+    (rows, C), for the columns of each sign σ, with that σ; a column with r = 0 is left out. ``weights`` returns about
+    σ |s_·c|² for each column, (rows, C) float64, and 0 for a place in r without a column.
     """
 
     mixed: Callable[[Tensor], list[tuple[Tensor, float]]]
     weights: Callable[[], Tensor]
-    take: Callable[[Tensor], "Mixtures"]  # places of some rows -> the same of these rows
+    take: Callable[[Tensor], "Mixtures"]  # places of some rows -> the mixtures of these rows
     orthogonal: bool = False  # whether the columns of each row are orthogonal
 
 
@@ -64,14 +64,14 @@ class Factors:
 
     For each row i, scale_i ∂²ℓ_i/∂f_i² = Σ_c σ_ic s_ic s_icᵀ. ``column`` takes c and returns s_·c, (rows, C) in at
     least float32, and its signs σ_·c, (rows,) float64, or None if all are +1. ``form`` takes changes v (rows, C) of the
-    outputs and returns Σ_c σ_c ⟨s_c, v⟩², (rows,) float64; it is None where only columns are known. ``times`` returns
-    Σ_c σ_c ⟨s_c, v⟩ s_c, (rows, C), for the same; it is None where second derivatives are as cheap.
+    outputs and returns Σ_c σ_c ⟨s_c, v⟩², (rows,) float64; it is None if only columns are known. ``times`` takes them
+    too and returns Σ_c σ_c ⟨s_c, v⟩ s_c, (rows, C); it is None if second derivatives are as cheap.
     """
 
     count: int  # columns
     column: Callable[[int], tuple[Tensor, Tensor | None]]
     mixtures: Callable[[], Mixtures]  # factors of the same Hessian to be mixed by random signs
-    sizes: Callable[[], Tensor]  # Σ_c |s_·c|², (rows,): the trace of scale_i ∂²ℓ_i/∂f_i² where all signs are +1
+    sizes: Callable[[], Tensor]  # Σ_c |s_·c|², (rows,): the trace of scale_i ∂²ℓ_i/∂f_i² if all signs are +1
     form: Callable[[Tensor], Tensor] | None = None
     times: Callable[[Tensor], Tensor] | None = None
 
@@ -83,8 +83,8 @@ class Curvature:
     ``by_row`` takes features (rows, m), the scale and extra of the terms, and returns |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩,
     (rows,) float64, and their bounds. A loss with one term per sample also takes features (rows, P, m) of P positions:
     Σ_pp' ⟨φ_ip, φ_ip'⟩ ⟨w wᵀ, ∂²ℓ_i/∂z_ip∂z_ip'⟩. ``total`` takes features, labels, and a tensor (rows,) float64 to
-    write values to, or None. It returns the sum over rows whose labels count, in one pass; None where there is no such
-    pass, or a label is no class.
+    write values to, or None. It returns the sum over rows whose labels count, in one pass; None if it cannot, or if a
+    label is no class.
     """
 
     by_row: Callable[..., Bounded]
@@ -92,13 +92,13 @@ class Curvature:
 
 
 class Loss(Protocol):
-    """Describe what the measures need of a loss.
+    """Describe the interface of a loss that measures use.
 
-    ``positions``: each position of a sample is a loss term of its own; otherwise a sample is one term.
-    ``elementwise``: the loss is a sum over all outputs. ``convex``: it is known to be convex in the outputs, so that
-    all signs are +1. ``known``: it is one of torch's, a :class:`Known`, and no callable that gives values alone.
-    ``by_rows``: its curvature at a head follows from some of the head's rows at a time, so that these may be spread
-    over ranks.
+    With ``positions``, each position of a sample is a loss term; otherwise a sample is one term. ``elementwise`` means
+    that the loss is a sum over all outputs, and ``convex`` that it is known to be convex in the outputs, so that all
+    signs are +1. It is ``known`` if it is one of torch's, a :class:`Known`, and not a callable that only gives values.
+    ``by_rows`` means that its curvature at a head can be computed from some of the head's rows at a time, so that these
+    may be spread over ranks.
     """
 
     reduction: Reduction
@@ -109,21 +109,21 @@ class Loss(Protocol):
     by_rows: ClassVar[bool]
 
     def class_dim(self, outputs: Tensor) -> int:
-        """Return the dimension of a model's output that holds a term's C outputs."""
+        """Return the dimension of a model's output with a term's C outputs."""
 
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
         """Return the rows of ``outputs`` (classes in ``class_dim``) and their targets, checked, in row-major order."""
 
     def side_by_side(self, returned: Any) -> Tensor:
-        """Return several outputs of a model as one tensor (n, C), or raise if the loss does not take several."""
+        """Return several outputs of a model as one tensor (n, C), or raise if the loss takes one output only."""
 
     def labels(self, shape: Sequence[int], targets: Tensor | None, class_dim: int) -> Labels | None:
-        """Return the class indices for outputs of a shape if :meth:`terms` follow from them alone; else None."""
+        """Return the class indices for outputs of a shape if they determine :meth:`terms`; otherwise None."""
 
     def value(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the loss terms of a model's outputs, as the user's loss has them: float64, with a graph.
+        """Return the sum of the loss terms of a model's outputs, by the user's loss: float64, with a graph.
 
-        E is that of all batches over the normaliser for the reduction ``"mean"``, and that itself for ``"sum"``.
+        E is the sum over all batches, divided by the normaliser for the reduction ``"mean"``.
         """
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class Loss(Protocol):
     def factors(self, rows: Tensor, terms: Terms, *, alone: bool = False) -> Factors:
         """Return square-root factors for ``rows`` (rows, C) of outputs, in their order in ``terms``.
 
-        ``alone``: each row is a whole sample, so that no other terms are mixed into the same cotangent of a sample.
+        With ``alone`` each row is a whole sample, so that a sample's cotangent mixes columns of one term only.
         """
 
     def curvature(
@@ -143,12 +143,12 @@ class Loss(Protocol):
     ) -> Curvature:
         """Return the curvature at a head for one weight matrix, prepared for about ``rows`` rows.
 
-        A relative error of up to ``rtol`` is allowed where it saves time.
+        A relative error of up to ``rtol`` is allowed, to save time.
         """
 
 
 class Known(Loss, Protocol):
-    """Describe a loss of torch's: its formulas are known, and its terms follow from the outputs' shape and targets."""
+    """Describe a loss of torch's, with known formulas and terms that depend on the outputs' shape and the targets."""
 
     positions: ClassVar[bool] = True
     convex: ClassVar[bool] = True
@@ -164,15 +164,15 @@ class Known(Loss, Protocol):
         """Return the loss in float64 by torch's formula, for the reduction ``"sum"`` or ``"none"``."""
 
     def sampled(self, rows: Tensor, terms: Terms, signs: Tensor) -> Tensor:
-        """Return Σ_c r_c s_·c of signs r (rows, C), (rows, C), with a graph in ``rows``."""
+        """Return Σ_c r_c s_·c, (rows, C), for signs r (rows, C), with a graph in ``rows``."""
 
     def used(self, targets: Tensor | None) -> Tensor | None:
-        """Return which rows the loss does not ignore, (rows,); None: all of them."""
+        """Return which rows the loss does not ignore, (rows,) bool; None for all rows."""
 
     def penalty(
         self, features: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, coefficients: Tensor
     ) -> Tensor:
-        """Return Σ_i a_i |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ of a head, a scalar that is twice differentiable in all tensors.
+        """Return Σ_i a_i |φ_i|² ⟨w wᵀ, ∂²ℓ_i/∂z_i²⟩ of a head, twice differentiable in features, weight and bias.
 
         ``counts`` are the a_i, (rows,) float64, which include the scale of the terms; ``coefficients`` are (rows, d)
         for a loss that has them.
@@ -183,9 +183,9 @@ def marked(terms: Terms, values: Tensor, *, masks: bool = False) -> Terms:
     """Return terms in which the scale of rows without a loss is NaN.
 
     A row with NaN or infinity in ``values``, its targets or outputs, has no loss, unless it adds nothing. With
-    ``masks`` minus infinity is allowed, as for the logits of masked classes.
+    ``masks`` minus infinity is allowed, as for the logits of masked classes. The host waits for the device once.
     """
-    if not values.is_floating_point() or values.is_meta or math.isfinite(float(values.sum())):  # one wait for a GPU
+    if not values.is_floating_point() or values.is_meta or math.isfinite(float(values.sum())):
         return terms
     bad = (values.isnan() | (values == torch.inf)) if masks else ~values.isfinite()
     bad = bad.flatten(1).any(dim=1).to(terms.scale.device) & (terms.scale != 0)
@@ -193,7 +193,7 @@ def marked(terms: Terms, values: Tensor, *, masks: bool = False) -> Terms:
 
 
 def uniform(rows: int, scale: float, weight: float, device: torch.device) -> Terms:
-    """Return terms of the same scale and weight for all rows, which take no memory."""
+    """Return terms with the same scale and weight for all rows, which use no memory."""
     numbers = torch.tensor([scale, weight], dtype=torch.float64, device=device)
     return Terms(numbers[:1].expand(rows), numbers[1:].expand(rows), whole=scale != 0)
 
@@ -206,7 +206,7 @@ def without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
 
 
 def wrong_shape(what: str, values: Tensor, outputs: Tensor) -> InputError:
-    """Return the error for values whose shape is not that of the outputs."""
+    """Return the error for values of another shape than the outputs."""
     shape, advice = tuple(outputs.shape), "pass a value for each output"
     if values.numel() == outputs.numel():
         advice = f"pass targets.reshape{shape}"
@@ -224,7 +224,7 @@ def rows_like(what: str, values: Tensor, outputs: Tensor, class_dim: int) -> Ten
 
 
 def diagonal(coefficients: Tensor) -> Factors:
-    """Return the factors of a diagonal curvature: one column √coefficients[:, c] e_c for each output."""
+    """Return the factors of a diagonal Hessian: one column √coefficients[:, c] e_c for each output c."""
     roots = coefficients.sqrt()
 
     def column(c: int) -> tuple[Tensor, None]:
@@ -252,7 +252,7 @@ def _diagonal_mixtures(coefficients: Tensor) -> Mixtures:
 
 
 def dense(roots: Tensor, weights: Tensor) -> Mixtures:
-    """Return mixtures of orthogonal columns roots[:, :, c], (rows, C, C) float64, of weights σ |s_c|², (rows, C)."""
+    """Return mixtures of orthogonal columns roots[:, :, c], (rows, C, C) float64, with weights σ |s_c|², (rows, C)."""
 
     def mixed(signs: Tensor) -> list[tuple[Tensor, float]]:
         kept = [((weights * sign > 0) | weights.isnan(), sign) for sign in (1.0, -1.0)]

@@ -15,11 +15,11 @@ from ..interrupts import cached_property
 from . import penalty
 from .base import Curvature, Factors, Known, Mixtures, Reduction, Terms, dense, marked, rows_like, uniform, without
 
-_EIGENBASIS = 16  # classes up to which eigenvectors take no more time and memory than a small network does
-_MATRICES = 2**13  # whose eigenvectors are computed at once; torch's CUDA kernel fails at a few times as many
-_ROUNDING = 1e-15  # of the largest eigenvalue, below which an eigenvalue is 0
-_COLUMNS = 16  # that are made at once, of few outputs
-_AT_ONCE = 2**18  # probabilities that are in float64 at once, so that they stay in a processor's caches
+_EIGENBASIS = 16  # the most classes for which eigenvectors take no more time and memory than a small network
+_MATRICES = 2**13  # matrices in one call of eigh; torch's CUDA kernel fails at a few times as many
+_ROUNDING = 1e-15  # of the largest eigenvalue; a smaller eigenvalue is 0
+_COLUMNS = 16  # columns that are computed at once, for few outputs
+_AT_ONCE = 2**18  # probabilities in float64 at once, so that they stay in a processor's caches
 
 
 @dataclass
@@ -58,7 +58,7 @@ class CrossEntropy(Known):
         labels = targets.reshape(-1).long()
         if len(labels) == 0:
             return uniform(0, 1.0, 1.0, labels.device)
-        low, high = torch.stack(labels.aminmax()).tolist()  # one wait for a GPU
+        low, high = torch.stack(labels.aminmax()).tolist()  # the host waits for the device once
         if self.weight is None and 0 <= low <= high < classes and not low <= self.ignore_index <= high:
             return uniform(len(labels), 1.0, 1.0, labels.device)
         kept = labels != self.ignore_index
@@ -68,7 +68,7 @@ class CrossEntropy(Known):
                 f"targets: class {int(wrong[0])} does not exist among {classes} classes, which are numbered from 0 to "
                 f"{classes - 1} (ignore_index is {self.ignore_index})"
             )
-        if self.weight is None:  # smoothing spreads a weight of 1 over classes of weight 1
+        if self.weight is None:  # smoothing too has a weight of 1 in all
             weights = kept.double()
             return Terms(weights, weights, used=kept)
         weight = self._class_weights(classes, labels.device)
@@ -77,10 +77,9 @@ class CrossEntropy(Known):
         return Terms((1 - self.label_smoothing) * weights + smooth, weights, used=kept)
 
     def labels(self, shape: Sequence[int], targets: Tensor | None, class_dim: int) -> Labels | None:
-        """Return the class indices for outputs of a shape if all rows that count have the same weight; else None.
+        """Return the class indices for outputs of a shape if all rows that count have weight 1; otherwise None.
 
-        :meth:`terms` check them, as they check targets for which this is None. It is None also for more classes than
-        kernels take this way.
+        They are not checked here but by :meth:`terms`. The result is also None for more classes than kernels take.
         """
         if self.weight is not None or shape[class_dim] > FUSED_OUTPUTS:
             return None
@@ -113,9 +112,9 @@ class CrossEntropy(Known):
         return self.reduced(outputs, targets, "none").flatten()
 
     def reduced(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        """Return the loss in float64; of many logits, with classes contiguous in memory, some rows at a time.
+        """Return the loss in float64, for many logits with contiguous classes some rows at a time.
 
-        A copy of all logits in float64 would take as long as the products that made them.
+        A copy of all logits in float64 would take as long as the matrix product that gave them.
         """
         rows = outputs.movedim(1, -1) if outputs.ndim > 1 else outputs
         of_classes = targets.is_floating_point()
@@ -144,11 +143,11 @@ class CrossEntropy(Known):
     def factors(self, rows: Tensor, terms: Terms, *, alone: bool = False) -> Factors:
         """Return C - 1 columns √p_j (e_j - q), j ≠ k, with k the most probable class.
 
-        S = diag(√p) (I - √p √pᵀ) has S Sᵀ = diag(p) - p pᵀ and S √p = 0, so behind a Householder reflection that takes
-        √p to e_k column k vanishes. What is left simplifies to q = √p_k at k and p / (1 + √p_k) elsewhere: nothing in
-        it cancels, however peaked p is.
+        S = diag(√p) (I - √p √pᵀ) has S Sᵀ = diag(p) - p pᵀ and S √p = 0. So S times a Householder reflection that maps
+        √p to e_k has zeros in column k. The other columns have q = √p_k at k and p / (1 + √p_k) elsewhere: nothing in
+        them cancels, however peaked p is.
 
-        Random signs of a sample's only term have columns that are nearly orthogonal (docs/estimators.md): those of the
+        For the only term of a sample, random signs mix columns that are nearly orthogonal (docs/estimators.md): the
         eigenbasis for few classes, and for more the contrasts of each class with all less probable ones.
         """
         columns = _Columns(torch.softmax(promoted(rows), dim=1), terms.scale)
@@ -161,7 +160,7 @@ class CrossEntropy(Known):
 
     def sampled(self, rows: Tensor, terms: Terms, signs: Tensor) -> Tensor:
         log_p = F.log_softmax(promoted(rows), dim=1)
-        roots = (0.5 * log_p).exp()  # has a finite derivative where p underflows, as √p has not
+        roots = (0.5 * log_p).exp()  # has a finite derivative if p underflows, unlike √p
         top = log_p.detach().argmax(dim=1, keepdim=True)
         root = roots.gather(1, top)
         q = (roots.square() / (1 + root)).scatter(1, top, root)
@@ -181,15 +180,15 @@ class CrossEntropy(Known):
 class _Columns:
     """Compute the columns √(scale p_j) (e_j - q), j ≠ k, from the softmax p (rows, C).
 
-    Only p is kept. Other tensors of its size are made for some rows at a time, so that they stay in a processor's
+    Only p is kept. Other tensors of its size are computed for some rows at a time, so that they stay in a processor's
     caches.
     """
 
     def __init__(self, p: Tensor, scale: Tensor) -> None:
         self._p, self._scale = p, scale
         self._largest, self._top = p.max(dim=1, keepdim=True)
-        self._several = max(1, min(_COLUMNS, _AT_ONCE // max(1, p.numel())))  # columns that are made at once
-        self._first, self._made = -1, p  # these, from the first of them on
+        self._several = max(1, min(_COLUMNS, _AT_ONCE // max(1, p.numel())))  # columns that are computed at once
+        self._first, self._made = -1, p  # the number of the first of these, and the columns (k, rows, C)
 
     def _q(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Return q and the most probable class of some rows."""
@@ -221,7 +220,7 @@ class _Columns:
         return -q, classes, roots.gather(1, classes)
 
     def column(self, c: int) -> tuple[Tensor, None]:
-        """See :class:`.base.Factors`; of small outputs several are made at once."""
+        """See :class:`.base.Factors`; with few outputs several columns are computed at once."""
         start = c - c % self._several
         if start != self._first:
             minus, classes, factors = self._whole
@@ -238,7 +237,7 @@ class _Columns:
         return torch.cat(found)
 
     def times(self, changes: Tensor) -> Tensor:
-        """See :class:`.base.Factors`; without roots, so that it holds for negative class weights too."""
+        """See :class:`.base.Factors`; without square roots, for negative class weights too."""
         found, scale = torch.empty_like(self._p), self._scale.unsqueeze(1).to(self._p.dtype)
         for rows in self._blocks():
             q, top = self._q(rows)
@@ -247,7 +246,7 @@ class _Columns:
         return found
 
     def sizes(self) -> Tensor:
-        """Return Σ_j scale p_j (1 - p_j), with 1 - p_k as the sum of the others, in which nothing cancels."""
+        """Return Σ_j scale p_j (1 - p_j), (rows,), with 1 - p_k as the sum of the others, so that nothing cancels."""
         found = []
         for _, q, roots, top in self._each():
             root = q.gather(1, top)
@@ -294,16 +293,16 @@ def _eigenbasis(q: Tensor, roots: Tensor) -> Mixtures:
 
 
 def _orthogonal(q: Tensor, roots: Tensor) -> Tensor:
-    """Return orthogonal columns, by eigenvectors of the Gram matrix of those of :class:`_Columns`.
+    """Return orthogonal columns, by eigenvectors of the Gram matrix of the columns of :class:`_Columns`.
 
-    Nothing cancels in it. The sign of an eigenvector, which libraries choose freely, is made that of its product with
-    the roots of 1, 2, …
+    Nothing in it cancels. Libraries choose the sign of an eigenvector freely; here the inner product of its column with
+    √1, √2, … is not negative.
     """
     columns = torch.diag_embed(roots) - q.unsqueeze(2) * roots.unsqueeze(1)
-    bad = ~columns.isfinite().all(dim=(1, 2))[:, None, None]  # for one such sample eigh would refuse all
+    bad = ~columns.isfinite().all(dim=(1, 2))[:, None, None]  # eigh would fail for all samples
     columns = columns.masked_fill(bad, 0.0)
     values, vectors = torch.linalg.eigh(columns.mT @ columns)
-    kept = values > _ROUNDING * values[:, -1:]  # the others are 0, one of them always
+    kept = values > _ROUNDING * values[:, -1:]  # the others, at least one, are 0
     columns = columns @ (vectors * kept.unsqueeze(1))
     along = torch.arange(1, q.shape[1] + 1, dtype=q.dtype, device=q.device).sqrt() @ columns
     return torch.where(along.unsqueeze(1) < 0, -columns, columns).masked_fill_(bad, torch.nan)
@@ -316,7 +315,7 @@ def _contrasts(p: Tensor, scale: Tensor) -> Mixtures:
 
         diag(p) - p pᵀ = Σ_k p_k P_k / P_{k+1} (e_k - Σ_{i<k} p_i e_i / P_k) (…)ᵀ
 
-    by the law of total variance, class by class. Nothing in it cancels. Probabilities are ordered in steps of √2, so
+    by the law of total variance, class by class. Nothing in it cancels. Probabilities are compared in steps of √2, so
     that rounding hardly changes the order.
     """
     order = (2 * p.log2()).round_().sort(dim=1, stable=True).indices
@@ -340,12 +339,12 @@ def _ordered_contrasts(p: Tensor, order: Tensor, scale: Tensor) -> Mixtures:
 
 
 def _before(values: Tensor) -> Tensor:
-    """Return the sum of the values before each one in its row."""
+    """Return for each value the sum of the earlier values in its row."""
     return F.pad(values[:, :-1].cumsum(dim=1), (1, 0))
 
 
 def _advice(outputs: Tensor, targets: Tensor, class_dim: int) -> str:
-    """Return advice for class indices whose shape is not that of the outputs without their classes."""
+    """Return advice for class indices whose shape differs from that of the outputs without classes."""
     expected = without(outputs.shape, class_dim)
     if outputs.shape[class_dim] == 1:
         return "one output is no choice among classes: have the model return (n, classes), or take another loss"

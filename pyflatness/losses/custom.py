@@ -1,4 +1,4 @@
-"""Take any callable as a loss."""
+"""Use any callable as a loss."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -21,9 +21,9 @@ from .base import Curvature, Factors, Reduction, Terms, dense, marked, uniform, 
 class CustomLoss:
     """Represent any twice differentiable callable (outputs, targets) -> scalar, one loss term per sample.
 
-    ⟨w wᵀ, H_i⟩ = Σ_r u_rᵀ H_i u_r over the rank(w) columns of U with U Uᵀ = w wᵀ: second derivatives of the loss alone,
-    in float64, all samples at once. Where a sample has several positions, the second derivatives are along the products
-    of these columns with those of K, where K Kᵀ is the Gram matrix of the sample's features.
+    At a head, ⟨w wᵀ, H_i⟩ = Σ_r u_rᵀ H_i u_r over the columns u_r of U with U Uᵀ = w wᵀ takes second derivatives of the
+    loss alone, in float64, for all samples at once. If a sample has several positions, their directions are products of
+    these columns with those of K, where K Kᵀ is the Gram matrix of the sample's features.
     """
 
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -33,15 +33,15 @@ class CustomLoss:
     convex: ClassVar[bool] = False
     known: ClassVar[bool] = False
     by_rows: ClassVar[bool] = False
-    several: SideBySide | None = None  # how the outputs lie in one tensor, if the loss takes several
+    several: SideBySide | None = None  # how several outputs are one tensor, if the loss takes several
     _first: list[tuple[Tensor, Tensor]] | None = field(default_factory=list)  # the first samples; None once checked
-    _shape: tuple[int, ...] = ()  # of one sample's outputs, as the loss takes them
+    _shape: tuple[int, ...] = ()  # of one sample's outputs in the loss's argument
 
     def class_dim(self, outputs: Tensor) -> int:
         return -1
 
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
-        """Return one row per entry of dimension 0, whatever ``class_dim`` is."""
+        """Return one row for each entry of dimension 0, for any ``class_dim``."""
         if targets is None or len(targets) != len(outputs):
             got = "none" if targets is None else tuple(targets.shape)
             raise InputError(f"targets: a custom loss wants one per sample ({len(outputs)}), got {got}")
@@ -75,7 +75,7 @@ class CustomLoss:
         return self._sum(outputs.double(), targets)
 
     def _check_separable(self, outputs: Tensor, targets: Tensor) -> None:
-        """Raise if the loss of the first samples is not the sum or mean of their single losses."""
+        """Raise if the loss of the first samples is not the sum or mean of their losses."""
         if self._first is None:
             return
         self._first.append((outputs, targets))
@@ -141,7 +141,7 @@ class CustomLoss:
         return self._sum(outputs.double(), targets)
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss terms as :class:`.base.Loss` says, by a call of the loss for every sample."""
+        """Return the loss terms, (n,), by a call of the loss for every sample."""
         pairs = zip(outputs.split(1), targets.split(1), strict=True)
         return torch.stack([self.value(output, target) for output, target in pairs])
 
@@ -151,7 +151,7 @@ class CustomLoss:
     def factors(self, rows: Tensor, terms: Terms, *, alone: bool = False) -> Factors:
         """Return the eigenvectors of the C × C Hessians, √|λ| each, with the signs of λ, in float64."""
         hessians = self._hessians(rows, *terms.extra)
-        bad = ~hessians.isfinite().all(dim=(1, 2))  # one such sample would make eigh refuse them all
+        bad = ~hessians.isfinite().all(dim=(1, 2))  # eigh would fail for all samples
         values, vectors = torch.linalg.eigh(hessians.masked_fill(bad[:, None, None], 0.0))
         values = values.masked_fill(bad[:, None], torch.nan) * terms.scale.unsqueeze(1)
         roots = vectors * values.abs().sqrt().unsqueeze(1)
@@ -159,7 +159,7 @@ class CustomLoss:
         return Factors(values.shape[1], column, lambda: dense(roots, values), lambda: values.abs().sum(dim=1))
 
     def _hessians(self, rows: Tensor, targets: Tensor) -> Tensor:
-        """Return (rows, C, C), each sample's second derivatives of its loss in its outputs, all samples at once."""
+        """Return each sample's second derivatives of its loss in its outputs, (rows, C, C), for all samples at once."""
         outputs = rows.detach().double().requires_grad_()
         hessians = outputs.new_zeros(*rows.shape, rows.shape[1])
         with torch.enable_grad(), advice.on_second_derivative(self.loss):

@@ -1,9 +1,9 @@
 """Define the KL divergence of a changed model's predictions from those of the model.
 
-    KL(p₀ ‖ p) = Σ_c p₀_c (log p₀_c - log p_c)        p₀ at the weights as they are, p at changed ones
+    KL(p₀ ‖ p) = Σ_c p₀_c (log p₀_c - log p_c)        p₀ at the model's weights, p at changed weights
 
-At p = p₀ its gradient is 0, and its second derivative in the outputs that of cross-entropy, diag(p) - p pᵀ. So its
-Hessian in the weights is the GGN there, whatever the architecture.
+At p = p₀ its gradient is 0, and its second derivative in the outputs is that of cross-entropy, diag(p) - p pᵀ. So its
+Hessian in the weights is the GGN there, for any architecture.
 """
 
 from dataclasses import dataclass
@@ -23,22 +23,22 @@ NAME = "kl"
 
 
 def trained_with(model: nn.Module) -> str:
-    """Return the loss whose terms the divergence is over: the own loss of a model of transformers, or cross-entropy."""
+    """Return the loss with the divergence's terms: the own loss of a model of transformers, or cross-entropy."""
     return "cross_entropy" if hugging_face.inner(model) is None else AUTO
 
 
 @dataclass
 class Divergence(CrossEntropy):
-    """Represent this divergence over the terms of a cross-entropy, whose targets say which rows are ignored."""
+    """Represent this divergence over the terms of a cross-entropy, whose targets show which rows are ignored."""
 
-    reference: Tensor | None = None  # the unchanged model's outputs; None: the outputs passed
+    reference: Tensor | None = None  # the unchanged model's outputs; None for the outputs passed
 
     @classmethod
     def of(cls, loss: Loss) -> "Divergence":
         """Return the divergence over the terms of a loss.
 
         Raises:
-            InputError: that is no cross-entropy, so that outputs are no logits of classes.
+            InputError: the loss is not cross-entropy, so that outputs are not logits of classes.
         """
         if type(loss) is not CrossEntropy:
             raise InputError(f"loss='kl': it is one of probabilities of classes, and the model's loss is {shown(loss)}")

@@ -14,7 +14,7 @@ from .base import Curvature, Factors, Known, Reduction, Terms, diagonal, marked,
 
 
 class _Elementwise(Known):
-    """Hold what sums over outputs have in common: a factor for each output, and no special dimension."""
+    """Serve as the base of losses that are sums over outputs: a column for each output, and no class dimension."""
 
     elementwise: ClassVar[bool] = True
     by_rows: ClassVar[bool] = False
@@ -32,14 +32,14 @@ class _Elementwise(Known):
         return outputs
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return sums over the outputs of each row, the last dimension; of one dimension every output is a row."""
+        """Return sums over the last dimension, the outputs of a row; in one dimension every output is a row."""
         values = self.reduced(outputs, targets, "none")
         return values if values.ndim < 2 else values.sum(dim=-1).flatten()
 
 
 @dataclass
 class SquaredError(_Elementwise):
-    """Represent squared error: ∂²ℓ/∂z² = 2 I, the mean over samples, positions and outputs."""
+    """Represent squared error: ∂²ℓ/∂z² = 2 I, with a mean over samples, positions and outputs."""
 
     reduction: Reduction
 
@@ -98,7 +98,7 @@ class BinaryCrossEntropy(_Elementwise):
         return replace(terms, extra=(rows,))
 
     def _spread(self, name: str, value: Tensor, outputs: Tensor) -> Tensor:
-        squeezed = outputs.shape[-1] == 1 and value.ndim and value.shape[-1] > 1  # the user's outputs had no last 1
+        squeezed = outputs.shape[-1] == 1 and value.ndim and value.shape[-1] > 1  # the user's outputs were (n,)
         value = value.unsqueeze(-1) if squeezed else value
         if value.ndim == outputs.ndim and value.shape[0] > 1:
             raise InputError(
@@ -138,14 +138,14 @@ class BinaryCrossEntropy(_Elementwise):
         )
 
     def factors(self, rows: Tensor, terms: Terms, *, alone: bool = False) -> Factors:
-        """Return the columns √(ω_c (1 + (π_c - 1) y_c) σ'(z_c)) e_c, σ' from the tail that does not cancel."""
+        """Return the columns √(ω_c (1 + (π_c - 1) y_c) σ'(z_c)) e_c, with σ' in a form without cancellation."""
         (coefficients,) = terms.extra
         small = promoted(rows).abs().neg().exp()
         return diagonal(coefficients * small / (1 + small).square())
 
     def sampled(self, rows: Tensor, terms: Terms, signs: Tensor) -> Tensor:
         (coefficients,) = terms.extra
-        halved = -0.5 * promoted(rows).abs()  # the root of a number that underflows has no finite derivative
+        halved = -0.5 * promoted(rows).abs()  # the square root of an underflowing number has no finite derivative
         return signs * coefficients.sqrt() * halved.exp() / (1 + (2 * halved).exp())
 
     def penalty(

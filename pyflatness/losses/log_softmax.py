@@ -1,10 +1,10 @@
-"""Take losses that are linear in a model's log-probabilities as cross-entropy of its logits.
+"""Treat losses that are linear in a model's log-probabilities as cross-entropy of its logits.
 
     -log softmax(z)_y,   Σ_c t_c (log t_c - log softmax(z)_c)
 
-The second derivative of ``NLLLoss`` and ``KLDivLoss`` in their own argument is 0, so that the GGN at the outputs is 0,
-and so are prices and importances by it. If a model ends in a ``log_softmax``, or the logarithm of a softmax, its
-outputs are taken to be the argument z of that. The loss is the same number, and has all of the curvature.
+The second derivative of ``NLLLoss`` and ``KLDivLoss`` in their argument is 0, so that the GGN at the outputs is 0, and
+so are costs of changes and importances by it. If a model ends in a ``log_softmax``, or the logarithm of a softmax, its
+argument z counts as the model's outputs. The loss is the same number, and has all of the curvature.
 """
 
 import functools
@@ -33,7 +33,7 @@ class OfLogits(CrossEntropy):
     """Represent ``NLLLoss`` of a log_softmax, in the logits."""
 
     def fits(self, logits: Tensor) -> bool:
-        """Return whether the loss of logits of this shape is one over their rows."""
+        """Return whether the loss of logits of this shape is a sum or mean over their rows."""
         return logits.ndim > 1
 
 
@@ -42,10 +42,10 @@ class DivergenceOfLogits(OfLogits):
     """Represent ``KLDivLoss`` of a log_softmax, in the logits."""
 
     log_target: bool
-    how: str  # the loss's own reduction
+    how: str  # the reduction of KLDivLoss
 
     def fits(self, logits: Tensor) -> bool:
-        return logits.ndim == 2 or (logits.ndim > 2 and self.how != "batchmean")  # else a mean over dimension 0 alone
+        return logits.ndim == 2 or (logits.ndim > 2 and self.how != "batchmean")  # "batchmean" divides by n, not rows
 
     def terms(self, outputs: Tensor, targets: Tensor | None, class_dim: int) -> Terms:
         if targets is None or not targets.is_floating_point():
@@ -67,11 +67,11 @@ class DivergenceOfLogits(OfLogits):
 
 
 def split(loss: Loss, run: Callable[[], Tensor]) -> Loss:
-    """Return the loss in the logits, if it is such a loss and ``run`` returns a log_softmax; otherwise the loss."""
+    """Return the loss in the logits if it is one of these and ``run`` returns a log_softmax; otherwise the loss."""
     found = _in_logits(loss)
     if found is None:
         return loss
-    with interrupts.suppressed(), watched_by(last := Last()):  # an error of the model comes again when it is measured
+    with interrupts.suppressed(), watched_by(last := Last()):  # an error of the model comes again in the measurement
         logits = last.argument(run())
         if logits is not None and found.fits(logits):
             return found
@@ -79,7 +79,7 @@ def split(loss: Loss, run: Callable[[], Tensor]) -> Loss:
 
 
 def _in_logits(loss: Loss) -> OfLogits | None:
-    """Return the loss in the logits for one of these two losses; None if the user gave another reduction."""
+    """Return the loss in the logits for one of the two losses; None for others, or if the user gave a reduction."""
     if not isinstance(loss, CustomLoss):
         return None
     given: Any = loss.loss
@@ -105,14 +105,14 @@ _LOG = (torch.log, Tensor.log)
 
 
 class Last(Watcher):
-    """Keep the argument of the last log_softmax that it sees, or of the softmax in the last logarithm of one."""
+    """Watch a forward pass, and keep the argument of its last log_softmax, or of its last logarithm of a softmax."""
 
     def __init__(self) -> None:
         self._softmax: tuple[Any, Tensor | None] = (None, None)  # what the last softmax returned, and its argument
         self._found: tuple[Any, Tensor | None] = (None, None)
 
     def argument(self, outputs: Tensor) -> Tensor | None:
-        """Return the argument of the log_softmax over dimension 1 that returned these very outputs; else None."""
+        """Return the argument of the log_softmax over dimension 1 that returned this tensor; otherwise None."""
         returned, logits = self._found
         return logits if returned is outputs else None
 

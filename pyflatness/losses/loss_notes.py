@@ -1,4 +1,4 @@
-"""Note for readers of a value how a loss and the model's outputs fit together, where that matters."""
+"""Make notes for readers of a value on how a loss and the model's outputs fit together."""
 
 from collections.abc import Sequence
 
@@ -32,14 +32,14 @@ OF_GGN_ALONE = (
 
 
 def refuse_without_curvature(notes: Sequence[str] | None, what: str) -> None:
-    """Raise if values by the GGN would be 0 for every weight, since the loss has no curvature in the outputs."""
+    """Raise if values by the GGN would be 0 for every weight, because the loss has no curvature in the outputs."""
     reason = next((note for note in notes or () if note in (NO_CURVATURE, NLL_OF_LOGITS, OF_GGN_ALONE)), None)
     if reason is not None:
         raise InputError(f"loss: without curvature in the outputs {what} would be 0 for every weight: {reason}")
 
 
 def of(loss: Loss, outputs: Tensor, targets: Tensor, parameters: Sequence[Tensor]) -> tuple[str, ...]:
-    """Return notes for estimates, judged by the outputs and targets of some samples."""
+    """Return notes for estimates, from the outputs and targets of some samples."""
     outputs, notes = outputs.detach(), []
     real = [parameter.dtype for parameter in parameters if parameter.is_floating_point()]
     finer = [dtype for dtype in real if torch.promote_types(dtype, outputs.dtype) != outputs.dtype]
@@ -61,7 +61,7 @@ def of(loss: Loss, outputs: Tensor, targets: Tensor, parameters: Sequence[Tensor
 
 
 def _are_probabilities(outputs: Tensor) -> bool:
-    """Return whether the outputs lie in [0, 1] and add up to 1 over the classes, (n, C, …)."""
+    """Return whether the outputs (n, C, …) are at least 0 and add up to 1 over the classes."""
     if outputs.ndim < 2 or outputs.shape[1] < 2 or not outputs.numel() or not bool(outputs.amin() >= 0):
         return False
     off = (outputs.double().sum(dim=1) - 1).abs().amax()
@@ -70,14 +70,14 @@ def _are_probabilities(outputs: Tensor) -> bool:
 
 
 def _are_log_probabilities(outputs: Tensor) -> bool:
-    """Return whether the exponentials of the outputs add up to 1 over the classes, (n, C, …) or (C,)."""
+    """Return whether the exponentials of the outputs, (n, C, …) or (C,), add up to 1 over the classes."""
     dim = min(1, outputs.ndim - 1)
     off = outputs.double().logsumexp(dim=dim).abs().amax()
     return bool(off <= 8 * outputs.shape[dim] * torch.finfo(outputs.dtype).eps)
 
 
 def _is_straight(loss: CustomLoss, outputs: Tensor, targets: Tensor) -> bool:
-    """Return whether second derivatives along a random direction are exactly 0."""
+    """Return whether second derivatives in a random direction are exactly 0."""
     with torch.enable_grad():
         leaf = outputs.double().requires_grad_()
         (gradient,) = torch.autograd.grad(loss.value(leaf, targets), leaf, create_graph=True)

@@ -1,7 +1,7 @@
 """Find out whether a loss depends on a model's parameters other than through the model's outputs.
 
 The measures are those of the empirical risk E(w) = mean_i ℓ(f(x_i, w), y_i), differentiated through f. A penalty on the
-weights in the same callable would be taken as constant, and be missing from every value.
+weights in the same callable would count as a constant, and would be missing from every value.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +25,7 @@ REFUSAL = (
 def depends_on(loss: Loss, run: Callable[[], tuple[Tensor, Tensor]], parameters: Iterable[Tensor]) -> bool:
     """Return whether the loss of detached outputs has a gradient in any of a model's parameters, frozen ones too.
 
-    ``run`` runs the model while all parameters require gradients, so that what it keeps for the loss has a graph.
+    ``run`` runs the model while all parameters require gradients, so that tensors that it keeps have a graph.
     """
     with _requiring(parameters, flag=True) as leaves, torch.enable_grad():
         outputs, targets = run()
@@ -36,7 +36,7 @@ def depends_on(loss: Loss, run: Callable[[], tuple[Tensor, Tensor]], parameters:
 
 
 def depends_on_more(loss: Loss, outputs: Tensor, targets: Tensor, head: Iterable[Tensor]) -> bool:
-    """Return whether the loss of a head given as tensors has a gradient in the head other than by its outputs."""
+    """Return whether the loss for a head given as tensors has a gradient in the head other than by its outputs."""
     assert isinstance(loss, CustomLoss)
     own = [*loss.loss.parameters()] if isinstance(loss.loss, nn.Module) else []
     with _requiring(own, flag=False), _requiring(head, flag=True), torch.enable_grad():
@@ -45,7 +45,7 @@ def depends_on_more(loss: Loss, outputs: Tensor, targets: Tensor, head: Iterable
 
 @contextmanager
 def _requiring(tensors: Iterable[Tensor], *, flag: bool) -> Iterator[list[Tensor]]:
-    """Set ``requires_grad`` of the tensors that can be leaves of a graph within the context; yield these tensors."""
+    """Set ``requires_grad`` of tensors that can be leaves of a graph, inside the context; yield these tensors."""
     leaves = [t for t in tensors if t.is_leaf and t.is_floating_point() and not t.is_inference()]
     with ExitStack() as stack:
         for tensor in leaves:

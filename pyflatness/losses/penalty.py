@@ -3,19 +3,19 @@
 :mod:`pyflatness.contractions.softmax` explains the formulas. In :func:`weighted_sum` they are composed of torch's
 operations, for any device and derivative:
 
-- up to 3 m / 2 outputs: var_p(w) = ½ pᵀ D p with D_st = |w_s - w_t|², which nothing cancels in;
-- of more outputs: q (var_r(w) + p_t |E_r w - w_t|²), with t the most probable class, q = 1 - p_t and r the
+- up to 3 m / 2 outputs: var_p(w) = ½ pᵀ D p with D_st = |w_s - w_t|², without cancellation;
+- with more outputs: q (var_r(w) + p_t |E_r w - w_t|²), with t the most probable class, q = 1 - p_t and r the
   probabilities of the others.
 
-In :func:`fused` one pass of a kernel over the rows makes the value with its gradients: of a scalar they are known up to
-one factor when it is. With the kernel's gradients in the logits, G_is = a_i |φ_i|² ∂v_i/∂z_is of v_i = var_{p_i}(w),
-for weights a_i of the rows,
+In :func:`fused` one pass of a kernel over the rows gives the value and its gradients, which the backward pass only
+multiplies by a number. With the kernel's gradients in the logits, G_is = a_i |φ_i|² ∂v_i/∂z_is for v_i = var_{p_i}(w)
+and weights a_i of the rows,
 
     ∂κ/∂φ_i = Σ_s G_is w_s + 2 a_i v_i φ_i        ∂κ/∂b = Σ_i G_i
     ∂κ/∂w_s = Σ_i G_is φ_i + 2 Σ_t A_st (w_s - w_t)        A = Σ_i a_i |φ_i|² p_i p_iᵀ
 
-These are two products of n d m multiply-adds beside that of the logits, and n d² for A. Second derivatives are those of
-:func:`weighted_sum`.
+These take two products of n d m multiply-adds in addition to the logits', and n d² for A. Second derivatives are those
+of :func:`weighted_sum`.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ _Pullback = Callable[[Any], _Gradients]
 
 
 def weighted_sum(features: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
-    """Return ``Σ_i counts_i |φ_i|² var_{p_i}(w)``; rows of count 0 add nothing, even if they have NaN."""
+    """Return ``Σ_i counts_i |φ_i|² var_{p_i}(w)``; rows with count 0 add nothing, even with NaN in them."""
     rows = torch.where((counts != 0).unsqueeze(1), features, 0.0)
     return (softmax_variance(rows, weight, bias).double() * counts).sum().to(features.dtype)
 
@@ -43,7 +43,7 @@ def softmax_variance(features: Tensor, weight: Tensor, bias: Tensor | None) -> T
     """Return ``|φ_i|² var_{p_i}(w)``, (n,), for features (n, m), weight (d, m) and bias (d,), all of one dtype."""
     weight = weight - centre(weight.detach())
     logits = product(features, weight.t())
-    if bias is not None:  # less its median, which moves no probability; it is -inf where most classes are masked
+    if bias is not None:  # minus its median, which changes no probability and is -inf if most classes are masked
         logits = logits + (bias - bias.detach().median().nan_to_num(0.0, 0.0, 0.0))
     of_rows = _by_pairs if takes_pairs(*weight.shape) else _by_rows
     return features.square().sum(dim=1) * of_rows(logits, weight)
@@ -57,7 +57,7 @@ def _by_pairs(logits: Tensor, weight: Tensor) -> Tensor:
 
 def _by_rows(logits: Tensor, weight: Tensor) -> Tensor:
     top, lowest = logits.detach().argmax(dim=1, keepdim=True), torch.finfo(logits.dtype).min
-    others = logits.scatter(1, top, lowest).clamp_min(lowest)  # masked classes too: softmax of -inf alone is NaN
+    others = logits.scatter(1, top, lowest).clamp_min(lowest)  # the softmax of -inf alone, all masked, is NaN
     odds = torch.logsumexp(others, dim=1) - logits.gather(1, top).squeeze(1)
     r = torch.softmax(others, dim=1)
     mean = product(r, weight)
@@ -67,7 +67,7 @@ def _by_rows(logits: Tensor, weight: Tensor) -> Tensor:
 
 
 class _PairDistances(torch.autograd.Function):
-    """Differentiate ``|w_s - w_t|²`` (d, d) by differences of rows, where torch's own has one derivative only."""
+    """Differentiate ``|w_s - w_t|²`` (d, d) by differences of rows; torch's ``cdist`` has no second derivative."""
 
     generate_vmap_rule = True
 
@@ -92,12 +92,12 @@ def apart(pairs: Tensor, weight: Tensor) -> Tensor:
 
 
 def fuses(weight: Tensor) -> bool:
-    """Return whether both come together for heads of this weight, float32 or float64."""
+    """Return whether :func:`fused` is faster for a head with this weight, float32 or float64."""
     return backends.kernels(weight.device).fuses_gradient(weight)
 
 
 def fused(features: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
-    """Return what :func:`weighted_sum` does."""
+    """Return the value of :func:`weighted_sum`, computed together with its gradients if they are needed."""
     given = (features, weight) if bias is None else (features, weight, bias)
     wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
     value: Tensor = _Penalty.apply(features, weight, bias, counts, wanted)[0]
@@ -105,7 +105,7 @@ def fused(features: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor)
 
 
 def one_by_one(operator: Callable[..., Sequence[Tensor]]) -> Callable[..., Any]:
-    """Return the rule by which ``torch.func.vmap`` takes an operator: a call for each member of the batch."""
+    """Return the rule of an operator for ``torch.func.vmap``: a call for each member of the batch."""
 
     def rule(info: Any, in_dims: Sequence[int | None], *given: Any) -> tuple[Any, Any]:
         def one(k: int) -> Sequence[Tensor]:
@@ -124,18 +124,18 @@ def _operator(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with full_precision(features):
         counted = (counts != 0).unsqueeze(1)
-        whole = features.device.type == "cpu" and bool(counted.all())  # for a GPU the host would wait
+        whole = features.device.type == "cpu" and bool(counted.all())  # on a GPU the host would have to wait
         rows = features if whole else torch.where(counted, features, 0.0)
         backend = backends.choose("auto", features.device, features.dtype)
         found = backend.softmax_variance_gradient(rows, weight, bias, counts)
         value = torch.as_tensor(found.total, dtype=features.dtype, device=features.device)
         if not wanted:
             return value, value.new_empty(0), value.new_empty(0), value.new_empty(0)
-        centred, slopes, (twice, scale) = weight - centre(weight), found.slopes, found.factors
-        of_features = product(slopes.t(), centred).addcmul_(rows, twice.unsqueeze(1))
+        centred, of_logits, (twice, scale) = weight - centre(weight), found.of_logits, found.factors
+        of_features = product(of_logits.t(), centred).addcmul_(rows, twice.unsqueeze(1))
         pairs = product(found.probabilities * scale, found.probabilities.t())
-        of_weight = product(slopes, rows, apart(pairs, centred))
-        return value, of_features, of_weight, slopes.sum(dim=1) if bias is not None else value.new_empty(0)
+        of_weight = product(of_logits, rows, apart(pairs, centred))
+        return value, of_features, of_weight, of_logits.sum(dim=1) if bias is not None else value.new_empty(0)
 
 
 @_operator.register_fake
@@ -150,7 +150,7 @@ _operator.register_vmap(one_by_one(_operator))
 
 
 class _Penalty(torch.autograd.Function):
-    """Give the penalty, and its gradients as outputs that are kept for the backward pass."""
+    """Return the penalty, and its gradients as further outputs, which are kept for the backward pass."""
 
     generate_vmap_rule = True
 
@@ -167,9 +167,9 @@ class _Penalty(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         features, weight, bias, counts, *found = ctx.saved_tensors
-        if found[0].shape != features.shape:  # they were not seen to be wanted, as under some transforms
+        if found[0].shape != features.shape:  # some transforms hide that gradients are needed
             made = _gradients(counts, gradient, features, weight, bias)
-        elif torch.compiler.is_compiling() or not torch.is_grad_enabled():  # nothing is differentiated again
+        elif torch.compiler.is_compiling() or not torch.is_grad_enabled():  # no second derivatives
             made = tuple(gradient * one for one in found)
         else:
             made = _Scaled.apply(gradient, features, weight, bias, counts, *found)
@@ -177,7 +177,7 @@ class _Penalty(torch.autograd.Function):
 
 
 class _Scaled(torch.autograd.Function):
-    """Multiply the penalty's gradients by that of its value; the derivatives are those of all it depends on."""
+    """Multiply the penalty's gradients by that of its value, with derivatives in all tensors they depend on."""
 
     generate_vmap_rule = True
 

@@ -1,7 +1,7 @@
-"""Compute how much each row of a head counts in a penalty, as an operator that is opaque to compilers and transforms.
+"""Compute the weight of each row of a head in a penalty, as a custom operator for compilers and transforms.
 
 Checks of targets depend on their values, which ``torch.compile`` and ``torch.func.vmap`` do not have while they trace.
-To them this is one operation, and its code runs as written here, with the checks.
+They see one operation, and its code runs as written here, with the checks.
 """
 
 from typing import Any
@@ -17,12 +17,12 @@ from .elementwise import BinaryCrossEntropy, SquaredError
 from .penalty import one_by_one
 
 RowTerms = tuple[Tensor, Tensor, Tensor]
-"""What each row is multiplied by, (rows,) float64; coefficients of its outputs, (rows, d), or (0, d) for none; and what
-is added to the sum, 0 or, of a mean over no rows, NaN."""
+"""The weight of each row, (rows,) float64; coefficients of its outputs, (rows, d), or (0, d) for none; and a term to
+add to the sum: NaN for a mean over no rows, otherwise 0."""
 
 
 def of(loss: Known, features: Tensor, outputs: int, targets: Tensor | None) -> RowTerms:
-    """Return how much each row of a head with d ``outputs`` counts; no gradient flows to targets."""
+    """Return the weight of each row of a head with d ``outputs``; no gradient flows to targets."""
     found: RowTerms = _operator(
         features.detach(),
         outputs,
@@ -58,7 +58,7 @@ def _operator(
     terms = loss.terms(features.new_zeros(()).expand(shape), targets, len(shape) - 1)
     total = float(terms.weights.sum())
     divided_by = normaliser_or_nan(total, reduction)
-    counts = terms.scale / (divided_by if total else 1.0)  # of no terms 0, so that gradients are as the loss's
+    counts = terms.scale / (divided_by if total else 1.0)  # 0 without terms, so that gradients are the loss's
     coefficients = terms.extra[0].clone() if terms.extra else features.new_empty(0, outputs)
     added = features.new_tensor(0.0 if total or reduction == "sum" else torch.nan, dtype=promoted_dtype(features.dtype))
     return counts, coefficients, added

@@ -1,4 +1,4 @@
-"""Compute what an empirical risk and an accuracy are sums of, from the outputs of a batch."""
+"""Compute the terms of an empirical risk and of an accuracy from the outputs of a batch."""
 
 import functools
 import math
@@ -27,7 +27,7 @@ def weight(outputs: Tensor, targets: Any, loss: Loss, number: int) -> float:
 
 
 def not_finite(number: int, value: float, where: str = "") -> NonFiniteError:
-    """Return the error for a loss of all samples together, from which none can be left out."""
+    """Return the error for a loss of all samples together, which cannot leave out a sample."""
     return NonFiniteError(
         f"batch {number}: the loss of the model{where} is {value}; no sample can be left out of this value "
         "(nan_policy='omit' has no part in it), so leave samples with NaN or infinity out of the data"
@@ -35,14 +35,14 @@ def not_finite(number: int, value: float, where: str = "") -> NonFiniteError:
 
 
 def finite(value: Tensor, policy: str, number: int, where: str = "") -> float:
-    """Return a loss of all samples of batch ``number``; one that is not finite is an error, by the policy."""
+    """Return the loss of all samples of batch ``number``, or raise if it is not finite, by the policy."""
     found = float(value)
     check_together(policy, math.isfinite(found), functools.partial(not_finite, number, found, where))
     return found
 
 
 def hits(outputs: Tensor, targets: Any, loss: Loss, number: int) -> Tensor:
-    """Return whether each prediction of a batch that counts is right, (predictions,); see :func:`judged`."""
+    """Return whether each prediction of a batch that counts is right, (predictions,) bool; see :func:`judged`."""
     right, counting = judged(outputs, targets, loss, number)
     return right[counting]
 

@@ -16,9 +16,9 @@ from .base import Loss, Terms, wrong_shape
 class Rows:
     """Hold the loss terms of a model's outputs."""
 
-    terms: Terms  # scales and weights of the rows, and what else the loss needs
-    positions: bool  # whether each position is a term; otherwise a sample is
-    dim: int  # the dimension of a term's outputs, where each position is a term
+    terms: Terms
+    positions: bool  # whether each position is a term; otherwise each sample is
+    dim: int  # the dimension of a term's outputs, if each position is a term
 
     def of(self, entries: Tensor) -> Tensor:
         """Return entries of the outputs' shape as (rows, C)."""
@@ -29,9 +29,9 @@ class Rows:
 
 
 def rows(outputs: Tensor, targets: Tensor, loss: Loss) -> Rows:
-    """Return the rows of outputs, without their graph: (n, C, …), (n,) for one output a sample, or as the loss says."""
+    """Return the rows of outputs, without their graph; these are (n, C, …), or (n,) for one output a sample."""
     outputs, targets = outputs.detach(), targets.detach()
-    if loss.elementwise and outputs.ndim == 1 and targets.shape != outputs.shape:  # which torch may broadcast
+    if loss.elementwise and outputs.ndim == 1 and targets.shape != outputs.shape:  # torch might broadcast them
         raise wrong_shape("targets", targets, outputs)
     if loss.positions and outputs.ndim == 1:
         outputs, targets = outputs.unsqueeze(-1), targets.unsqueeze(-1) if targets.ndim == 1 else targets
@@ -46,14 +46,14 @@ def rows(outputs: Tensor, targets: Tensor, loss: Loss) -> Rows:
 
 
 def check_squares(gradients: Tensor, weights: Tensor) -> None:
-    """Raise where a term without weight has a gradient, whose square over the weight is infinite.
+    """Raise if a term of weight 0 has a gradient, whose square over the weight is infinite.
 
     Args:
-        gradients: (rows,) or (rows, C), each the term's weight times that of its loss.
+        gradients: (rows,) or (rows, C), each the term's weight times the gradient of its loss.
         weights: (rows,).
 
     Raises:
-        InputError: there is one.
+        InputError: there is such a term.
     """
     if bool((gradients[weights == 0].nan_to_num() != 0).any()):
         raise InputError(
@@ -70,7 +70,7 @@ def tensor_targets(targets: Any, number: int) -> Tensor:
 
 @contextlib.contextmanager
 def of_batch(number: int) -> Iterator[None]:
-    """Have input errors raised in this context name batch ``number``."""
+    """Make input errors in this context name batch ``number``."""
     try:
         yield
     except InputError as error:

@@ -53,7 +53,7 @@ def adaptive_sharpness_mc(
     that only if ρ is small against the distance of every sample to a kink: near ones add a rise of their own.
 
     Args:
-        data: … They are read once per draw, and once more.
+        data: … They are read once per probe, and once more.
         rho: ρ, the relative size of the noise.
         probes: pairs ±δ.
         scaled: False leaves out the factor 2/ρ², as Eq. 46 does.

@@ -10,7 +10,7 @@ from ..passes.task import Task
 from ..report import Estimate
 from ..sweep.jacobians import Samples
 
-Values = dict[str, Estimate]  # by layer, "" the network; those of a measure's granularity
+Estimates = dict[str, Estimate]  # of one measure, by layer; "" is the network
 
 
 WHOLE = "of the whole model"
@@ -38,11 +38,11 @@ class Measure:
     normalize: str | None = None  # the option of relative_flatness that gives it
     of_parts: Callable[[str, Tensor, Tensor], tuple[float, str]] | None = None
     of_network: Callable[[Task], Estimate] | None = None  # the network's value, where it is not the sum over layers
-    compute: Callable[[Task], Values] | None = None  # its values, for a measure that no sweep is shared for
-    of_jacobians: Callable[[Samples], Values] | None = None  # its values from the result of sweep.jacobians.measured
+    compute: Callable[[Task], Estimates] | None = None  # its values, for a measure that no sweep is shared for
+    of_jacobians: Callable[[Samples], Estimates] | None = None  # its values from the result of sweep.jacobians.measured
     needs: tuple[str, ...] = ()  # quantities of the Jacobians that it needs and not all measures do
     base: str | None = None  # the measure from whose values it follows without reading the data again
-    derive: Callable[[nn.Module, Options, Values], Values] | None = None
+    derive: Callable[[nn.Module, Options, Estimates], Estimates] | None = None
     of_layers: bool = True  # the network's value is of its measured layers; otherwise of all parameters or the input
     network_of: str = "the sum over layers"
     granularity: str = "layer, network"  # what it is a number of: "layer", "network", "layer, network"
@@ -63,4 +63,4 @@ class Measure:
         return self.granularity == "network"
 
 
-__all__ = ["Measure", "Task", "Values"]
+__all__ = ["Estimates", "Measure", "Task"]

@@ -40,7 +40,7 @@ from ..errors import InputError
 from ..model import layers as layer_weights
 from ..report import Estimate
 from ..sweep.jacobians import Samples
-from .base import TOGETHER, Measure, Task, Values
+from .base import TOGETHER, Estimates, Measure, Task
 from .representation import COST
 from .sharpness import of_outputs
 
@@ -187,7 +187,7 @@ def _values(
     of_network: Callable[[NetworkTerms], float] | None,
     samples: Samples,
     sharpness: float | None = None,
-) -> Values:
+) -> Estimates:
     """Return the values of a bound for each layer, and for the network; None where there is none."""
     net, found = NetworkTerms(samples, sharpness), {}
     if of_layer is not None:
@@ -198,7 +198,7 @@ def _values(
     return found
 
 
-def _sharpness_bounds(samples: Samples) -> Values:
+def _sharpness_bounds(samples: Samples) -> Estimates:
     sharpness = at_interpolation(samples.task).value
     return _values(lambda net, layer: layer.sharpness_bound(net.sharpness), NetworkTerms.nmls, samples, sharpness)
 

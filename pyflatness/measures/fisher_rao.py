@@ -28,10 +28,10 @@ from ..model import calling, data, parameters
 from ..numerics.accumulate import Accumulator, masked, non_finite
 from ..numerics.normal_vectors import NormalVectors
 from ..report import Estimate
-from .base import Measure, Task, Values
+from .base import Estimates, Measure, Task
 
 
-def _values(task: Task) -> Values:
+def _values(task: Task) -> Estimates:
     theta = parameters.every(task.model)
     total, over = 0.0, Accumulator(task.options.nan_policy, task.loss.reduction)
     tangent = _Tangent(task, theta)

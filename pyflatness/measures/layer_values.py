@@ -197,7 +197,7 @@ class LayerValues:
             raise InputError(
                 f"{measure.name} has no sampled value: pass probes=None and fraction=None, or leave it out of measures="
             )
-        if quantity.entries and omits(self._options.nan_policy):
+        if quantity.squared_entries and omits(self._options.nan_policy):
             raise InputError(f"{measure.name} is of all samples together: nan_policy='omit' can leave none of them out")
         for name, module in self._selected.items() if self._options.conv == "affine" else ():
             repeated = not quantity.of_repeated and layers.kind_of(module).repeats_inputs

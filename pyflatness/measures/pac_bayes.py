@@ -46,7 +46,7 @@ from ..reparameterization.folding import Folding
 from ..reparameterization.reparameterize import duplicate
 from ..report import Estimate
 from ..session import public, session
-from .base import Measure, Task, Values
+from .base import Estimates, Measure, Task
 
 DROP, PROBES, STEPS, TOLERANCE = 0.1, 10, 15, 0.01
 LARGEST = 2.0  # σ
@@ -319,7 +319,7 @@ def _magnitude_bound(steps: Tensor, mean: float | Tensor, sigma: float) -> float
     return float(ratios.log().sum()) / 4
 
 
-def _values(name: str, task: Task) -> Values:
+def _values(name: str, task: Task) -> Estimates:
     """Return 1/σ² of one of the two measures, by name."""
     search = _Search(task)
     found: Bisection

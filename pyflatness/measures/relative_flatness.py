@@ -39,7 +39,7 @@ from torch import nn
 from ..hessian.row_sweep import LayerRows, RowSweep
 from ..options import Options
 from ..report import Estimate
-from .base import LARGEST, Measure, Task, Values
+from .base import LARGEST, Estimates, Measure, Task
 
 RELATIVE_FLATNESS = Measure(
     name="relative_flatness",
@@ -67,7 +67,7 @@ RELATIVE_FLATNESS_COLUMNS = Measure(
 )
 
 
-def relative_flatness_max(task: Task) -> Values:
+def relative_flatness_max(task: Task) -> Estimates:
     """Return the value of every layer that ran."""
     sweep = RowSweep(task)
     return {name: _of_rows(sweep, rows, name) for name, rows in sweep.rows().items()}
@@ -106,9 +106,9 @@ RELATIVE_FLATNESS_MAX = Measure(
 )
 
 
-def largest(model: nn.Module, options: Options, values: Values) -> Values:
+def largest(model: nn.Module, options: Options, values: Estimates) -> Estimates:
     """Return each layer's largest neuron, and the largest of all for the network, from their values by neuron."""
-    found: Values = {}
+    found: Estimates = {}
     for name, estimate in values.items():
         if estimate.per_neuron is not None:
             found[name] = replace(estimate, value=float(estimate.per_neuron.max()), per_sample=None)

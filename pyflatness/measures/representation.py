@@ -42,7 +42,7 @@ from ..report import Estimate, Report, coverage
 from ..session import public, session
 from ..sweep import jacobians
 from ..sweep.jacobians import INPUT, Samples
-from .base import WHOLE, Measure, Values
+from .base import WHOLE, Estimates, Measure
 
 COST = "one forward pass and one backward pass per output of the model, shared by all measures of Jacobians"
 _SOURCE = "From Loss Flatness to Compressed Representations"
@@ -60,7 +60,7 @@ def _dimension(samples: Samples, place: str) -> Tensor:
     return torch.where(square == 0, 0.0, trace.square() / square)
 
 
-def _at_places(of: Of, samples: Samples) -> Values:
+def _at_places(of: Of, samples: Samples) -> Estimates:
     """Return the value at each layer's input, and as the network's that at the model's input."""
     found = {name: estimate(samples, of(samples, name), name) for name in samples.layers}
     if samples.has_input:
@@ -68,7 +68,7 @@ def _at_places(of: Of, samples: Samples) -> Values:
     return found
 
 
-def _summed(of: Of, samples: Samples) -> Values:
+def _summed(of: Of, samples: Samples) -> Estimates:
     """Return the sum over layers as the network's value, and no others."""
     return {"": estimate(samples, torch.stack([of(samples, name) for name in samples.layers]).sum(dim=0), "")}
 
@@ -182,7 +182,7 @@ def representation(
     Args:
         loss: … It has no part in the values.
         layers: whose inputs; None: of all layers that can be measured and ran.
-        measures: names; None: all of this page.
+        measures: names; None: all measures of Jacobians.
         top: singular values that volumes are over, the largest (3 in the code of the paper); None: all.
 
     Returns:
@@ -227,5 +227,5 @@ def _named(names: str | Sequence[str] | None) -> tuple[Measure, ...]:
         raise InputError("measures: at least one name is wanted, or None for all of the Jacobian")
     for name in wanted:
         if name not in table:
-            raise InputError(f"measures: {name!r} is none of the Jacobian; choose among {', '.join(table)}")
+            raise InputError(f"measures: {name!r} is no measure of Jacobians; choose among {', '.join(table)}")
     return tuple(table[name] for name in wanted)

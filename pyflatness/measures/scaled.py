@@ -48,7 +48,7 @@ from ..numerics.normal_vectors import NormalVectors
 from ..options import Options
 from ..report import Estimate
 from ..report.intervals import together
-from .base import LARGEST, Measure, Task, Values
+from .base import LARGEST, Estimates, Measure, Task
 from .relative_flatness import RELATIVE_FLATNESS
 from .trace import LAMBDA_MAX, TRACE
 
@@ -103,7 +103,7 @@ def _pieces(weight: Tensor) -> tuple[Tensor, ...]:
     return rows
 
 
-def _values(task: Task) -> Values:
+def _values(task: Task) -> Estimates:
     found, squares = {}, {}
     for name, module in task.selection.modules.items():
         if isinstance(module, Use) and not module.ran:
@@ -138,7 +138,7 @@ WEIGHT_NORM = Measure(
 )
 
 
-def scaled(times: Callable[[nn.Module], float], model: nn.Module, options: Options, values: Values) -> Values:
+def scaled(times: Callable[[nn.Module], float], model: nn.Module, options: Options, values: Estimates) -> Estimates:
     """Return each layer's value times a function of its weight, and their sum for the network."""
     found = _by_layer(times, model, options, values)
     contributions = [estimate.per_sample for estimate in found.values() if estimate.per_sample is not None]
@@ -156,7 +156,7 @@ def scaled(times: Callable[[nn.Module], float], model: nn.Module, options: Optio
     return {**found, "": network}
 
 
-def largest_scaled(measure: str, model: nn.Module, options: Options, values: Values) -> Values:
+def largest_scaled(measure: str, model: nn.Module, options: Options, values: Estimates) -> Estimates:
     """Return the largest of the layers' scaled values for the network, with a note of which layer it is."""
     found = _by_layer(squared_norm, model, options, values)
     if any(estimate.stderr is not None for estimate in found.values()):
@@ -171,7 +171,7 @@ def largest_scaled(measure: str, model: nn.Module, options: Options, values: Val
     return {"": replace(largest, exact=exact, layer="", notes=(f"{measure}: that of layer {name!r}",))}
 
 
-def _by_layer(times: Callable[[nn.Module], float], model: nn.Module, options: Options, values: Values) -> Values:
+def _by_layer(times: Callable[[nn.Module], float], model: nn.Module, options: Options, values: Estimates) -> Estimates:
     found = {}
     for name in [name for name in values if name] or [""]:  # a model that is a layer itself has no other name
         module, estimate = uses.layer(model, name), values[name]
@@ -253,7 +253,7 @@ LARGEST_SCALED_TRACE = Measure(
 )
 
 
-def summed(norm: Callable[[nn.Module], float], model: nn.Module, options: Options, values: Values) -> Values:
+def summed(norm: Callable[[nn.Module], float], model: nn.Module, options: Options, values: Estimates) -> Estimates:
     """Return Σ_l norm(W_l) √trace_l, the value of the network.
 
     The standard error is that of the roots to first order, and a bound, see

@@ -39,7 +39,7 @@ from ..hessian.products import Products
 from ..numerics.lanczos import LargestEigenvalues
 from ..report import Estimate
 from ..sweep.activations import INPUTS, OUTPUTS
-from .base import Measure, Task, Values
+from .base import Estimates, Measure, Task
 
 TRACE = Measure(
     name="trace", formula="Tr(∂²E/∂w²)", source="the sum of the block Hessian's eigenvalues", quantity="squares"
@@ -64,7 +64,7 @@ INPUT_TRACE = Measure(
 )
 
 
-def lambda_max(task: Task) -> Values:
+def lambda_max(task: Task) -> Estimates:
     """Return the value of every layer that ran, and under ``""`` that of the joint Hessian."""
     products = Products(task)
     every = tuple(products.modules)

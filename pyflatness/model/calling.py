@@ -1,4 +1,4 @@
-"""Call the user's model on a batch, and see what goes through its layers."""
+"""Call the user's model on a batch, and watch the calls of its layers."""
 
 import contextlib
 import inspect
@@ -23,19 +23,19 @@ Forward = Callable[[nn.Module, Any], tuple[Any, Any]]  # (model, batch) -> (outp
 
 @dataclass(frozen=True)
 class Call:
-    """Hold one call of a layer: the tensors as they went in and came out, and their versions at that time."""
+    """Hold one call of a layer: its input and output tensors, and their versions at that time."""
 
     inputs: Tensor
     output: Tensor
     versions: tuple[int, int]
 
     def changed(self) -> bool:
-        """Return whether either tensor was modified in place since."""
+        """Return whether either tensor was modified in place since then."""
         return (version(self.inputs), version(self.output)) != self.versions
 
 
 class Mode(TorchFunctionMode):
-    """Serve as the base of modes; torch takes one off while it is asked, and Ctrl-C can come then."""
+    """Serve as the base of function modes; torch removes a mode while it handles a call, and Ctrl-C may come then."""
 
     def __enter__(self) -> Self:
         self._below = private.count_function_modes()
@@ -48,14 +48,14 @@ class Mode(TorchFunctionMode):
 
 
 class Watcher:
-    """Look at the operations of forward passes; the base of what :func:`watched_by` takes."""
+    """Serve as the base of watchers for :func:`watched_by`, which see the operations of forward passes."""
 
     def before(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return what an operation gets, one of those that are named in ``_BEFORE``."""
+        """Return the arguments for an operation that is named in ``_BEFORE``."""
         return args
 
     def see(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Take in an operation that was done."""
+        """Note an operation, after it was done."""
         raise NotImplementedError
 
 
@@ -63,7 +63,7 @@ _BEFORE = {"detach_", "register_hook"}
 
 
 class _Watch(Mode):
-    """Show operations to all watchers, since each of several modes would see what those inside of it ask of tensors."""
+    """Show operations to all watchers by one mode; with several, outer ones would see the operations of inner ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class _Watch(Mode):
 
 @contextlib.contextmanager
 def watched_by(watcher: Watcher) -> Iterator[None]:
-    """Let a watcher see the operations inside."""
+    """Show a watcher the operations inside the context."""
     modes = private.function_modes()
     watch = modes[-1] if modes and isinstance(modes[-1], _Watch) else None
     with contextlib.nullcontext(watch) if watch is not None else _Watch() as watch:
@@ -96,15 +96,15 @@ def watched_by(watcher: Watcher) -> Iterator[None]:
 
 
 def only_ours() -> bool:
-    """Return whether no mode is on but those that watch here, so that operations are torch's own."""
+    """Return whether only this library's modes are active, so that operations are torch's own."""
     ours = all(isinstance(mode, Mode) for mode in private.function_modes())
     return ours and not private.count_dispatch_modes()
 
 
 def is_transformed(given: Iterable[Any] = ()) -> bool:
-    """Return whether a transform of ``torch.func`` (``vmap``, ``grad``, ``jvp``) is under way.
+    """Return whether a transform of ``torch.func`` (``vmap``, ``grad``, ``jvp``) is active.
 
-    So it is in forward-mode AD for what is ``given`` to a layer, or by it, where any of it has a tangent.
+    It is also True in forward-mode AD if a tensor that is ``given``, an argument or output of a layer, has a tangent.
     """
     if private.transforms() > 0 or private.forward_ad_level() < 0:
         return private.transforms() > 0
@@ -113,23 +113,20 @@ def is_transformed(given: Iterable[Any] = ()) -> bool:
 
 
 def end_transforms(depth: int) -> None:
-    """End those beyond a number of them, which an exception of another thread's kept torch from ending."""
+    """End transforms beyond ``depth`` of them, which torch left active because of an exception of another thread."""
     if private.transforms() > depth:
-        interrupts.end_generators()  # torch's own, which end a transform each
+        interrupts.end_generators()  # torch's generators, each of which ends a transform
     if private.transforms() > depth:
         private.end_transforms(depth)
 
 
 def version(tensor: Tensor) -> int:
-    """Count in-place changes; an inference tensor has no count and cannot be changed outside inference mode."""
+    """Return the count of in-place changes; 0 for an inference tensor, which cannot change outside inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 class Calls:
-    """Hook some layers to keep each one's last call, and how many there were.
-
-    ``empty`` has calls on empty tensors apart.
-    """
+    """Keep each layer's last call, and the number of its calls, by hooks; ``empty`` has calls on empty tensors."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
@@ -171,12 +168,12 @@ class Calls:
 
 
 now = {"dry": 0, "aside": 0, "accounting": 0, "samples": -1, "runs": 0}
-"""How batches go through models in this process, where calls of several threads take turns."""
+"""How batches go through models in this process, in which calls of several threads take turns."""
 
 
 @contextlib.contextmanager
 def _let(**how: int) -> Iterator[None]:
-    before = {key: now[key] for key in how}  # the number of samples stays that of the last run
+    before = {key: now[key] for key in how}  # the number of samples is kept from the last run
     now.update(how)
     try:
         yield
@@ -185,7 +182,7 @@ def _let(**how: int) -> Iterator[None]:
 
 
 def dry_run() -> contextlib.AbstractContextManager[None]:
-    """Say that batches go through the model inside to find something out, or at other parameters."""
+    """Declare that runs of the model inside the context are checks, or are at other parameters."""
     return _let(dry=1)
 
 
@@ -195,7 +192,7 @@ def is_dry_run() -> bool:
 
 
 def aside() -> contextlib.AbstractContextManager[None]:
-    """Say that a batch goes through the model once more inside; what is recorded of the layers' calls stays."""
+    """Declare that a run inside the context is an additional one, which does not change the recorded calls."""
     return _let(dry=1, aside=1)
 
 
@@ -205,7 +202,7 @@ def is_aside() -> bool:
 
 
 def accounting() -> contextlib.AbstractContextManager[None]:
-    """Say that the uses of weights are counted inside, so that operations with them stay in autograd's graph."""
+    """Declare that uses of weights are counted inside the context, so that they stay in autograd's graph."""
     return _let(dry=1, accounting=1)
 
 
@@ -215,26 +212,26 @@ def is_accounting() -> bool:
 
 
 def samples() -> int:
-    """Return how many samples a batch has that goes through a model, or the last that did; -1 if that is not known."""
+    """Return the number of samples of the batch in the model now, or of the last one; -1 if it is not known."""
     return now["samples"]
 
 
 @contextlib.contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Tensor]) -> Iterator[None]:
-    """Let a module compute ``forward`` inside; its hooks run as ever."""
+    """Let a module compute ``forward`` inside the context; its hooks run as usual."""
     before = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:
         yield
     finally:
-        if module.__dict__.get("forward") is forward:  # else it was put back already, see :class:`.state.Found`
+        if module.__dict__.get("forward") is forward:  # :class:`.state.Found` may have put it back already
             del module.__dict__["forward"]
             if before is not None:
                 module.__dict__["forward"] = before
 
 
 def one_tensor(returned: Any) -> Tensor:
-    """Return the logits in what a model returned."""
+    """Return the logits in a model's return value, or raise if it is not clear which they are."""
     tensor = single(returned)
     if tensor is None:
         raise refusal(returned)
@@ -246,7 +243,7 @@ def run(
 ) -> tuple[Tensor, Any]:
     """Return outputs and targets of a batch: by ``forward``, ``model(inputs)`` of a pair, or by a mapping's keywords.
 
-    ``tensor`` finds the outputs in what the model returned; a mapping's ``labels`` are the targets.
+    ``tensor`` finds the outputs in the model's return value; a mapping's ``labels`` are the targets.
     """
     count = batch.counted or -1 if isinstance(batch, data.Whole) else data.size(batch)
     with interrupts.users_code(), _let(samples=count, runs=now["runs"] + 1):
@@ -257,7 +254,7 @@ def run(
 
 
 def of_user(forward: Forward | None) -> Forward | None:
-    """Return the user's ``forward``, which takes batches that are not cut as the user has them."""
+    """Return the user's ``forward`` for our batches: it gets the user's own object for a batch that is not cut."""
     if forward is None:
         return None
     return lambda model, batch: forward(model, batch.batch if isinstance(batch, data.Whole) else batch)
@@ -278,7 +275,7 @@ def _run(model: nn.Module, batch: Any, forward: Forward | None, tensor: Callable
 
 
 def _pair(model: nn.Module, batch: Any) -> tuple[Any, Any]:
-    """Return inputs and targets, which come first in a batch; what follows them, as numbers of samples, is ignored."""
+    """Return the first two items of a batch, inputs and targets; further ones, such as sample numbers, are ignored."""
     advice = "pass forward=, a function (model, batch) -> (outputs, targets)"
     if not isinstance(batch, (tuple, list)) or len(batch) < 2:
         kind = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
@@ -301,10 +298,10 @@ def _pair(model: nn.Module, batch: Any) -> tuple[Any, Any]:
 
 
 def _may_take_several(model: nn.Module) -> bool:
-    """Return whether a model's ``forward`` may take a second tensor: one that it needs, or that is None by default."""
+    """Return whether a model's ``forward`` may take a second tensor, required or with None as default."""
     try:
         taken = [*inspect.signature(model.forward).parameters.values()]
-    except ValueError:  # of a function that Python did not compile
+    except ValueError:  # a function that was not written in Python has no signature
         return True
     places = [one for one in taken if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     any_number = any(one.kind is one.VAR_POSITIONAL for one in taken)
@@ -313,7 +310,7 @@ def _may_take_several(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def differentiated() -> Iterator[None]:
-    """Turn what a model keeps torch from in backward passes inside into an error that says what to do."""
+    """Turn errors of backward passes that a model causes, inside the context, into ones that say what to do."""
     try:
         yield
     except RuntimeError as error:
@@ -348,7 +345,7 @@ def differentiated() -> Iterator[None]:
 
 @contextlib.contextmanager
 def differentiated_in_all_parameters() -> Iterator[None]:
-    """Refuse reentrant checkpointing of a part whose inputs have no graph, of which torch only warns, inside."""
+    """Raise, inside the context, if reentrant checkpointing gets inputs without a graph; torch only warns."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", _WITHOUT_GRAPH, UserWarning)
         try:
@@ -363,7 +360,7 @@ _WITHOUT_GRAPH = "None of the inputs have requires_grad=True"  # torch.utils.che
 
 
 def without_graph() -> NoGraphError:
-    """Return the error for outputs that autograd knows nothing of."""
+    """Return the error for outputs without a graph."""
     return NoGraphError(
         "model: autograd has no path from its outputs back to its weights (detach, .data, numpy or torch.no_grad() is "
         "on the way), so that derivatives in them would be zero; have the model return outputs with their graph"
@@ -381,10 +378,10 @@ def reentrant() -> NoGraphError:
 def arranged(
     returned: Any, batch: hugging_face.Prepared, tensor: Callable[[Any], Tensor] = one_tensor
 ) -> tuple[Tensor, Any]:
-    """Return outputs and targets, of what a model returned.
+    """Return outputs and targets from a model's return value.
 
-    Outputs (n, T, C) for labels (n, T) come as (n, C, T), as cross-entropy wants them. Where an answer begins and
-    ends is a choice among T tokens, (n, T, 2).
+    Outputs (n, T, C) for labels (n, T) become (n, C, T), for cross-entropy. The beginning and the end of an answer are
+    choices among T tokens, (n, T, 2).
     """
     if batch.spans:
         return hugging_face.span_logits(returned, batch.targets)
@@ -396,10 +393,10 @@ def arranged(
 
 
 def causal_lm(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
-    """Serve as ``forward`` for causal language models: every position is to predict the next one's label.
+    """Serve as ``forward`` for causal language models, in which every position predicts the next one's label.
 
-    Models of transformers need it no more; their labels are shifted as they do it themselves. Without ``labels`` a
-    batch's ``input_ids`` take their place, where ``attention_mask`` does not leave them out.
+    Models of transformers do not need it; their labels are shifted as they do it themselves. Without ``labels``, the
+    batch's ``input_ids`` are the labels, except those that ``attention_mask`` excludes.
     """
     if not isinstance(batch, Mapping):
         raise InputError(

@@ -1,4 +1,4 @@
-"""Refuse models that cannot be measured as they are: compiled by torch.jit, in training mode, without values."""
+"""Refuse models that cannot be measured as they are, such as models compiled by torch.jit, or in training mode."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ Named = Sequence[tuple[str, nn.Module]]
 
 
 def check_modules(named: Named, *, spread: bool = False) -> None:
-    """Raise an InputError that names the first of a model's modules that cannot be measured as it is."""
+    """Raise an InputError that names the first module of a model that cannot be measured as it is."""
     check_kinds(named, spread=spread)
     for name, module in named:
         if isinstance(module, (private.NormBase, private.Dropout)):
@@ -23,7 +23,7 @@ def check_modules(named: Named, *, spread: bool = False) -> None:
 
 
 def check_classes(named: Named) -> None:
-    """Raise for the first of a model's modules that takes no hooks, or computes with no parameters of its own."""
+    """Raise for the first module of a model that runs no hooks, or does not compute with its parameters."""
     for name, module in named:
         if isinstance(module, torch.jit.ScriptModule):
             raise InputError(
@@ -41,7 +41,7 @@ def check_classes(named: Named) -> None:
 
 
 def check_kinds(named: Named, *, spread: bool = False) -> None:
-    """Raise as :func:`check_classes`, and for the first module whose parameters are not all here."""
+    """Raise as :func:`check_classes` does, and for the first module with parameters that are not all here."""
     check_classes(named)
     for name, module in named:
         if type(module).__name__ == "FullyShardedDataParallel":
@@ -71,7 +71,7 @@ def _is(name: str) -> str:
 
 
 def _check_mode(name: str, module: nn.Module) -> None:
-    """Raise for a module in a mode in which samples are not independent, or dropped out at random."""
+    """Raise for a module in a mode in which samples are not independent, or units are dropped at random."""
     if isinstance(module, private.NormBase) and (module.training or module.running_mean is None):
         if isinstance(module, nn.modules.instancenorm._InstanceNorm):
             return  # normalises each sample by itself

@@ -28,20 +28,20 @@ from ..numerics.shard import WHOLE
 from .fingerprint import Fingerprint
 from .generators import watched
 
-_BATCH_SIZE = 256  # samples of a tuple of tensors that go through the model together
+_BATCH_SIZE = 256  # samples in a batch that is cut from a tuple of tensors
 
 
 class OtherSamplesError(InputError):
-    """Is raised for data that gave other samples at a later read, which no measure that reads them can do with."""
+    """Tell that the data gave other samples at a later read, so that no measure with several reads is possible."""
 
 
 class Batches:
     """Iterate over the user's data as often as a measure needs.
 
-    They are a tuple of tensors with the samples in dimension 0, or an iterable of batches. A one-shot iterator is
-    refused for more than one of ``reads``, and what a loader gives at a later read is held against what it gave at the
-    first. Samples have to come in the same order at each read if they are ``ordered``. ``shard`` is which part of all
-    data it is, where they are spread over ranks; ``shown`` is whether they show how far a read is, and what it takes.
+    The data are a tuple of tensors with the samples in dimension 0, or an iterable of batches. A one-shot iterator is
+    refused for more than one of ``reads``, and later reads of a loader are compared with the first. If ``ordered``,
+    samples have to come in the same order at each read. ``shard`` is this rank's part of all data; ``shown`` is whether
+    a read shows its progress.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class Batches:
         self._data = data
         self._compared = reads > 1 and not isinstance(data, (tuple, list))
         self._first: Fingerprint | None = None  # of the first read
-        self._begun: tuple[list[Any], Iterator[Any]] | None = None  # a read: the batches that were taken, and the rest
+        self._begun: tuple[list[Any], Iterator[Any]] | None = None  # a read: batches that were peeked at, and the rest
 
     def peek(self) -> Any:
-        """Return the first batch, without taking it from the data: the read that gave it goes on where it stopped."""
+        """Return the first batch that is not empty; the next read gives it again."""
         if self.is_empty():
             raise no_samples(self._data)
         assert self._begun is not None
@@ -84,7 +84,7 @@ class Batches:
         return not taken or size(taken[-1]) == 0
 
     def _fetched(self) -> Iterator[Any]:
-        """Yield the batches as the data give them."""
+        """Yield the user's batches, wrapped in :class:`Whole` if they are not cut."""
         is_code = not isinstance(self._data, (tuple, list))
         with watched() if is_code else contextlib.nullcontext():
             source = iter(self._cut())
@@ -97,13 +97,13 @@ class Batches:
             yield self._whole(batch)
 
     def _whole(self, batch: Any) -> Any:
-        """Return a batch, as one that is not cut where it has to be."""
+        """Return a batch, wrapped in :class:`Whole` if it holds objects with tensors that cannot be cut."""
         if self.count_by is None or not any(map(_holds_tensors, leaves(batch))):
             return batch
         return to_device(Whole(batch, self.count_by), self._device)
 
     def __len__(self) -> int:
-        """Return the number of batches; 0 if the data cannot tell."""
+        """Return the number of batches; 0 if it is not known."""
         if self._tensors:
             return -(-len(self._tensors[0]) // _BATCH_SIZE)
         try:
@@ -113,12 +113,12 @@ class Batches:
 
     @property
     def repeatable(self) -> bool:
-        """Return whether the data can be read once more."""
+        """Return whether the data can be read again."""
         return not hasattr(self._data, "__next__")
 
     @property
     def samples(self) -> int:
-        """Return about how many samples there are; 0 if the data cannot tell."""
+        """Return about how many samples there are; 0 if it is not known."""
         if self._tensors:
             return len(self._tensors[0])
         if isinstance(self._data, (tuple, list)):
@@ -147,13 +147,13 @@ class Batches:
             self._compare(read)
 
     def tell(self, text: Callable[[], str]) -> None:
-        """Print a line on what takes long, before it does: the first one that there is."""
+        """Print a line on a step that will take long; only the first call prints."""
         if not self._told:
             self._told = True
             print(f"pyflatness: {text()}", file=sys.stderr, flush=True)
 
     def count(self) -> int:
-        """Return how many samples there are for sure, if need be by a read of the data."""
+        """Return the exact number of samples, by a read of the data if necessary."""
         if self._tensors or isinstance(self._data, (tuple, list)):
             return self.samples
         if _promised(self._data) and self._data.collate_fn is default_collate:
@@ -165,7 +165,7 @@ class Batches:
         return sum(size(batch) for batch in self)
 
     def _compare(self, read: Fingerprint) -> None:
-        """Raise if a later read gave other data than the first one."""
+        """Raise if a later read gave other data than the first."""
         if self._first is None:
             self._first = read
         elif not read.same_samples(self._first):
@@ -208,7 +208,7 @@ def _read(data: Iterable[Any]) -> Iterator[Any]:
 
 
 def _promised(data: Any) -> int:
-    """Return how many batches a loader has to give; 0 if that is not known for sure."""
+    """Return the exact number of a loader's batches; 0 if it is not known."""
     if type(data) is not DataLoader or type(data.batch_sampler) is not BatchSampler:
         return 0
     return len(data) if type(data.batch_sampler.sampler) in (SequentialSampler, RandomSampler) else 0
@@ -216,21 +216,21 @@ def _promised(data: Any) -> int:
 
 def _sampled(loader: Any) -> int:
     """Return how many samples a loader of torch's takes from its sampler."""
-    batches = loader.batch_sampler  # its sampler is the loader's, unless the user made it
+    batches = loader.batch_sampler  # unlike the loader's sampler, this one counts if the user made it
     count = len(batches.sampler)
     return count - count % batches.batch_size if batches.drop_last else count
 
 
 def distributed(data: Any) -> tuple[DistributedSampler[Any], int] | None:
-    """Return torch's sampler of one rank's samples, and how many of these a loader takes; None of other data."""
+    """Return torch's sampler of one rank's samples, and how many of these a loader takes; None for other data."""
     plain = isinstance(data, DataLoader) and type(data.batch_sampler) is BatchSampler
-    if not plain or type(data.batch_sampler.sampler) is not DistributedSampler:  # another class may deal otherwise
+    if not plain or type(data.batch_sampler.sampler) is not DistributedSampler:  # a subclass may distribute otherwise
         return None
     return data.batch_sampler.sampler, _sampled(data)
 
 
 def repeated(data: Any) -> int:
-    """Return how many samples accelerate's loaders repeat, on all ranks together, to make their batches even."""
+    """Return how many samples accelerate's loaders repeat, on all ranks together, to give all as many batches."""
     sampler: Any = getattr(data, "batch_sampler", None)
     if type(sampler).__name__ != "BatchSamplerShard" or not sampler.even_batches or sampler.drop_last:
         return 0
@@ -239,13 +239,13 @@ def repeated(data: Any) -> int:
 
 
 def used_up(data: Any, why: str, option: str = "data") -> InputError:
-    """Return the error of an iterator, which is at its end after one read, where that is not enough."""
+    """Return the error for an iterator, which can be read once, if more reads are needed."""
     kind = type(data).__name__
     return InputError(f"{option}: {kind} can be read once, {why}; pass a list of batches or a DataLoader")
 
 
 def no_samples(data: Any = None) -> InputError:
-    """Return the error of data without samples."""
+    """Return the error for data without samples."""
     spent = hasattr(data, "__next__")
     hint = "; an iterator that was read before is at its end: pass a list of batches or a DataLoader" if spent else ""
     return InputError(f"data: there are no samples in it{hint}")
@@ -263,7 +263,7 @@ def _parts(data: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 
 def _checked_size(batch: Any, number: int) -> int:
-    """Return the samples of a user's batch."""
+    """Return the number of samples of a user's batch, or raise if it has none."""
     for part in leaves(batch):
         if isinstance(part, np.ndarray) or (isinstance(part, Tensor) and (without_values(part) or part.is_nested)):
             check_tensor(f"data: batch {number}", part)
@@ -281,7 +281,7 @@ def _checked_size(batch: Any, number: int) -> int:
 
 
 def with_samples(batch: Any, samples: int) -> Iterator[Tensor]:
-    """Return the tensors of a batch that have its samples in dimension 0, or of one that is not cut all, each a row."""
+    """Yield the tensors of a batch with its samples in dimension 0; for a batch that is not cut all, (1, entries)."""
     if isinstance(batch, Whole):
         yield from (tensor.reshape(1, -1) for tensor in batch.tensors)
         return
@@ -291,9 +291,9 @@ def with_samples(batch: Any, samples: int) -> Iterator[Tensor]:
 
 
 class Whole:
-    """Hold a batch that is not cut: of objects that hold tensors in ways of their own, as a batch of graphs does.
+    """Hold a batch that is not cut, of objects with tensors inside, such as a batch of graphs.
 
-    Its samples are those of the model's outputs: ``count`` takes a forward pass, unless one has told them before.
+    Its samples are those of the model's outputs; ``count`` finds their number by a forward pass, unless it is known.
     """
 
     def __init__(self, batch: Any, count: "Callable[[Whole], int]", counted: int | None = None) -> None:
@@ -302,13 +302,13 @@ class Whole:
 
     @property
     def samples(self) -> int:
-        """Return how many samples there are."""
+        """Return the number of samples."""
         if self.counted is None:
             self.counted = self._count(self)
         return self.counted
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "Whole":
-        """Return the batch with every tensor in it changed, or itself where none is."""
+        """Return the batch with ``change`` applied to every tensor in it; the batch itself if none changes."""
         changed = {id(tensor): change(tensor) for tensor in self.tensors}
         if all(changed[id(tensor)] is tensor for tensor in self.tensors):
             return self
@@ -316,11 +316,11 @@ class Whole:
 
 
 class NotCutError(InputError):
-    """Say that some samples of a batch were wanted that is not cut."""
+    """Tell that some samples were requested of a batch that is not cut."""
 
 
 class _Changing(TorchFunctionMode):
-    """Have a deep copy of an object hold, inside, what ``change`` makes of each tensor in the place of copies."""
+    """Put ``change`` of each tensor, in place of its copy, into deep copies of objects that are made inside."""
 
     def __init__(self, change: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -349,12 +349,12 @@ def _holds_tensors(leaf: Any) -> bool:
         return False
     try:
         return bool(_tensors_in(leaf))
-    except Exception:  # it cannot be copied
+    except Exception:  # the object cannot be copied
         return False
 
 
 def leaves(batch: Any, holders: tuple[Any, ...] = ()) -> Iterator[Any]:
-    """Return what is in a batch, whatever holds it."""
+    """Yield the tensors and other objects in a batch, in nested tuples, lists and mappings."""
     if isinstance(batch, Whole):
         yield from batch.tensors
         return
@@ -368,13 +368,13 @@ def leaves(batch: Any, holders: tuple[Any, ...] = ()) -> Iterator[Any]:
 
 
 def size(batch: Any) -> int:
-    """Count the samples of a batch: entries of dimension 0 of its ``labels``, or first tensor (-1 if it holds none)."""
+    """Return the samples of a batch, the length of its ``labels``, or of its first tensor; -1 if it has no tensor."""
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.ndim else -1
     if isinstance(batch, Whole):
         return batch.samples
     parts: Iterable[Any] = ()
-    if isinstance(batch, (tuple, list)):  # asked first: it is asked often
+    if isinstance(batch, (tuple, list)):  # before Mapping, whose check is slow
         parts = batch
     elif isinstance(batch, Mapping):
         parts = [batch["labels"]] if isinstance(batch.get("labels"), Tensor) else batch.values()
@@ -385,7 +385,7 @@ def size(batch: Any) -> int:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return the batch with every tensor in it on ``device``, ready for autograd, and no graph in front of it."""
+    """Return the batch with every tensor on ``device``, detached, and usable in autograd."""
 
     def moved(tensor: Tensor) -> Tensor:
         tensor = tensor.to(device, non_blocking=True)
@@ -415,7 +415,7 @@ def map_tensors(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
 
 
 def part(batch: Any, start: int, stop: int) -> Any:
-    """Return some samples of a batch; tensors that do not hold its samples stay whole."""
+    """Return samples ``start`` to ``stop`` of a batch; tensors without its samples in dimension 0 stay whole."""
     samples = size(batch)
     if stop - start == samples:
         return batch
@@ -433,14 +433,14 @@ def check_cut(batch: Any) -> None:
 
 
 def take(batch: Any, index: Tensor) -> Any:
-    """Return samples of a batch by their places in it, which may come more than once."""
+    """Return the samples of a batch at these places, which may repeat."""
     samples = size(batch)
     check_cut(batch)
     return map_tensors(lambda held: held[index.to(held.device)] if held.ndim and len(held) == samples else held, batch)
 
 
 def joined(batches: Sequence[Any]) -> Any:
-    """Return batches as one; None where tensors have other shapes but for the samples, as of padded sequences."""
+    """Return batches as one; None if shapes differ beyond the number of samples, as for padded sequences."""
     columns, shapes = [], []
     for batch in batches:
         samples, tensors = size(batch), [part for part in leaves(batch) if isinstance(part, Tensor)]
@@ -454,21 +454,21 @@ def joined(batches: Sequence[Any]) -> Any:
 
 
 def rows_of(tensor: Tensor, samples: int, index: Tensor) -> Tensor:
-    """Return a tensor of a batch with each sample's rows together in dimension 0."""
+    """Return the rows of the samples at some places, of a tensor with the same number of rows for each sample."""
     rows: Tensor = tensor.unflatten(0, (samples, -1))[index.to(tensor.device)].flatten(0, 1)
     return rows
 
 
-def described(batch: Any) -> str:
-    """Return in words what is in a batch: shapes and dtypes of tensors, types of all else."""
+def description(batch: Any) -> str:
+    """Return a description of a batch: shapes and dtypes of tensors, and types of other objects."""
     if isinstance(batch, Whole):
-        return described(batch.batch)
+        return description(batch.batch)
     if isinstance(batch, Tensor):
         return f"{tuple(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
     if isinstance(batch, Mapping):
-        return "{" + ", ".join(f"{key}: {described(part)}" for key, part in batch.items()) + "}"
+        return "{" + ", ".join(f"{key}: {description(part)}" for key, part in batch.items()) + "}"
     if isinstance(batch, (tuple, list)):
-        return f"{type(batch).__name__} [" + ", ".join(map(described, batch)) + "]"
+        return f"{type(batch).__name__} [" + ", ".join(map(description, batch)) + "]"
     return type(batch).__name__
 
 
@@ -487,5 +487,5 @@ def copied(batch: Any) -> Any:
 
 
 def first(batch: Any, count: int) -> Any:
-    """Return the first ``count`` samples of a batch, or all of one that is not cut."""
+    """Return the first ``count`` samples of a batch; all of a batch that is not cut."""
     return batch if isinstance(batch, Whole) else part(batch, 0, count)

@@ -1,8 +1,8 @@
 """Tell whether two reads of the user's data gave the same samples, and whether two models have the same weights.
 
-Every sample has a number, made in whole-number arithmetic of up to 64 entries of each of its tensors, their bits taken
-as an integer. The sum of these numbers over a read depends neither on the order of the samples nor on the cut into
-batches, and has no rounding; a sum in which every number is mixed with the sample's place depends on the order alone.
+Every sample has a number: a hash of up to 64 entries of each of its tensors, with their bits as integers. The sum of
+these numbers over a read depends neither on the order of the samples nor on the division into batches, and has no
+rounding. A second sum mixes every number with the sample's place, and so depends on the order too.
 """
 
 import zlib
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from .spread import is_spread
 
-_ENTRIES = 64  # of a tensor of a sample, spread evenly over it
-_ODD = 0x2545F4914F6CDD1D  # multiplied with modulo 2⁶⁴, it moves every bit upwards
+_ENTRIES = 64  # entries of a sample's tensor, spread evenly over it
+_ODD = 0x2545F4914F6CDD1D  # an odd factor, so that multiplication modulo 2⁶⁴ is one to one
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 
 
 class Fingerprint:
-    """Hold what is remembered of one read of the data."""
+    """Hold the hashes of one read of the data."""
 
     def __init__(self) -> None:
         self._samples = 0
@@ -28,9 +28,10 @@ class Fingerprint:
         self._in_order: Tensor | int = 0
 
     def add(self, tensors: Iterator[Tensor], samples: int, *, whole: bool = False) -> None:
-        """Take in a batch: those of its tensors that have the samples in dimension 0, or as a ``whole`` that has them.
+        """Add a batch: its tensors with the samples in dimension 0, or with ``whole`` all its tensors as one row.
 
-        Of the latter another order, and other batches of the same samples, cannot be told from other samples.
+        For the latter, another order or division into batches looks like other samples, so that :meth:`same_samples`
+        only compares the number of samples.
         """
         shapes, number = [], None
         for tensor in tensors:
@@ -46,7 +47,7 @@ class Fingerprint:
         self._shapes |= {tuple(shapes), ()} if whole else {tuple(shapes)}
 
     def __str__(self) -> str:
-        """Return what two reads of the same samples share, in any order."""
+        """Return a text that is equal for two reads of the same samples, in any order."""
         return f"{self._samples} samples, {int(self._sum) & (2**64 - 1):x}"
 
     def same_order(self, other: "Fingerprint") -> bool:
@@ -54,7 +55,7 @@ class Fingerprint:
         return self._samples == other._samples and int(self._in_order) == int(other._in_order)
 
     def same_samples(self, other: "Fingerprint") -> bool:
-        """Return whether the other read gave the same samples, in any order; of padded ones, as many."""
+        """Return whether the other read gave the same samples, in any order; if padded, the same number."""
         if self._samples != other._samples:
             return False
         padded = len(self._shapes | other._shapes) > 1
@@ -62,11 +63,11 @@ class Fingerprint:
 
 
 def of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return what is remembered of named tensors: names, shapes, and up to 64 entries of each that is all here."""
+    """Return a hash of named tensors: of names, shapes, and up to 64 entries of each that is not spread over ranks."""
     total = 0
     for name, tensor in tensors:
         shape = zlib.crc32(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        # What is on the meta device accelerate keeps elsewhere; of what is spread over ranks each has other entries.
+        # Accelerate keeps a tensor on the meta device elsewhere; ranks have different entries of one spread over them.
         empty = tensor.numel() == 0 or tensor.is_meta or is_spread(tensor)
         number = 0 if empty else int(_numbers(tensor.detach().unsqueeze(0)))
         total += zlib.crc32(f"{shape} {number}".encode())
@@ -74,7 +75,7 @@ def of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def of_buffers(model: nn.Module) -> str:
-    """Return what is remembered of the buffers that a model is saved with, such as the statistics of BatchNorm."""
+    """Return a hash of the buffers that are saved with a model, such as the statistics of BatchNorm."""
     return of_tensors(
         (f"{prefix}.{name}", buffer)
         for prefix, module in model.named_modules()
@@ -84,14 +85,14 @@ def of_buffers(model: nn.Module) -> str:
 
 
 def of_all_entries(tensors: Iterable[Tensor]) -> int:
-    """Return a number below 2⁶² made of every bit of some tensors.
+    """Return a number below 2⁶² from every bit of some tensors.
 
-    Where an entry changes it is another one, but for one case in 2³².
+    If an entry changes, the number changes, except in about one case of 2³².
     """
     total = 0
     for tensor in tensors:
         bits = tensor.detach().resolve_neg().view(_INTEGERS[tensor.element_size()])
-        wide = bits.dtype if bits.element_size() >= 4 else torch.int64  # in its own width it is 50 times as fast
+        wide = bits.dtype if bits.element_size() >= 4 else torch.int64  # a sum in the same dtype is 50 times as fast
         total = _ODD * total + int(bits.sum(dtype=wide))
     return total % 2**62
 

@@ -1,15 +1,14 @@
-"""Hold a model whose parameters FSDP2 (``fully_shard``) has spread over ranks so that these can measure it together.
+"""Let ranks measure a model together whose parameters FSDP2 (``fully_shard``) has spread over them.
 
-FSDP gathers the parameters of a module when its forward or backward pass begins, and all ranks have to come there. Here
-they come at different times, and some not at all: their batches differ in number and size, and so does what they find
-out. So FSDP's messages go by way of :meth:`.Ranks.whole` meanwhile: a rank gets a module's parameters when it needs
-them, and the others hand over their parts wherever they wait. A layer's weight comes in the same way where it is
-contracted.
+FSDP gathers the parameters of a module when its forward or backward pass begins, which all ranks have to do together.
+Here ranks differ in the number and size of their batches, and in the passes that they make. So :meth:`.Ranks.whole`
+replaces FSDP's messages: a rank gets a module's parameters when it needs them, and the others send their parts wherever
+they wait. A layer's weight is gathered in the same way when it is contracted.
 
-A penalty is computed in a training, where all ranks make the same passes and FSDP's own messages serve; see
+A penalty is computed in training, where all ranks make the same passes and FSDP's own messages are used; see
 :func:`passes`.
 
-What is taken of FSDP besides its public names is in this module: its states, and their parameter groups.
+Only this module uses private attributes of FSDP: its states, and their parameter groups.
 """
 
 import contextlib
@@ -48,12 +47,12 @@ class _Weight:
     of_fsdp: Any
 
     def used(self) -> Tensor | None:
-        """Return the tensor that it is gathered in, which is made once."""
+        """Return the tensor in which FSDP gathers the parameter, which FSDP allocates once."""
         found: Tensor | None = getattr(self.of_fsdp, "_unsharded_param", None)
         return found
 
     def whole(self) -> Tensor:
-        """Return all of it."""
+        """Return the whole parameter."""
         shape, dim, most = [*self.spread.shape], *self._split()
         parts = []
         found = self.part().unsqueeze(0) if self.ranks.alone else self.ranks.whole(self.name)
@@ -63,28 +62,29 @@ class _Weight:
         return torch.cat(parts, dim=dim).to(self.of_fsdp.param_dtype or self.spread.dtype)
 
     def part(self) -> Tensor:
-        """Return what is on this rank, and zeros up to the size of the first rank's, which has most."""
+        """Return this rank's part as a vector, padded with zeros to the size of the first rank's, the largest."""
         shape, dim, most = [*self.spread.shape], *self._split()
         shape[dim] = most
         local: Tensor = self.spread.detach().to_local().flatten()
         return torch.cat([local, local.new_zeros(math.prod(shape) - local.numel())])
 
     def _split(self) -> tuple[int, int]:
-        """Return the dimension that is split, and how many of its entries the first rank has."""
+        """Return the dimension that is split, and the number of its entries on the first rank."""
         (placement,) = self.spread.placements
         return placement.dim, -(-self.spread.shape[placement.dim] // self.ranks.size)
 
 
 @contextlib.contextmanager
 def held(model: nn.Module, ranks: Ranks) -> Iterator[None]:
-    """Let ranks ask each other for the parameters of a model inside; afterwards FSDP gathers them as it did before.
+    """Let ranks ask each other for the parameters of a model inside the context, in place of FSDP's messages.
 
-    At first no module has its parameters gathered. Afterwards those have that had before; after an error none.
+    Inside, no module has its parameters gathered at first. Afterwards those modules have that had before, or none after
+    an error.
     """
     states = _states(model)
     for state in states:
         if state._is_root is None:
-            state._lazy_init()  # which the first forward pass would do when nothing requires a gradient
+            state._lazy_init()  # otherwise the first forward pass would do it while nothing requires a gradient
     roots = [state for state in states if state._is_root]
     if not roots:
         raise InputError(_A_PART)
@@ -95,7 +95,7 @@ def held(model: nn.Module, ranks: Ranks) -> Iterator[None]:
         weights = _weights(model, groups, ranks)
         found = {key: Part(held.spread, held.whole, held.used) for key, held in weights.items()}
         stack.enter_context(spread.held(model, found))
-        # A pass that ended by an error leaves FSDP in the middle of it.
+        # After an error in a pass, FSDP would still be in the middle of it.
         stack.callback(model.register_forward_pre_hook(lambda *_: _shard(roots), prepend=True).remove)
         parts: dict[str, Callable[[], Tensor]] = {weight.name: weight.part for weight in weights.values()}
         for number, group in enumerate(groups) if not ranks.alone else ():
@@ -115,7 +115,7 @@ def check_trained(model: nn.Module) -> None:
     """Raise unless :func:`passes` can gather all parameters of a model that are spread over ranks."""
     of_fsdp = _of_fsdp(_groups(_all_states(model)))
     found = {id(held): (name, held) for name, held in model.named_parameters() if spread.is_spread(held)}
-    for key, (_, each) in of_fsdp.items():  # those that are gathered now are parameters of another kind
+    for key, (_, each) in of_fsdp.items():  # gathered parameters of the model are no DTensors
         found.setdefault(key, (each._param_fqn, each.sharded_param))
     for key, (name, held) in found.items():
         if key not in of_fsdp or not _is_plain(*of_fsdp[key]):
@@ -125,11 +125,11 @@ def check_trained(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def passes(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[Callable[[Tensor, Callable[[], None]], None]]:
-    """Let backward passes inside go over the graph of the user's forward pass without being steps of the training.
+    """Let backward passes inside the context use the graph of the user's forward pass, apart from training.
 
-    Nothing is reduced, and what is gathered for a pass stays until the end; so do the parameters of ``layers``. All
-    ranks gather the same, however many passes each makes. Yields a function for a tensor that was computed inside: when
-    that is differentiated, the parameters are gathered again that its graph was made of, and are to pass a check.
+    Gradients are not reduced, and parameters that are gathered for a pass, or of ``layers``, stay gathered until the
+    end, so that all ranks gather the same for any number of passes. Yield a function of a tensor computed inside and a
+    check: when the tensor is differentiated later, the parameters of its graph are gathered again, and then checked.
     """
     states = _all_states(model)
     if states:
@@ -141,7 +141,7 @@ def passes(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[Callable[[
     own = {id(parameter) for layer in layers for parameter in layer.parameters()}
     try:
         with contextlib.ExitStack() as stack:
-            for root in roots:  # what FSDP prefetches in the user's backward pass is forgotten after the last one
+            for root in roots:  # so that FSDP keeps what it will prefetch in the user's backward pass
                 _set(stack, root._state_ctx, is_last_backward=False)
             for group in groups:
                 _set(stack, group, reduce_grads=False, reshard_after_backward=False, _post_forward_indices=[])
@@ -150,19 +150,19 @@ def passes(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[Callable[[
             for group in sharded:
                 group.wait_for_unshard()
                 group.reshard()
-    except BaseException:  # a pass that ended by an error leaves FSDP in the middle of it
+    except BaseException:  # after an error in a pass, FSDP would still be in the middle of it
         _shard(roots)
         raise
 
 
 def _gather_before(value: Tensor, groups: Sequence[Group], roots: Sequence[Any], check: Callable[[], None]) -> None:
-    """Let the parameters that are gathered now be gathered when a tensor is differentiated."""
+    """Gather the parameters that are gathered now again when a tensor is differentiated, and call ``check``."""
     used = [group for group in groups if group.is_unsharded]
 
     def before(gradient: Tensor) -> Tensor:
         _gather(used)
         check()
-        for root in roots:  # or a pass that does not begin at the model's outputs would reduce nothing
+        for root in roots:  # FSDP itself does this only for passes that begin at the model's outputs
             root._register_root_post_backward_final_callback()
         return gradient
 
@@ -177,7 +177,7 @@ def _gather(groups: Iterable[Group]) -> None:
 
 
 def _set(stack: contextlib.ExitStack, held: Any, **values: Any) -> None:
-    """Set attributes, until a stack is closed."""
+    """Set attributes of an object until the stack is closed."""
     stack.callback(vars(held).update, {name: getattr(held, name) for name in values})
     vars(held).update(values)
 
@@ -192,12 +192,12 @@ def _groups(states: Sequence[Any]) -> list[Group]:
 
 
 def _of_fsdp(groups: Sequence[Group]) -> dict[int, tuple[Group, Any]]:
-    """Return what FSDP has of each parameter, by the identity of the parameter that is spread, and its group."""
+    """Return each parameter's group and FSDP's record of it, by the identity of the spread parameter."""
     return {id(each.sharded_param): (group, each) for group in groups for each in group.fsdp_params}
 
 
 def _all_states(model: nn.Module) -> list[Any]:
-    """Return FSDP's states of a model, and of the one that it is a part of, which makes the passes."""
+    """Return FSDP's states of a model, and of the model that it is a part of, which makes the passes."""
     states = [each for state in _states(model) for each in state._state_ctx.all_states or [state]]
     return [*{id(state): state for state in states}.values()]
 
@@ -205,20 +205,20 @@ def _all_states(model: nn.Module) -> list[Any]:
 def _states(model: nn.Module) -> list[Any]:
     """Return FSDP's states of a model's modules, in its order."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or not torch.distributed.is_initialized():  # others are spared the walk
+    if fsdp is None or not torch.distributed.is_initialized():
         return []
     states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
     return [*{id(state): state for state in states}.values()]
 
 
 def _shard(roots: Sequence[Any]) -> None:
-    """Let no module have its parameters gathered, and FSDP be in the middle of no pass."""
+    """Free all gathered parameters, and end FSDP's current pass."""
     for root in roots:
         root._reset_iter_state()
 
 
 def _part(group: Group) -> Tensor:
-    """Return what is on this rank of the parameters that are gathered together, as FSDP lays it out."""
+    """Return this rank's part of the parameters that are gathered together, in FSDP's layout."""
     flat = [each._sharded_param_data.to(each.param_dtype or each.orig_dtype) for each in group.fsdp_params]
     if len({part.dtype for part in flat}) > 1:
         flat = [part.view(torch.uint8) for part in flat]
@@ -226,7 +226,7 @@ def _part(group: Group) -> Tensor:
 
 
 class _AllGather:
-    """Gather parameters when this rank needs them, whatever the others do; the form is FSDP's ``AllGather``."""
+    """Gather parameters when this rank needs them, independently of the others; it replaces FSDP's ``AllGather``."""
 
     def __init__(self, ranks: Ranks, name: str) -> None:
         self._ranks, self._name = ranks, name
@@ -236,12 +236,12 @@ class _AllGather:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        """Fill the memory."""
+        """Fill the memory with the parameters."""
         self._ranks.whole(self._name, output_tensor)
 
 
 def _weights(model: nn.Module, groups: Sequence[Group], ranks: Ranks) -> dict[int, _Weight]:
-    """Return the parameters that are spread, by their identity."""
+    """Return the spread parameters, by their identity."""
     found, of_fsdp = {}, _of_fsdp(groups)
     for name, parameter in model.named_parameters():
         if not spread.is_spread(parameter):
@@ -256,7 +256,7 @@ def _weights(model: nn.Module, groups: Sequence[Group], ranks: Ranks) -> dict[in
 
 
 def _not_plain(name: str, held: Any, which: str, instead: str) -> NotYetError:
-    """Return the error of a parameter that FSDP has otherwise, which says ``which`` are taken."""
+    """Return the error for a parameter in another layout of FSDP's; it says ``which`` parameters are supported."""
     return NotYetError(
         f"model: its parameter {name!r} is spread over {held.device_mesh} as {held.placements}; {which}, without "
         f"reshard_after_forward=k, offloading or tensor parallelism; {instead}"
@@ -264,7 +264,7 @@ def _not_plain(name: str, held: Any, which: str, instead: str) -> NotYetError:
 
 
 def _is_plain(group: Group, parameter: Any) -> bool:
-    """Return whether FSDP has a parameter in one dimension of its mesh, and gathers it as it is."""
+    """Return whether FSDP shards a parameter over one dimension of its mesh, and gathers it unchanged."""
     placements = parameter.sharded_param.placements
     in_one_dimension = len(placements) == 1 and placements[0].is_shard()
     partly = group.post_forward_mesh_info not in (None, group.mesh_info)

@@ -1,4 +1,4 @@
-"""Tell whether a call drew from the generators of torch, Python and NumPy, and put back those that it drew from."""
+"""Find out whether a call drew from the generators of torch, Python and NumPy, and restore those that it drew from."""
 
 import contextlib
 import random
@@ -14,17 +14,18 @@ from .. import private
 
 
 class Randomness:
-    """Hold the states of all that a model, its loss and its data may draw from, so that these can be put back.
+    """Hold the states of all generators that a model, its loss and its data may draw from, to restore them.
 
-    While no other thread runs, a state that moved says that the call drew from it. Else torch tells what the user's
-    code draws, and the states of Python's and NumPy's generators before it and after it are compared. (A profiler's
-    hook would tell Python's draws too, and an interrupt that is raised in one led to memory errors in Python 3.11.)
+    While no other thread runs, a state that changed shows that the call drew from it. Otherwise a dispatch mode sees
+    draws of torch in the user's code, and the states of Python's and NumPy's generators before and after that code are
+    compared. (A profiler's hook would see Python's draws too, but an interrupt that is raised in one led to memory
+    errors in Python 3.11.)
     """
 
     def __init__(self, modules: Collection[nn.Module]) -> None:
         parameters = [parameter for module in modules for parameter in module._parameters.values()]
         devices = {parameter.device.index for parameter in parameters if parameter is not None and parameter.is_cuda}
-        held = [vars(module).values() for module in modules]  # there is hardly ever one, and modules are many
+        held = [vars(module).values() for module in modules]  # modules are many, and hardly any has a generator
         own = [one for values in held if torch.Generator in map(type, values) for one in values]
         self._own = [generator for generator in own if isinstance(generator, torch.Generator)]
         self._shared = [torch.default_generator, *(torch.cuda.default_generators[index] for index in sorted(devices))]
@@ -33,19 +34,19 @@ class Randomness:
         self._drew, self._drew_outside = False, [False, False]
 
     def states(self) -> list[Tensor]:
-        """Return the states of torch's generators and the model's own, as they are now."""
+        """Return the current states of torch's generators and the model's own."""
         return [generator.get_state() for generator in (*self._shared, *self._own)]
 
     def moved(self, before: list[Tensor]) -> bool:
-        """Return whether numbers were drawn from any of them since :meth:`states` returned ``before``, by whomever."""
-        # As bytes: torch.equal takes twice as long for a few thousand of them.
+        """Return whether anyone drew from a generator since :meth:`states` returned ``before``."""
+        # Bytes are compared, as torch.equal takes twice as long for a few thousand of them.
         return any(
             old.numpy().tobytes() != new.numpy().tobytes() for old, new in zip(before, self.states(), strict=True)
         )
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Notice what the user's code draws inside, where other threads run."""
+        """Note draws of the user's code inside the context, if other threads run."""
         if self._alone and threading.active_count() == 1:
             yield
             return
@@ -59,7 +60,7 @@ class Randomness:
                 self._drew_outside[place] |= not equal(old, new)
 
     def put_back(self) -> None:
-        """Set those that the call drew from to their states when this was made."""
+        """Restore the generators that the call drew from to their states when this object was made."""
         alone = self._alone and threading.active_count() == 1
         for place, (generator, state) in enumerate(zip((*self._shared, *self._own), self._before, strict=True)):
             if alone or self._drew or place >= len(self._shared):
@@ -81,18 +82,18 @@ _here = _Noted()
 
 
 def hold(modules: Collection[nn.Module]) -> Randomness:
-    """Return what a call that begins holds, until it is put back."""
+    """Return the generators' states at the beginning of a call, which :func:`watched` uses until they are restored."""
     _here.held.append(Randomness(modules))
     return _here.held[-1]
 
 
 def watched() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which the user's code runs that a call in this thread is about, see :class:`Randomness`."""
+    """Return a context for the user's code in this thread's call, see :class:`Randomness`."""
     return _here.held[-1].watched() if _here.held else contextlib.nullcontext()
 
 
 class _Draws(private.TorchDispatchMode):
-    """Notice operations of this thread that draw from a generator of torch's own."""
+    """Note operations of this thread that draw from torch's own generators."""
 
     drew = False
 
@@ -108,7 +109,7 @@ def outside() -> tuple[Any, Any]:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Return whether two states, of whatever generators the user has set, are the same."""
+    """Return whether two states of a generator are the same; NumPy's may be of any kind that the user has set."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
     if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other) == 2:

@@ -1,9 +1,8 @@
-"""Call models of Hugging Face's transformers on the batches that their processors make.
+"""Call models of Hugging Face's transformers on batches from their processors.
 
-A batch is a mapping of the model's keyword arguments, with ``labels`` beside them. The model is called without the
-labels; what its outputs are held against is arranged as the model itself does it when it computes its loss: a causal
-language model's output at a position is about the next position's label, and a decoder is given the labels one position
-later.
+A batch is a mapping of the model's keyword arguments, and ``labels``. The model is called without the labels. Outputs
+and labels are matched as in the model's own loss: a causal language model's output at a position predicts the next
+position's label, and a decoder gets the labels one position later.
 """
 
 from collections.abc import Mapping
@@ -15,13 +14,13 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 
-IGNORED = -100  # the label of what has no part in a loss
+IGNORED = -100  # the label that a loss ignores
 
 _CAUSAL = (
     *("ForCausalLM", "LMHeadModel", "ModelWithLMHead", "DoubleHeadsModel"),
     *("ForConditionalGeneration", "ForImageTextToText"),
 )
-# Decoders of translation models and a few others, whose labels are to be shifted already; they take them as they are.
+# Decoders of translation models and a few others take labels that the user has shifted.
 _NOT_SHIFTED = (
     *("Bart", "BigBirdPegasus", "Blenderbot", "CpmAnt", "FlaubertWith", "MBart", "Marian", "Musicgen", "Mvp"),
     *("PLBart", "Pegasus", "ProphetNet", "TrOCR", "Whisper", "XLMWith", "XLNet"),
@@ -30,23 +29,23 @@ _NOT_SHIFTED = (
 
 @dataclass(frozen=True)
 class Prepared:
-    """Hold a batch as a model takes it."""
+    """Hold a batch as a model's keyword arguments and its targets."""
 
     inputs: dict[str, Any]
     targets: Any
-    shifted: bool = False  # whether outputs at a position are about the label of the next one
+    shifted: bool = False  # whether the output at a position predicts the label of the next one
     spans: bool = False  # whether targets are the first and last token of an answer, (n, 2)
 
 
 def inner(model: nn.Module) -> nn.Module | None:
-    """Return the model of transformers that a module is, or that PEFT wraps; None of another module."""
+    """Return the model of transformers that a module is, or that PEFT wraps; None for another module."""
     if _is_of(model, "peft"):
         model = getattr(model, "get_base_model", lambda: model)()
     return model if _is_of(model, "transformers", "PreTrainedModel") else None
 
 
 def prepared(model: nn.Module, batch: Mapping[str, Any]) -> Prepared:
-    """Return what to call a model with, of transformers or taking keywords, and what its outputs are about."""
+    """Return the keyword arguments for a model, of transformers or another, and the targets of its outputs."""
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     own, targets = inner(model), batch.get("labels")
     if own is None:
@@ -68,7 +67,7 @@ def prepared(model: nn.Module, batch: Mapping[str, Any]) -> Prepared:
 
 
 def _of_spans(model: nn.Module, batch: Mapping[str, Any]) -> Prepared:
-    """Return a batch of questions, whose positions at or behind the end of the text are ignored, as the model does."""
+    """Return a batch of questions with the first and last token of each answer as targets, (n, 2)."""
     positions = [one for name in _POSITIONS if isinstance(one := batch.get(name), Tensor) and one.numel() == len(one)]
     if len(positions) < len(_POSITIONS):
         raise InputError(
@@ -81,7 +80,7 @@ def _of_spans(model: nn.Module, batch: Mapping[str, Any]) -> Prepared:
 
 
 def span_logits(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits (n, T, 2) of the first and the last token of an answer, and the targets that are in the text."""
+    """Return logits (n, T, 2) of an answer's first and last token, and targets; those behind the text are ignored."""
     logits = [one for name in _SPAN_LOGITS if isinstance(one := getattr(outputs, name, None), Tensor)]
     if len(logits) < len(_SPAN_LOGITS):
         raise InputError(
@@ -93,7 +92,7 @@ def span_logits(outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Return whether a model of transformers takes each output for a prediction of the next position's label."""
+    """Return whether each output of a model of transformers predicts the next position's label in its loss."""
     encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     return not encodes and any(
         kind.__name__.endswith(_CAUSAL) and not kind.__name__.startswith(_NOT_SHIFTED) for kind in _kinds(model)
@@ -101,9 +100,9 @@ def is_causal(model: nn.Module) -> bool:
 
 
 def causal_labels(batch: Mapping[str, Any]) -> Tensor:
-    """Return a causal language model's labels, or else its tokens, but for masked ones and those behind a masked one.
+    """Return a causal language model's labels, or without them its tokens, with masked ones and the next ones ignored.
 
-    The latter would have to be predicted from it; so it makes no difference on which side padding is.
+    A token after a masked one would have to be predicted from it. So the side of the padding makes no difference.
     """
     labels, tokens, mask = (batch.get(name) for name in ("labels", "input_ids", "attention_mask"))
     if isinstance(labels, Tensor):
@@ -118,9 +117,9 @@ def causal_labels(batch: Mapping[str, Any]) -> Tensor:
 
 
 def problem(model: nn.Module, labels: Tensor) -> str:
-    """Return which of its losses a model of transformers takes: ``classes``, ``values`` or ``binary``.
+    """Return which loss a model of transformers computes: ``classes``, ``values`` or ``binary``.
 
-    One that classifies whole samples goes by ``config.problem_type``, or by number and type of its labels.
+    For a model that classifies whole samples, ``config.problem_type`` or the number and dtype of labels decide.
     """
     config = getattr(model, "config", None)
     if not any(name in kind.__name__ for kind in _kinds(model) for name in _CLASSIFIES):
@@ -133,14 +132,14 @@ def problem(model: nn.Module, labels: Tensor) -> str:
 
 
 def _generates(model: nn.Module) -> bool:
-    """Return whether a model has a decoder that is to give a text back."""
+    """Return whether a model has a decoder that generates a text."""
     names = [kind.__name__ for kind in _kinds(model)]
     encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     return bool(encodes) and not any("Classification" in name or "QuestionAnswering" in name for name in names)
 
 
 def _decoder_inputs(model: nn.Module, labels: Tensor) -> Tensor:
-    """Return the labels one position later, as the model itself makes its decoder's inputs of them."""
+    """Return the labels one position later, as the model itself computes its decoder's inputs from them."""
     for name in ("prepare_decoder_input_ids_from_labels", "_shift_right"):
         method = getattr(model, name, None)
         if callable(method):

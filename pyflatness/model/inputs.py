@@ -1,4 +1,4 @@
-"""Find the model's input in the graph: the tensor of a batch by which outputs are differentiated, if there is one."""
+"""Find the model's input in the graph: the tensor of a batch in which outputs are differentiated, if there is one."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,9 +10,9 @@ from . import calling, data, kinds, walk
 
 
 class Inputs:
-    """Record, as ``tensor``, a batch's first floating-point tensor that is no target, by a ``forward``.
+    """Call the model by ``forward``, with the batch's first floating-point input as a leaf of the graph, ``tensor``.
 
-    Where there is none, as for tokens, the graph begins at embeddings: what layers take of one is then one tensor.
+    If there is none, as for tokens, ``tensor`` is None, and the graph begins at the weights of embeddings.
     """
 
     def __init__(self, forward: calling.Forward, by_user: bool) -> None:
@@ -30,14 +30,14 @@ class Inputs:
                     module.weight.requires_grad_(True)
         else:
             self.tensor = found.detach().requires_grad_()
-            batch = replaced(batch, found, self.tensor.clone())  # a leaf itself could not be changed in place
+            batch = replaced(batch, found, self.tensor.clone())  # since a leaf itself cannot be changed in place
         return calling.run(model, batch, self._forward)
 
 
 def first_floating(batch: Any, by_user: bool) -> Tensor | None:
     """Return the first floating-point tensor among the inputs of a batch that has its samples in dimension 0."""
     samples = data.size(batch)
-    if isinstance(batch, data.Whole):  # which of its tensors are inputs is not known
+    if isinstance(batch, data.Whole):  # it is not known which of its tensors are inputs
         return None
     if isinstance(batch, Mapping):
         parts = [part for key, part in batch.items() if key != "labels"]
@@ -57,5 +57,5 @@ def first_floating(batch: Any, by_user: bool) -> Tensor | None:
 
 
 def replaced(batch: Any, tensor: Tensor, other: Tensor) -> Any:
-    """Return the batch with another tensor in the place of one."""
+    """Return the batch with ``tensor`` replaced by ``other``."""
     return data.map_tensors(lambda held: other if held is tensor else held, batch)

@@ -1,4 +1,4 @@
-"""Treat layers as weight matrices: their (d, m) matrix, inputs and cotangents in one form, whatever their kind is."""
+"""Treat layers of all kinds as weight matrices (d, m), with inputs and cotangents in one form."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,7 +11,7 @@ from ..contractions import full_precision, promoted
 from ..errors import InputError, NonFiniteError
 from . import kinds, spread, uses, walk
 from .kinds import SUPPORTED, Linear
-from .uses import Use, besides
+from .uses import Use, outside
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -27,7 +27,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def parts_not_compiled(model: nn.Module) -> Iterator[None]:
-    """Let a model have its own modules, and the user's names, in the place of what ``torch.compile`` made, inside."""
+    """Replace modules compiled by ``torch.compile`` by the user's own, with the user's names, inside the context."""
     compiled = [
         (module, name, part)
         for _, module in walk.named_modules(model)
@@ -44,24 +44,24 @@ def parts_not_compiled(model: nn.Module) -> Iterator[None]:
 
 
 def without_compile(name: str) -> str:
-    """Return a name without what ``torch.compile`` puts into those of its modules and their parameters."""
+    """Return a name without the parts that ``torch.compile`` adds to names of modules and parameters."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def kind_of(module: nn.Module) -> Linear:
-    """Return how a layer is a weight matrix."""
+    """Return a layer's kind: how it is a weight matrix."""
     kind = kinds.find(module)
     assert kind is not None, f"a {type(module).__name__} is no layer that can be measured"
     return kind
 
 
 def kind_of_call(module: nn.Module) -> Linear:
-    """Return of which kind a layer's call is that is under way, or was the last one."""
+    """Return the kind of a layer's current or last call."""
     return (module.called_as if isinstance(module, Use) else None) or kind_of(module)
 
 
 def with_weight(module: nn.Module, weight: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-    """Return a layer's forward with another weight in the place of its own, which that is made of at each call."""
+    """Return a layer's forward with ``weight(w)`` in place of its own weight w, at each call."""
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         own, bias = module.weight, getattr(module, "bias", None)
@@ -72,7 +72,7 @@ def with_weight(module: nn.Module, weight: Callable[[Tensor], Tensor]) -> Callab
 
 
 def is_together(module: nn.Module) -> bool:
-    """Return whether a layer is a weight in all of its uses, of which each may be of a kind of its own."""
+    """Return whether a layer is a weight in all of its uses, which may be of several kinds."""
     kind = kinds.find(module)
     return kind is not None and kind.by_weight
 
@@ -93,7 +93,7 @@ def why_not_supported(module: nn.Module) -> str:
 
 
 def did_not_run(names: Iterable[str], modules: Mapping[str, nn.Module]) -> InputError:
-    """Return the error for layers, among these modules, that the model's forward pass does not call."""
+    """Return the error for layers of ``modules`` that the model's forward pass does not call."""
     listed = [*names]
     reasons = {name: module.refusal for name in listed if isinstance(module := modules[name], Use) and module.refusal}
     reasons |= {name: kind.when_idle for name in listed if (kind := kinds.find(modules[name])) and kind.when_idle}
@@ -105,23 +105,23 @@ def did_not_run(names: Iterable[str], modules: Mapping[str, nn.Module]) -> Input
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Return whether a layer's inputs and outputs have channels in front of dimensions of space."""
+    """Return whether a layer is a convolution, with channels before the dimensions of space."""
     kind = kinds.find(module)
     return kind is not None and kind.space > 0
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is torch's linear layer, or one that is derived from it and computes what that does."""
+    """Return whether a module is torch's linear layer, or a subclass that computes the same."""
     return kinds.base(module) is nn.Linear and kinds.is_plain(module)
 
 
 def is_pointwise(module: nn.Module) -> bool:
-    """Return whether it multiplies every position by the same matrix, once: linear, or a 1 × 1 convolution."""
+    """Return whether a module multiplies every position by one matrix, once: linear, or a 1 × 1 convolution."""
     return kinds.is_plain(module) and kind_of(module).pointwise and kind_of(module).has_input
 
 
 def feeds_another(model: nn.Module, name: str) -> bool:
-    """Return whether a layer is in an ``nn.Sequential``, taken to be called whole, with parameters behind it."""
+    """Return whether a layer is followed by parameters in an ``nn.Sequential``, which is assumed to run as a whole."""
     module = model
     for own in name.split("."):
         if type(module).forward is nn.Sequential.forward:
@@ -134,31 +134,31 @@ def feeds_another(model: nn.Module, name: str) -> bool:
 
 
 def matrix(module: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Return the effective weight (d, m), a filter to a row, and the bias (d,) of a supported layer, detached."""
+    """Return the effective weight (d, m), with filters as rows, and the bias (d,) of a supported layer, detached."""
     return as_matrix(module, weight_of(module)), _bias(module)
 
 
 def without_entries(module: nn.Module) -> Tensor:
-    """Return a tensor of the form of the effective weight (d, m), which takes no memory."""
+    """Return a tensor in the shape of the effective weight (d, m) that uses no memory."""
     weight = module.weight
     assert isinstance(weight, Tensor)
     return as_matrix(module, torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape))
 
 
 def as_matrix(module: nn.Module, weight: Tensor) -> Tensor:
-    """Return a tensor of the shape of the layer's weight as (d, m)."""
+    """Return a tensor in the shape of the layer's weight as (d, m)."""
     return kind_of(module).as_matrix(weight)
 
 
 def as_weight(module: nn.Module, matrix: Tensor) -> Tensor:
-    """Return a (d, m) matrix as a tensor of the shape of the layer's weight; undoes :func:`as_matrix`."""
+    """Return a (d, m) matrix in the shape of the layer's weight; undoes :func:`as_matrix`."""
     return kind_of(module).as_weight(matrix)
 
 
 def as_called(module: nn.Module, change: Tensor) -> Tensor | None:
-    """Return a tensor of a parameter's shape as the operation's view of it, once the layer ran.
+    """Return a tensor in a parameter's shape as the operation's view of it, once the layer ran.
 
-    None for what is no view.
+    It is None if the operation's weight is not a view of the parameter.
     """
     weight, own = module.weight, _parameter(module)
     assert isinstance(weight, Tensor)
@@ -171,7 +171,7 @@ def as_called(module: nn.Module, change: Tensor) -> Tensor | None:
 
 
 def as_parameter(module: nn.Module, weight: Tensor) -> Tensor:
-    """Return a tensor of the shape of the operation's weight in that of the parameter; undoes :func:`as_called`."""
+    """Return a tensor in the shape of the operation's weight in the parameter's shape; undoes :func:`as_called`."""
     view, own = module.weight, _parameter(module)
     assert isinstance(view, Tensor)
     if view.shape == own.shape or view.numel() != own.numel() or own.data_ptr() != view.data_ptr():
@@ -190,7 +190,7 @@ def input_rows(module: nn.Module, inputs: Tensor) -> Tensor:
 def computes(module: nn.Module, inputs: Tensor, output: Tensor, coefficients: Tensor | None = None) -> Tensor | bool:
     """Return whether an output is W φ + b of its input, in its first and last row, or along the edges.
 
-    Where entries are compared it is a tensor (), which the host has not waited for.
+    If entries are compared, the result is a tensor (), for which the host has not waited.
     """
     if output.is_meta or output.numel() == 0:
         return True
@@ -214,7 +214,7 @@ def computes(module: nn.Module, inputs: Tensor, output: Tensor, coefficients: Te
 
 
 def check_measurable(name: str, module: nn.Module) -> None:
-    """Raise unless the layer's weights are numbers that the contractions can take."""
+    """Raise unless the layer's weights have values of a dtype for contractions."""
     weight, bias = module.weight, getattr(module, "bias", None)
     assert isinstance(weight, Tensor)
     if weight.is_meta:
@@ -231,7 +231,7 @@ def check_finite(modules: Mapping[str, nn.Module]) -> None:
 
 
 def check_finite_entries(where: str, weight: Tensor, bias: Tensor | None) -> None:
-    """Raise if the weight or bias of what is called ``where`` has NaN or infinity in it."""
+    """Raise if a weight or bias has NaN or infinity in it; ``where`` names the layer."""
     for what, values in (("weight", weight), ("bias", bias)):
         if values is not None and not bool(values.isfinite().all()):
             count = int((~values.isfinite()).sum())
@@ -239,22 +239,22 @@ def check_finite_entries(where: str, weight: Tensor, bias: Tensor | None) -> Non
 
 
 def check_dtype(what: str, dtype: torch.dtype) -> None:
-    """Raise unless ``dtype`` is one that the contractions can take."""
+    """Raise unless ``dtype`` is a dtype for contractions."""
     if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise InputError(f"{what} is {dtype}; float16, bfloat16, float32 or float64 is wanted")
 
 
 def tie_notes(model: nn.Module, layer: nn.Module) -> tuple[str, ...]:
-    """Return what a reader of a layer's value should know if its weight is tied."""
-    others, besides_in = uses.ties(model, layer), besides.of(layer)
+    """Return notes for the reader of a layer's value if its weight is tied."""
+    others, functions = uses.ties(model, layer), outside.of(layer)
     notes = [f"weight tied with {', '.join(others)}: derivative through this use only"] if others else []
-    if besides_in:
-        notes.append(f"weight used in {besides_in} outside of the layer too: derivative through the layer's calls only")
+    if functions:
+        notes.append(f"weight used in {functions} outside of the layer too: derivative through the layer's calls only")
     return tuple(notes)
 
 
 def _parameter(module: nn.Module) -> Tensor:
-    """Return the parameter that a layer's weight is, or the rows of it that are the layer's."""
+    """Return the parameter of a layer's weight, or the layer's rows of it."""
     if not isinstance(module, Use):
         assert isinstance(module.weight, Tensor)
         return module.weight
@@ -262,7 +262,7 @@ def _parameter(module: nn.Module) -> Tensor:
 
 
 def rows_of(module: nn.Module, parameter: Tensor) -> Tensor:
-    """Return those rows of a parameter, or of another of its shape, that are a layer's weight."""
+    """Return the rows of a parameter, or of a tensor in its shape, that are a layer's weight."""
     return parameter[module.rows] if isinstance(module, Use) and module.rows is not None else parameter
 
 

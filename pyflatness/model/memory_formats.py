@@ -1,13 +1,13 @@
-"""Keep torch from kernels of normalisations that go wrong for some orders of a tensor's entries in memory (2.13).
+"""Work around kernels of normalisations that fail for some memory formats of a tensor (torch 2.13).
 
-- The gradient of ``group_norm`` in its weight or bias alone, of an input that is ``channels_last``: the process ends on
-  a CPU, since the kernel writes the gradient in the input, which nobody asked for and which has no memory.
-- The gradients of ``batch_norm`` for one sample. An image that is ``channels_last`` and gets its dimension of samples
-  by ``unsqueeze(0)`` has strides of which torch's kernel makes contiguous ones halfway: the gradients are wrong.
-  ``instance_norm`` calls it on one such sample of all channels of all images.
+- The gradient of ``group_norm`` in its weight or bias alone, for a ``channels_last`` input, crashes the process on a
+  CPU: the kernel also writes the gradient in the input, which was not requested and has no memory.
+- The gradients of ``batch_norm`` for one sample can be wrong: torch's kernel misreads the strides of an image that is
+  ``channels_last`` and gets its dimension of samples by ``unsqueeze(0)``. ``instance_norm`` calls ``batch_norm`` on one
+  such sample, with all channels of all images.
 
-Contiguous inputs and gradients have neither. So torch's functions get these, from modules and from
-:mod:`torch.nn.functional` alike.
+Contiguous inputs and gradients have neither problem. So torch's functions get these, in modules and in
+:mod:`torch.nn.functional`.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def safe() -> Iterator[None]:
-    """Have these functions make their inputs contiguous where that matters, inside."""
+    """Make these functions use contiguous inputs where that matters, inside the context."""
     before = {name: getattr(torch, name) for name in ("group_norm", "batch_norm", "instance_norm")}
     vars(torch).update(
         group_norm=_contiguous(torch.group_norm, lambda given: True),
@@ -37,7 +37,7 @@ def _contiguous(function: Callable[..., Tensor], matters: Callable[[Tensor], boo
         if not matters(input):
             return function(input, *args, **kwargs)
         outputs = function(input.contiguous(), *args, **kwargs)
-        if outputs.requires_grad:  # the gradient that arrives may be in another order too
+        if outputs.requires_grad:  # the arriving gradient may not be contiguous either
             outputs.register_hook(Tensor.contiguous)
         return outputs
 

@@ -1,4 +1,4 @@
-"""Turn what a model returns into the one tensor that values are of."""
+"""Find the outputs in a model's return value: one tensor, or several put into one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ _WAY_OUT = "pass forward=, a function (model, batch) -> (outputs, targets) that 
 
 
 def single(outputs: Any) -> Tensor | None:
-    """Return the logits in what a model returned: a tensor, ``logits`` by key or attribute, or a tuple's only tensor.
+    """Return the logits of a model: a tensor, ``logits`` by key or attribute, or a tuple's only floating-point tensor.
 
-    Other parts may be parameters, whole numbers or no tensors. None if it is not clear which tensor is meant.
+    That tensor comes first; parameters and tensors of integers may follow. None if it is not clear which is meant.
     """
     if isinstance(outputs, Tensor):
         return outputs
@@ -30,12 +30,12 @@ def single(outputs: Any) -> Tensor | None:
 
 
 def meant(outputs: Any, loss_is_known: bool) -> Tensor | None:
-    """Return the tensor that a loss is taken of, see :func:`single`; a loss of the user's may read a tuple's fields."""
+    """Return the argument of a loss, see :func:`single`; a loss of the user's may want all fields of a named tuple."""
     return single(outputs if loss_is_known or not isinstance(outputs, tuple) else tuple(outputs))
 
 
 def refusal(outputs: Any, way_out: str = _WAY_OUT) -> InputError:
-    """Return the error that asks which tensor is meant."""
+    """Return the error for outputs of which it is not clear which tensor is meant."""
     found = [leaf for leaf in private.tree_leaves(outputs) if isinstance(leaf, Tensor)]
     shapes = ", ".join(str(tuple(leaf.shape)) for leaf in found)
     if not found:
@@ -57,7 +57,7 @@ class SideBySide:
 
     @classmethod
     def of(cls, outputs: Any) -> "tuple[SideBySide, Tensor]":
-        """Return where the outputs lie, and the tensor that they lie in."""
+        """Return the outputs' places in one tensor, and this tensor, (n, C)."""
         leaves, structure = private.tree_flatten(outputs)
         floating = all(isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim for leaf in leaves)
         if not leaves or not floating or len({len(leaf) for leaf in leaves}) > 1:
@@ -66,7 +66,7 @@ class SideBySide:
         return cls(structure, tuple(leaf.shape[1:] for leaf in leaves)), whole
 
     def apart(self, whole: Tensor) -> Any:
-        """Return what the model returned, from (n, C) of any number of samples."""
+        """Return the outputs in the model's own structure, from (n, C) for any number of samples."""
         parts = whole.split([shape.numel() for shape in self.shapes], dim=1)
         leaves = [part.reshape(len(part), *shape) for part, shape in zip(parts, self.shapes, strict=True)]
         return private.tree_unflatten(leaves, self.structure)

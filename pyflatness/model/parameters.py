@@ -1,4 +1,4 @@
-"""Run a model at other parameters than its own, which stay as they are whatever happens."""
+"""Run a model at other parameters than its own, which are restored also after an error."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ Parameters = dict[str, Tensor]
 
 
 def every(model: nn.Module) -> Parameters:
-    """Return the model's parameters by name, detached; one that has several names once."""
+    """Return the model's parameters by name, detached; a parameter with several names comes once."""
     found = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for name, values in found.items():
         if values.is_meta or not values.is_floating_point():
@@ -24,7 +24,7 @@ def every(model: nn.Module) -> Parameters:
 
 
 def trainable(model: nn.Module) -> Parameters:
-    """Return those parameters that require gradients."""
+    """Return the parameters that require gradients, by name, detached."""
     wanted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not wanted:
         raise InputError(
@@ -35,7 +35,7 @@ def trainable(model: nn.Module) -> Parameters:
 
 
 def noise(values: Mapping[str, Tensor], generator: torch.Generator) -> Parameters:
-    """Return standard normal numbers of the shape of each tensor; in float32 where the tensor has fewer bits."""
+    """Return standard normal numbers in the shape and dtype of each tensor, at least float32."""
 
     def of(tensor: Tensor) -> Tensor:
         dtype = torch.promote_types(tensor.dtype, torch.float32)
@@ -51,7 +51,7 @@ def displaced(values: Mapping[str, Tensor], noise: Mapping[str, Tensor], spread:
 
 @contextlib.contextmanager
 def inside(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Have ``values`` in the place of parameters, or buffers, inside; backward passes of such a run belong in it."""
+    """Put ``values`` in place of parameters, or buffers, inside the context, where backward passes have to be too."""
     own: dict[str, Tensor] = dict(model.named_parameters())
     if not values.keys() <= own.keys():
         own |= dict(model.named_buffers())
@@ -64,5 +64,5 @@ def inside(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
                 for key, held in places.items():
                     if held is not None and id(held) in by_tensor:
                         places[key] = value = by_tensor[id(held)]  # type: ignore[assignment]
-                        vars(value).update(vars(held))  # libraries mark parameters, and their modules read that
+                        vars(value).update(vars(held))  # some libraries' modules read attributes of parameters
         yield

@@ -1,4 +1,4 @@
-"""Know where rows are: those of each sample among all of a tensor's, and of one tensor in another's memory."""
+"""Locate rows: the rows of each sample in a tensor, and the rows of one tensor in another's memory."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,21 +9,21 @@ from typing_extensions import Self
 
 from ..contractions.layer import Memory
 
-_SPARE = 0.25  # of another batch the rows may be a bit more
+_SPARE = 0.25  # extra memory, as another batch may have a few more rows
 
 
 @dataclass(frozen=True)
 class SampleRows:
-    """Say which sample each row of a tensor belongs to, where samples have different numbers of rows, in any order."""
+    """Hold the sample of each row of a tensor, if samples have different numbers of rows, in any order."""
 
-    sample: Tensor  # (r,) of each row
-    rank: Tensor  # (r,) the place of each among those of its sample
-    place: Tensor  # (n, P) the row that is laid out there; r where there is none
-    padding: Tensor  # the places (of n P) where there is none
+    sample: Tensor  # (r,) the sample of each row
+    rank: Tensor  # (r,) the index of each row among those of its sample
+    place: Tensor  # (n, P) the row at each place of the padded layout; r for padding
+    padding: Tensor  # the places (of n P) that are padding
 
     @classmethod
-    def of(cls, sample: Tensor, samples: int, **besides: Any) -> Self:
-        """Return the rows of so many samples, of each row's (r,)."""
+    def of(cls, sample: Tensor, samples: int, **fields: Any) -> Self:
+        """Return the rows of ``samples`` samples, given each row's ``sample`` (r,)."""
         of_sample, order = sample.sort(stable=True)
         counts = torch.bincount(sample, minlength=samples)
         starts = counts.cumsum(0) - counts
@@ -31,10 +31,10 @@ class SampleRows:
         rank[order] = torch.arange(len(sample), device=sample.device) - starts[of_sample]
         place = sample.new_full((samples, int(counts.max())), len(sample))
         place[sample, rank] = torch.arange(len(sample), device=sample.device)
-        return cls(sample, rank, place, (place.flatten() == len(sample)).nonzero().flatten(), **besides)
+        return cls(sample, rank, place, (place.flatten() == len(sample)).nonzero().flatten(), **fields)
 
     def laid_out(self, rows: Tensor, memory: Memory | None = None) -> Tensor:
-        """Return rows (r, …), without a graph where they go into a ``memory``, as (n, P, …), padded with zeros."""
+        """Return rows (r, …) as (n, P, …), padded with zeros; if they are written to ``memory``, without a graph."""
         places = self.place.flatten().clamp_max(len(rows) - 1)
         shape = (len(places), *rows.shape[1:])
         out = None if memory is None else memory.of(shape, rows.dtype, rows.device, _SPARE)
@@ -44,14 +44,14 @@ class SampleRows:
         return first
 
     def taken_back(self, laid_out: Tensor) -> Tensor:
-        """Return the rows (r, …) of (n, P, …); undoes :meth:`laid_out`."""
+        """Return rows (r, …) from (n, P, …); undoes :meth:`laid_out`."""
         return laid_out[self.sample, self.rank]
 
 
 def order_in_memory(outputs: Tensor, output: Tensor) -> Tensor | None:
     """Return the indices of the outputs' rows among a layer's rows; None unless each is there once.
 
-    An empty tensor says that the rows are the same, in the same order.
+    An empty tensor means that the rows are the same, in the same order.
     """
     same = torch.empty(0, dtype=torch.int64, device="cpu")
     if _layout(outputs) == _layout(output):
@@ -71,7 +71,7 @@ def _layout(rows: Tensor) -> tuple[Any, ...]:
 
 
 def _places(rows: Tensor) -> Tensor:
-    """Return where in memory the rows (all dimensions but the last) begin, in row-major order."""
+    """Return where the rows (all dimensions but the last) begin in memory, in row-major order."""
     places = torch.tensor([rows.storage_offset()], dtype=torch.int64, device="cpu")
     for count, stride in zip(rows.shape[:-1], rows.stride()[:-1], strict=True):
         places = (places.unsqueeze(1) + torch.arange(count, device="cpu") * stride).flatten()

@@ -21,17 +21,18 @@ Selector = str | nn.Module
 
 @dataclass(frozen=True)
 class Selection:
-    """Hold the layers that were asked for."""
+    """Hold the selected layers."""
 
     modules: dict[str, nn.Module]  # name -> module, in the model's order
-    named: frozenset[str]  # those asked for by their own name (or module): each has to run
-    optional: bool = False  # whether none at all has to run; else one has to
+    named: frozenset[str]  # layers selected by their own name (or module), each of which has to run
+    optional: bool = False  # whether none has to run; otherwise at least one has to
 
 
 def select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) -> Selection:
-    """Return the supported layers that selectors mean; None means all of them, but for normalisations.
+    """Return the supported layers that selectors match; None selects all except scales of features.
 
-    A pattern means these where it matches nothing else. The name of a layer's weight means it in all of its uses.
+    A pattern selects scales, of normalisations or layers, only if it matches no other layer. The name of a layer's
+    weight selects the weight in all of its uses.
     """
     with parts_not_compiled(model):
         return _select(model, selectors)
@@ -67,7 +68,7 @@ def _select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) -
                 raise InputError(f"layer: this {type(selector).__name__} is not a part of the model")
             selector = first_name[selector]
         matching = _matching(model, every, (usable.keys(), scales.keys()), selector)
-        names = [first_name[every[name]] for name in matching]  # a shared module has several
+        names = [first_name[every[name]] for name in matching]  # a shared module has several names
         if selector in every:
             named.update(names)
         meant = usable.keys() & names or scales.keys() & names
@@ -75,7 +76,7 @@ def _select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) -
             raise InputError(f"layer {names[0]!r} {why_not_supported(every[names[0]])}{_inside(usable, names[0])}")
         chosen |= meant
         if meant & scales.keys():
-            spread.refuse("the weight of a normalisation")
+            spread.refuse("a scale of features")
     both = usable | scales
     found = {name: both[name] for name in every if name in chosen} | whole
     for use in (layer for name, layer in found.items() if name in named and isinstance(layer, Use)):
@@ -84,13 +85,13 @@ def _select(model: nn.Module, selectors: Selector | Sequence[Selector] | None) -
 
 
 def layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers of a model that are measured by default, or may turn out to be, by name and in its order."""
+    """Return the layers that are, or may turn out to be, measured by default, by name, in the model's order."""
     with parts_not_compiled(model):
         return _every(model)[1]
 
 
 def _every(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module], dict[str, nn.Module]]:
-    """Return all that a name may mean, modules by each of their names, and by the first layers, and normalisations."""
+    """Return all modules and stand-ins by each of their names; and by their first name layers, and scales."""
     check_classes(walk.named_modules(model))
     stand_ins = uses.of(model)
     every: dict[str, nn.Module] = {}
@@ -109,13 +110,14 @@ def _every(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module]
             scales[name] = module
         for parameter in behind.get(name, ()) if module not in seen else ():
             if parameter not in modules:
-                every[parameter] = usable[parameter] = stand_ins[parameter]
+                use = every[parameter] = stand_ins[parameter]
+                (scales if use.source.parameter.ndim == 1 else usable)[parameter] = use
         seen.add(module)
     return every, usable, scales
 
 
 def one(model: nn.Module, selector: Selector) -> str:
-    """Return the one layer that a selector means."""
+    """Return the name of the one layer that a selector matches, or raise."""
     matches = [*select(model, selector).modules]
     if len(matches) > 1:
         raise InputError(f"layer: {selector!r} matches {len(matches)} layers, one is wanted: {', '.join(matches[:8])}")
@@ -125,7 +127,7 @@ def one(model: nn.Module, selector: Selector) -> str:
 def _matching(
     model: nn.Module, every: Mapping[str, nn.Module], usable: tuple[Collection[str], ...], selector: Any
 ) -> list[str]:
-    """Return the names that a selector means; of globs those of the first kind of layers that has any."""
+    """Return the names that a selector matches; of a glob in the first group of ``usable`` that has a match."""
     if not isinstance(selector, str):
         wanted = "a name, glob, 're:…', 'type:…' or module is wanted"
         if isinstance(selector, type):
@@ -142,7 +144,7 @@ def _matching(
 
 
 def _check_no_parameter(model: nn.Module, usable: Collection[str], name: str) -> None:
-    """Raise if a name that is no layer's is one of a parameter, and say which layers have it or why none has."""
+    """Raise if a name that is no layer's is a parameter's, and say which layers have it or why none has."""
     if name not in dict(model.named_parameters(remove_duplicate=False)):
         return
     parts = [layer for layer in usable if layer.startswith(f"{name}[")]
@@ -157,7 +159,7 @@ def _check_no_parameter(model: nn.Module, usable: Collection[str], name: str) ->
 
 
 def _inside(usable: Collection[str], name: str) -> str:
-    """Return how to name the layers inside of a module that is none itself, as the end of an error."""
+    """Return the end of an error that names the layers inside a module that is no layer itself."""
     inside = [layer for layer in usable if layer.startswith(f"{name}.")]
     return f"; the layers inside of it are {name + '.*'!r} ({inside[0]!r}, …)" if inside else ""
 

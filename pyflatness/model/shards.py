@@ -1,9 +1,9 @@
 """Hold one rank's part of data that are spread over the processes of a group.
 
-The place of a sample in all data is that of its shard's samples one after another, in the order of the ranks; where all
-ranks read by torch's ``DistributedSampler``, it is the place in that sampler's order of the whole data set, which does
-not depend on the number of ranks. A rank without samples is lent a batch of another's: what is found out of a batch
-(which layers run, which one is the head) it finds out too, and adds nothing.
+The place of a sample in all data is that in the shards one after another, in the order of the ranks. If all ranks read
+by torch's ``DistributedSampler``, it is the place in that sampler's order of the whole data set, which does not depend
+on the number of ranks. A rank without samples gets a batch of another rank: it learns from that which layers run and
+which one is the head, and adds nothing to sums.
 """
 
 import pickle
@@ -35,9 +35,9 @@ def batches(
     placed: bool = False,
     shown: bool | None = None,
 ) -> Batches:
-    """Return the user's data as batches, see :class:`.data.Batches`, and as a part of those of all ranks.
+    """Return the user's data as :class:`.data.Batches`, with their place among the data of all ranks.
 
-    With ``placed`` the places of samples in all data have to be known.
+    With ``placed`` the exact places of samples in all data are found.
     """
     if shown is None and ranks.rank > 0:
         shown = False
@@ -56,7 +56,7 @@ def batches(
 
 
 def _shard(data: Any, own: Batches, ranks: Ranks, *, placed: bool) -> tuple[Shard, int | None]:
-    """Return which part this rank has, and which rank lends a batch if there is one that has no samples."""
+    """Return this rank's part of the data, and the rank that lends a batch if some rank has no samples."""
     empty, sampler = own.is_empty(), distributed(data)
     place = None if sampler is None else _place(*sampler)
     count = 0 if empty or not placed else own.count() if place is None else place["taken"]
@@ -75,7 +75,7 @@ def _shard(data: Any, own: Batches, ranks: Ranks, *, placed: bool) -> tuple[Shar
 
 
 def _place(sampler: DistributedSampler[Any], taken: int) -> dict[str, int]:
-    """Return which places a sampler's samples, of which a loader takes some, have in the whole data set's order."""
+    """Return the places of a sampler's samples, of which a loader takes ``taken``, in the order of the data set."""
     whole: int = len(sampler.dataset)  # type: ignore[arg-type]
     start, step = sampler.rank, sampler.num_replicas
     return {
@@ -89,13 +89,13 @@ def _place(sampler: DistributedSampler[Any], taken: int) -> dict[str, int]:
 
 
 def _are_of_one_order(places: Sequence[Mapping[str, int]]) -> bool:
-    """Return whether samplers have different samples of one data set."""
+    """Return whether the samplers of all ranks have different samples of one data set."""
     starts, steps = ({place[name] for place in places} for name in ("start", "step"))
     return len(starts) == len(places) and len(steps) == 1
 
 
 def _notes(places: Sequence[Mapping[str, int]]) -> tuple[str, ...]:
-    """Return what a reader should know of the samplers of all ranks."""
+    """Return notes for readers on the samplers of all ranks."""
     whole, again, dropped = places[0]["whole"], sum(place["again"] for place in places), places[0]["dropped"]
     notes = []
     if again:
@@ -109,7 +109,7 @@ def _notes(places: Sequence[Mapping[str, int]]) -> tuple[str, ...]:
 
 
 def _lent(own: Batches, lender: int) -> Any:
-    """Return the first batch of the rank that lends one, where it is needed; the others send it, or pass it on."""
+    """Return the first batch of rank ``lender`` to a rank without samples, and None to others."""
     ranks = own.shard.ranks
     try:
         lent = ranks.exchange("a batch", _plain(own.peek()) if ranks.rank == lender else None)[lender]
@@ -122,7 +122,7 @@ def _lent(own: Batches, lender: int) -> Any:
 
 
 def _plain(batch: Any) -> Any:
-    """Return a batch with tensors on the CPU, in containers of Python's."""
+    """Return a batch with tensors on the CPU, in Python's own containers."""
     if isinstance(batch, Tensor):
         return batch.detach().cpu().clone()
     if isinstance(batch, Mapping):

@@ -1,6 +1,6 @@
-"""Know which parameters of the model that is measured are spread over ranks, and how they are had as a whole.
+"""Hold which parameters of the measured model are spread over ranks, and how to gather them.
 
-:mod:`.fsdp` and :func:`held_in_parallel` say so; the rest of the package asks here.
+:mod:`.fsdp` and :func:`held_in_parallel` register them for the rest of the package.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ class Part:
 
     spread: Tensor  # the DTensor
     whole: Callable[[], Tensor]  # returns all of its entries
-    used: Callable[[], Tensor | None]  # returns the tensor that modules compute with, once one has
+    used: Callable[[], Tensor | None]  # returns the tensor with which modules compute, or None before the first run
 
 
-# Of the model inside of held(); calls of several threads take turns.
+# These are for the model inside held(); calls of several threads take turns.
 _held: dict[int, Part] = {}  # by the identity of parameters
 _layers: set[int] = set()  # modules with such a weight
 _parallel = [ALONE]
@@ -38,7 +38,7 @@ _parallel = [ALONE]
 
 @contextlib.contextmanager
 def held(model: nn.Module, parts: Mapping[int, Part], parallel: Ranks = ALONE) -> Iterator[None]:
-    """Say that parameters of a model, by their identity, are spread over ranks, inside."""
+    """Register parameters of a model, by their identity, as spread over ranks, inside the context."""
     _held.update(parts)
     _layers.update(id(module) for module in walk.modules(model) if id(module._parameters.get("weight")) in parts)
     _parallel.append(parallel)
@@ -56,17 +56,17 @@ def is_spread(tensor: Tensor) -> bool:
 
 
 def is_held() -> bool:
-    """Return whether a model whose parameters are spread over ranks is measured."""
+    """Return whether the measured model has parameters that are spread over ranks."""
     return bool(_held)
 
 
 def parallel() -> Ranks:
-    """Return the ranks that compute parts of each layer, all of the same samples; this process without such a model."""
+    """Return the ranks of tensor parallelism, which compute parts of each layer for the same samples; or ALONE."""
     return _parallel[-1]
 
 
 def parameters() -> list[Tensor]:
-    """Return the parameters that are spread over ranks, whose flags those have that are gathered of them."""
+    """Return the parameters that are spread over ranks; gathered tensors have their ``requires_grad``."""
     return [part.spread for part in _held.values()]
 
 
@@ -76,17 +76,17 @@ def has_weight_of(module: nn.Module) -> bool:
 
 
 def owners() -> dict[int, Tensor]:
-    """Return the parameters that are spread over ranks, by the identity of what each is gathered in."""
+    """Return the parameters that are spread over ranks, by the identity of the tensor in which each is gathered."""
     return {id(part.used()): part.spread for part in _held.values()}
 
 
 def used(parameter: Tensor) -> Tensor | None:
-    """Return the tensor that modules compute with where they have a parameter: that itself unless it is gathered."""
+    """Return the tensor with which modules compute for a parameter: the gathered one, or the parameter itself."""
     return _held[id(parameter)].used() if id(parameter) in _held else parameter
 
 
 def refuse(what: str, instead: str = "") -> None:
-    """Raise if a model whose parameters are spread over ranks is measured, of which ``what`` cannot be had."""
+    """Raise if the measured model has parameters spread over ranks, for which ``what`` is not available."""
     if _held:
         raise NotYetError(
             f"{what} cannot be had yet of a model whose parameters are spread over ranks: {instead}{WHOLE}"
@@ -94,7 +94,7 @@ def refuse(what: str, instead: str = "") -> None:
 
 
 def check_processes(name: str, spread: Any, ranks: Ranks, data: str) -> None:
-    """Raise unless the ranks that make the call, each with its ``data``, are those that a DTensor is spread over."""
+    """Raise unless the ranks that make the call, each with its ``data``, are those over which a DTensor is spread."""
     processes = spread.device_mesh.mesh.tolist()
     if len(processes) != ranks.size or not (ranks.alone or processes == ranks.processes):
         here = "process_group=False" if ranks.alone else f"the processes {ranks.processes}"
@@ -105,7 +105,7 @@ def check_processes(name: str, spread: Any, ranks: Ranks, data: str) -> None:
 
 
 def whole(weight: Tensor) -> Tensor:
-    """Return a weight with all of its entries, those of other ranks too."""
+    """Return a weight with all of its entries, including those on other ranks."""
     if not is_spread(weight):
         return weight
     if id(weight) not in _held:
@@ -117,7 +117,7 @@ def whole(weight: Tensor) -> Tensor:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Return a tensor of a tensor-parallel forward or backward pass with all of its entries, and with its graph."""
+    """Return a tensor of a tensor-parallel forward or backward pass with all of its entries and its graph."""
     if not is_spread(tensor):
         return tensor
     found: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
@@ -125,9 +125,9 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def own_rows(module: nn.Module) -> tuple[Tensor, Tensor | None, int] | None:
-    """Return the rows of weight and bias that this rank has, and the first one's number.
+    """Return this rank's rows of weight and bias, and the number of the first one.
 
-    None for a layer not spread by rows.
+    It is None for a layer that is not spread by rows.
     """
     weight: Any = module.weight
     ranks = parallel()
@@ -143,7 +143,7 @@ def own_rows(module: nn.Module) -> tuple[Tensor, Tensor | None, int] | None:
 
 @contextlib.contextmanager
 def held_in_parallel(model: nn.Module, ranks: Ranks) -> Iterator[None]:
-    """Hold a model inside, if some of its parameters are spread over ranks."""
+    """Register a model's parameters that tensor parallelism spreads over ranks, inside the context."""
     parts = {}
     has_spread = any(map(is_spread, walk.parameters(model)))
     for name, parameter in model.named_parameters() if has_spread else ():

@@ -1,9 +1,9 @@
-"""Hold the user's model so that it can be run, and so that nothing of it is changed afterwards.
+"""Prepare the user's model for runs, and restore it afterwards.
 
-What is left as found, also after an exception or a signal (:mod:`.interrupts`): hooks, modes, ``requires_grad``,
-``.grad``, buffers, the random state, and the switches of the process that a call turns. These are also why calls of
-several threads take turns. The model is a function of one sample: a BatchNorm or Dropout in training mode is refused,
-and switched for the time of the call if the user says so.
+After a call, an exception or a signal (:mod:`.interrupts`), these are as before: hooks, modes, ``requires_grad``,
+``.grad``, buffers, the random state, and the process's settings that a call changes. Because of the latter, calls of
+several threads take turns. The model has to be a function of one sample: a BatchNorm or Dropout in training mode is
+refused, or put in eval mode for the call if the user asks for it.
 """
 
 import contextlib
@@ -39,11 +39,10 @@ _turn = threading.RLock()
 def observing(
     model: nn.Module, ranks: Ranks | None = None, *, in_eval: bool = False
 ) -> Iterator[tuple[nn.Module, Randomness]]:
-    """Hold the user's own module ready to be run without gradients; afterwards everything is as it was.
+    """Prepare the user's own module for runs without gradients, inside the context; afterwards everything is restored.
 
-    Inside are the module without its wrappers, and what it may draw from; ``ranks`` are those its parameters may be
-    spread over. One thread at a time is inside, since some of it belongs to the process; calls inside of calls are
-    fine.
+    Yield the module without its wrappers, and its sources of randomness. Its parameters may be spread over ``ranks``.
+    Only one thread at a time is inside, since some settings belong to the process; contexts may be nested.
     """
     check_module("model", model)
     with interrupts.undone():
@@ -65,7 +64,7 @@ def _end_turn() -> None:
 
 
 def _prepared(model: nn.Module, ranks: Ranks | None) -> tuple[nn.Module, Randomness]:
-    """Make a model ready for :func:`observing`, and note how to undo it."""
+    """Prepare a model for :func:`observing`, and register how to undo that."""
     model = layers.unwrap(model)
     stack = contextlib.ExitStack()
     interrupts.later(stack.close)
@@ -82,9 +81,9 @@ def _prepared(model: nn.Module, ranks: Ranks | None) -> tuple[nn.Module, Randomn
     interrupts.later(stack.close)
     if ranks is not None:
         stack.enter_context((fsdp.held if fsdp.is_sharded(model) else spread.held_in_parallel)(model, ranks))
-    random = generators.hold(modules)  # the user's model and data may draw; we do not
+    random = generators.hold(modules)  # the user's model and data may draw random numbers
     interrupts.later(random.put_back)
-    if "torch._dynamo" in sys.modules:  # else nothing is compiled, and loading it takes longer than most calls
+    if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and loading it takes longer than most calls
         # Compiled code ignores hooks that are added later, and is no graph that can be read.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
     stack.enter_context(torch.inference_mode(False))
@@ -93,10 +92,10 @@ def _prepared(model: nn.Module, ranks: Ranks | None) -> tuple[nn.Module, Randomn
     stack.enter_context(uses.held(model))
     if spread.is_held():
         uses.of(model)  # while no module has its parameters gathered
-    for module in modules:  # those of the user's would be called in our backward passes, and may change gradients
+    for module in modules:  # the user's backward hooks would run in our backward passes, and may change gradients
         if module._backward_hooks or module._backward_pre_hooks:
             vars(module).update(_backward_hooks=OrderedDict(), _backward_pre_hooks=OrderedDict())
-    # Transformer layers call their linear layers, instead of one kernel that no hook sees.
+    # Without the fast path, transformer layers call their linear layers, in place of one kernel that no hook sees.
     torch.backends.mha.set_fastpath_enabled(False)
     for module in modules:
         if isinstance(module, parametrize.ParametrizationList):
@@ -105,7 +104,7 @@ def _prepared(model: nn.Module, ranks: Ranks | None) -> tuple[nn.Module, Randomn
 
 
 class Found:
-    """Hold what a call may change in modules and in torch, as it is when this is made."""
+    """Hold the state of modules and of torch before a call, in so far as the call may change it."""
 
     def __init__(self, named: Collection[tuple[str, nn.Module]]) -> None:
         modules = [module for _, module in named]
@@ -123,7 +122,7 @@ class Found:
         _inside.append(self)
 
     def kept(self) -> list[str]:
-        """Return the names of what forward passes have kept in modules since: tensors, numbers, entries of lists."""
+        """Return the names of values that forward passes have since stored in modules: tensors, numbers, entries."""
         names = [name for name, tensor, version, _ in self._values if tensor._version != version]
         for place in _changed(self._pairs):
             name, (held, before) = self._names[place], self._pairs[place]
@@ -137,13 +136,13 @@ class Found:
         return [*dict.fromkeys(names)]
 
     def put_back(self) -> None:
-        """Make it as it was, in so far as it was changed."""
+        """Restore whatever was changed."""
         thread, grad, depth, flags = self._thread
-        if thread == threading.get_ident():  # and not in a forked process that another one lives on in
+        if thread == threading.get_ident():  # another thread may live on in a forked process
             calling.end_transforms(depth)
             private.set_grad_enabled(grad)
         for level in range(private.forward_ad_level(), self._level, -1):
-            with contextlib.suppress(RuntimeError):  # torch has left it, and not noted that
+            with contextlib.suppress(RuntimeError):  # torch has left the level without a note of that
                 forward_ad.exit_dual_level(level=level)
             private.set_forward_ad_level(level - 1)
         calling.now.update(flags)
@@ -166,29 +165,29 @@ class Found:
 
 
 def _has_changed(tensor: Tensor, value: Tensor) -> bool:
-    """Return whether an operation that was cut off in a dispatch mode changed a tensor, and not its version."""
+    """Return whether an operation that was interrupted in a dispatch mode changed a tensor, but not its version."""
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
     return is_plain and not tensor.is_complex() and not torch.allclose(tensor, value, 0, 0, equal_nan=True)
 
 
 def kept() -> list[str]:
-    """Return what the forward passes of the call under way have kept, see :meth:`Found.kept`."""
+    """Return the names of values that forward passes of the current call have stored, see :meth:`Found.kept`."""
     with private.without_functions():
         return _inside[-1].kept() if _inside else []
 
 
-_OF_GRADIENTS = ("sparse", "scale_grad_by_freq")  # embeddings' own: another layout, or not the function's gradients
-_ATTENTION: list[tuple[Callable[[], bool], Callable[[bool], None]]] = [  # that torch may choose among
+_OF_GRADIENTS = ("sparse", "scale_grad_by_freq")  # attributes of embeddings that give other gradients
+_ATTENTION: list[tuple[Callable[[], bool], Callable[[bool], None]]] = [  # torch's kernels for attention
     (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
     (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
     (cuda.math_sdp_enabled, cuda.enable_math_sdp),
     (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
 ]
-_inside: list[Found] = []  # of the thread that has its turn
+_inside: list[Found] = []  # of the thread whose turn it is
 
 
 def _in_child() -> None:
-    """Make a forked process ready: its models are as they were if another thread had its turn, and nobody has one."""
+    """Prepare a forked process: restore models if it was another thread's turn, and free the lock."""
     if not _has_turn():
         for found in reversed([*_inside]):
             found.put_back()
@@ -201,9 +200,9 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Hold a model in eval mode inside.
+    """Put a model in eval mode inside the context.
 
-    Modes are set on each module, past ``eval()`` of the user's, which may merge adapters.
+    Modes are set on each module, since the user's ``eval()`` may do more, such as merge adapters.
     """
     with interrupts.undone():
         _to_eval_mode(model)
@@ -211,7 +210,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _to_eval_mode(model: nn.Module) -> None:
-    """Put a model in eval mode for :func:`in_eval_mode`, and note how to undo it."""
+    """Put a model in eval mode for :func:`in_eval_mode`, and register how to undo that."""
     modes = [(module, module.training) for module in walk.modules(model)]
 
     def put_back() -> None:
@@ -224,11 +223,11 @@ def _to_eval_mode(model: nn.Module) -> None:
 
 
 class _Once:
-    """Compute a parametrised weight once, as its ``forward``, in this model alone; torch's cache is the process's."""
+    """Serve as ``forward`` of a parametrised weight, and compute it once; torch's own cache is for all models."""
 
     def __init__(self, made: parametrize.ParametrizationList) -> None:
         before = made.__dict__.get("forward")
-        # In a call inside of another it is that one's.
+        # In a nested context, the forward before is the outer one's.
         self.before: Callable[[], Tensor] | None = before.before if isinstance(before, _Once) else before
         self._forward = self.before or functools.partial(type(made).forward, made)
         self._made: Tensor | None = None
@@ -241,7 +240,7 @@ class _Once:
 
 @contextlib.contextmanager
 def made_anew(model: nn.Module) -> Iterator[None]:
-    """Let a model inside of :func:`observing` compute parametrised weights at every access, past torch's cache.
+    """Let a model inside :func:`observing` compute parametrised weights at every access, without torch's cache.
 
     This is for runs at other parameters, for weights with their graph, and for copies.
     """
@@ -264,7 +263,7 @@ def made_anew(model: nn.Module) -> Iterator[None]:
 
 
 def device(model: nn.Module) -> torch.device:
-    """Return the device where the model's parameters are, and its batches go."""
+    """Return the device of the model's parameters, to which its batches are moved."""
     parameter = next((p for p in model.parameters() if not p.is_meta), None)
     if parameter is None:
         raise InputError(f"model: one with parameters is wanted, {received('model', model)}")
@@ -273,9 +272,9 @@ def device(model: nn.Module) -> torch.device:
 
 @contextlib.contextmanager
 def without_product(module: nn.Module, outputs: int) -> Iterator[None]:
-    """Let a linear layer give outputs of the right shape and layout, and of no memory (on the meta device), inside."""
+    """Make a linear layer return outputs on the meta device, without memory, inside the context."""
 
-    def shape_only(input: Tensor) -> Tensor:  # noqa: A002, the name that callers of a Linear may use
+    def shape_only(input: Tensor) -> Tensor:  # noqa: A002, since callers of a Linear may use this name
         return torch.empty(*input.shape[:-1], outputs, dtype=input.dtype, device="meta")
 
     with replaced_forward(module, shape_only):
@@ -283,18 +282,18 @@ def without_product(module: nn.Module, outputs: int) -> Iterator[None]:
 
 
 Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
-_CONTAINERS = {dict, OrderedDict, defaultdict, list, set, deque}  # a class of the user's may do more than hold things
-_OF_TORCH = frozenset(vars(nn.Module()))  # what every module has
+_CONTAINERS = {dict, OrderedDict, defaultdict, list, set, deque}  # subclasses may do more than store
+_OF_TORCH = frozenset(vars(nn.Module()))  # attributes of every module
 
 
 def _held(
     named: Iterable[tuple[str, nn.Module]],
 ) -> tuple[list[str | None], list[tuple[Container, Container]], dict[str, Tensor]]:
-    """Return the containers in which modules and parameters hold something, however deep, each with a copy of it.
+    """Return the names of all containers in modules and parameters, also nested ones; these, with copies; and tensors.
 
-    The first list has the containers' names: what is no state of a module has none, and a name that is empty or ends in
-    a point is that of a module or of its buffers. The last has buffers, and tensors in containers that are no
-    parameters and have no graph. It is one loop, since each module has some fifteen containers.
+    A container that is no state of a module has no name; a name that is empty or ends in a dot is that of a module or
+    of its buffers. The tensors are buffers, and tensors in containers that are no parameters and have no graph. This is
+    one loop for speed, as each module has some fifteen containers.
     """
     names: list[str | None] = []
     pairs: list[tuple[Container, Container]] = []
@@ -327,7 +326,7 @@ def _held(
                 for key, inner in reversed([*(value.items() if isinstance(value, dict) else enumerate(value))]):
                     waiting.append((None if name is None else _joined(name, key), inner))
             elif name is not None and type(value) is Tensor and not (value.requires_grad or value.is_inference()):
-                seen.add(id(value))  # an inference tensor cannot be changed here
+                seen.add(id(value))  # inference tensors cannot change here
                 tensors[name] = value
     return names, pairs, tensors
 
@@ -337,10 +336,10 @@ def _joined(name: str, key: Any) -> str:
 
 
 def _changed(pairs: Iterable[tuple[Container, Container]]) -> list[int]:
-    """Return the places of the containers that do not hold the very things any more that they held before."""
+    """Return the places of the containers that no longer hold the same objects as before."""
     found = []
     for place, (held, before) in enumerate(pairs):
-        if not (held or before):  # as most of a module's are
+        if not (held or before):  # most containers of a module are empty
             continue
         if isinstance(held, set) or isinstance(before, set):
             same = held == before
@@ -354,12 +353,12 @@ def _changed(pairs: Iterable[tuple[Container, Container]]) -> list[int]:
 
 
 def attributes(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return what :func:`put_back` takes: where modules hold their attributes, and these."""
+    """Return the dictionaries of modules' attributes, parameters and buffers, with copies, for :func:`put_back`."""
     return [(held, {**held}) for m in modules for held in (vars(m), m._parameters, m._buffers)]
 
 
 def put_back(pairs: Sequence[tuple[Container, Container]]) -> None:
-    """Put back what modules set in themselves, as a table and its length: all of it or nothing."""
+    """Restore the containers of modules, each as a whole, such as a table together with its length."""
     for place in _changed(pairs):
         held, before = pairs[place]
         if isinstance(held, dict) and isinstance(before, dict):

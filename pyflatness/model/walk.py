@@ -1,4 +1,4 @@
-"""Walk over a model's modules at once: torch's own walks enter a frame for each module and all that it is in."""
+"""Walk over a model's modules in one loop; torch's own walks are recursive generators, and slow."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 def named_modules(model: nn.Module, *, each_name: bool = False) -> list[tuple[str, nn.Module]]:
-    """Return what ``model.named_modules()`` yields; with ``each_name`` shared modules by each of their names."""
+    """Return ``model.named_modules()`` as a list; with ``each_name``, shared modules come under all their names."""
     found: list[tuple[str, nn.Module]] = []
     seen: set[nn.Module] = set()
     waiting = [("", model)]
@@ -33,7 +33,7 @@ def modules(model: nn.Module) -> list[nn.Module]:
 
 
 def holders(modules: Iterable[nn.Module]) -> Counter[int]:
-    """Count in how many places of these modules each parameter is, by its identity."""
+    """Return how many times modules hold each parameter, by the parameter's identity."""
     return Counter(id(parameter) for module in modules for parameter in module._parameters.values())
 
 

@@ -1,15 +1,15 @@
-"""Reduce values over the samples of a data set: decide which samples count, and what sums over them are divided by.
+"""Reduce values over the samples of a data set: which samples count, and the normaliser.
 
     E = Σ_i t_i / Σ_i ω_i   (reduction "mean")        E = Σ_i t_i   (reduction "sum")
 
-over all samples that count, whatever the batches. t_i is what sample i adds, ω_i its weight in the mean, and the number
-that sums are divided by is the normaliser. What a ``nan_policy`` does about NaN and infinity is decided here alone:
+over all samples that count, whatever the batches, with t_i the contribution of sample i and ω_i its weight in the mean.
+The divisor is the normaliser. Only this module decides what a ``nan_policy`` does about NaN and infinity:
 
     "raise"      an error says where they are
     "propagate"  the values of their samples are NaN, and so are the sums
     "omit"       their samples are left out of sums and normaliser, and counted
 
-The same holds of a sum of squares that is 0, or short of digits, because its inputs' squares underflow.
+It does the same about a sum of squares that is 0, or loses digits, because its inputs' squares underflow.
 """
 
 import functools
@@ -23,16 +23,16 @@ from ..errors import InputError, NonFiniteError
 from .shard import WHOLE, Key, Parts, Shard
 
 NAN_POLICIES = "raise", "propagate", "omit"
-_SAMPLES = "samples"  # among sums over ranks
+_SAMPLES = "samples"  # the key of numbers of samples among sums over ranks
 _SMALL = torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps
 
 Error = Callable[[], NonFiniteError]
-"""Return the error for "raise", or raise another, as of weights that are not finite, which are no sample's fault."""
-BySample = Callable[[Tensor], Tensor]  # which rows are finite, (rows,) bool -> which samples are, (n,) bool
+"""Return the error for "raise", or raise another if no sample is its cause, such as weights that are not finite."""
+BySample = Callable[[Tensor], Tensor]  # whether rows are finite, (rows,) bool -> whether samples are, (n,) bool
 
 
 def omits(policy: str) -> bool:
-    """Return whether samples may be left out, so that it matters which values are a sample's."""
+    """Return whether samples may be left out, so that values have to be known for each sample."""
     return policy == "omit"
 
 
@@ -42,7 +42,7 @@ def raises(policy: str) -> bool:
 
 
 def non_finite(number: int, fine: Tensor, where: str, rows: str = "samples") -> NonFiniteError:
-    """Return the error of a batch for "raise"; ``fine`` (rows,) is True where there is no NaN or infinity."""
+    """Return the error of a batch for "raise"; ``fine`` (rows,) is False for rows with NaN or infinity."""
     return NonFiniteError(
         f"batch {number}: {int((~fine).sum())} of {len(fine)} {rows} have NaN or infinity {where}; pass "
         "nan_policy='omit' or 'propagate' to go on"
@@ -52,11 +52,11 @@ def non_finite(number: int, fine: Tensor, where: str, rows: str = "samples") -> 
 def underflow(
     policy: str, number: int, total: float, inputs: Iterable[Tensor], layer: str, rows: str = "samples"
 ) -> Tensor | None:
-    """Return which rows of a batch have lost their values to underflow, (rows,) bool; None: no value is lost.
+    """Return which rows of a batch have lost their values to underflow, (rows,) bool; None if none has.
 
-    A sum of products with squared inputs is right up to rounding where it is far above the dtype's smallest normal
-    number, or the largest of these squares is above that. Where all inputs are 0 it is a true 0. ``total`` is Σ
-    |value|; ``inputs`` (rows, …) each, not yet normalised, are asked for where it is all but 0.
+    A sum of products with squared inputs is right up to rounding if it is far above the dtype's smallest normal number,
+    or if the largest of these squares is above that. If all inputs are 0 it is a true 0. ``total`` is Σ |value|;
+    ``inputs`` (rows, …) each, not yet normalised, are read only if it is nearly 0.
     """
     if not total < _SMALL:
         return None
@@ -79,7 +79,7 @@ def underflow(
 
 
 def kept(policy: str, fine: Tensor, error: Error, samples: BySample | None = None) -> Tensor | None:
-    """Return which samples of a batch count, (n,) bool, given which rows are ``fine``; None if all count."""
+    """Return which samples of a batch count, (n,) bool, if the rows that are ``fine`` are finite; None if all count."""
     if policy == "propagate" or bool(fine.all()):
         return None
     found = error()
@@ -94,44 +94,44 @@ def finite_samples(values: Tensor) -> Tensor:
 
 
 def counting(policy: str, values: Tensor) -> Tensor:
-    """Return which samples will count, (n,) bool, judged by their values (…, n)."""
+    """Return which samples will count, (n,) bool, given their values (…, n)."""
     fine = finite_samples(values)
     return fine if omits(policy) else torch.ones_like(fine)
 
 
 def masked(values: Tensor, kept: Tensor | None, fill: float = 0.0) -> Tensor:
-    """Return values (…, n) with ``fill`` in the place of samples that do not count."""
+    """Return values (…, n) with ``fill`` for samples that do not count."""
     return values if kept is None else values.masked_fill(~kept, fill)
 
 
 def check_together(policy: str, fine: bool, error: Error) -> None:
-    """Raise unless a value of all samples together, none of which can be left out, is finite or may be NaN."""
+    """Raise unless a value of all samples together is ``fine`` or may be NaN; it cannot leave out a sample."""
     if not fine and policy != "propagate":
         raise error()
 
 
 def check_followed(policy: str, error: Exception) -> None:
-    """Raise an error of NaN under "raise"; under another policy one measure has it, which cannot follow the policy."""
+    """Raise an error of NaN under "raise"; otherwise return, so that only the measure that cannot omit has it."""
     if policy == "raise" and isinstance(error, NonFiniteError):
         raise error
 
 
 def normaliser(total_weight: float, reduction: str = "mean") -> float:
-    """Return the normaliser: Σ_i ω_i for the reduction "mean", 1 for "sum"; NaN where the sum of weights is NaN."""
+    """Return the normaliser: Σ_i ω_i for the reduction "mean", 1 for "sum"; NaN if the sum of weights is NaN."""
     if total_weight == 0:
         raise InputError("targets: every one is ignored (or has class weight 0), so the loss has no terms")
     return normaliser_or_nan(total_weight, reduction)
 
 
 def normaliser_or_nan(total_weight: float, reduction: str) -> float:
-    """Return the normaliser, NaN for a mean over no terms at all, which torch's losses return as NaN too."""
+    """Return the normaliser; it is NaN for a mean over no terms, as in torch's losses."""
     if reduction == "mean" or math.isnan(total_weight):
         return total_weight or math.nan
     return 1.0
 
 
 class Accumulator:
-    """Count samples, and how many were omitted, and add up the weights ω_i of those that count, batch by batch."""
+    """Count samples and omitted samples, and add up the weights ω_i of those that count, batch by batch."""
 
     def __init__(self, policy: str, reduction: str = "mean") -> None:
         self._policy, self._reduction = policy, reduction
@@ -147,7 +147,7 @@ class Accumulator:
 
     @property
     def weight(self) -> float:
-        """Return Σ ω_i so far, by a wait for the device."""
+        """Return Σ ω_i so far; the host waits for the device."""
         return float(self._weight)
 
     def add(self, samples: int, weight: Tensor | float = 0.0) -> None:
@@ -155,7 +155,7 @@ class Accumulator:
         self._seen, self._weight = self._seen + samples, self._weight + weight
 
     def together(self, shard: Shard, parts: Parts) -> dict[Key, Tensor]:
-        """Add other ranks' samples where a read of the data ends, and return the sums of values over all ranks."""
+        """Add other ranks' samples at the end of a read of the data, and return the sums of values over all ranks."""
         if shard.ranks.alone:
             return dict(parts)
         own = torch.tensor([self._seen, self.weight, self.omitted], dtype=torch.float64, device="cpu")
@@ -171,16 +171,16 @@ class Accumulator:
 
     @property
     def samples(self) -> int:
-        """Return how many samples count."""
+        """Return the number of samples that count."""
         return self._seen - self.omitted
 
     @property
     def normaliser(self) -> float:
-        """Return what sums are divided by."""
+        """Return the divisor of sums."""
         self.check()
         return normaliser(self.weight, self._reduction)
 
     def per_sample(self, contributions: Sequence[Tensor], shard: Shard = WHOLE) -> Tensor:
-        """Return n times what each sample adds to the value, (…, n), so that their mean is it; NaN if left out."""
+        """Return n times each sample's contribution to the value, (…, n), whose mean is the value; NaN if left out."""
         rows = shard.rows("the values of samples", torch.cat([*contributions], dim=-1))
         return rows * (self.samples / self.normaliser)

@@ -1,12 +1,12 @@
 """Choose one option of each of several groups, to minimise a quadratic form under a budget.
 
-    E(z) = ⟨c, z⟩ + ½ ⟨z, Q z⟩,     z the indicator of the options that are chosen, Q positive semidefinite,
+    E(z) = ⟨c, z⟩ + ½ ⟨z, Q z⟩,     z the indicator of the chosen options, Q positive semidefinite,
     Σ_a z_a = 1 in every group,     ⟨sizes, z⟩ ≤ budget
 
-Frank-Wolfe steps go down from the choice that is best by single costs, c + ½ diag Q: each asks an integer linear
-program for the choice s that is best by the gradient at z. Since E is convex, E(z) + ⟨∇E(z), s - z⟩ is below E of every
-choice, which bounds how much better any could be. The best of these s are improved by exchanges of one option, or of
-two at a time, until none is better.
+Frank-Wolfe steps start from the choice that is best by single costs, c + ½ diag Q. Each solves an integer linear
+program for the choice s that is best by the gradient at z. Since E is convex, E(z) + ⟨∇E(z), s - z⟩ is a lower bound of
+E for every choice, which bounds how much better any could be. The best of these s are improved by exchanges of one
+option, or of two at a time, until none is better.
 """
 
 import math
@@ -21,14 +21,14 @@ from ..errors import MissingExtraError
 Numbers = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
-_STEPS, _STARTS = 16, 4  # Frank-Wolfe steps; choices that exchanges start from
-_PROGRAM = {"mip_rel_gap": 1e-5, "node_limit": 5000}  # no limit by the clock, which would make plans depend on it
-_ROUNDING = 1e-12  # relative: a smaller gain is none, and a smaller excess is within the budget
+_STEPS, _STARTS = 16, 4  # Frank-Wolfe steps; choices from which exchanges start
+_PROGRAM = {"mip_rel_gap": 1e-5, "node_limit": 5000}  # nodes are limited, not time, so that a plan is reproducible
+_ROUNDING = 1e-12  # relative; a smaller gain does not count, and a smaller excess is within the budget
 
 
 @dataclass(frozen=True)
 class ChoiceProblem:
-    """Represent the problem."""
+    """Represent a choice of one option of each group."""
 
     group: Indices  # (options,), the number of each option's group
     costs: Numbers  # (options,), c
@@ -61,7 +61,7 @@ class ChoiceProblem:
         return self._exchanged(self.by_single_costs(budget), budget)
 
     def best(self, budget: float) -> tuple[Indices, float]:
-        """Return the best choice found, an option of each group, and by how much any other could be better."""
+        """Return the best choice found, an option of each group, and a bound on how much better another could be."""
         chosen = self.by_single_costs(budget)
         found, bound = {tuple(self.cheapest()), tuple(chosen)}, -math.inf
         z = self._indicator(chosen)
@@ -88,7 +88,7 @@ class ChoiceProblem:
         return z
 
     def _program(self, costs: Numbers, budget: float) -> tuple[Indices, float]:
-        """Return the choice of the least sum of costs, and a bound below every choice's."""
+        """Return the choice with the least sum of costs, and a lower bound of every choice's sum."""
         try:
             from scipy import optimize, sparse
         except ImportError:
@@ -106,12 +106,12 @@ class ChoiceProblem:
             options=_PROGRAM,
         )
         least = -np.inf if found.mip_dual_bound is None else scale * float(found.mip_dual_bound)
-        chosen = self.cheapest() if found.x is None else np.flatnonzero(found.x > 0.5)  # None: the nodes were used up
-        fits = self.sizes[chosen].sum() <= budget * (1 + _ROUNDING)  # the program's own tolerance is larger
+        chosen = self.cheapest() if found.x is None else np.flatnonzero(found.x > 0.5)  # None at the limit of nodes
+        fits = self.sizes[chosen].sum() <= budget * (1 + _ROUNDING)  # SciPy's own tolerance is larger
         return chosen if fits else self.cheapest(), least
 
     def _exchanged(self, chosen: Indices, budget: float) -> Indices:
-        """Return a choice that no exchange of one or two options makes better, within the budget."""
+        """Return a choice within the budget that no exchange of one or two options improves."""
         q, most, chosen = self.products, budget * (1 + _ROUNDING), chosen.copy()
         other = self.group[:, None] != self.group[None]
         while True:

@@ -1,13 +1,13 @@
 """Find eigenpairs at both ends of a symmetric matrix, and the density of its eigenvalues, from products with vectors.
 
 Eigenpairs: an orthonormal basis Q (m, N) is extended by the products of its newest vectors, fully reorthogonalised, and
-restarted from the Ritz vectors at its ends (Wu and Simon 2000). The space of one start has one vector of every
-eigenspace, so that copies of a multiple eigenvalue are missed. Where copies count there are two starts, whose products
-are taken together (block Lanczos, Golub and Underwood 1977): their space has two vectors of every eigenspace. Where it
-shows two copies of an eigenvalue there may be more of them. Then the wanted pairs are kept, and the search goes on from
-two other starts among the vectors orthogonal to them, until that brings nothing new.
+restarted from the Ritz vectors at both ends (Wu and Simon 2000). The Krylov space of one start has one vector of every
+eigenspace, so that copies of a multiple eigenvalue are missed. If copies count, there are two starts, whose products
+are computed together (block Lanczos, Golub and Underwood 1977): their space has two vectors of every eigenspace. If it
+shows two copies of an eigenvalue, there may be more. Then the wanted pairs are kept, and the search continues from two
+new starts orthogonal to them, until it finds no further copy.
 
-Residuals take no product more (:mod:`.krylov`).
+Residuals need no further product (:mod:`.krylov`).
 
 Density: of a random unit vector v, ⟨v, f(H) v⟩ is Σ_i τ_i f(θ_i) to a good approximation, with the Ritz values θ_i of
 its Krylov space and τ_i the squared first components of T's eigenvectors (stochastic Lanczos quadrature, Ubaru, Chen
@@ -25,13 +25,13 @@ from .krylov import KrylovSpace, Ritz
 from .lanczos import bordered, orthogonalised
 from .signs import RandomVectors
 
-_STARTS = 2  # where copies of eigenvalues count
-_LONGEST = 300  # vectors of a basis, unless more pairs are wanted: T is diagonalised at every step
-_FEWEST = 4  # products of each new start beside pairs already found: fewer may not show a large eigenvalue
+_STARTS = 2  # if copies of eigenvalues count
+_LONGEST = 300  # the most vectors of a basis, unless more pairs are wanted, as T is diagonalised at every step
+_FEWEST = 4  # the fewest products of each new start, since fewer may not show a large eigenvalue
 _NOTHING = 1e-12  # of a matrix's norm: a remainder this small is rounding
-BESIDE = 2 * _STARTS + 2  # vectors in memory beside the basis of a search: sums, parts and buffers of products
-BESIDE_STEPS = 4  # vectors in memory beside the steps of a quadrature, for each of its starts
-_SLACK = 10  # how many times the tolerance residuals may be, for the products' rounding
+BESIDE = 2 * _STARTS + 2  # vectors in memory in addition to the basis of a search: sums and buffers of products
+BESIDE_STEPS = 4  # vectors in memory in addition to the steps of a quadrature, for each of its starts
+_SLACK = 10  # the factor by which rounding of products may raise residuals above the tolerance
 
 
 @dataclass(frozen=True)
@@ -40,22 +40,22 @@ class Pairs:
 
     values: Tensor  # (k,) float64, descending
     vectors: Tensor  # (k, N), orthonormal
-    residuals: Tensor  # (k,) |H y - θ y|: an eigenvalue lies within this of each value
-    products: int  # how many products were taken
-    converged: bool  # whether all residuals are within the tolerance, and no copies of eigenvalues are left out
+    residuals: Tensor  # (k,) |H y - θ y|: an eigenvalue is within this distance of each value
+    products: int  # number of products
+    converged: bool  # whether all residuals are within the tolerance, and no copy of an eigenvalue is missing
     limited: bool = False  # whether the limit of products ended the search instead
 
 
 def least_vectors(pairs: int, size: int) -> int:
-    """Return the least number of vectors (N,) that the basis of a search for so many pairs needs room for."""
+    """Return the least number of vectors (N,) in the basis of a search for ``pairs`` eigenpairs."""
     return min(size, 2 * pairs + 2) if pairs else 0
 
 
 class Search:
     """Search for eigenpairs of one matrix at both ends of its spectrum, by at most ``max_products`` products.
 
-    ``tolerance`` is of the residuals, relative to the largest Ritz value so far. ``room`` is the number of vectors that
-    memory has room for, besides :data:`BESIDE` others; :func:`least_vectors` are taken in any case.
+    ``tolerance`` is that of residuals, relative to the largest Ritz value so far. ``room`` is the number of basis
+    vectors that fit in memory, in addition to :data:`BESIDE` others; :func:`least_vectors` are used in any case.
     """
 
     def __init__(self, random: RandomVectors, *, tolerance: float, room: int, max_products: int) -> None:
@@ -96,7 +96,7 @@ class Search:
         chosen = F.normalize(ritz.vectors[:, ritz.ends(largest, smallest)], dim=0)
         values, vectors, residuals = space.pairs(chosen)
         if self._converged and not self._are_small(residuals):
-            # After many restarts they are no more than bounds. Or the products are not those of a symmetric matrix.
+            # After many restarts residuals are only bounds, or the products are not those of a symmetric matrix.
             for place in range(wanted):
                 image = yield vectors[place : place + 1]
                 residuals[place] = float((image[0] - values[place].item() * vectors[place]).norm())
@@ -105,17 +105,17 @@ class Search:
         return Pairs(values, vectors, residuals, self._products, self._converged, self._limited)
 
     def _ends(self, space: KrylovSpace, upper: int, lower: int, fewest: int) -> Generator[Tensor, Tensor, Ritz | None]:
-        """Return the Ritz pairs at both ends, after at least ``fewest`` products; None if these are not finite."""
+        """Return the Ritz pairs at both ends, after at least ``fewest`` products; None if a product is not finite."""
         upper = min(upper, self._size)
         lower = min(lower, self._size - upper)
         while True:
             images = yield space.newest
             self._products += len(images)
-            if not bool(images.isfinite().all()):  # the caller has decided to propagate NaN
+            if not bool(images.isfinite().all()):  # only for nan_policy="propagate"
                 self._converged = False
                 return None
             ritz = space.take(images)
-            del images  # the memory is for the next products
+            del images  # their memory is for the next products
             self._norm = max(self._norm, ritz.norm)
             count = len(space)
             small = bool((ritz.left[ritz.ends(upper, lower)] <= self._tolerance * self._norm).all())
@@ -130,9 +130,9 @@ class Search:
             space.extend(more, self._norm)
 
     def _is_multiple(self, ritz: Ritz, largest: int, smallest: int) -> bool:
-        """Return whether as many values as there are starts are the same, beyond the innermost wanted one of an end.
+        """Return whether an eigenvalue outside the innermost wanted one, at an end, has as many copies as starts.
 
-        Of the innermost value itself further copies would change nothing.
+        Further copies of the innermost value itself would change nothing.
         """
         upper, lower, same = ritz.values.flip(0)[:largest], -ritz.values[:smallest], 2 * self._slack
         for values in (upper, lower):
@@ -143,7 +143,7 @@ class Search:
         return False
 
     def _is_beyond(self, ritz: Ritz, before: Ritz, largest: int, smallest: int) -> bool:
-        """Return whether a wanted value lies further out than before, since a copy was found beyond it."""
+        """Return whether a wanted value is further out than before, because the search found another copy."""
         upper = ritz.values.flip(0)[:largest] - before.values.flip(0)[:largest]
         lower = before.values[:smallest] - ritz.values[:smallest]
         return bool((torch.cat([upper, lower]) > self._slack).any())
@@ -154,14 +154,15 @@ class Search:
 
     @property
     def _slack(self) -> float:
-        """Return how far apart two values may be that count as equal."""
+        """Return the distance within which two values count as equal."""
         return self._tolerance * self._norm
 
 
 def quadrature(starts: Tensor, steps: int) -> Generator[Tensor, Tensor, tuple[Tensor, Tensor]]:
     """Yield vectors (b, N), receive their products, and return the nodes and weights of each start's quadrature.
 
-    Both are (b, steps); nodes are ascending, weights sum to 1. The starts are released at the first product.
+    Both are (b, steps); nodes are ascending, and weights sum to 1. The memory of ``starts`` is freed at the first
+    product, if the caller keeps no reference.
     """
     basis = starts.new_empty(len(starts), steps, starts.shape[1])
     torch.div(starts, starts.norm(dim=1, keepdim=True), out=basis[:, 0])
@@ -173,14 +174,14 @@ def quadrature(starts: Tensor, steps: int) -> Generator[Tensor, Tensor, tuple[Te
         norm = rest.norm(dim=1, keepdim=True)
         there = norm > _NOTHING * projected.abs().amax(dim=(1, 2)).unsqueeze(1)
         basis[:, step + 1] = torch.where(there, rest / norm, 0.0)
-        del rest  # the next products take its room
+        del rest  # its memory is for the next products
     projected = bordered(projected, torch.einsum("bkn,bn->bk", basis, (yield basis[:, -1])))
     nodes, vectors = torch.linalg.eigh(projected)
     return nodes, vectors[:, 0].square()
 
 
 def _outer(count: int, upper: int, lower: int, most: int) -> list[int]:
-    """Return which of ``count`` ascending Ritz vectors a restart keeps: those wanted, and half of the spare room."""
+    """Return the numbers of the Ritz vectors that a restart keeps: those wanted, and half of the room for others."""
     spare = max(0, (most - upper - lower) // 2)
     more = spare * upper // max(1, upper + lower)
     below = lower + (spare - more if lower else 0)

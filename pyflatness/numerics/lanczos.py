@@ -1,16 +1,15 @@
 """Find the largest eigenvalue of symmetric matrices from products with vectors, by restarted Lanczos.
 
-The basis is fully reorthogonalised.
-
-Axes: ``b`` matrices at once, each (N, N); ``k`` vectors of the basis. One product is one for all matrices together.
+The basis is fully reorthogonalised. Axes: ``b`` matrices at once, each (N, N); ``k`` vectors of the basis. One product
+is one for all matrices together.
 
     basis Q (b, k, N) orthonormal rows       T = Q H Qᵀ (b, k, k)       θ, s: the largest eigenvalue of T, its vector
-    Ritz value θ,  Ritz vector y = Qᵀ s,  residual r = |H y - θ y|:  an eigenvalue of H lies within r of θ
+    Ritz value θ,  Ritz vector y = Qᵀ s,  residual r = |H y - θ y|:  an eigenvalue of H is within r of θ
 
-That bound holds for any y and any symmetric H (Parlett 1998, Theorem 4.5.1), and r is measured at the end by a product
-of its own. No vector has a larger quotient than the largest eigenvalue, so θ never lies above it by more than the
-products' rounding. That no larger eigenvalue was missed is not certified: it holds unless the random start has
-(nearly) no component along its eigenvectors.
+That bound holds for any y and any symmetric H (Parlett 1998, Theorem 4.5.1), and r is measured at the end by one more
+product. No vector has a larger quotient than the largest eigenvalue, so θ is never above it by more than the products'
+rounding. It is not certified that no larger eigenvalue was missed: one is if the random start has (nearly) no component
+along its eigenvectors.
 """
 
 from collections.abc import Callable, Generator, Hashable, Mapping
@@ -20,8 +19,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-MAX_PRODUCTS = 200  # products of a search at most, unless given
-_FEWEST = 4  # vectors of a basis before a restart, at least
+MAX_PRODUCTS = 200  # the most products of a search by default
+_FEWEST = 4  # the fewest vectors of a basis before a restart
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,8 @@ class LargestEigenvalues:
     """Hold the largest eigenvalues of some matrices."""
 
     values: Tensor  # (b,) float64
-    residuals: Tensor  # (b,), an eigenvalue lies within this of the value
-    products: int  # how many products were taken
+    residuals: Tensor  # (b,), an eigenvalue is within this distance of the value
+    products: int  # number of products
     converged: bool  # whether every residual is within the tolerance
 
 
@@ -42,9 +41,9 @@ Search = Generator[Tensor, Tensor, LargestEigenvalues]
 def largest(start: Tensor, *, tolerance: float, size: int, max_products: int | None = None) -> Search:
     """Return the algebraically largest eigenvalue of each matrix, from random starts (b, N) float64.
 
-    ``tolerance`` is of the residual, relative to the matrix's norm (as seen so far). A full basis of ``size`` vectors
-    is restarted from its upper half of Ritz vectors. At most ``max_products`` products are taken, and one for the
-    residual.
+    ``tolerance`` is that of the residual, relative to the matrix's norm (the largest Ritz value so far). A full basis
+    of ``size`` vectors is restarted from its upper half of Ritz vectors. There are at most ``max_products`` products,
+    and one for the residual.
     """
     max_products = MAX_PRODUCTS if max_products is None else max_products
     basis = torch.nn.functional.normalize(start, dim=1).unsqueeze(1)
@@ -54,7 +53,7 @@ def largest(start: Tensor, *, tolerance: float, size: int, max_products: int | N
     while True:
         image = yield basis[:, -1]
         products += 1
-        if not bool(image.isfinite().all()):  # the caller has decided to propagate NaN
+        if not bool(image.isfinite().all()):  # only for nan_policy="propagate"
             nothing = start.new_full((len(start),), torch.nan)
             return LargestEigenvalues(nothing, nothing, products, converged=False)
         coefficients, rest = orthogonalised(basis, image)
@@ -86,7 +85,7 @@ def solved(search: Search, times: Callable[[Tensor], Tensor]) -> LargestEigenval
 def solved_in_step(
     searches: Mapping[Key, Search], times: Callable[[Mapping[Key, Tensor]], Mapping[Key, Tensor]]
 ) -> dict[Key, LargestEigenvalues]:
-    """Run several searches, with one call for the products of all that still go on, and return their results."""
+    """Run several searches, with one call for the products of all that are not done, and return their results."""
     wanted, found = {key: next(search) for key, search in searches.items()}, {}
     while wanted:
         for key, image in times(wanted).items():
@@ -99,7 +98,7 @@ def solved_in_step(
 
 
 def orthogonalised(basis: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
-    """Return coefficients (b, k) and the remainder (b, N), by two passes, or rounding revives converged vectors."""
+    """Return coefficients (b, k) and the remainder (b, N), by two passes, as after one rounding revives old vectors."""
     coefficients = image.new_zeros(basis.shape[:2])
     for _ in range(2):
         part = torch.einsum("bkn,bn->bk", basis, image)
@@ -118,6 +117,6 @@ def bordered(projected: Tensor, coefficients: Tensor) -> Tensor:
 
 
 def _restarted(basis: Tensor, values: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the upper half of the Ritz vectors as a basis, which H maps to itself and one more direction."""
+    """Return the upper half of the Ritz vectors as a basis, mapped to itself and one direction by H, and its T."""
     kept = basis.shape[1] // 2
     return vectors[:, :, -kept:].mT @ basis, torch.diag_embed(values[:, -kept:])

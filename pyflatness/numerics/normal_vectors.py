@@ -1,7 +1,7 @@
-"""Draw standard normal vectors for checks, from generators of the library's own.
+"""Draw standard normal vectors for checks, from the library's own generators.
 
 Torch's global generator belongs to the user: another thread may draw from it while a call runs, and would get other
-numbers if the call drew some in between.
+numbers if the call drew from it too.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class NormalVectors:
-    """Draw the same sequence of standard normal tensors in every call; one generator for each device."""
+    """Draw standard normal tensors, the same sequence in every call, by one generator for each device."""
 
     def __init__(self) -> None:
         self._generators: dict[torch.device, torch.Generator] = {}

@@ -1,4 +1,4 @@
-"""Have the ranks of a process group begin a call together, and leave it together."""
+"""Make the ranks of a process group begin a call together, and leave it together."""
 
 import contextlib
 import time
@@ -23,12 +23,12 @@ else:
 
 _IS_AVAILABLE = dist.is_available()
 _NOT_JOINED = contextlib.nullcontext(ALONE)
-_MET, _GIVEN_UP = b"met", b"given up"
+_COMPLETE, _GIVEN_UP = b"complete", b"given up"
 _PATIENCE = 30.0  # seconds after which a rank that waits for others warns
 
 
 def refuse(process_group: Group, what: str, instead: str = "") -> None:
-    """Raise, without waiting for others, if a call would be made together; see :meth:`Ranks.refuse`."""
+    """Raise, without waiting for others, if several ranks would make the call; see :meth:`Ranks.refuse`."""
     if isinstance(process_group, Ranks):
         process_group.refuse(what, instead)
         return
@@ -38,10 +38,10 @@ def refuse(process_group: Group, what: str, instead: str = "") -> None:
 
 
 def joined(process_group: Group) -> contextlib.AbstractContextManager[Ranks]:
-    """Return a context in which a call is made together with the other ranks of a process group.
+    """Return a context for a call that all ranks of a process group make together.
 
-    None: all processes, where ``torch.distributed`` is initialised; False: this process; :class:`Ranks` of a call that
-    this one is a part of, which have met, and agree on errors around it.
+    ``process_group`` None stands for all processes if ``torch.distributed`` is initialised, and False for this process
+    alone. :class:`Ranks` are those of a call that this one is a part of: they have met, and agree on errors around it.
     """
     if isinstance(process_group, Ranks):
         return contextlib.nullcontext(process_group)
@@ -56,8 +56,8 @@ def _joined(group: Any) -> Iterator[Ranks]:
     if "cpu:" not in dist.get_backend_config(group):
         device = torch.device("cuda", torch.cuda.current_device())
     ranks = Ranks(group, device)
-    with interrupts.shielded():  # so that no message is cut off
-        interrupt = _meet(ranks, group)
+    with interrupts.shielded():  # so that an interrupt does not cut off a message
+        interrupt = _rendezvous(ranks, group)
         with ranks.agreed("the call"):
             if interrupt is not None:
                 raise interrupt
@@ -65,7 +65,7 @@ def _joined(group: Any) -> Iterator[Ranks]:
 
 
 def _group(process_group: Group) -> Any:
-    """Return the group to agree with; None for none, or one of this process alone."""
+    """Return the group of ranks, or None if there is none or it has this process alone."""
     if process_group is False or (process_group is None and not _is_initialized()):
         return None
     if not _is_initialized():
@@ -85,19 +85,19 @@ def _is_initialized() -> bool:
     return _IS_AVAILABLE and dist.is_initialized()
 
 
-def _meet(ranks: Ranks, group: Any) -> BaseException | None:
+def _rendezvous(ranks: Ranks, group: Any) -> BaseException | None:
     """Wait until all ranks are here, by the group's store, which sends no message of the backend.
 
-    Otherwise a call on one rank alone, while others go on with training, would receive what these send each other. An
-    interrupt that came after all ranks had arrived is returned, since the others have to be told of it.
+    With messages of the backend, a call on one rank alone, while others go on with training, would receive theirs. An
+    interrupt after all ranks have arrived is returned, since the others have to be told of it.
     """
     store = dist.distributed_c10d._get_process_group_store(group)
     try:
-        meeting = _Meeting(ranks, store)
+        rendezvous = _Rendezvous(ranks, store)
         try:
-            meeting.wait()
+            rendezvous.wait()
         except BaseException as error:
-            if meeting.give_up():
+            if rendezvous.give_up():
                 raise
             if not isinstance(error, RankError):
                 return error
@@ -112,12 +112,12 @@ def _meet(ranks: Ranks, group: Any) -> BaseException | None:
         ) from error
 
 
-class _Meeting:
-    """Represent the ranks' meeting at the beginning of a call.
+class _Rendezvous:
+    """Represent the rendezvous of the ranks at the beginning of a call.
 
-    Each rank counts itself in the store. The last one to arrive notes that they met, unless a rank that gave up has
-    left its note before. The first note counts, so that all ranks come to the same conclusion. After one has given up
-    they meet again, under another name.
+    Each rank increments a counter in the store. The last one to arrive writes a note that they met, unless a rank that
+    gave up has written its own. The first note counts, so that all ranks reach the same conclusion. After one has given
+    up, they meet again under another name.
     """
 
     def __init__(self, ranks: Ranks, store: Any) -> None:
@@ -131,7 +131,7 @@ class _Meeting:
         return f"pyflatness/{self._number}/{self._attempt}"
 
     def _noted(self, note: bytes) -> bool:
-        """Leave a note of the meeting unless there is one, and return whether this is the note that counts."""
+        """Write the note of the rendezvous unless there is one, and return whether the note is now this one."""
         return bool(self._store.compare_set(f"{self._name}/note", "", note.decode()) == note)
 
     def wait(self) -> None:
@@ -139,20 +139,20 @@ class _Meeting:
         while not self._are_here():
             self._attempt += 1
         with contextlib.suppress(RuntimeError):  # of a store that cannot delete keys
-            before = f"pyflatness/{self._number - 1}/0"  # the meeting before, which all ranks have left
+            before = f"pyflatness/{self._number - 1}/0"  # the previous rendezvous, which all ranks have left
             for key in (f"{before}/{self._ranks.rank}", *([before, f"{before}/note"] if self._ranks.rank == 0 else [])):
                 self._store.delete_key(key)
 
     def _are_here(self) -> bool:
-        """Arrive, and return whether all ranks do: False if one gave up."""
+        """Arrive, wait for the others, and return True when all have arrived, or False if one gave up."""
         self._store.set(f"{self._name}/{self._ranks.rank}", "")
         if self._store.add(self._name, 1) == self._ranks.size:
-            return self._noted(_MET)
+            return self._noted(_COMPLETE)
         warned = False
         while True:
             try:
                 self._store.wait([f"{self._name}/note"], timedelta(seconds=1))
-                return bool(self._store.get(f"{self._name}/note") == _MET)
+                return bool(self._store.get(f"{self._name}/note") == _COMPLETE)
             except dist.DistNetworkError:
                 raise
             except RuntimeError:  # not yet
@@ -166,7 +166,7 @@ class _Meeting:
                 warnings.warn(f"{self._missing()} after {waited:.0f} s", stacklevel=2)
 
     def give_up(self) -> bool:
-        """Return whether this rank may leave, which it may not once all have arrived."""
+        """Write that this rank gives up, and return whether it may leave; it may not if all have arrived."""
         if self._noted(_GIVEN_UP):
             self._store.add(self._calls, -1)
             return True

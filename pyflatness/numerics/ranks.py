@@ -1,17 +1,17 @@
-"""Have the processes of a ``torch.distributed`` group agree in one call: on sums, rows of samples, facts and errors.
+"""Let the processes of a ``torch.distributed`` group agree in one call: on sums, rows of samples, facts and errors.
 
-Every rank makes the same call on its own data. Where a read of the data ends, the ranks add up their results, so that
-from there on all hold the same numbers. Sums are taken in float64 and in the order of the ranks, whatever the backend
-does, so that they have the same bits on every rank and in every run. Facts are exchanged by ``all_gather_object``, sums
-of many numbers and parts of tensors by ``all_gather``.
+Every rank makes the same call on its own data. At the end of a read of the data, the ranks add up their results, so
+that from there on all hold the same numbers. Sums are in float64 and in the order of the ranks for every backend, so
+that they have the same bits on every rank and in every run. Facts are exchanged by ``all_gather_object``, sums of many
+numbers and parts of tensors by ``all_gather``.
 
 A rank that fails takes part in one more exchange, with its error. The others, which wait for it at their next exchange,
-raise that error too (:meth:`Ranks.agreed`). Before tensors are sent all ranks confirm that they have the memory
+raise that error too (:meth:`Ranks.agreed`). Before tensors are sent, all ranks confirm that they have the memory
 (:meth:`Ranks.gathered`). If a caller, such as the user's code, catches an error of another rank, the next exchange
 raises it again.
 
-A rank may ask for the whole of a tensor whose parts are spread over the ranks at any time (:meth:`Ranks.whole`). The
-others hand over their parts wherever they wait, so that ranks need not make the same passes, nor as many.
+At any time a rank may ask for the whole of a tensor whose parts are spread over the ranks (:meth:`Ranks.whole`). The
+others send their parts wherever they wait, so that ranks need not make the same passes, nor the same number.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ class Ranks:
 
     @property
     def alone(self) -> bool:
-        """Return whether there are no others."""
+        """Return whether there are no other ranks."""
         return self.size == 1
 
     def refuse(self, what: str, instead: str = "") -> None:
@@ -59,8 +59,8 @@ class Ranks:
     def exchange(self, step: str, fact: Any) -> list[Any]:
         """Return every rank's fact at a step of the call, in the order of the ranks.
 
-        The error of a rank that failed before is raised here. All ranks have to be at the same step, or they have lost
-        each other. A fact can be pickled and has no tensors of a GPU.
+        It raises the error of a rank that has failed. It is an error if ranks are at different steps. A fact can be
+        pickled and has no tensors of a GPU.
         """
         if self.alone:
             return [fact]
@@ -81,7 +81,10 @@ class Ranks:
                 raise RankError(f"rank {rank} has other {what} than rank 0 ({found[rank][what]}; {first}): {_ALIKE}")
 
     def hand_over(self, parts: Mapping[str, Callable[[], Tensor]]) -> None:
-        """Register this rank's parts of tensors, as large as those of others, for when another asks for the whole."""
+        """Register functions that return this rank's parts of tensors, for when a rank asks for the whole.
+
+        The parts of all ranks have the same size.
+        """
         self._parts = parts
 
     def whole(self, name: str, into: Tensor | None = None) -> Tensor:
@@ -104,10 +107,10 @@ class Ranks:
         return [each["fact"] for each in found]
 
     def _heard(self, told: Mapping[str, Any], own: BaseException | None = None) -> list[dict[str, Any]]:
-        """Return what all ranks tell, after this one has sent all parts of tensors that others asked for before.
+        """Return the messages of all ranks, after this one has sent all parts of tensors that others asked for before.
 
-        If ranks ask for different tensors, the first rank's is sent first. The others wait until it has caught up with
-        them, and from there on one message serves all.
+        If ranks ask for different tensors, those of the first of them are sent first. The others wait until it has
+        caught up, and from there on one message serves all.
         """
         while self._error is None:
             interrupts.check()
@@ -138,7 +141,7 @@ class Ranks:
         return whole.view(self.size, -1)
 
     def _told(self, told: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return what every rank tells."""
+        """Send a message to all ranks, and return the messages of all."""
         found: list[Any] = [None] * self.size
         self._collective(dist.all_gather_object, found, told)
         return found
@@ -146,7 +149,7 @@ class Ranks:
     def gathered(self, tensor: Tensor, step: str = "") -> list[Tensor]:
         """Return every rank's tensor, of the same shape and dtype, on the CPU.
 
-        With a ``step`` all ranks confirm first that they have such a tensor, since one may have failed in between.
+        With a ``step`` all ranks first confirm that they have such a tensor, since one may have failed meanwhile.
         """
         held = tensor.to(self._device).contiguous()
         room = self._room(held)
@@ -179,10 +182,10 @@ class Ranks:
 
     @contextlib.contextmanager
     def agreed(self, step: str) -> Iterator[None]:
-        """Have all ranks leave the context together: an error of one is raised on all.
+        """Let all ranks leave the context together, with the error of one raised on all.
 
-        On others it is a :class:`RankError` unless it is an error of this library. The context belongs around code
-        whose errors are caught outside, so that no rank goes on while another waits.
+        On other ranks it is a :class:`RankError` unless it is an error of this library. Code whose errors are caught
+        has to be inside such a context, so that no rank goes on while another waits.
         """
         if self.alone:
             yield
@@ -203,23 +206,23 @@ ALONE = Ranks()
 
 
 class _ToldError(NamedTuple):
-    """Hold what a rank tells of its error: class, message, and whether the ranks can go on to other work after it."""
+    """Hold a rank's error as it tells it: class, message, and whether the ranks can go on to other work after it."""
 
-    kind: type[FlatnessError] | None  # of ours
+    kind: type[FlatnessError] | None  # None for an error that is not this library's
     name: str
     text: str
     passes: bool
 
     @classmethod
     def of(cls, error: BaseException) -> "_ToldError":
-        """Return what a rank tells of its error; after an interrupt or a disagreement the ranks cannot go on."""
+        """Return an error as a rank tells it; after an interrupt or a disagreement the ranks cannot go on."""
         kind = type(error) if isinstance(error, FlatnessError) else None
         passes = isinstance(error, Exception) and not isinstance(error, RankError)
         return cls(kind, type(error).__name__, str(error), passes)
 
 
 def _together(errors: Mapping[int, _ToldError], size: int, own: BaseException | None) -> BaseException:
-    """Return the error to raise given those of some ranks: the one that all have, or else the first."""
+    """Return the error to raise given those of some ranks: this rank's own if all have it, or else the first."""
     rank, first = next(iter(errors.items()))
     how = _OF_ONE if all(error.passes for error in errors.values()) else _OF_ALL
     of_all = len(errors) == size and {*errors.values()} == {first}
@@ -235,7 +238,7 @@ def _marked(error: BaseException, how: str) -> BaseException:
 
 
 def is_known(error: BaseException) -> bool:
-    """Return whether all ranks have an error, which the first of them can report."""
+    """Return whether all ranks raise this error, so that the first of them can report it."""
     return _mark(error) in (_OF_ALL, _OF_ONE)
 
 
@@ -249,7 +252,7 @@ def _mark(error: BaseException | None) -> str | None:
 
 
 def refusal(what: str, size: int, instead: str) -> NotYetError:
-    """Return the error for what cannot be done over several ranks yet; see :meth:`Ranks.refuse`."""
+    """Return the error for an operation that does not exist over several ranks yet; see :meth:`Ranks.refuse`."""
     return NotYetError(
         f"{what} is not there over the {size} ranks of a process group yet; {instead}or take all data to one rank, "
         f"where {MEANT_ALONE}"

@@ -1,6 +1,6 @@
-"""Combine what the ranks of a process group found in their parts of the data, where a read of the data ends.
+"""Combine the results of the ranks of a process group, each of its part of the data, at the end of a read of the data.
 
-Sums are taken in float64 and in the order of the ranks, whatever the backend does.
+Sums are in float64 and in the order of the ranks, for every backend.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import RankError
 from .ranks import ALONE, Ranks
 
-Key = Any  # A string, or a tuple of strings
+Key = Any  # a string, or a tuple of strings
 Parts = Mapping[Key, Tensor]
 _Shapes = dict[Key, tuple[int, ...]]
 
@@ -26,7 +26,7 @@ _FEW = 256  # numbers of a rank that are sent in one message with their shapes
 class Shard:
     """Represent this rank's part of a data set.
 
-    A rank without samples (``counts`` is False) runs on a batch of another, which adds nothing.
+    A rank without samples (``counts`` is False) runs on a batch of another, and adds nothing.
     """
 
     ranks: Ranks = ALONE  # the ranks that the data are spread over
@@ -36,7 +36,7 @@ class Shard:
     notes: tuple[str, ...] = ()  # notes of estimates on how the data are spread
 
     def numbers(self, done: int, samples: int) -> Tensor:
-        """Return the places in all data of the next samples, (samples,) int64, after ``done`` of this rank."""
+        """Return the places in all data of ``samples`` samples, int64, that follow the first ``done`` of this rank."""
         if self.start == 0 and self.step == 1:
             return torch.arange(done, done + samples, device="cpu")
         return self.start + self.step * torch.arange(done, done + samples, device="cpu")
@@ -49,7 +49,7 @@ class Shard:
         return [each for counts, each in found if counts]
 
     def united(self, step: str, facts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return the union of all ranks' mappings; of a key that several have, the first rank's entry."""
+        """Return the union of all ranks' mappings; for a key of several ranks, the first one's entry."""
         united: dict[str, dict[str, Any]] = {name: {} for name in facts}
         for each in self.every(step, facts):
             for name, entries in each.items():
@@ -93,12 +93,12 @@ class Shard:
         return self.every(step, own)
 
     def rows(self, step: str, rows: Tensor) -> Tensor:
-        """Return the numbers (…, n) of the samples of all ranks, by their places in all data, on the CPU."""
+        """Return the values (…, n) of the samples of all ranks, by their places in all data, on the CPU."""
         if self.ranks.alone:
             return rows
         found = self.each(step, {"rows": rows, "places": self.numbers(0, rows.shape[-1])})
         whole = torch.cat([each["rows"] for each in found], dim=-1)
-        if self.step == 1:  # one shard after another, also where it is not known how many samples are in front
+        if self.step == 1:  # shards follow each other, even if places are not known
             return whole
         return whole[..., torch.cat([each["places"] for each in found]).argsort(stable=True)]
 
@@ -129,7 +129,7 @@ def _laid_out(parts: Parts, shapes: _Shapes) -> Tensor:
 
 
 def _cut(flat: Tensor, shapes: _Shapes) -> dict[Key, Tensor]:
-    """Return views of the parts, of these shapes, of one vector."""
+    """Return the parts of one vector as views of these shapes."""
     pieces = flat.split([math.prod(shape) for shape in shapes.values()])
     return {key: piece.view(shape) for (key, shape), piece in zip(shapes.items(), pieces, strict=True)}
 

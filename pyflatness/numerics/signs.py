@@ -1,8 +1,8 @@
-"""Draw random signs that belong to a sample of the data, whatever batch it comes in.
+"""Draw random signs that belong to a sample of the data, whatever its batch.
 
-A counter-based generator: the bits are a hash of (seed, stream, draw, sample, place), by the finaliser of SplitMix64
+The generator is counter-based: bits are a hash of (seed, stream, probe, sample, place), by the finaliser of SplitMix64
 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"). So a sampled value is the same for every
-cut into batches, and on every device.
+division into batches, and on every device.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class Signs:
     draws: Sequence[int]  # the numbers of the probes
 
     def __call__(self, stream: int, samples: Tensor, *shape: int) -> Tensor:
-        """Return ±1, (draws, n, *shape) int8, for samples by their int64 numbers (n,); streams are independent."""
+        """Return ±1, (probes, n, *shape) int8, for samples with int64 numbers (n,); streams are independent."""
         count = torch.Size(shape).numel()
         words = self._words(stream, samples, torch.arange(-(-count // 64), device=samples.device))
         places = torch.arange(8, dtype=torch.uint8, device=samples.device)
@@ -29,17 +29,17 @@ class Signs:
         return signs.view(*signs.shape[:2], *shape)
 
     def at(self, stream: int, samples: Tensor, places: Tensor) -> Tensor:
-        """Return the signs at some places (k,) among those of each sample, (draws, n, k) int8."""
+        """Return each sample's signs at ``places`` (k,), (probes, n, k) int8."""
         words = self._words(stream, samples, places // 64)
         return (words >> (places % 64)).bitwise_and_(1).to(torch.int8).mul_(2).sub_(1)
 
     def uniform(self, stream: int, samples: Tensor, count: int) -> Tensor:
-        """Return numbers (draws, n, count) float64, uniform in [0, 1), from a stream that no signs are taken from."""
+        """Return numbers (probes, n, count) float64, uniform in [0, 1); signs need another stream."""
         words = self._words(stream, samples, torch.arange(count, device=samples.device))
         return _shifted(words, 11).double() * 2.0**-53
 
     def _words(self, stream: int, samples: Tensor, numbers: Tensor) -> Tensor:
-        """Return the words of 64 random bits with these numbers (k,), (draws, n, k)."""
+        """Return the words of 64 random bits with these numbers (k,), (probes, n, k)."""
         draws = torch.tensor(self.draws, dtype=torch.int64, device=samples.device)
         state = _mixed(torch.tensor([self.seed, stream], dtype=torch.int64, device=samples.device))
         state = _mixed(_mixed(state[0] + _STEP * state[1]) + _STEP * draws).view(-1, 1)
@@ -50,7 +50,7 @@ class Signs:
 class RandomVectors:
     """Draw vectors (N,) float64, uniform in [-1, 1), one after another, with the same bits on every device.
 
-    Random signs would do for a trace but not for a search: half of them have no component along (1, -1, 0, …, 0).
+    Random signs are enough for a trace but not for a search: half of them have no component along (1, -1, 0, …, 0).
     """
 
     def __init__(self, seed: int, size: int, device: torch.device) -> None:
@@ -59,7 +59,7 @@ class RandomVectors:
 
     def draw(self) -> Tensor:
         """Return the next vector."""
-        self._drawn += 1  # from 1 on: the hash of zeros is 0, and a vector of one entry would be 0
+        self._drawn += 1  # starts at 1, as the hash of zeros is 0 and a first vector of one entry would be 0
         number = torch.tensor([self._drawn], dtype=torch.int64, device=self.device)
         vector = torch.empty(self.size, dtype=torch.float64, device=self.device)
         for start in range(0, self.size, _CHUNK):
@@ -86,6 +86,6 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, places: int) -> Tensor:
-    """Return x shifted to the right with zeros on the left, where torch's own shift repeats the sign."""
+    """Return x shifted to the right with zeros on the left, in place of torch's shift, which repeats the sign."""
     shifted: Tensor = (x >> places) & (2 ** (64 - places) - 1)
     return shifted

@@ -1,15 +1,14 @@
-"""Compute singular values of Jacobians that are given by their rows.
+"""Compute singular values of Jacobians, given by their rows.
 
 Shapes: n samples, C outputs, M inputs; all results are float64.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 _BLOCK = 2**19  # entries of J that are converted to float64 at a time
-_SMALL = 32  # rows up to which the batched solver is used
 _CLEAR = 1e-4  # an eigenvalue of G above this fraction of the largest is accurate as a squared singular value of J
 
 
@@ -24,26 +23,12 @@ def gram(rows: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def eigenvalues(matrices: Tensor, of_small: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the eigenvalues (n, C), ascending, of positive semidefinite matrices (n, C, C), float64.
-
-    NaN if not finite. ``of_small`` gives those of up to 32 rows; wide matrices go to torch.
-    """
-    if matrices.shape[1] <= _SMALL:
-        values = of_small(matrices)
-    else:
-        finite = matrices.isfinite().flatten(1).all(dim=1)
-        values = torch.linalg.eigvalsh(torch.where(finite[:, None, None], matrices, 0.0))
-        values = torch.where(finite[:, None], values, torch.nan)
-    return values.clamp_min(0.0)
-
-
 def log_volumes(rows: Sequence[Tensor], squares: Tensor, top: int | None = None) -> Tensor:
-    """Return Σ log s_c (n,) over all C singular values of J, or its ``top`` largest; -inf where the rank is less.
+    """Return Σ log s_c (n,) over all C singular values of J, or its ``top`` largest; -inf if the rank is smaller.
 
-    They come from the eigenvalues of G, ``squares`` (n, C) ascending, where these are good to 1e-12, else from a QR
-    decomposition of Jᵀ, given by C rows (n, M): the logarithms of R's diagonal, which have no squares in them. The rank
-    is numerical: singular values count above 4 C ε of the largest, ε of J's dtype.
+    They come from the eigenvalues of G, ``squares`` (n, C) ascending, if these have a relative error of about 1e-12.
+    Otherwise they come from a QR decomposition of Jᵀ, given by C rows (n, M): the logarithms of R's diagonal, without
+    squares. The rank is numerical: it counts singular values above 4 C ε of the largest, with ε of J's dtype.
     """
     inputs, outputs = rows[0].shape[1], len(rows)
     count = outputs if top is None else min(top, outputs)
@@ -58,9 +43,9 @@ def log_volumes(rows: Sequence[Tensor], squares: Tensor, top: int | None = None)
 
 
 def _by_qr(matrices: Tensor, count: int, tolerance: float) -> Tensor:
-    """Return what :func:`log_volumes` does, of (n, C, M), by QR.
+    """Return the result of :func:`log_volumes` for J (n, C, M), by QR.
 
-    Singular values below ``tolerance`` of the largest are 0.
+    Singular values below ``tolerance`` of the largest count as 0.
     """
     triangles = torch.linalg.qr(matrices.mT, mode="r").R
     values = torch.linalg.svdvals(triangles)

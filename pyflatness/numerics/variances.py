@@ -1,7 +1,7 @@
-"""Sum variances of sampled values over the samples of a data set, and how well they are known.
+"""Sum variances of sampled values over the samples of a data set, with their degrees of freedom.
 
-Draws are independent over samples, so that a sum's variance V is the sum of its samples' variances v_i. From the sum of
-their squares come its degrees of freedom (:mod:`.intervals`).
+Probes are independent over samples, so that a sum's variance V is the sum of its samples' variances v_i. The sum of
+their squares gives its degrees of freedom (:mod:`.intervals`).
 """
 
 import math
@@ -12,7 +12,8 @@ from torch import Tensor
 from .accumulate import masked
 from .shard import Shard
 
-# Replicates of groups from which the t law holds: of 95 % intervals 85 % do with one, 92 to 95 % with eight.
+# The fewest replicates of groups for intervals by Student's t: 95 % intervals hold in 85 % of cases with one replicate,
+# and in 92 to 95 % with eight.
 _FEWEST = 8
 
 
@@ -34,9 +35,9 @@ class Variances:
     ) -> None:
         """Add the values (k, …, n) of k probes of n samples, of which those ``kept`` count.
 
-        With one probe, or a part of the data, values are taken as roughly proportional to ``sizes`` (n,). ``chances``
-        (n,) are the probabilities with which these samples were drawn, see :mod:`.subset`, by which values and sizes
-        have been divided; None: all data are there. If ``exact`` only the choice of samples varies the values.
+        With one probe, or a part of the data, values are assumed roughly proportional to ``sizes`` (n,). ``chances``
+        (n,) are the probabilities with which these samples were drawn, see :mod:`.subset`; values and sizes are already
+        divided by them. None stands for all data. If ``exact``, only the choice of samples is random.
         """
         alone = len(probes) == 1 and not exact
         if len(probes) > 1:
@@ -49,7 +50,7 @@ class Variances:
             self._add_residuals(probes.mean(dim=0), kept, sizes, 0 * sizes if alone or chances is None else chances)
 
     def add_groups(self, found: Tensor, means: Tensor, kept: Tensor | None, sizes: Tensor, chances: Tensor) -> None:
-        """Add variances of a part of the data, as :meth:`add`; its values and sizes are divided by their chances."""
+        """Add variances of a part of the data, as in :meth:`add`; means and sizes are already divided by chances."""
         self.add(masked(torch.cat([found[:1] / chances, found[1:2] / chances**2, found[2:]]), kept))
         self._add_residuals(means, kept, sizes, chances)
 
@@ -61,7 +62,7 @@ class Variances:
         self._sums = self._sums.to(found.device) + found.sum(dim=-1)
 
     def together(self, shard: Shard) -> None:
-        """Add what the other ranks have, where a read of the data ends."""
+        """Add the sums of the other ranks, at the end of a read of the data."""
         if shard.ranks.alone:
             return
         parts = {"sums": self._sums, "residuals": self._residuals.sums}
@@ -71,30 +72,31 @@ class Variances:
     def result(self) -> tuple[Tensor, Tensor] | None:
         """Return the variance of the sum over samples of the mean over probes, and its degrees of freedom, (…) each.
 
-        None if nothing was added, so that the values are exact. The degrees of freedom are NaN where they are unknown,
-        and always where replicates are few, whatever these say: with few of them, many degrees of freedom only show
-        that the largest groups agree by chance.
+        It is None if nothing was added, so that the values are exact. The degrees of freedom are NaN if they are
+        unknown, and always if there are few replicates: many degrees of freedom from few replicates only show that the
+        largest groups agree by chance.
         """
         found = [self._sums[:2]] if self._sums.ndim else []
         found += [torch.stack(self._residuals.squares())] if self._residuals.sums.ndim else []
         if not found:
             return None
         variance, squares = torch.stack(found).sum(dim=0)
-        dof = variance**2 / squares  # NaN where all are 0
+        dof = variance**2 / squares  # NaN if all variances are 0
         few = self._sums.ndim and len(self._sums) > 2 and self._sums[2] < _FEWEST
         return variance, dof.masked_fill(few, torch.nan) if isinstance(few, Tensor) else dof
 
 
 class RatioResiduals:
-    """Hold running moments of values v_i beside sizes t_i, for the residuals e_i = v_i - γ t_i, γ = Σ v_i / Σ t_i.
+    """Hold running moments of values v_i and sizes t_i, for the residuals e_i = v_i - γ t_i, γ = Σ v_i / Σ t_i.
 
-    One probe does not tell a sample's variance, but E e_i² = Var v_i + (E v_i - γ t_i)² is no less. An e_i has less of
-    its own deviation by what γ has of that: for deviations in proportion to t, with h_i = t_i / Σ t,
+    One probe does not show a sample's variance, but E e_i² = Var v_i + (E v_i - γ t_i)² is an upper bound of it. γ
+    follows the deviation of v_i in part, which makes e_i smaller: for deviations proportional to t, with
+    h_i = t_i / Σ t,
 
         E Σ e_i² = D Σ Var v_i + …,    D = 1 + Σ h_i² - 2 Σ h_i³ / Σ h_i²
 
-    which is 1 - 1/n for equal ones. So Σ e_i² / D is an upper bound in the mean; each e_i² has one degree of
-    freedom. Where the e_i² count by weights, the sums of those with e_i in them do.
+    which is 1 - 1/n for equal ones. So Σ e_i² / D is an upper bound in expectation; each e_i² has one degree of
+    freedom. If the e_i² are weighted, so are all sums of terms with e_i.
     """
 
     def __init__(self) -> None:
@@ -118,7 +120,7 @@ class RatioResiduals:
         squares = moments[2]
         kept = torch.where(size > 0, 1 + whole / size**2 - 2 * cubes / (size * squares), 1 - 1 / count)
         second, fourth = second.clamp_min(0) / kept, fourth / kept**2
-        return second, torch.maximum(fourth, second**2 / count)  # rounding may have lost it
+        return second, torch.maximum(fourth, second**2 / count)  # by Cauchy-Schwarz, which rounding may break
 
 
 def standard_error(draws: Tensor, factor: float = 1.0) -> Tensor:
@@ -128,5 +130,5 @@ def standard_error(draws: Tensor, factor: float = 1.0) -> Tensor:
 
 
 def with_squares(variances: Tensor) -> Tensor:
-    """Return variances and their squares, stacked."""
+    """Return variances (…) and their squares, stacked as (2, …)."""
     return torch.stack([variances, variances**2])

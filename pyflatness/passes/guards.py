@@ -474,11 +474,11 @@ class Checked:
     def _call(self, batch: Any) -> str:
         """Return in words what was called, and its inputs."""
         if self._forward is not None:
-            return f"forward(model, batch) on the batch {data.described(batch)}"
+            return f"forward(model, batch) on the batch {data.description(batch)}"
         if isinstance(batch, Mapping):
             keywords = {key: part for key, part in batch.items() if key != "labels"}
-            return f"model(**inputs) on the inputs {data.described(keywords)} (`labels` are the targets)"
-        return f"model(inputs) on the inputs {data.described(batch[0])}"
+            return f"model(**inputs) on the inputs {data.description(keywords)} (`labels` are the targets)"
+        return f"model(inputs) on the inputs {data.description(batch[0])}"
 
     def _kinds(self) -> str:
         """Return the dtypes and devices of the parameters in words."""
@@ -512,9 +512,8 @@ class Checked:
             self._changes_inputs = self._changes_values or marks != before
         elif marks != before:
             raise InputError(
-                "model: it changes its inputs in place on the batch "
-                f"{data.described(batch)}, which is changed now, and did not on those before; have it work on a copy, "
-                "x = x.clone()"
+                f"model: it changes its inputs in place on the batch {data.description(batch)}, which is changed now, "
+                "and did not on those before; have it work on a copy, x = x.clone()"
             )
         return result
 
@@ -579,9 +578,10 @@ class Checked:
             return
         mode = f"it {IN_TRAINING}, and " if model.training else ""
         raise InputError(
-            f"model: it draws random numbers in its forward pass: on the same batch, {data.described(batch)}, a second "
-            f"pass has other outputs, so that a value would be one of many; {mode}switch off what draws them (dropout "
-            "that does not ask for self.training, added noise, sampling), or have it draw the same at every call"
+            f"model: it draws random numbers in its forward pass: on the same batch, {data.description(batch)}, a "
+            f"second pass has other outputs, so that a value would be one of many; {mode}switch off what draws them "
+            "(dropout that does not ask for self.training, added noise, sampling), or have it draw the same at every "
+            "call"
         )
 
     def _check_state(self, model: nn.Module, batch: Any, outputs: Tensor) -> None:
@@ -591,7 +591,7 @@ class Checked:
         if not all(self._is_repeated(model, batch, outputs) for _ in range(_REPEATS)):
             raise InputError(
                 f"model: its outputs depend on the calls before: it {_keeps()}and on the same batch, "
-                f"{data.described(batch)}, a later pass has other outputs"
+                f"{data.description(batch)}, a later pass has other outputs"
             )
 
     def _is_repeated(self, model: nn.Module, batch: Any, outputs: Tensor) -> bool:

@@ -23,8 +23,6 @@ from .memory import Budget
 from .neighbours import Pooled
 from .runner import Run
 
-Parts = list[Tensor]
-
 
 class LayerForm:
     """Convert one layer's weight, inputs and output gradients to the common form that its kind defines.
@@ -129,7 +127,7 @@ class LayerForm:
         """Return how many columns of the weight belong to one input channel."""
         return 1 if self._dense else self._kind.geometry.kernel_elements
 
-    def inputs(self, run: Run, memory: Memory | None = None) -> Parts:
+    def inputs(self, run: Run, memory: Memory | None = None) -> list[Tensor]:
         """Return φ of all calls in the common form; a copy of a single call's goes into ``memory``."""
         calls = run.calls(self.name)
         self._calls, memory = tuple(call.kind for call in calls), memory if len(calls) == 1 else None
@@ -141,7 +139,7 @@ class LayerForm:
         (call,) = run.calls(self.name)
         return layers.input_rows(self._module, self._rescaled(call.inputs.detach()))
 
-    def cotangent(self, run: Run, gradients: Sequence[Tensor], memory: Memory | None = None) -> Parts:
+    def cotangent(self, run: Run, gradients: Sequence[Tensor], memory: Memory | None = None) -> list[Tensor]:
         """Return δ of all calls in the common form; a copy of a single call's goes into ``memory``."""
         first = partial(run.samples_first, self.name, memory=memory if len(gradients) == 1 else None)
         if self._dense:
@@ -168,7 +166,7 @@ class LayerForm:
         """Return the max-pooling behind the layer, if its cotangents may be taken at the output of the pooling."""
         return neighbours.pooled_behind(run, self.name) if self._kind.space == 2 and not self._dense else None
 
-    def of_carried(self, run: Run, inputs: Parts, count: int) -> tuple[GradientEdge, Contraction] | None:
+    def of_carried(self, run: Run, inputs: list[Tensor], count: int) -> tuple[GradientEdge, Contraction] | None:
         """Return the edge of wᵀ δ and its contraction, if this is to replace δ for ``count`` cotangents; else None."""
         layer = self.contraction(run)
         if not (self.pointwise and self._scale is None and layer.carries(inputs, count)):
@@ -224,7 +222,7 @@ class LayerForm:
         whole = found.new_zeros(*found.shape[:-1], layers.without_entries(self._module).shape[1])
         return whole.index_copy_(whole.ndim - 1, columns, found)
 
-    def _input_parts(self, run: Run, inputs: Tensor, output: Tensor, memory: Memory | None = None) -> Parts:
+    def _input_parts(self, run: Run, inputs: Tensor, output: Tensor, memory: Memory | None = None) -> list[Tensor]:
         inputs = self._rescaled(inputs)
         if not self._dense:
             inputs = self._kind.pad(inputs, output)
@@ -233,7 +231,7 @@ class LayerForm:
     def _rescaled(self, inputs: Tensor) -> Tensor:
         return inputs if self._scale is None else self._kind.divided(inputs, self._scale)
 
-    def _in_form(self, tensor: Tensor) -> Parts:
+    def _in_form(self, tensor: Tensor) -> list[Tensor]:
         return list(tensor.unbind(1)) if self._dense else self._kind.in_common_form(tensor)
 
     def _size(self, run: Run) -> tuple[int, ...]:
@@ -269,7 +267,7 @@ class DenseConvolution:
         return layers.kind_of(self._module).affine(promoted(inputs), weight, None, self._output)
 
 
-def _joined(calls: Parts) -> Tensor:
+def _joined(calls: list[Tensor]) -> Tensor:
     """Return the positions of all calls side by side."""
     return calls[0] if len(calls) == 1 else torch.cat(calls, dim=2)
 

@@ -22,24 +22,29 @@ def check_passes(
     one: Callable[[], Any],
     samples: int,
     *,
+    at_once: int = 1,
     by_hessian: bool = False,
     tell: Tell | None = None,
 ) -> None:
     """Raise if an exact value takes more passes of a micro-batch than the user allows, and say how long they take.
 
-    ``what`` begins the message; ``one`` makes one of them, to see how long that takes. ``tell`` is told of as many as
-    the user allows, where these are many.
+    ``what`` begins the message; ``one`` makes ``at_once`` of them, to see how long that takes. ``tell`` is told of as
+    many as the user allows, where these are many, and of their time where two more of ``one`` are a small part of it.
     """
+
+    def seconds_of_one() -> float:
+        return _seconds(one) / at_once
+
+    def told() -> str:
+        timed = needed > MANY * at_once
+        time_taken = f", about {duration(needed * seconds_of_one())} for each {samples} samples" if timed else ""
+        return f"{what}{time_taken}; rtol=0.05 takes a fraction of that, with a standard error"
+
     if needed <= most:
         if tell is not None and needed > MANY:
-            tell(
-                lambda: (
-                    f"{what}, about {duration(needed * _seconds(one))} for each {samples} samples; rtol=0.05 takes "
-                    "a fraction of that, with a standard error"
-                )
-            )
+            tell(told)
         return
-    seconds = _seconds(one)
+    seconds = seconds_of_one()
     ggn = "; or curvature='ggn' for the GGN value, another number" if by_hessian else ""
     raise PassesError(
         f"{what}, more than max_passes={most}, and about {duration(needed * seconds)} for each {samples} samples by "

@@ -118,16 +118,16 @@ class Recorder:
         *,
         create_graph: bool = False,
         elsewhere: Mapping[str, GradientEdge] = {},
-        besides: Mapping[str, GradientEdge] = {},
+        at_edges: Mapping[str, GradientEdge] = {},
     ) -> dict[str, list[Tensor]]:
         """Return gradients of ⟨cotangent, outputs⟩ in the output of every call of some layers, or of all.
 
         They are zeros without a path. For a layer in ``elsewhere``, called once, the gradient is at that edge instead;
-        for one in ``besides`` the gradient at that edge comes after those of its calls.
+        for one in ``at_edges`` the gradient at that edge comes after those of its calls.
         """
         made = {name: self.calls[name] for name in (self.calls if names is None else names)}
         edges = {name: [elsewhere.get(name, call.edge) for call in calls] for name, calls in made.items()}
-        for name, edge in besides.items():
+        for name, edge in at_edges.items():
             edges[name].append(edge)
         flat = [edge for several in edges.values() for edge in several]
         found: Sequence[Tensor | None] = [None] * len(flat)

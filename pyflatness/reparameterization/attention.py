@@ -131,7 +131,7 @@ def largest_group(
 ) -> tuple[str, dict[str, Tensor]]:
     """Return the largest of :data:`GROUPS` whose A leave the function alone, found by trial, and random A and B.
 
-    ``keeps`` tells whether matrices leave the function alone. The group is "" if no A does, and then B may be missing
+    ``keeps`` returns whether matrices leave the function alone. If no A does, the group is "", and B may be missing
     too.
     """
     values = {"vo": drawn("any", one.v, one.groups, random, factors)}

@@ -1,4 +1,4 @@
-"""Follow the outputs of layers through a model, entry by entry, to see what a factor on them would multiply.
+"""Follow the outputs of layers through a model, entry by entry, to find what a factor on them would multiply.
 
 A label gives for each entry of a tensor the row of a layer that it comes from: if that row's output were multiplied by
 λ > 0, so would be the entry. Labels pass through ReLU and LeakyReLU, pooling, reshapes and eval BatchNorm (whose own
@@ -60,9 +60,9 @@ Elsewhere = Callable[[str, str, str], None]
 class Flow(private.TorchDispatchMode):
     """Follow labels through one run of a model on a few samples, within the context.
 
-    ``arrivals`` has the label of the input of each call of a layer. ``sources`` has the number of labels of each
-    layer's rows. ``elsewhere`` is called where a label ends and no layer receives it. Labels pass through operations
-    only if ``through``.
+    ``sources`` has the number of labels of each layer's rows, and ``arrivals`` the label of the input of each call of a
+    layer. ``elsewhere`` is called where a label ends and no layer receives it. Without ``through`` no operation passes
+    labels on.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Flow(private.TorchDispatchMode):
         super().__exit__(*exception)
 
     def finish(self, outputs: Tensor) -> None:
-        """Note where a label of the model's outputs comes from, and forget all labels."""
+        """Report a label of the model's outputs, and forget all labels."""
         label = self._label(outputs)
         if label is not None:
             self._elsewhere(label.source, "output", "")
@@ -182,7 +182,7 @@ def _rows(module: nn.Module, output: Tensor, count: int) -> Tensor:
 
 
 def obstacle(model: nn.Module, name: str, module: nn.Module) -> str:
-    """Return why the layer's weight and bias cannot be changed alone; empty if they can be."""
+    """Return the reason why the weight and bias of a layer cannot be changed alone; empty if they can be."""
     for what in ("weight", "bias"):
         held = getattr(module, what, None)
         if held is not None and not isinstance(module._parameters.get(what), nn.Parameter):

@@ -15,7 +15,7 @@ from .reparameterize import check_same, duplicate, scale_rows
 
 
 class Folding:
-    """Find out on a batch which of a model's BatchNorm can be folded ``into`` which layer, and which are ``alone``.
+    """Find out on a batch which BatchNorm layers can be folded ``into`` which layer, and which stay ``alone``.
 
     The latter keep a scale and a shift of their own, with mean 0 and variance 1.
     """

@@ -14,7 +14,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _marking(calculate: _Method) -> _Method:
-    """Return a method of ``float`` whose numbers warn as the one it is of does."""
+    """Return a method of ``float`` whose result is a :class:`Constant`."""
 
     def marked(self: float, *others: Any) -> Any:
         found = calculate(self, *others)
@@ -26,7 +26,8 @@ def _marking(calculate: _Method) -> _Method:
 class Measured(float):
     """Represent a number that is no function of the weights; sums and products with numbers are :class:`Constant`.
 
-    Torch asks it before it calculates with it, and a sum with a tensor that has a graph gives a warning.
+    Torch calls :meth:`__torch_function__` before it calculates with one, which warns of a sum with a tensor that has a
+    graph.
     """
 
     __add__ = __radd__ = _marking(float.__add__)

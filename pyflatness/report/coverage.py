@@ -1,4 +1,4 @@
-"""Say in values of the network which weights they leave out."""
+"""Note in values of the network which weights they leave out."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -11,10 +11,10 @@ _LISTED = 4  # names in a note
 def marked(
     found: Mapping[tuple[str, str], Estimate], of_layers: Collection[str], left_out: Mapping[str, float]
 ) -> dict[tuple[str, str], Estimate]:
-    """Return estimates of which some of the network's are not exact, with a note of the weights that they leave out.
+    """Return estimates in which values of the network that leave out weights are not exact, and have a note of these.
 
-    ``of_layers`` are measures whose value of the network is of its measured layers; ``left_out`` are weights that none
-    of these has, each with its share of all weights' entries.
+    ``of_layers`` are measures whose value of the network is of its measured layers; ``left_out`` are weights that no
+    measured layer has, each with its share of all weights' entries.
     """
     if not left_out:
         return dict(found)

@@ -1,6 +1,6 @@
 """Show estimates and reports as HTML: small tables for a notebook, and a page with charts."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from . import views
@@ -40,11 +40,23 @@ def of_report(report: "Report") -> str:
 
 
 def page(report: "Report", title: str) -> Page:
-    """Return a page of a report: its values, their profile over the layers, and how they came about."""
+    """Return a page of a report: the answer, the values, their profile over the layers, and how they came about."""
     own = _records(report)
     sections = [Section("Values", (tables.LEGEND,), charts.profiles(own), (_values(report),))]
-    sections.append(Section("How the values came about", (), tables=(tables.summary(own),)))
-    return Page(title, tuple(views.footnotes(report)), tuple(sections))
+    sections.append(Section("How the values came about", tuple(views.footnotes(report)), tables=(tables.summary(own),)))
+    return Page(title, tuple(_answer(report)), tuple(sections))
+
+
+def _answer(report: "Report") -> Iterator[str]:
+    """Yield the value of the network, and the layer with the largest, of the first measure."""
+    measure, held = next(iter(report.by_measure().items()))
+    if "" in held:
+        of = f", {report.network_of[measure]}" if measure in report.network_of else ""
+        yield f"{measure} of the network{of}: {tables.value(record(held[''], measure)).text}"
+    layers = {layer: estimate for layer, estimate in held.items() if layer}
+    if len(layers) > 1:
+        most = max(layers, key=lambda layer: layers[layer].value)
+        yield f"Largest in layer {most}: {tables.value(record(layers[most], measure)).text}"
 
 
 def _values(report: "Report") -> tables.Table:

@@ -19,7 +19,7 @@ from ..errors import InputError
 if TYPE_CHECKING:
     from .report import Estimate
 
-AGREEING = 1e-6  # of a value: by less than so much probes differ by chance or by rounding, which tells of no error
+AGREEING = 1e-6  # of a value: probes that differ by less agree by chance or up to rounding, and show no error
 _LARGE = 1e4  # degrees of freedom from which an expansion in their inverse is exact to 1e-11
 
 

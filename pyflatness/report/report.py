@@ -86,7 +86,7 @@ class Estimate(Readable, Measured):
         return super().__new__(cls, value)
 
     def __post_init__(self) -> None:
-        """Take back what a value cannot claim: to be exact as NaN, or to have no error because its probes agree."""
+        """Correct claims that a value cannot make: that NaN is exact, or that probes which agree have no error."""
         if math.isnan(self.value):
             object.__setattr__(self, "exact", False)
         if self.stderr is not None and self.stderr <= intervals.AGREEING * abs(self.value):
@@ -96,16 +96,16 @@ class Estimate(Readable, Measured):
     def interval(self, level: float = 0.95, *, of: str = "data") -> tuple[float, float] | None:
         """Return the interval that holds the value of the definition with probability ``level``, given the data.
 
-        value ± t ``stderr``, t the quantile of Student's t distribution with ``dof`` degrees of freedom: of many
-        intervals from other probes, so many hold the value that exact computation gives. Samples are not redrawn. One
-        probe (``probes=1``) gives an upper bound of its error, so that its intervals are rather too wide.
+        It is value ± t ``stderr``, with t the quantile of Student's t distribution with ``dof`` degrees of freedom: a
+        fraction ``level`` of intervals from other probes holds the value of exact computation. Samples are not redrawn.
+        One probe (``probes=1``) gives an upper bound of its error, so that its intervals are rather too wide.
 
         Args:
             level: in (0, 1).
             of: ``"data"``: of the value over these data. ``"distribution"``: of the value that is expected over the
-                distribution that the samples were drawn from, independently; value ± t s / √n, s the standard deviation
-                of ``per_sample`` (which has to be there), in which that of probes is contained, of (Σ e²)² / Σ e⁴
-                degrees of freedom for deviations e of samples. Of exact values too.
+                distribution that the samples were drawn from, independently. It is value ± t s / √n, with s the
+                standard deviation of ``per_sample`` (which has to be there), which contains that of probes, and
+                (Σ e²)² / Σ e⁴ degrees of freedom for deviations e of samples. Exact values have one too.
 
         Returns:
             Both ends; (value, value) of an exact value; None where nothing is known of the error: a standard error
@@ -113,7 +113,7 @@ class Estimate(Readable, Measured):
             ``probes="adaptive"``), or a value that is neither exact nor drawn at random.
 
         Raises:
-            InputError: a level that is no probability; ``"distribution"`` without the values of samples.
+            InputError: a level that is not between 0 and 1; ``"distribution"`` without the values of samples.
 
         Example:
             >>> import pyflatness as pf
@@ -414,7 +414,7 @@ class Report(Readable):
         return self.network_of.get(measure, "").startswith("the sum")
 
     def _of_blocks(self, rows: "_Rows") -> list[str]:
-        """Return what rows of blocks are, and where their layers are."""
+        """Return lines that explain the rows of blocks."""
         if len(rows) >= len(self.layers):
             return []
         of_layers = dict.fromkeys(measure for layer, measure in self._estimates if layer)
@@ -507,7 +507,7 @@ def aligned(column: Sequence[Estimate | None]) -> list[str]:
 
 
 def _in_two_lines(name: str) -> str:
-    """Return a name of several words, of which the second line has those behind the middle."""
+    """Return a name of several words in two lines, broken near its middle."""
     middles = [place + 1 for place, letter in enumerate(name) if letter == "_"]
     if not middles:
         return name

@@ -52,7 +52,7 @@ def frame(rows: list[dict[str, Any]]) -> "pandas.DataFrame":
 
 
 def least_width(table: "Table") -> int:
-    """Return how wide a table has to be, so that no cell breaks of columns with ``no_wrap``: names of layers."""
+    """Return the least width at which no cell breaks in columns with ``no_wrap``, which hold names of layers."""
     if not any(column.no_wrap for column in table.columns):
         return 0
     from rich.cells import cell_len
@@ -67,7 +67,7 @@ def least_width(table: "Table") -> int:
 
 
 def text(table: "Table", width: int) -> list[str]:
-    """Return the lines of a table that is no wider than this or has to be, as they are without a terminal."""
+    """Return the lines of a table, as without a terminal; it is no wider than ``width``, unless it has to be."""
     from rich.console import Console
 
     console = Console(
@@ -85,7 +85,7 @@ def figure() -> "tuple[Figure, Axes]":
 
 
 def panels(count: int) -> "tuple[Figure, list[Axes]]":
-    """Return an empty figure with so many axes, up to three in a row, outside of pyplot."""
+    """Return an empty figure with ``count`` axes, up to three in a row, outside of pyplot."""
     columns = min(3, count)
     rows = -(-count // columns)
     empty = _figure(5.0 * columns, 3.6 * rows)
@@ -102,7 +102,7 @@ def _figure(width: float, height: float) -> "Figure":
 
 
 def onto_each(axes: "Axes | Iterable[Axes]", names: Collection[str]) -> "tuple[Figure, list[Axes]]":
-    """Return the axes of the user's, one for each name, with the figure of the first."""
+    """Return the user's axes, one for each name, with the figure of the first."""
     given: list[Any] = [*axes] if isinstance(axes, Iterable) else [axes]
     if len(given) != len(names):
         raise InputError(f"axes: one for each of {', '.join(names)} is wanted, got {len(given)}")
@@ -133,7 +133,7 @@ def footnotes(report: "Report") -> list[str]:
 
 
 def by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return what has the same reason together, as a list in words."""
+    """Return the names that share a reason, joined by commas, with the reason."""
     together: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         together.setdefault(reason, []).append(name)
@@ -141,7 +141,7 @@ def by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def onto(axes: "Axes | None") -> "tuple[Figure, Axes]":
-    """Return the axes of the user's with their figure; None: those of an empty figure."""
+    """Return the user's axes with their figure; for None those of an empty figure."""
     if axes is None:
         return figure()
     if not hasattr(axes, "plot"):

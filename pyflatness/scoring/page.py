@@ -17,6 +17,7 @@ from torch import Tensor
 from ..curvature.landscape import Landscape
 from ..curvature.spectra import Spectrum
 from ..errors import InputError
+from ..measures import MEASURES
 from ..messages import printable
 from ..report import html
 from ..report.page import Cell, Page, Section, Table, charts, interactive, tables
@@ -107,14 +108,20 @@ def _sections(part: SettingValues, options: PageOptions, *, several: bool) -> It
         (tables.LEGEND,),
         tables=(tables.values(against.with_test(), "Values by model and layer", (*_BESIDE, *_OF_TEST), settings),),
     )
-    of_layers = charts.profiles(part.records)
+    counting = [record for record in part.records if record["checkpoint"] not in against.left_out]
+    of_layers = charts.profiles(counting, against.setting, against.values)
     if of_layers.specs:
-        yield Section(f"Over the layers{suffix}", charts=of_layers)
+        text = (f"Without {', '.join(against.left_out)}.",) if against.left_out else ()
+        yield Section(f"Over the layers{suffix}", tuple(map(printable, text)), of_layers)
     of_trainings = of_checkpoints(part.records)
     if of_trainings.specs:
         yield Section(f"Over the training{suffix}", (OF_TRAININGS,), of_trainings)
     yield from _left_out(part.records, against, suffix)
-    made = (tables.summary(part.records), *([tables.facts("What was measured", part.made)] if part.made else []))
+    formulas = {measure.name: measure.formula for measure in MEASURES}
+    made = (
+        tables.summary(part.records, formulas),
+        *([tables.facts("What was measured", part.made)] if part.made else []),
+    )
     yield Section(f"How it was made{suffix}", tables=made)
 
 
@@ -202,12 +209,14 @@ class _Against:
         flatter = " A smaller value is a flatter network." if measure in _FLATNESS else ""
         of = "" if layer == tables.NETWORK else f" of {layer}"
         yield printable(f"Smallest {measure}{of}: {least}, {low:.4g}. Largest: {most}, {high:.4g}.{flatter}")
-        own = [one for one in self.records if (one["measure"], one["layer"] or tables.NETWORK) == (measure, layer)]
+        counting = [one for one in self.records if one["checkpoint"] not in self.left_out]
+        own = [one for one in counting if (one["measure"], one["layer"] or tables.NETWORK) == (measure, layer)]
         highs = [one["high"] for one in own if one["checkpoint"] == least and one["high"] is not None]
         lows = [one["low"] for one in own if one["checkpoint"] != least and one["low"] is not None]
         others = sum(low <= high for low in lows for high in highs)
         if others:
-            yield f"By their 95 % intervals {others} other networks may have as small a value."
+            more = f"{others} other network{'s' * (others != 1)}"
+            yield f"By their 95 % intervals {more} may have as small a value."
 
     def _ends(self, x: str) -> list[tuple[str, float]]:
         """Return the networks of the smallest and the largest value of a measure, with these; none without values."""
@@ -245,12 +254,14 @@ class _Against:
     def _charts(self, found: Mapping[str, Correlations | None], title: str) -> Charts:
         upward = Axis.over("y", title, self.networks.column(self.y)[self.kept].tolist())
         specs, columns = [], {"y": self.networks.column(self.y)}
+        names = [*charts.short(self.networks.names).values()]
+        values = [self.values[name] for name in self.networks.names] if self.setting else ()
         for place, (x, own) in enumerate(found.items()):
             columns[f"x{place}"] = self.networks.column(x)
             lines = [f"{row.statistic} {_correlation(own, x, row.statistic).text}" for row in own.rows] if own else []
             lines += [_too_few(own)] if own and too_few(own) else []
             across = Axis.over(f"x{place}", x, columns[f"x{place}"][self.kept].tolist())
-            specs.append(charts.scatter(across, upward, lines, len(self.kept), self.setting))
+            specs.append(charts.scatter(across, upward, lines, names, self.setting, values))
         return Charts(self._data(columns), tuple(specs))
 
     def _data(self, columns: Mapping[str, Vector]) -> charts.Rows:
@@ -336,7 +347,9 @@ def _left_out(records: Sequence[Record], against: _Against, suffix: str) -> Iter
     missing = ~np.isfinite(against.networks.column(against.y))
     rows += [(name, "", against.y, "no number") for name in against.networks.named(missing)]
     if rows:
-        cells = tuple(tuple(Cell(printable(text)) for text in row) for row in rows)
+        cells = tuple(
+            (*(Cell(printable(text)) for text in row), Cell(printable(why), kind="long")) for *row, why in rows
+        )
         caption = "Values that failed, and models that do not count"
         held = Table(caption, ("model", "layer", "measure", "why"), cells)
         yield Section(f"Failed and excluded{suffix}", tables=(held,))

@@ -25,7 +25,7 @@ from ..curvature.spectrum import spectrum
 from ..errors import InputError
 from ..losses import auto, risk
 from ..measures import named
-from ..measures.base import Values
+from ..measures.base import Estimates
 from ..messages import is_out_of_memory, reason
 from ..model import calling, state
 from ..model.data import Batches, size, used_up
@@ -135,7 +135,7 @@ def _failed(pair: Pair, error: str) -> Row:
     return Row(layer=pair.layer, measure=pair.measure, error=error)
 
 
-def _row(by_measure: Mapping[str, Values], missing: Mapping[str, str], seconds: float, pair: Pair) -> Row:
+def _row(by_measure: Mapping[str, Estimates], missing: Mapping[str, str], seconds: float, pair: Pair) -> Row:
     """Return the row of a pair: the numbers; or the error; or neither, of a pattern's layer that did not run."""
     estimate = by_measure.get(pair.measure, {}).get(pair.layer)
     if estimate is None:
@@ -316,7 +316,7 @@ class Bench:
 
     def _values(
         self, model: nn.Module, unit: WorkUnit, names: Sequence[str], forward: FitRecorder
-    ) -> tuple[Mapping[str, Values], Mapping[str, str]]:
+    ) -> tuple[Mapping[str, Estimates], Mapping[str, str]]:
         what, options = (model, self._request.loss, self._mine), self._request.options
         how: dict[str, Any] = {"forward": forward, "progress": False, "process_group": self.ranks}
         if unit.selectors is not None and len(unit.selectors) == 1 and len(names) == 1:  # by the head if it is that

@@ -18,7 +18,7 @@ from . import intervals, permutation
 from .coefficients import STATISTICS, coefficients, whole
 from .tables import BY_NAME, Networks, Vector, listed, one_name, read
 
-_PERFECT = 1.99  # the sum of ends that are both written as 1.00, or both as -1.00
+_PERFECT = 1.99  # the size of the sum of two ends from which both are written as 1.00, or both as -1.00
 _EQUAL = 1.5  # training losses within this factor count as equal
 
 
@@ -47,7 +47,7 @@ class Correlation(Result):
     p_bh: float | None = None
 
     def has_interval(self) -> bool:
-        """Return whether there is an interval that says something: one from 1 to 1 is of networks in perfect order."""
+        """Return whether there is an informative interval; one from 1 to 1 comes from networks in perfect order."""
         return not math.isnan(self.low) and abs(self.low + self.high) < _PERFECT
 
     def to_dict(self) -> dict[str, Any]:
@@ -71,10 +71,10 @@ class Correlations(Result):
         y: what the measures are correlated with.
         points: the number of networks that count.
         excluded: the names of those that were left out.
-        untrained: those of them that are not trained as the others are, each with the reason.
-        given: columns that are held fixed.
+        untrained: those of them that were not trained as the others were, each with the reason.
+        given: the columns that are held fixed.
         clusters: the number of clusters of networks; None if networks are taken as independent.
-        method: how the intervals, and p-values if there are any, are made.
+        method: how the intervals, and p-values if there are any, are computed.
         note: a warning where training losses differ by more than a factor of 1.5 and are not held fixed, or "".
     """
 
@@ -115,7 +115,7 @@ class Correlations(Result):
         return "\n".join([head, *lines, *self.footnotes()])
 
     def footnotes(self) -> list[str]:
-        """Return who was left out untrained, why a value or an interval is not there, and the note."""
+        """Return which networks were left out as untrained, why values or intervals are missing, and the warning."""
         undefined = any(math.isnan(row.value) for row in self.rows)
         missing = any(math.isnan(row.low) and not math.isnan(row.value) for row in self.rows)
         same = ", or in the order of what is held fixed" if self.given else ""
@@ -128,7 +128,7 @@ class Correlations(Result):
 
 
 def too_few(found: Correlations) -> str:
-    """Return what there are too few of for an interval, networks or clusters of them; empty where there are enough."""
+    """Return "networks" or "clusters" if there are too few of them for an interval; empty if there are enough."""
     count, what = (found.points, "networks") if found.clusters is None else (found.clusters, "clusters")
     return what if count < intervals.FEWEST else ""
 
@@ -152,8 +152,8 @@ def correlations(
 ) -> Correlations:
     """Return the correlations of measures with the generalisation gap (or another column) over networks.
 
-    Pearson, Spearman and Kendall (τ_b), each with a 95 % interval. For fewer than 5 networks or 5 clusters there is no
-    interval: so few say next to nothing of others. ``docs/statistics.md`` says how often intervals contain the truth.
+    Pearson, Spearman and Kendall (τ_b), each with a 95 % interval. Fewer than 5 networks or 5 clusters have none, since
+    they say next to nothing about others. ``docs/statistics.md`` says how often intervals contain the truth.
     A note warns where training losses, the column ``loss``, differ by more than a factor of 1.5 and are not held fixed.
 
     Args:
@@ -178,8 +178,9 @@ def correlations(
         within: permute ``y`` inside of the clusters alone, which asks about differences between networks of a cluster.
         strata: columns. Only networks that are equal in all of them are compared, such as those of one architecture:
             each correlation is the mean of those inside of the strata, weighted by their networks.
-        seeds: the column of the seeds that networks were trained with, where networks of one seed have first weights or
-            the order of samples in common whatever their recipe. Fisher's z leaves out seeds as well as clusters then.
+        seeds: the column of training seeds, if networks of one seed share initial weights or the order of samples
+            whatever their recipe. The jackknife of Fisher's z then leaves out seeds as well as clusters.
+            It needs ``settings=`` and ``interval="fisher"``.
 
     Returns:
         Every measure and statistic; NaN for a column that is constant, and for the interval of fewer than 5 networks.
@@ -251,7 +252,7 @@ def unequal_losses(losses: Vector) -> str:
 
 
 def _held(networks: Networks, name: str, kept: NDArray[np.bool_]) -> list[Vector]:
-    """Return what holds a column fixed: the column itself, or of text an indicator of each value but the first."""
+    """Return the columns that hold a column fixed: itself, or for text an indicator of each value but the first."""
     if name in networks.text_columns:
         codes = networks.groups([name], kept)[0]
         found = [(codes == code).astype(np.float64) for code in range(1, int(codes.max()) + 1)]

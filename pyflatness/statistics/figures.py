@@ -47,9 +47,8 @@ def plot_correlation(
 ) -> "tuple[Figure, Axes]":
     """Draw a measure against the generalisation gap as a scatter plot, with the correlations and intervals above it.
 
-    Networks that are left out of the correlations are hollow where they are in the picture, and counted in the legend;
-    the others alone set the scale. Each cluster has its colour. Points are drawn as they are, whatever is
-    held fixed.
+    Networks that are left out of the correlations are drawn hollow and counted in the legend; only the others set the
+    scale. Each cluster has its colour. Points show the values themselves, also where columns are held fixed.
 
     Args:
         table: a pandas data frame or dict of lists with a column for each measure, or the path of a CSV file.
@@ -187,7 +186,7 @@ def plot_correlation_matrix(
 
 
 def _draw_clusters(axes: "Axes", x: Vector, y: Vector, groups: NDArray[np.intp], labels: tuple[str, ...]) -> None:
-    """Draw each cluster in a colour and a marker of its own, with its name in the legend if there is room for all."""
+    """Draw each cluster in its own colour and marker, with its name in the legend if there is room for all names."""
     for group, label in enumerate(labels):
         here = groups == group
         marker = "os^Dv"[group // 10 % 5]

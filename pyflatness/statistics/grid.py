@@ -1,4 +1,4 @@
-"""Compare pairs of networks by their training settings: what a measure says of one setting, all others being equal.
+"""Compare pairs of networks by their training settings, to see what a measure says when the other settings are equal.
 
 Axes: [network, network]. The agreement of a pair is sign(μ_i - μ_j) sign(g_i - g_j) of measure and target: 1 where the
 network with the larger measure has the larger target, -1 where it has the smaller, 0 where one of them is tied. Of it
@@ -166,8 +166,8 @@ class Environment:
 
     Attributes:
         setting: the one in which the two sides differ.
-        first: values of all settings of the one side.
-        second: those of the other.
+        first: the values of all settings on one side.
+        second: the values on the other side.
         error: the sign error, in [0, 1].
         pairs: the number of pairs of networks that it is the mean over.
     """
@@ -248,8 +248,8 @@ def sign_error(
         settings: columns of hyperparameters, without the seed.
         exclude: names of rows to leave out.
         test: a table of the same networks on test data, for the gap.
-        fewest: pairs of an environment. Those that have fewer and differ in the same two values of the same setting
-            are one environment, whatever the other settings, which are equal on both sides; it has all their pairs.
+        fewest: the least number of pairs of an environment. Environments with fewer pairs are merged into one if they
+            differ in the same two values of the same setting, whatever their other settings are.
 
     Returns:
         Mean and worst case, and the error of every environment.

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from ..errors import InputError
 from ..messages import check_choice
 from ..report.intervals import student_t
-from .coefficients import Resamples, coefficients, resamples
+from .coefficients import coefficients
 from .tables import Vector
 
 RESAMPLES = 2000
@@ -51,7 +51,7 @@ _NAMES = {
 }
 _NONE = math.nan, math.nan
 
-Statistic = Callable[[Resamples], Vector]  # resamples -> its value in each, (resamples,)
+Statistic = Callable[[Vector], Vector]  # counts of resamples, (resamples, n) -> its value in each, (resamples,)
 Finder = Callable[[float, str, Sequence[Vector]], tuple[float, float]]  # (value, statistic, columns) -> the ends
 
 
@@ -65,10 +65,10 @@ def finder(
     seeds: NDArray[np.intp] | None = None,
     strata: NDArray[np.intp] | None = None,
 ) -> Finder:
-    """Return a function for the interval of a correlation over n networks; NaN of too few networks or clusters.
+    """Return a function that finds the interval of a correlation over n networks; NaN if these or clusters are too few.
 
     ``held`` is the number of columns held fixed. Without ``clusters`` (n,) networks are independent. ``seeds`` (n,) are
-    those that networks were trained with, for Fisher's z over clusters. Networks are compared within ``strata`` (n,).
+    the seeds of training, for Fisher's z over clusters. Networks are compared within ``strata`` (n,).
     """
     check_choice("interval", interval, _NAMES)
     if seeds is not None and (clusters is None or interval != "fisher"):
@@ -83,27 +83,25 @@ def finder(
 
 
 def method(interval: str, clustered: bool, seeded: bool) -> str:
-    """Return how the intervals are made, as the beginning of a sentence."""
+    """Return how the intervals are computed, as the beginning of a sentence."""
     return "95 % " + _NAMES[interval][clustered] + (" and seeds" if seeded else "")
 
 
-def bootstrap_resamples(n: int, clusters: NDArray[np.intp] | None, seed: int) -> Resamples:
-    """Return resamples of n networks, or of their clusters, (n,), with replacement."""
-    generator = np.random.default_rng(seed)
-    if clusters is None:
-        return resamples(generator.integers(n, size=(RESAMPLES, n)), n)
-    members = _members(clusters)
-    drawn = generator.integers(len(members), size=(RESAMPLES, len(members)))
-    return resamples(members[drawn].reshape(RESAMPLES, -1), n)
+def bootstrap_resamples(n: int, clusters: NDArray[np.intp] | None, seed: int) -> Vector:
+    """Return the counts of resamples of n networks, or of their clusters, (n,), with replacement, (resamples, n)."""
+    clusters = np.arange(n) if clusters is None else clusters
+    count = int(clusters.max()) + 1
+    drawn = np.random.default_rng(seed).integers(count, size=(RESAMPLES, count))
+    return np.stack([np.bincount(some, minlength=count) for some in drawn])[:, clusters].astype(np.float64)
 
 
 @dataclass(frozen=True, eq=False)
 class Jackknife:
     """Hold the samples that each lack one recipe, one seed, or one recipe's networks of one seed."""
 
-    recipes: Resamples  # each lacks one recipe
-    seeds: Resamples | None = None  # each lacks one seed; None: seeds share nothing
-    both: Resamples | None = None  # each lacks the networks of one recipe and seed
+    recipes: Vector  # counts, (recipes, n), of samples that each lack one recipe
+    seeds: Vector | None = None  # that each lack one seed; None: seeds share nothing
+    both: Vector | None = None  # that each lack the networks of one recipe and seed
     codes: tuple[NDArray[np.intp], ...] = ()  # the recipe and the seed of each network, (n,)
 
     @classmethod
@@ -140,7 +138,7 @@ class Jackknife:
 
 
 def _variance(left_out: Vector) -> tuple[float, int]:
-    """Return the jackknife's variance of values that each lack a cluster, and how many there are."""
+    """Return the jackknife's variance from values that each leave one cluster out, and the number of clusters."""
     count = len(left_out)
     return float((count - 1) / count * ((left_out - left_out.mean()) ** 2).sum()), count
 
@@ -152,16 +150,14 @@ def _between(values: Vector, clusters: NDArray[np.intp]) -> float:
     return float(means.var()) / variance if variance > 0 else 0.0
 
 
-def _without_each(clusters: NDArray[np.intp]) -> Resamples:
-    """Return the samples that each lack one cluster."""
-    members = _members(clusters)
-    left = np.repeat(members[None], len(members), axis=0)
-    left[np.arange(len(members)), np.arange(len(members))] = -1
-    return resamples(left.reshape(len(members), -1), len(clusters))
+def _without_each(clusters: NDArray[np.intp]) -> Vector:
+    """Return the counts of the samples that each lack one cluster, (clusters, n)."""
+    counts: Vector = (clusters != np.arange(clusters.max() + 1)[:, None]).astype(np.float64)
+    return counts
 
 
 def percentiles(values: Vector) -> tuple[float, float]:
-    """Return the interval by the bootstrap; resamples in which the correlation is not defined are left out."""
+    """Return the bootstrap interval of the values of resamples, but for those in which the correlation is undefined."""
     values = values[np.isfinite(values)]
     if not len(values):
         return _NONE
@@ -176,7 +172,7 @@ def fisher(
     jackknife: Jackknife | None,
     strata: NDArray[np.intp] | None = None,
 ) -> tuple[float, float]:
-    """Return the interval by Fisher's z of a correlation, NaN for ±1; a jackknife gives the variance over clusters."""
+    """Return a correlation's interval by Fisher's z, NaN for ±1; the jackknife gives the variance over clusters."""
     if not abs(value) < 1:
         return _NONE
     if jackknife is None:
@@ -194,12 +190,3 @@ def _z(correlations: Vector) -> Vector:
     """Return atanh; NaN for ±1."""
     found: Vector = np.arctanh(np.where(np.abs(correlations) < 1, correlations, np.nan))
     return found
-
-
-def _members(clusters: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Return the networks of every cluster, (clusters, size of the largest), filled up with -1."""
-    counts = np.bincount(clusters)
-    members = np.full((len(counts), counts.max()), -1)
-    for cluster, count in enumerate(counts):
-        members[cluster, :count] = np.flatnonzero(clusters == cluster)
-    return members

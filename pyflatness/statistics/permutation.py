@@ -32,7 +32,7 @@ def check(permutations: int, clusters: NDArray[np.intp] | None, within: bool) ->
 
 
 def method(permutations: int, clusters: NDArray[np.intp] | None, within: bool) -> str:
-    """Return how the p-values are made, as the end of a sentence."""
+    """Return how the p-values are computed, as the end of a sentence."""
     if not permutations:
         return ""
     what = "networks" if clusters is None else "networks inside of clusters" if within else "clusters"
@@ -40,11 +40,11 @@ def method(permutations: int, clusters: NDArray[np.intp] | None, within: bool) -
 
 
 def orders(n: int, clusters: NDArray[np.intp] | None, within: bool, count: int, seed: int) -> NDArray[np.intp]:
-    """Return the order found and random others: the network whose value each of n networks gets, (1 + count, n).
+    """Return the order found and ``count`` random ones, (1 + count, n): the network whose value each network gets.
 
-    A cluster larger than the one whose values it gets has some of these several times, a smaller one lacks some. Such
-    an order is no permutation, except of values that are the same within each cluster. With ``within`` values stay in
-    their clusters.
+    With clusters a random order exchanges the values of whole clusters. A cluster that gets those of a smaller one has
+    some of them several times, and one that gets those of a larger one has only some of them, so that the order is no
+    permutation of networks unless clusters are of one size. With ``within`` values stay in their clusters.
     """
     generator = np.random.default_rng(seed)
     shuffled = generator.permuted(np.tile(np.arange(n), (count, 1)), axis=1)

@@ -60,10 +60,10 @@ class Networks:
         return values[kept]
 
     def left_out(self, exclude: Collection[str] = (), max_loss: float | None = None) -> tuple[str, ...]:
-        """Return for each row why it does not count, or "": it is excluded by name, or not trained as the others are.
+        """Return for each row why it does not count, or "": it is excluded by name, or not trained as the others were.
 
-        Such networks are at chance, or have a loss of more than five times the median, if none is negative; with
-        ``max_loss``, a loss of more than that. If all networks are such, none is left out for it.
+        Such a network is at chance, or its loss is more than five times the median, where no loss is negative. With
+        ``max_loss`` it is one of a larger loss. If this rule would leave out all networks, it leaves out none.
         """
         none = np.full(len(self.names), math.nan)
         loss, accuracy, chance = (self.columns.get(name, none) for name in ("loss", "accuracy", "chance"))
@@ -109,7 +109,7 @@ class Networks:
         return tuple(name for name, wanted in zip(self.names, chosen, strict=True) if wanted)
 
     def kept(self, exclude: Collection[str]) -> NDArray[np.bool_]:
-        """Return which rows are not excluded, (rows,), by name or by the file name in it."""
+        """Return which rows are not excluded, (rows,); a row goes by its name or the file name in it."""
         if isinstance(exclude, str):
             raise InputError(f"exclude={shown(exclude)}: a list of names is wanted")
         exclude = check_names("exclude", exclude, " of networks")
@@ -280,7 +280,7 @@ def _text(cell: Any) -> str:
 
 
 def _instead(name: str, columns: Collection[str]) -> str:
-    """Return the end of a message: the columns that may be meant, for a measure all columns of it, or what there is."""
+    """Return the end of a message: the columns of a measure, columns with names like this one, or all columns."""
     network = f"{name} {NETWORK}"
     places = sorted((each for each in columns if each.startswith(f"{name} ")), key=lambda each: each != network)
     if places:

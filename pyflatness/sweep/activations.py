@@ -178,10 +178,10 @@ class Activations:
         self, name: str, diagonals: Sequence[Tensor], sign: Tensor | float | None = None, share: float = 1.0
     ) -> Contribution:
         signed = [diagonal if sign is None else (diagonal.mT * sign).mT for diagonal in diagonals]
-        parts = {quantity: share * each for quantity, each in zip(self._wanted, signed, strict=True)}
+        summands = {quantity: share * each for quantity, each in zip(self._wanted, signed, strict=True)}
         if layers.is_together(self._modules[name]):
-            parts = {}
-        return Contribution(torch.stack([each.sum(dim=1) for each in signed]), parts)
+            summands = {}
+        return Contribution(torch.stack([each.sum(dim=1) for each in signed]), summands)
 
 
 def _by_channel(products: Tensor, kind: Linear, quantity: str) -> Tensor:

@@ -102,7 +102,10 @@ class AdaptiveSweep(Sweep):
                 )
             )
 
-        first = partial(_but_if, lambda: self._exact, tolerance.first)
+        samples_of_first = tolerance.first
+
+        def first() -> int | None:
+            return None if self._exact else samples_of_first
 
         def work(run: Run) -> Callable[[], None] | None:
             begun = self._begun(run, tolerance)
@@ -124,8 +127,8 @@ class AdaptiveSweep(Sweep):
             self._exact = not nonlinear and self._is_cheap(run, sent, linear)
             if self._exact:
                 return None
-        self._heads.compare(run, sent, linear)
-        heads, forms = self._heads.apart(run, sent, linear)
+        self._head_formula.compare(run, sent, linear)
+        heads, forms = self._head_formula.split(run, sent, linear)
         forms |= {name: self._forms[name] for name in nonlinear}
         self.columns = max(self.columns, sent.passes)
         shape = len(self._runner.selected), len(self.quantities)
@@ -147,7 +150,7 @@ class AdaptiveSweep(Sweep):
             part.add_round(chosen, values)
         part.rounds = rounds
         for name, value in heads.items():
-            part.sums[self._runner.places[name], self._heads.columns] = value
+            part.sums[self._runner.places[name], self._head_formula.columns] = value
         self._mark_underflow(run, part.sums.unsqueeze(0))
         rest = self._pilot(run, nonlinear, tolerance.expected(run.samples)) if nonlinear else None
         prints = {name: form.fingerprints(run) for name, form in forms.items()}
@@ -236,10 +239,6 @@ class AdaptiveSweep(Sweep):
         for name, contribution in contributions:
             stacked[self._runner.places[name], : len(contribution.values)] = contribution.values
         return stacked
-
-
-def _but_if(exact: Callable[[], bool | None], first: int) -> int | None:
-    return None if exact() else first
 
 
 def _disordered(name: str) -> InputError:

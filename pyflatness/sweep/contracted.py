@@ -18,7 +18,7 @@ from ..passes.tail import Tail
 Arrivals = Iterator[tuple[str, Callable[[Any, Any], Contribution | None], Any, Any]]
 """A layer's name, the function that contracts cotangents at it, and one cotangent with its sign or several."""
 
-_AT_ONCE = 16  # cotangents that go through a model's last operations at once, at most
+_AT_ONCE = 16  # the most cotangents that go through a model's last operations at once
 
 
 class Contracted:
@@ -135,7 +135,7 @@ class Contracted:
                 cotangent,
                 dict.fromkeys([*self._contract, *self._whole]),
                 elsewhere=self._elsewhere,
-                besides=self._input_edges,
+                at_edges=self._input_edges,
             )
             self.at_inputs = {name: self.gradients[name].pop() for name in self._input_edges}
             yield from self._in_form(self.gradients, sign)

@@ -35,7 +35,7 @@ from ..passes.limit import MANY
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from ..report import Estimate
-from .entries import EntrySums
+from .entry_sums import EntrySums
 from .layer_gradients import LayerGradients
 from .layer_sweep import Values
 from .per_sample_diagonal import PerSampleDiagonal
@@ -129,8 +129,8 @@ class Diagonal:
             self._per_sample.each(run, rest, add)
         sizes = sent.sizes() if signs is not None and draws == 1 else None
         values = sent.marked(values)[:, None, None]
-        parts = {} if entries is None else entries.parts(lost=bool(values.isnan().any()))
-        return Values(values, sent.sample_weights, run.number, sizes=sizes, parts=parts, lost=sent.bad)
+        summands = {} if entries is None else entries.summands(lost=bool(values.isnan().any()))
+        return Values(values, sent.sample_weights, run.number, sizes=sizes, parts=summands, lost=sent.bad)
 
     def _by_layer(self, run: Run) -> list[str]:
         """Return the layers whose parameters' squared gradients are taken from the layers' inputs and cotangents."""

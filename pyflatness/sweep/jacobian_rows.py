@@ -1,4 +1,4 @@
-"""Collect the rows of a Jacobian at one place, for the samples of a run, and what is made of them."""
+"""Collect the rows of a Jacobian at one place, for the samples of a run, and compute quantities of them."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,20 +15,20 @@ from ..numerics import spectra
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run
 
-_ENTRIES = 2**17  # of matrices that are taken to float64 at a time
+_ENTRIES = 2**17  # entries of a matrix that are converted to float64 at a time
 
 
 @dataclass(frozen=True)
 class Jacobian:
-    """Hold J = ∂f/∂x of every sample at a place, when all its rows are there."""
+    """Hold J = ∂f/∂x of every sample at a place, once all its rows are there."""
 
     x: Tensor  # (n, M)
     rows: Sequence[Tensor]  # of each output, (n, M)
-    eigenvalues: Callable[[Tensor], Tensor]  # of symmetric matrices (n, C, C), ascending
+    eigenvalues: Callable[[Tensor], Tensor]  # symmetric matrices (n, C, C) -> (n, C), ascending
     top: int | None  # see :func:`.spectra.log_volumes`
-    weights: Tensor | None  # |∂f/∂w|_F² for the weight w of the layer that takes x, (n,)
-    past: Sequence[Tensor | None]  # rows of J - (∂f/∂z) w, of the ways past the layer's output z; None: rounding
-    scales: Tensor | None  # b, (M,), where there is a b for the features
+    weights: Tensor | None  # |∂f/∂w|_F² for the weight w of the layer with input x, (n,)
+    past: Sequence[Tensor | None]  # rows of J - (∂f/∂z) w, by paths that skip the layer's output z; None if rounding
+    scales: Tensor | None  # b, (M,), if given for the features
 
     @cached_property
     def gram(self) -> Tensor:
@@ -41,7 +41,7 @@ class Jacobian:
         return self.eigenvalues(self.gram)
 
     def total(self, of_row: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the sum over rows (n, M) of what is made of each, (n,) float64."""
+        """Return the sum over rows (n, M) of a function of each, (n,) float64."""
         zero = torch.zeros(len(self.x), dtype=torch.float64, device=self.x.device)
         return sum((of_row(row) for row in self.rows), start=zero)
 
@@ -50,14 +50,14 @@ class Jacobian:
 class Quantity:
     """Describe a quantity of J, as a row of the table."""
 
-    of: Callable[[Jacobian], Tensor | None]  # every sample's, (n,) float64; None at a place that has none
-    always: bool = False  # without being asked for
+    of: Callable[[Jacobian], Tensor | None]  # every sample's value, (n,) float64; None at a place without it
+    always: bool = False  # computed even if not requested
     of_weight: bool = False  # needs the gradient in the layer's weight
-    of_zero: float = 0.0  # for J = 0; where it is infinite values are not looked at for NaN and infinity
+    of_zero: float = 0.0  # its value for J = 0; if this is infinite, values are not checked for NaN and infinity
 
 
 def _by_parts(of: Callable[..., Tensor], *matrices: Tensor) -> Tensor:
-    """Return what is made of matrices (n, M) in float64, (n,), by some rows at a time: no copy of the whole is made."""
+    """Return ``of`` matrices (n, M) in float64, (n,), some rows at a time so that no whole copy is made."""
     rows = max(1, _ENTRIES // max(1, matrices[0].shape[1]))
     parts = zip(*(matrix.split(rows) for matrix in matrices), strict=True)
     return torch.cat([of(*(part.double() for part in some)) for some in parts])
@@ -99,12 +99,12 @@ QUANTITIES = {
     "rescaled": Quantity(_rescaled),
 }
 """Of each sample: |x|², s_max, Tr G, Tr G²; on request |J diag(x)|_F², Σ log s, |∂f/∂w|_F² of a layer's weight w, s_max
-of J - (∂f/∂z) w, which is the derivative in x by other ways than the layer's output z, and
+of J - (∂f/∂z) w, which is the derivative in x by paths that skip the layer's output z, and
 |J diag(b)^-½|_F² |diag(b)^½ x|² over the features with b > 0."""
 
 
 class WeightGradient:
-    """Sum |∂f/∂w|_F² of each sample for a layer's weight w, and take the part (∂f/∂z) w of J through the layer.
+    """Sum |∂f/∂w|_F² of each sample for a layer's weight w, and compute the part (∂f/∂z) w of J through the layer.
 
     ``apart`` says why w is not one matrix that is used once; empty if it is.
     """
@@ -117,12 +117,12 @@ class WeightGradient:
         self.apart = _shape_apart(module, [call.inputs for call in self.calls], run.samples)
 
     def add(self, deltas: Sequence[Tensor]) -> None:
-        """Take in the gradients in the layer's outputs of one output of the model."""
+        """Add the gradients of one output of the model in the layer's outputs."""
         with contractions.full_precision(self._run.outputs):
             self.total += self._squares(self._form.cotangent(self._run, deltas)).values[0]
 
     def carried(self, deltas: Sequence[Tensor]) -> list[Tensor]:
-        """Return such gradients carried to the layer's inputs, of their shapes, through the layer alone."""
+        """Return gradients in the layer's outputs sent back to its inputs, in their shapes, through the layer alone."""
         with contractions.full_precision(self._run.outputs):
             pairs, weight = zip(deltas, self.calls, strict=True), layers.weight_of(self._module)
             return [call.kind.carried(delta, tuple(call.inputs.shape[1:]), weight) for delta, call in pairs]
@@ -131,7 +131,7 @@ class WeightGradient:
 class PlaceRows:
     """Collect the rows of J at one place, of all samples of a run: at one tensor x, or one for each call of a layer.
 
-    ``passed`` says whether x goes to the outputs another way than through the layer too, as past a residual branch.
+    ``passed`` says whether x also reaches the outputs by a path that skips the layer, such as a residual connection.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class PlaceRows:
         self.passed = False
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Take in the gradients of one output at all edges; None where there is no way."""
+        """Add the gradients of one output at all edges; None for an edge that does not reach it."""
         shapes = [*self._tensors, *(call.output for call in self.weight.calls)] if self.weight else self._tensors
         found = [
             torch.zeros(like.shape, dtype=like.dtype, device=self._x.device) if gradient is None else gradient
@@ -170,7 +170,7 @@ class PlaceRows:
     def values(
         self, wanted: Mapping[str, Quantity], eigenvalues: Callable[[Tensor], Tensor], top: int | None
     ) -> dict[str, Tensor]:
-        """Return those of the wanted quantities that the place has, (n,) float64 on the CPU, and let the rows go."""
+        """Return those of the wanted quantities that the place has, (n,) float64 on the CPU, and free the rows."""
         weights = None if self.weight is None else self.weight.total
         at = Jacobian(self._x, self._rows, eigenvalues, top, weights, self._past, self._scales)
         self._rows, self._past = [], []
@@ -178,7 +178,7 @@ class PlaceRows:
         return {name: values.cpu() for name, values in found.items() if values is not None}
 
     def _clear(self, rest: Tensor, row: Tensor) -> Tensor | None:
-        """Return what is left of a row without the way through the layer; None where that is rounding."""
+        """Return the rest of a row without the path through the layer; None if it is rounding."""
         left, size = (each.nan_to_num(0.0, 0.0, 0.0).norm() for each in (rest, row))
         if not bool(left > torch.finfo(row.dtype).eps ** 0.5 * size):
             return None
@@ -186,14 +186,14 @@ class PlaceRows:
         return rest
 
     def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return (n, M), what belongs to each sample in all calls side by side."""
+        """Return each sample's entries of all calls side by side, (n, M)."""
         arranged = [self._samples_first(tensor) for tensor in tensors]
         rows = [tensor.reshape(len(tensor), -1) for tensor in arranged]
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
 
 
 def _shape_apart(module: nn.Module, inputs: Sequence[Tensor], samples: int) -> str:
-    """Return why the layer is not one matrix that is used once, by its shapes."""
+    """Return why the layer is not one matrix that is used once, from its shapes; empty if it is."""
     if layers.is_convolution(module):
         return "a convolution"
     if len(inputs) > 1:

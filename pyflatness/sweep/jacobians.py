@@ -1,8 +1,8 @@
-"""Sweep for Jacobians of a model's outputs in its input and in its layers' inputs, by what is measured of them.
+"""Measure Jacobians of a model's outputs in its input and in its layers' inputs, in one sweep.
 
-J_i = ∂f_i/∂x of all outputs of a sample, through everything behind x: also past the layer that takes x, where there is
-a way. One sweep: every output of all samples at once is sent backward, C passes for all places together, and of the
-rows of J that arrive come G = J Jᵀ and a few sums. J is held for a micro-batch, cut to the memory budget.
+J_i = ∂f_i/∂x has the derivatives of all outputs of a sample by every path from x, including paths that skip the layer
+with input x. One backward pass for each of the C outputs, for all samples and places together, gives the rows of J, and
+these give G = J Jᵀ and a few sums. J is held for one micro-batch, of a size within the memory budget.
 """
 
 import math
@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .. import contractions
+from ..contractions import backends
 from ..errors import InputError, NonFiniteError
 from ..model import inputs, layers
-from ..numerics import spectra
 from ..numerics.accumulate import Accumulator, non_finite
 from ..numerics.shard import Shard
 from ..passes.dry_run import Findings
@@ -27,20 +27,22 @@ from ..passes.runner import Run, Runner
 from ..passes.task import Task
 from .jacobian_rows import QUANTITIES, PlaceRows, WeightGradient
 
+_SMALL = 32  # the most outputs for which kernels have eigenvalues
+
 INPUT = ""  # the place of the model's input; a layer's input has the layer's name
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Hold quantities of every sample at every place."""
+    """Hold the quantities of every sample at every place."""
 
     task: Task
     layers: tuple[str, ...]  # places that are layers' inputs, in the model's order
     width: int  # outputs of a sample
     kept: Tensor  # (n,), samples that count
-    calls: dict[str, int]  # how often each layer was called in a run, at most
+    calls: dict[str, int]  # the most calls of each layer in a run
     apart: dict[str, str]  # why a layer is not one matrix that is used once; empty if it is
-    passed: frozenset[str]  # layers whose input goes to the outputs another way too
+    passed: frozenset[str]  # layers whose input also reaches the outputs by a path that skips them
     backend: str  # of the eigenvalues
     _found: dict[str, dict[str, Tensor]]
 
@@ -71,23 +73,23 @@ class _MicroBatch:
     values: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
     def of(self, place: str, name: str) -> Tensor:
-        """Return a quantity of each sample, (n,); of a layer that did not run, whose J is 0, what that of zero is."""
+        """Return a quantity of each sample, (n,); for a layer that did not run, its value for J = 0."""
         found = self.values.get(place, {}).get(name)
         zero = QUANTITIES[name].of_zero
         return torch.full((self.samples,), zero, dtype=torch.float64, device="cpu") if found is None else found.cpu()
 
     def fine(self) -> Tensor:
-        """Return which samples have finite values at all places, (n,)."""
+        """Return whether each sample has finite values at all places, (n,)."""
         return torch.stack([*self._fine().values()]).all(dim=0)
 
     def error(self) -> NonFiniteError:
-        """Return the error of those that have not."""
+        """Return the error for samples with values that are not finite."""
         fine, places = self.fine(), [name for name, where in self._fine().items() if not bool(where.all())]
         listed = ", ".join(f"layer {name!r}" if name else "the model's input" for name in places[:4])
         return non_finite(self.number, fine, f"in the input, or in the derivatives, of {listed}")
 
     def _fine(self) -> dict[str, Tensor]:
-        """Return which samples have finite values, by place; a volume of zero has a logarithm of minus infinity."""
+        """Return by place whether each sample has finite values; the logarithm of a volume may be minus infinity."""
         looked_at = {name for name, row in QUANTITIES.items() if math.isfinite(row.of_zero)}
         return {
             place: torch.stack([values.isfinite() for name, values in found.items() if name in looked_at]).all(dim=0)
@@ -98,10 +100,10 @@ class _MicroBatch:
 def measured(
     task: Task, needs: Collection[str] = (), top: int | None = None, scales: Mapping[str, Tensor] | None = None
 ) -> Samples:
-    """Return what the sweep finds, of :data:`.jacobian_rows.QUANTITIES` those that are there always and ``needs``.
+    """Return the quantities ``needs`` of :data:`.jacobian_rows.QUANTITIES`, and those that are always computed.
 
-    ``top``: singular values that ``log_volume`` is over, None all; ``scales``: by layer, of its features for
-    ``rescaled``.
+    ``top`` is the number of singular values in ``log_volume``, or None for all; ``scales`` has by layer the b of
+    ``rescaled``, for its features.
     """
     with task.forward.in_full():
         return _Sweep(task, needs, top, scales or {}).samples()
@@ -117,7 +119,7 @@ class _Sweep:
         self._runner = Runner(
             task, order_matters=options.by_sample, certify=False, reserve=self._reserve, forward=self._inputs
         )
-        # Here, since it raises.
+        # A backend that cannot be used is an error before any pass.
         self._backend = contractions.choose(options.backend, torch.device("cpu"), torch.float64)
         self._forms: dict[str, LayerForm] = {}
         self._calls: dict[str, int] = {}
@@ -160,7 +162,7 @@ class _Sweep:
         return Samples(self._task, names, self._width, kept, self._calls, self._apart, passed, backend, found)
 
     def _united(self, shard: Shard, wanted: dict[str, dict[str, bool]]) -> dict[str, dict[str, bool]]:
-        """Return quantities by place, of all ranks, and take in what these found out about layers."""
+        """Return quantities by place, of all ranks, and add what these found about layers to what this one found."""
         if shard.ranks.alone:
             return wanted
         apart = {name: why for name, why in self._apart.items() if why}
@@ -177,10 +179,10 @@ class _Sweep:
         return places
 
     def _reserve(self, found: Findings) -> int:
-        """Return how many bytes J takes a sample."""
+        """Return the bytes of J for one sample."""
         width = found.outputs.numel() // max(1, min(len(found.outputs), found.samples))
         own = 0 if self._inputs.tensor is None else self._inputs.tensor[0].numel() * self._inputs.tensor.element_size()
-        copies = 2 if self._of_weights else 1  # and of J what is past the layers
+        copies = 2 if self._of_weights else 1  # J, and its part by paths that skip the layers
         return width * (copies * found.inputs + own)
 
     def _measure(self, run: Run) -> _MicroBatch:
@@ -206,22 +208,24 @@ class _Sweep:
             gradients = iter(arrived)
             for place in places:
                 place.add([next(gradients) for _ in place.edges])
-        backend = contractions.choose(self._task.options.backend, run.outputs.device, torch.float64)
-        self._backend = backend
+        self._backend = contractions.choose(self._task.options.backend, run.outputs.device, torch.float64)
         found = _MicroBatch(run.number, run.samples)
         for place in places:
-            found.values[place.name] = place.values(
-                self._wanted, lambda matrices: spectra.eigenvalues(matrices, backend.small_eigenvalues), self._top
-            )
+            found.values[place.name] = place.values(self._wanted, self._eigenvalues, self._top)
             if place.weight is not None:
                 self._apart[place.name] = self._apart.get(place.name) or place.weight.apart
                 self._passed |= {place.name} if place.passed else set()
         return found
 
+    def _eigenvalues(self, matrices: Tensor) -> Tensor:
+        """Return the eigenvalues of positive semidefinite (n, C, C), ascending, (n, C); NaN if not finite."""
+        backend = self._backend if matrices.shape[1] <= _SMALL else backends.reference
+        return backend.small_eigenvalues(matrices).clamp_min(0.0)
+
     def _places(self, run: Run) -> list[PlaceRows]:
         places = []
         tensor = self._inputs.tensor
-        if tensor is not None and INPUT not in run.recorder.calls:  # a model that is a layer itself has no other name
+        if tensor is not None and INPUT not in run.recorder.calls:  # a model that is itself a layer has the name ""
             places.append(PlaceRows(INPUT, [get_gradient_edge(tensor)], [tensor], lambda x: x))
         for name, calls in run.recorder.calls.items():
             if not layers.kind_of(self._runner.selected[name]).has_input:
@@ -234,7 +238,7 @@ class _Sweep:
         return places
 
     def _no_places(self) -> InputError:
-        """Return the error for layers of which none has an input that is a place."""
+        """Return the error for layers without an input in which there is a Jacobian."""
         return InputError(
             f"layers: none of {', '.join(map(repr, self._runner.modules))} has an input with a derivative: tokens have "
             "none, and of several inputs there is not one; choose other layers"
@@ -257,7 +261,7 @@ def _input_edge(name: str, call: RecordedCall) -> GradientEdge:
 
 
 def _identity(outputs: Tensor, samples: int) -> Iterator[Tensor]:
-    """Yield every output of all samples, one after the other, as a cotangent of the outputs' shape."""
+    """Yield for each output the cotangent, of the outputs' shape, that selects it in all samples."""
     cotangent = torch.zeros(outputs.shape, dtype=outputs.dtype, device=outputs.device)
     columns = cotangent.view(samples, -1)
     for c in range(columns.shape[1]):

@@ -3,8 +3,8 @@
     ∂⟨s, f_i⟩/∂w = M_i = Σ_p δ_ip φ_ipᵀ,   ∂⟨s, f_i⟩/∂b = Σ_p δ_ip
     |a ∘ M_i|², a = 1 or w;   |a ∘ Σ_p δ_ip|², a = 1 or b;   entry by entry, Σ_i M_i ∘ M_i
 
-A parameter that the model also uses in another way (tied, or read by other code) has a gradient that is not that of the
-layer's calls. It is looked at once for each layer, and such layers are not used.
+If the model also uses a parameter elsewhere (tied, or read by other code), its gradient is not that of the layer's
+calls. Each layer is checked once, and such layers are not used.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from ..passes.guards import agree, rounding
 from ..passes.layer_form import LayerForm
 from ..passes.runner import Run
 from ..passes.task import Task
-from .entries import Draw, EntrySums
+from .entry_sums import Draw, EntrySums
 from .per_sample_parameters import PerSampleParameters
 
 Gradients = Mapping[str, Sequence[Tensor]]
@@ -28,7 +28,7 @@ Sign = Tensor | float | None
 
 
 class LayerGradients:
-    """Know the layers whose weight and bias are in ``theta``; squares are of θ ∘ gradient if ``adaptive``."""
+    """Square gradients of layers with a weight or bias in ``theta``, times θ if ``adaptive``; sum entries too."""
 
     def __init__(self, task: Task, theta: Mapping[str, Tensor], *, adaptive: bool, by_entry: bool) -> None:
         self._task, self._theta, self._adaptive = task, theta, adaptive
@@ -40,7 +40,7 @@ class LayerGradients:
         self._usable: dict[str, bool] = {}
 
     def parameters(self, name: str) -> list[str]:
-        """Return names of a layer's own parameters, among those in question."""
+        """Return the names of a layer's weight and bias, if they are in ``theta``."""
         return [full for what in ("weight", "bias") if (full := _joined(name, what)) in self._theta]
 
     def usable(self, run: Run) -> list[str]:
@@ -48,9 +48,9 @@ class LayerGradients:
         return [name for name in self.modules if run.calls(name) and self._usable.get(name, False)]
 
     def check(self, run: Run, per_sample: PerSampleParameters) -> None:
-        """Look at layers that ran for the first time: are the parameters' gradients those of the layers' calls?
+        """Compare the parameters' gradients with those of the layers' calls, for layers that ran for the first time.
 
-        Where there is NaN in them that cannot be seen, and the layer is not used until it can.
+        With NaN in gradients they cannot be compared; the layer is then not used until a later run has none.
         """
         new = [name for name in self.modules if run.calls(name) and name not in self._usable]
         if not new:
@@ -74,7 +74,7 @@ class LayerGradients:
     def squares(
         self, run: Run, names: Sequence[str], passes: int, entries: EntrySums | None
     ) -> Callable[[Draw, Gradients, Sign], Tensor]:
-        """Return a function of draws, gradients and their signs -> (n,) float64, which adds up entries too."""
+        """Return a function (a probe's number, gradients, signs) -> (n,) float64, which also adds to ``entries``."""
         contracted = {}
         for name in names:
             form = self._forms[name]
@@ -89,7 +89,7 @@ class LayerGradients:
                     found = contracted[name](form.cotangent(run, gradients[name]), sign)
                     total += found.values[0]
                     if entries is not None:
-                        matrix = found.parts[self._quantity].flatten(0, 1)
+                        matrix = found.summands[self._quantity].flatten(0, 1)
                         entries.add(draw, _joined(name, "weight"), layers.as_weight(self.modules[name], matrix))
                 bias = _joined(name, "bias")
                 if bias in self._theta:
@@ -104,7 +104,7 @@ class LayerGradients:
         return of
 
     def _is_whole(self, run: Run, name: str, gradients: Sequence[Tensor], whole: Mapping[str, Tensor | None]) -> bool:
-        """Return whether the gradients of all samples together are those of the layer's parameters."""
+        """Return whether the gradients of the layer's calls, summed over samples, are those of its parameters."""
         module, form = self.modules[name], self._forms[name]
         delta = form.rows(run, gradients)
         weight, bias = whole.get(_joined(name, "weight")), whole.get(_joined(name, "bias"))
@@ -137,7 +137,7 @@ def _joined(name: str, what: str) -> str:
 
 
 def _same(summed: Tensor, whole: Tensor | None) -> bool:
-    """Return whether gradients agree up to rounding; no gradient is one of zeros, and NaN agrees with nothing."""
+    """Return whether gradients agree up to rounding; None is a gradient of zeros, and NaN agrees with nothing."""
     if whole is None:
         return not bool((summed != 0).any())
     return not bool(whole.isnan().any()) and agree(summed, whole, rounding(whole.dtype))

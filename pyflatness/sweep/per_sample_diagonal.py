@@ -1,8 +1,8 @@
 """Sum a_j² ∂²ℓ_i/∂θ_j² over the entries of :mod:`.per_sample_parameters`, sample by sample.
 
 By columns s_ic of square-root factors the sum is Σ_c σ_ic |a ∘ ∂⟨s_ic, f_i⟩/∂θ_i|². By second derivatives an exact
-value takes a product for every entry of the parameters; a sampled one is ⟨a∘r, H_i (a∘r)⟩ for random signs r, all
-parameters together. Its summands r ∘ H_i r are the entries in the mean (Bekas, Kokiopoulou and Saad 2007).
+value needs a Hessian product for every entry of the parameters; a sampled one is ⟨a∘r, H_i (a∘r)⟩ for random signs r,
+all parameters together. Its summands are unbiased estimates of the entries (Bekas, Kokiopoulou and Saad 2007).
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,13 +18,16 @@ from ..losses import Loss
 from ..numerics.signs import Signs
 from ..passes import cotangents, linearity
 from ..passes.limit import check_passes
-from .entries import Draw, EntrySums
+from .entry_sums import Draw, EntrySums
 from .layer_gradients import signed
 from .per_sample_parameters import Group
 
 
 class PerSampleDiagonal:
-    """Sum for one group of samples of these numbers; ``scales`` has a of some parameters by name, 1 for others."""
+    """Sum for one group of samples, whose numbers in the data are ``numbers``; ``scales`` has a by name, 1 if not.
+
+    ``entries`` gets the single entries too. More than ``most`` passes are an error.
+    """
 
     def __init__(
         self,
@@ -39,7 +42,7 @@ class PerSampleDiagonal:
         self._single = entries
 
     def by_factors(self, names: Sequence[str], signs: Signs | None) -> Tensor:
-        """Return the sum (draws, n) float64 over the parameters of these names; exact without signs."""
+        """Return the sum (probes, n) float64 over the parameters of these names; exact without signs."""
         group, values = self._group, self.zeros(signs)
         leaves = [group.leaves[name] for name in names]
         sent = cotangents.prepare(group.outputs, group.targets.detach(), self._loss, group.samples)
@@ -57,9 +60,9 @@ class PerSampleDiagonal:
         return values
 
     def by_hessian(self, streams: Mapping[str, int], signs: Signs | None, custom: Sequence[str] = ()) -> Tensor:
-        """Return the sum (draws, n) float64 over parameters, the keys of ``streams``; exact without signs."""
+        """Return the sum (probes, n) float64 over parameters, the keys of ``streams``; exact without signs."""
         names, values = [*streams], self.zeros(signs)
-        with block_traces.differentiable(names, "parameter"), torch.enable_grad():
+        with block_traces.differentiable(names, what="parameter"), torch.enable_grad():
             value = self._loss.value(self._group.outputs, self._group.targets.detach())
             leaves = [self._group.leaves[name] for name in names]
             found = torch.autograd.grad(value, leaves, create_graph=True, allow_unused=True)
@@ -89,7 +92,7 @@ class PerSampleDiagonal:
         check_passes(products, self._most, what, one, samples, by_hessian=True)
 
     def _entries(self, name: str, gradient: Tensor) -> Tensor:
-        """Return the sum over one parameter by a product for every entry, (n,)."""
+        """Return the sum over one parameter, (n,), by a Hessian product for every entry."""
         leaf = self._group.leaves[name]
         size, second = leaf[0].numel(), block_traces.derivatives(gradient, [leaf])
         single = torch.zeros(len(leaf), size, dtype=torch.float64, device=leaf.device)
@@ -108,7 +111,7 @@ class PerSampleDiagonal:
     def _along(
         self, draw: int | None, gradients: Mapping[str, Tensor], streams: Mapping[str, int], signs: Signs
     ) -> Tensor:
-        """Return the sum over all parameters in one draw, (n,); its summands are those of ``draw``, or are let go."""
+        """Return the sum over all parameters for one probe, (n,); add its summands to probe ``draw``, if not None."""
         total, directions = self.zeros(None)[0], []
         leaves = [self._group.leaves[name] for name in gradients]
         for name, leaf in zip(gradients, leaves, strict=True):
@@ -124,7 +127,7 @@ class PerSampleDiagonal:
         return total
 
     def _add(self, draw: Draw, name: str, values: Tensor) -> None:
-        """Add a parameter's single entries of the samples, (n, *shape)."""
+        """Add a parameter's single entries, (n, *shape), summed over samples."""
         if self._single is not None:
             self._single.add(draw, name, values.sum(dim=0))
 
@@ -134,6 +137,6 @@ class PerSampleDiagonal:
         return tensor * self._scales[name] if name in self._scales else tensor
 
     def zeros(self, signs: Signs | None) -> Tensor:
-        """Return zeros (draws, n) float64."""
+        """Return zeros (probes, n) float64."""
         draws = 1 if signs is None else len(signs.draws)
         return torch.zeros(draws, self._group.samples, dtype=torch.float64, device=self._group.outputs.device)

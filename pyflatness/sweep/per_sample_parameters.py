@@ -2,9 +2,9 @@
 
     f_i = f(x_i, θ_i),   θ_i = θ for all i:   ∂ Σ_i ⟨s_i, f_i⟩ / ∂θ_i = ∂⟨s_i, f(x_i, θ)⟩ / ∂θ,   and ∂²/∂θ_i∂θ_j = 0
 
-Samples go through the model together where ``torch.vmap`` takes it and gives the outputs that it had, and for the last
-sample the derivatives that it has alone: torch's rule for several samples is wrong for some kernels, as that of
-BatchNorm behind weights that are ``channels_last``. Elsewhere samples go one by one.
+Samples go through the model together if ``torch.vmap`` can run it with the outputs as before, and the last sample's
+derivatives are those that it has alone: torch's batching rule is wrong for some kernels, such as BatchNorm behind
+weights that are ``channels_last``. Otherwise samples go one by one.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ from ..passes.task import Task
 Result = TypeVar("Result")
 Leaves = dict[str, Tensor]  # parameters by name, in a graph
 
-_COPIES = 6  # of a sample's parameters there are at a time, about: they, their gradients, directions, changes
-_NO_PADDING = 2**64 - 1  # as torch's graph has an embedding without
-_GRAPHS = 3  # about the memory that a graph takes together with that of its derivatives
+_COPIES = 6  # about how many copies of a sample's parameters exist at once: they, their gradients, directions, changes
+_NO_PADDING = 2**64 - 1  # the padding index in autograd's graph of an embedding without one
+_GRAPHS = 3  # about the memory of a graph with that of its derivatives, in graphs
 
 
 @dataclass(frozen=True)
@@ -42,24 +42,24 @@ class Group:
     outputs: Tensor  # the model's, with their graph
     targets: Any
     leaves: Leaves  # (samples, *shape), the parameters of these names
-    place: slice  # which of the run's samples they are
+    place: slice  # of the group's samples in the run
 
     @property
     def samples(self) -> int:
-        """Return how many samples the group has."""
+        """Return the number of samples of the group."""
         return int(self.place.stop - self.place.start)
 
 
 class PerSampleParameters:
-    """Run a model with per-sample parameters; a half of its memory is for a group's, with their graph."""
+    """Run a model with per-sample parameters; a group's parameters and graph fit in half of the memory."""
 
     def __init__(self, task: Task) -> None:
         self._task, self._memory = task, task.budget(halved=True).work
         self._together, self._compared = True, False
-        self._graph = -1  # bytes that a sample's takes, once known
+        self._graph = -1  # bytes of a sample's graph, once known
 
     def each(self, run: Run, values: Mapping[str, Tensor], work: Callable[[Group], None]) -> None:
-        """Do ``work``, backward passes in it, on the samples of a run in groups that fit the memory."""
+        """Do ``work``, which may have backward passes, on the samples of a run in groups that fit in the memory."""
         start = 0
         with _undisturbed(run):
             most = self._most(run, values)
@@ -78,7 +78,7 @@ class PerSampleParameters:
     ) -> Result:
         """Do ``work`` on the outputs of the run's samples, with parameters that they share as leaves.
 
-        No backward pass of the run itself belongs in it: checkpointing calls the layers again there.
+        It must have no backward pass of the run itself, in which checkpointing would call the layers again.
         """
         leaves = {name: w.clone().requires_grad_() for name, w in values.items()}
         with _undisturbed(run), parameters.inside(self._task.model, leaves):
@@ -87,16 +87,17 @@ class PerSampleParameters:
             return work(outputs, leaves)
 
     def _most(self, run: Run, values: Mapping[str, Tensor]) -> int:
-        """Return how many samples are run together."""
+        """Return the most samples that are run together."""
         if self._graph < 0:
-            with dry_run.saved_storages() as storages:  # watched, since these are constants in runs of layers
+            # Runs of layers have no graph of other parameters, so cuts of the graph are noted here.
+            with dry_run.saved_storages() as storages:
                 self._alone(run, values, slice(0, 1), lambda group: None, watched=True)
             self._graph = sum(storages.values())
         size = sum(w.numel() * w.element_size() for w in values.values())
         return max(1, self._memory // max(1, _COPIES * size + _GRAPHS * self._graph))
 
     def _at_once(self, run: Run, values: Mapping[str, Tensor], place: slice) -> Group | None:
-        """Run samples by ``torch.vmap``; None if the model does not take that: its errors come again with one."""
+        """Run samples by ``torch.vmap``; None if that fails: an error of the model comes again with one sample."""
         samples = place.stop - place.start
         leaves = {name: _copies(w, samples).requires_grad_() for name, w in values.items()}
         held: list[Tensor] = []
@@ -109,7 +110,7 @@ class PerSampleParameters:
 
         try:
             with warnings.catch_warnings(), torch.enable_grad():
-                warnings.simplefilter("ignore", UserWarning)  # of operations that vmap takes one by one
+                warnings.simplefilter("ignore", UserWarning)  # of operations without a batching rule
                 outputs, targets = (part.flatten(0, 1) for part in torch.vmap(one)(leaves, held))
             check_unchanged(_rows(run, place), outputs)
             group = Group(outputs, targets, leaves, place)
@@ -124,12 +125,12 @@ class PerSampleParameters:
         return group if self._together else None
 
     def _agrees(self, run: Run, values: Mapping[str, Tensor], group: Group) -> bool:
-        """Return whether the last sample of a group has the derivatives, of first and second order, it has alone."""
+        """Return whether the last sample of a group has the first and second derivatives that it has alone."""
         found: list[list[Tensor]] = []
         place = slice(group.place.stop - 1, group.place.stop)
         self._alone(run, values, place, lambda alone: found.append(_derivatives(alone)))
         several = [part[-1:] for part in _derivatives(group)]
-        half = len(several) // 2  # of first order, and of second; each relative to the largest, since some are 0
+        half = len(several) // 2  # those of first order; each order is compared relative to its largest, as some are 0
         alone = found[0][:half], found[0][half:]
         together = several[:half], several[half:]
         joined = [(_joined(one), _joined(other)) for one, other in zip(alone, together, strict=True)]
@@ -159,7 +160,7 @@ class PerSampleParameters:
 
 @contextlib.contextmanager
 def _undisturbed(run: Run) -> Iterator[None]:
-    """Let the model be run once more, inside, with other parameters and second derivatives."""
+    """Return a context in which the model can run again, with other parameters and with second derivatives."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(calling.dry_run())
         stack.enter_context(run.recorder.paused())
@@ -170,13 +171,13 @@ def _undisturbed(run: Run) -> Iterator[None]:
 
 
 def _pads(outputs: Tensor) -> bool:
-    """Return whether an embedding has padding, which torch.vmap leaves out for the first of several weights alone."""
+    """Return whether an embedding has padding, which torch.vmap respects only for the first of several weights."""
     nodes = linearity.users_of(outputs)
     return any(getattr(node, "_saved_padding_idx", _NO_PADDING) != _NO_PADDING for node in nodes)
 
 
 def _copies(values: Tensor, samples: int) -> Tensor:
-    """Return a copy of a parameter for each sample; not in its memory format, for which kernels under vmap go wrong."""
+    """Return a contiguous copy of a parameter for each sample; in other memory formats some kernels fail under vmap."""
     return values.expand(samples, *values.shape).clone(memory_format=torch.contiguous_format)
 
 
@@ -186,12 +187,13 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 @torch.enable_grad()
 def _derivatives(group: Group) -> list[Tensor]:
-    """Return a group's gradients of random combinations of outputs, and how these change along random directions."""
+    """Return a group's gradients of a random sum of outputs, and the gradients' derivatives in random directions."""
     leaves, random = [*group.leaves.values()], NormalVectors()
     each = len(group.outputs) // group.samples
     cotangent = random.like(group.outputs[:each]).repeat(group.samples, *[1] * (group.outputs.ndim - 1))
     gradients = torch.autograd.grad(group.outputs, leaves, cotangent, create_graph=True, materialize_grads=True)
-    drawn = [random.like(gradient[0]) for gradient in gradients]  # the same whichever of the gradients have a graph
+    # Drawn for all gradients, so that they do not depend on which of these have a graph.
+    drawn = [random.like(gradient[0]) for gradient in gradients]
     along = zip(gradients, drawn, strict=True)
     pushed = [(gradient * direction).sum() for gradient, direction in along if gradient.requires_grad]
     changes: Sequence[Tensor] = [torch.zeros_like(leaf) for leaf in leaves]
@@ -201,7 +203,7 @@ def _derivatives(group: Group) -> list[Tensor]:
 
 
 def _changed_samples(run: Run, change: Callable[[Tensor], Any]) -> Any:
-    """Return the run's batch with every tensor that holds its samples changed."""
+    """Return the run's batch with ``change`` applied to every tensor that has a row for each sample."""
     data.check_cut(run.batch)
     return data.map_tensors(lambda held: change(held) if held.ndim and len(held) == run.samples else held, run.batch)
 

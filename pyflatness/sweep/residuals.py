@@ -1,18 +1,18 @@
-"""Sample what a layer's GGN lacks of its Hessian, with most probes where that can be large.
+"""Sample the residual, a layer's Hessian without its GGN, with more probes for samples in which it can be large.
 
     ∂²ℓ_i/∂w² = Jᵀ (∂²ℓ_i/∂f²) J + Σ_c r_ic ∂²f_c/∂w²,    r_i = ∂ℓ_i/∂f_i
 
-The first term is the GGN, of so low a rank that random probes of it vary a lot; cotangents give it. The second one, the
-residual, is the Hessian of ⟨r_i, f⟩ with r_i held fixed, and small where a sample is fitted.
+The first term, the GGN, has a low rank, so that random probes of it vary a lot; cotangents give it. The second one, the
+residual, is the Hessian of ⟨r_i, f⟩ with r_i held fixed, and small if a sample is fitted.
 
-For m_i probes of sample i with variances v_i the sum over samples has the variance Σ v_i / m_i. At a given number of
-probes it is least for m_i ~ √v_i, which is about proportional to |r_i|. Every sample gets a few, the pilot, and then
+For m_i probes of sample i with variances v_i the sum over samples has the variance Σ v_i / m_i. For a given number of
+probes it is least with m_i ~ √v_i, which is about proportional to |r_i|. Every sample gets a few probes, the pilot, and
 
-    m_i = max(pilot, ⌈s |r_i|⌉),    the smallest s with c Σ_i |r_i|² / max(pilot, s |r_i|) ≤ what is allowed
+    m_i = max(pilot, ⌈s |r_i|⌉),    the smallest s with c Σ_i |r_i|² / max(pilot, s |r_i|) ≤ the allowed variance
 
-where c, for v_i ≈ c |r_i|², and the value that an allowed error is relative to are taken from the probes of all other
-samples so far: if a sample's own probes said how many there are, their mean would be biased. A sample that would get
-more of them than an exact value takes is taken exactly.
+in all. The factor c, of v_i ≈ c |r_i|², and the value to which the error is relative come from the probes of all other
+samples so far: if a sample's own probes set their number, their mean would be biased. A sample for which an exact value
+needs fewer Hessian products is computed exactly.
 """
 
 import math
@@ -30,16 +30,16 @@ from ..numerics.variances import with_squares
 from ..passes.runner import Run
 from .groups import Tolerance
 
-GGN_SHARE = 0.25  # of the variance that is allowed, where the GGN is sampled as well
-_PILOT = 2  # probes of every sample: one has no variance of its own
+GGN_SHARE = 0.25  # of the allowed variance, if the GGN is sampled as well
+_PILOT = 2  # probes of every sample, so that their variance can be estimated
 _AT_LEAST = 64  # probes of the pilot over all data
-_MOST = 2**31  # so that they are integers
+_MOST = 2**31  # so that numbers of probes are finite integers
 
-Rounds = Mapping[int, range | None]  # by number of a layer which probes to send; None: exact values
+Rounds = Mapping[int, range | None]  # by a layer's number the probes to send; None for exact values
 
 
 def of_run(run: Run, loss: Loss) -> tuple[Value, Tensor]:
-    """Return the function (outputs, targets) -> Σ_i ⟨r_i, f_i⟩, and |r_i|, (n,) float64; 0 for one not finite."""
+    """Return the function (outputs, targets) -> Σ_i ⟨r_i, f_i⟩, and |r_i|, (n,) float64; 0 if it is not finite."""
     outputs = run.outputs.detach().requires_grad_()
     with torch.enable_grad():
         (gradient,) = torch.autograd.grad(loss.value(outputs, run.targets), outputs)
@@ -52,14 +52,14 @@ def _along(gradient: Tensor, outputs: Tensor, targets: Any) -> Tensor:
 
 
 def pilot(expected: int) -> int:
-    """Return how many probes every one of so many samples gets."""
+    """Return the number of probes that each of about ``expected`` samples of the data gets first."""
     return max(_PILOT, -(-_AT_LEAST // expected))
 
 
 class Residuals:
-    """Hold the residuals of a micro-batch: the probes that were sent, and those that are wanted.
+    """Hold the residuals of a micro-batch: the sums of their probes so far, and the wanted numbers of probes.
 
-    ``products`` has, by number of a layer with probes, the Hessian products that an exact value takes.
+    ``products`` has, by number of a layer with probes, the Hessian products that its exact value takes.
     """
 
     def __init__(self, shape: tuple[int, int], sizes: Tensor, pilot: int, most: int) -> None:
@@ -67,12 +67,12 @@ class Residuals:
         self.products: dict[int, int] = {}
         self._counts = torch.zeros(shape[0], len(sizes), dtype=torch.int64, device=sizes.device)
         self._wanted, self._exact = torch.zeros_like(self._counts), torch.ones_like(self._counts, dtype=torch.bool)
-        self._origins = sizes.new_zeros(*shape, len(sizes))  # near the means, so that the squares do not cancel
+        self._origins = sizes.new_zeros(*shape, len(sizes))  # first values; sums of differences from them do not cancel
         self._sums, self._squares = torch.zeros_like(self._origins), torch.zeros_like(self._origins)
         self._values = torch.zeros_like(self._origins)  # exact ones
 
     def begin(self, layer: int, products: int) -> range | None:
-        """Return which probes are the pilot of a layer; None: exact values, by so many products, take no more."""
+        """Return the probes of a layer's pilot; None for exact values, if their ``products`` are no more."""
         if products <= self.pilot:
             return None
         self.products[layer] = products
@@ -80,7 +80,7 @@ class Residuals:
         return range(self.pilot)
 
     def add(self, layer: int, places: Tensor, values: Tensor, numbers: range | None) -> None:
-        """Take in values (k, quantities, s) of probes of these numbers; None: exact values, as of one probe."""
+        """Add values (k, quantities, s) of probes of these numbers; for None, k = 1 and the values are exact."""
         if numbers is None:
             self._values[layer][:, places] = values[0]
             return
@@ -109,8 +109,8 @@ class Residuals:
     def variances(self) -> Tensor | None:
         """Return variances of the means, their squares over their degrees of freedom, and these; None if all are exact.
 
-        They are (3, layers + 1, quantities, n); the last layer is the network, whose layers have independent
-        probes.
+        They are (3, layers + 1, quantities, n). The last layer is the network: variances add up, as layers have
+        independent probes.
         """
         if bool(self._exact.all()):
             return None
@@ -122,7 +122,10 @@ class Residuals:
         return torch.cat([found, found.sum(dim=1, keepdim=True)], dim=1)
 
     def want(self, wanted: Tensor) -> None:
-        """Want so many probes in all, (layers, n), or exact values where these take fewer, or nothing is known: -1."""
+        """Set the number of probes to send in all, (layers, n); -1 where nothing is known.
+
+        A sample's value is exact instead if that takes fewer products, or if nothing is known.
+        """
         for layer, products in self.products.items():
             if products <= self._most:
                 self._exact[layer] = (wanted[layer] < 0) | (wanted[layer] - self.pilot > products)
@@ -136,10 +139,10 @@ class Residuals:
             )
 
     def steps(self, *, whole: bool) -> Iterator[tuple[Tensor, Rounds]]:
-        """Yield places of samples (s,) and what to send for them, fewer and fewer samples, or the ``whole`` of them.
+        """Yield places of samples (s,) and the probes to send for them, by layer; with ``whole`` always all samples.
 
-        What comes back is to be taken in before the next step, which has as many probes as half of its samples
-        want.
+        The caller has to :meth:`add` the values before the next step. A step sends as many probes as at least half of
+        its samples lack, so that later steps have fewer samples.
         """
         every = torch.arange(len(self.sizes), device=self.sizes.device)
         for layer in self.products:
@@ -161,15 +164,15 @@ class Residuals:
 
 
 class Predictor:
-    """Predict how many probes residuals take, from the samples so far."""
+    """Predict how many probes residuals need, from the samples so far."""
 
     def __init__(self, rtol: float, tolerance: Tolerance) -> None:
         self._rtol, self._tolerance = rtol, tolerance
         self._size, self._samples = 0.0, 0
-        self._sums = torch.zeros(3, 1, 1, dtype=torch.float64, device="cpu")  # of what _summands returns
+        self._sums = torch.zeros(3, 1, 1, dtype=torch.float64, device="cpu")  # of the result of _summands
 
     def wanted(self, residuals: Residuals, ggn: Tensor, *, ggn_is_exact: bool) -> Tensor:
-        """Return m_i by layer, (layers, n) int64, after the pilot; -1 where there are no other samples."""
+        """Return m_i by layer, (layers, n) int64, after the pilot; -1 if there are no other samples."""
         sizes, summands = _summands(residuals, ggn)
         of_ggn, means, ratios = (self._sums.to(ggn.device) + summands.sum(dim=3)).unsqueeze(3)
         size, samples = self._size + sizes.sum(), self._samples + len(sizes)
@@ -179,19 +182,19 @@ class Predictor:
         error = self._rtol * torch.maximum(of_ggn.abs(), (of_ggn + size * means).abs()) / samples
         share = 1.0 if ggn_is_exact else 1 - GGN_SHARE
         allowed = share * error.square() * self._tolerance.expected(len(sizes)) * len(sizes)
-        bound = (allowed / ratios).nan_to_num(math.inf, math.inf)  # 0 / 0: none is known to deviate
+        bound = (allowed / ratios).nan_to_num(math.inf, math.inf)  # 0 / 0 if all known deviations are zero
         found = fewest(sizes, bound, residuals.pilot).amax(dim=1)
         return torch.where((others > 0) | (sizes == 0), found, -1)
 
     def add(self, residuals: Residuals, ggn: Tensor) -> None:
-        """Take in a micro-batch that is done."""
+        """Add a micro-batch of which all probes were sent."""
         sizes, summands = _summands(residuals, ggn)
         self._size, self._samples = self._size + float(sizes.sum()), self._samples + len(sizes)
         self._sums = self._sums.to(ggn.device) + summands.sum(dim=3)
 
 
 def _summands(residuals: Residuals, ggn: Tensor) -> tuple[Tensor, Tensor]:
-    """Return |r_i|, and GGN, residual and v_i / |r_i| as (3, layers, quantities, n); 0 for samples not finite."""
+    """Return |r_i|, (n,), and (3, layers, quantities, n): GGN, residual, v_i / |r_i|; 0 for samples not finite."""
     summands = torch.stack([ggn, residuals.means, residuals.deviations])
     fine = summands.isfinite().flatten(0, 2).all(dim=0)
     summands, sizes = summands.where(fine, 0.0), residuals.sizes.where(fine, 0.0)
@@ -202,12 +205,12 @@ def _summands(residuals: Residuals, ggn: Tensor) -> tuple[Tensor, Tensor]:
 def fewest(sizes: Tensor, bound: Tensor, least: int) -> Tensor:
     """Return m_i = max(least, ⌈s a_i⌉) for the smallest s with Σ_j a_j² / max(least, s a_j) ≤ a bound, (…, n) int64.
 
-    ``sizes`` are a, (n,); there is a bound of its own for each m_i.
+    ``sizes`` are a, (n,), and ``bound``, (…, n), has a bound for each m_i.
     """
     ordered = sizes.sort(descending=True).values
     squares = ordered.square() / least
     heads, tails = ordered.cumsum(0), squares.flip(0).cumsum(0).flip(0) - squares
-    reached = heads * ordered / least + tails  # by s = least / a_h, from where on h of them get more
+    reached = heads * ordered / least + tails  # the sum for s = least / a_h, beyond which h samples get more
     above = torch.searchsorted(-reached, -bound.contiguous())
     heads, tails = (torch.nn.functional.pad(part, (1, 0)) for part in (heads, tails))
     scale = heads[above] / (bound - tails[above]).clamp_min(0)

@@ -1,4 +1,4 @@
-"""Sum values of samples to those of the data set, by the user's policy for NaN and infinity."""
+"""Sum values of samples to values of the data set, by the user's policy for NaN and infinity."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -28,21 +28,21 @@ class Sums:
 
     values: Tensor  # (layers + 1, quantities) float64 on the CPU
     errors: Tensor | None  # standard errors given the data; None if the values are exact
-    dof: Tensor | None  # their degrees of freedom, NaN where they are not known
+    dof: Tensor | None  # degrees of freedom of the errors, NaN if they are not known
     per_sample: Tensor | None  # (layers + 1, quantities, n)
-    samples: int  # how many counted
-    omitted: int  # how many were left out
-    normaliser: float  # that all of them were divided by
-    parts: Mapping[tuple[str, ...], Tensor]  # by layer and quantity, the parts of a value
+    samples: int  # number of samples that count
+    omitted: int  # number of samples that were left out
+    normaliser: float  # the divisor of all sums
+    parts: Mapping[tuple[str, ...], Tensor]  # further sums over samples, divided too, by layer and quantity
 
     @cached_property
     def numbers(self) -> list[list[float]]:
-        """Return the values as Python's numbers, read once."""
+        """Return the values as Python's numbers, converted once."""
         found: list[list[float]] = self.values.tolist()
         return found
 
     def uncertainty(self, row: int, column: int) -> tuple[float | None, float | None]:
-        """Return the standard error of a value and its degrees of freedom, each None where there is none."""
+        """Return the standard error of a value and its degrees of freedom, each None if there is none."""
         if self.errors is None or self.dof is None:
             return None, None
         dof = float(self.dof[row, column])
@@ -52,13 +52,13 @@ class Sums:
     def relative_error(self) -> float:
         """Return the largest standard error relative to its value."""
         assert self.errors is not None
-        return float((self.errors / self.values.abs()).nan_to_num(0.0).max())  # that of 0 is 0
+        return float((self.errors / self.values.abs()).nan_to_num(0.0).max())  # 0 / 0 counts as 0
 
 
 class Totals:
-    """Hold running sums over samples, for each layer and then for the network, the sum of its layers.
+    """Hold running sums over samples, for each layer and last for the network, the sum of its layers.
 
-    ``over`` are the samples so far; a ``subset`` stands for all.
+    ``over`` counts the samples so far; with a ``subset``, the samples are that part of the data.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class Totals:
         self._parts: dict[tuple[str, ...], Tensor] = {}
 
     def add(self, micro_batch: Values) -> None:
-        """Take in the values of some samples."""
+        """Add the values of some samples."""
         fine = finite_samples(micro_batch.values)
         kept = self.over.kept(fine, lambda: self._error(micro_batch, fine))
         self.over.add(len(fine), masked(micro_batch.sample_weights, kept).sum())
         values = micro_batch.values
-        values = masked(values.where(values.isfinite(), torch.nan), kept)  # a layer that is fine stays so
+        values = masked(values.where(values.isfinite(), torch.nan), kept)  # only layers with infinity become NaN
         probes = torch.cat([values, values.sum(dim=1, keepdim=True)], dim=1)
         sizes, chances = micro_batch.sizes, None
         if self._subset is not None and sizes is not None:
@@ -106,7 +106,7 @@ class Totals:
             self._contributions.append(masked(means, kept, torch.nan))
 
     def sums(self) -> Sums:
-        """Return the sums of all values, of all ranks, when a read of the data is over."""
+        """Return the sums of all values, of all ranks, at the end of a read of the data."""
         sums = {_VALUES: self._sums, _SIZE: self._size} if self._sums.ndim else {}
         found = self.over.together(self._shard, {**sums, **self._parts})
         over, scale = self.over, 1.0
@@ -135,7 +135,7 @@ class Totals:
 
 
 def layer_error(modules: Mapping[str, nn.Module], micro_batch: Values, fine: Tensor) -> NonFiniteError:
-    """Return the error of values of layers, or raise that of a layer's weights."""
+    """Return the error for values of layers that are not finite, or raise if a layer's weights are not."""
     layers.check_finite(modules)
     finite = micro_batch.values.isfinite().all(dim=0).flatten(1).all(dim=1)
     where = [name for name, whole in zip(modules, finite, strict=True) if not bool(whole)]

@@ -1,4 +1,4 @@
-"""Measure the generalisation gap: mean loss and accuracy on training and test data, one read of each.
+"""Measure the generalisation gap from the mean loss and the accuracy on training and test data, by one read of each.
 
     gap = E_test - E_train,   E = Σ terms of the loss / Σ their weights
 
@@ -28,12 +28,11 @@ from ..losses import Loss, risk
 from ..messages import in_words, with_error
 from ..model.data import size
 from ..numerics.accumulate import Accumulator, normaliser
-from ..numerics.shard import Shard
 from ..options import CALL, How, Options
 from ..passes.task import Task
 from ..session import public, session
 
-_GROUPS = 64  # least number of groups of samples, for the standard error of a loss that is a callable
+_GROUPS = 64  # groups of samples, at least, that give a callable loss its standard error
 _BATCHES = 8  # assumed number of batches of data without a length
 
 
@@ -43,7 +42,7 @@ class Performance:
 
     Attributes:
         loss: the mean over the loss terms.
-        accuracy: the fraction of predictions that are correct; None where targets are no classes.
+        accuracy: the fraction of correct predictions; None where targets are not classes.
         samples: the number of samples.
         omitted: the number of samples left out by ``nan_policy="omit"``.
         loss_stderr: the standard error of ``loss`` over the samples; None for fewer than two.
@@ -96,14 +95,14 @@ class GeneralizationGap:
 
     @property
     def accuracy_gap(self) -> float | None:
-        """Return the accuracy on training data less that on test data; None where targets are no classes."""
+        """Return the accuracy on training data less that on test data; None where targets are not classes."""
         if self.train.accuracy is None or self.test.accuracy is None:
             return None
         return self.train.accuracy - self.test.accuracy
 
     @property
     def summed_gap(self) -> float:
-        """Return n_train/n_test Σ_test - Σ_train = n_train ``gap``, sums of losses in the place of means.
+        """Return n_train/n_test Σ_test - Σ_train = n_train ``gap``: the gap of summed losses instead of means.
 
         It is the generalisation error of Petzka et al. (2019), who have five times as many training samples as test
         samples: 5 Σ_test - Σ_train. Sums are over samples, of the mean over each sample's loss terms.
@@ -114,8 +113,8 @@ class GeneralizationGap:
     def gap_stderr(self) -> float | None:
         """Return the standard error of ``gap`` over the samples of both sets; None if one has none.
 
-        If the training loss is taken as known, as that of all data the model was trained on, the standard error of the
-        gap is ``test.loss_stderr``.
+        If you take the training loss as known, because it is over all data that the model was trained on, the
+        standard error of the gap is ``test.loss_stderr``.
         """
         return _together(self.train.loss_stderr, self.test.loss_stderr)
 
@@ -136,7 +135,7 @@ def generalization_gap(
     Args:
         loss: … The values are means over its terms.
         train: a tuple of tensors (inputs, targets), or an iterable of such batches.
-        test: the same.
+        test: test data of the same form.
         nan_policy: ``"raise"``; ``"propagate"``: a loss that is NaN makes the mean NaN; ``"omit"``: samples whose loss
             is NaN or infinite are left out, of the accuracy too, and counted.
 
@@ -164,7 +163,8 @@ def generalization_gap(
 
 def performance(task: Task, nan_policy: str = "raise") -> Performance:
     """Return loss and accuracy by one read of the data."""
-    loss, losses, accuracies = task.loss, _Ratio(), _Ratio()
+    loss = task.loss
+    losses, accuracies = ([torch.zeros(2, 0, dtype=torch.float64, device="cpu")] for _ in range(2))
     groups = max(2, math.ceil(_GROUPS / (len(task.batches) or _BATCHES)))
     over, classes = Accumulator(nan_policy), True
     for number, batch in enumerate(task.batches):
@@ -177,68 +177,49 @@ def performance(task: Task, nan_policy: str = "raise") -> Performance:
             if not count:
                 continue
             terms = _terms(loss, outputs, targets, number, groups)
-        losses.add(terms, count)
+        losses.append(_by_sample(terms, count))
         classes = classes and risk.has_classes(outputs, targets, loss)
         if classes:
             right, counting = risk.judged(outputs, targets, loss, number)
-            accuracies.add(torch.stack([right & counting, counting]).flatten(1), count)
+            accuracies.append(_by_sample(torch.stack([right & counting, counting]).flatten(1), count))
     shard = task.batches.shard
     over.together(shard, {})
-    losses.together(shard)
-    classes = all(shard.every("the targets", classes))
-    if classes:
-        accuracies.together(shard)
+    of_losses = shard.rows("the losses", torch.cat(losses, dim=1))
+    accuracy: tuple[float | None, float | None] = None, None
+    if all(shard.every("the targets", classes)):
+        of_classes = shard.rows("the accuracies", torch.cat(accuracies, dim=1))
+        accuracy = _ratio(of_classes) if bool(of_classes[1].any()) else accuracy
     over.check()
-    normaliser(losses.weight)
-    found = losses.value, accuracies.value if classes and accuracies.weight else None
-    errors = losses.stderr(), accuracies.stderr() if classes else None
-    return Performance(*found, over.samples, over.omitted, *errors)
+    normaliser(float(of_losses[1].sum()))
+    mean, stderr = _ratio(of_losses)
+    return Performance(mean, accuracy[0], over.samples, over.omitted, stderr, accuracy[1])
 
 
-class _Ratio:
-    """Compute a ratio Σ_i t_i / Σ_i m_i over samples and its standard error; t_i, m_i sum over a sample's terms."""
+def _by_sample(terms: Tensor, samples: int) -> Tensor:
+    """Return sums of values and weights by sample, (2, samples), of the terms of samples in order, (2, terms).
 
-    def __init__(self) -> None:
-        self._batches = [torch.zeros(2, 0, dtype=torch.float64, device="cpu")]
+    Terms that are those of groups of samples stay as they are.
+    """
+    rows = samples if terms.shape[1] % samples == 0 else terms.shape[1]
+    return terms.double().view(2, rows, -1).sum(dim=2).cpu()
 
-    def add(self, terms: Tensor, samples: int) -> None:
-        """Add values and weights of the terms of some samples in order, or of groups of samples, (2, terms)."""
-        whole = samples if terms.shape[1] % samples == 0 else terms.shape[1]
-        self._batches.append(terms.double().view(2, whole, -1).sum(dim=2).cpu())
 
-    def together(self, shard: Shard) -> None:
-        """Add the samples of other ranks, where the read of the data ends."""
-        self._batches = [shard.rows("losses and accuracies", self._sums)]
+def _ratio(sums: Tensor) -> tuple[float, float | None]:
+    """Return Σ_i t_i / Σ_i m_i of sums by sample, (2, samples), and its standard error over those that have terms.
 
-    @property
-    def _sums(self) -> Tensor:
-        return torch.cat(self._batches, dim=1)
-
-    @property
-    def weight(self) -> float:
-        """Return Σ_i m_i."""
-        return float(self._sums[1].sum())
-
-    @property
-    def value(self) -> float:
-        """Return the ratio."""
-        values, weights = self._sums.sum(dim=1)
-        return float(values / weights)
-
-    def stderr(self) -> float | None:
-        """Return the standard error over the samples that have terms; None for fewer than two."""
-        values, weights = self._sums
-        count = int((weights > 0).sum())
-        if count < 2:
-            return None
-        apart = values - self.value * weights
-        return float((apart.square().sum() * count / (count - 1)).sqrt() / weights.sum())
+    There is no error of fewer than two.
+    """
+    (values, weights), (value, weight) = sums, sums.sum(dim=1)
+    ratio, count = float(value / weight), int((weights > 0).sum())
+    apart = values - ratio * weights
+    variance = apart.square().sum() * count / (count - 1) if count > 1 else None
+    return ratio, None if variance is None else float(variance.sqrt() / weight)
 
 
 def _terms(loss: Loss, outputs: Tensor, targets: Tensor, number: int, groups: int) -> Tensor:
-    """Return values and weights of the loss terms of a batch, (2, terms); for a callable those of groups of samples.
+    """Return values and weights of the loss terms of a batch, (2, terms); a callable has a term for a group of samples.
 
-    A callable would have to be called for every sample. Groups are random, whatever the order of the data.
+    One term for each sample would take a call of the callable for each. Groups are random, whatever the data's order.
     """
     weights = risk.rows(outputs, targets, loss, number).terms.weights.double()
     if loss.known:
@@ -252,7 +233,7 @@ def _terms(loss: Loss, outputs: Tensor, targets: Tensor, number: int, groups: in
 def _kept(
     over: Accumulator, loss: Loss, value: Tensor, batch: tuple[Tensor, Tensor], samples: int, number: int
 ) -> Tensor | None:
-    """Return which samples of a batch count, (samples,), given their loss ``value``; None if all count."""
+    """Return which samples of a batch count, (samples,), where ``value`` is the loss of them all; None if all count."""
     outputs, targets = batch
     error = partial(
         NonFiniteError,

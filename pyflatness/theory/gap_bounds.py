@@ -115,17 +115,17 @@ def spectral_robustness_bound(rho: float, weight_norm: float, lambda_max: float)
 
 @dataclass(frozen=True, repr=False)
 class GeneralizationBound:
-    """Hold the approximate bound of a network's generalisation gap, its terms, and the gap if there are test data.
+    """Hold the approximate bound of a network's generalisation gap with its terms, and the gap on test data.
 
     Attributes:
         bound: ``flatness`` + ``representativeness.magnitude``.
         flatness: δ² κ / (2m); of the uniform bound δ² d/2 κ^φ.
         representativeness: by folds; its ``test`` is E_gen = E_Rep + E_F with the test data.
         kappa: κ, or κ^φ of the uniform bound, of the mean loss.
-        rho: δ; that of the noise is in ``representativeness``, and may be smaller for the uniform bound.
+        rho: δ of the first term. ``representativeness`` has δ of the noise, which may be smaller for the uniform bound.
         features: m.
         samples: n.
-        layer: the name of the layer that the features are inputs of.
+        layer: the name of the layer whose inputs are the features.
         measured: loss and accuracy on training and test data; None without test data.
     """
 
@@ -174,8 +174,9 @@ def generalization_bound(
     """Return the approximate bound of the generalisation gap by relative flatness and representativeness.
 
     δ² κ/(2m) + |E_Rep|, δ = n^(-1/(4+m)), |E_Rep| a mean over folds   (Petzka et al. 2021, Theorem 6 and Figure 4).
-    Labels are taken as constant around the features of each sample. Not a bound to rely on: the folds that are held out
-    have been trained on, so a network that has fitted its training data can have a larger gap; ``test=`` shows it.
+    Labels are taken as constant around the features of each sample. Do not rely on it as a bound: the model has been
+    trained on the folds that are held out, so that an overfitted network can have a larger gap. ``test=`` shows the
+    measured gap beside it.
 
     Args:
         loss: … All values are means over its terms.
@@ -183,14 +184,14 @@ def generalization_bound(
             several times.
         layer: a Linear layer that gets one feature vector a sample; None takes the last Linear that ran.
         test: test data, for the measured gap and its decomposition E_gen = E_Rep + E_F.
-        uniform: Theorem 15: δ² d/2 κ^φ in the place of δ² κ/(2m), at a minimum, and of four bandwidths of the noise
-            that of the least |E_Rep|; it takes Lanczos and four times the noise.
+        uniform: take the bound of Theorem 15: δ² d/2 κ^φ in place of δ² κ/(2m), at a minimum, and the smallest |E_Rep|
+            among four bandwidths of the noise. It needs Lanczos iterations, and four times the noise.
         rho: δ; None: n^(-1/(4+m)).
-        kappa: κ, or κ^φ with ``uniform=True``, if it is known or to be found with options; of the same loss and
-            reduction.
+        kappa: κ, or κ^φ with ``uniform=True``, of the same loss and reduction, if you know it or measured it with
+            options of your own.
         folds: of the training data, for representativeness.
         probes: pairs ±ξ of noise for each sample, at least 2.
-        seed: of folds and noise; another device gives other noise for it.
+        seed: of folds and noise. Noise differs between devices.
         process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.
 
     Returns:
@@ -267,7 +268,7 @@ def _features(perturbed: Perturbed) -> int:
 def _sums(
     perturbed: Perturbed, loss: Loss, batches: Batches, places: Tensor, counts: tuple[int, int], rho: float, seed: int
 ) -> NoiseSums:
-    """Return the sums of the loss over each fold, without and with noise on the layer's features."""
+    """Return the sums of the loss over each fold, both without noise on the layer's features and with it."""
     (folds, probes), start = counts, 0
     sums = NoiseSums(loss, folds, probes)
     generator: torch.Generator | None = None
@@ -288,7 +289,7 @@ def _sums(
 
 
 def _noisy(layer: nn.Module, drawn: Iterator[Tensor]) -> Change:
-    """Return the change Δz = w ξ, with the next ξ at every call."""
+    """Return the change Δz = w ξ, which takes the next ξ at every call."""
     weight = layers.as_weight(layer, layers.matrix(layer)[0])
 
     def change(inputs: Tensor, output: Tensor) -> Tensor:
@@ -346,10 +347,10 @@ class DensityConstants:
         """Return the logarithm of (C_1 + C_2/√Δ) n^(-2/(4+m)).
 
         Args:
-            failure: Δ, the probability in (0, 1) with which it need not hold.
+            failure: Δ, the probability in (0, 1) that the bound does not hold.
 
         Raises:
-            InputError: no such probability.
+            InputError: a number that is not between 0 and 1.
         """
         failure = check_number("failure", failure, "a number between 0 and 1", lambda given: 0 < given < 1)
         terms = torch.tensor(
@@ -369,8 +370,8 @@ def density_constants(
     Args:
         features: φ, (n, m) with n > m.
         largest_loss: L, positive.
-        volume: Vol of the set in which features lie; None: of the ball around their mean that holds them.
-        probes: of the normal density, for the integral.
+        volume: Vol of the set in which features lie; None: the volume of the ball around their mean that holds them.
+        probes: samples of the normal density that estimate the integral.
 
     Returns:
         The constants, most of them as logarithms.

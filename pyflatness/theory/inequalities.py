@@ -51,8 +51,8 @@ class Bound:
         what: the left side in words.
         left: the value of the left side.
         right: the value of the right side.
-        log: whether both are logarithms, as wherever a power of N appears.
-        caveat: why it need not hold; empty where it must.
+        log: whether both sides are logarithms, as where a power of N appears.
+        caveat: the reason why it need not hold; empty where it must hold.
     """
 
     equation: str
@@ -71,11 +71,11 @@ class Bound:
 
 @dataclass(frozen=True, repr=False)
 class Bounds(Result):
-    """Hold the inequalities of the paper, with both their sides. ``str(bounds)`` is a table, and so is a data frame.
+    """Hold the inequalities of the paper with both sides. ``str(bounds)`` is a table, and so is a data frame.
 
     Attributes:
-        rows: layer by layer, then of the network.
-        sharpness: S, of the chosen layers' weights unless it was given.
+        rows: those of each layer, then those of the network.
+        sharpness: S; it is that of the chosen layers' weights unless it was given.
         samples: the number of samples in all means.
         outputs: N.
     """
@@ -216,20 +216,21 @@ def bounds(
     """Return the bounds of "From Loss Flatness to Compressed Representations", layer by layer, with both sides.
 
     Eq. 5, 6 (k = 2), 9 to 12, 17 (and its sum over layers, appendix A), 35, 37 at λ = ½ and σ = σ' = 1 or those of
-    Eq. 36, 48; see docs/formulas.md for the symbols. One forward pass and one backward pass per output. The left side
-    of Eq. 17 is, of a layer at the start of a residual block, at the input of what follows the block's sum.
+    Eq. 36, 48; see docs/formulas.md for the symbols. They take one forward pass, and one backward pass per output. The
+    left side of Eq. 17 of a layer that begins a residual block is taken at the input of what follows the sum.
 
     Args:
-        loss: … It has no part in the values.
-        layers: whose weights θ is made of; None: all layers that can be measured and ran.
-        sharpness: S of more parameters: ``"all"`` trainable ones as in the paper, by a sweep more, or a number known
-            from elsewhere, (1/n) Σ_i |∂f_i/∂θ|_F². None: of the chosen layers' weights.
-        normalized: Eq. 37 also for the σ, σ' at which its right-hand side is least, by a sweep more; of layers with one
-            position. With H_sj = (1/n) Σ_i |∂f_i/∂w_sj|² that is Eq. 36, normalised sharpness at an interpolation.
-        adaptive: Eq. 44 (Proposition E.4) too, with adaptive sharpness at an interpolation, Eq. 41, on its right-hand
-            side: of the layer's weight, and of all trainable parameters; by two sweeps more.
-        powers: k other than 2 for which Eq. 6 is wanted too, in logarithms. Its θ are the chosen layers' weights, with
-            ``sharpness="all"`` all trainable parameters.
+        loss: … Values do not depend on it.
+        layers: the layers whose weights are θ; None: all layers that can be measured and ran.
+        sharpness: S of more parameters: ``"all"`` takes all trainable ones, as in the paper, by another sweep. A number
+            is S as known from elsewhere, (1/n) Σ_i |∂f_i/∂θ|_F². None: S of the chosen layers' weights.
+        normalized: also give Eq. 37 at the σ, σ' at which its right-hand side is least, for layers with one position,
+            by another sweep. With H_sj = (1/n) Σ_i |∂f_i/∂w_sj|² that is Eq. 36, normalised sharpness at an
+            interpolation.
+        adaptive: also give Eq. 44 (Proposition E.4), whose right-hand side is adaptive sharpness at an interpolation,
+            Eq. 41, of the layer's weight and of all trainable parameters, by two more sweeps.
+        powers: k other than 2 for which Eq. 6 is given too, in logarithms. Its θ are the chosen layers' weights, or all
+            trainable parameters with ``sharpness="all"``.
 
     Returns:
         ``bounds[layer, equation]`` and ``bounds[equation]`` are inequalities, ``str(bounds)`` a table.
@@ -276,7 +277,7 @@ def bounds(
 
 
 def _least(task: Task) -> dict[str, Minimum]:
-    """Return each layer's minimum of Eq. 36, with the sum over samples for H; none for a grouped convolution."""
+    """Return the minimum of Eq. 36 for each layer but grouped convolutions, where H is a sum over samples."""
     found: dict[str, Minimum] = {}
 
     def keep(name: str, weight: Tensor, diagonal: Tensor) -> tuple[float, str]:
@@ -302,14 +303,14 @@ def _by_interpolation(task: Task, measure: Measure) -> dict[tuple[str, str], Est
 
 @dataclass(frozen=True)
 class InterpolationError:
-    """Hold sharpness of ½|f - y|², its value at an interpolation, and the bounds of their difference.
+    """Hold the sharpness of ½|f - y|², its value at an interpolation, and bounds of their difference.
 
     Attributes:
         sharpness: Σ_j a_j² ∂²E/∂θ_j², a_j = 1, or θ_j of adaptive sharpness.
         at_interpolation: (1/n) Σ_i Σ_j a_j² |∂f_i/∂θ_j|².
         residual: ε, the largest |f_i - y_i|.
         middle: (1/n) Σ_i Σ_j a_j² |⟨r_i, ∂²f_i/∂θ_j²⟩|; None unless second derivatives were asked for.
-        largest: M, the largest a_j² |∂²f_i/∂θ_j²|; likewise.
+        largest: M, the largest a_j² |∂²f_i/∂θ_j²|; None unless second derivatives were asked for.
         parameters: m.
         samples: n.
         adaptive: whether a_j = θ_j.
@@ -343,7 +344,7 @@ class InterpolationError:
 
     @property
     def bound(self) -> float | None:
-        """Return m M ε, the right side; None where M was not asked for."""
+        """Return m M ε, the right side; None unless second derivatives were asked for."""
         return None if self.largest is None else self.parameters * self.largest * self.residual
 
 
@@ -358,10 +359,10 @@ def interpolation_error(
 
     Args:
         data: … With targets of the outputs' shape.
-        adaptive: Lemma E.2, of adaptive sharpness.
-        second_derivatives: also compute M and the sum between the two sides, by a run and three backward passes for
-            every entry of every parameter.
-        max_passes: runs, or Hessian products, that exact values may take for a micro-batch.
+        adaptive: take adaptive sharpness (Lemma E.2).
+        second_derivatives: also compute M and the sum between the two sides. This takes a forward pass and three
+            backward passes for every entry of every parameter.
+        max_passes: forward passes, or Hessian products, that exact values may take for a micro-batch.
         process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.
 
     Returns:
@@ -414,7 +415,7 @@ def _residual(task: Task) -> float:
 
 
 def _second(task: Task, *, adaptive: bool) -> tuple[float, float]:
-    """Return the sum between the two sides, and M."""
+    """Return the sum that lies between the two sides, and M."""
     theta = parameters.trainable(task.model)
     entries = sum(w.numel() for w in theta.values())
     if entries > task.options.max_passes:
@@ -437,7 +438,7 @@ def _second(task: Task, *, adaptive: bool) -> tuple[float, float]:
 
 
 def _along(task: Task, batch: Any, theta: parameters.Parameters, name: str, entry: int) -> Tensor:
-    """Return ∂²f/∂θ_j² of all outputs: the derivative in u of ∂²⟨u, f⟩/∂θ_j²."""
+    """Return ∂²f/∂θ_j² of all outputs, as the derivative in u of ∂²⟨u, f⟩/∂θ_j²."""
     direction = torch.zeros_like(theta[name])
     direction.view(-1)[entry] = 1
     step = torch.zeros((), dtype=direction.dtype, device=direction.device, requires_grad=True)

@@ -4,8 +4,8 @@ A measure is a property of the function only if it has the same value at all wei
 ReLU two changes of the weights leave the function alone: all rows of a layer are multiplied by one factor, or each row
 by a factor of its own, and the columns behind are divided by it (Petzka et al. 2019, Theorems 2 and 3, Table 1). A
 third one concerns the heads of attention: the rows of q and k are multiplied by A and A⁻ᵀ, those of v by B and the
-columns of the outputs by B⁻¹ (docs/attention.md). There a measure is compared in q, k and v, whose rows change, and in
-the outputs, whose columns change.
+columns of the output projection by B⁻¹ (docs/attention.md). Values of q, k and v, whose rows change, are compared apart
+from those of the output projection, whose columns change.
 """
 
 import math
@@ -40,15 +40,15 @@ _EXACT, _ROUNDED = 1e-6, 1e-3  # tolerance of exact values in double precision, 
 
 @dataclass(frozen=True)
 class Invariance:
-    """Hold by how much a measure moved under one way of changing the weights.
+    """Hold how much a measure changed under one reparameterisation of the weights.
 
     Attributes:
         measure: its name.
-        way: ``"layer-wise"`` or ``"neuron-wise"``; in models with attention ``"attention rows"``, of q, k and v alone,
-            or ``"attention columns"``, of the outputs.
-        change: the largest change of a layer's, a neuron's or the network's value, as a part of that value (of neurons,
-            of the largest one).
-        kept: whether the change is rounding.
+        way: ``"layer-wise"`` or ``"neuron-wise"``; in models with attention ``"attention rows"`` compares q, k and v
+            alone, and ``"attention columns"`` the output projections.
+        change: the largest relative change of the value of a layer, a neuron or the network. Changes of neurons are
+            relative to the layer's largest neuron.
+        kept: whether the change is no more than rounding.
         claimed: whether the table that ``pyflatness measures`` shows says that the measure is invariant.
     """
 
@@ -61,15 +61,15 @@ class Invariance:
 
 @dataclass(frozen=True, repr=False)
 class Invariances(Result):
-    """Hold which measures moved. ``str()`` shows a table, ``found[measure, way]`` is one row.
+    """Hold which measures stayed the same. ``str()`` shows a table, ``found[measure, way]`` is one row.
 
     A data frame has a row for each measure and way.
 
     Attributes:
-        rows: for each measure and way.
-        layers: the layers whose weights were multiplied, and attention modules.
+        rows: one for each measure and way.
+        layers: the layers and attention modules whose weights were multiplied.
         skipped: layers whose weights cannot be multiplied, and measures without a value, each with the reason.
-        notes: by which matrices attention was changed.
+        notes: which matrices multiplied the weights of attention.
     """
 
     rows: tuple[Invariance, ...]
@@ -107,11 +107,12 @@ def invariances(
     factors: tuple[float, float] = (5.0, 25.0),
     **how: Unpack[MeasureHow],
 ) -> Invariances:
-    """Return which measures stay the same at other weights of the same function, by several ways to change these.
+    """Return which measures stay the same when the weights change and the function does not.
 
-    Every layer that can be gets new weights by :func:`pyflatness.reparameterize`, its rows multiplied by random factors
-    and the columns behind divided by them, and the measures are taken before and after. So does attention, by random
-    matrices of the largest group that leaves the function alone, which is found by trial and named in ``notes``.
+    Every layer that allows it gets new weights by :func:`pyflatness.reparameterize`: its rows are multiplied by random
+    factors, and the columns behind it are divided by them. Attention is multiplied by random matrices of the largest
+    group that leaves the function alone; trials find this group, and ``notes`` name it. The measures are taken before
+    and after.
 
     Args:
         model: an ``nn.Module`` in eval mode; linear layers and convolutions with ReLU, LeakyReLU, pooling, reshapes,
@@ -119,9 +120,9 @@ def invariances(
         data: … They are read several times.
         measures: a name or several; None: relative flatness and the trace; ``"sweep"``: all that one sweep gives;
             ``"all"``: every measure that applies.
-        layers: selectors of those that are measured; None: all that can be. All that can be get new weights.
-        factors: between which the factors, and the singular values of matrices, are drawn, uniformly.
-        seed: of the factors, and of what is random in the measures.
+        layers: selectors of the layers to measure; None: all that can be measured. All that allow it get new weights.
+        factors: the interval that factors, and singular values of matrices, are drawn from, uniformly.
+        seed: of the factors, and of estimates that are random.
 
     Returns:
         For each measure and way the largest relative change, and whether it is rounding: at most 1e-6 for exact values
@@ -175,7 +176,7 @@ def invariances(
 
 
 def _layers(known: Sequence[attention.Attention], matrices: str) -> set[str]:
-    """Return the names of the layers with some of attention's matrices; of a packed matrix without its part."""
+    """Return the names of the layers that hold some of the matrices of attention, such as ``"qkv"``."""
     rows = [getattr(one, matrix) for one in known for matrix in matrices]
     return {one.module if one.weight == "weight" else f"{one.module}.{one.weight}" for one in rows}
 
@@ -183,7 +184,7 @@ def _layers(known: Sequence[attention.Attention], matrices: str) -> set[str]:
 def _attention_matrices(
     model: nn.Module, data: Any, random: np.random.Generator, factors: tuple[float, float], running: How
 ) -> tuple[dict[str, dict[str, Tensor]], tuple[str, ...]]:
-    """Return matrices for each attention module, of the largest group that leaves the function alone, and notes."""
+    """Return random matrices for each attention module, from the largest group that keeps the function, and notes."""
     found: dict[str, dict[str, Tensor]] = {}
     notes = []
     for name, one in attention.attentions(model).items():
@@ -205,7 +206,7 @@ def _attention_matrices(
 def _multiplied(
     model: nn.Module, data: Any, drawn: np.random.Generator, factors: tuple[float, float], running: How
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Return the factors of each layer for each way, and why other layers have none."""
+    """Return by layer the factors of each way of multiplying it, and by other layers why they have none."""
     found: dict[str, dict[str, Any]] = {}
     skipped: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -224,7 +225,7 @@ def _multiplied(
 def _compared(
     name: str, way: str, before: Mapping[str, Estimate], after: Mapping[str, Estimate], tolerance: float
 ) -> Invariance:
-    """Return by how much a measure's values differ."""
+    """Return how much a measure changed, from its values before and after."""
     pairs = [(own, after[place]) for place, own in before.items() if place in after]
     change = max((_change(*pair) for pair in pairs), default=math.inf)
     exact = all(estimate.exact for pair in pairs for estimate in pair)
@@ -234,7 +235,7 @@ def _compared(
 
 
 def _change(one: Estimate, other: Estimate) -> float:
-    """Return the relative change of a value, or of the values of its neurons if that is larger."""
+    """Return the relative change of a value, or that of its neurons if this is larger."""
     found = [0.0 if one.value == other.value else abs(other.value - one.value) / abs(one.value or other.value)]
     if one.per_neuron is not None and other.per_neuron is not None:
         found.append(((one.per_neuron - other.per_neuron).abs().max() / one.per_neuron.abs().max()).item())

@@ -1,4 +1,4 @@
-"""Change the features or the weight of a layer: random changes, the model's outputs with them, and the loss.
+"""Perturb the features or the weight of a layer, and evaluate the model's outputs and its loss there.
 
 The kernel k_h(0, z) ∝ exp(-|z|²/2h²) on |z| < h (Petzka et al. 2021, Eq. 6, with a width of 1 in units of h = δ|φ|) is
 induced by matrices A = rO, O Haar-distributed on the orthogonal group (Proposition 2): ξ = Aφ = r |φ| u with u uniform
@@ -24,7 +24,7 @@ from ..numerics.accumulate import Accumulator
 from ..options import check_number, check_probes, check_seed
 from ..passes.task import Risk, Task
 
-_TOGETHER = 2**18  # numbers that are drawn at once
+_TOGETHER = 2**18  # entries of the noise that is drawn at once
 
 
 def truncated_normal_noise(features: Tensor, rho: float, *, probes: int = 1, seed: int = 0) -> Tensor:
@@ -38,8 +38,7 @@ def truncated_normal_noise(features: Tensor, rho: float, *, probes: int = 1, see
         features: φ, (…, m), floating-point.
         rho: δ, positive.
         probes: how many for each feature vector.
-        seed: of a generator of its own on the features' device, where another device has other numbers; the global
-            random state is left alone.
+        seed: of the noise, which differs between devices; torch's global random state stays as it is.
 
     Returns:
         (probes, …, m), of the features' dtype (at least float32) and device; 0 where φ is.
@@ -64,7 +63,7 @@ def truncated_normal_noise(features: Tensor, rho: float, *, probes: int = 1, see
 
 
 def kernel_noise(features: Tensor, rho: float, probes: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yield probes of ξ for each feature vector of (…, m), in at least float32; several are drawn at once if small."""
+    """Yield probes of ξ, each of the shape of the features (…, m), in at least float32."""
     together = max(1, _TOGETHER // max(1, features.numel()))
     for start in range(0, probes, together):
         yield from _noise(features.expand(min(together, probes - start), *features.shape), rho, generator)
@@ -116,8 +115,9 @@ Change = Callable[[Tensor, Tensor], Tensor]
 
 
 class Perturbed:
-    """Run a model with one of its layers perturbed; at a head it runs once a batch, and its outputs are displaced.
+    """Run a model with one of its layers perturbed.
 
+    If the layer is the model's head, the model runs once a batch, and the perturbation is added to its outputs.
     ``matrix`` is the layer's weight (groups, d / groups, m), in at least float32.
     """
 
@@ -137,7 +137,7 @@ class Perturbed:
         self._call: calling.Call | None = None  # the layer's call, if there is only one
 
     def outputs(self, batch: Any) -> tuple[Tensor, Any]:
-        """Return the unperturbed model's outputs and targets for a batch, which later calls perturb."""
+        """Return outputs and targets of the unperturbed model for a batch, which :meth:`displaced` then perturbs."""
         with calling.Calls({self.name: self.layer}) as calls, self._attached():
             outputs, targets = self._task.run(batch)
             if self.name not in calls.last:
@@ -174,8 +174,8 @@ class Perturbed:
     def risks(self, changes: Sequence[Tensor], scales: Sequence[float] = (1.0,)) -> tuple[Tensor, Risk]:
         """Return E(w + s Δw) for each Δw and s, (changes, scales) float64, and E(w), by one read of the data.
 
-        Changes are of the weight's shape. To the ``grad`` of one that requires a gradient that of E is added, not yet
-        divided by the normaliser.
+        Changes have the weight's shape. If a change requires a gradient, the gradient of the summed loss, which is E
+        times the normaliser, is added to its ``grad``.
         """
         task, policy = self._task, self._task.options.nan_policy
         values = torch.zeros(len(changes), len(scales), dtype=torch.float64, device="cpu")
@@ -208,7 +208,7 @@ class Perturbed:
         return uses.attached({self.name: self.layer})
 
     def _of_outputs(self, delta: Tensor) -> Tensor | None:
-        """Return Δz as a direction of the model's outputs, where these are a view of z; float64."""
+        """Return Δz in the layout of the model's outputs, float64, where these are a view of z; else None."""
         assert self._call is not None
         z, outputs = self._call.output, self._outputs
         if (
@@ -228,7 +228,7 @@ def _scaled(change: Change, known: Tensor | None, scale: float) -> Change:
 
 @contextlib.contextmanager
 def _adding(layer: nn.Module, addition: Change) -> Iterator[None]:
-    """Add a function of the layer's input and output to its output, within the context."""
+    """Add a function of the layer's input and output to its output while the context is open."""
 
     def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         inputs = args[0] if args else kwargs["input"]
@@ -248,7 +248,7 @@ def by_weight(layer: nn.Module, weight: Tensor) -> Change:
 
 
 def turns(layer: nn.Module, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yield wA for random A, Haar on O(m), independent for each group of a convolution, in the shape of the weight.
+    """Yield wA in the shape of the weight, for random A, Haar on O(m), drawn anew for each group of a convolution.
 
     With w = Rᵀ Q, Q of orthonormal rows, wA = Rᵀ (QA), and QA are the first rows of a Haar-distributed matrix again. So
     min(d, m) rows are drawn, not m.

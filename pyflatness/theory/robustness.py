@@ -12,8 +12,8 @@ The terms of odd order vanish, since A and -A are equally likely; a minimum is n
 both signs, u_k(α) = (E(w + αwA_k) + E(w - αwA_k)) / 2 - E(w). The value is their mean, with the standard error std_k
 u_k / √K of K - 1 degrees of freedom, given the data. Each group of a convolution has a matrix of its own, as in κ.
 
-Theorem 5 is about twice differentiable models. Behind a ReLU the parabola holds as long as no sample crosses a kink,
-which for many samples is not far: kinks that are crossed add a rise of order α² that no Hessian sees.
+Theorem 5 assumes a twice differentiable model. Behind a ReLU the parabola holds as long as no sample crosses a kink.
+With many samples some kink is near, and each kink that is crossed adds a rise of order α² that no Hessian sees.
 
 **To one matrix, and to the worst.** f is ((δ, S, A), ε)-feature robust for ε = max_{0 ≤ α ≤ δ} |E_F(f, S, αA)|. The
 worst A of norm at most 1 is the left side of Theorem 14, whose right side is δ² d/2 κ^φ + O(δ³) at a minimum
@@ -79,7 +79,7 @@ class FeatureRobustness:
     Attributes:
         rho: α, (k,) float64.
         rises: E_A E_F(f, S, αA), (k,) float64, in units of the loss.
-        stderr: standard errors of ``rises`` over the probes of A, given the data, (k,) float64, each of
+        stderr: standard errors of ``rises`` over the probes of A, given the data, (k,) float64, each with
             ``probes - 1`` degrees of freedom.
         parabola: α² κ / (2m), (k,) float64.
         kappa: κ.
@@ -104,13 +104,14 @@ class FeatureRobustness:
     def interval(self, level: float = 0.95) -> Tensor:
         """Return the ends of the intervals that hold E_A E_F, each with probability ``level``, (k, 2) float64.
 
-        rises ± t ``stderr``, t the quantile of Student's t distribution; NaN where a rise is not finite.
+        They are rises ± t ``stderr``, with t the quantile of Student's t distribution, and NaN where a rise is not
+        finite.
 
         Args:
             level: in (0, 1).
 
         Raises:
-            InputError: a level that is no probability.
+            InputError: a level that is not between 0 and 1.
         """
         half = intervals.student_t(level, self.probes - 1) * self.stderr
         return torch.stack([self.rises - half, self.rises + half], dim=1)
@@ -171,7 +172,8 @@ def feature_robustness(
         layer: a Linear layer or a convolution, whose rows are its filters; None takes the last Linear that ran.
         rho: α of the curve.
         probes: pairs ±A, at least 2. At a head the model runs once a batch; elsewhere 2 · probes · rho times.
-        kappa: κ of the layer, if it is known or to be found with options; None: :func:`pyflatness.relative_flatness`.
+        kappa: κ of the layer, if you know it or measured it with options of your own; None: it is measured as by
+            :func:`pyflatness.relative_flatness`.
         nan_policy: ``"raise"`` or ``"propagate"``; no sample can be left out.
 
     Returns:
@@ -254,7 +256,7 @@ class MatrixRobustness:
 
     @property
     def epsilon(self) -> float:
-        """Return ε, the largest absolute E_F among these α."""
+        """Return ε, the largest absolute E_F over the given α."""
         return float(self.rises.abs().max())
 
 
@@ -368,12 +370,12 @@ def largest_robustness(
         data: … They are read up to ``starts * (steps + 1)`` times.
         layer: a Linear layer or a convolution, whose rows are its filters; None takes the last Linear that ran.
         rho: δ, positive.
-        starts: of the ascent.
-        steps: of each, at most; it ends where the loss rises no more.
+        starts: random matrices that an ascent starts from.
+        steps: of each ascent, at most; an ascent ends where the loss rises no more.
         process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.
 
     Returns:
-        The rise, A, and what each start found.
+        The rise, A, and the rise that each start reached.
 
     Raises:
         InputError: options that do not fit.
@@ -411,7 +413,7 @@ def largest_robustness(
 
 
 def _ascent(perturbed: Perturbed, left: Tensor, turned: Tensor, rho: float, steps: int) -> tuple[float, Tensor]:
-    """Return the largest loss on the way, and B there; ``left`` is Rᵀ, ``turned`` the first B."""
+    """Return the largest loss that an ascent meets, and B there; ``left`` is Rᵀ, ``turned`` the first B."""
     best, at, layer = -math.inf, turned, perturbed.layer
     for _ in range(steps + 1):
         change = layers.as_weight(layer, (rho * left @ turned).flatten(0, 1)).detach().requires_grad_()
@@ -428,11 +430,11 @@ def _ascent(perturbed: Perturbed, left: Tensor, turned: Tensor, rho: float, step
 
 @dataclass(frozen=True, eq=False)
 class LabelConstancy:
-    """Hold by how much changing labels change the loss around the features of a sample.
+    """Hold how much the loss around the features of a sample changes with labels that are not constant there.
 
     Attributes:
         rho: δ, (k,) float64.
-        changes: D(δ), (k,) float64, in units of the loss, from below.
+        changes: D(δ), (k,) float64, in units of the loss; a lower bound of the supremum.
         features: m.
         samples: n.
         probes: the number of Δ for each sample and δ.
@@ -481,7 +483,7 @@ def label_constancy(
     probes: int = 64,
     **how: Unpack[How],
 ) -> LabelConstancy:
-    """Return how much labels that change around the features of a sample change a linear head's loss.
+    """Return how much a linear head's loss changes where labels are not constant around the features of a sample.
 
     (1/n) Σ_i max_Δ |ℓ(ψ(φ_i + Δ), y[φ_i + Δ]) - ℓ(ψ(φ_i + Δ), y_i)|, |Δ| ≤ δ|φ_i|   (Petzka et al. 2021, Definition 9).
 
@@ -494,10 +496,10 @@ def label_constancy(
         loss: ``"cross_entropy"``, ``"mse_loss"``, ``"binary_cross_entropy_with_logits"``, the ``F`` function, or an
             ``nn`` loss module with its options; not a callable.
         rho: δ, positive.
-        probes: of Δ for each sample, at least 2; more of them find more of the supremum.
+        probes: of Δ for each sample, at least 2; more probes come nearer to the supremum.
 
     Returns:
-        D by δ, and C.
+        D(δ) for each δ, and C.
 
     Raises:
         InputError: shapes, targets or options that do not fit.

@@ -6,20 +6,21 @@ For a fold T of the data, S the rest, and ξ of the truncated normal kernel of b
     E_F   = (1/|S|) Σ_{i∈S} E_ξ [ℓ(ψ(φ_i + ξ), y_i) - ℓ(ψ(φ_i), y_i)]
     E_gen = mean_T ℓ - mean_S ℓ = E_Rep + E_F                                                   (Eq. 5)
 
-E_ξ is a mean over probes in pairs ±ξ. With one ψ for all folds the folds' E_gen cancel, so that their mean E_Rep is
--E_F whatever the data. What tells something then is its size by fold, ``magnitude``, a ψ that is fitted on each S
-(``fit=``, as in the authors' experiment), or data that ψ has not seen (``test=``). Means are weighted as the user's
-loss weights its terms, and are means also for the reduction ``"sum"``.
+E_ξ is a mean over probes in pairs ±ξ. If all folds have the same ψ, their E_gen cancel, and the mean of E_Rep is -E_F
+whatever the data. Informative are then the mean of |E_Rep| (``magnitude``), a ψ that is fitted on each S (``fit=``, as
+in the authors' experiment), or data that ψ has not seen (``test=``). Means weight terms as the user's loss does, and
+they are means for the reduction ``"sum"`` too.
 
 **What the authors' code calls representativeness** is not Eq. 3:
 
     mean_{j∈T} [ ℓ(ψ(φ_j), y_j) - (1/|S|) Σ_{i∈S} v_i K(φ_j, φ_i) ℓ(ψ(φ_i), y_j) ]
     v_i = δ|φ_i| / Σ_S δ|φ|,   K(a, b) = exp(-|a - b|/2) / √(2π)
 
-averaged over folds T. δ|φ_i|, meant as bandwidths, are passed as weights of a density estimate of bandwidth 1, which
-normalises them, so that δ cancels. Its kernel takes √|a - b| as the distance and is normalised for one dimension, and
-the sum is divided by |S| once more. So the term that is subtracted from the mean loss of T is of order 1/|S|, and the
-value is nearly that loss. See ``SyntheticExperiments/interpolatingness.py`` in the authors' published code.
+averaged over folds T. The δ|φ_i| are meant as bandwidths. The code passes them as weights to a density estimate of
+bandwidth 1, which normalises them, so that δ cancels. The kernel takes √|a - b| as the distance and is normalised for
+one dimension, and the sum is divided by |S| once more. The term that is subtracted from the mean loss of T is therefore
+of order 1/|S|, and the value is nearly that loss. See ``SyntheticExperiments/interpolatingness.py`` in the authors'
+published code.
 """
 
 import itertools
@@ -47,7 +48,7 @@ from ..session import public
 from .perturbed import kernel_noise
 
 FOLDS, PROBES = 3, 32
-_TOGETHER = 2**18  # numbers among the outputs of the probes whose losses are computed together
+_TOGETHER = 2**18  # entries of the outputs of all probes whose losses are computed together
 _PAIRS = 2**18  # pairs of samples whose losses are computed together
 
 Fit = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]  # (features, targets) -> (weight, bias)
@@ -55,13 +56,14 @@ Fit = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]  # (features, tar
 
 @dataclass(frozen=True)
 class Decomposition:
-    """Hold E_gen = E_Rep + E_F (Petzka et al. 2021, Eq. 5) between data that were held out and a sample.
+    """Hold E_gen = E_Rep + E_F (Petzka et al. 2021, Eq. 5) of held-out data and a sample.
 
     Attributes:
-        gap: E_gen, the mean loss of the data held out less that of the sample.
+        gap: E_gen, the mean loss of the held-out data less that of the sample.
         representativeness: E_Rep.
         robustness: E_F, averaged over the kernel.
-        stderr: standard error of the last two over the probes ξ, given the data, of ``probes - 1`` degrees of freedom.
+        stderr: standard error of ``representativeness`` and of ``robustness`` over the probes ξ, given the data, with
+            ``probes - 1`` degrees of freedom.
     """
 
     gap: float
@@ -72,14 +74,14 @@ class Decomposition:
 
 @dataclass(frozen=True, repr=False)
 class Representativeness:
-    """Hold how well samples with noise on their features stand for data that were held out.
+    """Hold how well samples with noise on their features represent held-out data.
 
     Attributes:
-        value: E_Rep, its mean over the folds.
-        stderr: standard error of ``value`` over the probes of ξ, given the data, of ``probes - 1`` degrees of freedom.
+        value: the mean of E_Rep over the folds.
+        stderr: standard error of ``value`` over the probes ξ, given the data, with ``probes - 1`` degrees of freedom.
         magnitude: the mean over the folds of |E_Rep|.
         folds: E_gen = E_Rep + E_F of each fold.
-        test: the same between test data and the whole sample; None without test data.
+        test: the same for test data and the whole sample; None without test data.
         rho: δ.
         features: m.
         samples: n, of the whole sample.
@@ -99,15 +101,15 @@ class Representativeness:
     refitted: bool
 
     def interval(self, level: float = 0.95) -> tuple[float, float] | None:
-        """Return the interval that holds E_Rep's mean over all ξ with probability ``level``, given the data and folds.
+        """Return the interval that holds the mean of E_Rep over all ξ with probability ``level``, given data and folds.
 
-        value ± t ``stderr``, t the quantile of Student's t distribution.
+        It is value ± t ``stderr``, with t the quantile of Student's t distribution.
 
         Args:
             level: in (0, 1).
 
         Raises:
-            InputError: a level that is no probability.
+            InputError: a level that is not between 0 and 1.
         """
         return intervals.interval(self.value, self.stderr, self.probes - 1, level)
 
@@ -156,8 +158,8 @@ def representativeness(
         rho: δ; None: n^(-1/(4+m)), as in Theorem 6.
         folds: k, at least 2.
         probes: pairs ±ξ for each sample, at least 2.
-        fit: (features, targets) -> (weight, bias), called on the sample of each fold; None keeps w and b, and then the
-            mean over folds of one size is -E_F whatever the data: read ``magnitude``, or pass ``test``.
+        fit: (features, targets) -> (weight, bias), called on the sample of each fold. None keeps w and b; the mean over
+            folds of equal size is then -E_F whatever the data, so read ``magnitude``, or pass ``test``.
         test: features and targets that w was not fitted to, for E_gen = E_Rep + E_F of the whole sample.
         process_group: False where ``torch.distributed`` is initialised: it is not there over several ranks.
 
@@ -209,7 +211,7 @@ def default_rho(samples: int, features: int) -> float:
 
 
 def refit(fit: Fit, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the weight and bias that the user's function finds."""
+    """Return the weight and the bias that the user's function fits."""
     check_function("fit", fit, "(features, targets) -> (weight, bias)")
     with torch.enable_grad():
         result = fit(features, targets)
@@ -222,7 +224,7 @@ def refit(fit: Fit, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor |
 
 
 def assigned(samples: int, folds: int, seed: int) -> Tensor:
-    """Return a random fold for each sample, (samples,); sizes of folds differ by at most one."""
+    """Return the number of a random fold for each sample, (samples,); sizes of folds differ by at most one."""
     if samples < folds:
         raise InputError(f"folds={folds}: there are {samples} samples")
     order = torch.randperm(samples, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
@@ -239,7 +241,7 @@ def summary(
     probes: int,
     refitted: bool,
 ) -> Representativeness:
-    """Return the result of the folds, from the decomposition of each when it is held out, and its E_Rep by probe."""
+    """Return the result over folds, given for each held-out fold its decomposition, and E_Rep by probe (probes,)."""
     values = torch.stack([by_probe for _, by_probe in held_out])
     return Representativeness(
         value=float(values.mean()),
@@ -264,7 +266,7 @@ class NoiseSums:
         self._noisy = torch.zeros(probes, groups, dtype=torch.float64, device="cpu")
 
     def add(self, outputs: Tensor, targets: Any, groups: Tensor, noisy: Iterator[Tensor], number: int = 0) -> None:
-        """Add a batch; ``noisy`` are outputs with noise, two of opposite signs for each probe."""
+        """Add a batch; ``noisy`` yields outputs with noise, two of opposite signs for each probe."""
         weights = risk.rows(outputs, targets, self._loss, number).terms.weights.double().cpu()
         if len(outputs) != len(groups) or len(targets) != len(groups) or len(weights) % len(groups):
             raise InputError(
@@ -283,7 +285,7 @@ class NoiseSums:
             start += len(displaced) // 2
 
     def _values(self, outputs: Sequence[Tensor], targets: Sequence[Tensor], number: int) -> Tensor:
-        """Return sums of the loss, (probes, groups), of outputs (probes, samples, …) by group."""
+        """Return sums of the loss, (probes, groups), of the outputs (probes, samples, …) of each group."""
         columns = [_by_probe(self._loss, f, t) for f, t in zip(outputs, targets, strict=True)]
         values = torch.stack(columns, dim=1).cpu()
         if not bool(values.isfinite().all()):
@@ -344,7 +346,7 @@ class Psi:
             yield outputs - change
 
     def refitted(self, fit: Fit, sample: Tensor) -> "Psi":
-        """Return ψ as fitted on some of the samples, to be evaluated on all of them."""
+        """Return ψ fitted on some of the samples, with all samples as its data."""
         index = sample.to(self.features.device)
         weight, bias = refit(fit, self.features[index], self.targets[index])
         return Psi(self.features, weight, bias, self.targets, self.loss)
@@ -387,7 +389,7 @@ def authors_representativeness(
     """Return the quantity that the authors' code calls representativeness, to compare with published figures.
 
     mean_T [ℓ(ψ(φ_j), y_j) - (1/|S|) Σ_S v_i K(φ_j, φ_i) ℓ(ψ(φ_i), y_j)], v_i = |φ_i| / Σ|φ|, K a kernel of the square
-    root of the distance. There is no δ in it: it cancels. For Eq. 3 see :func:`pyflatness.theory.representativeness`.
+    root of the distance. It has no δ, which cancels. For Eq. 3 see :func:`pyflatness.theory.representativeness`.
 
     Args:
         features: φ, (n, m).

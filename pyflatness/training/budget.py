@@ -1,8 +1,8 @@
 """Choose when to measure in a training, and on how many samples, so that it takes at most a part of the time.
 
-The time between two calls is the training's. A measurement of n samples is due where what was spent, with what it is
-expected to take, is within the part. n doubles while that makes a sample cheaper, since each measurement has a fixed
-cost too, unless fewer than :data:`_OFTEN` such measurements would have been within the part so far.
+The time between two calls is the training's. A measurement of n samples is due if the time spent on measurements, plus
+what this one is expected to take, is within the part. Each measurement has a fixed cost too, so n doubles while that
+makes a sample cheaper, unless fewer than :data:`_OFTEN` such measurements would have been within the part so far.
 """
 
 import math
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from .history import Record
 
 HOW = {"curvature": "ggn", "probes": 1, "per_sample": True}
-_CHEAPER = 1.6  # times as long for twice the samples
+_CHEAPER = 1.6  # twice the samples are cheaper by the sample if they take less than this many times as long
 _OFTEN = 5
-_DRIFTS = (0.0, *(10.0 ** (k / 4) for k in range(-36, 1)))  # in a step
-_ENOUGH = 32  # samples that tell how far these differ: the first measurement's, and an alarm's
-_BEFORE, _ALIKE = 10, 0.65  # records, and so much of what was
-_NEARLY = 1.0  # of the logarithm of a likelihood
+_DRIFTS = (0.0, *(10.0 ** (k / 4) for k in range(-36, 1)))  # relative variances of the drift in a step
+_ENOUGH = 32  # samples of the first measurement, and the fewest of an alarm: they show how much samples differ
+_BEFORE, _ALIKE = 10, 0.65  # records before an alarm, and the part of their median spread that it falls below
+_NEARLY = 1.0  # the difference of log-likelihoods below which one drift is nearly as likely as another
 
 
 def check(loss: Any, how: Mapping[str, Any]) -> None:
@@ -55,7 +55,7 @@ class Ran(NamedTuple):
 class Budget:
     """Hold the time of a training and of its measurements, and the samples that are measured next.
 
-    ``batches``: tensors or a list of batches to go round in; None: each call brings the batch that was trained on.
+    ``batches`` are tensors or a list of batches to cycle through; None: each call passes the batch that was trained on.
     """
 
     def __init__(self, part: Any, batches: Any, process_group: Any = None) -> None:
@@ -84,7 +84,7 @@ class Budget:
         return Ran(self.steps, self.trained, self.spent)
 
     def resume(self, records: "Iterable[Record]", ran: Ran | None = None) -> None:
-        """Go on with what was counted, or, where that was not kept, with the steps and the time of records."""
+        """Continue from earlier counts, or, if these were not kept, from the steps and the time of records."""
         self._ended: float | None = None
         self.steps, self.trained, self.spent = ran or (0, 0.0, 0.0)
         for record in records if ran is None else ():
@@ -92,7 +92,7 @@ class Budget:
             self.trained = record.numbers.get("train_seconds", 0.0)
 
     def due(self, batch: Any = None, step: int | None = None) -> Any:
-        """Count a step of the training, or take its number; return the batch to measure now, or None."""
+        """Count a step of the training, or set its number, and return the batch to measure now, or None."""
         now = time.perf_counter()
         self.steps = self.steps + 1 if step is None else step
         self.trained += 0.0 if self._ended is None else now - self._ended
@@ -124,16 +124,16 @@ class Budget:
         return seconds
 
     def _expected(self, samples: int) -> float:
-        """Return the seconds that so many samples are expected to take: in line with half and a quarter as many.
+        """Return the seconds that ``samples`` are expected to take, extrapolated from half and a quarter as many.
 
-        Where batches have fewer, what these took.
+        Where batches are smaller than that, it is the longest time so far.
         """
         half, quarter = (self._costs.get(samples // part, 0.0) for part in (2, 4))
         in_line = half + 2 * max(0.0, half - quarter) if quarter else 2 * half
         return self._costs.get(samples, in_line if half else max(self._costs.values(), default=0.0))
 
     def _next(self) -> Any:
-        """Return the next samples, going round in the batches."""
+        """Return the next samples, cycling through the batches."""
         number, start = self._place
         chosen = self._orders[number][start : start + self._samples]
         ends = start + len(chosen) == len(self._orders[number])
@@ -142,7 +142,7 @@ class Budget:
 
 
 def of_distribution(report: Report) -> Report:
-    """Return a report with the standard errors of the values that are expected over the samples' distribution."""
+    """Return a report whose standard errors are over the distribution of the samples, not given the data."""
     return replace(report, _estimates={key: _of_distribution(held) for key, held in report._estimates.items()})
 
 
@@ -155,12 +155,12 @@ def _of_distribution(held: Estimate) -> Estimate:
 
 
 def pooled(reports: Sequence[tuple[float, Report]], measure: str) -> dict[str, Estimate]:
-    """Return each layer's last value by all records, of which older ones count by less as far as values drift.
+    """Return each layer's last value, estimated from all records; older ones count less the faster values drift.
 
-    A value's level is taken to walk at random, by a variance of q in a step relative to the value, and a record to be
-    off by its standard error: the level is that of Kalman's filter. A record's variance is the layer's mean one for its
-    number of samples. q is the largest of those under which the records of the last half of the steps are nearly as
-    likely as under the likeliest, in the mean over the layers; so intervals are rather too wide.
+    The model is a random walk of the value, with a variance of q in a step relative to the value, observed with each
+    record's standard error; Kalman's filter estimates it. The variance of a record is the layer's mean variance for its
+    number of samples. q is the largest that makes the records of the last half of the steps nearly as likely as the
+    likeliest q does, in the mean over the layers. Intervals are therefore rather too wide.
     """
     held = [(step, report.by_measure()[measure]) for step, report in reports if measure in report.measures]
     held = [one for one in held if all(map(math.isfinite, map(float, one[1].values())))] or held[-1:]
@@ -180,11 +180,11 @@ def pooled(reports: Sequence[tuple[float, Report]], measure: str) -> dict[str, E
 
 
 def alarms(held: Sequence[Estimate]) -> tuple[list[int], str]:
-    """Return the places of values at which single samples' values are much more alike than just before.
+    """Return the indices of values at which samples are much more alike than just before.
 
-    c = s / value, s the standard deviation over single samples, is then less than :data:`_ALIKE` times the median of
-    the last :data:`_BEFORE` ones. It falls where predictions lose their certainty for all samples at once. Beside it is
-    in words what is missing where no value could be one.
+    c = s / value, with s the standard deviation over samples, is then less than :data:`_ALIKE` times the median of the
+    last :data:`_BEFORE` ones. It falls where predictions lose their certainty for all samples at once. If no value
+    could raise an alarm, the second result says in words what is missing.
     """
     spreads = [
         (place, math.sqrt(_variance(one) * one.samples) / one.value)
@@ -199,14 +199,14 @@ def alarms(held: Sequence[Estimate]) -> tuple[list[int], str]:
     sizes = f", and from the {_BEFORE + 1}th on they have at most {most} samples" if later else ""
     missing = (
         f"it takes {_BEFORE} records with standard errors, as of budget=, and then one of at least {_ENOUGH} samples; "
-        f"there are {len(spreads)} with standard errors{sizes}"
+        f"so far there are {len(spreads)} with standard errors{sizes}"
     )
     found = [place for place, is_alike in later if is_alike and held[place].samples >= _ENOUGH]
     return found, missing if most < _ENOUGH else ""
 
 
 def _filtered(values: Sequence[tuple[float, Estimate]], q: float) -> tuple[float, float, float]:
-    """Return a layer's last level, its variance, and the logarithm of the records' likelihood."""
+    """Return a layer's last value by Kalman's filter, its variance, and the log-likelihood of the records."""
     mean = sum(one.value for _, one in values) / len(values)
     spread = sum(_variance(one) * one.samples for _, one in values) / len(values)
     (step, first), *others = values

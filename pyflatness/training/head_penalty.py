@@ -2,8 +2,8 @@
 
     κ(w) = Σ_{s,s'} ⟨w_s, w_s'⟩ Tr(∂²E/∂w_s∂w_s')        (Petzka et al. 2021, Definition 3)
 
-At a head it has a formula for the losses below, without a derivative; its own derivatives move the features and the
-weight to where the loss is flatter.
+At a head it has a formula for the losses below, without a derivative. The derivatives of this formula lead the features
+and the weight to where the loss is flatter.
 """
 
 from typing import Any

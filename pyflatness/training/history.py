@@ -72,8 +72,8 @@ class History(Readable):
 
     :func:`pyflatness.track` makes one, whose :meth:`record` measures. One that was read from a file only holds records,
     and so does ``pf.results.History()``, to which reports that were measured otherwise can be added by :meth:`add`.
-    Iterating gives the records, ``history[-1]`` is the last one. A history without records is true as any other, so
-    that ``if history:`` asks whether there is one. Over ranks, one of them writes :meth:`to_json`.
+    Iterating gives the records, ``history[-1]`` is the last one. A history without records is true too: ``if history:``
+    asks whether there is a history. Over ranks, one of them writes :meth:`to_json`.
 
     ``history.to_frame()`` has a row per step, weights, layer and measure; the network's rows have the layer ``""``.
     Columns: ``step``, ``epoch``, the recorded numbers, ``seconds`` and ``weights``, and what that of a report has.
@@ -137,10 +137,10 @@ class History(Readable):
         return self._appended(Record(*when, reports, seconds))
 
     def pooled(self, measure: str = "relative_flatness", weights: str = "live") -> dict[str, Estimate]:
-        """Return each layer's last value by all records, of which older ones count by less as far as values drift.
+        """Return each layer's last value, estimated from all records; older ones count less the faster values drift.
 
-        A value's level is taken to walk at random; how fast is what the records of the last half of the steps allow, so
-        that intervals are rather too wide.
+        Values are taken to walk at random, as fast as the records of the last half of the steps allow, so that
+        intervals are rather too wide.
 
         Raises:
             InputError: no records of the measure with steps.
@@ -151,7 +151,7 @@ class History(Readable):
         return budgets.pooled(held, measure)
 
     def record(self, *, step: int | None = None, epoch: float | None = None, **numbers: Any) -> Record:
-        """Measure the network now, and append what comes of it.
+        """Measure the network now, and append the record.
 
         The network is measured in eval mode, without gradients. Modes, gradients, buffers and the state of all random
         generators are as before afterwards, also after an error, which leaves the history as it was.
@@ -185,8 +185,8 @@ class History(Readable):
 
         The network's values of single samples are then much more alike than before: their standard deviation over the
         value is less than 0.65 times the median of the last ten records, from 32 samples on. It is so where
-        predictions lose their certainty for all samples at once. Where no record could be one, a warning says once how
-        many records of how many samples it takes, and how many there are.
+        predictions lose their certainty for all samples at once. Where no record could be one yet, as after the first
+        steps, a warning says once how many records of how many samples it takes, and how many there are.
 
         Raises:
             InputError: no records of the measure.
@@ -197,7 +197,7 @@ class History(Readable):
             raise InputError(f"history: {shown(measure)} of {weights!r} weights is in no record")
         places, missing = budgets.alarms([value for _, value in found])
         if missing:
-            self._once("alarms", f"alarms() could not find any: {missing}")
+            self._once("alarms", f"alarms() can find none yet: {missing}")
         return tuple(found[place][0] for place in places)
 
     def add(
@@ -209,7 +209,7 @@ class History(Readable):
         seconds: float | None = None,
         **numbers: Any,
     ) -> Record:
-        """Append what was measured already, and return it as a record.
+        """Append reports that were measured already, and return their record.
 
         Args:
             reports: of :func:`pyflatness.measure`; several by the names of the weights that they are of.
@@ -356,7 +356,7 @@ def _cell(value: Any) -> str:
 
 
 def _checked(step: Any, epoch: Any, numbers: Mapping[str, Any]) -> tuple[int | None, float | None, dict[str, float]]:
-    """Return step, epoch and numbers as plain ones."""
+    """Return step, epoch and numbers as plain Python numbers."""
     for name in numbers:
         if name in _COLUMNS:
             raise InputError(f"history: {name}= has the name of a column of the table; choose another name")

@@ -27,14 +27,14 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 def not_compiled(hook: _Hook) -> _Hook:
-    """Return a hook that torch.compile does not look into."""
+    """Return a hook that torch.compile does not trace."""
     return cast("_Hook", untraced(hook))
 
 
 class Contents:
-    """Know of tensors whether they hold what they did when this was made.
+    """Detect whether tensors still hold the values that they had when this was made.
 
-    Versions do not tell it of the steps of fused optimisers, nor of parameters that FSDP gathers anew. Norms do, to the
+    Version counters miss the steps of fused optimisers, and parameters that FSDP gathers anew. Norms show both, to the
     last bit.
     """
 
@@ -54,7 +54,7 @@ class Contents:
 class LayerCalls:
     """Hook a model and one of its layers, and keep the layer's calls of the last forward pass with a graph.
 
-    A copy none.
+    The hooks of a copied model keep no calls.
     """
 
     def __init__(self, name: str, layer: nn.Module | None) -> None:
@@ -128,12 +128,12 @@ class LayerCalls:
         )
 
     def samples_of(self, outputs: Tensor) -> int:
-        """Return the samples of the batch: those of the model's input, which outputs may have flattened."""
+        """Return the number of samples of the batch from the model's input, since outputs may be flattened."""
         samples = self._samples
         return samples if samples > 0 and len(outputs) % samples == 0 else len(outputs)
 
     def laid_out(self, model: nn.Module, outputs: Tensor) -> Layout:
-        """Return where the layer keeps the samples, found at the first batch with more than one."""
+        """Return the batch layout of the layer's output, which the first batch with several samples shows."""
         call, samples = self._calls[0], self.samples_of(outputs)
         if self._layout is None and samples > 1:
             self._layout = Layout() if _couples_samples(model) else self._found(call, outputs, samples)
@@ -207,7 +207,7 @@ class LayerCalls:
 
 @contextlib.contextmanager
 def graph_as_recorded() -> Iterator[None]:
-    """Raise a clear error where the graph of the user's forward pass is gone, or was modified in place, inside."""
+    """Turn torch's errors for a graph that is gone, or was modified in place, into ones that say what to do."""
     try:
         yield
     except RuntimeError as error:
@@ -225,7 +225,7 @@ def graph_as_recorded() -> Iterator[None]:
 
 
 def _unused() -> LayerCalls:
-    """Return one for the hooks of a copy."""
+    """Return calls without a layer, for the hooks of a copied model."""
     return LayerCalls("", None)
 
 

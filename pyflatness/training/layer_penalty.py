@@ -2,11 +2,12 @@
 
     κ = (1/n) Σ_i Σ_c |wᵀ M_i^(c)|²,    M_i^(c) = Σ_p δ_ip^(c) φ_ipᵀ
 
-is the layer's relative flatness in the GGN of the loss, with δ^(c) what arrives at the layer of column c of the loss's
-square-root factor S_i (see :mod:`.sweep`). In place of the columns one cotangent v_i = S_i r_i with independent random
-signs r_i goes backward: the mean over signs is κ. That backward pass is made with a graph, so that the gradient of the
-estimate is an unbiased estimate of the gradient of κ. One such pass serves several layers: the mean over signs of each
-layer's term is its κ, whatever signs the others have. In plain torch, differentiable as often as is wanted,
+is the layer's relative flatness in the GGN of the loss. δ^(c) is the gradient at the layer's outputs for column c of
+the loss's square-root factor S_i (see :mod:`.sweep`). In place of the columns one cotangent v_i = S_i r_i with
+independent random signs r_i goes backward, and the mean over signs is κ. That backward pass has a graph, so that the
+gradient of the estimate is an unbiased estimate of the gradient of κ. One such pass serves several layers: the mean
+over signs of each layer's term is its κ, whatever signs the others have. Plain torch, which can differentiate it any
+number of times, computes
 
     |wᵀ M|² = ⟨M, w wᵀ M⟩ = Σ_pp' ⟨φ_p, φ_p'⟩ ⟨wᵀ δ_p, wᵀ δ_p'⟩
 """
@@ -47,8 +48,8 @@ class FlatnessPenalty:
 
         κ̂ = (1/n) Σ_i |wᵀ M_i|²,   M_i = Σ_p δ_ip φ_ipᵀ
 
-    with φ the layer's inputs at its positions p (pixels, tokens), w its weight (d, m), and δ what arrives at the
-    layer's outputs of a random cotangent v_i of the model's outputs, E v_i v_iᵀ = ∂²ℓ_i/∂f_i². Its expectation is the
+    with φ the layer's inputs at its positions p (pixels, tokens), w its weight (d, m), and δ the gradient at the
+    layer's outputs for a random cotangent v_i of the model's outputs, E v_i v_iᵀ = ∂²ℓ_i/∂f_i². Its expectation is the
     relative flatness κ of the layer on the batch (Petzka et al. 2021, Definition 3) in the generalised Gauss-Newton
     matrix, which is the Hessian where the model is piecewise linear behind the layer (ReLU, max-pooling, no smooth
     activations). It is never negative. Its gradient, by double backward, is an unbiased estimate of the gradient of κ
@@ -209,7 +210,7 @@ class FlatnessPenalty:
         return value
 
     def _taken(self, outputs: Any, targets: Any) -> tuple[Tensor, Any, losses.Known, Any]:
-        """Return outputs and targets as the loss takes them, the loss, and what else its sum is divided by."""
+        """Return outputs and targets as the loss takes them, the loss, and another divisor of its sum."""
         if self._loss is not None:
             return check_tensor("outputs", _one_tensor(outputs)), targets, self._loss, 1
         found = auto.Returned.of(self._model, outputs, targets, by_items=self._by_items)
@@ -243,7 +244,7 @@ class FlatnessPenalty:
         return torch.empty_like(like).bernoulli_(0.5, generator=self._generator).mul_(2).sub_(1)
 
     def _sent(self, outputs: Tensor, calls: list[RecordedCall], cotangent: Tensor) -> list[Tensor]:
-        """Return what arrives of a cotangent of the outputs at those of each layer, with its graph."""
+        """Return the gradient at the outputs of each layer for a cotangent of the model's outputs, with its graph."""
         edges = [call.edge for call in calls]
         found = torch.autograd.grad(outputs, edges, cotangent, create_graph=True, allow_unused=True)
         for watched, gradient in zip(self._watched, found, strict=True):
@@ -255,7 +256,7 @@ class FlatnessPenalty:
         return [promoted(gradient) for gradient in found]
 
     def _twice_differentiable(self) -> AbstractContextManager[None]:
-        """Return a context in which an operation without a second derivative is a clear error."""
+        """Return a context that names the layers where an operation has no second derivative."""
         them = "it" if len(self._watched) == 1 else "them"
         return second_derivatives(
             f"{self._names}: an operation behind {them} has no second derivative",
@@ -264,16 +265,16 @@ class FlatnessPenalty:
         )
 
     def _check_twice_differentiable(self, value: Tensor, weights: list[Tensor]) -> None:
-        """Raise in the first call, and not in the user's backward pass, if that would fail."""
+        """Raise in the first call if the user's backward pass would fail."""
         with graph_as_recorded(), self._twice_differentiable():
             torch.autograd.grad(value, weights, retain_graph=True, allow_unused=True)
 
     def _check_uses(
         self, outputs: Tensor, calls: list[tuple[RecordedCall, Tensor]], cotangent: Tensor, gradients: list[Tensor]
     ) -> None:
-        """Raise for a weight that acts outside of its layer's call too: its gradient is not that through the call.
+        """Raise for a weight that acts outside of its layer's call too: its gradient is not the one through the call.
 
-        A weight that several modules share is not looked at, since its value is that of the layer's own use.
+        A weight that several modules share is not checked, since the penalty is of the layer's own use.
         """
         if fsdp.is_sharded(self._model) or not all(weight.requires_grad for _, weight in calls):
             return
@@ -310,7 +311,7 @@ def _one_tensor(outputs: Any) -> Tensor:
 
 
 def _check_kind(name: str, module: nn.Module) -> None:
-    """Raise for what has a weight matrix and is not called on one tensor that it multiplies."""
+    """Raise for a layer that is not called on one tensor which its weight matrix multiplies."""
     kind = kinds.find(module)
     use = isinstance(module, kinds.AnyUse)
     if use or kind is None or not kind.keeps_graph:
@@ -345,7 +346,7 @@ class LossTerms:
         return torch.where(weight == 0, torch.nan, total) / weight
 
     def cotangent(self, signs: Callable[[Tensor], Tensor]) -> tuple[Tensor | float, Tensor]:
-        """Return a number and a cotangent like the outputs, whose product is v, by ``signs`` like a tensor."""
+        """Return a number and a cotangent like the outputs, whose product is v; ``signs`` draws signs like a tensor."""
         rows, terms = promoted(self._rows.of(self._outputs)), self._rows.terms
         counted = (terms.scale != 0).unsqueeze(1)
         whole = bool(counted.all())

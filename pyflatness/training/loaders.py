@@ -1,4 +1,4 @@
-"""Read a training's loader once more, so that the training does not notice."""
+"""Read the loader of a training once more, without an effect on the training."""
 
 import contextlib
 import random
@@ -16,11 +16,11 @@ from ..model.state import put_back
 
 @contextlib.contextmanager
 def as_found(loader: Any) -> Iterator[None]:
-    """Let a loader be read inside; afterwards it, its samplers, its dataset and their generators are as they were.
+    """Put a loader, its samplers, its dataset and their generators back as they were when the context ends.
 
-    What is put back are attributes (a sampler's epoch, a loader's iterator) and the states of generators that are held
-    as attributes. Workers that a loader keeps between its epochs are not used: they go on with the training's epochs,
-    and draw random numbers of their own. New ones are started for a read.
+    These are their attributes (a sampler's epoch, a loader's iterator) and the states of generators that are held as
+    attributes. A read inside starts new workers: those that a loader keeps between its epochs go on with the epochs of
+    the training, and draw random numbers of their own.
     """
     parts = _parts(loader)
     with interrupts.undone():
@@ -33,7 +33,7 @@ def as_found(loader: Any) -> Iterator[None]:
 
 
 def _parts(loader: Any) -> list[Any]:
-    """Return what a loader reads by: itself, samplers, datasets and generators, and those that they hold."""
+    """Return a loader with its samplers, datasets and generators, and all those that these hold."""
     found: list[Any] = []
     pending = [loader]
     while pending:
@@ -48,7 +48,7 @@ def _parts(loader: Any) -> list[Any]:
 
 
 def _snapshot(part: Any) -> Callable[[], Any]:
-    """Return what puts back how a part is now."""
+    """Return a function that puts a part back as it is now."""
     if isinstance(part, torch.Generator):
         return partial(part.set_state, part.get_state())
     if isinstance(part, np.random.RandomState):

@@ -58,12 +58,12 @@ def track(
         averaged: a ``torch.optim.swa_utils.AveragedModel`` of the model, or another module with its layers that holds
             averaged weights. Statistics of BatchNorm are measured as it has them: call ``update_bn`` first, or make it
             with ``use_buffers=True``.
-        history: one to go on with, as :meth:`.History.from_json` returns it; it is not changed.
+        history: one to continue, as :meth:`.History.from_json` returns it; it is not changed itself.
         layers: selectors; None: every layer that can be measured. Names where averaged weights are measured.
         budget: the part of the time, such as 0.01, that may go into measuring. Call ``history.step()`` after each step
-            of the training in place of ``record()``: it measures the GGN by one probe of each of some samples, going
-            round in ``data`` (tensors in random order, or a list of batches), as often as is within the part; standard
-            errors are those of the values over the samples' distribution. A history that is gone on with has its time.
+            of the training in place of ``record()``. As often as the budget allows, it measures the GGN with one probe
+            of each of some samples, cycling through ``data`` (tensors in random order, or a list of batches). Standard
+            errors are over the distribution of the samples. Time that an earlier ``history`` took counts too.
         process_group: whose ranks make the call together; None: all, where ``torch.distributed`` is initialised. Every
             rank records, with its own data, and has the values of the whole.
 
@@ -123,7 +123,7 @@ def track(
 
 
 def _chosen(model: nn.Module, weights: str | Sequence[str], averaged: nn.Module | None) -> dict[str, nn.Module]:
-    """Return the models that hold the weights that are asked for, by their names."""
+    """Return the models that hold the wanted weights, by the names of these."""
     names = check_names("weights", weights)
     if not names:
         raise InputError("weights: an empty list; pass 'live' for those of the model")

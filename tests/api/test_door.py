@@ -200,7 +200,11 @@ OPTIONS = [
     ("kappa", "a", "kappa='a': a number"),
     ("rho", [], r"rho=\[\]: (a positive number is wanted|(positive )?numbers are wanted, one at least)"),
     ("measures", torch.tensor(0.5), "measures=tensor.*a name or several .*are wanted"),
-    ("measures", "relative_flatnes", "'relative_flatnes' (does not exist; did you mean relative_flatness|is none of)"),
+    (
+        "measures",
+        "relative_flatnes",
+        "'relative_flatnes' (does not exist; did you mean relative_flatness|is no measure of)",
+    ),
     ("backend", np.array(["auto", "auto"]), r"backend=array\(.* does not exist; choose one of 'auto'"),
     ("norm", np.array(["l2", "linf"]), r"norm=array\(.* does not exist; choose one of 'l2'"),
     ("which", 3, "which=3 does not exist; choose one of 'largest'"),

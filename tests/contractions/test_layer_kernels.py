@@ -46,7 +46,7 @@ def check_grams(module, inputs, signal, geometry):
         for triangular in (False, True):
             factor = torch.randn(geometry.groups, r, rows.shape[3], dtype=rows.dtype)
             factor = factor.triu() if triangular else factor
-            result = module.gram_rooted(rows, factor, truth.to(inputs.dtype), triangular=triangular)
+            result = module.gram_weighted(rows, factor, truth.to(inputs.dtype), triangular=triangular)
             expected = reference.gram(rows.double() @ factor.double().mT, truth)
             assert float(((result - expected).abs() / expected.clamp_min(1e-30)).max()) < limit(inputs.dtype)
 

@@ -62,8 +62,10 @@ def test_no_cotangent_contributes_zeros_of_the_same_shapes(names):
     contraction = layer.at([torch.randn(5, 6, 1, 3, 3)], 1)
     found, nothing = contraction.of([torch.randn(5, 6, 1, 2, 2)]), layer.nothing(5)
     assert nothing.values.shape == found.values.shape == (len(names), 5)
-    assert {name: part.shape for name, part in nothing.parts.items()} == {n: p.shape for n, p in found.parts.items()}
-    assert not any(part.any() for part in (nothing.values, *nothing.parts.values()))
+    assert {name: part.shape for name, part in nothing.summands.items()} == {
+        n: p.shape for n, p in found.summands.items()
+    }
+    assert not any(part.any() for part in (nothing.values, *nothing.summands.values()))
 
 
 def test_what_quantities_need_together():
@@ -75,4 +77,4 @@ def test_what_quantities_need_together():
     assert all_of_them.forms == Made(True, True, True, True, True, True)
     assert not all_of_them.plain
     assert list(all_of_them.neurons) == ["by_column", "by_row"]
-    assert all_of_them.entries == ["diagonal"]
+    assert all_of_them.squared_entries == ["diagonal"]

@@ -46,9 +46,9 @@ def test_routes(cuda_device, kind, quantities, form):
     expected = truth.at([inputs.double()], 9).of([signal.double()], sign)
     limit = {"float32": 1e-5, "float64": 1e-12}.get(kind, 2e-3)
     assert float(((found.values - expected.values) / expected.values).abs().max()) < limit
-    assert found.parts.keys() == expected.parts.keys()
-    for name, part in expected.parts.items():
-        assert float((found.parts[name] - part).abs().max() / part.abs().max()) < limit
+    assert found.summands.keys() == expected.summands.keys()
+    for name, part in expected.summands.items():
+        assert float((found.summands[name] - part).abs().max() / part.abs().max()) < limit
     pairs = [
         g.traces([x], [d], sign) for g, x, d in ((ours, inputs, signal), (truth, inputs.double(), signal.double()))
     ]

@@ -118,7 +118,10 @@ def test_a_size_is_in_the_bytes_that_the_tool_stores(tool, formats, tied):
     assert coarse < stored <= size
     assert len({*plan.choice.values()}) > 1
     assert f"{stored:,} as {tool} stores them" in str(plan)
-    assert sum(row["bytes"] for row in plan.frontier().plans[0]._rows()) == coarse
+    frontier = plan.frontier()
+    assert sum(row["bytes"] for row in frontier.plans[0]._rows()) == frontier._rows()[0]["bytes"] == coarse
+    assert "bits a weight, as planned" in str(frontier)
+    assert f"{coarse:,}" in str(frontier)
     message = f"{coarse - 1} bytes: the cheapest choice takes .* {coarse} bytes as {tool} stores them: {formats[0]} for"
     with pytest.raises(pf.errors.InputError, match=message):
         pf.allocate(model, CE, data, formats, size=coarse - 1, **how)
@@ -196,6 +199,9 @@ def test_gguf_has_one_line_for_each_tensor(tied, tmp_path):
     for layer, chosen in plan.choice.items():
         (kind,) = (kind for pattern, kind in rules.items() if re.search(pattern, f"{names[layer]}.weight"))
         assert kind == ("f16" if chosen == "keep" else chosen)
+    kept = [row for row in plan._rows() if row["format"] == "keep"]
+    assert kept
+    assert all((row["bits"], row["bytes"]) in ((16, 2 * row["weights"]), (16, 0)) for row in kept)  # 0: counted before
 
 
 @pytest.mark.soak

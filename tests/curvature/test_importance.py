@@ -317,6 +317,14 @@ def test_bad_input():
         pf.importance(model, LOSS, data)["conv.wieght"]
 
 
+def test_an_operation_without_second_derivative_is_named_by_its_parameters():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Hardsigmoid(), nn.Linear(4, 2))
+    data = normal(0, 6, 3), torch.arange(6) % 2
+    message = r"parameter '0.weight', '0.bias': an operation behind it .*hardsigmoid.*; kind='ggn' gives the GGN value"
+    with pytest.raises(pf.errors.InputError, match=message):
+        pf.importance(model.double(), nn.CrossEntropyLoss(), data, kind="hessian")
+
+
 def test_samples_that_are_not_finite():
     case = CASES["mlp ReLU"]
     x = case.inputs.clone()

@@ -120,6 +120,15 @@ def test_critical_sharpness_of_gradient_steps_on_a_quadratic_loss():
     assert found.samples == 30
 
 
+def test_critical_sharpness_takes_a_step_of_a_layer_by_its_name():
+    model, data, _, gradient = _quadratic(at_minimum=False)
+    by_layer, by_parameter = (
+        pf.measures.critical_sharpness(model, nn.MSELoss(), data, {name: -gradient.view(1, 5)})
+        for name in ("", "weight")
+    )
+    assert by_layer.value == by_parameter.value
+
+
 def test_critical_sharpness_refuses_steps_that_are_none():
     model, data, _, gradient = _quadratic(at_minimum=False)
     cases = {

@@ -241,7 +241,7 @@ def test_nan(policy):
     ("options", "message"),
     [
         ({"top": 0}, "top=0: a number of singular values"),
-        ({"measures": "trace"}, "'trace' is none of the Jacobian"),
+        ({"measures": "trace"}, "'trace' is no measure of Jacobians"),
         ({"layers": "9"}, "nothing in the model matches '9'"),
         ({"nan_policy": "skip"}, "nan_policy='skip' does not exist"),
     ],

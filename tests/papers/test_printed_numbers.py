@@ -1,5 +1,6 @@
 """What the pages print follows from the points that are kept: recomputed by NumPy and SciPy alone, to the digit."""
 
+import itertools
 import json
 import math
 import re
@@ -229,6 +230,27 @@ def test_cuts_of_the_study(study):
     for one, other in ((SUM, "trace"), (SUM, "adaptive_sharpness"), ("scaled_trace", SUM)):
         assert f"{one} less {other}, τ {shown[one][0] - shown[other][0]:.2f} [" in told
     assert f"{study['pac_bayes'].nunique()} different values in these {len(study)} networks" in told
+    alone = [strata_tau(study, [*strata, name], SUM) for name in ("label_noise", "augmentation")]
+    assert "With it alone fixed the sum keeps {:.2f}, with augmentation alone {:.2f}".format(*alone) in told
+    names = ["rate", "batch_size", "weight_decay", "optimizer", "sam", "augmentation", "label_noise"]
+    pairs = {pair: strata_tau(study, [*strata, *pair], SUM) for pair in itertools.combinations(names, 2)}
+    assert (len(pairs), min(pairs, key=pairs.get)) == (21, ("augmentation", "label_noise"))
+
+
+def test_shapes_of_the_study(study):
+    """τ of each of the nine shapes, and its jackknife over them."""
+    told, shapes = page("docs/study.md"), {}
+    for shape, part in study.groupby(["data", "architecture"]):
+        shapes[shape] = strata_tau(part, ["data", "architecture", "loss"], SUM)
+    least, most = min(shapes, key=shapes.get), max(shapes, key=shapes.get)
+    assert (least, most) == (("cifar10", "convolutional"), ("mnist", "normalised"))
+    assert f"from {shapes[least]:.2f} (CIFAR-10, convolutional) to {shapes[most]:.2f} (MNIST, normalised)" in told
+    frame = study.assign(shape=study["data"] + study["architecture"])
+    strata = ["data", "architecture", "loss"]
+    kept = [math.atanh(strata_tau(frame[frame["shape"] != one], strata, SUM)) for one in frame["shape"].unique()]
+    value, error = math.atanh(strata_tau(frame, strata, SUM)), math.sqrt((len(kept) - 1) * np.var(kept))
+    half = stats.t.ppf(0.975, len(kept) - 1) * error
+    assert f"over shapes the sum has [{math.tanh(value - half):.2f}, {math.tanh(value + half):.2f}]" in told
 
 
 def strata_tau(frame, columns, name):
@@ -387,20 +409,67 @@ def test_different_values_of_pac_bayes(grid, study):
     assert f"with {grid['pac_bayes'].nunique()} different values in the {len(grid)} networks" in page("docs/study.md")
 
 
+def trainings(name):
+    """The runs of a data set, by arm and seed."""
+    runs = {}
+    for key, run in json.loads((DOCS / "penalties" / f"{name}.json").read_text(encoding="utf-8")).items():
+        arm, seed = key.rsplit(" | ", 1)
+        runs.setdefault(arm, {})[seed] = run
+    return runs
+
+
+def by_holm(found):
+    """Adjusted p-values by name, from the smallest."""
+    order = sorted(found, key=found.get)
+    steps = [min((len(order) - place) * found[name], 1.0) for place, name in enumerate(order)]
+    return dict(zip(order, np.maximum.accumulate(steps), strict=True))
+
+
+def at_loss(run, loss):
+    """Test loss and accuracy where a run's training loss was first as low, on a line between two epochs."""
+    curve = np.array(run["curve"])
+    low = curve[:, 0] <= loss
+    place = int(low.argmax()) if low.any() else len(curve) - 1
+    if not low.any() or place == 0:
+        return curve[place, 1:]
+    part = (curve[place - 1, 0] - loss) / (curve[place - 1, 0] - curve[place, 0])
+    return curve[place - 1, 1:] + part * (curve[place, 1:] - curve[place - 1, 1:])
+
+
+def test_penalties_at_equal_training_loss():
+    """Paired t-tests of 8 arms against plain training that was stopped as early, on CIFAR-10."""
+    runs = trainings("cifar10")
+    plain, found, accuracies = runs.pop("plain"), {}, {}
+    for arm, by_seed in runs.items():
+        ends = [at_loss(plain[seed], run["train loss"]) for seed, run in by_seed.items()]
+        accuracies[arm] = np.array([run["test accuracy"] for run in by_seed.values()]) - np.array(ends)[:, 1]
+        for place, outcome in enumerate(("test loss", "test accuracy")):
+            ours = [run[outcome] for run in by_seed.values()]
+            found[arm, outcome] = stats.ttest_rel(ours, np.array(ends)[:, place]).pvalue
+    left = {name for name, p in by_holm(found).items() if p < 0.05}
+    assert len(found) == 16
+    assert left == {
+        *(("κ of conv2, λ = 0.001", "test loss"), ("κ of head, λ = 0.001", "test loss")),
+        *(("κ of head, λ = 0.01", "test loss"), ("weight decay, 0.005", "test loss")),
+        *(("label smoothing, 0.1", "test loss"), ("κ of conv2, λ = 0.01", "test accuracy")),
+        ("κ of head, λ = 0.01", "test accuracy"),
+    }
+    told = page("docs/penalties.md")
+    assert "for these 16 paired t-tests, seven differences are left" in told
+    more = accuracies["κ of conv2, λ = 0.01"] - accuracies["label smoothing, 0.1"]
+    half = stats.t.ppf(0.975, len(more) - 1) * stats.sem(more)
+    assert f"by {more.mean():.3f} [{more.mean() - half:.3f}, {more.mean() + half:.3f}]" in told
+
+
 def test_penalties_by_holm():
     """Paired t-tests of 13 arms against plain training, of test loss and accuracy on the digits."""
-    runs = {}
-    for name, run in json.loads((DOCS / "penalties" / "digits.json").read_text(encoding="utf-8")).items():
-        arm, seed = name.rsplit(" | ", 1)
-        runs.setdefault(arm, {})[seed] = run
+    runs = trainings("digits")
     plain, found = runs.pop("plain"), {}
     for arm, by_seed in runs.items():
         for outcome in ("test loss", "test accuracy"):
             pairs = [(run[outcome], plain[seed][outcome]) for seed, run in by_seed.items()]
             found[arm, outcome] = stats.ttest_rel(*zip(*pairs, strict=True)).pvalue
-    order = sorted(found, key=found.get)
-    steps = [min((len(order) - place) * found[name], 1.0) for place, name in enumerate(order)]
-    adjusted = dict(zip(order, np.maximum.accumulate(steps), strict=True))
+    adjusted = by_holm(found)
     left = {name for name, p in adjusted.items() if p < 0.05}
     assert left == {
         *(("weight decay, 0.05", "test loss"), ("label smoothing, 0.1", "test loss")),
@@ -467,4 +536,4 @@ def test_choices_of_bits():
         for printed, mean in zip(cells.split(" | "), means, strict=True):
             assert printed == mean or abs(float(printed) - float(mean)) <= 0.00101
         assert float(means[1]) == min(float(mean) for mean in means if mean != "–")
-    assert f"{sum(held)} of {len(held)} of 95 %" in told
+    assert f"{sum(held)} of {len(held)} intervals of 95 %" in told

@@ -56,23 +56,35 @@ def test_from_images_to_rows(tmp_path, monkeypatch, architecture, optimizer):
     assert float(row["relative_flatness"]) == pytest.approx(sum(parts), rel=1e-5)
 
 
-def test_steps_are_those_of_torch():
+def test_a_recipe_that_does_not_reach_the_loss_is_given_up_after_two_networks(tmp_path, monkeypatch):
+    monkeypatch.setattr(within, "LOSS", 1e-9)
+    monkeypatch.setattr(within.trained, "__defaults__", (1,))
+    settings = {"rate": 1.0, "batch_size": 20, "optimizer": "adam"}
+    trainings = [within.Planned("mnist", "perceptron", settings, seed) for seed in (3, 4, 5, 6)]
+    within.run(trainings, synthetic, tmp_path, 3)
+    path = within.run(trainings, synthetic, tmp_path, 4)  # which knows it of the table
+    rows = [*csv.DictReader(path.read_text(encoding="utf-8").splitlines())]
+    assert [row["name"] for row in rows] == [planned.name for planned in trainings]
+    assert [bool(row["training_seconds"]) for row in rows] == [True, True, False, False]
+    assert not any(row["train_loss"] for row in rows)
+
+
+@pytest.mark.parametrize("architecture", list(within.ARCHITECTURES))
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+def test_steps_are_those_of_torch(architecture, name):
     (x, y), _ = synthetic("mnist")
-    for name, make in (
-        ("momentum", lambda p: torch.optim.SGD(p, 0.05, 0.9)),
-        ("adam", lambda p: torch.optim.Adam(p, 0.002)),
-    ):
-        planned = within.Planned("mnist", "perceptron", {"rate": 1.0, "batch_size": 20, "optimizer": name}, 5)
-        own, other = (within.initialized(lambda: within.perceptron(1), 5) for _ in range(2))
-        assert within.trained(own, planned, (x, y), epochs=3) is None
-        optimizer = make(other.parameters())
-        for epoch in range(3):
-            for places in within.order(5, epoch, len(y)).split(20):
-                optimizer.zero_grad()
-                F.cross_entropy(other(x[places]), y[places]).backward()
-                optimizer.step()
-        for one, two in zip(own.parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+    planned = within.Planned("mnist", architecture, {"rate": 1.0, "batch_size": 20, "optimizer": name}, 5)
+    own, other = (within.initialized(lambda: within.ARCHITECTURES[architecture](1), 5) for _ in range(2))
+    assert within.trained(own, planned, (x, y), epochs=3) is None
+    parameters = other.parameters()
+    optimizer = torch.optim.SGD(parameters, 0.05, 0.9) if name == "momentum" else torch.optim.Adam(parameters, 0.002)
+    for epoch in range(3):
+        for places in within.order(5, epoch, len(y)).split(20):
+            optimizer.zero_grad()
+            F.cross_entropy(other(x[places]), y[places]).backward()
+            optimizer.step()
+    for one, two in zip(own.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
 
 
 def test_moves_along_a_level_of_the_loss(monkeypatch):

@@ -104,7 +104,9 @@ def test_many_hessian_products_say_what_they_take(capsys):
     model = nn.Sequential(nn.Linear(150, 144), nn.Tanh(), nn.Linear(144, 3)).eval()
     data, layer = (torch.randn(20, 150), torch.randint(3, (20,))), {"layers": "0", "measures": "trace"}
     assert pf.measure(model, nn.CrossEntropyLoss(), data, **layer)["0", "trace"].exact
-    assert re.search(r"layer '0': its exact Hessian value takes 144 Hessian products.*rtol=", capsys.readouterr().err)
+    said = capsys.readouterr().err
+    assert re.search(r"layer '0': its exact Hessian value takes 144 Hessian products.*rtol=", said)
+    assert "about" not in said  # they go through the graph at once, so that timing them would take as long as they do
     pf.measure(model, nn.CrossEntropyLoss(), data, **layer, rtol=0.05)
     assert capsys.readouterr().err == ""
 

@@ -125,7 +125,7 @@ def one_goes_as_the_other_comes(rank, size):
 
 def noted_before(rank, size):
     """Rank 0 gives up when all have come and it has not seen that yet: it goes on with the others."""
-    seen, before = [], process_groups._Meeting._are_here
+    seen, before = [], process_groups._Rendezvous._are_here
 
     def are_here(self):
         found = before(self)
@@ -134,7 +134,7 @@ def noted_before(rank, size):
             raise KeyboardInterrupt
         return found
 
-    with mock.patch.object(process_groups._Meeting, "_are_here", are_here):
+    with mock.patch.object(process_groups._Rendezvous, "_are_here", are_here):
         try:
             return float(pf.relative_flatness(model(), LOSS, part(rank, size)))
         except (pf.errors.RankError, KeyboardInterrupt) as error:

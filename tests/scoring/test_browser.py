@@ -77,18 +77,18 @@ def head(browser: Any, number: int) -> Any:
 
 
 def test_rows_are_sorted_by_click_and_by_keyboard(page: Any) -> None:
-    button = head(page, 2).find_element("tag name", "button")
+    button = head(page, 4).find_element("tag name", "button")
     button.click()
-    assert head(page, 2).get_attribute("aria-sort") == "ascending"
-    numbers = [float(cell) for cell in column(page, 2) if cell not in ("", "failed")]
+    assert head(page, 4).get_attribute("aria-sort") == "ascending"
+    numbers = [float(cell) for cell in column(page, 4) if cell not in ("", "failed")]
     assert numbers == sorted(numbers)
     assert len(numbers) == 12
     button.send_keys("\ue007")  # Enter
-    assert head(page, 2).get_attribute("aria-sort") == "descending"
-    assert [float(cell) for cell in column(page, 2) if cell not in ("", "failed")] == numbers[::-1]
-    assert column(page, 2)[12] == "failed"  # behind the numbers, and empty cells last
+    assert head(page, 4).get_attribute("aria-sort") == "descending"
+    assert [float(cell) for cell in column(page, 4) if cell not in ("", "failed")] == numbers[::-1]
+    assert column(page, 4)[12] == "failed"  # behind the numbers, and empty cells last
     head(page, 0).find_element("tag name", "button").send_keys(" ")
-    assert head(page, 2).get_attribute("aria-sort") is None
+    assert head(page, 4).get_attribute("aria-sort") is None
     assert column(page, 0)[-3:] == ["m9", "m10", "m11"]  # numbers in names count as numbers
 
 
@@ -157,6 +157,55 @@ def test_it_prints(page: Any, tmp_path: Path) -> None:
     pdf = base64.b64decode(page.print_page())
     assert pdf.startswith(b"%PDF")
     assert len(pdf) > 20_000
+
+
+def colours(browser: Any) -> dict[str, str]:
+    """Return the colours of the page, and of the letters and the ground of its first chart."""
+    return browser.execute_script(
+        "const of = (where) => getComputedStyle(document.querySelector(where));"
+        "return {letters: of('#chart-0-0 .role-axis-label text').fill, ground: of('#chart-0-0 svg').backgroundColor,"
+        " page: of('body').backgroundColor, text: of('body').color}"
+    )
+
+
+def test_charts_have_the_colours_of_the_page_also_on_paper(browser: Any, tmp_path: Path) -> None:
+    """What was drawn on a dark screen was printed in white letters on white paper."""
+    scores(12, 3).to_html(tmp_path / "page.html")
+    features = [{"name": "prefers-color-scheme", "value": "dark"}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    opened(browser, tmp_path / "page.html")
+    dark = colours(browser)
+    assert (dark["letters"], dark["ground"]) == (dark["text"], dark["page"])
+    browser.execute_script("dispatchEvent(new Event('beforeprint'))")
+    paper = colours(browser)
+    assert (paper["letters"], paper["ground"]) == (paper["text"], paper["page"])
+    assert paper["page"] == "rgb(255, 255, 255)" != dark["page"]
+    browser.execute_script("dispatchEvent(new Event('afterprint'))")
+    assert colours(browser) == dark
+
+
+def test_tables_are_made_smaller_for_paper(browser: Any, tmp_path: Path) -> None:
+    """Columns that a window scrolls to were cut off in print."""
+    scores(3, 20).to_html(tmp_path / "page.html")
+    opened(browser, tmp_path / "page.html")
+    zoom = "return document.querySelector('#table-1-0').style.zoom"
+    browser.execute_script("dispatchEvent(new Event('beforeprint'))")
+    assert 0.2 < float(browser.execute_script(zoom)) < 0.8
+    browser.execute_script("dispatchEvent(new Event('afterprint'))")
+    assert browser.execute_script(zoom) == ""
+
+
+@pytest.mark.parametrize("width", [400, 800, 1400])
+def test_nothing_sticks_out_of_the_window(browser: Any, tmp_path: Path, width: int) -> None:
+    scores(12, 20).to_html(tmp_path / "page.html")
+    metrics = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    opened(browser, tmp_path / "page.html")
+    sides = "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+    assert len({*browser.execute_script(sides)}) == 1
+    assert (
+        browser.execute_script("return document.querySelector('#chart-0-0 svg').getBoundingClientRect().right") < width
+    )
 
 
 def test_it_is_a_table_without_javascript(browser: Any, tmp_path: Path) -> None:
@@ -289,8 +338,8 @@ def test_results_are_tables_without_javascript(browser: Any, written: Path, resu
     browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
     browser.get(written.as_uri())
     text = browser.find_element("tag name", "main").text
-    assert f"{float(results['spectra']['plain'].eigenvalues[0]):.6g}" in text
-    assert f"{float(results['planes']['plain'].losses.max()):.6g}" in text
+    assert f"{float(results['spectra']['plain'].eigenvalues[0]):.4g}" in text
+    assert f"{float(results['planes']['plain'].losses.max()):.4g}" in text
 
 
 def test_how_long_a_thousand_models_take(browser, tmp_path, record_property, capsys):

@@ -19,7 +19,8 @@ class Parsed(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
-        self._inside = tag
+        if tag != "wbr":
+            self._inside = tag
         if tag == "tr":
             self._rows.append([])
         elif tag in ("th", "td"):

@@ -59,7 +59,7 @@ def test_the_values_of_cotangents(options, monkeypatch):
     with monkeypatch.context() as inside:
         inside.setattr(layer_sweep, "Contracted", refuse)
         found = measured()
-    monkeypatch.setattr(layer_sweep.directions, "are_fewer", lambda *args: False)
+    monkeypatch.setattr(layer_sweep.output_directions, "are_fewer", lambda *args: False)
     expected = measured()
     for measure in MEASURES:
         rows = found["0", measure].per_sample, expected["0", measure].per_sample

@@ -182,9 +182,9 @@ def test_an_alarm_is_where_samples_become_alike():
 @pytest.mark.parametrize(
     ("count", "samples", "stderr", "said"),
     [
-        (10, 64, 0.3, "there are 10 with standard errors$"),
-        (30, 31, 0.3, "there are 30 with standard errors, and from the 11th on they have at most 31 samples$"),
-        (30, 64, None, "there are 0 with standard errors$"),
+        (10, 64, 0.3, "so far there are 10 with standard errors$"),
+        (30, 31, 0.3, "so far there are 30 with standard errors, and from the 11th on they have at most 31 samples$"),
+        (30, 64, None, "so far there are 0 with standard errors$"),
     ],
     ids=["few records", "few samples", "exact values"],
 )

@@ -1,7 +1,7 @@
 """Find the kind of a layer: how it is a weight matrix.
 
-A kind is a class in a file of this folder and a row of :data:`_OF_CLASS`, which makes it of a module. A module that
-stands for the use of a weight in an operation is a :class:`AnyUse`, and has a kind of its own.
+A kind is a class in a file of this folder and a row of :data:`_OF_CLASS`, which makes it from a module. A module that
+stands for the use of a weight in an operation is an :class:`AnyUse`, with its own attribute ``kind``.
 """
 
 import functools
@@ -48,10 +48,10 @@ SUPPORTED = (
 
 
 class AnyUse(nn.Module):
-    """Represent the use of a weight, ``self.weight``, that is no module's of a class below."""
+    """Represent the use of a weight, ``self.weight``, outside of the modules of a class below."""
 
-    kind: Linear | None = None  # how it is a weight matrix; None as long as that is not known
-    called_as: Linear | None = None  # the kind of its last call, where its calls may be of several kinds
+    kind: Linear | None = None  # how it is a weight matrix; None before that is known
+    called_as: Linear | None = None  # the kind of its last call, if its calls may be of several kinds
 
 
 _convolution = functools.lru_cache(maxsize=1024)(Convolution)
@@ -81,7 +81,7 @@ def _bag(module: Any) -> str:
 
 
 class _Row(NamedTuple):
-    """Hold what makes the kind of a module, the methods by which it computes what it says, and why it does not."""
+    """Hold a function that makes the kind, the methods that must be the class's own, and why a module has none."""
 
     make: Callable[[Any], Linear]
     methods: tuple[str, ...] = ("forward",)
@@ -107,7 +107,7 @@ CLASSES = tuple(_OF_CLASS)  # torch's classes of layers that can be measured
 
 
 def base(module: nn.Module) -> type[nn.Module] | None:
-    """Return the class of torch's that a module is, or is derived from; None for none of the table."""
+    """Return the class of the table that a module has, or is derived from; None if there is none."""
     return _base_of(type(module))  # type: ignore[arg-type]  # a class is hashable
 
 
@@ -117,7 +117,7 @@ def _base_of(own: type) -> type[nn.Module] | None:
 
 
 def find(module: nn.Module) -> Linear | None:
-    """Return the kind of a module, also of one whose forward is its own; None for one of no kind."""
+    """Return the kind of a module, also with its own forward; None for a module without a kind."""
     found = _base_of(type(module))  # type: ignore[arg-type]
     if found is not None:
         return _OF_CLASS[found].make(module)
@@ -129,7 +129,7 @@ def find(module: nn.Module) -> Linear | None:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Return whether a module is of a kind and computes what its class says."""
+    """Return whether a module has a kind, and computes as its class does."""
     found = _base_of(type(module))  # type: ignore[arg-type]
     if found is None:
         return isinstance(module, AnyUse) or _is_transposed(module)
@@ -144,8 +144,8 @@ def _has_methods_of(own: type, found: type) -> bool:
 def is_of_torch(module: nn.Module) -> bool:
     """Return whether a linear layer or convolution is torch's own, so that its output is W φ + b of its weight.
 
-    Nothing of it is derived or replaced: no class, no method, no function that it calls, no kind of weight, and no hook
-    of all modules stands between its inputs and its output.
+    Its class, its methods, the function that it calls and the class of its weight are torch's, and no global hook may
+    change its output.
     """
     function = _FUNCTIONS.get(type(module))
     return (
@@ -162,7 +162,7 @@ _FUNCTIONS = {nn.Linear: "linear", nn.Conv1d: "conv1d", nn.Conv2d: "conv2d", nn.
 
 
 def obstacle(module: nn.Module) -> str:
-    """Return what a module of a kind does that is not measured; empty if there is no such thing."""
+    """Return why a module with a kind cannot be measured; empty if it can."""
     found = _base_of(type(module))  # type: ignore[arg-type]
     if found is None:
         return ""
@@ -176,12 +176,12 @@ def obstacle(module: nn.Module) -> str:
 
 
 def is_packed(parameter: Tensor) -> bool:
-    """Return whether a parameter is of a class that computes in a way of its own, as quantised weights are."""
+    """Return whether a parameter's class replaces torch's operations, such as that of quantised weights."""
     own = type(parameter).__torch_dispatch__ is not Tensor.__torch_dispatch__
     return own and type(parameter).__module__.partition(".")[0] not in ("torch", "pyflatness")
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    """Return whether a layer is GPT-2's, (m, d), known by its name since transformers may be absent."""
+    """Return whether a layer is GPT-2's, with weight (m, d); it is found by name, as transformers may be absent."""
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")

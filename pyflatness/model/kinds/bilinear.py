@@ -10,7 +10,7 @@ from .linear import Linear
 
 
 class Bilinear(Linear):
-    """Say how a bilinear layer is a matrix (d, m₁ m₂), of φ = x₁ ⊗ x₂, of m₁ and m₂ features; see :class:`.Linear`."""
+    """Treat a bilinear layer as a matrix (d, m₁ m₂) for φ = x₁ ⊗ x₂ of m₁ and m₂ features; see :class:`.Linear`."""
 
     has_input = False
 

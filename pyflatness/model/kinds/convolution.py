@@ -1,4 +1,4 @@
-"""Treat a convolution as a matrix of its filters, one to a row, that multiplies patches of its input."""
+"""Treat a convolution as a matrix with filters as rows, which multiplies patches of the input."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ _FUNCTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
 class Convolution(Linear):
-    """Say how a convolution, with the sizes of torch's layers, is a matrix; see :class:`.Linear`."""
+    """Treat a convolution, with sizes as in torch's layers, as a matrix; see :class:`.Linear`."""
 
     class_dim = 1
 
@@ -65,7 +65,7 @@ class Convolution(Linear):
     def at_ends(
         self, inputs: Tensor, output: Tensor, weight: Tensor, coefficients: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return both at the first positions, along one dimension, of the first image, and the last of the last."""
+        """Return both at the first positions in dimension 2 of the first image, and at the last of the last image."""
         seen = self._dilation[0] * (self._kernel[0] - 1) + 1
         start = self._stride[0] * (output.shape[2] - 1)
         first, last = (self._padded(inputs[[place]]) for place in (0, -1))
@@ -75,11 +75,11 @@ class Convolution(Linear):
     def in_common_form(self, tensor: Tensor) -> list[Tensor]:
         if self.space == 3:
             return list(tensor.unbind(1))
-        images = tensor.transpose(1, 2)  # the q images lie along the first dimension of space, where kernels have 1
+        images = tensor.transpose(1, 2)  # the q images are the first dimension of space, in which kernels have size 1
         return [images if images.ndim == 5 else images.unsqueeze(3)]
 
     def _inside(self, inputs: Tensor, weight: Tensor) -> Tensor:
-        """Return W φ of inputs that are padded already."""
+        """Return W φ for padded inputs."""
         outputs: Tensor = self._function(inputs, weight, None, self._stride, 0, self._dilation, self.groups)
         return outputs
 
@@ -88,7 +88,7 @@ class Convolution(Linear):
 
 
 def _margins(kernel: Sequence[int], padding: Sequence[int] | str, dilation: Sequence[int]) -> list[int]:
-    """Return the pixels that are put before and behind each dimension of space, the last one first, as F.pad wants."""
+    """Return the pixels of padding before and after each dimension of space, the last one first, for F.pad."""
     if not isinstance(padding, str):
         return [pixels for pixels in reversed(padding) for _ in range(2)]
     if padding == "valid":

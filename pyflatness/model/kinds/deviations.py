@@ -1,6 +1,6 @@
 """Compute standard deviations of a layer's features over rows, by which normalised measures rescale.
 
-A feature that is zero throughout drops out; a constant c ≠ 0 takes |c| (Petzka et al. 2021, Theorem 4).
+A feature that is always zero is dropped; for a constant c ≠ 0 the scale is |c| (Petzka et al. 2021, Theorem 4).
 """
 
 from typing import Protocol
@@ -11,23 +11,23 @@ from torch import Tensor
 from ...contractions import Columns
 from ...numerics.shard import Shard
 
-_ENTRIES = 2**17  # of rows that are looked at together
-ULPS = 16  # a deviation below so many units in the last place of the largest entry is none
+_ENTRIES = 2**17  # entries of rows that are processed at a time
+ULPS = 16  # a deviation below 16 units in the last place of the largest entry counts as 0
 
 
 class Deviations(Protocol):
-    """Describe what collects rows and has their deviations; ``rows`` says how many rows were taken in."""
+    """Describe an object that collects rows and has their deviations; ``rows`` is the number of rows so far."""
 
     rows: int
 
     def add(self, features: Tensor) -> None:
-        """Take in rows of a layer's input, as :meth:`.Linear.input_rows` has them."""
+        """Add rows of a layer's input, in the form of :meth:`.Linear.input_rows`."""
 
     def together(self, shard: Shard, name: str) -> None:
-        """Take in the rows of other ranks, where a read of the data ends; ``name`` is the layer's."""
+        """Add the rows of other ranks, at the end of a read of the data; ``name`` is the layer's."""
 
     def scale(self) -> Tensor:
-        """Return σ_j, (m,) float64; |c| for a constant feature, 0 for one that drops out, ones without rows."""
+        """Return σ_j, (m,) float64: |c| for a constant feature, 0 if it is dropped, and 1 without rows."""
 
 
 class FeatureScale:
@@ -39,12 +39,11 @@ class FeatureScale:
         self._eps, self._device = 0.0, torch.device("cpu")
 
     def add(self, features: Tensor) -> None:
-        """Take in rows (rows, m)."""
         self._features, self._device = features.shape[1], features.device
         if len(features) == 0:
             return
         self._eps = torch.finfo(features.dtype).eps
-        for rows in features.split(max(1, _ENTRIES // self._features)):  # no second matrix of their size is made
+        for rows in features.split(max(1, _ENTRIES // self._features)):  # without a second matrix of their size
             rows = rows.double()
             mean = rows.mean(dim=0)
             self._merge(len(rows), mean, (rows - mean).square_().sum(dim=0), rows.abs().amax(dim=0))
@@ -85,14 +84,14 @@ class FeatureScale:
 
 
 class TokenScale:
-    """Count how often each of m tokens comes, of which the deviations of one-hot features follow."""
+    """Count how often each of m tokens occurs, which gives the deviations of one-hot features."""
 
     def __init__(self, count: int) -> None:
         self.rows, self._count = 0, count
         self._sums = self._squares = torch.zeros(count, dtype=torch.float64, device="cpu")
 
     def add(self, features: Tensor) -> None:
-        """Take in rows: the numbers of their tokens, and behind them as many coefficients."""
+        """Add rows (rows, 2 k) of k token numbers, followed by their k coefficients."""
         self.rows += len(features)
         tokens, coefficients = features.chunk(2, dim=1)
         columns = Columns(tokens.long())

@@ -1,7 +1,7 @@
-"""Treat an embedding as a matrix: a row for each of its features, a column for each token, φ a one-hot vector.
+"""Treat an embedding as a matrix with a row for each feature and a column for each token; φ is a one-hot vector.
 
-No one-hot vector is ever written out. Where a token stands for padding torch takes no derivative, and its coefficient
-is 0.
+One-hot vectors are not made, except for second derivatives. The token of padding has no derivative in torch, and so its
+coefficient is 0.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from .linear import First, Linear
 
 
 class Embedding(Linear):
-    """Say how an embedding is a matrix, of tokens of any shape; the column of ``padding`` has no derivative."""
+    """Treat an embedding of tokens of any shape as a matrix; the column of token ``padding`` has no derivative."""
 
     tokens = True
     has_input = False
@@ -35,7 +35,7 @@ class Embedding(Linear):
         return matrix.t()
 
     def as_rows(self, weight: Tensor) -> Tensor:
-        """Return the table, a token to a row."""
+        """Return the table, with tokens as rows."""
         return weight
 
     def from_rows(self, matrix: Tensor) -> Tensor:
@@ -58,11 +58,11 @@ class Embedding(Linear):
         return self.affine(inputs.flatten()[[0, -1]], weight, None), output.reshape(-1, output.shape[-1])[[0, -1]]
 
     def divided(self, inputs: Tensor, scale: Tensor) -> Tensor:
-        """Return the tokens of a call as they are: their scale is in the coefficients."""
+        """Return the tokens of a call unchanged, since the scale is in their coefficients."""
         return inputs
 
     def input_rows(self, inputs: Tensor, coefficients: Tensor | None, first: First) -> Tensor:
-        """Return tokens with their coefficients behind them, (n, rows, 2); padding is a feature like others here."""
+        """Return each token followed by its coefficient 1, (n, rows, 2); padding counts like other tokens here."""
         tokens = first(inputs)
         tokens = tokens.reshape(len(tokens), -1, 1).double()
         return torch.cat([tokens, torch.ones_like(tokens)], dim=2)
@@ -71,7 +71,6 @@ class Embedding(Linear):
         return TokenScale(columns)
 
     def contraction(self, given: Ingredients) -> Contractor:
-        """Return what contracts tokens (n, P) and cotangents (n, P, d)."""
         return TokenContraction(given.weight, given.backend, given.quantities)
 
     def in_common_form(self, tensor: Tensor) -> list[Tensor]:
@@ -84,7 +83,7 @@ class Embedding(Linear):
     def cotangents(
         self, gradient: Tensor, inputs: Tensor, coefficients: Tensor | None, scale: Tensor | None, first: First
     ) -> list[Tensor]:
-        """Return a gradient in the output of a call by position, (n, P, d), times the coefficients of its tokens."""
+        """Return a gradient in the output of a call at each token, (n, P, d), times the tokens' coefficients."""
         rows = self._by_token(first(gradient), inputs, first)
         if rows.is_meta:
             return [rows]
@@ -95,19 +94,19 @@ class Embedding(Linear):
         return [rows if given is None else rows * given.unsqueeze(2).to(rows.dtype)]
 
     def _by_token(self, gradient: Tensor, inputs: Tensor, first: First) -> Tensor:
-        """Return a gradient (n, q, …, d) in the output of a call for each of its tokens, (n, P, d)."""
+        """Return a gradient (n, q, …, d) in the output of a call at each of its tokens, (n, P, d)."""
         return gradient.reshape(len(gradient), -1, gradient.shape[-1])
 
     def rows(self, cotangent: Tensor) -> Tensor:
         return promoted(cotangent).unsqueeze(1)
 
     def columns(self, inputs: Callable[[], Sequence[Tensor]]) -> Tensor:
-        """Return the tokens that there are, (U,), ascending: second derivatives are taken in their columns alone."""
+        """Return the tokens that occur, (U,), ascending; only their columns have second derivatives."""
         columns: Tensor = torch.unique(inputs()[0])
         return columns
 
     def patches(self, inputs: Tensor, columns: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return one-hot φ in the columns of some tokens, (n, 1, P, U), written out."""
+        """Return one-hot φ in the columns of some tokens, (n, 1, P, U)."""
         assert columns is not None
         return inputs.unsqueeze(2).eq(columns).to(dtype).unsqueeze(1)
 
@@ -122,7 +121,7 @@ class Embedding(Linear):
 
 
 class EmbeddingBag(Embedding):
-    """Say how the sums, or means, of an embedding over bags of tokens (n, tokens) are those of a matrix."""
+    """Treat sums or means of an embedding over bags of tokens (n, tokens) as a matrix."""
 
     least_dims = 2
     pointwise = False
@@ -134,7 +133,7 @@ class EmbeddingBag(Embedding):
         self._mean = mean
 
     def inputs_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-        """Return the tokens of a call; None for bags that are given by offsets, whose samples cannot be told apart."""
+        """Return the tokens of a call; None for bags given by offsets, whose samples are not known."""
         inputs = super().inputs_of(args, kwargs)
         return inputs if inputs is not None and inputs.ndim == 2 else None
 
@@ -167,6 +166,6 @@ class EmbeddingBag(Embedding):
         return gradient.unsqueeze(2).expand(-1, -1, first(inputs).shape[2], -1).flatten(1, 2)
 
     def input_rows(self, inputs: Tensor, coefficients: Tensor | None, first: First) -> Tensor:
-        """Return the tokens of each bag with their coefficients behind them, (n, bags, 2 tokens of a bag)."""
+        """Return the k tokens of each bag followed by their k coefficients, (n, bags, 2 k)."""
         assert coefficients is not None
         return torch.cat([first(inputs).double(), first(coefficients).double()], dim=2)

@@ -2,10 +2,10 @@
 
     y = γ ∘ x̂ + β = diag(γ) x̂ + β
 
-Only the diagonal is free, so that it is m matrices of one entry each, as the filters of a depthwise convolution of one
-pixel are: a group for each feature. x̂ is what the layer itself gives of its input with 0 for β and r for γ, divided by
-r, whatever it normalises by. r is 2 and 1/2 by turns: that gives the numbers that 1 would give, bit by bit, and shows
-an output that is not linear in γ, such as γ² ∘ x̂, where γ is 1 as it was initialised.
+Only the diagonal is free, so that the weight is m matrices of one entry, a group for each feature, like the filters of
+a 1 × 1 depthwise convolution. For any normalisation, x̂ is the layer's own output for β = 0 and γ = r, divided by r. The
+entries of r are 2 and 1/2 in turn. They give the same bits as 1, and reveal an output that is not linear in γ, such as
+γ² ∘ x̂, also if γ still has its initial values 1.
 """
 
 import copy
@@ -24,7 +24,7 @@ _OF_TORCH = (*_CHANNELS_FIRST, nn.LayerNorm, nn.RMSNorm)
 
 
 def is_scale(module: nn.Module) -> bool:
-    """Return whether a module is a normalisation with a weight: torch's, or one so named with a vector and a bias."""
+    """Return whether a module is a normalisation with a weight: torch's, or one with "norm" in its class's name."""
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     if weight is None or nn.parameter.is_lazy(weight):
         return False
@@ -36,9 +36,9 @@ def is_scale(module: nn.Module) -> bool:
 
 
 class Scale(Linear):
-    """Say how the weight of a normalisation is a diagonal matrix; see :class:`.Linear`.
+    """Treat the weight of a normalisation as a diagonal matrix; see :class:`.Linear`.
 
-    φ is x̂, (…, m) where the layer normalises over the last dimensions, (n, m, …) where features are channels.
+    φ is x̂, (…, m) if the layer normalises over the last dimensions, and (n, m, …) if features are channels.
     """
 
     has_input = False
@@ -104,5 +104,5 @@ class Scale(Linear):
         return [rows.reshape(len(rows), -1, self.groups).transpose(1, 2)[..., None, None]]
 
     def _along(self, values: Tensor, inputs: Tensor) -> Tensor:
-        """Return a number for each feature in the place of the features of x̂."""
+        """Return values of the features, (m,) or γ's shape, in a shape that broadcasts over x̂."""
         return values.reshape((-1, *(1,) * (inputs.ndim - 2)) if self.class_dim == 1 else (-1,))

@@ -1,7 +1,7 @@
-"""Treat a weight that has uses of several kinds as one matrix: an embedding that is the head too, say.
+"""Treat a weight with uses of several kinds as one matrix, for example an embedding that is also the head.
 
-A use may be of any kind: rows of an embedding, the product of a head with features. M is the sum of what each call
-gives, ∂⟨δ, call(w)⟩/∂w of one sample, which is linear in w.
+A use may be of any kind, such as a lookup of rows, or a product with features. For one sample, M is the sum over calls
+of ∂⟨δ, call(w)⟩/∂w; each call is linear in w.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from .linear import Linear
 
 
 class Together(Linear):
-    """Say how a weight is a matrix whatever its uses are: as the ``home`` kind keeps it; see :class:`.Linear`.
+    """Treat a weight as the matrix of the ``home`` kind, for uses of any kind; see :class:`.Linear`.
 
-    What φ is, and which rows an output has, says the kind of each call: what is in common form is of each call, as
-    it is.
+    The kind of each call determines φ and the rows of an output. So the common form is one unchanged tensor for each
+    call.
     """
 
     has_input = False

@@ -1,9 +1,9 @@
 """Treat a transposed convolution as a matrix: that of a convolution over its input with zeros between the pixels.
 
     output = W' ∗ x̃,    x̃ the input with stride - 1 zeros behind every pixel and dilation (kernel - 1) - padding around,
-                        W' the weight with output channels first and every filter turned about
+                        W' the weight with output channels first and every filter flipped
 
-A margin below zero crops. Behind the last pixel come as many zeros as the output has pixels more than it need have.
+A negative margin crops. If the output is larger than its smallest size, as many zeros follow the last pixel.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ _FUNCTIONS = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3
 
 
 class TransposedConvolution(Convolution):
-    """Say how a transposed convolution is a matrix, a row for each output channel; see :class:`.Linear`."""
+    """Treat a transposed convolution as a matrix with a row for each output channel; see :class:`.Linear`."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class TransposedConvolution(Convolution):
         return self._applied(inputs, weight, bias, more)
 
     def pad(self, inputs: Tensor, output: Tensor) -> Tensor:
-        """Return x̃ of the input (N, C, …)."""
+        """Return x̃ for an input (n, channels, …)."""
         margins: list[int] = []
         more = self._missing(inputs, output.shape)
         each = zip(self._space, self._kernel, self._strides, self._paddings, self._dilation, more, strict=True)
@@ -79,7 +79,7 @@ class TransposedConvolution(Convolution):
         return outputs
 
     def _missing(self, inputs: Tensor, size: Sequence[int]) -> list[int]:
-        """Return how many pixels more along each dimension an output of this size has than it need have."""
+        """Return along each dimension by how many pixels an output of this size exceeds the smallest one."""
         each = zip(
             inputs.shape[2:], size[-self.space :], self._kernel, self._strides, self._paddings, self._dilation,
             strict=True,

@@ -1,9 +1,9 @@
-"""Stand in for weights that no layer of a known kind has: parameters that modules use in functions, as attention does.
+"""Stand in for weights of no known kind of layer: parameters that modules use in functions, such as in attention.
 
-A stand-in is a module that is no part of the model, named after the parameter, and it is hooked, selected and measured
-as layers are. While it is :func:`attached` the parameter's place in the model holds a watched tensor (:mod:`.watched`),
-and each linear operation with it, or with some of its rows, is done by a call of the stand-in. The result is the same.
-What the weight is used in first says of which kind the layer is.
+A stand-in is a module outside the model, named after the parameter, and it is hooked, selected and measured like a
+layer. While it is :func:`attached`, a watched tensor (:mod:`.watched`) replaces the parameter in the model, and each
+linear operation with it, or with some of its rows, is done by a call of the stand-in, with the same result. The first
+operation with the weight determines the layer's kind.
 """
 
 import contextlib
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from .. import calling, kinds, spread, walk
-from . import besides, candidates, experts, recurrent
+from . import candidates, experts, outside, recurrent
 from .candidates import runs_with_its_module
 from .use import Source, Use
 
 __all__ = [
     "Use",
     "attached",
-    "entries",
+    "covered_entries",
     "held",
     "layer",
     "left_out",
@@ -38,13 +38,13 @@ __all__ = [
 
 @dataclass
 class _Known:
-    """Hold what is known of a model while it is measured."""
+    """Hold a model's stand-ins, and facts about its weights, while it is measured."""
 
     places: candidates.Places
-    uses: dict[str, Use] | None = None  # None as long as they were not asked for
-    whole: dict[int, Use] = field(default_factory=dict)  # all uses, by the identity of the parameter's places
+    uses: dict[str, Use] | None = None  # None before they are first needed
+    whole: dict[int, Use] = field(default_factory=dict)  # stand-ins for all uses, by the identity of ``places``' lists
     left_out: dict[nn.Module, str] = field(default_factory=dict)  # layers without a value, and why
-    flat: dict[int, tuple[Tensor, str]] = field(default_factory=dict)  # weights of one dimension, and in what they act
+    flat: dict[int, tuple[Tensor, str]] = field(default_factory=dict)  # weights of one dimension, and their functions
 
 
 _held: "weakref.WeakKeyDictionary[nn.Module, _Known]" = weakref.WeakKeyDictionary()
@@ -52,7 +52,7 @@ _held: "weakref.WeakKeyDictionary[nn.Module, _Known]" = weakref.WeakKeyDictionar
 
 @contextlib.contextmanager
 def held(model: nn.Module) -> Iterator[None]:
-    """Let :func:`of` and :func:`whole` return the same stand-ins for a model inside."""
+    """Let :func:`of` and :func:`whole` return the same stand-ins for a model, inside the context."""
     if model in _held:
         yield
         return
@@ -68,10 +68,10 @@ def _known(model: nn.Module) -> _Known:
 
 
 def ties(model: nn.Module, layer: nn.Module) -> list[str]:
-    """Return the names of other modules that own the layer's very weight parameter."""
+    """Return the names of other modules that own the same weight parameter as the layer."""
     place = (layer, "weight")
     if isinstance(layer, Use):
-        if not layer.source.effective:  # it has the uses of all modules that own its parameter
+        if not layer.source.effective:  # it stands for the uses in all modules that own its parameter
             return []
         place = layer.source.places[0]
     return [name for name, module, _ in _known(model).places.get(place, ()) if module is not place[0]]
@@ -86,7 +86,7 @@ def of(model: nn.Module) -> dict[str, Use]:
 
 
 def whole(model: nn.Module, name: str) -> Use | None:
-    """Return what stands for a layer's weight in all of its uses, by its name; None if it is no layer's."""
+    """Return the stand-in for all uses of a layer's weight, by the weight's name; None if it is no layer's weight."""
     known, (prefix, _, key) = _known(model), name.rpartition(".")
     try:
         holder = model.get_submodule(prefix)
@@ -107,7 +107,7 @@ def layer(model: nn.Module, name: str) -> nn.Module:
 
 @contextlib.contextmanager
 def attached(modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Let the weights be used by way of those modules that stand in for them, inside."""
+    """Let operations with weights be done by those of the modules that are stand-ins, inside the context."""
     by_source: dict[Source, dict[str, Use]] = {}
     for name, module in modules.items():
         if isinstance(module, Use) and not module.refusal:
@@ -128,21 +128,21 @@ def attached(modules: Mapping[str, nn.Module]) -> Iterator[None]:
 
 
 def leave_out(model: nn.Module, layer: nn.Module, why: str) -> None:
-    """Take in why a module that is a layer has no value, for :func:`reasons`."""
+    """Note why a module that is a layer has no value, for :func:`reasons`."""
     if model in _held:
         _held[model].left_out[layer] = why
 
 
 def note_flat(model: nn.Module, found: Mapping[Tensor, str]) -> None:
-    """Keep which parameters of one dimension a forward pass used as weights, and in what."""
+    """Note which parameters of one dimension a forward pass used as weights, and in which functions."""
     if model in _held:
         _held[model].flat |= {id(parameter): (parameter, functions) for parameter, functions in found.items()}
 
 
 def otherwise(modules: Mapping[str, nn.Module], called: Collection[str], nodes: Collection[Node]) -> dict[str, str]:
-    """Return the attached stand-ins that do not have all uses of their weights in a run, and why.
+    """Return the attached stand-ins that were not called for all uses of their weights in a run, and why.
 
-    ``called`` are names of those that were; the nodes are of the outputs' graph.
+    ``called`` has the names of layers that were called, and ``nodes`` are those of the outputs' graph.
     """
     found = {}
     stand_ins = {name: use for name, use in modules.items() if isinstance(use, Use) and not use.refusal}
@@ -159,7 +159,7 @@ def otherwise(modules: Mapping[str, nn.Module], called: Collection[str], nodes: 
 
 
 def with_siblings(modules: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> dict[str, str]:
-    """Return why some layers are left out, and with an expert of a mixture all others, whose rows are as its own."""
+    """Return why layers are left out; with an expert of a mixture, all its other experts are left out too."""
     found = dict(reasons)
     routed = {name: use.source.places for name, use in modules.items() if isinstance(use, Use) and use.routed}
     mixtures = {place[0]: why for name, why in reasons.items() for place in routed.get(name, ())}
@@ -170,8 +170,11 @@ def with_siblings(modules: Mapping[str, nn.Module], reasons: Mapping[str, str]) 
     return found
 
 
-def entries(layers: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], int]:
-    """Return how many entries layers have of parameters, also behind their weights, by modules and names there."""
+def covered_entries(layers: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], int]:
+    """Return how many entries of each parameter layers have, also of parameters behind their weights.
+
+    Keys are a parameter's module and its name there.
+    """
     found: dict[tuple[nn.Module, str], int] = {}
     for layer in layers:
         if isinstance(layer, Use):
@@ -188,16 +191,16 @@ def entries(layers: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], int]:
 
 
 def left_out(model: nn.Module, layers: Collection[nn.Module]) -> dict[str, float]:
-    """Return the weights that some layers, which were measured, do not have; see :func:`.candidates.uncovered`."""
+    """Return the weights that the measured layers do not have, see :func:`.candidates.uncovered`."""
     if not layers:
         return {}
-    twice = {(layer, "weight") for layer in layers if besides.of(layer)}
+    twice = {(layer, "weight") for layer in layers if outside.of(layer)}
     flat = [parameter for parameter, _ in _known(model).flat.values()]
-    return candidates.uncovered(model, entries(layers), twice, flat)
+    return candidates.uncovered(model, covered_entries(layers), twice, flat)
 
 
 def reasons(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Return why no layer has some of a measured model's parameters, where that is known, by their names."""
+    """Return by name why no layer has some parameters of a measured model, if that is known."""
     modules, left_out, flat = dict(walk.named_modules(model)), _known(model).left_out, _known(model).flat
     by_place = {place: use.source for use in of(model).values() for place in use.source.places}
     found = {}
@@ -213,7 +216,7 @@ def reasons(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
             found[name] = f"its entries, in one dimension, are used in {flat[id(parameter)][1]}"
         elif source is None and isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             found[name] = f"nn.{type(module).__name__} computes with it in a kernel of its own"
-        elif others := besides.of(module):
+        elif others := outside.of(module):
             found[name] = f"its weight is used in {others} outside of the layer too"
         elif kinds.obstacle(module):
             found[name] = f"its {type(module).__name__} {kinds.obstacle(module)}"

@@ -1,4 +1,4 @@
-"""Find the parameters of a model that may turn out to be weights of linear operations, without running it."""
+"""Find the parameters of a model that may be weights of linear operations, without running it."""
 
 from collections.abc import Collection, Mapping
 
@@ -11,15 +11,15 @@ from ..spread import is_spread
 from . import experts, recurrent
 from .use import Source, Use
 
-_MOST_DIMENSIONS = 5  # of a weight: those of filters in three dimensions
-_MOST_MATRICES = 64  # in one parameter, each of which may be a weight
+_MOST_DIMENSIONS = 5  # of a weight, as of filters in three dimensions of space
+_MOST_MATRICES = 64  # matrices in one parameter, each of which may be a weight
 Places = dict[tuple[nn.Module, str], list[tuple[str, nn.Module, str]]]
-"""By the module that holds a parameter and its name there: the name of each such module, the module, the name."""
+"""By the module that holds a parameter and its name there: name, module and parameter's name of all its places."""
 _WITH_FUNCTIONS = (nn.MultiheadAttention, nn.Module, nn.ParameterList, nn.ParameterDict)  # classes of torch's
 
 
 def sources(model: nn.Module) -> list[Source]:
-    """Return the parameters of a model that stand-ins may have, in its order."""
+    """Return the parameters of a model that may have stand-ins, in its order."""
     named = walk.named_modules(model)
     outputs = {module.out_proj for _, module in named if isinstance(module, nn.MultiheadAttention)}
     layers = [module for _, module in named if kinds.is_plain(module) and module not in outputs]
@@ -27,10 +27,11 @@ def sources(model: nn.Module) -> list[Source]:
     others = {part for module in (*layers, *computed) for part in walk.modules(module)}
     others |= {module for _, module in named if _is_of_torch(module) and module not in outputs}
     own = {id(parameter) for module in others for parameter in module._parameters.values()}
+    vectors = {id(vector) for vector in may_be_flat_weights(model)}
     found: dict[int, Source] = {}
     for prefix, module in named:
         for key, parameter in module._parameters.items() if module not in others else ():
-            if parameter is None or not _is_candidate(module, key, parameter):
+            if parameter is None or not _is_candidate(module, key, parameter, vectors):
                 continue
             effective = key == "weight" and kinds.base(module) is not None and module not in outputs
             if id(parameter) in own and not effective:
@@ -54,7 +55,7 @@ def sources(model: nn.Module) -> list[Source]:
 
 
 def places(model: nn.Module) -> Places:
-    """Return all places of each parameter, by each of them."""
+    """Return all places of each parameter, by each of its places."""
     of_parameters: dict[int, list[tuple[str, nn.Module, str]]] = {}
     found: Places = {}
     for name, module in walk.named_modules(model):
@@ -66,7 +67,7 @@ def places(model: nn.Module) -> Places:
 
 
 def whole(name: str, holder: nn.Module, key: str, places: list[tuple[nn.Module, str]]) -> Use | None:
-    """Return what stands for all uses of a layer's weight, in all modules and functions; None for no such weight."""
+    """Return a stand-in for all uses of a layer's weight, in all modules and functions; None for another parameter."""
     parameter = holder._parameters.get(key)
     if parameter is None or key != "weight" or not kinds.is_plain(holder):
         return None
@@ -79,7 +80,7 @@ def whole(name: str, holder: nn.Module, key: str, places: list[tuple[nn.Module, 
 
 
 def runs_with_its_module(use: Use) -> bool:
-    """Return whether a module of torch's uses a stand-in's weight at all of its calls, as attention does q, k and v."""
+    """Return whether a module of torch's uses a stand-in's weight in each of its calls, such as attention's q, k, v."""
     module, key = use.source.places[0]
     if use.source.of_module:
         return not use.source.effective
@@ -89,19 +90,22 @@ def runs_with_its_module(use: Use) -> bool:
 
 
 def _is_of_torch(module: nn.Module) -> bool:
-    """Return whether a module is one of torch's that computes with parameters of its own, not in functions of torch."""
+    """Return whether a module is one of torch's layers that computes with its parameters in ways no stand-in sees."""
     kind = type(module)
     own = kind.__module__.startswith("torch.nn.modules") and kind not in _WITH_FUNCTIONS
     return own and not recurrent.weights(module)
 
 
-def _is_candidate(module: nn.Module, key: str, parameter: Tensor) -> bool:
-    """Return whether a parameter may turn out to be the weight of a linear operation, by its shape."""
+def _is_candidate(module: nn.Module, key: str, parameter: Tensor, vectors: Collection[int] = ()) -> bool:
+    """Return whether a parameter may be the weight of a linear operation, by its class, shape and layout.
+
+    ``vectors`` are the identities of vectors that may be scales of features.
+    """
     return (
         not nn.parameter.is_lazy(parameter)
         and not is_spread(parameter)
         and not kinds.is_packed(parameter)
-        and is_weight(module, key, parameter)
+        and (is_weight(module, key, parameter) or id(parameter) in vectors)
         and parameter.is_floating_point()
         and parameter.ndim <= _MOST_DIMENSIONS
         and parameter.layout == torch.strided
@@ -111,7 +115,7 @@ def _is_candidate(module: nn.Module, key: str, parameter: Tensor) -> bool:
 
 
 def _parts(module: nn.Module, key: str, parameter: Tensor) -> dict[str, slice | int | None]:
-    """Return the rows of a parameter that may be used, and measured, by themselves, and with None the whole of it."""
+    """Return by label the rows of a parameter that may be used, and measured, alone; None stands for all rows."""
     if key in experts.weights(module):
         return {f"[{expert}]": expert for expert in range(len(parameter))}
     if not isinstance(module, nn.MultiheadAttention) or key != "in_proj_weight":
@@ -127,13 +131,14 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm)
 def uncovered(
     model: nn.Module,
     covered: Mapping[tuple[nn.Module, str], int],
-    besides: Collection[tuple[nn.Module, str]] = (),
+    outside: Collection[tuple[nn.Module, str]] = (),
     flat: Collection[Tensor] = (),
 ) -> dict[str, float]:
-    """Return the weights that no measured layer has, each with its share of all; those used ``besides`` count twice.
+    """Return the weights that no measured layer has, each as a fraction of all; those used ``outside`` count twice.
 
-    Weights are parameters of two dimensions or more, real or complex, the ``flat`` ones of these, and what modules keep
-    in integers. Where some parameters require a gradient, of the others only what layers measure counts.
+    Weights are parameters of two dimensions or more, real or complex, those of one dimension in ``flat``, and weights
+    that modules keep in integers. If some parameters require a gradient, the others count only in so far as layers
+    measure them.
     """
     held = [
         (prefix, module, *item) for prefix, module in walk.named_modules(model) for item in module._parameters.items()
@@ -143,7 +148,7 @@ def uncovered(
     for prefix, module, name, parameter in held:
         if parameter is None or not (is_weight(module, name, parameter) or id(parameter) in of_vectors):
             continue
-        count, own = (1 + ((module, name) in besides)) * parameter.numel(), covered.get((module, name), 0)
+        count, own = (1 + ((module, name) in outside)) * parameter.numel(), covered.get((module, name), 0)
         if trained and not (parameter.requires_grad or kinds.is_packed(parameter)):
             count = min(count, own)
         sizes += max(count, own)
@@ -157,14 +162,14 @@ def uncovered(
 
 
 def packed(module: nn.Module) -> dict[str, int]:
-    """Return the weights that a quantised module keeps in integers, by name, with how many entries they stand for."""
+    """Return the weights that a quantised module keeps in integers, by name, with the entries of the real weight."""
     found = {}
     for name, held in (*module._parameters.items(), *module._buffers.items()):
         if held is None or held.ndim < 2 or held.is_floating_point() or held.is_complex():
             continue
         if name in module._parameters or "weight" in name:
             found[name] = held.numel()
-    is_packed = hasattr(module, "_packed_params")  # as torch's own quantised layers
+    is_packed = hasattr(module, "_packed_params")  # in torch's own quantised layers
     if not (found or is_packed):
         return found
     size = getattr(module, "in_features", 0) * getattr(module, "out_features", 0)
@@ -174,7 +179,7 @@ def packed(module: nn.Module) -> dict[str, int]:
 
 
 def is_weight(module: nn.Module, name: str, parameter: Tensor) -> bool:
-    """Return whether a parameter, of this name in its module, is a weight."""
+    """Return whether a parameter with this name in its module is a weight."""
     return (
         (parameter.is_floating_point() or parameter.is_complex())
         and parameter.ndim >= 2
@@ -188,9 +193,9 @@ def _is_bias(name: str) -> bool:
 
 
 def may_be_flat_weights(model: nn.Module) -> list[Tensor]:
-    """Return the parameters of one dimension that may be weights: of PReLUs, lists and what is no norm nor torch's.
+    """Return the parameters of one dimension that may be weights, by which the forward pass multiplies.
 
-    Those are weights with which the forward pass multiplies, and no biases.
+    They are those of PReLUs and parameter lists, and of the user's modules, except biases and normalisations.
     """
     return [
         parameter

@@ -1,9 +1,9 @@
-"""Run the experts of a mixture, as transformers >= 5 has them, one by one and with each sample's tokens together.
+"""Run the experts of a mixture, as in transformers >= 5, one by one and with each sample's tokens together.
 
-Such a module keeps a weight of all its experts in one tensor, (E, outputs, inputs) or (E, inputs, outputs). It is given
-the tokens of all samples in a row, each with the k experts that it is routed to, so that an expert has another number
-of tokens of each sample. Here they are laid out as (n, P, inputs), padded with zeros. Nothing reads what becomes of the
-padding, and no cotangent comes back to it.
+Such a module keeps a weight of all its experts in one tensor, (E, outputs, inputs) or (E, inputs, outputs). It gets the
+tokens of all samples in a row, each with the k experts to which it is routed, so that an expert has different numbers
+of tokens from each sample. Here they are laid out as (n, P, inputs), padded with zeros. Nothing reads the outputs for
+padding, so that no cotangent reaches them.
 """
 
 import functools
@@ -21,13 +21,13 @@ from .replaced import Replaced
 from .watched import Watched
 
 _ATTRIBUTES = ("num_experts", "has_gate", "has_bias", "is_transposed", "_apply_gate")
-_DECORATOR = "transformers.integrations.moe"  # the module of the one that all of them have
+_DECORATOR = "transformers.integrations.moe"  # the module of the decorator of such forwards
 
 
 def weights(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the weights, first and second, of a module that is a mixture's experts; none of another.
+    """Return the names of the first and second weight of a mixture's experts; none for another module.
 
-    It is known by its ``forward``, which transformers' ``use_experts_implementation`` has put there.
+    Experts are recognised by their ``forward``, which is decorated by transformers' ``use_experts_implementation``.
     """
     written = getattr(type(module).forward, "__globals__", {}).get("__name__")
     replaced = not isinstance(vars(module).get("forward"), (Forward, type(None)))
@@ -40,7 +40,7 @@ def weights(module: nn.Module) -> tuple[str, ...]:
 
 
 def compute_plainly(module: nn.Module) -> None:
-    """Let a mixture's experts be computed as their class writes it, which has float64 and second derivatives."""
+    """Let a mixture's experts compute by the code of their class, which supports float64 and second derivatives."""
     if weights(module):
         config: Any = module.config
         config._experts_implementation = "eager"
@@ -48,25 +48,25 @@ def compute_plainly(module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Route(SampleRows):
-    """Say which tokens come to one expert, and where they are laid out."""
+    """Hold the tokens that are routed to one expert, and their places in the padded layout."""
 
     token: Tensor  # (r,) the place of each among all tokens of its sample
-    tokens: int  # of a sample
+    tokens: int  # number of tokens of a sample
 
     def of_tokens(self, mask: Tensor) -> Tensor:
-        """Return which of the rows that are laid out, (n, P), are of tokens in ``mask``, (n, T)."""
+        """Return a ``mask`` of tokens, (n, T), as one of the padded layout, (n, P)."""
         return self.laid_out(mask[self.sample, self.token])
 
 
 class Forward(Replaced):
-    """Serve as a mixture's ``forward``: a product for each expert that is routed to, while weights are watched."""
+    """Serve as a mixture's ``forward`` while its weights are watched, with a product for each expert in use."""
 
     def __init__(self, module: nn.Module) -> None:
         self._first, self._second = weights(module)
         super().__init__(module, (self._first, self._second), "the mixture")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return what the module returns for tokens (T, m), their experts (T, k) and weights of these (T, k)."""
+        """Return the module's outputs for tokens (T, m), their experts (T, k) and the experts' weights (T, k)."""
         own = type(self._module).forward
         if not [*self.watched()]:
             result: Tensor = own(self._module, *args, **kwargs)
@@ -82,7 +82,7 @@ class Forward(Replaced):
     def _mixed(self, tokens: Tensor, index: Tensor, shares: Tensor, samples: int) -> Tensor:
         """Return Σ_k shares_k · expert_k(token), for each token."""
         experts, each = index.shape[1], len(tokens) // samples
-        if index.is_meta:  # there are no numbers to route by
+        if index.is_meta:  # any routing does, as there are no values
             index = (torch.arange(index.numel(), device="cpu") % self._count).view(index.shape)
         sorted_index, order = index.flatten().sort(stable=True)
         counts = torch.bincount(sorted_index, minlength=self._count).tolist()[: self._count]
@@ -96,13 +96,13 @@ class Forward(Replaced):
                     tokens=each,
                 )
                 results.append(self._of_expert(expert, tokens[pairs // experts], route))
-        elsewhere = len(order) - sum(counts)  # on another device, with which the experts are shared
+        elsewhere = len(order) - sum(counts)  # tokens of experts on other devices
         results += [tokens.new_zeros(elsewhere, tokens.shape[1])] if elsewhere else []
         outputs = torch.cat(results) * shares.flatten()[order, None]
         return outputs[order.argsort()].view(*index.shape, -1).sum(dim=1).to(tokens.dtype)
 
     def _of_expert(self, expert: int, rows: Tensor, route: Route) -> Tensor:
-        """Return what one expert makes of tokens (r, m)."""
+        """Return one expert's outputs for tokens (r, m)."""
         module: Any = self._module
         inner = self._product(self._first, expert, rows, route)
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
@@ -114,7 +114,7 @@ class Forward(Replaced):
         weight, bias = getattr(self._module, name), None
         if isinstance(weight, Watched) and weight.part is not None:
             weight.source.route = route
-            if not weight.source.is_attached(weight.part[expert]):  # else it would seem to be out of autograd's graph
+            if not weight.source.is_attached(weight.part[expert]):  # its use must not count as one outside of layers
                 weight = weight.part
         if self._module.has_bias:
             bias = getattr(self._module, f"{name}_bias")[expert]

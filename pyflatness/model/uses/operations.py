@@ -1,9 +1,9 @@
 """Read torch's linear operations: which tensor is the weight, what it multiplies, and which kind of layer that is.
 
-A product is written with an index for each dimension, as in einsum's ``"nqm,mhk->nqhk"``: those of the weight that are
-summed over are its columns, those that the result has its rows. An index that all three have numbers separate matrices,
-the groups of a convolution of one pixel. They have one row, or one column, where no index says more: a product entry by
-entry is with as many matrices of one entry.
+A product has an index for each dimension, as in einsum's ``"nqm,mhk->nqhk"``. Indices of the weight that are summed
+over are its columns, and those that the result has are its rows. An index of weight, inputs and result numbers separate
+matrices, which are groups of a 1 × 1 convolution. A matrix without an index for rows or columns has one of these, so
+that a product entry by entry is one with many matrices of one entry.
 """
 
 import functools
@@ -25,18 +25,18 @@ LINEAR = Linear()
 
 @dataclass(frozen=True)
 class Operation:
-    """Hold a linear operation, taken apart."""
+    """Hold the parts of a linear operation."""
 
-    weight: Tensor  # as the operation has it
-    inputs: Tensor  # in the form that layers of the kind take
+    weight: Tensor  # in the operation's shape
+    inputs: Tensor  # in the form of inputs of a layer of this kind
     bias: Tensor | None  # added to each row of the output
     kind: Linear  # of a layer that does the same
     run: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (inputs, weight, bias) -> a layer's output
-    rows: Transform = lambda weight: weight  # a view of the weight, as layers of the kind keep theirs
-    back: Transform = lambda result: result  # a layer's output -> the operation's
+    rows: Transform = lambda weight: weight  # the weight -> a view of it in the form of a layer's weight
+    back: Transform = lambda result: result  # a layer's output -> the operation's result
 
 
-Found = Operation | str  # an operation, or why one is not linear in its weight, or not in a way that a layer has
+Found = Operation | str  # an operation, or why it is not the one of a layer
 
 
 _ONES, _NONE = (1,), (0,)
@@ -51,10 +51,10 @@ _kind_of_permuted = functools.lru_cache(maxsize=1024)(PermutedLinear)
 class _IndexForm:
     """Bring a tensor of an operation into a layer's form, and back."""
 
-    shape: Sequence[int]  # as the operation has it
-    sizes: Sequence[int]  # by index; what the shape has besides is of size 1
+    shape: Sequence[int]  # in the operation
+    sizes: Sequence[int]  # of each index; further dimensions of the shape have size 1
     order: Sequence[int]  # of the indices in the layer's form
-    form: Sequence[int]  # the layer's shape
+    form: Sequence[int]  # the shape in the layer
 
     def there(self, tensor: Tensor) -> Tensor:
         return tensor.reshape(self.sizes).permute(*self.order).reshape(self.form)
@@ -113,7 +113,7 @@ def baddbmm(
     beta: float = 1,
     alpha: float = 1,
 ) -> Found | None:
-    """Read ``input + batch1 @ batch2``, ``input`` a bias, or one of each matrix."""
+    """Read ``input + batch1 @ batch2``, ``input`` a bias, or a bias for each matrix."""
     groups, outputs = (len(batch2), batch2.shape[-1]) if _is_several(batch2) else (1, batch2.shape[-1])
     of_groups = input.shape == (groups, 1, outputs) if groups > 1 else input.numel() == outputs == input.shape[-1]
     if isinstance(batch1, kind) or not of_groups or beta != 1 or alpha != 1:
@@ -154,7 +154,7 @@ def einsum(kind: type[Tensor], equation: Any, *operands: Any) -> Found | None:
 
 
 def tensordot(kind: type[Tensor], a: Tensor, b: Tensor, dims: Any = 2, out: Tensor | None = None) -> Found | None:
-    """Read a product over the last dimensions of one tensor and the first of the other, or over given ones."""
+    """Read a product over the last dimensions of one tensor and the first of the other, or over given dimensions."""
     if out is not None:
         return None
     over_a, over_b = ([*range(a.ndim - dims, a.ndim)], [*range(dims)]) if isinstance(dims, int) else dims
@@ -213,7 +213,7 @@ def addcmul(
 
 
 def _batched(kind: type[Tensor], left: Tensor, right: Tensor, bias: Tensor | None, run: Callable[..., Tensor]) -> Found:
-    """Read a product of batches of matrices, of which the weight has several."""
+    """Read a product of batches of matrices whose weight has several matrices."""
     place, count = int(isinstance(right, kind)), max(left.ndim, right.ndim) - 2
     weight, inputs = (right, left) if place else (left, right)
     of_weight, of_inputs = ("bc", "ab") if place else ("ab", "bc")
@@ -239,9 +239,9 @@ def _product(
     bias: Tensor | None = None,
     shape: Sequence[int] | None = None,
 ) -> Found:
-    """Read a product by its indices, of weight, inputs and result; a dimension of size 1 may have none.
+    """Read a product by the indices of weight, inputs and result, ``terms``; a dimension of size 1 may have no index.
 
-    ``place`` is the weight's among the operands, ``shape`` the result's if it has not a dimension for each index.
+    ``place`` is the weight's number among the operands, and ``shape`` the result's if some dimension has no index.
     """
     of_weight, of_inputs, of_result = terms
     groups = [index for index in of_weight if index in of_inputs and index in of_result]
@@ -275,7 +275,7 @@ def _product(
         return of_outputs.there(run(*pair, bias))
 
     def back(result: Tensor) -> Tensor:
-        return of_outputs.back(result).contiguous()  # as torch's products are, of which the model may take a view
+        return of_outputs.back(result).contiguous()  # the model may view it, since torch's products are contiguous
 
     return Operation(weight, given.there(inputs), bias, kind, layer, view, back)
 
@@ -283,7 +283,7 @@ def _product(
 def _kept(
     of_weight: str, sizes: Mapping[str, int], groups: list[str], rows: list[str], columns: list[str]
 ) -> tuple[Linear, Transform] | None:
-    """Return the kind of a layer with such a weight, and how its rows are seen in it; None if there is none."""
+    """Return the kind of a layer with such a weight, and the weight's view in it; None if there is none."""
     order, shape = [*of_weight], tuple(sizes[index] for index in of_weight)
     count, d, m = (math.prod(sizes[index] for index in some) for some in (groups, rows, columns))
     if groups and order == groups + rows + columns:
@@ -300,13 +300,13 @@ def _kept(
 
 
 def _implicit(terms: str) -> str:
-    """Return the indices of a result that an equation leaves open: the ellipsis, and those that it has once."""
+    """Return the indices of the result if an equation has no arrow: the ellipsis, and those that occur once."""
     single = sorted(index for index in {*terms} if index.isalpha() and terms.count(index) == 1)
     return ("..." if "..." in terms else "") + "".join(single)
 
 
 def _is_several(weight: Tensor) -> bool:
-    """Return whether a weight is several matrices, other than one that is repeated."""
+    """Return whether a weight is several matrices, and not one that is expanded."""
     return any(size > 1 and stride for size, stride in zip(weight.shape[:-2], weight.stride()[:-2], strict=True))
 
 
@@ -320,14 +320,14 @@ _kind_of_transposed_convolution = functools.lru_cache(maxsize=1024)(TransposedCo
 
 
 def read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], weight: type[Tensor]) -> Found | None:
-    """Return a function's linear operation with one weight of this class, or why there is none, or None."""
+    """Return a function's linear operation with one weight of class ``weight``, or why there is none, or None."""
     reader = _READERS.get(func)
     given = [part for several in (*args, *kwargs.values()) for part in each_of(several) if isinstance(part, weight)]
     if reader is None or len(given) != 1:
         return None
     try:
         found = reader(weight, *args, **kwargs)
-    except (TypeError, ValueError, RuntimeError):  # called in another way; an error of the caller's comes again
+    except (TypeError, ValueError, RuntimeError):  # an unknown signature, or an error, which the call itself will raise
         return None
     return found if not isinstance(found, Operation) or found.weight is given[0] else None
 

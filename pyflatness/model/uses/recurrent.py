@@ -1,8 +1,8 @@
 """Run ``nn.LSTM``, ``nn.GRU``, ``nn.RNN`` and their cells step by step, by products that stand-ins see.
 
-torch computes them in kernels of their own, which take all weights and all steps at once. Here the inputs of all steps
-are multiplied by ``weight_ih`` in one product, and the states by ``weight_hh`` (and ``weight_hr``) in one each; the
-rows of all gates are one layer. Second derivatives are there too, which the kernels lack on a GPU.
+Torch computes each of them in one kernel, with all weights and all steps. Here the inputs of all steps are multiplied
+by ``weight_ih`` in one product, and the state of each step by ``weight_hh`` (and ``weight_hr``); the rows of all gates
+are one layer. This also has second derivatives, which the kernels lack on a GPU.
 """
 
 import functools
@@ -17,11 +17,11 @@ from .replaced import Replaced
 
 _CLASSES = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 
-State = tuple[Tensor, ...]  # what a cell hands on from step to step: h, and c of an LSTM
+State = tuple[Tensor, ...]  # a cell's state: h, and c of an LSTM
 
 
 def weights(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the weights of a recurrent module whose forward is that of its class; none of another."""
+    """Return the names of the weights of a recurrent module with torch's own forward; none for another module."""
     if not isinstance(module, _CLASSES):
         return ()
     plain = any(isinstance(module, kind) and type(module).forward is kind.forward for kind in _CLASSES)
@@ -31,13 +31,13 @@ def weights(module: nn.Module) -> tuple[str, ...]:
 
 
 class StepByStep(Replaced):
-    """Serve as the ``forward`` of a recurrent module, which computes the same."""
+    """Serve as the ``forward`` of a recurrent module, with the same outputs."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, weights(module), f"the {type(module).__name__}")
 
     def __call__(self, input: Any, hx: Any = None) -> Any:  # noqa: A002
-        """Return what the module returns."""
+        """Return the module's outputs."""
         own = functools.partial(type(self._module).forward, self._module)
         if not [*self.watched()]:
             return own(input, hx)
@@ -80,7 +80,7 @@ class StepByStep(Replaced):
         return outputs, found if isinstance(module, nn.LSTM) else found[0]
 
     def _run(self, suffix: str, steps: Tensor, state: State) -> tuple[Tensor, State]:
-        """Return the outputs (n, T, ·) of one layer in one direction, and its state at the end."""
+        """Return the outputs (n, T, ·) of one layer in one direction, and its last state."""
         places = range(steps.shape[1])
         inputs, outputs = F.linear(steps, *self._weight("ih", suffix)), []
         for place in reversed(places) if suffix.endswith("_reverse") else places:
@@ -91,7 +91,7 @@ class StepByStep(Replaced):
         return torch.stack(outputs, dim=1), state
 
     def _step(self, suffix: str, inputs: Tensor, state: State) -> State:
-        """Return the next state, for W_ih x + b_ih and the state before."""
+        """Return the next state, from ``inputs`` W_ih x + b_ih and the previous state."""
         module: Any = self._module
         h, hidden = state[0], F.linear(state[0], *self._weight("hh", suffix))
         if isinstance(module, (nn.LSTM, nn.LSTMCell)):
@@ -106,7 +106,7 @@ class StepByStep(Replaced):
         return ((torch.relu if module.nonlinearity == "relu" else torch.tanh)(inputs + hidden),)
 
     def _state(self, hx: Any, like: Tensor, *, single: bool) -> State:
-        """Return the first state, zeros if none is given; of layers by layer and direction."""
+        """Return the first state, zeros if none is given; for layers it is stacked by layer and direction."""
         module: Any = self._module
         if hx is not None:
             given = hx if isinstance(hx, (tuple, list)) else (hx,)
@@ -117,6 +117,6 @@ class StepByStep(Replaced):
         return tuple(like.new_zeros(*every, len(like), width) for width in widths)
 
     def _weight(self, kind: str, suffix: str) -> tuple[Tensor, Tensor | None]:
-        """Return a weight and its bias, by their names' parts."""
+        """Return a weight and its bias, by the parts of their names."""
         bias = getattr(self._module, f"bias_{kind}{suffix}", None)
         return getattr(self._module, f"weight_{kind}{suffix}"), bias if isinstance(bias, Tensor) else None

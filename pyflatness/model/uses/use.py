@@ -1,4 +1,4 @@
-"""Do the linear operations with a parameter by calls of the modules that stand for them."""
+"""Do the linear operations with a parameter by calls of its stand-ins."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,13 +21,14 @@ _OF_A_PART = "an operation on a part of it"
 
 
 class Use(kinds.AnyUse):
-    """Stand for the use of a parameter, or of some of its rows: None all, a number one of its matrices.
+    """Stand for the use of a parameter, or of some of its rows: None stands for all, a number for one of its matrices.
 
-    An expert is ``routed`` to. Uses of several kinds are taken together as the ``home`` kind keeps the matrix.
+    ``routed`` marks an expert of a mixture. With a ``home`` kind, uses of all kinds count as one layer, whose matrix is
+    that of this kind.
     """
 
-    kind: Linear  # how the weight is a matrix: as its shape says, until the layer ran
-    weight: Tensor  # detached, as the operation has it
+    kind: Linear  # how the weight is a matrix; a guess by its shape before the layer ran
+    weight: Tensor  # detached, in the operation's shape
     bias: Tensor | None  # of the last call
 
     def __init__(
@@ -50,23 +51,23 @@ class Use(kinds.AnyUse):
         row = weight[0].numel()
         chosen = slice(rows, rows + 1) if isinstance(rows, int) else rows or slice(None)
         start, stop, _ = chosen.indices(len(weight))
-        self.entries = range(start * row, stop * row)  # of the parameter
+        self.entries = range(start * row, stop * row)  # numbers of the parameter's entries
         self._run: Callable[[Tensor], Tensor] | None = None
 
     @property
     def route(self) -> Route | None:
-        """Return which rows of the last call are of which sample, of an expert."""
+        """Return the samples of an expert's rows in the last call; None if it is no expert."""
         return self.source.route
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Do the operation that the layer stands for."""
+        """Return the result of the operation for which the layer stands."""
         assert self._run is not None, f"the use of {self.name} is called by nothing but the operation itself"
         return self._run(inputs)
 
     def takes(self, kind: Linear, weight: Tensor, inputs: Tensor, bias: Tensor | None) -> bool:
-        """Return whether a call is one that layers can have, and of the others' kind.
+        """Return whether a call is possible for a layer, and has the same kind and shape as earlier ones.
 
-        A dry run may show a named one several.
+        A layer that the user named, and that has several kinds in a dry run, counts all kinds from then on.
         """
         if self.ran and not self._together and kind is not self.kind and weight.shape == self.weight.shape:
             self._several = self.rows is None and not self.source.effective
@@ -82,7 +83,7 @@ class Use(kinds.AnyUse):
 
     @property
     def hint(self) -> str:
-        """Return what can be done about uses of several kinds; empty where there are none, or it was done."""
+        """Return advice on uses of several kinds; empty if there are none, or if they count together already."""
         if not self._several or self._together:
             return ""
         return f" (in operations of several kinds; layers={self.name!r} takes all of its linear uses together)"
@@ -90,7 +91,7 @@ class Use(kinds.AnyUse):
     def call(
         self, kind: Linear, weight: Tensor, inputs: Tensor, bias: Tensor | None, run: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Return ``run(inputs)``, seen by the hooks of a layer of this kind, weight and bias."""
+        """Return ``run(inputs)``, run as a call of this layer with this kind, weight and bias, so that hooks see it."""
         if not self.ran:
             self.kind, self.weight, self.ran = self.kind if self._together else kind, weight, True
         self.called_as = kind if self._together else None
@@ -105,26 +106,26 @@ class Use(kinds.AnyUse):
 
 @dataclass(eq=False)
 class Source:
-    """Hold a parameter of the model's, and what stands for its uses."""
+    """Hold a parameter of the model, and the stand-ins for its uses."""
 
     parameter: Tensor
     places: list[tuple[nn.Module, str]]  # the modules that hold it, each with its name there
     of_module: bool = False  # whether the layer has the name of the module that holds it
-    effective: bool = False  # whether what is computed of it counts as it, as of parametrised layers
-    uses: dict[str, Use] = field(default_factory=dict)  # by name; of parts behind that of the whole
-    shared: bool = False  # whether other modules have it, as layers of their own
-    behind: "set[Source]" = field(default_factory=set)  # the parameters that the weight was computed of
-    nodes: set[Node] = field(default_factory=set)  # where uses that are not followed end in autograd's graph
+    effective: bool = False  # whether a tensor computed from it counts as the weight, as in parametrised layers
+    uses: dict[str, Use] = field(default_factory=dict)  # by name; those of parts follow that of the whole
+    shared: bool = False  # whether modules that are layers hold it too
+    behind: "set[Source]" = field(default_factory=set)  # the parameters from which the weight was computed
+    nodes: set[Node] = field(default_factory=set)  # of autograd's graph, reached only by uses outside of stand-ins
     _flag: bool = False  # whether the parameter required a gradient before
     route: Route | None = None
-    varies: bool = False  # whether what was computed of it differed between calls
+    varies: bool = False  # whether the tensor computed from it differed between calls
     _attached: dict[str, Use] = field(default_factory=dict)
-    _of_entries: dict[range, Use] = field(default_factory=dict)  # the same by the entries of the parameter
-    _watched: dict[str, Use] = field(default_factory=dict)  # ever
-    _functions: dict[str, None] = field(default_factory=dict)  # that it takes part in besides
+    _of_entries: dict[range, Use] = field(default_factory=dict)  # the attached uses by the entries of the parameter
+    _watched: dict[str, Use] = field(default_factory=dict)  # all uses that were ever attached
+    _functions: dict[str, None] = field(default_factory=dict)  # other functions that use it
 
     def attach(self, uses: Mapping[str, Use]) -> None:
-        """Watch the parameter for these of its uses, or for none."""
+        """Watch the parameter for these uses; without any, put the parameter back."""
         self._attached = dict(uses)
         self._watched |= uses
         self._of_entries = {use.entries: use for use in uses.values()}
@@ -143,7 +144,7 @@ class Source:
             module._parameters[key] = held  # type: ignore[assignment]
 
     def why_unused(self) -> str:
-        """Return why a parameter that was watched has no layer; empty if it has, or was not watched."""
+        """Return why a parameter that was watched has no layer; empty if it has one, or was not watched."""
         if not self._watched or any(use.ran for use in self.uses.values()):
             return ""
         return self.why_otherwise() if self._functions else "the forward pass has no operation with it"
@@ -167,7 +168,7 @@ class Source:
 
     @property
     def attached(self) -> dict[str, Use]:
-        """Return the uses that are watched for now."""
+        """Return the uses for which the parameter is watched now."""
         return dict(self._attached)
 
     def is_attached(self, part: Tensor) -> bool:
@@ -183,10 +184,10 @@ class Source:
 
     def used(self, operation: Operation) -> Tensor | None:
         """See :class:`.watched.Source`."""
-        if not self._attached:  # a tensor that the model's own code has kept
+        if not self._attached:  # the model has kept a watched tensor from before
             return None
         if private.is_wrapped(operation.inputs):
-            return None  # vmap does not go with hooks
+            return None  # hooks do not work under vmap
         weight = operation.weight if calling.is_accounting() else operation.weight.detach()
         part = watched.view_of(operation.weight)  # type: ignore[arg-type]
         if part is not None:
@@ -198,7 +199,7 @@ class Source:
         self._functions[name] = None
 
     def why_otherwise(self) -> str:
-        """Return in what else the weight takes part."""
+        """Return which other functions use the weight, as a reason."""
         parts = [name for name, use in self.uses.items() if isinstance(use.rows, slice)]
         hint = f" ({', '.join(parts)} may be measured instead)" if parts else ""
         hint += "".join(use.hint for use in self.uses.values())
@@ -231,7 +232,7 @@ class Source:
             if use.entries.start < entries.stop and entries.start < use.entries.stop
         ]
         inside = [use for use in touched if use.entries.start in entries and use.entries.stop <= entries.stop]
-        if not touched:  # a result without a graph would look as if the model's own code had detached it
+        if not touched:  # the result has a graph, or it would look as if the model detached it
             weight = operation.weight.detach().requires_grad_(not operation.inputs.requires_grad)
             return operation.back(operation.run(operation.inputs, weight, operation.bias))
         if not inside or kind is not LINEAR or weight.shape != rows.shape:
@@ -242,7 +243,7 @@ class Source:
     def _cut(
         self, uses: Iterable[Use], entries: range, rows: Tensor, operation: Operation, weight: Tensor
     ) -> Tensor | None:
-        """Do an operation on several parts of the parameter's rows one by one."""
+        """Do an operation on several parts of the parameter's rows, one by one."""
         width, results, done = rows.shape[1], [], 0
         parts: list[tuple[Use | None, slice]] = []
         for use in uses:
@@ -263,7 +264,7 @@ class Source:
         return operation.back(torch.cat(results, dim=-1))
 
     def _computed(self, operation: Operation, weight: Tensor) -> Tensor | None:
-        """Do an operation on what was computed of the parameter, the same at every call."""
+        """Do an operation on a tensor that was computed from the parameter, if it is the same at every call."""
         (use,) = self.uses.values()
         if operation.rows(weight) is not weight or use.name not in self._attached:
             return None
@@ -287,7 +288,7 @@ class Source:
 
 
 def _leaves(node: Node | None) -> list[Tensor | None]:
-    """Return the leaves that a node's result depends on, up to one that is no parameter; None where it is not known."""
+    """Return the leaves of a node's graph, up to the first that is no parameter; None is an unknown leaf."""
     leaves: list[Tensor | None] = []
     seen: set[Node] = set()
     stack = [node]
@@ -305,7 +306,7 @@ def _leaves(node: Node | None) -> list[Tensor | None]:
 
 
 def _by_shape(weight: Tensor) -> Linear:
-    """Return the kind that a layer with such a weight has most likely."""
+    """Return the most likely kind of a layer with such a weight."""
     space = weight.ndim - 2
     if space not in (1, 2, 3):
         return LINEAR
@@ -313,6 +314,6 @@ def _by_shape(weight: Tensor) -> Linear:
 
 
 def _is_broadcast(inputs: Tensor, rows: Tensor) -> bool:
-    """Return whether a product has dimensions in front that its inputs have not, or not at that length."""
+    """Return whether a product has leading dimensions that its inputs lack, or have with size 1."""
     sizes = inputs.shape[:-2]
     return rows.ndim > 2 and torch.broadcast_shapes(sizes, rows.shape[:-2]) != sizes

@@ -1,8 +1,8 @@
-"""Watch what a forward pass does with a weight: a tensor that torch asks before it takes part in an operation.
+"""Watch the operations of a forward pass with a weight, by a tensor subclass with ``__torch_function__``.
 
-A linear operation with a watched weight is done by a layer that stands for it, see :mod:`.uses`, so that hooks see it.
-Views of the weight, copies and casts are watched too. In every other operation a watched tensor takes part as itself:
-it is a leaf that requires gradients, and a path to it in the outputs' graph says that the weight was used otherwise.
+A linear operation with a watched weight is done by its stand-in, see :mod:`.uses`, so that hooks see it. Views, copies
+and casts of the weight are watched too. In every other operation a watched tensor is used as it is: it is a leaf that
+requires gradients, and a path to it in the outputs' graph shows that the weight was used otherwise.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ COPIES = {"contiguous", "clone", "to", "type", "type_as", "float", "double", "ha
 
 
 def unwatched() -> contextlib.AbstractContextManager[None]:
-    """Let operations inside not ask watched tensors: those of this library are no uses that the model makes."""
+    """Return a context in which operations do not ask watched tensors, for those that the model does not do."""
     return private.without_subclasses()
 
 
@@ -37,8 +37,8 @@ class WeightOwner(Protocol):
     """Own a watched weight."""
 
     parameter: Tensor
-    effective: bool  # whether what is computed of the weight, of as many entries, counts as the weight
-    route: Any  # which rows of the operation to come are of which sample, see experts.Route; None where that shows
+    effective: bool  # whether a tensor computed from the weight, with as many entries, counts as the weight
+    route: Any  # the samples of the next operation's rows, see experts.Route; None for rows in the usual order
 
     @property
     def name(self) -> str:
@@ -46,30 +46,30 @@ class WeightOwner(Protocol):
 
     @property
     def attached(self) -> Mapping[str, object]:
-        """Return what the weight is watched for, by name."""
+        """Return the uses for which the weight is watched, by name."""
 
     def is_attached(self, part: Tensor) -> bool:
         """Return whether the weight is watched for exactly this view of it."""
 
     def used(self, operation: Operation) -> Tensor | None:
-        """Return the result of an operation on the weight, or None to have it done as any other."""
+        """Return the result of an operation on the weight, or None to let it run as any other."""
 
     def note(self, name: str) -> None:
-        """Take in that the weight took part in some other function, by its name and what is odd about it."""
+        """Note another function that used the weight, by its name and why it is no layer's operation."""
 
 
 class Watched(Tensor):
     """Represent a weight, or a view or copy of it."""
 
     source: WeightOwner
-    part: Tensor | None  # the same view of the parameter, detached; None of what was computed of it
-    version: int  # of the contents, when it was made; a copy that is modified is another weight
+    part: Tensor | None  # the same view of the parameter, detached; None if it was computed from the parameter
+    version: int  # of the values at the beginning; a copy that is modified later is another weight
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Do an operation in which such a tensor takes part."""
+        """Do an operation that has such a tensor among its arguments."""
         kwargs = kwargs or {}
         inner = _without_asking(func)
         if inner is not None:
@@ -89,22 +89,22 @@ class Watched(Tensor):
             return _followed(func, args, kwargs, result, found if isinstance(found, str) else "")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Return a copy of the parameter, as a module that is copied in the forward pass has it."""
+        """Return a copy of the parameter itself, for modules that are copied in the forward pass."""
         return copy.deepcopy(self.source.parameter, memo)
 
 
 def view_of(weight: Watched) -> Tensor | None:
-    """Return the view of the parameter that a tensor has the values of, detached; None for one of other values."""
+    """Return the detached view of the parameter with the same values as a tensor; None if its values differ."""
     if weight.part is None or weight.untyped_storage()._cdata == weight.part.untyped_storage()._cdata:
         return weight.part
     return weight.part if weight._version == weight.version else None
 
 
 def leaf(weight: Tensor, source: WeightOwner) -> tuple[Watched, Node]:
-    """Return a tensor that stands for a weight, with the same memory, and its node in autograd's graph."""
+    """Return a watched tensor in the memory of a weight, and its node in autograd's graph."""
     values = weight.detach()
     made: Watched = private.as_subclass(Watched, values, True)
-    vars(made).update(vars(weight))  # libraries mark parameters, and their modules read that
+    vars(made).update(vars(weight))  # some libraries' modules read attributes of parameters
     made._is_param = True  # for isinstance(…, nn.Parameter)
     made.source, made.part, made.version = source, values, values._version
     with unwatched():
@@ -112,7 +112,7 @@ def leaf(weight: Tensor, source: WeightOwner) -> tuple[Watched, Node]:
 
 
 def _changed_in_place(func: Any, args: tuple[Any, ...]) -> InputError:
-    """Return the error for an operation that modifies a weight, of which torch has no derivative."""
+    """Return the error for an operation that modifies a weight in place, so that it has no derivative."""
     weight = next(part for several in args for part in each_of(several) if isinstance(part, Watched))
     name = weight.source.name
     why = f"the forward pass changes its weight in place, by {getattr(func, '__name__', func)}"
@@ -123,7 +123,7 @@ def _changed_in_place(func: Any, args: tuple[Any, ...]) -> InputError:
 
 
 def _followed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, why: str) -> Any:
-    """Return the result of a function, watched if it is a weight still; ``why`` says what is odd about it."""
+    """Return the result of a function, watched if it is still the weight; ``why`` it is no layer's is for notes."""
     given = [part for several in (*args, *kwargs.values()) for part in each_of(several) if isinstance(part, Watched)]
     if not given or not _has_numbers(result):
         return result
@@ -160,7 +160,7 @@ def _has_numbers(result: Any) -> bool:
 
 @functools.cache
 def _without_asking(func: Any) -> Any:
-    """Return a copy of attention's function, in Python, that does not ask its arguments; None for all others."""
+    """Return a copy of attention's Python function that does not ask its arguments; None for other functions."""
     if func is not F.multi_head_attention_forward:
         return None
     names = {**func.__globals__, "has_torch_function": lambda tensors: False}

@@ -18,25 +18,44 @@ function chooser(boxes, specs, show) {
 
 (async () => {
   const { name, sections } = JSON.parse(document.getElementById("data").textContent);
-  const theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : undefined;
-  const colour = (of) => getComputedStyle(document.documentElement).getPropertyValue(of).trim();
+  const style = (of) => getComputedStyle(document.documentElement).getPropertyValue(of).trim();
+  const inks = { text: "--text", ground: "--ground", line: "--line", link: "--link" };
+  const colours = () => Object.entries(inks).map(([ink, of]) => ({ name: ink, value: style(of) }));
+  const [text, ground, line, link] = Object.keys(inks).map((ink) => ({ expr: ink }));
+  const views = [];
+  const recolour = () => {
+    for (const view of views) {
+      for (const { name, value } of colours()) view.signal(name, value);
+      view.run();
+    }
+  };
+  const onPaper = (on) => {
+    document.documentElement.classList.toggle("paper", on);
+    recolour();
+  };
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolour);
+  addEventListener("beforeprint", () => onPaper(true));
+  addEventListener("afterprint", () => onPaper(false));
+  const guide = { labelColor: text, titleColor: text };
   const config = {
-    background: colour("--ground"),
-    axis: { gridColor: colour("--line") },
-    view: { stroke: colour("--line") },
-    mark: { color: colour("--link") },
+    background: ground,
+    title: { color: text, subtitleColor: text },
+    axis: { ...guide, gridColor: line, domainColor: text, tickColor: text },
+    legend: guide,
+    view: { stroke: line },
+    mark: { color: link },
   };
   const actions = { export: true, source: false, compiled: false, editor: false };
   for (const [section, { data, specs }] of sections.entries()) {
     const renderer = data.length > 200 ? "canvas" : "svg";
-    const options = { mode: "vega-lite", renderer, theme, config, actions, ast: true, logLevel: 1 }; // errors alone
+    const options = { mode: "vega-lite", renderer, config: { ...config, params: colours() }, actions, ast: true, logLevel: 1 }; // errors alone
     const boxes = [...specs.keys()].map((place) => document.getElementById(`chart-${section}-${place}`));
     const begun = new Set();
     const show = async (place) => {
       if (begun.has(place)) return;
       begun.add(place);
       const spec = { ...specs[place], datasets: { ...specs[place].datasets, [name]: structuredClone(data) } };
-      await vegaEmbed(boxes[place], spec, options);
+      views.push((await vegaEmbed(boxes[place], spec, options)).view);
       await new Promise((done) => setTimeout(done));
     };
     if (specs.length > 1) await chooser(boxes, specs, show);

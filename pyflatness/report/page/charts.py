@@ -6,9 +6,10 @@ the fields of the data, have names of this module's own: nothing that comes from
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
+from types import MappingProxyType
 from typing import Any
 
 from ...errors import MissingExtraError
@@ -25,6 +26,7 @@ _LINES = 50  # models of which each has a line; of more the median is drawn, wit
 _SIZE: dict[str, Any] = {"width": "container", "height": 340}
 _ENDING = re.compile(r"\.(safetensors|ckpt|pth?|bin)$")
 _NUMBER = re.compile(r"([A-Za-z]+)[=_-]?(\d+(?:\.\d+)?(?:e-?\d+)?)")
+_SHORT = 24  # letters of all layers' names that fit side by side
 _APART = 8  # pixels between labels of an axis, and between points and the frame
 
 
@@ -97,7 +99,9 @@ def settings(names: Sequence[str]) -> dict[str, list[str]]:
     )
 
 
-def scatter(x: Axis, y: Axis, lines: Sequence[str], models: int, setting: str = "") -> Spec:
+def scatter(
+    x: Axis, y: Axis, lines: Sequence[str], names: Sequence[str], setting: str = "", values: Sequence[str] = ()
+) -> Spec:
     """Return a chart of one field against another: a point for each model, with an interval where x has one.
 
     Models that do not count (the field ``out``) are hollow; those without x are hollow at the left edge, those without
@@ -107,21 +111,17 @@ def scatter(x: Axis, y: Axis, lines: Sequence[str], models: int, setting: str = 
         x: across; the fields ``…_low`` and ``…_high`` hold its interval.
         y: upward.
         lines: below the title.
-        models: how many there are; few have colours, and a legend of the field ``name``.
-        setting: what the field ``setting`` holds, for colours in place of these.
+        names: of the models, the field ``name``; few have colours and shapes, and a legend.
+        setting: what the field ``setting`` holds, for colours and shapes in place of these.
+        values: those of the setting.
     """
     alt = altair()
     told = [alt.Tooltip("setting:N", title=setting)] if setting else []
     base = alt.Chart(alt.NamedData(name=DATA)).encode(
-        tooltip=["model:N", *told, *(alt.Tooltip(axis.field, type="quantitative", title=axis.title) for axis in (x, y))]
+        tooltip=["model:N", *told, *(_told(alt, axis) for axis in (x, y))]
     )
     across, upward = alt.X(**position(alt, x)), alt.Y(**position(alt, y))
-    if setting:
-        legend = alt.Legend(title=setting, orient="bottom", symbolOpacity=1, symbolFillColor=None)
-        colours = alt.Scale(scheme="category10")
-        base = base.encode(color=alt.Color("setting:N", sort=None, legend=legend, scale=colours))
-    elif models <= NAMED:
-        base = base.encode(color=colour(alt, "name", models))
+    base = base.encode(**_apart(alt, names, setting, values))
     has_x, has_y = x.holds(), y.holds()
     left, bottom = alt.value(0), alt.value(_SIZE["height"])
 
@@ -140,13 +140,17 @@ def scatter(x: Axis, y: Axis, lines: Sequence[str], models: int, setting: str = 
     return finished(alt.layer(*layers), x.title, lines, f"{x.title} against {y.title}: {'; '.join(lines)}")
 
 
-def profile(measure: Axis, layers: Sequence[str], models: int) -> Spec:
+def profile(
+    measure: Axis, layers: Sequence[str], names: Sequence[str], setting: str = "", values: Sequence[str] = ()
+) -> Spec:
     """Return a chart of a measure over the layers, from the first to the last: a line for each model.
 
     Args:
         measure: upward; the fields ``…_low`` and ``…_high`` hold its interval.
         layers: in the model's order.
-        models: how many there are; of many the median is drawn, with a band from the lower quartile to the upper one.
+        names: of the models; of many the median is drawn, with a band from the lower quartile to the upper one.
+        setting: as for :func:`scatter`.
+        values: as for :func:`scatter`.
     """
     alt = altair()
     base = alt.Chart(alt.NamedData(name=DATA)).transform_filter(f"isValid(datum.{measure.field})")
@@ -155,23 +159,31 @@ def profile(measure: Axis, layers: Sequence[str], models: int) -> Spec:
             "layer:N",
             sort=[*layers],
             title="layer, in the model's order",
-            axis=alt.Axis(labelLimit=90, labelOverlap="greedy"),
+            axis=alt.Axis(
+                labelLimit=90, labelOverlap="greedy", labelAngle=0 if sum(map(len, layers)) < _SHORT else -90
+            ),
         ),
         y=alt.Y(**position(alt, measure)),
     )
-    if models > _LINES:
+    if len(names) > _LINES:
         lines = ["median and quartiles of the models"]
         drawn = base.mark_errorband(extent="iqr") + base.mark_line(point=True).encode(
             y=alt.Y(f"median({measure.field}):Q", **scale(alt, measure))
         )
     else:
         lines = []
-        tooltip = ["model:N", "layer:N", alt.Tooltip(measure.field, type="quantitative", title=measure.title)]
-        one = base.encode(color=colour(alt, "name", models), tooltip=tooltip)
+        tooltip = ["model:N", "layer:N", _told(alt, measure)]
+        told = _apart(alt, names, setting, values)
+        own = {"color": told.get("color", alt.Color("name:N", legend=None))} if len(names) > 1 else {}
+        one = base.encode(**own, detail="model:N", tooltip=tooltip)
         ends = one.transform_filter(f"isValid(datum.{measure.field}_low)").mark_rule()
         ends = ends.encode(y=alt.Y(f"{measure.field}_low:Q"), y2=f"{measure.field}_high:Q")
-        drawn = ends + one.mark_line(point=True, opacity=0.8)
-    return finished(drawn, measure.title, lines, f"{measure.title} over {len(layers)} layers of {models} models")
+        drawn = ends + one.mark_line(opacity=0.8) + one.encode(**told).mark_point(filled=True, opacity=1)
+    return finished(drawn, measure.title, lines, f"{measure.title} over {len(layers)} layers of {len(names)} models")
+
+
+def _told(alt: Any, axis: Axis) -> Any:
+    return alt.Tooltip(axis.field, type="quantitative", title=axis.title, format=".6~g")
 
 
 def colour(alt: Any, field: str, count: int, sort: Sequence[str] | None = None) -> Any:
@@ -180,8 +192,31 @@ def colour(alt: Any, field: str, count: int, sort: Sequence[str] | None = None) 
     return alt.Color(f"{field}:N", sort=sort, legend=legend if 1 < count <= NAMED else None)
 
 
-def profiles(records: Sequence[Record]) -> Charts:
-    """Return a chart over the layers of each measure that has values of several."""
+def _apart(alt: Any, names: Sequence[str], setting: str, values: Sequence[str]) -> dict[str, Any]:
+    """Return colours and shapes that tell the values of a setting apart, or the models where these are few.
+
+    Shapes do so without colours. The domain is given, since channels of different ones have a legend each.
+    """
+    field, shown = ("setting:N", [*dict.fromkeys(values)]) if setting else ("name:N", [*names])
+    if not setting and not 1 < len(names) <= NAMED:
+        return {}
+    how = {"columns": 1, "labelLimit": 380} if not setting else {"symbolFillColor": None}
+    legend = alt.Legend(title=setting or None, orient="bottom", symbolOpacity=1, **how)
+    colours = alt.Scale(domain=shown, scheme="category10")
+    return {
+        "color": alt.Color(field, legend=legend, scale=colours),
+        "shape": alt.Shape(field, legend=legend, scale=alt.Scale(domain=shown)),
+    }
+
+
+def profiles(records: Sequence[Record], setting: str = "", values: Mapping[str, Any] = MappingProxyType({})) -> Charts:
+    """Return a chart over the layers of each measure that has values of several.
+
+    Args:
+        records: of models and their layers.
+        setting: what gives lines their colours; "": each model has its own.
+        values: those of the setting, by model.
+    """
     measures = [*dict.fromkeys(record["measure"] for record in records)]
     of_layers = [record for record in records if record["layer"] and record["value"] is not None]
     layers = [*dict.fromkeys(record["layer"] for record in of_layers)]
@@ -189,14 +224,17 @@ def profiles(records: Sequence[Record]) -> Charts:
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for record in of_layers:
         place = model, layer = record["checkpoint"], record["layer"]
-        row = rows.setdefault(place, {"model": model, "name": names[model], "layer": layer})
+        own = {"setting": values[model]} if setting else {}
+        row = rows.setdefault(place, {"model": model, "name": names[model], "layer": layer} | own)
         row |= numbers(f"m{measures.index(record['measure'])}", record)
     specs = []
     for number, name in enumerate(measures):
-        own = [record for record in of_layers if record["measure"] == name]
-        if len({record["layer"] for record in own}) > 1:
-            axis = Axis.of(f"m{number}", name, [record["value"] for record in own])
-            specs.append(profile(axis, layers, len({record["checkpoint"] for record in own})))
+        held = [record for record in of_layers if record["measure"] == name]
+        if len({record["layer"] for record in held}) > 1:
+            axis = Axis.of(f"m{number}", name, [record["value"] for record in held])
+            models = [*dict.fromkeys(record["checkpoint"] for record in held)]
+            told = [values[model] for model in models] if setting else ()
+            specs.append(profile(axis, layers, [names[model] for model in models], setting, told))
     return Charts([*rows.values()] if specs else [], tuple(specs))
 
 

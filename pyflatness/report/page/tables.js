@@ -59,3 +59,13 @@ for (const form of document.querySelectorAll("form.filter")) {
   filterable(form, table, status);
   sortable(table, status);
 }
+
+const wide = [...document.querySelectorAll(".wide > table")];
+addEventListener("beforeprint", () => {
+  for (const table of wide) {
+    table.style.width = "min-content";
+    table.style.zoom = Math.min(1, 850 / table.offsetWidth); // a page's width, which has smaller letters than a screen
+    table.style.width = "";
+  }
+});
+addEventListener("afterprint", () => wide.forEach((table) => (table.style.zoom = "")));

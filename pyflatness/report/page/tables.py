@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import MissingExtraError
@@ -33,7 +34,7 @@ class Cell(NamedTuple):
     Attributes:
         text: what is read.
         key: the number that rows are sorted by; None: the text.
-        kind: its class in the style sheet: ``"failed"``, or nothing.
+        kind: its class in the style sheet: ``"failed"``, ``"long"`` for a text that may break, or nothing.
         note: shown where the pointer rests on it.
     """
 
@@ -68,6 +69,11 @@ class Table:
             object.__setattr__(self, "layer", sum(there[: self.layer]))
         object.__setattr__(self, "header", (*itertools.compress(self.header, there),))
         object.__setattr__(self, "rows", tuple((*itertools.compress(row, there),) for row in self.rows))
+
+    @property
+    def numeric(self) -> list[bool]:
+        """Return which columns have numbers."""
+        return [any(row[place].key is not None for row in self.rows) for place in range(len(self.header))]
 
     @property
     def layers(self) -> list[str]:
@@ -162,8 +168,8 @@ def values(
     return Table(caption, ("model", "layer", *of_models, *measures, *settings), cells, measures, 1)
 
 
-def summary(records: Sequence[Record]) -> Table:
-    """Return how the values of each measure came about: how many are exact, and what the others are."""
+def summary(records: Sequence[Record], formulas: Mapping[str, str] = MappingProxyType({})) -> Table:
+    """Return how the values of each measure came about: which are exact, what the others are, and its formula."""
     rows = []
     for measure in dict.fromkeys(record["measure"] for record in records):
         own = [record for record in records if record["measure"] == measure]
@@ -178,14 +184,18 @@ def summary(records: Sequence[Record]) -> Table:
         samples = ", ".join(dict.fromkeys(str(record["samples"]) for record in there))
         counts = (len(there), exact, len(there) - exact, len(own) - len(there))
         worst = number(max(errors)) if errors else Cell("")
-        rows.append((Cell(measure), *map(text, counts), Cell(methods), Cell(samples), worst))
-    header = ("measure", "values", "exact", "not exact", "failed", "method", "samples", "largest relative error")
+        formula = Cell(formulas.get(measure, ""), kind="long")
+        rows.append((Cell(measure), *map(text, counts), Cell(methods), Cell(samples), worst, formula))
+    counted = "values", "exact", "not exact", "failed"
+    header = ("measure", *counted, "method", "samples", "largest relative standard error", "formula")
     return Table("How the values came about", header, tuple(rows))
 
 
 def facts(caption: str, rows: Iterable[tuple[str, object]]) -> Table:
     """Return names and what they stand for as a table."""
-    return Table(caption, ("what", "is"), tuple((Cell(name), Cell(printable(str(held)))) for name, held in rows))
+    return Table(
+        caption, ("what", "is"), tuple((Cell(name), Cell(printable(str(held)), kind="long")) for name, held in rows)
+    )
 
 
 def _first(records: Mapping[str, Record], name: str) -> object:

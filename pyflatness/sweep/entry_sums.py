@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..report.intervals import AGREEING
-from .layer_sweep import Parts
+from .layer_sweep import Summands
 from .totals import Sums
 
 Draw = int | slice  # the number of a probe; all of them for exact entries
@@ -29,7 +29,7 @@ class EntrySums:
         """Add entries of a parameter's shape, summed over samples, to those of a probe, or of all."""
         self._sums[name][draw] += entries.flatten(1).sum(dim=1) if self._rows and entries.ndim > 1 else entries
 
-    def parts(self, *, lost: bool) -> Parts:
+    def summands(self, *, lost: bool) -> Summands:
         """Return the mean over probes, and for several probes its variance, by parameter.
 
         They are NaN if a sample is ``lost``, since the sum then has no value.

@@ -1,4 +1,4 @@
-"""Keep of which layers the model uses the weight outside of the layer too, as ``F.linear(x, self.embed.weight)`` does.
+"""Note the layers whose weight the model also uses outside of the layer, as in ``F.linear(x, self.embed.weight)``.
 
 A layer's value has the derivative through the layer's calls; :mod:`pyflatness.passes.accounting` finds the other uses.
 """
@@ -12,12 +12,12 @@ _known: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary(
 
 
 def of(layer: nn.Module) -> str:
-    """Return in what else the weight of a layer was used; empty if that is nothing, as far as is known."""
+    """Return the functions that use a layer's weight outside of the layer; empty if none is known."""
     return _known.get(layer, "")
 
 
 def note(found: Mapping[nn.Module, str]) -> None:
-    """Keep for layers in which functions their weight takes part besides; empty: in none."""
+    """Note for layers the functions that use their weight outside of the layer; empty for none."""
     for layer, functions in found.items():
         if functions:
             _known[layer] = functions

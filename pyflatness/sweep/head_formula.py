@@ -1,11 +1,10 @@
-"""Take relative flatness by a formula, without cotangents, in layers that are the head of a micro-batch.
+"""Compute relative flatness by a formula, without cotangents, in layers that are the head for a micro-batch.
 
-    Σ_p scale_p |φ_p|² ⟨w wᵀ, ∂²ℓ_p/∂z_p²⟩        of a sample with loss terms p, z_p = w φ_p + b the model's outputs
+    Σ_p scale_p |φ_p|² ⟨w wᵀ, ∂²ℓ_p/∂z_p²⟩        for a sample with loss terms p, z_p = w φ_p + b the model's outputs
     Σ_p scale_p |w φ_p|² Tr ∂²ℓ_p/∂z_p²           by columns
 
-A layer is the head if the model's output is that of its only call, untouched, or a view of it (tokens with classes
-moved to dimension 1, all positions but the last), and each of the loss terms reads one row of it. Whether it is so is
-looked at in every micro-batch.
+A layer is the head if it is called once, the model's output is the layer's output or a view of it (tokens with classes
+moved to dimension 1, all positions but the last), and each loss term reads one row of it. Each micro-batch is checked.
 """
 
 import re
@@ -30,13 +29,13 @@ _VIEWS = re.compile(
     r"(Alias|Movedim|Narrow|Permute|ReshapeAlias|Select|Slice|Squeeze|T|Transpose|Unflatten|UnsafeView|Unsqueeze|View)"
     r"Backward\d+"
 )
-"""Names of autograd's nodes of operations whose result is a part of their input's memory."""
+"""Names of autograd's nodes of operations whose result is a view of their input."""
 
 
-class Heads:
-    """Hold the formula of each layer that is a head, and which layers have been nothing else so far.
+class HeadFormula:
+    """Hold the formula of each layer that is a head, and which layers have been heads in every micro-batch so far.
 
-    ``quantities`` are in the order of their values: those that have a formula come last, in ``columns``.
+    ``quantities`` are in the order of their values: those with a formula come last, in the slice ``columns``.
     """
 
     def __init__(self, runner: Runner, loss: Loss, memory: int | None, quantities: Sequence[str]) -> None:
@@ -50,10 +49,10 @@ class Heads:
         self._always: dict[str, bool] = {}
         self._agreeing: dict[str, bool] = {}
 
-    def apart(
+    def split(
         self, run: Run, sent: Cotangents, forms: Mapping[str, LayerForm]
     ) -> tuple[dict[str, Tensor], dict[str, LayerForm]]:
-        """Return by layer what has a formula, (quantities, n) not yet divided, and forms of what takes cotangents."""
+        """Return the values of heads by layer, (quantities, n) not yet divided, and forms that need cotangents."""
         heads = {}
         for name, form in forms.items() if self._others != self.quantities else ():
             order = self._order(run, sent, form)
@@ -66,39 +65,39 @@ class Heads:
         return heads, taking
 
     def always(self, names: Iterable[str], quantity: str) -> bool:
-        """Return whether a quantity came by its formula in every run of some layers."""
+        """Return whether a quantity was computed by its formula in every run of some layers."""
         return QUANTITIES[quantity].at_head and all(self._always.get(name, False) for name in names)
 
     def compare(self, run: Run, sent: Cotangents, forms: Mapping[str, LayerForm]) -> None:
-        """Take in whether probes of each layer's trace agree: those of a head do, |φ|² times a length that is one."""
+        """Note whether all probes of a layer's trace agree: a head's do if a sample's cotangents have one norm."""
         for name, form in forms.items() if _TRACE in self.quantities else ():
             if self._agreeing.get(name, True):
                 self._agreeing[name] = sent.same_lengths and self._order(run, sent, form) is not None
 
     def agree(self, names: Iterable[str], quantity: str) -> bool:
-        """Return whether all probes of a quantity gave the same in every run of some layers."""
+        """Return whether all probes of a quantity gave the same value in every run of some layers."""
         return quantity == _TRACE and all(self._agreeing.get(name, False) for name in names)
 
     def facts(self) -> dict[str, dict[str, bool]]:
-        """Return which layers were asked whether they are a head, and which were something else."""
+        """Return which layers were checked for being a head, which were none, and the same of agreeing probes."""
         others = {name: True for name, is_head in self._always.items() if not is_head}
         differing = {name: True for name, agreeing in self._agreeing.items() if not agreeing}
         compared = {"compared": dict.fromkeys(self._agreeing, True), "differing": differing}
         return {"asked": dict.fromkeys(self._always, True), "no heads": others, **compared}
 
     def unite(self, united: Mapping[str, Mapping[str, bool]]) -> None:
-        """Take in the :meth:`facts` of all ranks."""
+        """Replace this rank's facts by the :meth:`facts` of all ranks."""
         self._always = {name: name not in united["no heads"] for name in united["asked"]}
         self._agreeing = {name: name not in united["differing"] for name in united["compared"]}
 
     def _order(self, run: Run, sent: Cotangents, form: LayerForm) -> Tensor | None:
-        """Return which rows of a head's output the loss terms read; empty: all in their order; None: it is no head."""
+        """Return the rows of a head's output that loss terms read; empty for all in order, None if it is no head."""
         calls, module, rows = run.calls(form.name), self._runner.selected[form.name], sent.rows()
         call = calls[-1]
         if len(calls) != 1 or not form.pointwise or rows is None or rows.dtype != call.output.dtype:
             return None
         output = _output_of(call, run.outputs)
-        # It may have been changed where autograd does not see it.
+        # The output may have been changed in a way that autograd's graph does not show.
         if output is None or not layers.computes(module, call.inputs, output):
             return None
         own = output.movedim(layers.kind_of(module).class_dim, -1)
