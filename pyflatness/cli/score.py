@@ -36,6 +36,7 @@ from ..numerics.process_groups import joined
 from ..numerics.ranks import ALONE, Ranks, is_known
 from ..options import Options
 from ..scoring import checkpoints, executors, metadata, pretrained, specs
+from ..scoring.keys import measured_anew
 from ..scoring.run import ScoringRun, keep
 from ..scoring.score import score as call
 from ..scoring.store import Store
@@ -377,7 +378,7 @@ def to_store(
         def take(unit: WorkUnit, outcome: Outcome) -> None:
             nonlocal done
             kept.commit(store, unit, outcome)
-            for note in outcome.notes:
+            for note in (*outcome.notes, *map(measured_anew, outcome.unknown)):
                 notes[note].add(str(unit.weights))
             done += 1
             advance(1, "")

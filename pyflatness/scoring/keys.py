@@ -1,19 +1,23 @@
 """Identify what a value depends on by content, so that a value that is there already is not computed again.
 
 Paths and times are no part of it: a file that was moved or touched is the same file, and one whose bytes changed is
-another. The user's code is its source files (:mod:`.user_files`) and the names of what is used of them; objects are
-what they hold. Where code has no such name, as in a notebook, values are computed anew by each run. Hashes are SHA-256.
+another. The user's code is its source files (:mod:`.user_files`), with what the names of their modules hold now;
+objects are what they hold. Where code has no such name, as in a notebook, values are computed anew by each run. Hashes
+are SHA-256.
 """
 
+import copyreg
+import functools
 import hashlib
-import io
 import json
-import pickle
 import stat
+import sys
+import uuid
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -26,9 +30,10 @@ from ..model.data import Batches, leaves, size
 from ..model.layers import unwrap
 from ..options import Options
 from . import checkpoints, user_files
-from .user_files import NotFoundAgainError, in_closure, is_own_module, name_of
+from .user_files import NotFoundAgainError, is_own_module
 
 Facts = dict[str, Any]
+Files = Mapping[str, tuple[str, str]]  # of each module the hashes of its file and of what its names hold
 
 VALUES_VERSION = 1
 """Raised by a release in which a value changes by more than rounding; then all values are computed again."""
@@ -76,66 +81,181 @@ def of_json(facts: Any) -> str:
 def described(
     held: Any, version: str | None = None, known: Iterable[Tensor] = (), modules: set[str] | None = None
 ) -> str:
-    """Return the hash of what an object holds: as pickle writes it, but for tensors, networks, functions and classes.
+    """Return the hash of what an object holds, of functions and classes their names in the user's files.
 
     Args:
         held: the object.
         version: stands for the user's code: then whatever has a name is taken for what had it before.
         known: tensors that are told from others by their places here, whatever is in them.
-        modules: those of the functions and classes in the object are added to it.
+        modules: those of the user's functions and classes in the object are added to it.
 
     Raises:
         NotFoundAgainError: there is something in it that another run cannot be told to be the same.
     """
-    file = io.BytesIO()
-    pickler = _Pickler(file, version, [*known], set() if modules is None else modules)
-    try:
-        pickler.dump(held)
-    except NotFoundAgainError:
-        raise
-    except Exception as error:  # of the user's objects: they nest too deep, say, or pickle refuses them
-        raise NotFoundAgainError(f"{pickler.last} ({type(error).__name__}: {error})") from error
-    return hashlib.sha256(file.getbuffer()).hexdigest()
+    content = _Content(known, version, given=True)
+    unknown = content.unknown(lambda: content.add(held))
+    if unknown:
+        raise NotFoundAgainError(unknown)
+    (set() if modules is None else modules).update(content.modules)
+    return content.hash.hexdigest()
 
 
-class _Pickler(pickle.Pickler):
-    """Write objects as :func:`described` says; ``last`` is the name of what was written last."""
+def files_of(modules: Iterable[str]) -> tuple[Files, tuple[str, ...]]:
+    """Return the user's files that modules are in, with all that these import, and what no other run would find again.
 
-    def __init__(self, file: io.BytesIO, version: str | None, known: list[Tensor], modules: set[str]) -> None:
-        super().__init__(file, protocol=4)
-        self._how, self._places = (version, known, modules), {id(tensor): place for place, tensor in enumerate(known)}
-        self.last = ""
+    Of each there is, by the module's name, the hash of the file, and of what its names hold if it is loaded. That of
+    what runs (``__main__``) does not count.
+    """
+    files, met, waiting = dict[str, Path](), set[str](), {*modules}
+    states, unknown = dict[str, str](), set[str]()
+    while waiting:
+        while waiting := waiting - met:
+            met.add(name := min(waiting))
+            path = user_files.file_of(name)
+            if path is not None:
+                files[name] = path
+                waiting.update(user_files.imported_by(name, path))
+        used = {each for path in files.values() for each in user_files.used_by(path)}
+        for name in files.keys() & sys.modules.keys():
+            content = _Content()
+            why = content.unknown(functools.partial(content.add_names, vars(sys.modules[name]), name, used))
+            unknown.update([f"{why} ({files[name]})"] if why else [])
+            states[name] = content.hash.hexdigest()
+            waiting |= content.modules - met
+    found = {name: (user_files.hash_of(path), states.get(name, "")) for name, path in files.items()}
+    return found, tuple(sorted(unknown))
 
-    def persistent_id(self, held: Any) -> Any:
-        """Return what stands for an object, or None: then it is written as pickle does it."""
-        version, _, modules = self._how
-        self.last = getattr(held, "__qualname__", type(held).__qualname__)
-        if id(held) in self._places:
-            return self._places[id(held)]
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), torch.dtype, torch.device)
+_NO_FILE = ("<string>", "<attrs")  # code that Python's and attrs' dataclasses make of a class
+
+
+class _Content:
+    """Hash what objects hold: what was ``given`` with a call, or what the names of a module hold.
+
+    A function or class that was given has to be what a file has by its name. One of a module is described by its place
+    in the file and by what it holds, and what Python cannot take apart by its class.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = (), version: str | None = None, *, given: bool = False) -> None:
+        self.hash, self.modules, self.last = hashlib.sha256(), set[str](), ""
+        self._given, self._version = given and version is None, version
+        self._met: dict[int, tuple[int, Any]] = {id(tensor): (place, tensor) for place, tensor in enumerate(known)}
+
+    def unknown(self, add: Callable[[], None]) -> str:
+        """Add something, and return what of it no other run would find again, in words; "" if there is nothing."""
+        try:
+            add()
+        except NotFoundAgainError as error:
+            return str(error)
+        except Exception as error:  # of the user's objects: they nest too deep, say
+            return f"{self.last} ({type(error).__name__}: {error})"
+        return ""
+
+    def note(self, *facts: Any) -> None:
+        self.hash.update(f"{facts!r}\n".encode())
+
+    def add(self, *held: Any) -> None:
+        """Add objects, the same one once."""
+        for each in held:
+            self._add(each)
+
+    def add_names(self, names: Mapping[str, Any], module: str = "", used: Container[str] | None = None) -> None:
+        """Add what the names of a module or a class hold, but for what Python itself sets there.
+
+        Of a module data count that are ``used`` by a function; None: all.
+        """
+        for name, held in sorted(names.items()):
+            if used is not None and name not in used and not isinstance(held, (type, FunctionType)):
+                continue
+            made = getattr(getattr(held, "__code__", None), "co_filename", _NO_FILE[0]).startswith(_NO_FILE)
+            inside = isinstance(held, ModuleType) and held.__name__ == f"{module}.{name}"  # once that is imported
+            if not (inside or (made and name.startswith("__") and name.endswith("__"))):
+                self.note(name)
+                self.add(held)
+
+    def _add(self, held: Any) -> None:
+        made_of = type(held)
+        if made_of in _PLAIN:
+            self.note(made_of.__name__, held)
+        elif made_of is tuple:  # whether two equal ones are one is the compiler's choice
+            self.note("tuple", len(held))
+            self.add(*held)
+        elif made_of in (set, frozenset):
+            self.note("set", *sorted(self._alone(each) for each in held))
+        elif id(held) in self._met:
+            self.note("again", self._met[id(held)][0])
+        else:
+            self._met[id(held)] = len(self._met), held
+            self.last = getattr(held, "__qualname__", made_of.__qualname__)
+            self._add_new(held)
+
+    def _alone(self, held: Any) -> str:
+        content = _Content(version=self._version, given=self._given)
+        content.add(held)
+        self.modules |= content.modules
+        return content.hash.hexdigest()
+
+    def _add_new(self, held: Any) -> None:
         if isinstance(held, Tensor):
-            return [*kind(held), hashlib.sha256(content(held).numpy().data).hexdigest()]
-        if callable(held) and hasattr(held, "__qualname__") and not hasattr(held, "__self__"):  # a function or class
-            name = name_of(held) if version is None else [held.__qualname__]
-            modules.add(held.__module__)
-            return [*name, *in_closure(held)]
-        if type(held) is str:  # whether two equal ones are one is the compiler's choice, as of tuples
-            return held.encode(errors="surrogatepass")
-        if type(held) is tuple:
-            return ["tuple", *held]
-        if type(held) in (set, frozenset):
-            return ["set", *sorted(described(each, *self._how) for each in held)]
-        return None
+            self.note(*kind(held), hashlib.sha256(content(held).numpy().data).hexdigest())
+        elif isinstance(held, ModuleType):
+            self.note("module", held.__name__)
+        elif isinstance(held, nn.Module):
+            held = unwrap(held)
+            self.add(type(held))
+            for name, inside in vars(held).items():  # the keys of hooks are numbers that no other process has
+                self.add(*((name, inside) if "_hooks" not in name else (name, *inside.values()) if inside else ()))
+        elif type(held) in (list, dict):
+            self.note(type(held).__name__, len(held))
+            self.add(*held, *(held.values() if type(held) is dict else ()))
+        elif isinstance(held, (staticmethod, classmethod, property)):
+            self.add(*(getattr(held, part, None) for part in ("__func__", "fget", "fset", "fdel")))
+        elif isinstance(held, weakref.ref):  # of torch's recurrences to their weights
+            self.add(held())
+        elif isinstance(held, type) or (
+            callable(held) and hasattr(held, "__qualname__") and not hasattr(held, "__self__")
+        ):
+            self._add_named(held)
+        else:
+            self._add_reduced(held)
 
-    def reducer_override(self, held: Any) -> Any:
-        """Return what networks, weak references and objects of the user's classes are made of."""
-        if isinstance(held, weakref.ref):  # of torch's recurrences to their weights
-            return weakref.ref, (held(),)
-        if not isinstance(held, nn.Module):
-            own = is_own_module(type(held).__module__)  # may leave attributes out of what pickle writes
-            return (type(held), (), (getattr(held, "__dict__", {}), held.__reduce_ex__(4))) if own else NotImplemented
-        # The keys of hooks are numbers that no other process has.
-        hooks = {name: [*inside.values()] for name, inside in vars(held).items() if "_hooks" in name and inside}
-        return type(held), (), {name: inside for name, inside in vars(held).items() if "_hooks" not in name} | hooks
+    def _add_named(self, held: Any) -> None:
+        """Add a function, a class, or what is like a function."""
+        name, function = held.__qualname__, isinstance(held, FunctionType)
+        of = held if isinstance(held, type) else getattr(held, "__objclass__", held)  # as methods in C have
+        module = str(getattr(of, "__module__", ""))
+        if function and not self._given:  # decorators take over the name of the module
+            module = held.__globals__.get("__name__", "")
+        if self._version is not None or not is_own_module(module):
+            self.note(name, *(() if self._version is not None else (module, user_files.hash_of_module(module))))
+            self.add(*(base for base in getattr(held, "__bases__", ()) if is_own_module(base.__module__)))
+            self.add(*user_files.in_closure(held))
+            return
+        self.modules.add(module)
+        if function and not self._given:
+            self.note(user_files.hash_of_module(module), *user_files.place(held))
+            self.add(held.__defaults__, held.__kwdefaults__, *user_files.in_closure(held))
+            return
+        user_files.check_name(held, exactly=self._given)
+        self.note(user_files.hash_of_module(module), name)
+        if not self._given and isinstance(held, type):
+            self.add(*held.__bases__)
+            self.add_names(vars(held))
+        elif not self._given:
+            self.add(getattr(held, "__wrapped__", None))  # of functools.cache
+
+    def _add_reduced(self, held: Any) -> None:
+        """Add what pickle would write of an object; one of a class of the user's may leave attributes out of that."""
+        self.add(type(held), vars(held) if is_own_module(type(held).__module__) and hasattr(held, "__dict__") else None)
+        try:
+            reduced = copyreg.dispatch_table.get(type(held), lambda held: held.__reduce_ex__(4))(held)
+            parts = [reduced] if isinstance(reduced, str) else [*reduced[:3], *map(list, filter(None, reduced[3:5]))]
+        except Exception:
+            if self._given:
+                raise
+            return
+        self.add(*parts, getattr(held, "__wrapped__", None) if isinstance(reduced, str) else None)
 
 
 def kind(value: Any) -> Any:
@@ -155,7 +275,7 @@ class Described:
 
     Attributes:
         facts: as JSON.
-        modules: of its functions and classes.
+        modules: of the user's functions and classes in it.
         unknown: what in it no other run would find again, in words; empty if there is nothing.
     """
 
@@ -165,15 +285,15 @@ class Described:
 
     @classmethod
     def network(cls, network: nn.Module, made: Any = None, version: str | None = None) -> "Described":
-        """Return what a network is: by what makes it, a callable and its arguments, or else by its attributes."""
+        """Return what a network is, by its attributes and by what makes it, a callable and its arguments."""
         network = unwrap(network)
         state = network.state_dict(keep_vars=True)
         # The file's weights, wherever else the network holds them.
         buffers = (held for name, held in network.named_buffers() if name in state)
         hooks = [held for name, held in vars(nn.modules.module).items() if "_hooks" in name and isinstance(held, dict)]
         facts: Facts = {"entries": [(name, kind(value)) for name, value in state.items()]}
-        held = [made or network, [[*each.values()] for each in hooks]]
-        return cls._of(facts, held, version, network, (*network.parameters(), *buffers))
+        held = [made, network, [[*each.values()] for each in hooks]]
+        return cls._of(facts, held, version, network.modules(), (*network.parameters(), *buffers))
 
     @classmethod
     def loss(cls, loss: Any, version: str | None = None) -> "Described":
@@ -189,22 +309,16 @@ class Described:
 
     @classmethod
     def _of(
-        cls,
-        facts: Facts,
-        held: Any,
-        version: str | None,
-        network: nn.Module | None = None,
-        known: Iterable[Tensor] = (),
+        cls, facts: Facts, held: Any, version: str | None, parts: Iterable[nn.Module] = (), known: Iterable[Tensor] = ()
     ) -> "Described":
-        parts = [] if network is None else [*network.modules()]
-        modules, unknown = {base.__module__ for part in parts for base in type(part).__mro__}, ""
+        modules: set[str] = set()
         try:
             facts = {**facts, "held": described(held, version, known, modules)}
             if version is None:
                 user_files.check_libraries(parts)
         except NotFoundAgainError as error:
-            unknown = str(error)
-        return cls(facts, frozenset(modules), unknown)
+            return cls(facts, unknown=str(error))
+        return cls(facts, frozenset(modules))
 
 
 @dataclass(frozen=True)
@@ -213,7 +327,7 @@ class Code:
 
     model: Facts | None  # of the network that checkpoints are of
     loss: Facts
-    files: Mapping[str, str]  # hashes of source files, by their paths; or the version that stands for them
+    files: Files  # of the user; or the version that stands for them
     unknown: tuple[str, ...]  # what no other run would find again, in words; values that depend on it are not reused
 
     @classmethod
@@ -222,10 +336,35 @@ class Code:
         model = None if network is None else Described.network(network, made, version)
         found = Described.loss(loss, version)
         both = [found] if model is None else [model, found]
-        places = {module for each in both for module in each.modules}
-        files = {"": version} if version is not None else user_files.hashes(places)
         unknown = tuple(each.unknown for each in both if each.unknown)
-        return cls(None if model is None else model.facts, found.facts, files, unknown)
+        facts = None if model is None else model.facts
+        if version is not None:
+            return cls(facts, found.facts, {"": (version, "")}, unknown)
+        files, others = files_of(module for each in both for module in each.modules)
+        return cls(facts, found.facts, files, unknown + others)
+
+    @property
+    def loaded(self) -> list[str]:
+        """Return the modules of which it is known what they hold."""
+        return [name for name, (_, state) in self.files.items() if state]
+
+    def as_loaded_in(self, other: "Code") -> "Code":
+        """Return this code, without what modules hold that are not loaded in another."""
+        held = {name: (file, state if name in other.loaded else "") for name, (file, state) in self.files.items()}
+        return replace(self, files=held)
+
+
+def once(unknown: Collection[str] = ("all",)) -> Facts:
+    """Return what makes a key that no other run has, if there is anything unknown."""
+    return {"once": uuid.uuid4().hex} if unknown else {}
+
+
+def measured_anew(unknown: str) -> str:
+    """Return what is said to the user of what no other run would find again."""
+    return (
+        f"{unknown}: values that depend on it are computed anew by each run; put it into a file that is imported, or "
+        "pass a version (version=, --version) that stands for your code"
+    )
 
 
 def of_options(options: Options) -> Facts:

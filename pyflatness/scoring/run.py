@@ -1,9 +1,8 @@
 """Score many models: what is asked of them, what of it a store has already, and the rest on an executor."""
 
 import functools
-import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -17,11 +16,11 @@ from ..interrupts import cached_property
 from ..measures import named
 from ..messages import printable
 from ..numerics.ranks import ALONE, Ranks
-from . import keys, result_files, user_files
+from . import keys, result_files
 from .result_files import ResultFile
 from .store import Store
 from .units import Pair, WorkUnit
-from .worker import Bench, Outcome, Setup, measure
+from .worker import AGREED, Bench, Outcome, Setup, measure
 
 Take = Callable[[WorkUnit, Outcome], None]  # what is done with the outcome of a unit
 
@@ -154,10 +153,14 @@ class Kept:
 
     def commit(self, store: Store, unit: WorkUnit, outcome: Outcome) -> None:
         """Write what came of a unit into the store."""
+        if outcome.unknown:
+            store.forget(self.setting)
         if self.spectra is None or not unit.spectrum:
             store.commit(self.setting, unit.content, outcome)
         else:
             held = self.spectra._replace(content=unit.content, file=outcome.file, error=outcome.error)
+            if outcome.unknown:
+                held = held._replace(setting="")
             result_files.put(store, held)
 
     def failures(self, store: Store) -> list[tuple[str, str]]:
@@ -176,17 +179,19 @@ def keep(run: ScoringRun, store: Store, *, retry: bool = False, ends: bool = Fal
     setup, bench = run.setup, run.bench
     ordered = run.request.options.of_layers.sampled or run.request.options.by_sample
     fingerprint = keys.of_data(bench.data, ordered=ordered, ends=ends)
-    code, hashes = bench.code(), functools.cache(user_files.hashes)  # most networks have the same files
+    code, files_of = bench.code(), functools.cache(keys.files_of)  # most networks have the same files
     contents: dict[str, str] = {}
     unknown = [*code.unknown]
     for name, held in run.models.items():
         if isinstance(held, nn.Module):
             found = keys.Described.network(held, version=setup.version)
-            files = sorted(hashes(found.modules).values()) if setup.version is None else []
-            contents[name] = keys.of_json([keys.of_state(held), found.facts, files, _once(found.unknown)])
-            unknown += filter(None, [found.unknown])
+            files, others = files_of(found.modules) if setup.version is None else ({}, ())
+            own = [*filter(None, [found.unknown]), *others]
+            contents[name] = keys.of_json([keys.of_state(held), found.facts, sorted(files.values()), keys.once(own)])
+            unknown += own
         else:
             contents[name] = keys.of_file(held)
+    AGREED.append(code)  # as threads of this process have it
     run.setup = bench.setup = replace(setup, fingerprint=fingerprint, code=code)
     key = {
         "model": code.model,
@@ -195,7 +200,7 @@ def keep(run: ScoringRun, store: Store, *, retry: bool = False, ends: bool = Fal
         "code": sorted({*code.files.values()}),
         "options": keys.of_options(run.request.options),
         "values version": keys.VALUES_VERSION,
-        **_once(code.unknown),
+        **keys.once(code.unknown),
     }
     shown = {"model": setup.model and setup.model.text(), "data": setup.data.text()}
     setting = store.setting({"key": key, "shown": shown})
@@ -206,11 +211,7 @@ def keep(run: ScoringRun, store: Store, *, retry: bool = False, ends: bool = Fal
         first.setdefault(content, name)
     missing = store.ask(setting, {content: run.pairs(name) for content, name in first.items()}, retry=retry)
     units = [unit for content, pairs in missing.items() for unit in run.units(first[content], pairs, content)]
-    said = tuple(
-        f"{what}: values that depend on it are computed anew by each run; put it into a file that is imported, or pass "
-        "a version (version=, --version) that stands for your code"
-        for what in dict.fromkeys(unknown)
-    )
+    said = tuple(map(keys.measured_anew, dict.fromkeys(unknown)))
     if not spectrum:
         return Kept(setting, contents, units, said)
     options = {"curvature": run.request.options.curvature, "seed": run.request.options.seed, "k": spectrum}
@@ -222,8 +223,3 @@ def keep(run: ScoringRun, store: Store, *, retry: bool = False, ends: bool = Fal
         if content not in there
     ]
     return Kept(setting, contents, units, said, ResultFile("", "", "spectrum", setup.data.text(), of_all, b""))
-
-
-def _once(unknown: Sequence[str] | str) -> dict[str, str]:
-    """Return what makes a key that no other run has, if there is anything unknown."""
-    return {"once": uuid.uuid4().hex} if unknown else {}

@@ -18,11 +18,11 @@ from ..model.state import in_eval_mode
 from ..numerics.process_groups import joined
 from ..options import CALL, EVERY, MeasureHow, Options, check_count, check_flag, check_names
 from ..session import public
-from . import checkpoints, data_specs, executors, pretrained, specs
+from . import checkpoints, data_specs, executors, keys, pretrained, specs
 from .run import Models, ScoringRun, keep
 from .scores import Scores
 from .store import Store
-from .units import Request, Row, rows
+from .units import Request, Row, WorkUnit, rows
 from .worker import Maker, Outcome, Setup
 
 Model = nn.Module | str | Path
@@ -196,10 +196,16 @@ def _scored(run: ScoringRun, executor: Executor | None) -> Scores:
 
 def _kept(run: ScoringRun, executor: Executor | None, store: Store, *, retry: bool, spectrum: int) -> Scores:
     kept = keep(run, store, retry=retry, spectrum=spectrum)
-    run.go(kept.units, executor, lambda unit, outcome: kept.commit(store, unit, outcome))
+    unknown: dict[str, None] = {}  # in the order in which it was met
+
+    def take(unit: WorkUnit, outcome: Outcome) -> None:
+        kept.commit(store, unit, outcome)
+        unknown.update(dict.fromkeys(outcome.unknown))
+
+    run.go(kept.units, executor, take)
     every = (
         row
         for name, content in kept.contents.items()
         for row in rows(name, run.pairs(name), store.values(kept.setting, content))
     )
-    return Scores(tuple(every), len(kept.units), kept.notes)
+    return Scores(tuple(every), len(kept.units), (*kept.notes, *map(keys.measured_anew, unknown)))

@@ -242,6 +242,15 @@ class Store:
             connection.execute("INSERT OR IGNORE INTO settings (key, facts) VALUES (?, ?)", (key, text))
         return int(self.select("SELECT id FROM settings WHERE key = ?", (key,))[0]["id"])
 
+    def forget(self, setting: int) -> None:
+        """Give a setting a key that no other run has, by which its values stay and are not found again."""
+        facts = self.settings()[setting]
+        facts["key"] = keys.once() | facts["key"]  # that it has already, if anything else is unknown
+        text = json.dumps(facts, sort_keys=True)
+        with self.changes() as connection:
+            where = (keys.of_json(facts["key"]), text, setting)
+            connection.execute("UPDATE settings SET key = ?, facts = ? WHERE id = ?", where)
+
     def name(self, contents: Mapping[str, tuple[str | None, str]]) -> None:
         """Note what checkpoints hold now: path, None if they have none, and content.
 

@@ -1,66 +1,32 @@
-"""Find functions and classes of the user's again by their names in source files, and hash what these files say.
+"""Find the user's code: the files that it is in, what these import, and where in its file a function is.
 
-A file counts by what its code does: comments, blank lines and the folder that it is in do not matter. Code that no file
-has under a name (a cell of a notebook, the script that runs, a lambda, a closure) cannot be found again.
+Code that is in no file which can be imported (a cell of a notebook, the script that runs) cannot be found again.
 """
 
-import ast
 import contextlib
+import dis
 import functools
 import hashlib
 import importlib.util
+import os
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterable, Iterator
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
-
-from ..errors import InputError
 
 _PACKAGE = Path(__file__).parents[1]
 _RUN = ("__main__", "__mp_main__")  # modules whose names mean other code in another run
 
 
 class NotFoundAgainError(Exception):
-    """Say what has no name by which another run would find the same code."""
-
-
-def name_of(made: Any) -> list[Any]:
-    """Return the name of a function or class, with the hash of its file unless that is Python's or torch's.
-
-    Raises:
-        NotFoundAgainError: it has no such name, or another object has it.
-    """
-    name = made.__qualname__
-    path: Any = getattr(sys.modules.get(made.__module__ or ""), "__file__", None)
-    if not is_own_module(made.__module__):
-        bases = [name_of(base) for base in getattr(made, "__mro__", ())[1:] if is_own_module(base.__module__)]
-        of_library = "-packages" in str(path) and made.__module__.partition(".")[0] != "torch"
-        return [f"{made.__module__}.{name}", _parsed(Path(path).read_bytes())[0] if of_library else "", *bases]
-    if path is None or made.__module__ in _RUN:
-        raise NotFoundAgainError(f"{name} is in no file that can be imported")
-    found: Any = sys.modules[made.__module__]
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    if getattr(found, "__wrapped__", found) is not made and found is not made:
-        raise NotFoundAgainError(f"{name} is not what {path} has by that name")
-    return [name, _parsed(Path(path).read_bytes())[0]]
-
-
-def check_libraries(modules: Iterable[nn.Module]) -> None:
-    """Raise if a program has put functions into the classes of modules, or into torch."""
-    classes = {base: None for module in modules for base in type(module).__mro__}
-    holders: list[Any] = [*classes, torch, torch.Tensor, nn.functional]
-    for holder in holders:
-        installed = not is_own_module(getattr(holder, "__module__", "torch"))  # modules have no such attribute
-        for name, held in vars(holder).items():
-            theirs = isinstance(held, FunctionType) and not _is_installed(held.__code__.co_filename)
-            if theirs and (installed or held.__module__ in _RUN):
-                raise NotFoundAgainError(f"{name} of {holder.__name__}, which was set by a program")
+    """Say what no other run would find again."""
 
 
 @functools.cache
@@ -84,36 +50,11 @@ def is_own_module(name: Any) -> bool:
     return top not in sys.stdlib_module_names
 
 
-_as_imported: dict[str, tuple[Any, str]] = {}  # by a module's name: with what it was imported, and its file's hash
-
-
-def hashes(modules: Iterable[str]) -> dict[str, str]:
-    """Return the hashes of the user's own source files of modules and of all that these import, by their paths.
-
-    Imports inside of functions count; the script that runs does not, whose code cannot be found again. A file that was
-    edited after it was imported is an error. That is seen if the module was met here before the edit, or by any of its
-    functions; what a module does besides defining functions and classes is not kept by Python.
-    """
-    found: dict[str, str] = {}
-    waiting, met = [*modules], {"", *_RUN}
-    while waiting:
-        name = waiting.pop()
-        path = None if name in met else _file(name)
-        met.add(name)
-        if path is not None and str(path) not in found:
-            held, imported = _parsed(path.read_bytes())
-            found[str(path)] = _unedited(name, path, held) if name in sys.modules else held
-            above = name.rpartition(".")[0]
-            waiting.append(above)
-            for other in imported:
-                with contextlib.suppress(ImportError):  # more dots than there are packages
-                    waiting.append(importlib.util.resolve_name(other, name if path.stem == "__init__" else above))
-    return found
-
-
-def _file(name: str) -> Path | None:
-    """Return the source file of a module, loaded or not, if it has one of the user's own."""
+def file_of(name: str) -> Path | None:
+    """Return the file of a module of the user's, loaded or not; None of others, and of what runs."""
     module, (above, _, last) = sys.modules.get(name), name.rpartition(".")
+    if name in ("", *_RUN):
+        return None
     if module is not None:
         files = [Path(getattr(module, "__file__", None) or "")]
     else:  # what a module without files of its own has by this name is no module
@@ -121,29 +62,65 @@ def _file(name: str) -> Path | None:
         places = getattr(sys.modules[above], "__path__", ()) if inside else sys.path
         stems = [Path(place, last if inside else name.replace(".", "/")) for place in places]
         files = [file for stem in stems for file in (stem.with_suffix(".py"), stem / "__init__.py")]
-    own = (file.resolve() for file in files if file.is_file() and not _is_installed(str(file)))
-    return next((file for file in own if not _is_installed(str(file))), None)
+    own = (file for file in files if file.is_file() and not _is_installed(str(file)))
+    return next((file for file in own if not _is_installed(str(file.resolve()))), None)
 
 
-def _unedited(name: str, path: Path, found: str) -> str:
-    """Return the hash of a module's file, which is what was imported."""
-    module: Any = sys.modules[name]
-    spec, imported = _as_imported.get(name, (None, ""))
-    if spec is not module.__spec__ or spec is None:  # a new module, or one that was reloaded
-        classes = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == name]
-        functions = [each for space in (module, *classes) for each in vars(space).values()]
-        functions += [held for each in functions for held in in_closure(each)]  # decorated ones
-        codes = [each.__code__ for each in functions if isinstance(each, FunctionType)]
-        own = {_bare(code) for code in codes if code.co_filename == module.__file__}
-        rewritten = type(getattr(module.__spec__, "loader", None)).__name__ != "SourceFileLoader"  # as pytest's are
-        imported = found if rewritten or own <= _codes(path.read_bytes()) else ""
-    if imported != found:
-        raise InputError(
-            f"{path} was edited after it was imported, and what would be measured is what was imported; restart Python "
-            "(the notebook's kernel) so that both are the same"
+def hash_of(path: Path) -> str:
+    """Return the hash of a source file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def hash_of_module(name: str) -> str:
+    """Return the hash of the file of a module, or "" of Python's, torch's and this package's, and of what has none."""
+    path = getattr(sys.modules.get(name), "__file__", None)
+    ours = name.partition(".")[0] in ("torch", "pyflatness", *sys.stdlib_module_names)
+    return "" if path is None or ours else hash_of(Path(path))
+
+
+def check_name(made: Any, *, exactly: bool) -> None:
+    """Raise unless a function or class of the user's is in a file; and, ``exactly``, is what that has by its name."""
+    name, module = made.__qualname__, sys.modules.get(made.__module__)
+    path = getattr(module, "__file__", None)
+    if made.__module__ in _RUN or path is None:
+        raise NotFoundAgainError(f"{name} is in no file that can be imported")
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if exactly and found is not made and getattr(found, "__wrapped__", None) is not made:
+        raise NotFoundAgainError(f"{name} is not what {path} has by that name")
+
+
+def place(function: FunctionType) -> list[Any]:
+    """Return where in the file of its module a function is.
+
+    Raises:
+        NotFoundAgainError: the file does not have it: a program has set it, or the file was edited after its import.
+    """
+    code, module = function.__code__, sys.modules.get(function.__globals__.get("__name__", ""))
+    path = getattr(module, "__file__", None)
+    if module is None or module.__name__ in _RUN or path is None or vars(module) is not function.__globals__:
+        raise NotFoundAgainError(f"{function.__qualname__} is in no file that can be imported")
+    if type(getattr(module.__spec__, "loader", None)) is not SourceFileLoader:  # pytest, say, has rewritten it
+        return [function.__qualname__, code.co_firstlineno]
+    every = _codes(Path(path).read_bytes())
+    if code.co_filename != path or code not in every:
+        raise NotFoundAgainError(
+            f"{function.__qualname__} is not what {path} has: that was edited after its import, or a program has set it"
         )
-    _as_imported[name] = module.__spec__, imported
-    return found
+    return [every[code]]
+
+
+@functools.lru_cache(maxsize=1024)
+def _codes(source: bytes) -> dict[CodeType, int]:
+    """Return the code of a source file, and of all functions and classes in it, numbered."""
+    try:
+        found = [compile(source, "", "exec", dont_inherit=True)]
+    except (SyntaxError, ValueError):  # a compiled library
+        return {}
+    for code in found:
+        found += [held for held in code.co_consts if isinstance(held, CodeType)]
+    return {code: number for number, code in enumerate(found)}
 
 
 def in_closure(function: Any) -> Iterator[Any]:
@@ -153,35 +130,69 @@ def in_closure(function: Any) -> Iterator[Any]:
             yield cell.cell_contents
 
 
-def _codes(source: bytes) -> set[CodeType]:
-    """Return the code of each function and class of a source file."""
-    waiting, found = [compile(source, "", "exec", dont_inherit=True)], set()
-    while waiting:
-        code = waiting.pop()
-        found.add(_bare(code))
-        waiting += [held for held in code.co_consts if isinstance(held, CodeType)]
-    return found
+def imported_by(name: str, path: Path) -> Iterator[str]:
+    """Yield the modules that a module may import, at any time, and the packages that it is in."""
+    above = name.rpartition(".")[0]
+    yield above
+    for code in _codes(path.read_bytes()):
+        steps = [step for step in dis.get_instructions(code) if step.opname not in ("EXTENDED_ARG", "CACHE")]
+        for level, names, step in zip(steps, steps[1:], steps[2:], strict=False):
+            if step.opname == "IMPORT_NAME":
+                origin = "." * level.argval + step.argval
+                inside = origin + "." * bool(step.argval)
+                for other in (origin, *(inside + each for each in names.argval or ())):
+                    with contextlib.suppress(ImportError):  # more dots than there are packages
+                        yield importlib.util.resolve_name(other, name if path.stem == "__init__" else above)
 
 
-def _bare(code: CodeType) -> CodeType:
-    """Return code without where it stands."""
-    constants = tuple(_bare(held) if isinstance(held, CodeType) else held for held in code.co_consts)
-    return code.replace(co_firstlineno=1, co_linetable=b"", co_consts=constants)
+def used_by(path: Path) -> Iterator[str]:
+    """Yield the names, and the texts, that functions of a source file use."""
+    for code in [*_codes(path.read_bytes())][1:]:
+        yield from (*code.co_names, *(held for held in code.co_consts if isinstance(held, str)))
 
 
-@functools.lru_cache(maxsize=1024)
-def _parsed(source: bytes) -> tuple[str, list[str]]:
-    """Return the hash of a file's code, and the modules that it may import, relative ones with dots in front."""
+def check_libraries(modules: Iterable[nn.Module]) -> None:
+    """Raise if a program has put functions into torch, or into the classes of libraries that modules are of."""
+    classes = {base: None for module in modules for base in type(module).__mro__ if not is_own_module(base.__module__)}
+    holders: list[Any] = [*classes, torch, torch.Tensor, nn.functional]
+    for holder in holders:
+        for name, held in vars(holder).items():
+            if isinstance(held, FunctionType) and not _is_installed(held.__code__.co_filename):
+                raise NotFoundAgainError(f"{name} of {holder.__name__}, which was set by a program")
+
+
+_watched = threading.local()  # where files are opened: .codes of a model and a loss, .paths
+_LOADERS = ("importlib", "_frozen_importlib", "_frozen_importlib_external", "triton")  # read code, and what they keep
+
+
+@contextlib.contextmanager
+def opened(loss: Any) -> Iterator[set[str]]:
+    """Collect the names of files that the user's code opens for reading while a model or a loss is called here."""
+    _listen(_hear)
+    own = (getattr(each, "__code__", None) for each in (loss, vars(type(loss)).get("__call__")))
+    _watched.codes, _watched.paths = {nn.Module.__call__.__code__, *filter(None, own)}, set()
     try:
-        nodes = [*ast.walk(tree := ast.parse(source))]
-    except (SyntaxError, ValueError):  # a compiled library
-        return hashlib.sha256(source).hexdigest(), []
-    found = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    for node in nodes:
-        if isinstance(node, ast.ImportFrom):
-            origin = "." * node.level + (node.module or "")
-            found += [
-                origin,
-                *(f"{origin}.{alias.name}" if node.module else origin + alias.name for alias in node.names),
-            ]
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest(), found
+        yield _watched.paths
+    finally:
+        del _watched.codes
+
+
+_listen = functools.cache(sys.addaudithook)  # Python cannot stop what it begins
+
+
+def _hear(event: str, facts: tuple[Any, ...]) -> None:
+    if event != "open" or not hasattr(_watched, "codes"):
+        return
+    path, mode, flags = facts
+    writes = set(mode or "") & set("wax") or (mode is None and flags & (os.O_WRONLY | os.O_RDWR))
+    if writes or not isinstance(path, str) or path.endswith(".py"):  # as warnings show a line of
+        return
+    frame: FrameType | None = sys._getframe(1)
+    by_user = False
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] not in _LOADERS:
+        by_user = by_user or not _is_installed(frame.f_code.co_filename)
+        if frame.f_code in _watched.codes:
+            if by_user:
+                _watched.paths.add(path)
+            return
+        frame = frame.f_back

@@ -3,7 +3,9 @@
 What is sent to a worker is where the model, data and weights are, and what comes back are numbers.
 """
 
+import contextlib
 import functools
+import importlib
 import json
 import sys
 import threading
@@ -29,7 +31,7 @@ from ..model import calling, state
 from ..model.data import Batches, size, used_up
 from ..numerics.ranks import ALONE, Ranks, is_the_end
 from ..session import session
-from . import checkpoints, cutting, data_specs, keys, pretrained, specs
+from . import checkpoints, cutting, data_specs, keys, pretrained, specs, user_files
 from .cutting import Cut
 from .units import NO_FIT, Fit, Held, Pair, Request, Row, WorkUnit
 
@@ -42,7 +44,8 @@ class Outcome:
     """Hold what came of a unit: a row for each of its pairs, and the network's loss and accuracy if data were read.
 
     ``batch_size`` is what the batches had to be cut to for the memory, None where they stayed as they are. ``notes``
-    say what was done in reading the checkpoint. Of a spectrum there is the ``file``, or an ``error``.
+    say what was done in reading the checkpoint, and ``unknown`` what no other run would find again. Of a spectrum there
+    is the ``file``, or an ``error``.
     """
 
     values: Mapping[Pair, Row]
@@ -50,6 +53,7 @@ class Outcome:
     seconds: float = 0.0
     batch_size: int | None = None
     notes: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
     file: bytes = b""
     error: str = ""
 
@@ -193,6 +197,9 @@ class Setup:
     token: str = field(default_factory=lambda: uuid.uuid4().hex)  # a name that no other run has
 
 
+AGREED: list[keys.Code] = []  # what this process had before it measured, by which modules may change what they hold
+
+
 class Bench:
     """Hold the network and the data, made once, and know whose weights the network has."""
 
@@ -231,12 +238,17 @@ class Bench:
         Data with an unseeded split or noise differ in each process, and code may be edited since the program began.
         """
         fingerprint, code = self.setup.fingerprint, self.setup.code
-        if code is not None and self.code() != code:
-            raise InputError(
-                "model, loss: a worker that made them got others than the process that hands out the work; have their "
-                "callables make the same in every process, leave the source files as they are while the work goes on, "
-                "and set what a module holds in its file, not later"
-            )
+        if code is not None and code not in AGREED:
+            for name in code.loaded:
+                with contextlib.suppress(Exception):
+                    importlib.import_module(name)
+            if self.code().as_loaded_in(code) != code:
+                raise InputError(
+                    "model, loss: a worker that made them got others than the process that hands out the work; have "
+                    "their callables make the same in every process, leave the source files as they are while the work "
+                    "goes on, set what a module holds in its file, not later; or pass a version (version=, --version)"
+                )
+            AGREED.append(code)
         if fingerprint is None:
             return
         if keys.of_data(self.data, ordered="order" in fingerprint, ends="ends" in fingerprint) != fingerprint:
@@ -254,15 +266,18 @@ class Bench:
             if is_the_end(error):
                 raise
             return Outcome.failed(unit, reason(error))
+        kept = self.setup.code is not None and self.setup.version is None
         while True:
-            if unit.spectrum:
-                shown = None if self.setup.progress and not sys.stderr.isatty() else False  # lines, as in a log
-                found = self._spectrum(model, unit.spectrum, progress=shown)
-            else:
-                found = self._measured(model, unit, step)
+            with user_files.opened(self._request.loss) if kept else contextlib.nullcontext(set[str]()) as opened:
+                if unit.spectrum:
+                    shown = None if self.setup.progress and not sys.stderr.isatty() else False  # lines, as in a log
+                    found = self._spectrum(model, unit.spectrum, progress=shown)
+                else:
+                    found = self._measured(model, unit, step)
             if self.setup.batch_size != "auto" or not self._halved(found):
                 most = self._mine.most if isinstance(self._mine, Cut) else None
-                return replace(found, batch_size=most, notes=notes)
+                unknown = tuple(f"{path} is read while the network or the loss runs" for path in sorted(opened))
+                return replace(found, batch_size=most, notes=notes, unknown=unknown)
 
     def _measured(self, model: nn.Module, unit: WorkUnit, step: Step) -> Outcome:
         """Measure a unit.
