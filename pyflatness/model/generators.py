@@ -103,6 +103,21 @@ class _Draws(private.TorchDispatchMode):
         return function(*args, **kwargs)
 
 
+@contextlib.contextmanager
+def seeded() -> Iterator[None]:
+    """Let what is drawn on the CPU be the same in every process, and leave the generators as they were."""
+    states = outside()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002, the user's
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])  # noqa: NPY002
+
+
 def outside() -> tuple[Any, Any]:
     """Return the states of Python's ``random`` and of NumPy's global generator."""
     return random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002, the user's

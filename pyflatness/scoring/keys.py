@@ -128,6 +128,7 @@ def files_of(modules: Iterable[str]) -> tuple[Files, tuple[str, ...]]:
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), torch.dtype, torch.device)
 _NO_FILE = ("<string>", "<attrs")  # code that Python's and attrs' dataclasses make of a class
+_OF_A_PROCESS = {"_original_object_hash"}  # of transformers' GenerationConfig, by Python's hash, which is seeded
 
 
 class _Content:
@@ -206,9 +207,13 @@ class _Content:
             self.add(type(held))
             for name, inside in vars(held).items():  # the keys of hooks are numbers that no other process has
                 self.add(*((name, inside) if "_hooks" not in name else (name, *inside.values()) if inside else ()))
-        elif type(held) in (list, dict):
-            self.note(type(held).__name__, len(held))
-            self.add(*held, *(held.values() if type(held) is dict else ()))
+        elif type(held) is list:
+            self.note("list", len(held))
+            self.add(*held)
+        elif type(held) is dict:
+            held = {name: inside for name, inside in held.items() if name not in _OF_A_PROCESS}
+            self.note("dict", len(held))
+            self.add(*held, *held.values())
         elif isinstance(held, (staticmethod, classmethod, property)):
             self.add(*(getattr(held, part, None) for part in ("__func__", "fget", "fset", "fdel")))
         elif isinstance(held, weakref.ref):  # of torch's recurrences to their weights
@@ -347,6 +352,10 @@ class Code:
     def loaded(self) -> list[str]:
         """Return the modules of which it is known what they hold."""
         return [name for name, (_, state) in self.files.items() if state]
+
+    def but_for_attributes(self) -> "Code":
+        """Return this code, without what the network holds besides its weights."""
+        return replace(self, model=self.model and {**self.model, "held": ""})
 
     def as_loaded_in(self, other: "Code") -> "Code":
         """Return this code, without what modules hold that are not loaded in another."""

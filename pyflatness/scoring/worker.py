@@ -27,7 +27,7 @@ from ..losses import auto, risk
 from ..measures import named
 from ..measures.base import Estimates
 from ..messages import is_out_of_memory, reason
-from ..model import calling, state
+from ..model import calling, generators, state
 from ..model.data import Batches, size, used_up
 from ..numerics.ranks import ALONE, Ranks, is_the_end
 from ..session import session
@@ -205,7 +205,8 @@ class Bench:
 
     def __init__(self, setup: Setup, ranks: Ranks = ALONE) -> None:
         self.setup, self.ranks, self._request = setup, ranks, setup.request
-        self.network = None if setup.model is None else specs.build_model(setup.model.made, setup.model.to)
+        with generators.seeded():  # a network may keep numbers that it drew before it had a checkpoint's weights
+            self.network = None if setup.model is None else specs.build_model(setup.model.made, setup.model.to)
         self.data = setup.data.made()
         if hasattr(self.data, "__next__"):
             raise used_up(self.data, "and every model reads them", setup.data.name.rstrip("="))
@@ -221,6 +222,7 @@ class Bench:
             self._mine = self.data if ranks.alone else Cut(self._mine, device, most=most)
         self._held: tuple[Path, str] | None = None
         self._notes: tuple[str, ...] = ()  # on reading what is held
+        self._unknown: tuple[str, ...] = ()  # of the network, what no other run would find again
 
     def batches(self) -> int:
         """Return the number of batches that are measured here; 0 if the data cannot tell."""
@@ -242,13 +244,17 @@ class Bench:
             for name in code.loaded:
                 with contextlib.suppress(Exception):
                     importlib.import_module(name)
-            if self.code().as_loaded_in(code) != code:
+            here = self.code().as_loaded_in(code)
+            if here != code and here.but_for_attributes() == code.but_for_attributes():  # it holds the time, say
+                self._unknown = ("model: its callable makes a network of other attributes in each process",)
+            elif here != code:
                 raise InputError(
                     "model, loss: a worker that made them got others than the process that hands out the work; have "
                     "their callables make the same in every process, leave the source files as they are while the work "
                     "goes on, set what a module holds in its file, not later; or pass a version (version=, --version)"
                 )
-            AGREED.append(code)
+            else:
+                AGREED.append(code)
         if fingerprint is None:
             return
         if keys.of_data(self.data, ordered="order" in fingerprint, ends="ends" in fingerprint) != fingerprint:
@@ -276,8 +282,8 @@ class Bench:
                     found = self._measured(model, unit, step)
             if self.setup.batch_size != "auto" or not self._halved(found):
                 most = self._mine.most if isinstance(self._mine, Cut) else None
-                unknown = tuple(f"{path} is read while the network or the loss runs" for path in sorted(opened))
-                return replace(found, batch_size=most, notes=notes, unknown=unknown)
+                read = (f"{path} is read while the network or the loss runs" for path in sorted(opened))
+                return replace(found, batch_size=most, notes=notes, unknown=(*self._unknown, *read))
 
     def _measured(self, model: nn.Module, unit: WorkUnit, step: Step) -> Outcome:
         """Measure a unit.

@@ -224,3 +224,15 @@ def test_an_index_that_names_no_files_is_a_row_with_an_error(part: str, tmp_path
     (row,) = pf.score([index], "mse_loss", data, model=functools.partial(nn.Linear, 3, 2), store=store)
     assert row.error
     assert row.value is None
+
+
+def test_the_hash_that_transformers_notes_in_a_process_does_not_count() -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.GPT2Config(vocab_size=8, n_embd=4, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=0)
+    model = transformers.GPT2LMHeadModel(config)
+    before = keys.Described.network(model)
+    assert isinstance(model.generation_config._original_object_hash, int)
+    model.generation_config._original_object_hash += 1
+    assert keys.Described.network(model) == before
+    model.generation_config.max_length = 7
+    assert keys.Described.network(model) != before

@@ -16,8 +16,9 @@ import pyflatness as pf
 
 FILES = {
     "stale_net.py": """
-import json, os
+import json, os, random, time
 from pathlib import Path
+import numpy as np
 import torch
 from torch import nn
 import stale_settings
@@ -45,6 +46,16 @@ class Net(Base):
 class Reading(Net):
     def forward(self, x):
         return super().forward(x) * json.loads(Path(__file__).with_name("forward.json").read_text())
+
+class Drawn(Net):
+    def __init__(self):
+        super().__init__()
+        self.first = self.head.weight.detach().clone(), random.random(), np.random.rand()
+
+class Dated(Net):
+    def __init__(self):
+        super().__init__()
+        self.made = time.time(), os.getpid()
 
 class Late(Net):
     def forward(self, x):
@@ -258,6 +269,32 @@ def test_what_does_not_matter_is_found_again(what: str) -> None:
     assert scored().computed == 1
     INNOCENT[what]()
     assert scored().computed == 0
+
+
+def test_numbers_that_a_network_draws_are_the_same_in_every_process(folder: Path) -> None:
+    (folder / "stale_data.py").write_text(
+        "import torch\n\ndef data():\n    return torch.ones(8, 3), torch.ones(8, 2)\n"
+    )
+    options = {"model": "stale_net.py:Drawn", "store": "runs.sqlite"}
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    found = [pf.score(["a.safetensors"], "mse_loss", "stale_data.py:data", **options) for _ in range(2)]
+    assert torch.equal(torch.rand(3), expected)
+    assert [scores.computed for scores in found] == [1, 0]
+    options |= {"executor": "processes", "store": "workers.sqlite"}
+    assert pf.score(["a.safetensors"], "mse_loss", "stale_data.py:data", **options).computed == 1
+
+
+def test_a_network_of_other_attributes_in_each_process_is_measured_anew_and_that_is_said(folder: Path) -> None:
+    (folder / "stale_data.py").write_text(
+        "import torch\n\ndef data():\n    return torch.ones(8, 3), torch.ones(8, 2)\n"
+    )
+    options = {"model": "stale_net.py:Dated", "store": "runs.sqlite", "executor": "processes"}
+    for _ in range(2):
+        scores = pf.score(["a.safetensors"], "mse_loss", "stale_data.py:data", **options)
+        assert scores.computed == 1
+        assert any("network of other attributes in each process" in note for note in scores.notes)
 
 
 def test_workers_that_hold_other_numbers_in_their_modules_are_refused(folder: Path) -> None:
