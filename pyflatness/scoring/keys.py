@@ -15,7 +15,7 @@ import sys
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -33,7 +33,7 @@ from . import checkpoints, user_files
 from .user_files import NotFoundAgainError, is_own_module
 
 Facts = dict[str, Any]
-Files = Mapping[str, tuple[str, str]]  # of each module the hashes of its file and of what its names hold
+Files = Mapping[str, tuple[str, str]]  # by its path, of each file its hash and that of what its module's names hold
 
 VALUES_VERSION = 1
 """Raised by a release in which a value changes by more than rounding; then all values are computed again."""
@@ -100,11 +100,11 @@ def described(
     return content.hash.hexdigest()
 
 
-def files_of(modules: Iterable[str]) -> tuple[Files, tuple[str, ...]]:
+def files_of(modules: Iterable[str]) -> tuple[Files, tuple[str, ...], tuple[str, ...]]:
     """Return the user's files that modules are in, with all that these import, and what no other run would find again.
 
-    Of each there is, by the module's name, the hash of the file, and of what its names hold if it is loaded. That of
-    what runs (``__main__``) does not count.
+    Of each there is the hash of the file, and of what the names of its module hold if that is loaded. That of what runs
+    (``__main__``) does not count. In between are the names of the modules that are loaded.
     """
     files, met, waiting = dict[str, Path](), set[str](), {*modules}
     states, unknown = dict[str, str](), set[str]()
@@ -122,8 +122,11 @@ def files_of(modules: Iterable[str]) -> tuple[Files, tuple[str, ...]]:
             unknown.update([f"{why} ({files[name]})"] if why else [])
             states[name] = content.hash.hexdigest()
             waiting |= content.modules - met
-    found = {name: (user_files.hash_of(path), states.get(name, "")) for name, path in files.items()}
-    return found, tuple(sorted(unknown))
+    held: dict[Path, list[str]] = {path: [] for path in files.values()}  # a file may be loaded by several names
+    for name, state in states.items():
+        held[files[name]].append(state)
+    found = {str(path): (user_files.hash_of(path), "".join(sorted(of))) for path, of in held.items()}
+    return found, tuple(states), tuple(sorted(unknown))
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), torch.dtype, torch.device)
@@ -201,7 +204,9 @@ class _Content:
         if isinstance(held, Tensor):
             self.note(*kind(held), hashlib.sha256(content(held).numpy().data).hexdigest())
         elif isinstance(held, ModuleType):
-            self.note("module", held.__name__)
+            file = user_files.file_of(held.__name__)  # of the user; it may be loaded by another name elsewhere
+            self.modules |= {held.__name__} if file else set()
+            self.note("module", file.name if file else held.__name__)
         elif isinstance(held, nn.Module):
             held = unwrap(held)
             self.add(type(held))
@@ -334,6 +339,7 @@ class Code:
     loss: Facts
     files: Files  # of the user; or the version that stands for them
     unknown: tuple[str, ...]  # what no other run would find again, in words; values that depend on it are not reused
+    loaded: tuple[str, ...] = field(default=(), compare=False)  # modules of which it is known what they hold
 
     @classmethod
     def of(cls, network: nn.Module | None, made: Any, loss: Any, version: str | None) -> "Code":
@@ -345,13 +351,8 @@ class Code:
         facts = None if model is None else model.facts
         if version is not None:
             return cls(facts, found.facts, {"": (version, "")}, unknown)
-        files, others = files_of(module for each in both for module in each.modules)
-        return cls(facts, found.facts, files, unknown + others)
-
-    @property
-    def loaded(self) -> list[str]:
-        """Return the modules of which it is known what they hold."""
-        return [name for name, (_, state) in self.files.items() if state]
+        files, loaded, others = files_of(module for each in both for module in each.modules)
+        return cls(facts, found.facts, files, unknown + others, loaded)
 
     def but_for_attributes(self) -> "Code":
         """Return this code, without what the network holds besides its weights."""
@@ -359,7 +360,10 @@ class Code:
 
     def as_loaded_in(self, other: "Code") -> "Code":
         """Return this code, without what modules hold that are not loaded in another."""
-        held = {name: (file, state if name in other.loaded else "") for name, (file, state) in self.files.items()}
+        held = {
+            path: (file, state if other.files.get(path, ("", ""))[1] else "")
+            for path, (file, state) in self.files.items()
+        }
         return replace(self, files=held)
 
 

@@ -185,7 +185,7 @@ def keep(run: ScoringRun, store: Store, *, retry: bool = False, ends: bool = Fal
     for name, held in run.models.items():
         if isinstance(held, nn.Module):
             found = keys.Described.network(held, version=setup.version)
-            files, others = files_of(found.modules) if setup.version is None else ({}, ())
+            files, _, others = files_of(found.modules) if setup.version is None else ({}, (), ())
             own = [*filter(None, [found.unknown]), *others]
             contents[name] = keys.of_json([keys.of_state(held), found.facts, sorted(files.values()), keys.once(own)])
             unknown += own

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -295,6 +296,17 @@ def test_a_network_of_other_attributes_in_each_process_is_measured_anew_and_that
         scores = pf.score(["a.safetensors"], "mse_loss", "stale_data.py:data", **options)
         assert scores.computed == 1
         assert any("network of other attributes in each process" in note for note in scores.notes)
+
+
+def test_workers_may_have_a_module_by_another_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name is taken here by a module of something else, so that it is loaded by its path."""
+    (folder / "stale_data.py").write_text(
+        "import torch\n\ndef data():\n    return torch.ones(8, 3), torch.ones(8, 2)\n"
+    )
+    (folder / "stale_user.py").write_text("from stale_net import Net\n\nclass User(Net):\n    pass\n")
+    monkeypatch.setitem(sys.modules, "stale_user", ModuleType("stale_user"))
+    options = {"model": "stale_user.py:User", "store": "runs.sqlite", "executor": "processes"}
+    assert pf.score(["a.safetensors"], "mse_loss", "stale_data.py:data", **options).computed == 1
 
 
 def test_workers_that_hold_other_numbers_in_their_modules_are_refused(folder: Path) -> None:
