@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .. import contractions
 from ..errors import NonFiniteError, NotYetError
 from ..model import calling, layers
-from ..numerics.accumulate import Accumulator, check_together
+from ..numerics.accumulate import Accumulator, all_finite, check_together
 from ..options import Options
 from ..passes import cotangents, dry_run, linearity, normalize
 from ..passes.runner import Run, Runner
@@ -133,7 +133,7 @@ class Products:
         def take(found: tuple[int, Vectors]) -> None:
             number, products = found
             for names, product in products.items():
-                self._check(number, bool(product.isfinite().all()))
+                self._check(number, all_finite(product))
                 sums[names] += product
 
         self._runner.each(lambda run: (run.number, self._of_run(run, sent)), take)
@@ -150,7 +150,7 @@ class Products:
 
         def take(found: tuple[int, Tensor]) -> None:
             number, part = found
-            self._check(number, bool(part.isfinite().all()))
+            self._check(number, all_finite(part))
             sums[:] = [sum(sums, part)]
 
         self._runner.each(self._gradient_of_run, take)
@@ -160,7 +160,7 @@ class Products:
     def _gradient_of_run(self, run: Run) -> tuple[int, Tensor]:
         with contractions.full_precision(run.outputs):
             value = self._loss.value(run.outputs, run.targets.detach())
-            return run.number, self._joined(_gradients(value, self._leaves))
+            return run.number, self._joined(_gradients(value, self._leaves)).double()
 
     @torch.enable_grad()
     def _of_run(self, run: Run, vectors: Vectors) -> Vectors:
@@ -191,7 +191,7 @@ class Products:
 
     def _ggn(self, run: Run) -> Callable[[Names, Tensor], Tensor]:
         leaves = self._leaves
-        u = torch.zeros_like(run.outputs.detach(), requires_grad=True)
+        u = run.outputs.detach().requires_grad_()  # any values: Jᵀu is linear in them
         self._check_complete(run, run.outputs, u)
         gradients = _gradients(run.outputs, leaves, u, create_graph=True)  # Jᵀu
         sent = cotangents.of_run(run, self._loss)
@@ -249,8 +249,8 @@ class Products:
         return layers.as_matrix(self.modules[name], weight)
 
     def _joined(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """Return gradients as one vector (N,) float64."""
-        return torch.cat([self._as_matrix(n, g).flatten().double() for n, g in gradients.items()])
+        """Return gradients as one vector (N,)."""
+        return torch.cat([self._as_matrix(n, g).flatten() for n, g in gradients.items()])
 
     def _inverse_spread(self, names: Names) -> Tensor:
         """Return the inverse of each entry's factor, (N,), or a 1, (1,), without ``normalize``."""

@@ -17,7 +17,7 @@ from .base import Known, Reduction, Terms
 
 AUTO = "auto"
 _SAMPLES = 2  # samples of the first batch for which the loss is compared with the model's own
-_MOST_LOGITS = 2**24  # of two samples; if they have more, one sample is compared
+_MOST_LOGITS = 2**22  # of two samples; if they have more, one sample is compared
 _RTOL = 1e-4
 _WAY_OUT = (
     "pass loss=, and where outputs and labels do not fit as they are, forward=, a function (model, batch) -> "

@@ -197,12 +197,8 @@ class _Columns:
 
     def _parts(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, the roots √(scale p) and the most probable class of some rows."""
-        p, (q, top) = self._p[rows], self._q(rows)
-        roots = torch.empty_like(p)
-        few = max(1, _AT_ONCE // max(1, p.shape[1]))
-        for given, scale, made in zip(p.split(few), self._scale[rows].split(few), roots.split(few), strict=True):
-            made.copy_((given.double() * scale.unsqueeze(1)).sqrt_())
-        return q, roots, top
+        q, top = self._q(rows)
+        return q, self._p[rows].sqrt().mul_(self._scale[rows].sqrt().to(q.dtype).unsqueeze(1)), top
 
     def _blocks(self) -> Iterator[slice]:
         few = max(1, _AT_ONCE // max(1, self._p.shape[1]))
@@ -231,28 +227,31 @@ class _Columns:
     def form(self, changes: Tensor) -> Tensor:
         """See :class:`.base.Factors`."""
         found = []
-        for rows, q, roots, top in self._each():
-            along = _away(changes[rows], q).mul_(roots).scatter_(1, top, 0.0)
-            found.append(along.square_().sum(dim=1, dtype=torch.float64))
-        return torch.cat(found)
+        for rows in self._blocks():
+            away = self._away(changes, rows)
+            found.append(away.square().mul_(self._p[rows]).sum(dim=1, dtype=torch.float64))
+        return torch.cat(found).mul_(self._scale)
 
     def times(self, changes: Tensor) -> Tensor:
         """See :class:`.base.Factors`; without square roots, for negative class weights too."""
         found, scale = torch.empty_like(self._p), self._scale.unsqueeze(1).to(self._p.dtype)
         for rows in self._blocks():
-            q, top = self._q(rows)
-            sums = _away(changes[rows], q).mul_(self._p[rows]).mul_(scale[rows]).scatter_(1, top, 0.0)
-            torch.sub(sums, q * sums.sum(dim=1, keepdim=True), out=found[rows])
+            torch.mul(self._p[rows], self._away(changes, rows).mul_(scale[rows]), out=found[rows])
         return found
+
+    def _away(self, changes: Tensor, rows: slice) -> Tensor:
+        """Return v - ⟨p, v⟩ of changes v, (rows, C); v is taken from v_k, so that nothing cancels if p is peaked."""
+        away = changes[rows] - changes[rows].gather(1, self._top[rows])
+        return away.sub_(torch.linalg.vecdot(self._p[rows], away).unsqueeze(1))
 
     def sizes(self) -> Tensor:
         """Return Σ_j scale p_j (1 - p_j), (rows,), with 1 - p_k as the sum of the others, so that nothing cancels."""
         found = []
-        for _, q, roots, top in self._each():
-            root = q.gather(1, top)
-            kept = roots.square().scatter_(1, top, 0.0)
-            found.append(kept.mul_(1 - q * (1 + root) + root.square()).sum(dim=1, dtype=torch.float64))
-        return torch.cat(found)
+        for rows in self._blocks():
+            others = self._p[rows].scatter(1, self._top[rows], 0.0)
+            squares = torch.linalg.vector_norm(others, dim=1, dtype=torch.float64).square()
+            found.append((1 + self._largest[rows, 0]) * others.sum(dim=1, dtype=torch.float64) - squares)
+        return torch.cat(found).mul_(self._scale)
 
     def mixtures(self) -> Mixtures:
         """Return mixtures of these columns."""
@@ -260,7 +259,7 @@ class _Columns:
         def mixed(signs: Tensor) -> list[tuple[Tensor, float]]:
             found = self._p.new_empty(self._p.shape, dtype=torch.result_type(self._p, signs))
             for rows, q, roots, top in self._each():
-                signed = torch.mul(roots, signs[rows], out=found[rows]).scatter_(1, top, 0.0)
+                signed = torch.mul(roots, signs[rows].to(found.dtype), out=found[rows]).scatter_(1, top, 0.0)
                 signed.sub_(q * signed.sum(dim=1, keepdim=True))
             return [(found, 1.0)]
 
@@ -278,11 +277,6 @@ class _Columns:
     def contrasts(self) -> Mixtures:
         """Return mixtures of the contrasts of each class with the less probable ones."""
         return _contrasts(self._p.double(), self._scale)
-
-
-def _away(changes: Tensor, q: Tensor) -> Tensor:
-    """Return v_j - ⟨q, v⟩ = ⟨e_j - q, v⟩ for changes v."""
-    return changes - (q * changes).sum(dim=1, keepdim=True)
 
 
 def _eigenbasis(q: Tensor, roots: Tensor) -> Mixtures:

@@ -387,8 +387,9 @@ def arranged(
         return hugging_face.span_logits(returned, batch.targets)
     logits, targets = tensor(returned), batch.targets
     if isinstance(targets, Tensor) and not targets.is_floating_point() and 2 <= targets.ndim == logits.ndim - 1:
-        logits = logits.movedim(-1, 1)
-        return (logits[:, :, :-1], targets[:, 1:]) if batch.shifted else (logits, targets)
+        if batch.shifted:  # before the classes move, so that a cotangent keeps the order of the logits in memory
+            logits, targets = logits[:, :-1], targets[:, 1:]
+        return logits.movedim(-1, 1), targets
     return logits, targets
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .accumulate import all_finite
 from .krylov import KrylovSpace, Ritz
 from .lanczos import bordered, orthogonalised
 from .signs import RandomVectors
@@ -111,7 +112,7 @@ class Search:
         while True:
             images = yield space.newest
             self._products += len(images)
-            if not bool(images.isfinite().all()):  # only for nan_policy="propagate"
+            if not all_finite(images):  # only for nan_policy="propagate"
                 self._converged = False
                 return None
             ritz = space.take(images)

@@ -178,6 +178,8 @@ def narrow(
             left[name] = batch_layout.of_owners(by_row[name], of_rows, samples)
             if left[name]:
                 del by_row[name]
+    if not (by_row or asked):
+        return {name: several for name, several in left.items() if several}
     cotangent = NormalVectors().like(outputs)
     if by_row:
         left |= batch_layout.by_row(by_row, cotangent, lambda sent: recorder.gradients(outputs, sent, by_row))
