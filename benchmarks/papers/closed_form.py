@@ -85,16 +85,17 @@ class ClosedForm:
         self.first = first.view(-1, len(x)).t().contiguous()  # (n, k · positions): windows of all inputs
 
     @torch.no_grad()
-    def backward(self, samples: Tensor) -> None:
-        """Write the gradient for samples with these numbers (n,)."""
+    def backward(self, samples: Tensor) -> Tensor:
+        """Write the gradient for samples with these numbers (n,), and return their mean loss."""
         n = len(samples)
         inputs = [self.first[samples].t().contiguous()]
         windows = [inputs[0].view(self.layers[0].weight.shape[1], -1)]
         for layer, following in zip(self.layers, self.layers[1:], strict=False):
             inputs.append(torch.addmm(layer.bias, layer.weight, windows[-1]).relu_().view(-1, n))
             windows.append(following.windows(inputs[-1]))
-        signal = torch.addmm(self.layers[-1].bias, self.layers[-1].weight, windows[-1]).softmax(0)
-        signal.sub_(F.one_hot(self.y[samples], len(signal)).t()).div_(n)
+        logits, labels = torch.addmm(self.layers[-1].bias, self.layers[-1].weight, windows[-1]), self.y[samples]
+        loss = (logits.logsumexp(0) - logits.gather(0, labels[None])[0]).mean()
+        signal = logits.softmax(0).sub_(F.one_hot(labels, len(logits)).t()).div_(n)
         for number in reversed(range(len(self.layers))):
             layer = self.layers[number]
             signal = signal.reshape(len(layer.weight), -1)
@@ -103,3 +104,4 @@ class ClosedForm:
             if number:
                 signal = layer.back(layer.weight.t() @ signal, inputs[number])
                 signal = torch.ops.aten.threshold_backward(signal, inputs[number], 0)
+        return loss

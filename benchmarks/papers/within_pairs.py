@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import pyflatness as pf
 from pyflatness import progress
 
 from . import within
+from .closed_form import ClosedForm
 from .training import Data
 
 NETWORKS, STEPS, SIZE = 240, 200, 1e-3
@@ -31,28 +31,30 @@ def continued(network: nn.Sequential, way: str, train: Data, seed: int, steps: i
         steps: to take.
     """
     flat, gradient = within.flattened(network)
+    closed_form, every = ClosedForm(network, *train), torch.arange(len(train[1]))
     generator = torch.Generator().manual_seed(seed)
 
-    def slope(value: Callable[[], Tensor]) -> tuple[float, Tensor]:
-        gradient.zero_()
-        found = value()
-        found.backward()
-        return float(found.detach()), gradient.clone()
+    def of_loss() -> tuple[float, Tensor]:
+        return float(closed_form.backward(every)), gradient.clone()
 
     def direction() -> Tensor:
         if way == "random":
             return torch.randn(flat.shape, generator=generator)
-        return flat.clone() if way == "weight_norm" else slope(lambda: kappa(network, train))[1]
+        if way == "weight_norm":
+            return flat.clone()
+        gradient.zero_()
+        kappa(network, train).backward()
+        return gradient.clone()
 
-    _, own = slope(lambda: F.cross_entropy(network(train[0]), train[1]))
+    _, own = of_loss()
     for _ in range(steps):
         way_down = direction()
         way_down -= (way_down @ own) / (own @ own) * own
         flat.sub_(way_down, alpha=SIZE * float(flat.norm() / way_down.norm()))
-        loss, own = slope(lambda: F.cross_entropy(network(train[0]), train[1]))
+        loss, own = of_loss()
         flat.sub_(own, alpha=(loss - within.LOSS) / float(own @ own))
     for _ in range(10):
-        loss, own = slope(lambda: F.cross_entropy(network(train[0]), train[1]))
+        loss, own = of_loss()
         if abs(loss - within.LOSS) <= 1e-4 * within.LOSS:
             break
         flat.sub_(own, alpha=(loss - within.LOSS) / float(own @ own))
