@@ -1,7 +1,7 @@
 """Take networks of the study within recipes on at the same loss in three ways: the intervention of docs/studies.md."""
 
 import csv
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from pyflatness import progress
 
 from . import within
 from .closed_form import ClosedForm
+from .study import Planned
 from .training import Data
 
 NETWORKS, STEPS, SIZE = 240, 200, 1e-3
@@ -68,6 +69,21 @@ def kappa(network: nn.Sequential, train: Data) -> Tensor:
     return pf.flatness_penalty(network[:-1](train[0]), head.weight, head.bias, train[1])
 
 
+def taken_on(planned: Planned, way: str, weights: Mapping[str, Tensor], train: Data, test: Data) -> dict[str, Any]:
+    """Return the row of a network with these weights, moved in a way."""
+    network = within.ARCHITECTURES[planned.architecture](train[0].shape[1])
+    assert isinstance(network, nn.Sequential)
+    network.load_state_dict(weights)
+    before = nn.utils.parameters_to_vector(network.parameters()).detach().clone()
+    loss = continued(network, way, train, planned.seed)
+    after = nn.utils.parameters_to_vector(network.parameters()).detach()
+    targets, _ = within.tested(network.eval(), test)
+    told = {"name": planned.name, "way": way, "train_loss": loss, "weight_norm": float(after @ after)}
+    told |= {"relative_flatness head": float(kappa(network, train).detach())}
+    told |= {name: targets[name] for name in within.TARGETS}
+    return told | {"moved": float((after - before).norm() / before.norm())}
+
+
 def run(data_of: Callable[[str], tuple[Data, Data]], folder: Path, networks: int = NETWORKS) -> Path:
     """Go on with the intervention on the first networks of the study's list, and return the table's path."""
     from safetensors.torch import load_file
@@ -84,19 +100,7 @@ def run(data_of: Callable[[str], tuple[Data, Data]], folder: Path, networks: int
         if not weights.exists():
             continue
         train, test = data_of(planned.data)
-        rows: list[dict[str, Any]] = []
-        for way in WAYS:
-            network = within.ARCHITECTURES[planned.architecture](train[0].shape[1])
-            assert isinstance(network, nn.Sequential)
-            network.load_state_dict(load_file(weights))
-            before = nn.utils.parameters_to_vector(network.parameters()).detach().clone()
-            loss = continued(network, way, train, planned.seed)
-            after = nn.utils.parameters_to_vector(network.parameters()).detach()
-            targets, _ = within.tested(network.eval(), test)
-            told = {"name": planned.name, "way": way, "train_loss": loss, "weight_norm": float(after @ after)}
-            told |= {"relative_flatness head": float(kappa(network, train).detach())}
-            told |= {name: targets[name] for name in within.TARGETS}
-            rows.append(told | {"moved": float((after - before).norm() / before.norm())})
+        rows = [taken_on(planned, way, load_file(weights), train, test) for way in WAYS]
         with path.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, COLUMNS).writerows(
                 {key: f"{cell:.7g}" if isinstance(cell, float) else cell for key, cell in row.items()} for row in rows

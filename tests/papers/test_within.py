@@ -167,6 +167,26 @@ def test_the_page_is_written_from_the_points(rows, tmp_path, monkeypatch):
     assert "old" not in told
 
 
+def test_the_intervention_is_judged_by_recipes(rows):
+    found, generator, made = within_report.study(rows[: 3 * within.BLOCK]), np.random.default_rng(0), []
+    for name in rows["name"][: within.BLOCK + 9]:
+        for way in within_pairs.WAYS:
+            shift = -0.01 if way == within_report.HEAD else 0.0
+            numbers = {"test error": shift + 0.001 * generator.random(), within_report.HEAD: 1 + generator.random()}
+            made.append({"name": name, "way": way, **numbers})
+    pairs = pandas.DataFrame(made)
+    counted = found.frame[found.frame["name"].isin(pairs["name"])]
+    errors = pairs.pivot(index="name", columns="way", values="test error")
+    less = (errors["relative_flatness head"] - errors["weight_norm"])[counted["name"]].to_numpy()
+    values = 100 * pandas.Series(less).groupby(counted["recipe"].to_numpy()).mean()
+    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+    told = within_report.intervention(found, pairs)
+    assert f"is {values.mean():.2f} [{values.mean() - half:.2f}, {values.mean() + half:.2f}] percentage points" in told
+    assert f"on {within.BLOCK + 9} networks of the first 240, of which {len(counted)} of {len(values)} recipes" in told
+    assert "**a difference is shown**" in told
+    assert within_report.intervention(found, pairs[:0]) == "The intervention has not been run."
+
+
 @pytest.mark.parametrize(
     ("low", "high", "said"),
     [
