@@ -24,7 +24,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ Weights = dict[str, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 _SAVED_EVERY = 20.0  # seconds
+_FOLLOWED_SAVED_EVERY = 300.0  # the same, of groups of up to a gigabyte
 _TOLERANCE = 1e-4  # of a loss that is to be exact, relative to the target
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -363,56 +364,81 @@ def followed(
     kept: Sequence[int],
     folder: Path,
     shown: bool | None = None,
-) -> dict[Descent, list[Weights]]:
-    """Return the weights of each network after each of these numbers of steps.
+) -> dict[Descent, Iterator[Weights]]:
+    """Return the weights of each network after each of these numbers of steps, which are read as they are asked for.
 
     Args:
         network: makes one.
         descents: how each is trained.
         train: inputs and classes, on the device where the networks are to be trained.
         kept: numbers of steps, ascending; the last one ends the training.
-        folder: in which the weights are kept, a file for each batch size, so that they are not trained again.
+        folder: in which the weights are kept, a file for each batch size and number of steps, so that they are not
+            trained again.
         shown: whether a progress bar is; None: on a terminal.
     """
-    from safetensors.torch import load_file
-
     folder.mkdir(parents=True, exist_ok=True)
-    found: dict[Descent, list[Weights]] = {}
+    found: dict[Descent, Iterator[Weights]] = {}
     for batch_size in dict.fromkeys(descent.batch_size for descent in descents):
         group = [descent for descent in descents if descent.batch_size == batch_size]
-        path = folder / f"bs{batch_size}.safetensors"
-        if not path.exists():
-            states = _descended(network, group, train, kept, shown)
-            save({f"{step} {name}": w for step, state in states.items() for name, w in state.items()}, {}, path)
-        held = load_file(path)
-        names = [name for name, _ in network().named_parameters()]
+        paths = {step: folder / f"bs{batch_size}_step{step}.safetensors" for step in kept}
+        if not paths[kept[-1]].exists():
+            _descend(network, group, train, paths, folder / f".bs{batch_size}.safetensors", shown)
         for place, descent in enumerate(group):
-            found[descent] = [{name: held[f"{step} {name}"][place] for name in names} for step in kept]
+            found[descent] = _slices(paths.values(), place)
     return found
 
 
-def _descended(
-    network: Callable[[], nn.Module], group: Sequence[Descent], train: Data, kept: Sequence[int], shown: bool | None
-) -> dict[int, Weights]:
-    """Return the stacked weights of a group after each number of steps, of samples that are drawn with replacement."""
+def _slices(paths: Iterable[Path], place: int) -> Iterator[Weights]:
+    """Yield the weights of one network of each file."""
+    from safetensors import safe_open
+
+    for path in paths:
+        with safe_open(path, "pt") as file:
+            yield {name: file.get_slice(name)[place] for name in file.keys()}  # noqa: SIM118
+
+
+def _descend(
+    network: Callable[[], nn.Module],
+    group: Sequence[Descent],
+    train: Data,
+    paths: Mapping[int, Path],
+    begun: Path,
+    shown: bool | None,
+) -> None:
+    """Write the stacked weights of a group after each number of steps, of samples that are drawn with replacement.
+
+    Where the group is at is saved in ``begun`` now and then, from where another call goes on.
+    """
+    from safetensors.torch import load_file
+
     x, y = train
     made = [initialized(network, descent.seed) for descent in group]
     stacked, _ = stack_module_state(made)
-    weights = {name: weight.detach().to(x.device) for name, weight in stacked.items()}
+    weights, start = {name: weight.detach().to(x.device) for name, weight in stacked.items()}, 0
+    if begun.exists():
+        start = int(metadata(begun)["step"])
+        weights = {name: weight.to(x.device) for name, weight in load_file(begun).items()}
+    elif 0 in paths:
+        save(weights, {}, paths[0])
     rates = torch.tensor([descent.learning_rate for descent in group])
     gradient = vmap(grad(_of_weights(made[0], half_squared_error)))
     generators = {descent.seed: torch.Generator().manual_seed(descent.seed) for descent in group}
-    size, states = group[0].batch_size, {0: weights}
-    with progress.bar(f"training, batches of {size}", kept[-1], shown) as advance:
-        for step in range(1, kept[-1] + 1):
+    size, saved, last = group[0].batch_size, time.monotonic(), max(paths)
+    with progress.bar(f"training, batches of {size}", last, shown) as advance:
+        for step in range(1, last + 1):
             drawn = {seed: torch.randint(len(x), (size,), generator=own) for seed, own in generators.items()}
+            advance(1, "")
+            if step <= start:
+                continue
             index = torch.stack([drawn[descent.seed] for descent in group]).to(x.device)
             gradients = gradient(weights, x[index], y[index])
             weights = {name: w - _of_each(rates, w) * gradients[name] for name, w in weights.items()}
-            if step in kept:
-                states[step] = weights
-            advance(1, "")
-    return states
+            if step in paths:
+                save(weights, {}, paths[step])
+            if time.monotonic() - saved > _FOLLOWED_SAVED_EVERY:
+                save(weights, {"step": step}, begun)
+                saved = time.monotonic()
+    begun.unlink(missing_ok=True)
 
 
 def _of_weights(network: nn.Module, loss: Loss) -> Callable[[Weights, Tensor, Tensor], Tensor]:

@@ -40,14 +40,25 @@ def inside(frame, columns, of, x, y):
     return sum(size * value for size, value in parts) / sum(size for size, _ in parts)
 
 
-def interval(frame, of, recipe, seed="seed", *, crossed=False):
+def is_crossed(frame, x="value", y="gap"):
+    """Whether one of two columns varies mostly between recipes and the other mostly between seeds."""
+    of_x, of_y = (
+        [frame.groupby(by)[name].transform("mean").var() > 0.5 * frame[name].var() for by in ("recipe", "seed")]
+        for name in (x, y)
+    )
+    return (of_x[0] and of_y[1]) or (of_x[1] and of_y[0])
+
+
+def interval(frame, of, recipe, seed="seed", *, crossed=False, correlation=True, digits=2):
     """Fisher's z of a statistic with the variance of the jackknife over recipes and seeds, by Student's t.
 
-    It is ``crossed`` where one column varies mostly between recipes and the other mostly between seeds.
+    It is ``crossed`` where one column varies mostly between recipes and the other mostly between seeds. A difference is
+    no ``correlation``, and is taken as it is.
     """
+    there, back = (math.atanh, math.tanh) if correlation else (float, float)
 
     def left_out(codes):
-        kept = [math.atanh(of(frame[codes != code])) for code in dict.fromkeys(codes)]
+        kept = [there(of(frame[codes != code])) for code in dict.fromkeys(codes)]
         return (len(kept) - 1) * np.var(kept), len(kept) - 1
 
     both = frame[recipe].astype(str) + " " + frame[seed].astype(str)
@@ -55,8 +66,29 @@ def interval(frame, of, recipe, seed="seed", *, crossed=False):
     more = seeds if crossed else max(seeds - cells, 0.0)
     dof = (recipes + more) ** 2 / (recipes**2 / a + more**2 / b)
     half = stats.t.ppf(0.975, dof) * math.sqrt(recipes + more)
-    value = math.atanh(of(frame))
-    return f"{math.tanh(value):.2f} [{math.tanh(value - half):.2f}, {math.tanh(value + half):.2f}]"
+    value = there(of(frame))
+    return f"{back(value):.{digits}f} [{back(value - half):.{digits}f}, {back(value + half):.{digits}f}]"
+
+
+def of_each(frame, of):
+    """Fisher's z of a statistic with the variance of the jackknife over independent rows."""
+    z = math.atanh(of(frame))
+    kept = [math.atanh(of(frame.drop(place))) for place in frame.index]
+    half = stats.t.ppf(0.975, len(kept) - 1) * math.sqrt((len(kept) - 1) * np.var(kept))
+    return f"{math.tanh(z):.2f} [{math.tanh(z - half):.2f}, {math.tanh(z + half):.2f}]"
+
+
+def student(values):
+    """A mean with Student's interval."""
+    values = np.array(values)
+    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+    return values.mean(), values.mean() - half, values.mean() + half
+
+
+def partial_of(of, frame, x, y, z):
+    """The partial coefficient of two columns given a third."""
+    a, b, c = of(frame[x], frame[y]), of(frame[x], frame[z]), of(frame[y], frame[z])
+    return (a - b * c) / math.sqrt((1 - b * b) * (1 - c * c))
 
 
 SETTINGS = ["width", "depth", "batch_size", "learning_rate", "weight_decay", "optimizer"]
@@ -118,6 +150,28 @@ def test_the_papers_local_minima():
     assert sensitivity.split(",")[0] in page("docs/papers.md")
     norm = interval(minima, lambda part: pearson(part["weight_norm network"], part["gap"]), "recipe")
     assert f"weight_norm network {norm}" in page("docs/papers-figures.md")
+    less = interval(
+        minima,
+        lambda part: (
+            pearson(part["relative_flatness fc3"], part["gap"]) - pearson(part["weight_norm network"], part["gap"])
+        ),
+        "recipe",
+        correlation=False,
+    )
+    assert f"less than the weights' norm, {norm}, by {less}, at the edge" in page("docs/papers.md")
+
+
+def test_the_training_loss_does_not_tell_gap_and_error_apart():
+    minima = points("p21-fig6-paper")
+    minima = minima.assign(error=1 - minima["test_accuracy"])
+    held = [
+        interval(minima, lambda part, y=y: partial_of(kendall, part, "mls network", y, "loss"), "recipe")
+        for y in ("gap", "error")
+    ]
+    told = page("docs/papers.md")
+    assert f"MLS still has {held[0]} and {held[1]}" in told
+    follow = [f"{kendall(minima[y], minima['test_loss']):.2f}" for y in ("gap", "error")]
+    assert f"(τ {follow[0]}), and the error does so less ({follow[1]})" in told
 
 
 def test_class_separations_and_bounds():
@@ -126,6 +180,14 @@ def test_class_separations_and_bounds():
     values = [f"{pearson(part['kappa'], part['gap']):.2f}" for _, part in separations]
     assert f"is {values[0]} [" in page("docs/papers-figures.md")
     assert f"at the smallest class separation, {values[0]} [" in page("docs/papers.md")
+    smallest, largest = table[table["separation"] == 0.5], table[table["separation"] == 6]
+    held = of_each(smallest, lambda part: partial_of(pearson, part, "kappa", "gap", "loss"))
+    assert f"with the training loss held fixed it is not shown to, {held}" in page("docs/papers.md")
+    told, loss = page("docs/papers-figures.md"), of_each(smallest, lambda part: pearson(part["loss"], part["gap"]))
+    with_kappa = pearson(smallest["loss"], smallest["kappa"])
+    assert f"by {loss} and with κ by {with_kappa:.2f}, and with it held fixed κ has {held}" in told
+    ranks = of_each(largest, lambda part: pearson(part["kappa"].rank(), part["gap"].rank()))
+    assert f"Spearman's correlation is {ranks}" in told
     bounds = points("p21-fig4-paper")
     below = int((bounds["gap"] < bounds["bound"]).sum())
     assert f"{below} of {len(bounds)} samples" in page("docs/papers.md")
@@ -135,7 +197,11 @@ def test_networks_of_the_paper_of_2019():
     own = points("p19-fig1-own")
     own = own[own["converged"]]
     both = [f"{pearson(own[name], own['gap']):.2f}" for name in ("scaled_lambda_max fc3", "scaled_trace fc3")]
-    assert f"{both[0]} and {both[1]} on 27 of P19's" in page("docs/papers.md")
+    ranks = [
+        f"{stats.spearmanr(own[name], own['gap']).statistic:.2f}"
+        for name in ("scaled_lambda_max fc3", "scaled_trace fc3")
+    ]
+    assert f"{both[0]} and {both[1]} (Spearman {ranks[0]} and {ranks[1]}) on 27 of P19's" in page("docs/papers.md")
     layers = points("p19-fig4-paper")
     name = max(
         (f"neuron_flatness fc{layer}" for layer in (1, 2, 3, 4)), key=lambda n: pearson(layers[n], layers["gap"])
@@ -155,6 +221,13 @@ def test_convolutional_networks_and_perceptrons_of_2024():
         seeds = pearson(sums, table["gap"])  # one network of each recipe and seed
         assert f"{seeds:.2f} [" in told
     assert told.count("0.94 [0.61, 0.99]") == 1
+    few = points("c24-figG6-small")
+    few = few[few["seed"] < 4].assign(recipe=few["learning_rate"].astype(str) + " " + few["batch_size"].astype(str))
+    kappa, mls = (
+        interval(few, lambda part, name=name: pearson(part[name], part["gap"]), "recipe", "recipe")
+        for name in ("relative_flatness", "mls")
+    )
+    assert f"correlated by {kappa} with the gap (Figure G.6), and MLS by {mls}" in told
     table = points("c24-figG5-small")
     table["recipe"] = table["learning_rate"].astype(str) + " " + table["batch_size"].astype(str)
     means = [table.groupby(by)[name].transform("mean") for by, name in (("recipe", "sharpness"), ("seed", "gap"))]
@@ -170,6 +243,21 @@ def test_local_minima_of_the_zoo():
     for name in ("relative_flatness fc3", "mls network", "weight_norm network"):
         text = interval(zoo, lambda part, name=name: kendall(part[name], part["gap"]), "recipe")
         assert text in page("docs/study.md"), name
+    listed = pandas.read_csv(DOCS / "zoo" / "correlations.csv")
+    listed = listed[(listed["statistic"] == "Kendall") & (listed["weights"] == "before") & listed["measure"].isin(zoo)]
+    listed = listed[listed["measure"] != "loss"]
+    beyond = 0
+    for row in listed.itertuples():
+        low, high = row.low, row.high
+        if min(abs(low), abs(high)) < 0.005:  # three digits of the file do not tell on which side it is
+            own = zoo[["gap", "recipe", "seed", row.measure]].rename(columns={row.measure: "value"})
+            tau = interval(
+                own, lambda part: kendall(part["value"], part["gap"]), "recipe", crossed=is_crossed(own), digits=6
+            )
+            low, high = map(float, re.search(r"\[(.*), (.*)\]", tau).groups())
+        beyond += low > 0 or high < 0
+    assert (len(listed), beyond) == (142, 8)
+    assert "Of 142 intervals of measures and layers eight exclude zero" in page("docs/study.md")
     minima = points("p21-fig6-paper").set_index("name")["test_accuracy"]
     error = 1 - minima[zoo["checkpoint"].str.removeprefix("lenet5_cifar10k_")].to_numpy()
     zoo = pandas.concat([zoo, pandas.Series(error, name="error")], axis=1)
@@ -308,6 +396,14 @@ def test_figure_4_in_the_setting_of_the_notebook():
     assert f"the sum {first['bound'].mean():.2f} [" in told
     assert f"and {last['bound'].mean():.2f} [" in told
     assert f"below the sum in {(frame['bound'] >= frame['gap']).sum()} data sets" in told
+    assert f"from {first['bound'].median():.2f} to {last['bound'].median():.3f}" in told
+    assert (last["flatness"] > 0.99 * last["bound"]).sum() == len(last) // 2
+    assert f"did not learn it (test error {last['error'].max():.2f})" in told
+    means = [
+        f"{own[name].mean():.{digits}f}" for own in (first, last) for name, digits in (("bound", 2), ("flatness", 3))
+    ]
+    assert f"from {means[0]} to {means[2]} in its own setting" in page("docs/papers.md")
+    assert f"δ²κ/m is {means[1]} and {means[3]}" in page("docs/papers.md")
 
 
 def test_labels_that_change_with_the_inputs():
@@ -487,6 +583,81 @@ def test_penalties_by_holm():
     assert f"The smallest adjusted p of a penalty on κ is {ours[least]:.2f}" in told
 
 
+def test_plain_training_that_stops_at_its_least_test_loss():
+    told = page("docs/penalties.md")
+    found, accuracies = {}, []
+    for name in ("cifar10", "digits"):
+        runs = trainings(name)
+        plain = {seed: np.array(run["curve"]) for seed, run in runs.pop("plain").items()}
+        for arm, by_seed in runs.items():
+            best = {seed: curve[curve[:, 1].argmin()] for seed, curve in plain.items()}
+            less = [run["test loss"] - best[seed][1] for seed, run in by_seed.items()]
+            found[name, arm] = (*student(less), stats.ttest_1samp(less, 0).pvalue * len(runs))
+            if (name, arm) not in (("cifar10", "SAM, ρ = 0.1"),) and name == "cifar10":
+                accuracies.append(np.mean([run["test accuracy"] - best[seed][2] for seed, run in by_seed.items()]))
+    lower = [arm for (name, arm), (_, _, high, _) in found.items() if name == "cifar10" and high < 0]
+    assert lower == ["κ of conv2, λ = 0.01"]
+    value, low, high, p = found["cifar10", lower[0]]
+    assert f"ends at a lower loss, by {-value:.3f} [{-high:.3f}, {-low:.3f}] (p {p:.2f} by Holm)" in told
+    value, low, high, _ = found["cifar10", "κ of head, λ = 0.001"]
+    assert f"the loss is higher by {value:.2f} [{low:.2f}, {high:.2f}]" in told
+    assert f"by {min(accuracies):.3f} to {max(accuracies):.3f}" in told
+    value, low, high, p = found["digits", "κ of head, λ = 0.01"]
+    assert f"least of plain training by {-value:.3f} [{-high:.3f}, {-low:.3f}], with a p of {p:.2f} by Holm" in told
+    runs = [run for by_seed in trainings("cifar10").values() for run in by_seed.values()]
+    with_gap, with_accuracy, loss = (
+        stats.spearmanr([run[x] for run in runs], [run[y] for run in runs]).statistic
+        for x, y in (("κ of conv2", "gap"), ("κ of conv2", "test accuracy"), ("train loss", "gap"))
+    )
+    assert f"(Spearman {with_gap:.2f}), but the training loss does better ({loss:.2f})" in told
+    assert f"does not order the accuracies ({with_accuracy:.2f})" in told
+
+
+def test_trends_of_2024_at_equal_training_loss():
+    """Quantities where the loss was first as low as the highest final one, on a line of log loss."""
+    told = page("docs/papers-figures.md")
+    names = {
+        "c24-fig1-2-small": "convolutional, small scale",
+        "c24-figH8-H9-small": "perceptron, small scale",
+        "c24-figH8-H9-paper": "perceptron, FashionMNIST",
+        "c24-figH8-H9-mnist": "perceptron, MNIST",
+    }
+    for name, label in names.items():
+        table = points(name)
+        owners = [
+            part.sort_values("step") for _, part in table.groupby(table["name"].str.replace(r"_step.*", "", regex=True))
+        ]
+        target = max(part["loss"].min() for part in owners)
+        rows = []
+        for part in owners:
+            place = int((part["loss"] <= target).to_numpy().argmax())
+            before, after = part.iloc[place - 1], part.iloc[place]
+            along = math.log(before["loss"] / target) / math.log(before["loss"] / after["loss"])
+            row = {name: after[name] for name in ("learning_rate", "batch_size", "seed")}
+            rows.append(
+                row | {c: before[c] + along * (after[c] - before[c]) for c in ("sharpness", "mls", "log_volume")}
+            )
+        frame = pandas.DataFrame(rows)
+        frame = frame[frame["batch_size"] == 20]
+        cells = [
+            interval(frame, lambda part, c=c: pearson(part["learning_rate"], part[c]), "seed", "seed")
+            for c in ("sharpness", "mls", "log_volume")
+        ]
+        assert len(frame) == 15
+        assert f"| {label} | {' | '.join(cells)} |" in told
+
+
+def test_the_widest_step_of_the_bounds_of_2024():
+    frame, told = points("c24-figG4-small"), page("docs/papers-figures.md")
+    wider = np.log10(frame["D"] / frame["C"]) - np.log10(frame["B"] / frame["A"])
+    means, ends = wider.groupby(frame["seed"]).mean(), wider[frame["step"] == frame["step"].max()]
+    for values, where in (
+        (means, "by {:.2f} [{:.2f}, {:.2f}] decades over"),
+        (ends, "not shown: {:.2f} [{:.2f}, {:.2f}]"),
+    ):
+        assert where.format(*student(values)) in told
+
+
 def test_further_claims_of_2024():
     told, fell, trainings = page("docs/papers-figures.md"), 0, 0
     for name in ("c24-fig1-2-small", "c24-figH8-H9-small", "c24-figH8-H9-paper", "c24-figH8-H9-mnist"):
@@ -525,12 +696,13 @@ def test_further_claims_of_2024():
 def test_choices_of_bits():
     """The means of the page on allocation, and how many intervals hold, by the table of every draw."""
     told, every = page("docs/allocation.md"), page("docs/quantisation.md")
-    draws, held = defaultdict(list), []
+    draws, second, held = defaultdict(list), defaultdict(list), []
     for name, row in re.findall(r"\| ([\w-]+, [\d.]+) \| \d \| ((?:[^|]+\| ){7}[^|]+) \|", every):
         same, ours, predicted, _, _, *others = row.split(" | ")
         low, high = (float(end.replace("−", "-")) for end in re.search(r"\[(.*), (.*)\]", predicted).groups())
         held.append(low <= float(ours) <= high)
         draws[name].append([None if cell == "–" else float(cell) for cell in (same, ours, *others[:2])])
+        second[name].append(float(row.split(" | ")[4]))
     assert len(draws) == 7
     for name, rows in draws.items():
         means = ["–" if None in column else f"{sum(column) / len(column):.3f}" for column in zip(*rows, strict=True)]
@@ -539,3 +711,9 @@ def test_choices_of_bits():
             assert printed == mean or abs(float(printed) - float(mean)) <= 0.00101
         assert float(means[1]) == min(float(mean) for mean in means if mean != "–")
     assert f"{sum(held)} of {len(held)} intervals of 95 %" in told
+    alone = {name: np.mean(values) for name, values in second.items()}
+    less = [name for name, rows in draws.items() if alone[name] <= np.mean([row[1] for row in rows])]
+    assert less == ["ResNet-20, 4.0", "ResNet-20, 4.5"]
+    assert (
+        "second order alone (`measured=False`) loses as little, {:.3f} and {:.3f}".format(*map(alone.get, less)) in told
+    )

@@ -52,7 +52,32 @@ def test_each_network_is_as_if_trained_alone(tmp_path):
             for name, weight in alone(descent, steps).items():
                 torch.testing.assert_close(state[name], weight, rtol=1e-4, atol=1e-6)
     again = training.followed(network, descents, (X + 1, Y), [0, 3, 7], tmp_path)  # what is kept is not trained
-    assert torch.equal(again[descents[0]][2]["0.weight"], found[descents[0]][2]["0.weight"])
+    torch.testing.assert_close([*again[descents[0]]][2], alone(descents[0], 7), rtol=1e-4, atol=1e-6)
+
+
+def test_a_group_that_was_interrupted_goes_on_where_it_was_saved(tmp_path, monkeypatch):
+    descents = [training.Descent(0.2, 4, seed) for seed in (0, 1)]
+    whole = training.followed(network, descents, (X, Y), [0, 3, 7], tmp_path / "whole")
+    monkeypatch.setattr(training, "_FOLLOWED_SAVED_EVERY", -1.0)
+    save, steps = training.save, []
+
+    def saved(tensors, facts, path):
+        save(tensors, facts, path)
+        steps.extend(facts.values())
+        if steps == [1, 2, 3, 4]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "save", saved)
+    with pytest.raises(KeyboardInterrupt):
+        training.followed(network, descents, (X, Y), [0, 3, 7], tmp_path / "in two")
+    in_two = training.followed(network, descents, (X, Y), [0, 3, 7], tmp_path / "in two")
+    assert steps == [1, 2, 3, 4, 5, 6, 7]
+    for descent in descents:
+        for one, other in zip(whole[descent], in_two[descent], strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in one)
+    assert sorted(path.name for path in (tmp_path / "in two").iterdir()) == [
+        f"bs4_step{step}.safetensors" for step in (0, 3, 7)
+    ]
 
 
 def test_steps_kept():
