@@ -165,7 +165,7 @@ class LayerValues:
             layer=name,
             omitted=sums.omitted,
             notes=(*self._notes(name, sweep), *missed(value, stderr, self._options.rtol)),
-            per_neuron=sums.parts.get((name, quantity)) if has_neurons else None,
+            per_neuron=sums.further.get((name, quantity)) if has_neurons else None,
             dof=dof,
         )
 
@@ -177,7 +177,7 @@ class LayerValues:
         found = {}
         for name in self._runner.modules:
             estimate = estimates[name]
-            value, note = measure.of_parts(name, sweep.weight(name), sums.parts[name, str(measure.quantity)])
+            value, note = measure.of_parts(name, sweep.weight(name), sums.further[name, str(measure.quantity)])
             notes = (*estimate.notes, note) if note else estimate.notes
             exact = estimate.exact and not note
             found[name] = replace(estimate, value=value, per_sample=None, exact=exact, notes=notes)

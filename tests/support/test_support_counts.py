@@ -143,9 +143,10 @@ def test_a_count_is_held_to_its_limit_until_it_reaches_its_aim():
 
 def test_private_names_of_torch_are_found_in_imports_and_behind_torch():
     text = (
-        "import torch\nfrom torch import _C, nn\nfrom torch._C import x\ntorch._dynamo.reset()\nnn._x\ntorch.__name__"
+        "import torch\nfrom torch import _C, nn\nfrom torch._C import x\ntorch._dynamo.reset()\nnn.loss._x\n"
+        "torch.__name__\nimport torch.distributed as dist\ndist._x\nself._x"
     )
-    assert counts.private_of_torch({"a.py": ast.parse(text)}) == ["a.py:2", "a.py:3", "a.py:4"]
+    assert counts.private_of_torch({"a.py": ast.parse(text)}) == ["a.py:2", "a.py:3", "a.py:4", "a.py:5", "a.py:8"]
 
 
 def test_frames_that_a_call_enters_are_counted():

@@ -12,7 +12,7 @@ from .. import calling, kinds
 from ..kinds import Convolution, Linear, Together, TransposedLinear
 from . import watched
 from .experts import Route
-from .operations import LINEAR, Operation
+from .operations import LINEAR, LinearOperation
 from .watched import Watched
 
 _TRANSPOSED = TransposedLinear()
@@ -182,7 +182,7 @@ class Source:
         if use.name in self._attached:
             self.attach({name: other for name, other in self._attached.items() if other is not use})
 
-    def used(self, operation: Operation) -> Tensor | None:
+    def used(self, operation: LinearOperation) -> Tensor | None:
         """See :class:`.watched.Source`."""
         if not self._attached:  # the model has kept a watched tensor from before
             return None
@@ -205,7 +205,7 @@ class Source:
         hint += "".join(use.hint for use in self.uses.values())
         return f"its weight is used in {', '.join(self._functions) or 'what torch does not tell of'}{hint}"
 
-    def _part(self, operation: Operation, weight: Tensor, part: Tensor) -> Tensor | None:
+    def _part(self, operation: LinearOperation, weight: Tensor, part: Tensor) -> Tensor | None:
         """Do an operation on a view of the parameter."""
         kind, rows = operation.kind, operation.rows(part)
         if kind is LINEAR:
@@ -241,7 +241,7 @@ class Source:
         return self._cut(sorted(inside, key=lambda use: use.entries.start), entries, rows, operation, weight)
 
     def _cut(
-        self, uses: Iterable[Use], entries: range, rows: Tensor, operation: Operation, weight: Tensor
+        self, uses: Iterable[Use], entries: range, rows: Tensor, operation: LinearOperation, weight: Tensor
     ) -> Tensor | None:
         """Do an operation on several parts of the parameter's rows, one by one."""
         width, results, done = rows.shape[1], [], 0
@@ -256,14 +256,14 @@ class Source:
             if part is None:
                 results.append(operation.run(operation.inputs, weight[place].detach(), bias))
                 continue
-            some = Operation(operation.weight, operation.inputs, bias, operation.kind, operation.run)
+            some = LinearOperation(operation.weight, operation.inputs, bias, operation.kind, operation.run)
             result = self._called(part, LINEAR, rows[place], some, weight[place])
             if result is None:
                 return None
             results.append(result)
         return operation.back(torch.cat(results, dim=-1))
 
-    def _computed(self, operation: Operation, weight: Tensor) -> Tensor | None:
+    def _computed(self, operation: LinearOperation, weight: Tensor) -> Tensor | None:
         """Do an operation on a tensor that was computed from the parameter, if it is the same at every call."""
         (use,) = self.uses.values()
         if operation.rows(weight) is not weight or use.name not in self._attached:
@@ -280,7 +280,9 @@ class Source:
         self.behind |= {source for source in sources if isinstance(source, Source) and source is not self}
         return self._called(use, operation.kind, weight.detach(), operation, weight)
 
-    def _called(self, use: Use, kind: Linear, rows: Tensor, operation: Operation, weight: Tensor) -> Tensor | None:
+    def _called(
+        self, use: Use, kind: Linear, rows: Tensor, operation: LinearOperation, weight: Tensor
+    ) -> Tensor | None:
         if not use.takes(kind, rows, operation.inputs, operation.bias):
             return None
         inputs, bias = operation.inputs, operation.bias

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ... import private
 from ...errors import InputError
 from . import operations
-from .operations import Operation, each_of
+from .operations import LinearOperation, each_of
 
 VIEWS = {"t", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "permute", "view", "reshape", "flatten"}
 VIEWS |= {"unflatten", "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "select", "narrow", "unsqueeze"}
@@ -51,7 +51,7 @@ class WeightOwner(Protocol):
     def is_attached(self, part: Tensor) -> bool:
         """Return whether the weight is watched for exactly this view of it."""
 
-    def used(self, operation: Operation) -> Tensor | None:
+    def used(self, operation: LinearOperation) -> Tensor | None:
         """Return the result of an operation on the weight, or None to let it run as any other."""
 
     def note(self, name: str) -> None:
@@ -76,7 +76,7 @@ class Watched(Tensor):
             return inner(*args, **kwargs)
         with unwatched():
             found = operations.read(func, args, kwargs, cls)
-            if isinstance(found, Operation):
+            if isinstance(found, LinearOperation):
                 result = found.weight.source.used(found)  # type: ignore[attr-defined]
                 if result is not None:
                     return result
