@@ -17,7 +17,9 @@ from torch import _C, Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.autograd.graph import _engine_run_backward as run_backward
+from torch.nn.modules import module as modules
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
@@ -85,6 +87,21 @@ def put_back_modes(functions: Sequence[Any], dispatches: int) -> None:
             _C._push_on_torch_function_stack(mode)
     while count_dispatch_modes() > dispatches:
         _C._pop_torch_dispatch_stack(None)
+
+
+def cached_parametrizations() -> tuple[Any, Any]:
+    """Return how many contexts are in which torch keeps parametrised weights, and those that it keeps."""
+    return parametrize._cache_enabled, parametrize._cache
+
+
+def set_cached_parametrizations(contexts: Any, kept: Any) -> None:
+    """Set what :func:`cached_parametrizations` returns."""
+    parametrize._cache_enabled, parametrize._cache = contexts, kept
+
+
+def has_forward_hooks_of_all() -> bool:
+    """Return whether a hook is registered for the forward passes of all modules."""
+    return bool(modules._global_forward_hooks)
 
 
 def store_of(group: Any) -> Any:
