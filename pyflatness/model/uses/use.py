@@ -111,13 +111,13 @@ class Source:
     parameter: Tensor
     places: list[tuple[nn.Module, str]]  # the modules that hold it, each with its name there
     of_module: bool = False  # whether the layer has the name of the module that holds it
-    effective: bool = False  # whether a tensor computed from it counts as the weight, as in parametrised layers
+    effective: bool = False  # whether a tensor computed from it, with as many entries, counts as the weight
     uses: dict[str, Use] = field(default_factory=dict)  # by name; those of parts follow that of the whole
     shared: bool = False  # whether modules that are layers hold it too
     behind: "set[Source]" = field(default_factory=set)  # the parameters from which the weight was computed
     nodes: set[Node] = field(default_factory=set)  # of autograd's graph, reached only by uses outside of stand-ins
     _flag: bool = False  # whether the parameter required a gradient before
-    route: Route | None = None
+    route: Route | None = None  # the samples of the next operation's rows; None for rows in the usual order
     varies: bool = False  # whether the tensor computed from it differed between calls
     _attached: dict[str, Use] = field(default_factory=dict)
     _of_entries: dict[range, Use] = field(default_factory=dict)  # the attached uses by the entries of the parameter
@@ -163,7 +163,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        """See :class:`.watched.Source`."""
+        """Return the name of the layer, or of the first of several parts."""
         return next(iter(self._attached or self.uses), "")
 
     @property
@@ -172,7 +172,7 @@ class Source:
         return dict(self._attached)
 
     def is_attached(self, part: Tensor) -> bool:
-        """See :class:`.watched.Source`."""
+        """Return whether the parameter is watched for exactly this view of it."""
         start = part.storage_offset() - self.parameter.storage_offset()
         return range(start, start + part.numel()) in self._of_entries
 
@@ -183,7 +183,7 @@ class Source:
             self.attach({name: other for name, other in self._attached.items() if other is not use})
 
     def used(self, operation: LinearOperation) -> Tensor | None:
-        """See :class:`.watched.Source`."""
+        """Return the result of an operation on the weight, or None to let it run as any other."""
         if not self._attached:  # the model has kept a watched tensor from before
             return None
         if private.is_wrapped(operation.inputs):
@@ -195,7 +195,7 @@ class Source:
         return self._computed(operation, weight) if self.effective else None
 
     def note(self, name: str) -> None:
-        """See :class:`.watched.Source`."""
+        """Note another function that used the weight, by its name and why it is no layer's operation."""
         self._functions[name] = None
 
     def why_otherwise(self) -> str:
