@@ -94,7 +94,7 @@ def _of_one_sweep(row: Measure) -> bool:
         return False
     if row.base is not None:
         return any(_of_one_sweep(other) for other in MEASURES if other.name == row.base)
-    return row.reads == 0 or (row.quantity is not None and row.normalize is None and row.of_parts is None)
+    return row.reads == 0 or (row.quantity is not None and row.normalize is None and row.of_summands is None)
 
 
 def with_bases(measures: Sequence[Measure]) -> tuple[Measure, ...]:

@@ -285,7 +285,7 @@ def _least(task: Task) -> dict[str, Minimum]:
             found[name] = minimised(diagonal[0].double().cpu(), weight[0].double().cpu())
         return 0.0, ""
 
-    _by_interpolation(task, replace(NORMALIZED_SHARPNESS, of_parts=keep))
+    _by_interpolation(task, replace(NORMALIZED_SHARPNESS, of_summands=keep))
     return found
 
 
