@@ -17,8 +17,8 @@ from .curvature.importance import importance as importance
 from .curvature.landscape import landscape as landscape
 from .curvature.landscape import linear_interpolation as linear_interpolation
 from .curvature.spectrum import spectrum as spectrum
-from .curvature.worst_case import worst_case_sharpness as worst_case_sharpness
 from .measures.representation import representation as representation
+from .measures.worst_case import worst_case_sharpness as worst_case_sharpness
 from .model.calling import causal_lm as causal_lm
 from .reparameterization.reparameterize import reparameterize as reparameterize
 from .scoring.result_files import add_to_store as add_to_store

@@ -78,3 +78,8 @@ class MissingExtraError(FlatnessError, ImportError):
 
 class StoreError(FlatnessError, RuntimeError):
     """Report a store of scores that cannot be read or written."""
+
+
+def printable(text: str) -> str:
+    r"""Return the text with characters that cannot be printed as Python's escapes, such as ``\n`` or ``\x1b``."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

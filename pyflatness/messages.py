@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from . import private
-from .errors import FlatnessError, InputError
+from .errors import FlatnessError, InputError, printable
 
 _FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠")  # and tab, CR and LF, which are escaped anyway
 _ESCAPE = re.compile(r"\\(?:[\\nrt]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
@@ -33,7 +32,7 @@ _NOT_TWICE = (
 _SLIPS: tuple[tuple[str, Any, str], ...] = (  # the argument, what is often passed in its place, and what to do then
     ("model", type, "pass an instance of it"),
     ("model", Mapping, "load it into the model first, model.load_state_dict(…)"),
-    ("model", (tuple, list, str, Callable, private.LossModule), ORDER),
+    ("model", (tuple, list, str, Callable), ORDER),
     ("loss", type, "pass an instance of it"),
     ("loss", Iterable, ORDER),
     ("data", Dataset, "it yields single samples: wrap it, DataLoader(dataset, batch_size=256)"),
@@ -143,7 +142,7 @@ def check_tensor(what: str, tensor: object, *, may_be_fake: bool = False) -> Ten
 
 def without_values(tensor: Tensor) -> bool:
     """Return whether a tensor has a shape and no values."""
-    return tensor.is_meta or isinstance(tensor, private.FakeTensor)
+    return tensor.is_meta or hasattr(tensor, "fake_mode")  # a FakeTensor
 
 
 def check_module(what: str, model: object) -> nn.Module:
@@ -188,11 +187,6 @@ def second_derivatives(what: str, advice: str) -> Iterator[None]:
         if not lacks_a_second_derivative(error):
             raise
         raise InputError(f"{what} ({error}); {advice}") from error
-
-
-def printable(text: str) -> str:
-    r"""Return the text with characters that cannot be printed as Python's escapes, such as ``\n`` or ``\x1b``."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def to_cell(text: str) -> str:

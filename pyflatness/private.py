@@ -12,27 +12,20 @@ from types import CodeType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import _C, Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.autograd.graph import _engine_run_backward as run_backward
+from torch.nn.modules import module as modules
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.nn.modules.batchnorm import _NormBase as NormBase
-from torch.nn.modules.dropout import _DropoutNd as Dropout
-from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
-from torch.nn.modules.loss import _Loss as LossModule
+from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 __all__ = [
     "BatchNorm",
-    "Dropout",
-    "FakeTensor",
-    "InstanceNorm",
-    "LossModule",
-    "NormBase",
     "TorchDispatchMode",
     "function_modes",
     "run_backward",
@@ -94,6 +87,26 @@ def put_back_modes(functions: Sequence[Any], dispatches: int) -> None:
             _C._push_on_torch_function_stack(mode)
     while count_dispatch_modes() > dispatches:
         _C._pop_torch_dispatch_stack(None)
+
+
+def cached_parametrizations() -> tuple[Any, Any]:
+    """Return how many contexts are in which torch keeps parametrised weights, and those that it keeps."""
+    return parametrize._cache_enabled, parametrize._cache
+
+
+def set_cached_parametrizations(contexts: Any, kept: Any) -> None:
+    """Set what :func:`cached_parametrizations` returns."""
+    parametrize._cache_enabled, parametrize._cache = contexts, kept
+
+
+def has_forward_hooks_of_all() -> bool:
+    """Return whether a hook is registered for the forward passes of all modules."""
+    return bool(modules._global_forward_hooks)
+
+
+def store_of(group: Any) -> Any:
+    """Return the key-value store of a process group, which builds of torch without groups do not have."""
+    return dist.distributed_c10d._get_process_group_store(group)
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:

@@ -5,8 +5,8 @@ from .curvature.importance import Importance
 from .curvature.landscape import Landscape, LinearInterpolation
 from .curvature.quadratic import Quadratic
 from .curvature.spectra import Density, Spectrum
-from .curvature.worst_case import WorstCase
 from .measures.pac_bayes import Bisection, PacBayes
+from .measures.worst_case import WorstCase
 from .report import Estimate, Report
 from .scoring.scores import Scores
 from .scoring.units import Row

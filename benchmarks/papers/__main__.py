@@ -13,8 +13,7 @@ from rich.table import Table
 from pyflatness.cli.group import checked
 from pyflatness.cli.options import Count, Json, command
 from pyflatness.cli.output import prepare_folder, show, show_json, write_whole
-from pyflatness.errors import FlatnessError, InputError
-from pyflatness.messages import printable
+from pyflatness.errors import FlatnessError, InputError, printable
 
 from . import EXPERIMENTS, named, reproducing
 from . import study as studied

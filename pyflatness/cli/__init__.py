@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import click
 
 from .. import __version__
-from ..errors import FlatnessError
+from ..errors import FlatnessError, printable
 from .group import Commands, checked
 
 _HELP = """Measure how flat the loss is around trained networks.
@@ -43,8 +43,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with checked():
             group.main(arguments, prog_name="pyflatness")
     except FlatnessError as error:
-        from ..messages import printable
-
         text = "Error: " + "\n".join(map(printable, str(error).splitlines()))
         click.echo(text, err=True)
         stop = SystemExit(text)  # for whoever calls this function

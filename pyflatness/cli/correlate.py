@@ -9,7 +9,7 @@ import click
 from rich import box
 from rich.table import Table
 
-from ..messages import printable
+from ..errors import printable
 from ..results import Correlations
 from ..scoring import page
 from ..scoring.store import Store

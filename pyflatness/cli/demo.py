@@ -31,8 +31,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from .. import __version__, progress
-from ..errors import MissingExtraError
-from ..messages import printable
+from ..errors import MissingExtraError, printable
 from ..results import Correlations
 from ..scoring.score import score
 from ..statistics import correlations, plot_correlation

@@ -19,10 +19,9 @@ from .. import api, losses
 from ..curvature import allocate as allocation
 from ..curvature import spectrum as eigenvalues
 from ..curvature.exports import TOOLS as EXPORTS
-from ..errors import InputError
+from ..errors import InputError, printable
 from ..losses import auto, divergence
 from ..measures import MEASURES, named
-from ..messages import printable
 from ..model import layers as model_layers
 from ..model import selectors
 from ..model.kinds import SUPPORTED

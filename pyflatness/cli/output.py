@@ -16,8 +16,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import InputError
-from ..messages import printable
+from ..errors import InputError, printable
 from ..report import views
 from ..scoring.scores import table as table_of
 from ..scoring.units import Row

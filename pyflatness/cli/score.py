@@ -25,9 +25,9 @@ from click.core import ParameterSource
 
 from .. import progress
 from ..api import measure
-from ..errors import InputError, PassesError
+from ..errors import InputError, PassesError, printable
 from ..losses import auto
-from ..messages import duration, printable
+from ..messages import duration
 from ..model import hugging_face, state
 from ..model.data import Batches
 from ..model.data import first as first_of

@@ -10,8 +10,7 @@ import click
 from rich import box
 from rich.table import Table
 
-from ..errors import InputError
-from ..messages import printable
+from ..errors import InputError, printable
 from ..scoring import export, metadata, result_files
 from ..scoring import store as stores
 from ..scoring.store import Store

@@ -317,7 +317,7 @@ class _Plan:
     options: Sequence[_Option]  # group of layers after group
     choices: ChoiceProblem
     folds: _Folds
-    parts: Sequence[tuple[Tensor, ChoiceProblem]]  # masks of some folds, and the problem of the others
+    left_out: Sequence[tuple[Tensor, ChoiceProblem]]  # masks of some folds, and the problem of the others
     weights: Mapping[str, Weight]  # by the names of layers
     entries: int  # of all weights
     like: Estimate  # a prediction without its value and error
@@ -340,7 +340,7 @@ class _Plan:
             self,
             options=[self.options[place] for place in kept.tolist()],
             choices=self.choices.some(kept),
-            parts=[(places, problem.some(kept)) for places, problem in self.parts],
+            left_out=[(places, problem.some(kept)) for places, problem in self.left_out],
         )
 
     def fits(self, bits: float) -> bool:
@@ -361,7 +361,7 @@ class _Plan:
             )
         chosen, gap = self.choices.best(bits * self.entries)
         changes = self._changes(chosen)
-        others = [(places, problem.good(bits * self.entries)) for places, problem in self.parts]
+        others = [(places, problem.good(bits * self.entries)) for places, problem in self.left_out]
         prices = self.folds.prices(changes)
         worse = [(places, self.folds.prices(self._changes(other)) - prices) for places, other in others]
         hidden = _hidden(self.folds.shares, worse)
@@ -477,7 +477,7 @@ def _planned(
     for option, number in zip(options, group, strict=True):
         of_change[[*option.places]] = number
     folds = _Folds.of(costs, of_change)
-    choices, parts = folds.problems(options, group)
+    choices, left_out = folds.problems(options, group)
     loss_notes.refuse_without_curvature(task.forward.notes, "the price of every format")
     sums, method = costs.sums, "ggn-sampled" if costs.sampled else "ggn"
     like = Estimate(0.0, None, sums.samples, method, exact=False, backend="reference", omitted=sums.omitted)
@@ -486,7 +486,7 @@ def _planned(
         options=options,
         choices=choices,
         folds=folds,
-        parts=parts,
+        left_out=left_out,
         weights=weights,
         entries=entries,
         like=task.noted(like),
@@ -518,8 +518,8 @@ def _planned(
             costs = swept()
         made_here = [places[name, one.name] for name, one in choice.items() if (name, one.name) in places]
         folds = _Folds.of(costs, of_change, made_here)
-        choices, parts = folds.problems(options, group)
-        return replace(plan, choices=choices, parts=parts, folds=folds)
+        choices, left_out = folds.problems(options, group)
+        return replace(plan, choices=choices, left_out=left_out, folds=folds)
 
     return _Read(plan, losses, at)
 

@@ -83,7 +83,7 @@ def fold_losses(task: Task, changes: Sequence[Mapping[str, Tensor]], folds: int)
     over, done, loss = Accumulator(task.options.nan_policy, task.loss.reduction), 0, task.loss
     sums = torch.zeros(2 + len(changes), folds, dtype=torch.float64, device="cpu")  # of the weights ω, and of losses
     squares = torch.zeros(3, 1 + len(changes), dtype=torch.float64, device="cpu")  # of ω, of differences, products
-    for number, part in task.parts().numbered(task.batches):
+    for number, part in task.cut_batches().numbered(task.batches):
         samples = data.size(part)
         fold = task.batches.shard.numbers(done, samples).cpu() % folds
         done += samples
@@ -177,7 +177,7 @@ class ChangeCosts:
 
     def rows(self, name: str) -> Tensor | None:
         """Return the second order of each row of a layer's changes, (changes, d); None if it was not computed."""
-        return self.sums.parts.get((name, _ROWS)) if name in self.by_factors else None
+        return self.sums.further.get((name, _ROWS)) if name in self.by_factors else None
 
 
 class ChangeSweep:
@@ -245,16 +245,16 @@ class ChangeSweep:
         together = not many and (self._options.by_ggn or (len(names) == 1 and by_factors == names))
         sums, sampled = totals.sums(), any(fact["sampled"] for fact in every)
         places = {name: place for name, place in self._places.items() if name in names}
-        gram, folds = sums.parts[_GRAM], None
+        gram, folds = sums.further[_GRAM], None
         if self._folds:
-            shares = sums.parts[_SHARES] / sums.parts[_SHARES].sum()
+            shares = sums.further[_SHARES] / sums.further[_SHARES].sum()
             some = shares > 0
             shares, gram = shares[some], gram[some] / shares[some, None, None]
-            folds = shares, sums.parts[_FIRST_OF_FOLDS][some] / shares[:, None]
+            folds = shares, sums.further[_FIRST_OF_FOLDS][some] / shares[:, None]
         kinds = by_factors, together, linear, frozenset().union(*(fact["differentiated"] for fact in every))
-        counted = zip(self._runner.selected.items(), (sums.normaliser * sums.parts[_TOKENS]).tolist(), strict=True)
+        counted = zip(self._runner.selected.items(), (sums.normaliser * sums.further[_TOKENS]).tolist(), strict=True)
         tokens = {n: round(count) for (n, each), count in counted if isinstance(each, uses.Use) and each.routed}
-        return ChangeCosts(float(sums.parts[_LOSS]), sums, gram, folds, sampled, places, tokens, *kinds)
+        return ChangeCosts(float(sums.further[_LOSS]), sums, gram, folds, sampled, places, tokens, *kinds)
 
     def _values(self, run: Run) -> Values:
         sent = cotangents.of_run(run, self._task.loss)
@@ -265,18 +265,18 @@ class ChangeSweep:
             values[0, self._places[name].start : self._places[name].stop, FIRST] = along.sum(dim=2)
         self._many = self._many or (self._most is not None and sent.passes > self._most)
         tokens = [sum(len(call.route.sample) for call in run.calls(name) if call.route) for name in self._places]
-        parts = {_LOSS: values.new_tensor(value), _GRAM: values.new_zeros(self._groups, self._count, self._count)}
-        parts[_TOKENS] = values.new_tensor(tokens)
+        summands = {_LOSS: values.new_tensor(value), _GRAM: values.new_zeros(self._groups, self._count, self._count)}
+        summands[_TOKENS] = values.new_tensor(tokens)
         if changed and not self._many:
-            parts |= self._second_order(run, sent, changed, values)
+            summands |= self._second_order(run, sent, changed, values)
         values = sent.marked(values)
         if self._folds:
             kept = counting(self._options.nan_policy, values)
             of_fold = self._fold_of(run)[kept]
             first = values.new_zeros(self._folds, self._count).index_add_(0, of_fold, values[0, :, FIRST, kept].t())
             weights = sent.sample_weights[kept].to(first)
-            parts |= {_FIRST_OF_FOLDS: first, _SHARES: first.new_zeros(self._folds).index_add_(0, of_fold, weights)}
-        return Values(values, sent.sample_weights, run.number, parts=parts, lost=sent.bad)
+            summands |= {_FIRST_OF_FOLDS: first, _SHARES: first.new_zeros(self._folds).index_add_(0, of_fold, weights)}
+        return Values(values, sent.sample_weights, run.number, summands=summands, lost=sent.bad)
 
     def _second_order(
         self, run: Run, sent: Cotangents, changed: Mapping[str, Sequence[Tensor]], values: Tensor

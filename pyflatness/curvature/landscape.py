@@ -36,6 +36,8 @@ from .. import progress as bars
 from ..errors import InputError, NotYetError
 from ..messages import check_choice, check_path, shown
 from ..model import calling, fingerprint
+from ..model import directions as making
+from ..model.directions import NORMALIZATIONS, Direction
 from ..model.parameters import Parameters
 from ..model.selectors import Selector
 from ..numerics.process_groups import joined
@@ -44,8 +46,6 @@ from ..options import CALL, How, Options, check_count, check_flag, check_progres
 from ..passes.task import Task
 from ..report import Result, arrays, views
 from ..session import public, session
-from . import directions as making
-from .directions import NORMALIZATIONS, Direction
 from .points import PointLosses, Points
 from .quadratic import Quadratic
 from .quadratic import quadratic as quadratic_model

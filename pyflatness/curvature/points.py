@@ -47,10 +47,10 @@ class Points:
         self._together, self._compared = True, False
         read, over = Fingerprint(), Accumulator("propagate", task.loss.reduction)
         losses = right = torch.zeros(1, dtype=torch.float64, device="cpu")
-        self._targets, self._parts = 0.0, task.parts()
+        self._targets, self._cuts = 0.0, task.cut_batches()
         for number, batch in enumerate(task.batches):
             read.add(data.with_samples(batch, data.size(batch)), data.size(batch))
-            for part in self._parts.of(batch):
+            for part in self._cuts.of(batch):
                 with _Written() as written:
                     outputs, targets = task.run(part)
                 self._bytes = max(self._bytes, written.bytes)
@@ -83,7 +83,7 @@ class Points:
         task, loss = self._task, self._task.loss
         sums = {name: torch.zeros(len(points), dtype=torch.float64, device="cpu") for name in ("losses", "right")}
         with calling.dry_run():
-            for number, part in self._parts.numbered(task.batches):
+            for number, part in self._cuts.numbered(task.batches):
                 for place, (outputs, targets) in enumerate(self._outputs(points, part)):
                     sums["losses"][place] += float(loss.value(outputs, targets))
                     if self._classes:

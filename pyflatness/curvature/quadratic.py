@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..hessian.parameter_products import ParameterProducts
+from ..model.directions import Direction
 from ..passes.task import Task
-from .directions import Direction
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ except ModuleNotFoundError as error:
     raise MissingExtraError(f"{error.name} is not installed: pip install 'pyflatness[hf]' accelerate") from None
 
 
-class FlatnessCallback(Watch, TrainerCallback):  # type: ignore[misc]
+class FlatnessTrainerCallback(Watch, TrainerCallback):  # type: ignore[misc]
     """Measure the model at the ends of epochs, and log the values through the trainer.
 
     The training is what it is without the callback, bit by bit: modes, buffers, gradients, random states, samplers and
@@ -62,8 +62,8 @@ class FlatnessCallback(Watch, TrainerCallback):  # type: ignore[misc]
         MissingExtraError: without transformers.
 
     Example:
-        >>> from pyflatness.integrations.transformers import FlatnessCallback
-        >>> # trainer.add_callback(FlatnessCallback(trainer, layers="classifier", probes=4))
+        >>> from pyflatness.integrations.transformers import FlatnessTrainerCallback
+        >>> # trainer.add_callback(FlatnessTrainerCallback(trainer, layers="classifier", probes=4))
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class FlatnessCallback(Watch, TrainerCallback):  # type: ignore[misc]
         if not callable(getattr(trainer, "add_callback", None)):
             raise InputError(
                 f"trainer: a Trainer of transformers is wanted, got {type(trainer).__name__}; "
-                "trainer.add_callback(FlatnessCallback(trainer, layers=…))"
+                "trainer.add_callback(FlatnessTrainerCallback(trainer, layers=…))"
             )
         how: dict[str, Any] = {"every_n_epochs": every_n_epochs, "limit_batches": limit_batches, "budget": budget}
         super().__init__(layers, measures, data, loss=loss, model=model, name=name, strict=strict, **how, **options)

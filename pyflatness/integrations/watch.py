@@ -24,7 +24,7 @@ from ..numerics.process_groups import refuse
 from ..options import EVERY, Options, check_count, check_flag
 from ..report import Report
 from ..training import loaders
-from ..training.budget import HOW, Budget, check, of_distribution
+from ..training.budget import HOW, TimeBudget, check, of_distribution
 from ..training.history import History
 
 NETWORK = "network"
@@ -57,10 +57,10 @@ class Watch:
         super().__init__()
         for option in options:
             if option not in _OPTIONS:
-                raise unknown_argument("FlatnessCallback", option, _OPTIONS)
+                raise unknown_argument(type(self).__name__, option, _OPTIONS)
         Options.of(options)
         self._layers, self._data, self._loss, self._path, self._name = layers, data, loss, model, name
-        self._budget = None if budget is None else Budget(budget, None if data == "train" else data)
+        self._budget = None if budget is None else TimeBudget(budget, None if data == "train" else data)
         by_budget = {} if budget is None else HOW
         if budget is not None:
             check(loss, options)

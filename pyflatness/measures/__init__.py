@@ -4,9 +4,7 @@ Public are functions of single measures that have options of their own; :func:`p
 by their names.
 """
 
-import importlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
 from ..messages import near
@@ -15,16 +13,12 @@ from ..sweep.activations import ACTIVATIONS
 from . import bounds, fisher_rao, normalized_sharpness, relative_flatness, representation, scaled, sharpness, trace
 from .adaptive_sharpness_mc import ADAPTIVE_SHARPNESS_MC, adaptive_sharpness_mc
 from .base import Measure as Measure
+from .critical import critical_sharpness
 from .mls_adversarial import MLS_ADVERSARIAL, NORMALIZED_MLS_ADVERSARIAL, mls_adversarial
 from .pac_bayes import PAC_BAYES, PAC_BAYES_MAGNITUDE, pac_bayes
 from .relative_flatness import RELATIVE_FLATNESS as RELATIVE_FLATNESS
 from .trace import TRACE as TRACE
-
-if TYPE_CHECKING:
-    from ..curvature.critical import critical_sharpness
-    from ..curvature.worst_case import keskar_sharpness
-
-_ABOVE = {"critical_sharpness": "..curvature.critical", "keskar_sharpness": "..curvature.worst_case"}
+from .worst_case import keskar_sharpness
 
 MEASURES = (
     RELATIVE_FLATNESS,
@@ -100,22 +94,13 @@ def _of_one_sweep(row: Measure) -> bool:
         return False
     if row.base is not None:
         return any(_of_one_sweep(other) for other in MEASURES if other.name == row.base)
-    return row.reads == 0 or (row.quantity is not None and row.normalize is None and row.of_parts is None)
+    return row.reads == 0 or (row.quantity is not None and row.normalize is None and row.of_summands is None)
 
 
 def with_bases(measures: Sequence[Measure]) -> tuple[Measure, ...]:
     """Return these measures, and those that some of them are derived from."""
     bases = [measure.base for measure in measures if measure.base is not None]
     return tuple(dict.fromkeys([*measures, *(row for row in MEASURES if row.name in bases)]))
-
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        """Find the measures that are made of what stands above this room."""
-        if name in _ABOVE:
-            return getattr(importlib.import_module(_ABOVE[name], __name__), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = ["adaptive_sharpness_mc", "critical_sharpness", "keskar_sharpness", "mls_adversarial", "pac_bayes"]

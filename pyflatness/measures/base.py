@@ -25,7 +25,7 @@ class Measure:
     It is a sum over a quantity of the weight gradients, taken by the sweep; or computed by itself; or of the Jacobians,
     whose sweep such measures share; or derived from another measure. ``quantity`` is a name of
     :data:`pyflatness.contractions.quantities.QUANTITIES`, or :data:`pyflatness.sweep.activations.ACTIVATIONS`;
-    ``of_parts`` is for a quantity whose summands are not to be summed: (layer, weight (G, d, m), summands) -> the
+    ``of_summands`` is for a quantity whose summands are not to be summed: (layer, weight (G, d, m), summands) -> the
     layer's value, and a note if that is not the definition's up to rounding. ``invariant`` names the
     reparameterisations that change the network's weights but neither its function nor the measure: ``"none"``,
     ``"layer-wise"``, ``"layer-wise, neuron-wise"``.
@@ -36,7 +36,7 @@ class Measure:
     source: str  # where it is defined
     quantity: str | None = None
     normalize: str | None = None  # the option of relative_flatness that gives it
-    of_parts: Callable[[str, Tensor, Tensor], tuple[float, str]] | None = None
+    of_summands: Callable[[str, Tensor, Tensor], tuple[float, str]] | None = None
     of_network: Callable[[Task], Estimate] | None = None  # the network's value, where it is not the sum over layers
     compute: Callable[[Task], Estimates] | None = None  # its values, for a measure that no sweep is shared for
     of_jacobians: Callable[[Samples], Estimates] | None = None  # its values from the result of sweep.jacobians.measured

@@ -35,7 +35,7 @@ def _values(task: Task) -> Estimates:
     theta = parameters.every(task.model)
     total, over = 0.0, Accumulator(task.options.nan_policy, task.loss.reduction)
     tangent = _Tangent(task, theta)
-    for number, batch in task.parts(derivatives=True).numbered(task.batches):
+    for number, batch in task.cut_batches(derivatives=True).numbered(task.batches):
         if not over.samples:
             _note_cuts(task, theta, batch)
         outputs, change, targets = tangent.of(batch)

@@ -103,8 +103,8 @@ class LayerValues:
             quantity = str(measure.quantity)
             estimates = {name: self._estimate(row, name, quantity, sweep, self._sums) for name, row in rows.items()}
             with attempt(measure):
-                if measure.of_parts is not None:
-                    estimates = self._of_parts(measure, self._sums, sweep, estimates)
+                if measure.of_summands is not None:
+                    estimates = self._of_summands(measure, self._sums, sweep, estimates)
                 found.update(((name, measure.name), estimate) for name, estimate in estimates.items())
         for (name, measure_name), estimate in found.items():
             for note in missed(estimate.value, estimate.stderr, self._options.rtol):
@@ -165,19 +165,19 @@ class LayerValues:
             layer=name,
             omitted=sums.omitted,
             notes=(*self._notes(name, sweep), *missed(value, stderr, self._options.rtol)),
-            per_neuron=sums.parts.get((name, quantity)) if has_neurons else None,
+            per_neuron=sums.further.get((name, quantity)) if has_neurons else None,
             dof=dof,
         )
 
-    def _of_parts(
+    def _of_summands(
         self, measure: Measure, sums: Sums, sweep: Sweep, estimates: Mapping[str, Estimate]
     ) -> dict[str, Estimate]:
         """Return estimates by a measure's own function of a quantity's summands, and their sum for the network."""
-        assert measure.of_parts is not None
+        assert measure.of_summands is not None
         found = {}
         for name in self._runner.modules:
             estimate = estimates[name]
-            value, note = measure.of_parts(name, sweep.weight(name), sums.parts[name, str(measure.quantity)])
+            value, note = measure.of_summands(name, sweep.weight(name), sums.further[name, str(measure.quantity)])
             notes = (*estimate.notes, note) if note else estimate.notes
             exact = estimate.exact and not note
             found[name] = replace(estimate, value=value, per_sample=None, exact=exact, notes=notes)

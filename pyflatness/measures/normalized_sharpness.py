@@ -92,7 +92,7 @@ NORMALIZED_SHARPNESS = Measure(
     formula="min_{σ, σ'} Σ_sj H_sj (σ_s σ'_j)² + w_sj² / (σ_s σ'_j)²",
     source="From Loss Flatness to Compressed Representations, Eq. 36",
     quantity="diagonal",
-    of_parts=of_layer,
+    of_summands=of_layer,
     invariant="layer-wise, neuron-wise",
     cost="one sweep, shared; weight gradients are made for it",
 )

@@ -206,7 +206,7 @@ class _Search:
         self._model = self._folding.of(task.model)
         self.unfolded = self._folding.alone
         self._theta = parameters.every(self._model)
-        self._parts = task.parts(lambda some: self._run(some, {}))
+        self._cuts = task.cut_batches(lambda some: self._run(some, {}))
         seeds = torch.Generator().manual_seed(task.options.seed)
         self._seeds: list[int] = torch.randint(2**62, (probes,), generator=seeds, device="cpu").tolist()
         self.samples = 0
@@ -284,7 +284,7 @@ class _Search:
     def accuracy(self, values: Mapping[str, Tensor]) -> float:
         """Return the accuracy at other parameters of these names, and count the samples."""
         right = total = samples = 0
-        for number, micro_batch in self._parts.numbered(self._task.batches):
+        for number, micro_batch in self._cuts.numbered(self._task.batches):
             outputs, targets = self._run(micro_batch, values)
             hits = risk.hits(outputs, targets, self._task.loss, number)
             if not values and bool(outputs.isnan().any()):

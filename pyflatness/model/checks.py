@@ -11,13 +11,14 @@ from ..messages import IN_TRAINING, without_values
 from .spread import WHOLE, is_spread
 
 Named = Sequence[tuple[str, nn.Module]]
+DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
 
 
 def check_modules(named: Named, *, spread: bool = False) -> None:
     """Raise an InputError that names the first module of a model that cannot be measured as it is."""
     check_kinds(named, spread=spread)
     for name, module in named:
-        if isinstance(module, (private.NormBase, private.Dropout)):
+        if isinstance(module, (private.BatchNorm, *DROPOUTS)):
             _check_mode(name, module)
     _check_values(named)
 
@@ -72,16 +73,14 @@ def _is(name: str) -> str:
 
 def _check_mode(name: str, module: nn.Module) -> None:
     """Raise for a module in a mode in which samples are not independent, or units are dropped at random."""
-    if isinstance(module, private.NormBase) and (module.training or module.running_mean is None):
-        if isinstance(module, nn.modules.instancenorm._InstanceNorm):
-            return  # normalises each sample by itself
+    if isinstance(module, private.BatchNorm) and (module.training or module.running_mean is None):
         if module.training:
             raise InputError(f"{name!r} ({type(module).__name__}) {IN_TRAINING}")
         raise InputError(
             f"{name!r} ({type(module).__name__}) has no running statistics, so its output for a sample depends on the "
             "batch; a value over the data set does not exist"
         )
-    if isinstance(module, private.Dropout) and module.training and module.p > 0:
+    if isinstance(module, DROPOUTS) and module.training and module.p > 0:
         raise InputError(f"{name!r} ({type(module).__name__}) {IN_TRAINING}")
 
 

@@ -250,14 +250,14 @@ def made_anew(model: nn.Module) -> Iterator[None]:
         del attributes["forward"]
         if once.before is not None:
             attributes["forward"] = once.before
-    cached = parametrize._cache_enabled, parametrize._cache
+    cached = private.cached_parametrizations()
     if cached[0]:
-        parametrize._cache_enabled, parametrize._cache = 0, {}
+        private.set_cached_parametrizations(0, {})
     try:
         yield
     finally:
         if cached[0]:
-            parametrize._cache_enabled, parametrize._cache = cached
+            private.set_cached_parametrizations(*cached)
         for attributes, once in replaced:
             attributes["forward"] = once
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, NonFiniteError
-from .shard import WHOLE, Key, Parts, Shard
+from .shard import WHOLE, Key, Shard, Summands
 
 NAN_POLICIES = "raise", "propagate", "omit"
 _SAMPLES = "samples"  # the key of numbers of samples among sums over ranks
@@ -159,12 +159,12 @@ class Accumulator:
         """Add a batch: its number of samples, and the total weight of those that count if the mean is weighted."""
         self._seen, self._weight = self._seen + samples, self._weight + weight
 
-    def together(self, shard: Shard, parts: Parts) -> dict[Key, Tensor]:
+    def together(self, shard: Shard, summands: Summands) -> dict[Key, Tensor]:
         """Add other ranks' samples at the end of a read of the data, and return the sums of values over all ranks."""
         if shard.ranks.alone:
-            return dict(parts)
+            return dict(summands)
         own = torch.tensor([self._seen, self.weight, self.omitted], dtype=torch.float64, device="cpu")
-        sums = shard.sum("the end of a read of the data", {**parts, _SAMPLES: own})
+        sums = shard.sum("the end of a read of the data", {**summands, _SAMPLES: own})
         seen, self._weight, omitted = sums.pop(_SAMPLES).tolist()
         self._seen, self.omitted = int(seen), int(omitted)
         return sums

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
-from .. import interrupts
+from .. import interrupts, private
 from ..errors import FlatnessError, InputError, RankError
 from .ranks import ALONE, MEANT_ALONE, Ranks, refusal
 
@@ -91,7 +91,7 @@ def _rendezvous(ranks: Ranks, group: Any) -> BaseException | None:
     With messages of the backend, a call on one rank alone, while others go on with training, would receive theirs. An
     interrupt after all ranks have arrived is returned, since the others have to be told of it.
     """
-    store = dist.distributed_c10d._get_process_group_store(group)
+    store = private.store_of(group)
     try:
         rendezvous = _Rendezvous(ranks, store)
         try:

@@ -15,7 +15,7 @@ from ..errors import RankError
 from .ranks import ALONE, Ranks
 
 Key = Any  # a string, or a tuple of strings
-Parts = Mapping[Key, Tensor]
+Summands = Mapping[Key, Tensor]  # what this rank adds to the sum of each key
 _Shapes = dict[Key, tuple[int, ...]]
 
 _CHUNK = 2**23  # numbers of all ranks that are summed at a time
@@ -56,12 +56,12 @@ class Shard:
                 united[name] = {**entries, **united[name]}
         return united
 
-    def sum(self, step: str, parts: Parts) -> dict[Key, Tensor]:
-        """Return sums over the ranks, in float64; a rank that lacks a part adds nothing to it."""
+    def sum(self, step: str, summands: Summands) -> dict[Key, Tensor]:
+        """Return sums over the ranks, in float64; a rank that lacks a summand adds nothing to its sum."""
         if self.ranks.alone:
-            return dict(parts)
-        own = parts if self.counts else {}
-        shapes = {key: tuple(part.shape) for key, part in own.items()}
+            return dict(summands)
+        own = summands if self.counts else {}
+        shapes = {key: tuple(summand.shape) for key, summand in own.items()}
         few = sum(map(math.prod, shapes.values())) <= _FEW
         told = self.ranks.exchange(step, (shapes, _laid_out(own, shapes) if few else None))
         shapes = _united(step, (held for held, _ in told))
@@ -70,7 +70,7 @@ class Shard:
         else:
             flat = self._summed(step, _laid_out(own, shapes))
         return {
-            key: piece.to(parts[key].device if key in parts else piece.device)
+            key: piece.to(summands[key].device if key in summands else piece.device)
             for key, piece in _cut(flat, shapes).items()
         }
 
@@ -82,13 +82,13 @@ class Shard:
             step = ""  # the ranks need to confirm once only
         return total
 
-    def each(self, step: str, parts: Parts) -> list[dict[Key, Tensor]]:
-        """Return the parts of every rank that has samples, in float64 on the CPU, in the order of the ranks."""
+    def each(self, step: str, summands: Summands) -> list[dict[Key, Tensor]]:
+        """Return the summands of every rank that has samples, in float64 on the CPU, in the order of the ranks."""
         if self.ranks.alone:
-            return [dict(parts)]
+            return [dict(summands)]
         own = {
-            key: part.detach().to("cpu", torch.float64, copy=True, memory_format=torch.contiguous_format)
-            for key, part in (parts if self.counts else {}).items()
+            key: summand.detach().to("cpu", torch.float64, copy=True, memory_format=torch.contiguous_format)
+            for key, summand in (summands if self.counts else {}).items()
         }
         return self.every(step, own)
 
@@ -107,7 +107,7 @@ WHOLE = Shard()
 
 
 def _united(step: str, told: Iterable[_Shapes]) -> _Shapes:
-    """Return the shapes of all ranks' parts."""
+    """Return the shapes of all ranks' summands."""
     shapes: _Shapes = {}
     for each in told:
         for key, shape in each.items():
@@ -119,12 +119,12 @@ def _united(step: str, told: Iterable[_Shapes]) -> _Shapes:
     return shapes
 
 
-def _laid_out(parts: Parts, shapes: _Shapes) -> Tensor:
-    """Return parts of these shapes as one vector, in float64 on the CPU, with zeros for parts that are missing."""
+def _laid_out(summands: Summands, shapes: _Shapes) -> Tensor:
+    """Return summands of these shapes as one vector, in float64 on the CPU, with zeros for those that are missing."""
     flat = torch.zeros(sum(map(math.prod, shapes.values())), dtype=torch.float64, device="cpu")
     for key, place in _cut(flat, shapes).items():
-        if key in parts:
-            place.copy_(parts[key].detach())
+        if key in summands:
+            place.copy_(summands[key].detach())
     return flat
 
 

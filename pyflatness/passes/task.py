@@ -16,9 +16,9 @@ from ..model.selectors import Selection, Selector
 from ..numerics.accumulate import Accumulator
 from ..options import Options
 from ..report import Estimate
+from .cut_batches import CutBatches
 from .guards import Checked
 from .memory import Budget
-from .parts import Parts
 
 _WITHOUT_LOSS = ("weights", "jacobian", "ascent")  # methods
 _WITHOUT_DERIVATIVES = ("weights", "head", "monte-carlo")
@@ -76,13 +76,13 @@ class Task:
         return Budget.of(self.model, self.options.memory, halved=halved)
 
     @cached_property
-    def _whole_passes(self) -> Parts:
-        """Return the parts that :meth:`risks` uses, kept since some measures call it many times."""
-        return self.parts()
+    def _whole_passes(self) -> CutBatches:
+        """Return the micro-batches of :meth:`risks`, kept since some measures call it many times."""
+        return self.cut_batches()
 
-    def parts(self, work: Callable[[Any], Any] | None = None, *, derivatives: bool = False) -> Parts:
-        """Return :class:`.Parts` for batches that no :class:`.runner.Runner` runs; by default they do :meth:`run`."""
-        return Parts(work or self.run, self.budget(), self.forward.compare_by_itself, derivatives=derivatives)
+    def cut_batches(self, work: Callable[[Any], Any] | None = None, *, derivatives: bool = False) -> CutBatches:
+        """Return micro-batches for ``work`` that no :class:`.runner.Runner` does; by default it is :meth:`run`."""
+        return CutBatches(work or self.run, self.budget(), self.forward.compare_by_itself, derivatives=derivatives)
 
     def of(self, layers: Selector | Sequence[Selector] | None) -> "Task":
         """Return the task with the layers that selectors match, see :func:`.selectors.select`."""

@@ -31,7 +31,7 @@ _OUTPUTS = ("o_proj", "out_proj")  # of modules with q_proj, k_proj and v_proj
 
 
 @dataclass(frozen=True)
-class Rows:
+class HeadRows:
     """Hold which rows of a matrix (d, m) are the heads', or which columns of the outputs': ``heads`` of ``size``."""
 
     module: str  # the module that holds the weight
@@ -47,10 +47,10 @@ class Attention:
     """Hold where the heads of one attention module are in its matrices."""
 
     name: str
-    q: Rows
-    k: Rows
-    v: Rows
-    o: Rows
+    q: HeadRows
+    k: HeadRows
+    v: HeadRows
+    o: HeadRows
 
     @property
     def groups(self) -> int:
@@ -104,7 +104,7 @@ def named(model: nn.Module, selector: object) -> Attention:
     )
 
 
-def drawn(group: str, one: Rows, groups: int, random: np.random.Generator, factors: tuple[float, float]) -> Tensor:
+def drawn(group: str, one: HeadRows, groups: int, random: np.random.Generator, factors: tuple[float, float]) -> Tensor:
     """Return random matrices (groups, h, h) of one of :data:`GROUPS`, with singular values between the factors."""
     h = one.size
     if group == "one factor":
@@ -152,12 +152,12 @@ def _of_module(name: str, module: nn.Module) -> Attention | None:
             return None  # it has a key that no projection makes
         packed = module.in_proj_weight is not None
         q, k, v = (
-            Rows(
+            HeadRows(
                 name, "in_proj_weight" if packed else f"{key}_proj_weight", "in_proj_bias", first * e, heads, e // heads
             )
             for first, key in enumerate("qkv")
         )
-        return Attention(name, q, k, v, Rows(_inside(name, "out_proj"), "weight", "", 0, heads, e // heads))
+        return Attention(name, q, k, v, HeadRows(_inside(name, "out_proj"), "weight", "", 0, heads, e // heads))
     size = getattr(module, "head_dim", None)
     if not isinstance(size, int):
         return None
@@ -169,14 +169,16 @@ def _of_module(name: str, module: nn.Module) -> Attention | None:
         if len(heads) < len(linear):
             return None
         q, k, v = (
-            Rows(_inside(name, f"{key}_proj"), "weight", "bias", 0, count, size)
+            HeadRows(_inside(name, f"{key}_proj"), "weight", "bias", 0, count, size)
             for key, count in zip("qkv", heads, strict=False)
         )
-        return Attention(name, q, k, v, Rows(_inside(name, output), "weight", "", 0, heads[0], size))
+        return Attention(name, q, k, v, HeadRows(_inside(name, output), "weight", "", 0, heads[0], size))
     if {"c_attn", "c_proj"} <= children.keys() and not getattr(module, "is_cross_attention", False):
         e = len(layers.matrix(children["c_attn"])[0]) // 3
-        q, k, v = (Rows(_inside(name, "c_attn"), "weight", "bias", first * e, e // size, size) for first in range(3))
-        return Attention(name, q, k, v, Rows(_inside(name, "c_proj"), "weight", "", 0, e // size, size))
+        q, k, v = (
+            HeadRows(_inside(name, "c_attn"), "weight", "bias", first * e, e // size, size) for first in range(3)
+        )
+        return Attention(name, q, k, v, HeadRows(_inside(name, "c_proj"), "weight", "", 0, e // size, size))
     return None
 
 
@@ -184,7 +186,7 @@ def _inside(name: str, child: str) -> str:
     return f"{name}.{child}" if name else child
 
 
-def _check(model: nn.Module, rows: Rows) -> None:
+def _check(model: nn.Module, rows: HeadRows) -> None:
     module = model.get_submodule(rows.module)
     if rows.weight == "weight":
         flow.check_plain(model, rows.module, module)
@@ -194,7 +196,7 @@ def _check(model: nn.Module, rows: Rows) -> None:
         )
 
 
-def _multiply_rows(model: nn.Module, rows: Rows, matrices: Tensor) -> None:
+def _multiply_rows(model: nn.Module, rows: HeadRows, matrices: Tensor) -> None:
     """Multiply the rows of each head, (h, m), by its group's matrix, and of the bias."""
     module, count = model.get_submodule(rows.module), rows.heads * rows.size
     weight, bias, of_layer = getattr(module, rows.weight), getattr(module, rows.bias), rows.weight == "weight"
@@ -210,7 +212,7 @@ def _multiply_rows(model: nn.Module, rows: Rows, matrices: Tensor) -> None:
         bias.copy_(changed)
 
 
-def _multiply_columns(model: nn.Module, rows: Rows, matrices: Tensor) -> None:
+def _multiply_columns(model: nn.Module, rows: HeadRows, matrices: Tensor) -> None:
     """Multiply the columns of each head, (d, h), by its group's matrix."""
     module = model.get_submodule(rows.module)
     weight = module.weight

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from . import Estimate, Report
 
 
-def record(estimate: "Estimate", measure: str, checkpoint: str = "") -> dict[str, Any]:
+def record(estimate: "Estimate", measure: str) -> dict[str, Any]:
     """Return an estimate as a row of a page's tables."""
     low, high = (estimate.interval() if estimate.stderr is not None else None) or (None, None)
     facts = {name: getattr(estimate, name) for name in ("layer", "value", "stderr", "exact", "method", "samples")}
-    return {**facts, "checkpoint": checkpoint, "measure": measure, "low": low, "high": high, "error": ""}
+    return {**facts, "checkpoint": "", "measure": measure, "low": low, "high": high, "error": ""}
 
 
 def of_estimate(estimate: "Estimate") -> str:

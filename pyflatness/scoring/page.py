@@ -16,9 +16,8 @@ from torch import Tensor
 
 from ..curvature.landscape import Landscape
 from ..curvature.spectra import Spectrum
-from ..errors import InputError
+from ..errors import InputError, printable
 from ..measures import MEASURES
-from ..messages import printable
 from ..report import html
 from ..report.page import Cell, Page, Section, Table, charts, interactive, tables
 from ..report.page.charts import Axis, Charts

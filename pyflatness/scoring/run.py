@@ -11,10 +11,9 @@ from pathlib import Path
 from torch import nn
 
 from .. import plan
-from ..errors import InputError
+from ..errors import InputError, printable
 from ..interrupts import cached_property
 from ..measures import named
-from ..messages import printable
 from ..numerics.ranks import ALONE, Ranks
 from . import keys, result_files
 from .result_files import ResultFile

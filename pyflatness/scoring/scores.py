@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.table import Table
 
-from ..errors import InputError
-from ..messages import near, printable
+from ..errors import InputError, printable
+from ..messages import near
 from ..report import Result, intervals, views
 from ..report.page import tables, written
 from ..statistics.figures import plot_correlation

@@ -130,7 +130,7 @@ class Diagonal:
         sizes = sent.sizes() if signs is not None and draws == 1 else None
         values = sent.marked(values)[:, None, None]
         summands = {} if entries is None else entries.summands(lost=bool(values.isnan().any()))
-        return Values(values, sent.sample_weights, run.number, sizes=sizes, parts=summands, lost=sent.bad)
+        return Values(values, sent.sample_weights, run.number, sizes=sizes, summands=summands, lost=sent.bad)
 
     def _by_layer(self, run: Run) -> list[str]:
         """Return the layers whose parameters' squared gradients are taken from the layers' inputs and cotangents."""

@@ -44,7 +44,7 @@ class EntrySums:
     @staticmethod
     def mean(sums: Sums, name: str) -> Tensor:
         """Return a parameter's entries of all data."""
-        return sums.parts[name, _MEAN]
+        return sums.further[name, _MEAN]
 
     @staticmethod
     def error(sums: Sums, name: str) -> Tensor:
@@ -52,7 +52,7 @@ class EntrySums:
 
         It is NaN if it is not known, for one probe or if probes agree.
         """
-        if (name, _VARIANCE) not in sums.parts:
+        if (name, _VARIANCE) not in sums.further:
             return torch.full_like(EntrySums.mean(sums, name), math.nan)
-        errors = (sums.parts[name, _VARIANCE] / sums.normaliser).sqrt()
+        errors = (sums.further[name, _VARIANCE] / sums.normaliser).sqrt()
         return errors.masked_fill(errors <= AGREEING * EntrySums.mean(sums, name).abs(), math.nan)

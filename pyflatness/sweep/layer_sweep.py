@@ -50,7 +50,7 @@ class Values:
     number: int  # of the user's batch
     variances: Tensor | None = None  # (3, layers + 1, quantities, n), see :meth:`.Grouped.variances`
     sizes: Tensor | None = None  # (n,), to which values are about proportional, if that is needed
-    parts: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)  # further sums over samples
+    summands: Mapping[tuple[str, str], Tensor] = field(default_factory=dict)  # further sums over samples
     lost: Tensor | None = None  # (n,), samples without a loss
     by_hessian: frozenset[str] = frozenset()  # layers whose values come from second derivatives
 
@@ -183,7 +183,7 @@ class Sweep:
             sent.sample_weights,
             run.number,
             sizes=sent.sizes() if (signs is not None and draws == 1) or self._in_part else None,
-            parts=summands,
+            summands=summands,
             lost=sent.bad,
             by_hessian=frozenset(nonlinear),
         )

@@ -50,7 +50,7 @@ class Subset:
     def of(cls, task: Task) -> "Subset":
         """Return the subset of a task's data, after a forward pass over all of them."""
         over, own = Accumulator(task.options.nan_policy, task.loss.reduction), list[Tensor]()
-        for number, part in task.parts().numbered(task.batches):
+        for number, part in task.cut_batches().numbered(task.batches):
             outputs, targets = task.run(part)
             with losses.of_batch(number):
                 found = losses.tensor_targets(targets, number)

@@ -17,7 +17,7 @@ from ..options import Options
 from .layer_sweep import Values
 from .subset import Subset
 
-_VALUES, _SIZE = "values", "size"  # beside the parts, among sums over ranks
+_VALUES, _SIZE = "values", "size"  # beside further sums, among sums over ranks
 
 OR_OVERFLOW = "(or squares beyond the dtype's range)"
 
@@ -33,7 +33,7 @@ class Sums:
     samples: int  # number of samples that count
     omitted: int  # number of samples that were left out
     normaliser: float  # the divisor of all sums
-    parts: Mapping[tuple[str, ...], Tensor]  # further sums over samples, divided too, by layer and quantity
+    further: Mapping[tuple[str, ...], Tensor]  # further sums over samples, divided too, by layer and quantity
 
     @cached_property
     def numbers(self) -> list[list[float]]:
@@ -77,7 +77,7 @@ class Totals:
         self._subset, self._size = subset, torch.zeros_like(self._sums)
         self._variances = Variances()
         self._contributions: list[Tensor] = []
-        self._parts: dict[tuple[str, ...], Tensor] = {}
+        self._further: dict[tuple[str, ...], Tensor] = {}
 
     def add(self, micro_batch: Values) -> None:
         """Add the values of some samples."""
@@ -100,20 +100,20 @@ class Totals:
             self._variances.add(masked(micro_batch.variances, kept))
         elif self._sampled or chances is not None:
             self._variances.add_probes(probes, kept, sizes, chances, exact=not self._sampled)
-        for key, summed in micro_batch.parts.items():
-            self._parts[key] = summed + self._parts[key] if key in self._parts else summed
+        for key, summed in micro_batch.summands.items():
+            self._further[key] = summed + self._further[key] if key in self._further else summed
         if self._per_sample:
             self._contributions.append(masked(means, kept, torch.nan))
 
     def sums(self) -> Sums:
         """Return the sums of all values, of all ranks, at the end of a read of the data."""
         sums = {_VALUES: self._sums, _SIZE: self._size} if self._sums.ndim else {}
-        found = self.over.together(self._shard, {**sums, **self._parts})
+        found = self.over.together(self._shard, {**sums, **self._further})
         over, scale = self.over, 1.0
         if self._subset is not None:
             over, scale = self._subset.over, self._subset.scale(found.pop(_SIZE))
         self._sums = found.pop(_VALUES)
-        self._parts = {key: part for key, part in found.items() if isinstance(key, tuple)}
+        self._further = {key: total for key, total in found.items() if isinstance(key, tuple)}
         self._variances.together(self._shard)
         normaliser = over.normaliser / scale
         values = (self._sums / normaliser).cpu()
@@ -130,7 +130,7 @@ class Totals:
             samples=over.samples,
             omitted=over.omitted,
             normaliser=normaliser,
-            parts={key: (summed / normaliser).cpu() for key, summed in self._parts.items()},
+            further={key: (summed / normaliser).cpu() for key, summed in self._further.items()},
         )
 
 

@@ -285,7 +285,7 @@ def _least(task: Task) -> dict[str, Minimum]:
             found[name] = minimised(diagonal[0].double().cpu(), weight[0].double().cpu())
         return 0.0, ""
 
-    _by_interpolation(task, replace(NORMALIZED_SHARPNESS, of_parts=keep))
+    _by_interpolation(task, replace(NORMALIZED_SHARPNESS, of_summands=keep))
     return found
 
 
@@ -402,7 +402,7 @@ def _half_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def _residual(task: Task) -> float:
     largest = 0.0
-    for number, micro_batch in task.parts().numbered(task.batches):
+    for number, micro_batch in task.cut_batches().numbered(task.batches):
         with torch.no_grad():
             outputs, targets = task.run(micro_batch)
         if not isinstance(targets, Tensor) or targets.shape != outputs.shape:

@@ -52,7 +52,7 @@ class Ran(NamedTuple):
     spent: float
 
 
-class Budget:
+class TimeBudget:
     """Hold the time of a training and of its measurements, and the samples that are measured next.
 
     ``batches`` are tensors or a list of batches to cycle through; None: each call passes the batch that was trained on.

@@ -15,7 +15,7 @@ from ..report.report import aligned
 from ..report.result import write_json
 from . import budget as budgets
 from . import curves
-from .budget import Budget, Ran
+from .budget import Ran, TimeBudget
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -90,7 +90,7 @@ class History(Readable):
         self,
         records: Iterable[Record] = (),
         measure: Callable[..., Mapping[str, Report]] | None = None,
-        budget: Budget | None = None,
+        budget: TimeBudget | None = None,
     ) -> None:
         self._records, self._measure, self._budget = [*records], measure, budget
         self._ran = records.ran if isinstance(records, History) else None

@@ -232,8 +232,6 @@ def _unused() -> LayerCalls:
 def _couples_samples(model: nn.Module) -> bool:
     """Return whether a BatchNorm normalises by the batch, so that every sample's output depends on all of them."""
     return any(
-        isinstance(module, private.NormBase)
-        and not isinstance(module, private.InstanceNorm)
-        and (module.training or module.running_mean is None)
+        isinstance(module, private.BatchNorm) and (module.training or module.running_mean is None)
         for module in model.modules()
     )

@@ -19,7 +19,7 @@ from ..options import EVERY, MeasureHow, check_names
 from ..report import Report
 from ..session import public
 from . import loaders
-from .budget import HOW, Budget, check, of_distribution
+from .budget import HOW, TimeBudget, check, of_distribution
 from .history import History
 
 _AVERAGED = ("ema", "swa")
@@ -102,7 +102,7 @@ def track(
     chooser = None
     if budget is not None:
         check(loss, how)
-        chooser = Budget(budget, data, how.get("process_group"))
+        chooser = TimeBudget(budget, data, how.get("process_group"))
         rest = {**HOW, **how}
 
     def measured(batch: Any = None) -> dict[str, Report]:

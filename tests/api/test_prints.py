@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import pyflatness as pf
-from pyflatness import messages
+from pyflatness import errors, messages
 from pyflatness.messages import with_error
 from support.public import CALLS
 
@@ -150,7 +150,7 @@ def test_cells_are_safe_and_read_back(name: str) -> None:
 
 @given(anything)
 def test_what_is_printed_is_one_printable_line(name: str) -> None:
-    shown = messages.printable(name)
+    shown = errors.printable(name)
     assert shown.isprintable()
     assert shown == name or not name.isprintable()
     shown.encode()
@@ -158,7 +158,7 @@ def test_what_is_printed_is_one_printable_line(name: str) -> None:
 
 def test_ordinary_names_stay_as_they_are() -> None:
     for name in ("runs/seed 3/lr=0.1,é.safetensors", "layer1.0.conv1", "", "re:a+b"):
-        assert messages.printable(name) == messages.to_cell(name) == messages.from_cell(name) == name
+        assert errors.printable(name) == messages.to_cell(name) == messages.from_cell(name) == name
     assert messages.to_cell("=cmd|' /C calc'!A1") == "'=cmd|' /C calc'!A1"
     assert messages.to_cell("'quoted'") == "''quoted'"
     assert messages.to_cell("a\\b\x1b[31m\udcff") == r"a\\b\x1b[31m\udcff"

@@ -38,7 +38,7 @@ def test_a_training_by_lightning(cuda_device, options):
 def test_a_training_by_transformers(cuda_device, tmp_path):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    from pyflatness.integrations.transformers import FlatnessCallback
+    from pyflatness.integrations.transformers import FlatnessTrainerCallback
 
     generator = torch.Generator().manual_seed(1)
     texts = [{"input_ids": row, "labels": row[0] % 3} for row in torch.randint(1, 20, (14, 5), generator=generator)]
@@ -55,7 +55,7 @@ def test_a_training_by_transformers(cuda_device, tmp_path):
         )  # fmt: skip
         model = transformers.BertForSequenceClassification(config)
         trainer = transformers.Trainer(model, arguments, train_dataset=texts, eval_dataset=texts[:6])
-        callback = FlatnessCallback(trainer, layers="classifier", strict=True) if measured else None
+        callback = FlatnessTrainerCallback(trainer, layers="classifier", strict=True) if measured else None
         if callback is not None:
             trainer.add_callback(callback)
         trainer.train()

@@ -225,7 +225,7 @@ def test_choices_are_priced_by_samples_that_had_no_part_in_them():
         chosen, _ = plan.choices.best(3.0 * layers)
         prices = folds.prices([*chosen])
         own += float(folds.shares @ prices)
-        worse = [(places, folds.prices([*problem.good(3.0 * layers)]) - prices) for places, problem in plan.parts]
+        worse = [(places, folds.prices([*problem.good(3.0 * layers)]) - prices) for places, problem in plan.left_out]
         predicted += float(folds.shares @ prices) + allocate._hidden(folds.shares, worse)
         truth += 0.5 * float(sizes[chosen].square().sum())
     assert own < 0.9 * truth

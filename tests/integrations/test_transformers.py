@@ -12,7 +12,7 @@ from support.trainings import rows
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-FlatnessCallback = pytest.importorskip("pyflatness.integrations.transformers").FlatnessCallback
+FlatnessTrainerCallback = pytest.importorskip("pyflatness.integrations.transformers").FlatnessTrainerCallback
 
 WORDS, LABELS, LENGTH = 20, 3, 5
 
@@ -48,7 +48,9 @@ def trainer_of(folder, model=None, trainer=transformers.Trainer, **options):
 def trained(folder, *callbacks, **options):
     """Train, and return the trainer, and all that the training depends on as it is afterwards."""
     trainer = trainer_of(folder, **options)
-    made = [trainer.add_callback(callback := FlatnessCallback(trainer, **each)) or callback for each in callbacks]
+    made = [FlatnessTrainerCallback(trainer, **each) for each in callbacks]
+    for callback in made:
+        trainer.add_callback(callback)
     trainer.train()
     state, loader = trainer.accelerator.gradient_state, trainer.callback_handler.train_dataloader
     parameters = [*trainer.model.parameters()]
@@ -136,7 +138,7 @@ def test_a_resumed_training_measures_the_same_epochs(tmp_path):
     epochs = {"num_train_epochs": 4, "save_strategy": "epoch"}
     *_, (whole,) = trained(tmp_path, {"layers": "classifier", "every_n_epochs": 2}, **epochs)
     trainer = trainer_of(tmp_path, **epochs)
-    callback = FlatnessCallback(trainer, layers="classifier", every_n_epochs=2)
+    callback = FlatnessTrainerCallback(trainer, layers="classifier", every_n_epochs=2)
     trainer.add_callback(callback)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-12"))
     assert [row["epoch"] for row in rows(whole) if row["layer"]] == [2, 4]
@@ -157,7 +159,7 @@ def test_a_training_that_is_cut_short_is_measured_at_its_end(tmp_path):
 
 def test_evaluation_alone_is_not_measured(tmp_path):
     trainer = trainer_of(tmp_path)
-    callback = FlatnessCallback(trainer)
+    callback = FlatnessTrainerCallback(trainer)
     trainer.add_callback(callback)
     trainer.evaluate()
     assert len(callback.history) == 0
@@ -242,8 +244,8 @@ def test_a_loss_of_the_trainers_has_to_be_passed(tmp_path):
     for options in ({"label_smoothing_factor": 0.1}, {"compute_loss_func": lambda *args, **kwargs: None}):
         trainer = trainer_of(tmp_path, **options)
         with pytest.raises(pf.errors.InputError, match="pass the one to measure by"):
-            FlatnessCallback(trainer)
-        FlatnessCallback(trainer, loss=loss)
+            FlatnessTrainerCallback(trainer)
+        FlatnessTrainerCallback(trainer, loss=loss)
     *_, (callback,) = trained(tmp_path, {"loss": loss, "strict": True}, label_smoothing_factor=0.1)
     assert callback.history
 
@@ -277,5 +279,5 @@ def test_bad_arguments(tmp_path):
         ([trainer], {"process_group": False}, TypeError, "no argument 'process_group'"),
     ):
         with pytest.raises(error, match=message):
-            FlatnessCallback(*arguments, **options)
-    copy.copy(FlatnessCallback(trainer, model="bert"))
+            FlatnessTrainerCallback(*arguments, **options)
+    copy.copy(FlatnessTrainerCallback(trainer, model="bert"))

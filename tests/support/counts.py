@@ -6,8 +6,9 @@ Printed: lines, files and branches; class names that stand in two modules; quest
 a backend outside of the rooms that answer for them; public names, and what ``import pyflatness`` loads; modules at the
 package's root; floors and circles of imports between rooms (:mod:`support.imports` says what these are); the Python
 frames of the package on the stack when a compiled kernel is called, and all frames that a warm ``pf.measure`` enters;
-places with private names of torch's; and files in which it is decided what becomes of
-samples with NaN. With ``--check`` the exit status is 1 if any is above its aim.
+places with private names of torch's; files in which it is decided what becomes of samples with NaN; and what the
+first ``pf.measure`` of a process takes. Some aims are not reached yet: such a count may have a limit beside its aim,
+above which it is not to grow. With ``--check`` the exit status is 1 if any is above its limit, or else its aim.
 """
 
 import argparse
@@ -46,16 +47,22 @@ BACKENDS = ("backends", "compiled", "cuda", "triton", "reference")  # files of c
 
 @dataclass(frozen=True)
 class Count:
-    """A number, the most that it should be, and what it is made of."""
+    """A number, the most that it should be, what it is made of, and the most that it may be until that is reached."""
 
     what: str
     number: int
     aim: int | None = None
     held: str = ""
+    limit: int | None = None
 
     @property
     def reached(self) -> bool:
         return self.aim is None or self.number <= self.aim
+
+    @property
+    def holds(self) -> bool:
+        """Return whether the number is within its limit, or the aim where there is none."""
+        return self.reached or (self.limit is not None and self.number <= self.limit)
 
 
 def root_modules(package: Path) -> list[str]:
@@ -169,18 +176,27 @@ def measurements() -> dict[str, tuple[int, Callable[[], Any]]]:
 
 
 def private_of_torch(trees: Mapping[str, ast.Module]) -> list[str]:
-    """Return where a name of torch's that begins with an underscore stands: in an import, or behind ``torch``."""
+    """Return where a name of torch's that begins with an underscore stands: in an import, or behind a module of it.
+
+    Modules of torch are ``torch`` itself and what is imported from or as one, such as ``nn``, ``F`` and ``dist``.
+    """
     found = set()
     for name, tree in trees.items():
+        modules = {"torch"}
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-                parts = [*str(node.module).split("."), *(alias.name for alias in node.names)]
+                modules |= {alias.asname or alias.name for alias in node.names}
+            elif isinstance(node, ast.Import):
+                modules |= {alias.asname for alias in node.names if alias.asname and alias.name.startswith("torch.")}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+                names = [*str(node.module).split("."), *(alias.name for alias in node.names)]
             elif isinstance(node, ast.Attribute) and re.fullmatch(r"[\w.]+", ast.unparse(node)):
-                parts = ast.unparse(node).split(".")
+                names = ast.unparse(node).split(".")
             else:
                 continue
-            private = any(part.startswith("_") and not part.startswith("__") for part in parts[1:])
-            if private and parts[0] == "torch":
+            private = any(each.startswith("_") and not each.startswith("__") for each in names[1:])
+            if private and names[0] in modules - {"_C"}:
                 found.add(f"{name}:{node.lineno}")
     return sorted(found)
 
@@ -258,16 +274,26 @@ def backend_questions(trees: Mapping[str, ast.Module]) -> list[str]:
     return found
 
 
-def loaded(times: int = 3) -> tuple[list[str], float]:
-    """Return the package's modules that ``import pyflatness`` loads, and its CPU seconds beyond torch's own import."""
-    script = (
-        "import time, sys, torch; start = time.process_time(); import pyflatness; end = time.process_time();"
-        "print(end - start, *(name for name in sys.modules if name.split('.')[0] == 'pyflatness'))"
-    )
-    command = [sys.executable, "-c", script]
-    runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(times)]
-    seconds = min(float(run.stdout.split()[0]) for run in runs)
-    return runs[0].stdout.split()[1:], seconds
+FIRST_CALL = """
+import sys, time, torch
+start = time.process_time()
+import pyflatness as pf
+imported, modules = time.process_time(), [name for name in sys.modules if name.split(".")[0] == "pyflatness"]
+model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+pf.measure(model, torch.nn.CrossEntropyLoss(), (torch.randn(64, 32), torch.arange(64) % 10), progress=False)
+print(imported - start, time.process_time() - start, *modules)
+"""
+
+
+def loaded(times: int = 3) -> tuple[list[str], float, float]:
+    """Return the package's modules that ``import pyflatness`` loads, and CPU seconds beyond torch's own import.
+
+    The seconds are those of the import, and those of the import with a first ``pf.measure`` on a small perceptron.
+    """
+    command = [sys.executable, "-c", FIRST_CALL]
+    runs = [subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() for _ in range(times)]
+    imported, measured = (min(float(run[place]) for run in runs) for place in range(2))
+    return runs[0][2:], imported, measured
 
 
 def deepest(stacks: Iterable[list[str]]) -> list[str]:
@@ -290,33 +316,34 @@ def counts(package: Path = PACKAGE, times: int = 3) -> list[Count]:
     branches = sum(isinstance(node, ast.If | ast.IfExp) for tree in trees.values() for node in ast.walk(tree))
     private = private_of_torch(trees)
     repeated, asked, backends = repeated_classes(trees), class_questions(trees), backend_questions(trees)
-    at_import, seconds = loaded(times)
+    at_import, imported, measured = loaded(times)
     tests = sum(len(path.read_text("utf-8").splitlines()) for path in (ROOT / "tests").rglob("*.py"))
     return [
-        Count("lines", sum(len(text.splitlines()) for text in texts.values()), 43_000),
-        Count("lines of code", code, 27_500),
-        Count("files", len(texts), 270),
-        Count("lines of tests", tests, 42_000),
-        Count("if and if-else in 1,000 lines of code", round(1000 * branches / code), 85),
+        Count("lines", sum(len(text.splitlines()) for text in texts.values()), 35_000, limit=53_000),
+        Count("lines of code", code, 24_000, limit=36_000),
+        Count("files", len(texts), 200, limit=270),
+        Count("lines of tests", tests, 38_000, limit=66_000),
+        Count("if and if-else in 1,000 lines of code", round(1000 * branches / code), 95, limit=127),
         Count("class names in two modules", len(repeated), 0, ", ".join(repeated)),
         Count("isinstance on layers and losses elsewhere", len(asked), 0, ", ".join(asked)),
         Count("questions for a backend elsewhere", len(backends), 10, ", ".join(backends)),
-        Count("public names", len(pf.__all__), 32),
+        Count("public names", len(pf.__all__), 30),
         Count("modules at import", len(at_import), 60),
-        Count("CPU milliseconds of the import", round(1000 * seconds), 50),
+        Count("CPU milliseconds of the import", round(1000 * imported), 50),
+        Count("CPU milliseconds of the import and a first measure", round(1000 * measured), 350),
         Count("modules at the root", len(root), 12, ", ".join(root)),
         Count("floors of imports between rooms", len(chain), 14, " → ".join(chain)),
         Count("circles of rooms", *_circles(imports.circles(rooms), 0)),
         Count("circles of modules", *_circles(imports.circles(files), 0)),
-        Count("circles of rooms, with imports for type checking", *_circles(typed, None)),
-        Count("imports inside functions", len(later), None, "; ".join(f"{a} → {b}" for a, b in sorted(later))),
+        Count("circles of rooms, with imports for type checking", *_circles(typed, 0)),
+        Count("imports inside functions", len(later), 0, "; ".join(f"{a} → {b}" for a, b in sorted(later))),
         *(
             Count(f"frames to a kernel: {name}", len(stack), aim, " → ".join(stack))
             for name, (aim, made) in calls().items()
             for stack in [deepest(found for call in made for found in frames(call))]
         ),
         *(Count(f"frames of measure: {name}", entered(call), aim) for name, (aim, call) in measurements().items()),
-        Count("places with a private name of torch's", len(private), 8, ", ".join(private)),
+        Count("places with a private name of torch's", len(private), 8, ", ".join(private), limit=13),
         Count("files that decide by the NaN policy", len(deciding), 1, ", ".join(deciding)),
         Count("files that ask a property which does", len(asking), None, ", ".join(asking)),
     ]
@@ -329,15 +356,16 @@ def _circles(found: list[list[str]], aim: int | None) -> tuple[int, int | None, 
 def main() -> int:
     """Print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="exit status 1 if a number is above its aim")
+    parser.add_argument("--check", action="store_true", help="exit status 1 if a number is above its limit or aim")
     options = parser.parse_args()
-    table = Table("count", "now", "aim", "of these", box=box.SIMPLE, show_lines=True)
+    table = Table("count", "now", "aim", "limit", "of these", box=box.SIMPLE, show_lines=True)
     found = counts()
     for count in found:
         aim = "" if count.aim is None else f"≤ {count.aim}" if count.aim else "0"
-        table.add_row(count.what, str(count.number), aim, count.held)
+        limit = "" if count.reached or count.limit is None else f"≤ {count.limit}"
+        table.add_row(count.what, str(count.number), aim, limit, count.held)
     Console(width=150, markup=False, highlight=False).print(table)
-    return int(options.check and not all(count.reached for count in found))
+    return int(options.check and not all(count.holds for count in found))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pyflatness as pf
 from pyflatness.training import budget as budgets
-from pyflatness.training.budget import Budget
+from pyflatness.training.budget import TimeBudget
 from support import trainings
 from support.cases import classifier
 
@@ -31,7 +31,7 @@ class Clock:
 @pytest.mark.parametrize(("fixed", "each"), [(0.5, 0.001), (0.05, 0.05)])
 def test_the_part_of_the_time_is_kept(monkeypatch, part, fixed, each):
     """The first measurement is at once; at the end nearly all of the part is used, and samples are more where cheap."""
-    clock, budget, taken = Clock(monkeypatch), Budget(part, (torch.zeros(4096, 1), torch.zeros(4096))), []
+    clock, budget, taken = Clock(monkeypatch), TimeBudget(part, (torch.zeros(4096, 1), torch.zeros(4096))), []
     for step in range(20_000):
         clock.now += 0.1
         batch = budget.due()
@@ -48,7 +48,7 @@ def test_the_part_of_the_time_is_kept(monkeypatch, part, fixed, each):
 @pytest.mark.parametrize("size", [8, 16, 20])
 def test_the_part_of_the_time_is_kept_with_batches_of_fewer_samples(monkeypatch, size):
     """As of a callback, which measures batches that were trained on."""
-    clock, budget, taken = Clock(monkeypatch), Budget(0.1, None), []
+    clock, budget, taken = Clock(monkeypatch), TimeBudget(0.1, None), []
     for _ in range(1000):
         clock.now += 0.1
         batch = budget.due((torch.zeros(size, 1), torch.zeros(size)))
@@ -103,7 +103,7 @@ def test_a_step_measures_some_samples_of_the_data_in_turn(data, sizes, monkeypat
     assert trainings.random_states() == before
     assert model.training
     assert all(records)
-    seen = Budget(0.5, data)
+    seen = TimeBudget(0.5, data)
     for record, size in zip(records[:2], sizes, strict=True):
         batch = seen._next()
         found = record.reports["live"]["0", "relative_flatness"]
@@ -112,7 +112,7 @@ def test_a_step_measures_some_samples_of_the_data_in_turn(data, sizes, monkeypat
         assert (found.value, found.samples, found.exact, found.per_sample) == (expected.value, size, False, None)
         assert found.stderr == pytest.approx(statistics.stdev(expected.per_sample.tolist()) / size**0.5)
     assert [record.step for record in records] == [*range(1, 10)]
-    places = Budget(0.5, (torch.arange(80), torch.arange(80)))
+    places = TimeBudget(0.5, (torch.arange(80), torch.arange(80)))
     assert sorted(n for _ in range(3) for n in places._next()[0].tolist()) == [*range(80)]
 
 
@@ -246,7 +246,7 @@ def test_nan_by_its_policy(policy):
     low, high = found.interval()
     assert low < found.value < high
     how = {"measures": "relative_flatness", "nan_policy": policy, "curvature": "ggn", "probes": 1, "per_sample": True}
-    values = pf.measure(model, LOSS, Budget(0.5, (NAN, Y))._next(), **how)["relative_flatness"].per_sample
+    values = pf.measure(model, LOSS, TimeBudget(0.5, (NAN, Y))._next(), **how)["relative_flatness"].per_sample
     assert found.stderr == pytest.approx(statistics.stdev(values[~values.isnan()].tolist()) / found.samples**0.5)
 
 

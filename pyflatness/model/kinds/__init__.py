@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules import module as modules
 
+from ... import private
 from .bilinear import Bilinear
 from .convolution import Convolution
 from .embedding import Embedding, EmbeddingBag
@@ -154,7 +154,7 @@ def is_of_torch(module: nn.Module) -> bool:
         and type(module).forward.__module__.startswith("torch.nn.modules.")
         and module.__dict__.keys().isdisjoint(_OF_CLASS[type(module)].methods)
         and isinstance(getattr(functional, function), BuiltinFunctionType)
-        and not modules._global_forward_hooks
+        and not private.has_forward_hooks_of_all()
     )
 
 

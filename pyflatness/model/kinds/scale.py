@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ... import private
 from ...contractions import Geometry
 from ...errors import InputError
 from .linear import Linear
 
-_CHANNELS_FIRST = (nn.modules.batchnorm._NormBase, nn.GroupNorm)
+_CHANNELS_FIRST = (private.BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.GroupNorm)
 _OF_TORCH = (*_CHANNELS_FIRST, nn.LayerNorm, nn.RMSNorm)
 
 

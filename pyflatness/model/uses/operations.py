@@ -24,7 +24,7 @@ LINEAR = Linear()
 
 
 @dataclass(frozen=True)
-class Operation:
+class LinearOperation:
     """Hold the parts of a linear operation."""
 
     weight: Tensor  # in the operation's shape
@@ -36,7 +36,7 @@ class Operation:
     back: Transform = lambda result: result  # a layer's output -> the operation's result
 
 
-Found = Operation | str  # an operation, or why it is not the one of a layer
+Found = LinearOperation | str  # an operation, or why it is not the one of a layer
 
 
 _ONES, _NONE = (1,), (0,)
@@ -71,7 +71,7 @@ def matmul(kind: type[Tensor], left: Tensor, right: Tensor) -> Found | None:
     if _is_several(left if isinstance(left, kind) else right):
         return _batched(kind, left, right, None, lambda left, right, bias: torch.matmul(left, right))
     if isinstance(left, kind):  # W X is (Xᵀ Wᵀ)ᵀ
-        return Operation(
+        return LinearOperation(
             left,
             right.transpose(-2, -1),
             None,
@@ -79,7 +79,9 @@ def matmul(kind: type[Tensor], left: Tensor, right: Tensor) -> Found | None:
             lambda inputs, weight, _: torch.matmul(weight, inputs.transpose(-2, -1)).transpose(-2, -1),
             back=_transposed,
         )
-    return Operation(right, left, None, LINEAR, lambda inputs, weight, _: torch.matmul(inputs, weight), _transposed)
+    return LinearOperation(
+        right, left, None, LINEAR, lambda inputs, weight, _: torch.matmul(inputs, weight), _transposed
+    )
 
 
 def addmm(
@@ -94,7 +96,7 @@ def addmm(
     """Read ``input + mat1 @ mat2``, ``input`` a bias."""
     if isinstance(mat1, kind) or input.ndim != 1 or beta != 1 or alpha != 1:
         return "of other than inputs, a weight and its bias"
-    return Operation(
+    return LinearOperation(
         mat2,
         mat1,
         input,
@@ -124,7 +126,7 @@ def baddbmm(
 
     if groups > 1:
         return _batched(kind, batch1, batch2, input.reshape(-1), run)
-    return Operation(
+    return LinearOperation(
         batch2, batch1, input.reshape(-1), LINEAR, lambda inputs, weight, bias: run(inputs, weight, bias), _transposed
     )
 
@@ -277,7 +279,7 @@ def _product(
     def back(result: Tensor) -> Tensor:
         return of_outputs.back(result).contiguous()  # the model may view it, since torch's products are contiguous
 
-    return Operation(weight, given.there(inputs), bias, kind, layer, view, back)
+    return LinearOperation(weight, given.there(inputs), bias, kind, layer, view, back)
 
 
 def _kept(
@@ -329,7 +331,7 @@ def read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], weight: type
         found = reader(weight, *args, **kwargs)
     except (TypeError, ValueError, RuntimeError):  # an unknown signature, or an error, which the call itself will raise
         return None
-    return found if not isinstance(found, Operation) or found.weight is given[0] else None
+    return found if not isinstance(found, LinearOperation) or found.weight is given[0] else None
 
 
 def each_of(argument: Any) -> Sequence[Any]:
@@ -337,11 +339,11 @@ def each_of(argument: Any) -> Sequence[Any]:
     return argument if isinstance(argument, (list, tuple)) else (argument,)
 
 
-def _linear(_: type[Tensor], input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Operation:  # noqa: A002
-    return Operation(weight, input, bias, LINEAR, F.linear)
+def _linear(_: type[Tensor], input: Tensor, weight: Tensor, bias: Tensor | None = None) -> LinearOperation:  # noqa: A002
+    return LinearOperation(weight, input, bias, LINEAR, F.linear)
 
 
-def _convolution(function: Callable[..., Tensor], space: int) -> Callable[..., Operation]:
+def _convolution(function: Callable[..., Tensor], space: int) -> Callable[..., LinearOperation]:
     def read(
         _: type[Tensor],
         input: Tensor,  # noqa: A002
@@ -351,19 +353,19 @@ def _convolution(function: Callable[..., Tensor], space: int) -> Callable[..., O
         padding: Any = 0,
         dilation: Any = 1,
         groups: int = 1,
-    ) -> Operation:
+    ) -> LinearOperation:
         sizes = _each(stride, space), padding if isinstance(padding, str) else _each(padding, space)
         kind = _kind_of_convolution(tuple(weight.shape[2:]), *sizes, _each(dilation, space), groups, "zeros")
 
         def run(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return function(inputs, weight, bias, stride, padding, dilation, groups)
 
-        return Operation(weight, input, bias, kind, run)
+        return LinearOperation(weight, input, bias, kind, run)
 
     return read
 
 
-def _transposed_convolution(function: Callable[..., Tensor], space: int) -> Callable[..., Operation]:
+def _transposed_convolution(function: Callable[..., Tensor], space: int) -> Callable[..., LinearOperation]:
     def read(
         _: type[Tensor],
         input: Tensor,  # noqa: A002
@@ -374,14 +376,14 @@ def _transposed_convolution(function: Callable[..., Tensor], space: int) -> Call
         output_padding: Any = 0,
         groups: int = 1,
         dilation: Any = 1,
-    ) -> Operation:
+    ) -> LinearOperation:
         sizes = (_each(size, space) for size in (stride, padding, output_padding, dilation))
         kind = _kind_of_transposed_convolution(tuple(weight.shape[2:]), *sizes, groups)
 
         def run(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return function(inputs, weight, bias, stride, padding, output_padding, groups, dilation)
 
-        return Operation(weight, input, bias, kind, run)
+        return LinearOperation(weight, input, bias, kind, run)
 
     return read
 
@@ -394,7 +396,7 @@ def _embedding(
     max_norm: float | None = None,
     *rest: Any,
     **options: Any,
-) -> Operation | None:
+) -> LinearOperation | None:
     if max_norm is not None:
         return None
     padding = padding_idx + len(weight) if padding_idx is not None and padding_idx < 0 else padding_idx
@@ -402,7 +404,7 @@ def _embedding(
     def run(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.embedding(inputs, weight, padding_idx, max_norm, *rest, **options)
 
-    return Operation(weight, input, None, _kind_of_embedding(padding), run)
+    return LinearOperation(weight, input, None, _kind_of_embedding(padding), run)
 
 
 def _each(size: Any, space: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from .. import calling, kinds
 from ..kinds import Convolution, Linear, Together, TransposedLinear
 from . import watched
 from .experts import Route
-from .operations import LINEAR, Operation
+from .operations import LINEAR, LinearOperation
 from .watched import Watched
 
 _TRANSPOSED = TransposedLinear()
@@ -111,13 +111,13 @@ class Source:
     parameter: Tensor
     places: list[tuple[nn.Module, str]]  # the modules that hold it, each with its name there
     of_module: bool = False  # whether the layer has the name of the module that holds it
-    effective: bool = False  # whether a tensor computed from it counts as the weight, as in parametrised layers
+    effective: bool = False  # whether a tensor computed from it, with as many entries, counts as the weight
     uses: dict[str, Use] = field(default_factory=dict)  # by name; those of parts follow that of the whole
     shared: bool = False  # whether modules that are layers hold it too
     behind: "set[Source]" = field(default_factory=set)  # the parameters from which the weight was computed
     nodes: set[Node] = field(default_factory=set)  # of autograd's graph, reached only by uses outside of stand-ins
     _flag: bool = False  # whether the parameter required a gradient before
-    route: Route | None = None
+    route: Route | None = None  # the samples of the next operation's rows; None for rows in the usual order
     varies: bool = False  # whether the tensor computed from it differed between calls
     _attached: dict[str, Use] = field(default_factory=dict)
     _of_entries: dict[range, Use] = field(default_factory=dict)  # the attached uses by the entries of the parameter
@@ -163,7 +163,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        """See :class:`.watched.Source`."""
+        """Return the name of the layer, or of the first of several parts."""
         return next(iter(self._attached or self.uses), "")
 
     @property
@@ -172,7 +172,7 @@ class Source:
         return dict(self._attached)
 
     def is_attached(self, part: Tensor) -> bool:
-        """See :class:`.watched.Source`."""
+        """Return whether the parameter is watched for exactly this view of it."""
         start = part.storage_offset() - self.parameter.storage_offset()
         return range(start, start + part.numel()) in self._of_entries
 
@@ -182,8 +182,8 @@ class Source:
         if use.name in self._attached:
             self.attach({name: other for name, other in self._attached.items() if other is not use})
 
-    def used(self, operation: Operation) -> Tensor | None:
-        """See :class:`.watched.Source`."""
+    def used(self, operation: LinearOperation) -> Tensor | None:
+        """Return the result of an operation on the weight, or None to let it run as any other."""
         if not self._attached:  # the model has kept a watched tensor from before
             return None
         if private.is_wrapped(operation.inputs):
@@ -195,7 +195,7 @@ class Source:
         return self._computed(operation, weight) if self.effective else None
 
     def note(self, name: str) -> None:
-        """See :class:`.watched.Source`."""
+        """Note another function that used the weight, by its name and why it is no layer's operation."""
         self._functions[name] = None
 
     def why_otherwise(self) -> str:
@@ -205,7 +205,7 @@ class Source:
         hint += "".join(use.hint for use in self.uses.values())
         return f"its weight is used in {', '.join(self._functions) or 'what torch does not tell of'}{hint}"
 
-    def _part(self, operation: Operation, weight: Tensor, part: Tensor) -> Tensor | None:
+    def _part(self, operation: LinearOperation, weight: Tensor, part: Tensor) -> Tensor | None:
         """Do an operation on a view of the parameter."""
         kind, rows = operation.kind, operation.rows(part)
         if kind is LINEAR:
@@ -241,7 +241,7 @@ class Source:
         return self._cut(sorted(inside, key=lambda use: use.entries.start), entries, rows, operation, weight)
 
     def _cut(
-        self, uses: Iterable[Use], entries: range, rows: Tensor, operation: Operation, weight: Tensor
+        self, uses: Iterable[Use], entries: range, rows: Tensor, operation: LinearOperation, weight: Tensor
     ) -> Tensor | None:
         """Do an operation on several parts of the parameter's rows, one by one."""
         width, results, done = rows.shape[1], [], 0
@@ -256,14 +256,14 @@ class Source:
             if part is None:
                 results.append(operation.run(operation.inputs, weight[place].detach(), bias))
                 continue
-            some = Operation(operation.weight, operation.inputs, bias, operation.kind, operation.run)
+            some = LinearOperation(operation.weight, operation.inputs, bias, operation.kind, operation.run)
             result = self._called(part, LINEAR, rows[place], some, weight[place])
             if result is None:
                 return None
             results.append(result)
         return operation.back(torch.cat(results, dim=-1))
 
-    def _computed(self, operation: Operation, weight: Tensor) -> Tensor | None:
+    def _computed(self, operation: LinearOperation, weight: Tensor) -> Tensor | None:
         """Do an operation on a tensor that was computed from the parameter, if it is the same at every call."""
         (use,) = self.uses.values()
         if operation.rows(weight) is not weight or use.name not in self._attached:
@@ -280,7 +280,9 @@ class Source:
         self.behind |= {source for source in sources if isinstance(source, Source) and source is not self}
         return self._called(use, operation.kind, weight.detach(), operation, weight)
 
-    def _called(self, use: Use, kind: Linear, rows: Tensor, operation: Operation, weight: Tensor) -> Tensor | None:
+    def _called(
+        self, use: Use, kind: Linear, rows: Tensor, operation: LinearOperation, weight: Tensor
+    ) -> Tensor | None:
         if not use.takes(kind, rows, operation.inputs, operation.bias):
             return None
         inputs, bias = operation.inputs, operation.bias

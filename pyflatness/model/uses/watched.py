@@ -9,8 +9,8 @@ import contextlib
 import copy
 import functools
 import types
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
@@ -19,7 +19,10 @@ from torch.nn import functional as F
 from ... import private
 from ...errors import InputError
 from . import operations
-from .operations import Operation, each_of
+from .operations import LinearOperation, each_of
+
+if TYPE_CHECKING:
+    from .use import Source
 
 VIEWS = {"t", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "permute", "view", "reshape", "flatten"}
 VIEWS |= {"unflatten", "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "select", "narrow", "unsqueeze"}
@@ -33,35 +36,10 @@ def unwatched() -> contextlib.AbstractContextManager[None]:
     return private.without_subclasses()
 
 
-class WeightOwner(Protocol):
-    """Own a watched weight."""
-
-    parameter: Tensor
-    effective: bool  # whether a tensor computed from the weight, with as many entries, counts as the weight
-    route: Any  # the samples of the next operation's rows, see experts.Route; None for rows in the usual order
-
-    @property
-    def name(self) -> str:
-        """Return the name of the layer, or of the first of several parts."""
-
-    @property
-    def attached(self) -> Mapping[str, object]:
-        """Return the uses for which the weight is watched, by name."""
-
-    def is_attached(self, part: Tensor) -> bool:
-        """Return whether the weight is watched for exactly this view of it."""
-
-    def used(self, operation: Operation) -> Tensor | None:
-        """Return the result of an operation on the weight, or None to let it run as any other."""
-
-    def note(self, name: str) -> None:
-        """Note another function that used the weight, by its name and why it is no layer's operation."""
-
-
 class Watched(Tensor):
     """Represent a weight, or a view or copy of it."""
 
-    source: WeightOwner
+    source: "Source"
     part: Tensor | None  # the same view of the parameter, detached; None if it was computed from the parameter
     version: int  # of the values at the beginning; a copy that is modified later is another weight
 
@@ -76,7 +54,7 @@ class Watched(Tensor):
             return inner(*args, **kwargs)
         with unwatched():
             found = operations.read(func, args, kwargs, cls)
-            if isinstance(found, Operation):
+            if isinstance(found, LinearOperation):
                 result = found.weight.source.used(found)  # type: ignore[attr-defined]
                 if result is not None:
                     return result
@@ -100,7 +78,7 @@ def view_of(weight: Watched) -> Tensor | None:
     return weight.part if weight._version == weight.version else None
 
 
-def leaf(weight: Tensor, source: WeightOwner) -> tuple[Watched, Node]:
+def leaf(weight: Tensor, source: "Source") -> tuple[Watched, Node]:
     """Return a watched tensor in the memory of a weight, and its node in autograd's graph."""
     values = weight.detach()
     made: Watched = private.as_subclass(Watched, values, True)
@@ -146,7 +124,7 @@ def _followed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: 
     return result
 
 
-def _as_watched(result: Tensor, source: WeightOwner, part: Tensor | None, version: int) -> Watched:
+def _as_watched(result: Tensor, source: "Source", part: Tensor | None, version: int) -> Watched:
     made = result.as_subclass(Watched)
     made.source, made.part, made.version = source, part, version
     return made

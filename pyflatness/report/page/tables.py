@@ -9,8 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...errors import MissingExtraError
-from ...messages import printable, with_error
+from ...errors import MissingExtraError, printable
+from ...messages import with_error
 from .. import intervals
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..messages import check_tensor, shown
-from ..model import layers, parameters, selectors
-from ..model.kinds import AnyUse, is_plain, is_scale
-from ..model.parameters import Parameters
-from ..model.selectors import Selector
+from . import layers, parameters, selectors
+from .kinds import AnyUse, is_plain, is_scale
+from .parameters import Parameters
+from .selectors import Selector
 
 NORMALIZATIONS = ("auto", "filter", "layer", None)
 

@@ -34,7 +34,7 @@ from ..model import calling, data, parameters
 from ..numerics import lanczos
 from ..numerics.signs import RandomVectors
 from ..options import CALL, How, Options, check_count, check_flag, check_number
-from ..passes.parts import Parts
+from ..passes.cut_batches import CutBatches
 from ..passes.task import Task
 from ..session import public, session
 
@@ -109,9 +109,9 @@ class Ascent:
 
     def of(self, task: Task, m: int | None, *, normalized: bool = False, bounded: bool = False) -> WorstCase:
         """Return the worst rise on a task's data, in groups of ``m`` samples or over all samples together."""
-        parts = task.parts(derivatives=True)
+        cuts = task.cut_batches(derivatives=True)
         task = replace(task, forward=_with_normalized_outputs(task.forward)) if normalized else task
-        place, shard = _Place(task, self.scale, parts), task.batches.shard
+        place, shard = _Place(task, self.scale, cuts), task.batches.shard
         total = torch.zeros(self.starts, dtype=torch.float64, device="cpu")
         best, loss, groups, samples, norm = 0.0, 0.0, 0, 0, 0.0
         for batches, count in _groups(task, m):
@@ -181,8 +181,8 @@ class _Place:
     Vectors are in the parameters' dtype, of half precision in float32; sums over samples and norms are in float64.
     """
 
-    def __init__(self, task: Task, scale: Callable[[Tensor], Tensor], parts: Parts) -> None:
-        self._task, self._scale, self._parts = task, scale, parts
+    def __init__(self, task: Task, scale: Callable[[Tensor], Tensor], cuts: CutBatches) -> None:
+        self._task, self._scale, self._cuts = task, scale, cuts
         self._theta = parameters.trainable(task.model)
         self.size = sum(w.numel() for w in self._theta.values())
         self.device = next(iter(self._theta.values())).device
@@ -191,7 +191,7 @@ class _Place:
     @property
     def notes(self) -> tuple[str, ...]:
         """Return notes on how batches were cut."""
-        return self._parts.notes
+        return self._cuts.notes
 
     def risk(self, u: Tensor | None, batches: Any) -> tuple[float, Tensor]:
         """Return E at θ + T u (at θ for None) and its gradient in u; the task's own batches are those of all ranks."""
@@ -205,7 +205,7 @@ class _Place:
             torch.enable_grad(),
             parameters.inside(task.model, moved),
         ):
-            for number, part in self._parts.numbered(batches):
+            for number, part in self._cuts.numbered(batches):
                 outputs, targets = task.run(part)
                 weight += risk.weight(outputs.detach(), targets, task.loss, number)
                 value = task.loss.value(outputs, targets)

@@ -18,12 +18,11 @@ from typing_extensions import Unpack
 
 from ..errors import InputError, NonFiniteError
 from ..messages import shown
-from ..model import calling, parameters
+from ..model import calling, directions, parameters
 from ..options import CALL, How, check_number
 from ..passes.task import Risk
 from ..report import Estimate
 from ..session import public, session
-from . import directions
 
 _DOUBLINGS, _HALVINGS = 60, 20
 

@@ -1,4 +1,4 @@
-"""Cut batches that are only run forward, or are differentiated as a whole, into parts that fit the memory."""
+"""Cut batches that are only run forward, or are differentiated as a whole, into micro-batches that fit the memory."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +16,7 @@ from .memory import Budget, MicroBatches
 _FEW = 4  # samples that are run first, to see how much memory they take
 
 
-class Parts:
+class CutBatches:
     """Cut batches, after a few samples of the first larger batch have shown how much memory ``work`` on a sample takes.
 
     ``compare`` has the next batch compared with two of its samples; with ``derivatives`` the work builds a graph.
@@ -35,13 +35,13 @@ class Parts:
         return self._cuts.notes
 
     def numbered(self, batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-        """Yield the parts of all batches, each with its batch's number."""
+        """Yield the micro-batches of all batches, each with its batch's number."""
         for number, batch in enumerate(batches):
-            for part in self.of(batch):
-                yield number, part
+            for micro_batch in self.of(batch):
+                yield number, micro_batch
 
     def of(self, batch: Any) -> Iterator[Any]:
-        """Yield a batch in parts, or as it is where it fits or cannot be cut."""
+        """Yield the micro-batches of a batch, or the batch as it is where it fits or cannot be cut."""
         samples = data.size(batch)
         if samples > _FEW and not self._is_planned:
             self._is_planned = True
@@ -89,7 +89,7 @@ class _Alive(private.TorchDispatchMode):
 
 
 def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
-    for part in private.tree_leaves(tree):
-        if isinstance(part, Tensor):
+    for leaf in private.tree_leaves(tree):
+        if isinstance(leaf, Tensor):
             with contextlib.suppress(NotImplementedError):  # it may be sparse
-                yield part.untyped_storage()
+                yield leaf.untyped_storage()
