@@ -200,7 +200,8 @@ def test_how_many_signals_at_a_time():
     def together(inputs, geometry, backend=reference, *, signals=9, at_most=2**20, rows=16, **options):
         weight = torch.randn(geometry.groups, rows, 16 // geometry.groups * geometry.kernel_elements)
         options = {"quantities": ("gram_weighted",), "memory": 2**20} | options
-        return LayerContraction(weight, geometry, backend, **options).stack_size(inputs, signals, at_most)
+        layer = LayerContraction(weight, geometry, backend, **options)
+        return layer.stack_size(inputs, signals, at_most, by_gram=layer.by_gram(inputs, signals))
 
     assert together([one], linear) == 9
     assert together([one], linear, signals=3) == 1
