@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .factor import multiply_adds
 from .geometry import Geometry
-from .precision import convolutions_in_tf32, float32_products, product, promoted, promoted_dtype
+from .precision import AS_IT_IS, convolutions_in_tf32, float32_products, product, promoted, promoted_dtype
 from .quantities import Contribution, Forms, Quantities, Sizes
 from .reference import Backend
 from .routes import Calls, Carried, LayerRoute, OnePosition, PreparedWeight, Stacked, Summed
@@ -308,7 +308,7 @@ class LayerContraction(Contractor):
         groups, d, _ = layer.shape
         places = layer.places(phi)
         rows = self._routes.rows() if places > 1 else d
-        return len(phi) * groups * rows * (elements or places) * promoted_dtype(phi.dtype).itemsize
+        return phi.shape[0] * groups * rows * (elements or places) * promoted_dtype(phi.dtype).itemsize
 
     def buffer(self, count: int, cotangent: Tensor) -> Tensor:
         """Return memory for ``count`` such cotangents, (count, n, …)."""
@@ -411,9 +411,9 @@ class LayerContraction(Contractor):
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context for float32 products as precise as the layer's own."""
         if not self._on_gpu:
-            return contextlib.nullcontext()
+            return AS_IT_IS
         if self._half:
             return float32_products(tf32=True)
         if self._convolution:
             return float32_products(tf32=convolutions_in_tf32())
-        return contextlib.nullcontext()
+        return AS_IT_IS

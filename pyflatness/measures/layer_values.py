@@ -91,7 +91,7 @@ class LayerValues:
             with attempt(measure):
                 if measure.of_parts is not None:
                     estimates = self._of_parts(measure, self._sums, sweep, estimates)
-                found.update(((name, measure.name), estimate) for name, estimate in estimates.items())
+                found |= {(name, measure.name): estimate for name, estimate in estimates.items()}
         for (name, measure_name), estimate in found.items() if self._options.rtol else ():
             for note in missed(estimate.value, estimate.stderr, self._options.rtol):
                 _LOG.warning("%s of %s: %s", measure_name, repr(name) if name else "the network", note)

@@ -62,7 +62,7 @@ class Accounting:
         recorder, leaves = self._recorder, self._leaves
         watch, detached = _Functions(leaves.of_layers, recorder), Detached()
         with calling.accounting(), recorder.recording(samples, checking=True), leaves.in_place(), _quiet():
-            with state.made_anew(self._model), calling.watched_by(watch), calling.watched_by(detached):
+            with state.made_anew(self._model), calling.watched_by(watch, detached):
                 outputs, _ = calling.run(self._model, batch, forward)
             self._nodes = leaves.nodes(recorder.calls)
             self._of_vectors = [(vector, get_gradient_edge(leaf).node) for vector, leaf in self._vectors.items()]

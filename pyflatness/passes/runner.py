@@ -106,7 +106,8 @@ class Runner:
         self._recorder = Recorder(selection.modules)
         self._known = KnownLayers(task.model, selection, self._recorder, self._forward, order_matters=order_matters)
         self._certificate = linearity.Certificate()
-        self._micro_batches = MicroBatches(task.budget(halved=halved))
+        self.budget = task.budget(halved=halved)
+        self._micro_batches = MicroBatches(self.budget)
         self._spacing = Spacing(len(task.batches))
 
     @property

@@ -32,7 +32,6 @@ from ..passes import cotangents, linearity, normalize
 from ..passes.dry_run import Findings
 from ..passes.layer_form import Gathered, LayerForm
 from ..passes.limit import MANY
-from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
 from . import output_directions, residuals
 from .activations import ACTIVATIONS, Activations
@@ -65,8 +64,9 @@ class Sweep:
 
     def __init__(self, runner: Runner, loss: Loss, options: Options, quantities: Sequence[str]) -> None:
         self._runner, self._loss, self._options = runner, loss, options
+        self._budget = runner.budget
         self._head_formula = HeadFormula(
-            runner, loss, options.memory, [name for name in quantities if name not in ACTIVATIONS]
+            runner, loss, self._budget, [name for name in quantities if name not in ACTIVATIONS]
         )
         self._of_weights = self._head_formula.quantities
         self._of_activations = [name for name in quantities if name in ACTIVATIONS]
@@ -74,7 +74,6 @@ class Sweep:
         self._forms: dict[str, LayerForm] = {}
         self._scales: Mapping[str, Tensor] = {}
         self._in_part = options.fraction is not None
-        self._budget = Budget.of(runner.model, options.memory)
         self.backend = ""
         self.by_hessian: set[str] = set()
         self.columns = self.sent = 0
@@ -236,7 +235,7 @@ class Sweep:
         send = partial(run.recorder.gradients, run.outputs, names=found)
         for draw, cotangent, sign in sent.sent(signs, run.numbers, self._options.max_passes, send, run.tell):
             for name, contribution in contracted.of(cotangent, sign):
-                found[name][draw, : len(contribution.values)] += contribution.values
+                found[name][draw, : contribution.values.shape[0]] += contribution.values
                 _add(summands, name, contribution)
             if active:
                 arrived = {name: contracted.gradients[name] for name in active}
