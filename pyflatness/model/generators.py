@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import private
 
@@ -31,19 +31,16 @@ class Randomness:
         self._own = [generator for generator in own if isinstance(generator, torch.Generator)]
         self._shared = [torch.default_generator, *(torch.cuda.default_generators[index] for index in sorted(devices))]
         self._alone = threading.active_count() == 1
-        self._before, self._outside = self.states(), outside()
+        self._before = [generator.get_state() for generator in (*self._shared, *self._own)]
+        self._outside = outside()
         self._drew, self._drew_outside = False, [False, False]
 
-    def states(self) -> list[Tensor]:
-        """Return the current states of torch's generators and the model's own."""
-        return [generator.get_state() for generator in (*self._shared, *self._own)]
+    def states(self) -> list[bytes]:
+        """Return the current states of torch's generators and the model's own, which are equal if none was drawn from.
 
-    def moved(self, before: list[Tensor]) -> bool:
-        """Return whether anyone drew from a generator since :meth:`states` returned ``before``."""
-        # Bytes are compared, as torch.equal takes twice as long for a few thousand of them.
-        return any(
-            old.numpy().tobytes() != new.numpy().tobytes() for old, new in zip(before, self.states(), strict=True)
-        )
+        They are bytes, as torch.equal takes twice as long for a few thousand of them.
+        """
+        return [generator.get_state().numpy().tobytes() for generator in (*self._shared, *self._own)]
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:

@@ -438,7 +438,7 @@ class Checked:
         if calling.is_dry_run():
             before = self._random.states()
             outputs, targets = self._run(model, batch)
-            if not (self._has_run or self._random.moved(before)):
+            if not (self._has_run or self._random.states() != before):
                 self._check_state(model, batch, outputs)
             self._fewest = min(self._fewest, data.size(batch))
         else:
@@ -447,7 +447,7 @@ class Checked:
             with self._random.watched() if is_unseen else contextlib.nullcontext():
                 run = functools.partial(self._run, model)
                 outputs, targets = self.watched(run, batch) if torch.is_grad_enabled() else run(batch)
-            if self._random.moved(before) or (others is not None and others != outside()):
+            if self._random.states() != before or (others is not None and others != outside()):
                 self._check_repeated(model, batch, outputs)
             elif not self._has_run:
                 self._check_state(model, batch, outputs)

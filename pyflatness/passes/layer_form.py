@@ -1,5 +1,6 @@
 """Convert a chosen layer to the common form that all contractions take, rescaled for normalised values."""
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -56,7 +57,10 @@ class LayerForm:
 
     def of(self, quantities: Sequence[str]) -> "LayerForm":
         """Return the layer's form for other quantities."""
-        return type(self)(self.name, self._module, quantities, self._options, self._scale)
+        form = copy.copy(self)
+        form.quantities, form.memory = quantities, (Memory(), Memory())
+        vars(form).pop("_own", None)  # the contraction of its quantities
+        return form
 
     def contraction(self, run: Run) -> Contractor:
         """Return the contraction for the layer's calls in this run."""
@@ -113,7 +117,7 @@ class LayerForm:
     @property
     def matrix(self) -> Tensor:
         """Return the weight (G, d, m), of a convolution its filters."""
-        weight: Tensor = layers.matrix(self._module)[0].unflatten(0, (self._kind.groups, -1))
+        weight: Tensor = self._kind.as_matrix(layers.weight_of(self._module)).unflatten(0, (self._kind.groups, -1))
         if self._scale is None:
             return weight
         columns = normalize.of_columns(self._module, self._scale)
