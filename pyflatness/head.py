@@ -183,7 +183,7 @@ class Head:
             return  # the model looks at its logits: let it have them
         finally:
             calls.clear()
-        if random.moved(before):
+        if random.states() != before:
             return  # the logits say whether the random numbers matter
         product.enter_context(state.without_product(module, width))
 

@@ -172,7 +172,7 @@ class Measurement:
                 self._values[row.name] = row.compute(self._task)
         self._take_jacobians()
         self._derive()
-        self.measured.update(name for values in self._values.values() for name in values)
+        self.measured.update(*self._values.values())
         has_value = any(row.name in self._values for row in self._steps.wanted)
         if self._named and not has_value and self._first is not None:
             raise self._first
@@ -279,9 +279,11 @@ class Measurement:
         Ranks have to agree on it ``together``, but where all find the same by themselves, out of the same options,
         weights and sums.
         """
-        names = ", ".join(row.name for row in rows)
         try:
-            with self._ranks.agreed(names) if together else contextlib.nullcontext():
+            if together:
+                with self._ranks.agreed(", ".join(row.name for row in rows)):
+                    yield
+            else:
                 yield
         except InputError as error:
             check_followed(self._task.options.nan_policy, error)

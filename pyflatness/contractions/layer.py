@@ -13,7 +13,6 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from .factor import multiply_adds
 from .geometry import Geometry
-from .precision import convolutions_in_tf32, float32_products, product, promoted, promoted_dtype
+from .precision import AS_IT_IS, convolutions_in_tf32, float32_products, product, promoted, promoted_dtype
 from .quantities import Contribution, Forms, Quantities, Sizes
 from .reference import Backend
 from .routes import Calls, Carried, LayerRoute, OnePosition, PreparedWeight, Stacked, Summed
@@ -246,6 +245,7 @@ class LayerContraction(Contractor):
             weight if self._wanted.gram_factor else None,
             promoted(weight) if self._wanted.weighted else None,
             memory,
+            min(d, m) if self._wanted.gram_factor else 0,
             serves_half=self._on_gpu,
         )
         self._routes = backend.routes(self._prepared)
@@ -254,36 +254,38 @@ class LayerContraction(Contractor):
 
     def at(self, inputs: Calls, count: int, held: int = 0, positions: Tensor | None = None) -> Contraction:
         elements = None if positions is None else positions.shape[2]
-        stack_size = self.stack_size(inputs, count, held, elements)
+        by_gram = self.by_gram(inputs, count)
+        stack_size = self.stack_size(inputs, count, held, elements, by_gram=by_gram)
         held = stack_size * self.cotangent_bytes(inputs, elements) if stack_size > 1 else 0
 
         def squared_entries(cotangent: Calls, sign: Sign) -> Tensor:
             return self.squared_entries(inputs, cotangent, sign)
 
         with self.precision():
-            route = self._chosen(inputs, count, stack_size, positions)()
+            route = self._chosen(inputs, count, stack_size, positions, by_gram=by_gram)
         stack: Stack = route if isinstance(route, Stacked) else Copies(stack_size, self.buffer, route.forms)
         several = route.takes_several
         return Contraction(self._wanted, route.forms, squared_entries, stack, stack_size, held, self.precision, several)
 
-    def _chosen(self, inputs: Calls, count: int, stack_size: int, positions: Tensor | None) -> Callable[[], LayerRoute]:
-        """Return a function that prepares the best route for these inputs."""
+    def _chosen(
+        self, inputs: Calls, count: int, stack_size: int, positions: Tensor | None, *, by_gram: bool
+    ) -> LayerRoute:
+        """Return the best route, prepared for these inputs."""
         layer, phi = self._prepared, inputs[0]
         if len(inputs) > 1:
-            return partial(Summed, layer, inputs)
-        by_gram = self._route_of(phi, count) == "gram"
+            return Summed(layer, inputs)
         if by_gram and layer.places(phi) == 1:
             by_factor = self._takes_factor(phi, count)
             self._spared += self._spares(phi, count)
-            return partial(OnePosition, layer, phi, by_factor=by_factor)
+            return OnePosition(layer, phi, by_factor=by_factor)
         return self._routes.of(phi, stack_size, positions, by_gram=by_gram)
 
     def gathers(self, inputs: Calls, count: int, held: int, elements: int) -> bool:
-        if not self._routes.gathers or self._route_of(inputs[0], count) == "gram":
+        if not self._routes.gathers or self.by_gram(inputs, count):
             return False
-        return self.stack_size(inputs, count, held, elements) > 1
+        return self.stack_size(inputs, count, held, elements, by_gram=False) > 1
 
-    def stack_size(self, inputs: Calls, count: int, held: int, elements: int | None = None) -> int:
+    def stack_size(self, inputs: Calls, count: int, held: int, elements: int | None = None, *, by_gram: bool) -> int:
         """Return how many of ``count`` cotangents are best contracted at a time, in stacks of about one size.
 
         It is 1 if each is best contracted alone.
@@ -291,7 +293,6 @@ class LayerContraction(Contractor):
         if not held or len(inputs) > 1 or not self._wanted.plain:
             return 1
         phi, layer = inputs[0], self._prepared
-        by_gram = self._route_of(phi, count) == "gram"
         if by_gram and layer.places(phi) == 1:
             held, fewest = min(held, layer.memory), _FEWEST
         elif layer.backend.stacking_pays(phi, layer.geometry, layer.shape[1], by_gram=by_gram):
@@ -307,7 +308,7 @@ class LayerContraction(Contractor):
         groups, d, _ = layer.shape
         places = layer.places(phi)
         rows = self._routes.rows() if places > 1 else d
-        return len(phi) * groups * rows * (elements or places) * promoted_dtype(phi.dtype).itemsize
+        return phi.shape[0] * groups * rows * (elements or places) * promoted_dtype(phi.dtype).itemsize
 
     def buffer(self, count: int, cotangent: Tensor) -> Tensor:
         """Return memory for ``count`` such cotangents, (count, n, …)."""
@@ -325,9 +326,8 @@ class LayerContraction(Contractor):
         return Contraction(self._wanted, Carried(self._prepared, promoted(inputs[0])).forms, takes_several=True)
 
     def factored(self, inputs: Calls, count: int) -> PreparedWeight | None:
-        alone = len(inputs) == 1 and self._route_of(inputs[0], count) == "gram"
-        without = alone and self._prepared.places(inputs[0]) == 1 and not self._takes_factor(inputs[0], count)
-        return None if without else self._prepared
+        one = len(inputs) == 1 and self._prepared.places(inputs[0]) == 1 and self.by_gram(inputs, count)
+        return None if one and not self._takes_factor(inputs[0], count) else self._prepared
 
     def _takes_factor(self, phi: Tensor, count: int) -> bool:
         """Return whether |R δ| is used at one position in place of |wᵀ δ|: once R saves more than it costs."""
@@ -350,10 +350,12 @@ class LayerContraction(Contractor):
         by_gram = min(found["gram"], self._routes.carried(places, _ANY_NUMBER)) < found["direct"]
         return groups * places**2 * self._itemsize if by_gram and places > 1 else 0
 
-    def cheaper(self, inputs: Tensor, count: int) -> str:
-        """Return the route with fewer multiply-adds, for ``count`` cotangents."""
-        found = self.multiply_adds(self._prepared.places(inputs), count)
-        return "gram" if found["gram"] < found["direct"] else "direct"
+    def by_gram(self, inputs: Calls, count: int) -> bool:
+        """Return whether Gram matrices take fewer multiply-adds for ``count`` cotangents, or are the given route."""
+        if self._route is not None:
+            return self._route == "gram"
+        found = self.multiply_adds(self._prepared.places(inputs[0]), count)
+        return found["gram"] < found["direct"]
 
     def multiply_adds(self, places: int, count: int) -> dict[str, float]:
         """Return by route the multiply-adds for one sample and cotangent, with ``places`` positions."""
@@ -370,7 +372,8 @@ class LayerContraction(Contractor):
         groups, d, m = layer.shape
         total = coefficients.new_zeros(groups, d, d)
         phi = promoted(inputs[0])
-        by_gram = len(inputs) == 1 and self.cheaper(phi, 1) == "gram"
+        found = self.multiply_adds(layer.places(phi), 1)
+        by_gram = len(inputs) == 1 and found["gram"] < found["direct"]
         places = sum(map(layer.places, inputs))
         # The Gram matrix and two factors, or patches and M; the summands are copied in float64, twice as large.
         elements = places * (places + 6 * d) if by_gram else m * (places + 3 * d)
@@ -408,12 +411,9 @@ class LayerContraction(Contractor):
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context for float32 products as precise as the layer's own."""
         if not self._on_gpu:
-            return contextlib.nullcontext()
+            return AS_IT_IS
         if self._half:
             return float32_products(tf32=True)
         if self._convolution:
             return float32_products(tf32=convolutions_in_tf32())
-        return contextlib.nullcontext()
-
-    def _route_of(self, inputs: Tensor, count: int) -> str:
-        return self._route or self.cheaper(inputs, count)
+        return AS_IT_IS

@@ -20,6 +20,7 @@ The sum of 4,096 terms of about one size, 1.1 to 1.101, had a relative error of 
 off by 2.4e-5, and with 2,048 by 1.1e-6.
 """
 
+AS_IT_IS = contextlib.nullcontext()  # one for all, as it has no state
 _MIXED, _NAMED = "2.8", "2.9"  # torch versions with float32 products of half precision, and with named TF32 settings
 _SETTING = threading.RLock()  # two threads that restore torch's setting out of order would leave it changed
 if hasattr(os, "register_at_fork"):
@@ -53,7 +54,7 @@ def divided(tensor: Tensor, scale: Tensor, dim: int) -> Tensor:
 def full_precision(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Return a context without autocast on the tensor's device; the user's autocast is for the model alone."""
     kind = tensor.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else AS_IT_IS
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:

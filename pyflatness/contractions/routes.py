@@ -18,9 +18,8 @@ Forms of w ∘ M at several positions need M itself (:class:`Both`).
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -54,6 +53,7 @@ class PreparedWeight:
     factored: Tensor | None  # w, if R is needed
     weight: Tensor | None  # w, if w ∘ M is needed
     memory: int  # bytes for working buffers of M
+    factor_rows: int  # r of R (G, r, d); 0 if it is not needed
     serves_half: bool = False  # whether products with R in bfloat16 are allowed
 
     @cached_property
@@ -91,11 +91,6 @@ class PreparedWeight:
     def half_factor(self) -> Tensor | None:
         """Return R in bfloat16, if products with it are precise enough; otherwise None."""
         return half_factor(self.factor, self.factored) if self.serves_half and self.factored is not None else None
-
-    @property
-    def factor_rows(self) -> int:
-        """Return the rows r of R; 0 if it is not needed."""
-        return 0 if self.factored is None else min(self.shape[1:])
 
     def places(self, phi: Tensor) -> int:
         """Return the number of positions of the layer for inputs φ."""
@@ -421,15 +416,15 @@ class LibraryRoutes:
     def __init__(self, layer: PreparedWeight) -> None:
         self._layer = layer
 
-    def of(self, phi: Tensor, stack_size: int, positions: Tensor | None, *, by_gram: bool) -> Callable[[], LayerRoute]:
-        """Return a function that prepares the route for a layer's inputs; see :meth:`.Contractor.at`."""
+    def of(self, phi: Tensor, stack_size: int, positions: Tensor | None, *, by_gram: bool) -> LayerRoute:
+        """Return the route prepared for a layer's inputs; see :meth:`.Contractor.at`."""
         layer = self._layer
         if layer.weight is None:
-            return partial(Stacked, layer, phi, stack_size, by_gram=by_gram, squares=layer.forms.squares)
+            return Stacked(layer, phi, stack_size, by_gram=by_gram, squares=layer.forms.squares)
         if not by_gram or not layer.factor_rows:
-            return partial(Written, layer, phi, layer.factor)
+            return Written(layer, phi, layer.factor)
         by_gram_alone = Stacked(layer, phi, stack_size, by_gram=True, squares=False)
-        return partial(Both, Written(layer, phi, None), by_gram_alone)
+        return Both(Written(layer, phi, None), by_gram_alone)
 
     def room(self, held: int) -> int:
         """Return how many of ``held`` bytes the cotangents that are held back may take."""
@@ -457,16 +452,16 @@ class KernelRoutes(LibraryRoutes):
     fewest = 4
     gathers = True
 
-    def of(self, phi: Tensor, stack_size: int, positions: Tensor | None, *, by_gram: bool) -> Callable[[], LayerRoute]:
+    def of(self, phi: Tensor, stack_size: int, positions: Tensor | None, *, by_gram: bool) -> LayerRoute:
         layer, phi = self._layer, promoted(phi)
         if not by_gram and stack_size > 1:
-            return partial(DirectGathered, layer, phi, positions)
+            return DirectGathered(layer, phi, positions)
         if not by_gram:
-            return partial(Direct, layer, phi, layer.factor)
+            return Direct(layer, phi, layer.factor)
         if layer.weight is None:
-            return partial(Gram, layer, phi, squares=layer.forms.squares)
+            return Gram(layer, phi, squares=layer.forms.squares)
         gram = Gram(layer, phi, squares=False) if layer.factor_rows else None
-        return partial(Both, Direct(layer, phi, None), gram)
+        return Both(Direct(layer, phi, None), gram)
 
     def room(self, held: int) -> int:
         return min(held, self._layer.memory)

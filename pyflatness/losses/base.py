@@ -1,6 +1,5 @@
 """Define the interface of losses, and their common helpers."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
@@ -183,12 +182,17 @@ def marked(terms: Terms, values: Tensor, *, masks: bool = False) -> Terms:
     """Return terms in which the scale of rows without a loss is NaN.
 
     A row with NaN or infinity in ``values``, its targets or outputs, has no loss, unless it adds nothing. With
-    ``masks`` minus infinity is allowed, as for the logits of masked classes. The host waits for the device once.
+    ``masks`` minus infinity is allowed, as for the logits of masked classes. The host does not wait for the device.
     """
-    if not values.is_floating_point() or values.is_meta or math.isfinite(float(values.sum())):
+    if not values.is_floating_point() or values.is_meta or not values.shape[1:].numel():
         return terms
-    bad = (values.isnan() | (values == torch.inf)) if masks else ~values.isfinite()
-    bad = bad.flatten(1).any(dim=1).to(terms.scale.device) & (terms.scale != 0)
+    values = values.flatten(1)
+    if masks:
+        fine = values.amax(dim=1) < torch.inf  # False for NaN, which is the largest
+    else:
+        smallest, largest = values.aminmax(dim=1)
+        fine = (smallest > -torch.inf) & (largest < torch.inf)
+    bad = ~fine.to(terms.scale.device) & (terms.scale != 0)
     return replace(terms, scale=torch.where(bad, torch.nan, terms.scale))
 
 

@@ -14,8 +14,6 @@ from ..errors import InputError, NotYetError
 from ..model import layers, spread
 from ..numerics.accumulate import omits
 from ..passes import linearity
-from ..passes.dry_run import Findings
-from ..passes.layer_form import LayerForm
 from ..passes.runner import Runner
 from ..passes.task import Task
 from ..report import Estimate
@@ -45,18 +43,7 @@ class LayerValues:
             self._approve,
             second_order=not self._options.by_ggn,
             order_matters=self._options.by_sample or not task.loss.convex,
-            reserve=self._reserve,
         )
-        self._wanted: tuple[str, ...] = ()
-
-    def _reserve(self, found: Findings) -> int:
-        """Return the bytes per sample that values take beside the graph: per-sample weights and Gram matrices."""
-        quantities = [name for name in self._wanted if name in QUANTITIES]
-        of_weights = {name: self._selected[name] for name in found.places} if quantities else {}
-        forms = (LayerForm(name, module, quantities, self._options) for name, module in of_weights.items())
-        kept = sum(form.kept(found.places[form.name]) for form in forms)
-        together = [layers.weight_of(module) for module in self._selected.values() if layers.is_together(module)]
-        return sum(weight.numel() * weight.element_size() for weight in together) + kept
 
     def _approve(self, nonlinear: Mapping[str, str]) -> None:
         """Raise if there are no values of layers in whose weights the model is not linear."""
@@ -81,7 +68,7 @@ class LayerValues:
 
         ``attempt`` is the context of what concerns one measure alone, whose errors are that measure's.
         """
-        wanted = self._wanted = tuple(dict.fromkeys(measure.quantity for measure in measures if measure.quantity))
+        wanted = tuple(dict.fromkeys(measure.quantity for measure in measures if measure.quantity))
         kind = AdaptiveSweep if self._options.probes == "adaptive" else Sweep
         sweep = kind(self._runner, self._loss, self._options, wanted)
         draws = self._options.draws
@@ -98,15 +85,14 @@ class LayerValues:
             sweep.unite()
             self._sums = totals.sums()
         found: dict[tuple[str, str], Estimate] = {}
-        rows = {name: self._runner.places[name] for name in self._runner.modules} | {"": -1}
+        notes = {name: self._notes(name, sweep) for name in (*self._runner.modules, "")}
         for measure in measures:
-            quantity = str(measure.quantity)
-            estimates = {name: self._estimate(row, name, quantity, sweep, self._sums) for name, row in rows.items()}
+            estimates = self._estimates(str(measure.quantity), sweep, self._sums, notes)
             with attempt(measure):
                 if measure.of_summands is not None:
                     estimates = self._of_summands(measure, self._sums, sweep, estimates)
-                found.update(((name, measure.name), estimate) for name, estimate in estimates.items())
-        for (name, measure_name), estimate in found.items():
+                found |= {(name, measure.name): estimate for name, estimate in estimates.items()}
+        for (name, measure_name), estimate in found.items() if self._options.rtol else ():
             for note in missed(estimate.value, estimate.stderr, self._options.rtol):
                 _LOG.warning("%s of %s: %s", measure_name, repr(name) if name else "the network", note)
         return found
@@ -144,30 +130,38 @@ class LayerValues:
             else:  # one process alone sends groups
                 count *= growth
 
-    def _estimate(self, row: int, name: str, quantity: str, sweep: Sweep, sums: Sums) -> Estimate:
-        """Return the estimate of a quantity in a layer (``""``: in the network), from a row of the sums."""
+    def _estimates(
+        self, quantity: str, sweep: Sweep, sums: Sums, notes: Mapping[str, tuple[str, ...]]
+    ) -> dict[str, Estimate]:
+        """Return the estimates of a quantity in the layers, and last in the network, ``""``, from the sums."""
         column, of_activations = sweep.quantities.index(quantity), quantity in ACTIVATIONS
         has_neurons = of_activations or QUANTITIES[quantity].neurons is not None
-        layers_of = [name] if name else [*self._runner.modules]
-        by = sweep.method(layers_of, quantity)
-        sampled = sums.errors is not None and (self._subset is not None or sweep.draws(layers_of, quantity))
-        by = "ggn" if sampled and by == "head" else by
-        stderr, dof = sums.uncertainty(row, column) if sampled else (None, None)
-        value = sums.numbers[row][column]
-        return Estimate(
-            value=value,
-            stderr=stderr,
-            samples=sums.samples,
-            method=f"{by}-sampled" if sampled else by,
-            exact=not sampled and all(self._is_hessian(layer, quantity, sweep) for layer in layers_of),
-            backend="reference" if of_activations else sweep.backend,
-            per_sample=None if sums.per_sample is None else sums.per_sample[row, column],
-            layer=name,
-            omitted=sums.omitted,
-            notes=(*self._notes(name, sweep), *missed(value, stderr, self._options.rtol)),
-            per_neuron=sums.further.get((name, quantity)) if has_neurons else None,
-            dof=dof,
-        )
+        found: dict[str, Estimate] = {}
+        every = True
+        for name, noted in notes.items():
+            layers_of, row = ([name], self._runner.places[name]) if name else ([*self._runner.modules], -1)
+            by = sweep.method(layers_of, quantity)
+            sampled = sums.errors is not None and (self._subset is not None or sweep.draws(layers_of, quantity))
+            stderr, dof = sums.uncertainty(row, column) if sampled else (None, None)
+            is_hessian = self._is_hessian(name, by, sweep) if name else every
+            every = every and is_hessian
+            by = "ggn" if sampled and by == "head" else by
+            value = sums.numbers[row][column]
+            found[name] = Estimate(
+                value=value,
+                stderr=stderr,
+                samples=sums.samples,
+                method=f"{by}-sampled" if sampled else by,
+                exact=not sampled and is_hessian,
+                backend="reference" if of_activations else sweep.backend,
+                per_sample=None if sums.per_sample is None else sums.per_sample[row, column],
+                layer=name,
+                omitted=sums.omitted,
+                notes=(*noted, *missed(value, stderr, self._options.rtol)),
+                per_neuron=sums.further.get((name, quantity)) if has_neurons else None,
+                dof=dof,
+            )
+        return found
 
     def _of_summands(
         self, measure: Measure, sums: Sums, sweep: Sweep, estimates: Mapping[str, Estimate]
@@ -227,8 +221,7 @@ class LayerValues:
 
     def block_traces(self) -> Tensor:
         """Return the (d, d) block traces of the one layer."""
-        self._wanted = ("squares",)
-        sweep = Sweep(self._runner, self._loss, self._options, self._wanted)
+        sweep = Sweep(self._runner, self._loss, self._options, ["squares"])
         totals = self._totals()
         blocks: list[Tensor] = []
 
@@ -248,11 +241,11 @@ class LayerValues:
         shard = self._task.batches.shard
         return Totals(self._loss.reduction, self._options, error, sampled=sampled, shard=shard, subset=self._subset)
 
-    def _is_hessian(self, name: str, quantity: str, sweep: Sweep) -> bool:
-        """Return whether an exact value of the layer is certain to be the Hessian's."""
+    def _is_hessian(self, name: str, by: str, sweep: Sweep) -> bool:
+        """Return whether an exact value of the layer, computed by this method, is certain to be the Hessian's."""
         why = self._runner.why_not_linear(name)
         if why == linearity.UNASKED:
-            return sweep.method([name], quantity) == "head"
+            return by == "head"
         return not why or (name in sweep.by_hessian and why != linearity.CUSTOM)
 
     def _notes(self, name: str, sweep: Sweep) -> tuple[str, ...]:

@@ -83,16 +83,17 @@ class _Watch(Mode):
 
 
 @contextlib.contextmanager
-def watched_by(watcher: Watcher) -> Iterator[None]:
-    """Show a watcher the operations inside the context."""
+def watched_by(*watchers: Watcher) -> Iterator[None]:
+    """Show watchers the operations inside the context."""
     modes = private.function_modes()
     watch = modes[-1] if modes and isinstance(modes[-1], _Watch) else None
     with contextlib.nullcontext(watch) if watch is not None else _Watch() as watch:
-        watch.watchers.append(watcher)
+        watch.watchers += watchers
         try:
             yield
         finally:
-            watch.watchers.remove(watcher)
+            for watcher in watchers:
+                watch.watchers.remove(watcher)
 
 
 def only_ours() -> bool:
@@ -245,10 +246,16 @@ def run(
 
     ``tensor`` finds the outputs in the model's return value; a mapping's ``labels`` are the targets.
     """
-    count = batch.counted or -1 if isinstance(batch, data.Whole) else data.size(batch)
-    with interrupts.users_code(), _let(samples=count, runs=now["runs"] + 1):
-        result = _run(model, batch, forward, tensor)
-    if not now["runs"]:
+    with private.without_functions():  # these are not the model's operations
+        count = batch.counted or -1 if isinstance(batch, data.Whole) else data.size(batch)
+    samples, runs = now["samples"], now["runs"]
+    now.update(samples=count, runs=runs + 1)
+    try:
+        with interrupts.users_code():
+            result = _run(model, batch, forward, tensor)
+    finally:
+        now.update(samples=samples, runs=runs)
+    if not runs:
         now["samples"] = count  # activation checkpointing may run parts of the model on it again
     return result
 

@@ -353,18 +353,22 @@ def _holds_tensors(leaf: Any) -> bool:
         return False
 
 
-def leaves(batch: Any, holders: tuple[Any, ...] = ()) -> Iterator[Any]:
-    """Yield the tensors and other objects in a batch, in nested tuples, lists and mappings."""
-    if isinstance(batch, Whole):
-        yield from batch.tensors
-        return
-    if isinstance(batch, Tensor) or not isinstance(batch, (tuple, list, Mapping)):
-        yield batch
-        return
-    if any(batch is holder for holder in holders):
-        raise InputError(f"data: a {type(batch).__name__} in a batch contains itself; pass one that holds tensors")
-    for part in batch.values() if isinstance(batch, Mapping) else batch:
-        yield from leaves(part, (*holders, batch))
+def leaves(batch: Any) -> list[Any]:
+    """Return the tensors and other objects in a batch, in nested tuples, lists and mappings."""
+    found: list[Any] = []
+    waiting: list[tuple[Any, tuple[int, ...]]] = [(batch, ())]  # with the identities of what it is in
+    while waiting:
+        part, holders = waiting.pop()
+        if isinstance(part, Whole):
+            found += part.tensors
+        elif isinstance(part, Tensor) or not isinstance(part, (tuple, list, Mapping)):
+            found.append(part)
+        elif id(part) in holders:
+            raise InputError(f"data: a {type(part).__name__} in a batch contains itself; pass one that holds tensors")
+        else:
+            inner = part if isinstance(part, (tuple, list)) else part.values()
+            waiting += zip(reversed([*inner]), itertools.repeat((*holders, id(part))))
+    return found
 
 
 def size(batch: Any) -> int:
@@ -379,7 +383,8 @@ def size(batch: Any) -> int:
     elif isinstance(batch, Mapping):
         parts = [batch["labels"]] if isinstance(batch.get("labels"), Tensor) else batch.values()
     for part in parts:
-        if (found := size(part)) >= 0:
+        found = (part.shape[0] if part.ndim else -1) if isinstance(part, Tensor) else size(part)
+        if found >= 0:
             return found
     return -1
 

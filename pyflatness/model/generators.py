@@ -1,14 +1,15 @@
 """Find out whether a call drew from the generators of torch, Python and NumPy, and restore those that it drew from."""
 
 import contextlib
+import pickle
 import random
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import private
 
@@ -30,19 +31,16 @@ class Randomness:
         self._own = [generator for generator in own if isinstance(generator, torch.Generator)]
         self._shared = [torch.default_generator, *(torch.cuda.default_generators[index] for index in sorted(devices))]
         self._alone = threading.active_count() == 1
-        self._before, self._outside = self.states(), outside()
+        self._before = [generator.get_state() for generator in (*self._shared, *self._own)]
+        self._outside = outside()
         self._drew, self._drew_outside = False, [False, False]
 
-    def states(self) -> list[Tensor]:
-        """Return the current states of torch's generators and the model's own."""
-        return [generator.get_state() for generator in (*self._shared, *self._own)]
+    def states(self) -> list[bytes]:
+        """Return the current states of torch's generators and the model's own, which are equal if none was drawn from.
 
-    def moved(self, before: list[Tensor]) -> bool:
-        """Return whether anyone drew from a generator since :meth:`states` returned ``before``."""
-        # Bytes are compared, as torch.equal takes twice as long for a few thousand of them.
-        return any(
-            old.numpy().tobytes() != new.numpy().tobytes() for old, new in zip(before, self.states(), strict=True)
-        )
+        They are bytes, as torch.equal takes twice as long for a few thousand of them.
+        """
+        return [generator.get_state().numpy().tobytes() for generator in (*self._shared, *self._own)]
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -57,7 +55,7 @@ class Randomness:
         finally:
             self._drew |= draws.drew
             for place, (old, new) in enumerate(zip(before, outside(), strict=True)):
-                self._drew_outside[place] |= not equal(old, new)
+                self._drew_outside[place] |= old != new
 
     def put_back(self) -> None:
         """Restore the generators that the call drew from to their states when this object was made."""
@@ -65,9 +63,9 @@ class Randomness:
         for place, (generator, state) in enumerate(zip((*self._shared, *self._own), self._before, strict=True)):
             if alone or self._drew or place >= len(self._shared):
                 generator.set_state(state)
-        setters = (random.setstate, np.random.set_state)
+        setters: tuple[Callable[[Any], None], ...] = (random.setstate, _set_state_of_numpy)
         for drew, now, before, set_state in zip(self._drew_outside, outside(), self._outside, setters, strict=True):
-            if (alone or drew) and not equal(now, before):
+            if (alone or drew) and now != before:
                 set_state(before)
         if self in _here.held:
             _here.held.remove(self)
@@ -115,18 +113,13 @@ def seeded() -> Iterator[None]:
             yield
         finally:
             random.setstate(states[0])
-            np.random.set_state(states[1])  # noqa: NPY002
+            _set_state_of_numpy(states[1])
 
 
-def outside() -> tuple[Any, Any]:
-    """Return the states of Python's ``random`` and of NumPy's global generator."""
-    return random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002, the user's
+def outside() -> tuple[Any, bytes]:
+    """Return the states of Python's ``random`` and of NumPy's global generator, as bytes to be compared."""
+    return random.getstate(), pickle.dumps(np.random.get_state(legacy=False))  # noqa: NPY002, the user's
 
 
-def equal(one: Any, other: Any) -> bool:
-    """Return whether two states of a generator are the same; NumPy's may be of any kind that the user has set."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other) == 2:
-        return all(map(equal, one, other))
-    return np.array_equal(one, other) if isinstance(one, np.ndarray) else bool(one == other)
+def _set_state_of_numpy(state: bytes) -> None:
+    np.random.set_state(pickle.loads(state))  # noqa: NPY002, the user's, and made above

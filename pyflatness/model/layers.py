@@ -117,7 +117,8 @@ def is_linear(module: nn.Module) -> bool:
 
 def is_pointwise(module: nn.Module) -> bool:
     """Return whether a module multiplies every position by one matrix, once: linear, or a 1 × 1 convolution."""
-    return kinds.is_plain(module) and kind_of(module).pointwise and kind_of(module).has_input
+    kind = kinds.find(module)
+    return kind is not None and kind.pointwise and kind.has_input and kinds.is_plain(module)
 
 
 def feeds_another(model: nn.Module, name: str) -> bool:

@@ -24,7 +24,7 @@ def safe() -> Iterator[None]:
     vars(torch).update(
         group_norm=_contiguous(torch.group_norm, lambda given: True),
         instance_norm=_contiguous(torch.instance_norm, lambda given: True),
-        batch_norm=_contiguous(torch.batch_norm, lambda given: len(given) == 1),
+        batch_norm=_contiguous(torch.batch_norm, lambda given: given.shape[0] == 1),
     )
     try:
         yield

@@ -264,7 +264,7 @@ def made_anew(model: nn.Module) -> Iterator[None]:
 
 def device(model: nn.Module) -> torch.device:
     """Return the device of the model's parameters, to which its batches are moved."""
-    parameter = next((p for p in model.parameters() if not p.is_meta), None)
+    parameter = next((p for p in walk.parameters(model) if not p.is_meta), None)
     if parameter is None:
         raise InputError(f"model: one with parameters is wanted, {received('model', model)}")
     return parameter.device

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from .. import private
-from ..model import calling, layers, spread, state, walk
+from ..model import calling, layers, spread, state, uses, walk
 from ..model.uses import Use, candidates
 from ..model.uses.operations import each_of
 from ..model.uses.watched import COPIES, TRANSPOSES, VIEWS
@@ -62,7 +62,7 @@ class Accounting:
         recorder, leaves = self._recorder, self._leaves
         watch, detached = _Functions(leaves.of_layers, recorder), Detached()
         with calling.accounting(), recorder.recording(samples, checking=True), leaves.in_place(), _quiet():
-            with state.made_anew(self._model), calling.watched_by(watch), calling.watched_by(detached):
+            with state.made_anew(self._model), calling.watched_by(watch, detached):
                 outputs, _ = calling.run(self._model, batch, forward)
             self._nodes = leaves.nodes(recorder.calls)
             self._of_vectors = [(vector, get_gradient_edge(leaf).node) for vector, leaf in self._vectors.items()]
@@ -147,7 +147,7 @@ class _Leaves:
     """
 
     def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module], others: Mapping[Tensor, Tensor]) -> None:
-        holders, owners = walk.holders(walk.modules(model)), spread.owners()
+        places, owners = uses.places(model), spread.owners()
         self._modules, self._required = modules, [part for pair in others.items() for part in pair]
         self.are_shared = False  # whether weights spread over ranks are shared, without leaves of their own
         self.are_computed = False  # whether weights are computed from the leaves
@@ -163,7 +163,7 @@ class _Leaves:
                 for key, parameter in part._parameters.items():
                     if parameter is None or key == "bias" or not _is_real(parameter):
                         continue
-                    is_shared, owner = holders[id(parameter)] > 1, owners.get(id(parameter), parameter)
+                    is_shared, owner = len(places.get((part, key), ())) > 1, owners.get(id(parameter), parameter)
                     leaf = spread.used(owner)
                     if leaf is None or (is_shared and spread.is_held()):  # FSDP puts one tensor in all places
                         self.are_shared |= is_shared

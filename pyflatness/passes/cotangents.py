@@ -85,7 +85,8 @@ class Cotangents:
     ) -> Iterator[tuple[int, Tensor, Tensor | float | None]]:
         """Yield probe, cotangent and sign: of :meth:`exact` as probe 0 without ``signs``, else of :meth:`sampled`."""
         if signs is None:
-            yield from ((0, cotangent, sign) for cotangent, sign in self.exact(most, send, tell))
+            for cotangent, sign in self.exact(most, send, tell):
+                yield 0, cotangent, sign
         else:
             yield from self.sampled(signs, numbers)
 

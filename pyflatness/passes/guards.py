@@ -31,7 +31,7 @@ from ..losses.log_softmax import Last, OfLogits
 from ..losses.parameter_dependence import REFUSAL, depends_on
 from ..messages import IN_TRAINING, is_out_of_memory
 from ..model import calling, data, state, walk
-from ..model.generators import Randomness, equal, outside
+from ..model.generators import Randomness, outside
 from ..model.outputs import meant
 from .linearity import users_of
 
@@ -131,7 +131,13 @@ class Detached(calling.Watcher):
             self.is_lost |= self.loses(name, args)
         elif name in ("__setitem__", "__set__"):  # of entries, of ``.data``
             self._follow(name, _tensors(args), _tensors(args[:1]))
-        elif not self._held and isinstance(result, Tensor) and _has_graph(result):
+        elif (
+            not self._held
+            and isinstance(result, Tensor)
+            and result.requires_grad
+            and torch.is_grad_enabled()
+            and not private.is_wrapped(result)
+        ):
             return  # as for most operations: there is nothing to follow
         elif isinstance(result, (Tensor, tuple, list)):
             read = args[:1] if name in _AS_ANOTHER else (args, kwargs)
@@ -206,10 +212,6 @@ class _Nudged(calling.Mode):
         if self._detached.loses(getattr(func, "__name__", ""), args):
             args = args[0].detach() * _LARGER, *args[1:]
         return func(*args, **(kwargs or {}))
-
-
-def _has_graph(result: Tensor) -> bool:
-    return result.requires_grad and torch.is_grad_enabled() and not private.is_wrapped(result)
 
 
 def _is_user_s(hook: Any) -> bool:
@@ -443,7 +445,7 @@ class Checked:
         if calling.is_dry_run():
             before = self._random.states()
             outputs, targets = self._run(model, batch)
-            if not (self._has_run or self._random.moved(before)):
+            if not (self._has_run or self._random.states() != before):
                 self._check_state(model, batch, outputs)
             self._fewest = min(self._fewest, data.size(batch))
         else:
@@ -452,7 +454,7 @@ class Checked:
             with self._random.watched() if is_unseen else contextlib.nullcontext():
                 run = functools.partial(self._run, model)
                 outputs, targets = self.watched(run, batch) if torch.is_grad_enabled() else run(batch)
-            if self._random.moved(before) or (others is not None and not equal(others, outside())):
+            if self._random.states() != before or (others is not None and others != outside()):
                 self._check_repeated(model, batch, outputs)
             elif not self._has_run:
                 self._check_state(model, batch, outputs)
@@ -515,7 +517,8 @@ class Checked:
         marks = _marks(given) if given is batch or self._changes_inputs is None else before
         if self._changes_inputs is None:
             changed = [version for version, _ in marks] != [version for version, _ in before]
-            self._changes_values = changed or not data.same(batch, given)
+            with private.without_functions():  # which is no operation of the model's
+                self._changes_values = changed or not data.same(batch, given)
             self._changes_inputs = self._changes_values or marks != before
         elif marks != before:
             raise InputError(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from .. import private
 from . import graph
 from .linearity import Calls, Users
 
@@ -166,12 +167,12 @@ def _keeping(outputs: Tensor, users: Users, samples: int) -> _Kept:
         node = stack.pop()
         if node in kept.nodes or node in kept.of_all or not kept.nodes.issuperset(users.get(node, ())):
             continue
-        shape, rows = graph.shape(node, 0), graph.of(node.name()).rows
+        shape, rows = tuple(private.results_of(node)[0].shape), graph.of(node.name()).rows
         of_rows, of_all, sizes = [], [], {}
         for place, (source, number) in enumerate(node.next_functions):
             if source is None or source not in users:
                 continue
-            size = graph.shape(source, number)
+            size = tuple(private.results_of(source)[number].shape)
             # An input without a dimension for samples, or of length 1 there, is combined whole with each sample's row.
             repeats = len(size) == len(shape) - 1 and size[:1] not in ((), (1,))
             repeats |= len(size) == len(shape) and size[:1] == (1,)

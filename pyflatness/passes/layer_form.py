@@ -1,5 +1,6 @@
 """Convert a chosen layer to the common form that all contractions take, rescaled for normalised values."""
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -14,6 +15,7 @@ from ..contractions.layer import Contraction, Memory, Sign
 from ..contractions.quantities import Contribution
 from ..contractions.routes import Calls
 from ..errors import InputError
+from ..interrupts import cached_property
 from ..model import layers, spread
 from ..model.kinds import Linear
 from ..options import Options
@@ -43,34 +45,38 @@ class LayerForm:
         assert isinstance(weight, Tensor)
         dtype = promoted_dtype(weight.dtype)
         self.backend = contractions.choose(options.backend, weight.device, dtype)
+        self.weight_bytes = weight.numel() * weight.element_size()
         self._dense = options.conv == "affine" and kind.space > 0
         self.pointwise = not self._dense and layers.is_pointwise(module)  # every position times the whole weight
         if self._dense:
             spread.refuse("conv='affine'", "pass conv='filter', or ")
         self._memory = Budget(options.memory, device=weight.device).buffers
         self._sizes: set[tuple[int, ...]] = set()
-        self._contraction: Contractor | None = None
         self._factor: Tensor | None = None
         self.memory = Memory(), Memory()  # for inputs, and for a cotangent, of one run after another
 
     def of(self, quantities: Sequence[str]) -> "LayerForm":
         """Return the layer's form for other quantities."""
-        return type(self)(self.name, self._module, quantities, self._options, self._scale)
+        form = copy.copy(self)
+        form.quantities, form.memory = quantities, (Memory(), Memory())
+        vars(form).pop("_own", None)  # the contraction of its quantities
+        return form
 
     def contraction(self, run: Run) -> Contractor:
         """Return the contraction for the layer's calls in this run."""
         if self._dense:
             dense = DenseConvolution(self._module, self._scale, self._size(run), run.calls(self.name)[0].output)
             return DenseContraction(dense, self.backend, self.quantities)
-        if self._contraction is None:
-            if not spread.has_weight_of(self._module):
-                self._contraction = self._of(self.whole_weight(run))
-            elif contractions.needs_weight(self.quantities):
-                return Gathered(lambda: self._of(self.whole_weight(run)))
-            else:
-                entries = layers.without_entries(self._module)
-                self._contraction = self._of(entries.unflatten(0, (self._kind.groups, -1)))
-        return self._contraction
+        if spread.has_weight_of(self._module) and contractions.needs_weight(self.quantities):
+            return Gathered(lambda: self._of(self.matrix))
+        return self._own
+
+    @cached_property
+    def _own(self) -> Contractor:
+        """The contraction of filters; without the entries of a weight that is spread over ranks."""
+        if not spread.has_weight_of(self._module):
+            return self._of(self.matrix)
+        return self._of(layers.without_entries(self._module).unflatten(0, (self._kind.groups, -1)))
 
     def _of(self, weight: Tensor) -> Contractor:
         """Return the contraction with a weight (G, d, m)."""
@@ -78,11 +84,7 @@ class LayerForm:
 
     def kept(self, places: int) -> int:
         """Return the bytes a sample that the contraction keeps of its inputs at so many positions."""
-        if self._dense:
-            return 0
-        weight = layers.without_entries(self._module)
-        entries = weight.new_zeros((), dtype=promoted_dtype(weight.dtype)).expand(weight.shape)
-        return self._of(entries.unflatten(0, (self._kind.groups, -1))).kept(places)
+        return 0 if self._dense else self._own.kept(places)
 
     def weight(self, run: Run) -> Tensor:
         """Return the weight (G, d, m), with the columns that :meth:`patches` has."""
@@ -115,7 +117,7 @@ class LayerForm:
     @property
     def matrix(self) -> Tensor:
         """Return the weight (G, d, m), of a convolution its filters."""
-        weight: Tensor = layers.matrix(self._module)[0].unflatten(0, (self._kind.groups, -1))
+        weight: Tensor = self._kind.as_matrix(layers.weight_of(self._module)).unflatten(0, (self._kind.groups, -1))
         if self._scale is None:
             return weight
         columns = normalize.of_columns(self._module, self._scale)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .. import interrupts
+from .. import interrupts, private
 from ..messages import is_out_of_memory
 from .guards import agree
 
@@ -34,24 +34,16 @@ class LinearMap:
 
     def _of_all(self, vectors: Tensor) -> list[Tensor | None] | None:
         """Return the images by ``torch.func.vmap``; None if it does not take the map."""
-        there: list[bool] = []
-
-        def present(vector: Tensor) -> tuple[Tensor, ...]:
-            parts = self._one(vector)
-            there[:] = [part is not None for part in parts]
-            return tuple(part for part in parts if part is not None)
-
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "There is a performance drop")  # not every operation batches
-                parts = iter(torch.func.vmap(present)(vectors))
+                return private.mapped(self._one, vectors)
         except RuntimeError as error:
             interrupts.pass_on(error)
             if is_out_of_memory(error):
                 raise
             self._at_once = False  # an error of the map itself comes again with one vector
             return None
-        return [next(parts) if held else None for held in there]
 
     def _agrees(self, vectors: Tensor, found: list[Tensor | None]) -> bool:
         """Return whether the image of a combination of vectors is that combination of their images."""

@@ -103,7 +103,7 @@ def nonlinear_layers(outputs: Tensor, users: Users, recorder: Recorder, names: I
     calls = {name: recorder.calls[name] for name in names if name in recorder.calls}
     edges = edges_of(calls)
     reading = read(users, edges)
-    found = {name: RECURRENT for name, made in calls.items() if feeds_itself(made)}
+    found = {name: RECURRENT for name, made in calls.items() if len(made) > 1 and feeds_itself(made)}
     found |= dict.fromkeys(reading.custom, CUSTOM)
     rest = {name: edges[name] for name in edges if name not in reading.proven | found.keys()}
     if rest and spread.is_held():  # weights are gathered in first backward passes only

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..model import walk
+
 DEFAULT_MEMORY = 512 * 2**20
 _CPU = torch.device("cpu")
 _BUFFERS = 24 * 2**20  # about the size of a processor's caches
@@ -50,7 +52,7 @@ class Budget:
     @classmethod
     def of(cls, model: nn.Module, asked: int | None, *, halved: bool = False) -> "Budget":
         """Return the budget for work on a model, which is where its first parameter is."""
-        first = next(model.parameters(), None)
+        first = next(iter(walk.parameters(model)), None)
         return cls(asked, halved, _CPU if first is None else first.device)
 
     @property

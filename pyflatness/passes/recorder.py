@@ -77,15 +77,17 @@ class Recorder:
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
         """Attach the hooks inside."""
-        with contextlib.ExitStack() as stack:
+        handles = []
+        try:
             for name, module in self._modules.items():
-                before = module.register_forward_pre_hook(self._alias(name), with_kwargs=True)
-                stack.callback(before.remove)
+                handles.append(module.register_forward_pre_hook(self._alias(name), with_kwargs=True))
                 # Before the user's hooks, which may replace the layer's own output.
-                after = module.register_forward_hook(self._keep(name), with_kwargs=True, prepend=True)
-                stack.callback(after.remove)
-            stack.callback(self.calls.clear)
+                handles.append(module.register_forward_hook(self._keep(name), with_kwargs=True, prepend=True))
             yield
+        finally:
+            self.calls.clear()
+            for handle in handles:
+                handle.remove()
 
     @contextlib.contextmanager
     def recording(self, samples: int = 1, *, checking: bool = False) -> Iterator[None]:
@@ -138,7 +140,7 @@ class Recorder:
 
     def overwritten(self) -> set[str]:
         """Return layers whose kept input was modified in place since; from now on a copy of it is kept."""
-        names = {name for name, calls in self.calls.items() if any(version(c.inputs) != c.version for c in calls)}
+        names = {name for name, calls in self.calls.items() for c in calls if version(c.inputs) != c.version}
         self._copied |= names
         return names
 
@@ -284,10 +286,11 @@ def _sources(module: nn.Module, given: tuple[Any, ...]) -> tuple[Node, ...]:
 def frozen(model: nn.Module) -> Iterator[None]:
     """Have no parameter require a gradient inside; restore the flags afterwards."""
     flags = [(parameter, parameter.requires_grad) for parameter in (*walk.parameters(model), *spread.parameters())]
-    if any(parameter.is_inference() for parameter, _ in flags):
-        raise InputError(
-            "model: its parameters were made in inference mode and take no part in a graph; copy it outside"
-        )
+    for parameter, _ in flags:
+        if parameter.is_inference():
+            raise InputError(
+                "model: its parameters were made in inference mode and take no part in a graph; copy it outside"
+            )
     depth = private.transforms()
     try:
         for parameter, _ in flags:

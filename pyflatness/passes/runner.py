@@ -100,13 +100,14 @@ class Runner:
         self._options, self._checked = task.options, task.forward
         self._tell = None if task.options.sampled or not task.loss.convex else task.batches.tell
         self.model, self.batches, self.selected = task.model, task.batches, selection.modules
-        self._approve, self._reserve, self._inside = approve, reserve, inside
+        self._approve, self.reserve, self._inside = approve, reserve, inside
         self._second_order, self._by_sample, self._certify = second_order, by_sample, certify
         self.places = {name: place for place, name in enumerate(selection.modules)}
         self._recorder = Recorder(selection.modules)
         self._known = KnownLayers(task.model, selection, self._recorder, self._forward, order_matters=order_matters)
         self._certificate = linearity.Certificate()
-        self._micro_batches = MicroBatches(task.budget(halved=halved))
+        self.budget = task.budget(halved=halved)
+        self._micro_batches = MicroBatches(self.budget)
         self._spacing = Spacing(len(task.batches))
 
     @property
@@ -351,7 +352,7 @@ class Runner:
             self._certificate.reasons |= dict.fromkeys(names, linearity.DIFFERENTIATED)
             self._approve(self._certificate.reasons)
         if first:
-            self._micro_batches.plan(found.bytes + self._reserve(found), cuttable=found.cuttable)
+            self._micro_batches.plan(found.bytes + self.reserve(found), cuttable=found.cuttable)
         return found
 
     def _found(self, batch: Any, *, whole: bool) -> dry_run.Findings:

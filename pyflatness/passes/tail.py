@@ -11,6 +11,7 @@ KiB, and 512 KiB for images that are not pooled.
 
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from .linear_map import LinearMap
 from .linearity import Users
 from .recorder import or_zeros
 
+_NODE = operator.itemgetter(0)  # of an edge
 _SMALL, _SMALL_IMAGES = 128 * 2**10, 512 * 2**10  # bytes of a gradient
 
 
@@ -38,7 +40,7 @@ class Tail:
         self.names = [name for name, edge in edges.items() if nodes.keys() >= {*users.get(edge.node, (edge.node,))}]
         self._edges = [edges[name] for name in self.names]
         self._rest = {name: edge for name, edge in edges.items() if name not in self.names}
-        sources = dict.fromkeys(source for node in nodes for source in _sources(node) if self._rest)
+        sources = dict.fromkeys(itertools.chain(*nodes.values())) if self._rest else ()
         self._front = [GradientEdge(node, number) for node, number in sources if node not in nodes]
         wanted = [*self._edges, *self._front]
 
@@ -47,7 +49,7 @@ class Tail:
             return backward.gradients((outputs,), (cotangent,), wanted)
 
         self._send = LinearMap(gradients, known=True)
-        self.bytes = sum(_size([(edge.node, edge.output_nr)])[0] for edge in wanted)
+        self.bytes = sum([_size([(edge.node, edge.output_nr)])[0] for edge in wanted])
 
     def send(self, cotangents: Tensor) -> tuple[dict[str, Tensor], Iterator[dict[str, Tensor]]]:
         """Return gradients for cotangents (k, …), (k, …) by name, and for each cotangent those of other names."""
@@ -61,31 +63,27 @@ class Tail:
             yield {name: or_zeros(one, edge) for (name, edge), one in zip(self._rest.items(), found, strict=True)}
 
 
-def _small(outputs: Tensor, users: Users) -> dict[Node, None]:
+def _small(outputs: Tensor, users: Users) -> dict[Node, list[tuple[Node, int]]]:
     """Return the last operations, up to the outputs, whose gradients are small and that take several at once.
 
-    Their input is one result: of several results one could be in front of another, and count twice.
+    Each comes with its inputs that other operations compute, which inputs of the model are not. The input of all is one
+    result: of several results one could be in front of another, and count twice.
     """
-    nodes: dict[Node, None] = {}
+    nodes: dict[Node, list[tuple[Node, int]]] = {}
     stack, front, ended = [outputs.grad_fn], set[tuple[Node, int]](), 0
     while stack:
         node = stack.pop()
         name = "" if node is None else node.name()
         if node is None or node in nodes or not graph.of(name).at_once or not nodes.keys() >= {*users.get(node, ())}:
             continue
-        sources = _sources(node)
+        sources = [(source, place) for source, place in node.next_functions if source and source.next_functions]
         size, images = _size([(node, 0), *sources])
         if size <= (_SMALL_IMAGES if images and name != graph.MAX_POOLING else _SMALL):
-            nodes[node] = None
-            stack += [source for source, _ in sources]
+            nodes[node] = sources
+            stack += map(_NODE, sources)
             front = {edge for edge in front if edge[0] != node}.union(sources)
             ended = len(nodes) if len(front) <= 1 else ended
     return dict(itertools.islice(nodes.items(), ended))
-
-
-def _sources(node: Node) -> list[tuple[Node, int]]:
-    """Return the inputs of an operation that other operations compute, which inputs of the model are not."""
-    return [(source, number) for source, number in node.next_functions if source is not None and source.next_functions]
 
 
 def _size(entries: Iterable[tuple[Node, int]]) -> tuple[int, bool]:

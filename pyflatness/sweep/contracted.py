@@ -96,11 +96,9 @@ class Contracted:
             self._at_once = len(self._waiting)
             yield from self.of(*self._waiting.pop())
         self.gradients = {}
-        for name, contraction in self._contractions.items():
-            with contractions.full_precision(self._run.outputs):
-                contribution = contraction.rest()
-            if contribution is not None:
-                yield name, contribution
+        with contractions.full_precision(self._run.outputs):
+            left = [(name, contraction.rest()) for name, contraction in self._contractions.items()]
+        yield from ((name, contribution) for name, contribution in left if contribution is not None)
 
     def _small_tail(self) -> Tail | None:
         """Return the model's last operations if several cotangents go through them at once.

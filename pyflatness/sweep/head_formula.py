@@ -38,8 +38,8 @@ class HeadFormula:
     ``quantities`` are in the order of their values: those with a formula come last, in the slice ``columns``.
     """
 
-    def __init__(self, runner: Runner, loss: Loss, memory: int | None, quantities: Sequence[str]) -> None:
-        self._runner, self._loss, budget = runner, loss, Budget.of(runner.model, memory)
+    def __init__(self, runner: Runner, loss: Loss, budget: Budget, quantities: Sequence[str]) -> None:
+        self._runner, self._loss = runner, loss
         self._memory = min(budget.buffers, contractions.default_memory(budget.device))
         self.quantities = sorted(quantities, key=lambda name: QUANTITIES[name].at_head)
         self._others = [name for name in self.quantities if not QUANTITIES[name].at_head]
@@ -66,7 +66,7 @@ class HeadFormula:
 
     def always(self, names: Iterable[str], quantity: str) -> bool:
         """Return whether a quantity was computed by its formula in every run of some layers."""
-        return QUANTITIES[quantity].at_head and all(self._always.get(name, False) for name in names)
+        return QUANTITIES[quantity].at_head and all(map(self._always.get, names))
 
     def compare(self, run: Run, sent: Cotangents, forms: Mapping[str, LayerForm]) -> None:
         """Note whether all probes of a layer's trace agree: a head's do if a sample's cotangents have one norm."""

@@ -29,9 +29,9 @@ from ..numerics.accumulate import counting, finite_samples, underflow
 from ..numerics.signs import Signs
 from ..options import Options
 from ..passes import cotangents, linearity, normalize
+from ..passes.dry_run import Findings
 from ..passes.layer_form import Gathered, LayerForm
 from ..passes.limit import MANY
-from ..passes.memory import Budget
 from ..passes.runner import Run, Runner
 from . import output_directions, residuals
 from .activations import ACTIVATIONS, Activations
@@ -64,8 +64,9 @@ class Sweep:
 
     def __init__(self, runner: Runner, loss: Loss, options: Options, quantities: Sequence[str]) -> None:
         self._runner, self._loss, self._options = runner, loss, options
+        self._budget = runner.budget
         self._head_formula = HeadFormula(
-            runner, loss, options.memory, [name for name in quantities if name not in ACTIVATIONS]
+            runner, loss, self._budget, [name for name in quantities if name not in ACTIVATIONS]
         )
         self._of_weights = self._head_formula.quantities
         self._of_activations = [name for name in quantities if name in ACTIVATIONS]
@@ -73,12 +74,22 @@ class Sweep:
         self._forms: dict[str, LayerForm] = {}
         self._scales: Mapping[str, Tensor] = {}
         self._in_part = options.fraction is not None
-        self._budget = Budget.of(runner.model, options.memory)
         self.backend = ""
         self.by_hessian: set[str] = set()
         self.columns = self.sent = 0
+        runner.reserve = self._reserve
         if options.normalize:
             self._scales = normalize.feature_scales(runner, loss, options.nan_policy)
+            self._forms.clear()  # the first look at the data made them without scales
+
+    def _reserve(self, found: Findings) -> int:
+        """Return the bytes per sample that values take beside the graph: per-sample weights and Gram matrices."""
+        needed = 0
+        for name, places in found.places.items():
+            form = self._form(name)
+            needed += form.weight_bytes if form.by_weight else 0
+            needed += form.kept(places) if self._of_weights else 0
+        return needed
 
     def work(self, draws: Sequence[int] | None = None) -> Callable[[Run], Values]:
         """Return a function that computes a run's quantities by layer and sample: exact, or for probes ``draws``."""
@@ -224,7 +235,7 @@ class Sweep:
         send = partial(run.recorder.gradients, run.outputs, names=found)
         for draw, cotangent, sign in sent.sent(signs, run.numbers, self._options.max_passes, send, run.tell):
             for name, contribution in contracted.of(cotangent, sign):
-                found[name][draw, : len(contribution.values)] += contribution.values
+                found[name][draw, : contribution.values.shape[0]] += contribution.values
                 _add(summands, name, contribution)
             if active:
                 arrived = {name: contracted.gradients[name] for name in active}
@@ -404,11 +415,17 @@ class Sweep:
         return {name: self._forms[name] for name in names if name not in nonlinear}, nonlinear
 
     def _make_forms(self) -> None:
-        """Make the form of each layer that ran for the first time."""
-        for name, module in self._runner.modules.items():
-            if name not in self._forms:
-                form = LayerForm(name, module, self._of_weights, self._options, self._scales.get(name))
-                self._forms[name], self.backend = form, form.backend.name
+        """Make the forms of the layers that ran."""
+        for name in self._runner.modules:
+            self.backend = self._form(name).backend.name
+
+    def _form(self, name: str) -> LayerForm:
+        """Return a layer's form, made once."""
+        form = self._forms.get(name)
+        if form is None:
+            module, scale = self._runner.selected[name], self._scales.get(name)
+            form = self._forms[name] = LayerForm(name, module, self._of_weights, self._options, scale)
+        return form
 
 
 def _add(summands: Summands, name: str, contribution: Contribution) -> None:

@@ -159,7 +159,7 @@ def test_signals_held_back(engine, dtype, count, quantities, case, monkeypatch):
     gradients = LayerContraction(weight, geometry, engine.module, quantities, memory=2**20)
     contract = gradients.at([inputs], 7).of
     expected = sum(contract([delta], sign).values for delta, sign in zip(signals, signs, strict=True))
-    monkeypatch.setattr(LayerContraction, "stack_size", lambda *_: count)
+    monkeypatch.setattr(LayerContraction, "stack_size", lambda *_, **__: count)
     stacked = gradients.at([inputs], 7)
     contributions = [stacked.hold([delta], sign) for delta, sign in zip(signals, signs, strict=True)]
     assert [one is None for one in contributions] == [(n + 1) % count != 0 for n in range(7)]
@@ -184,7 +184,7 @@ def test_a_buffer_is_the_same_at_every_call():
 
 def test_signals_that_are_parts_of_larger_tensors_do_not_keep_those(monkeypatch):
     gradients = LayerContraction(torch.randn(1, 3, 4), Geometry(), reference, ("gram_weighted",), memory=1)
-    monkeypatch.setattr(LayerContraction, "stack_size", lambda *_: 9)
+    monkeypatch.setattr(LayerContraction, "stack_size", lambda *_, **__: 9)
     stacked = gradients.at([torch.randn(5, 4, 1, 1, 1)], 9)
     large = torch.randn(5, 300, 1, 1, 1)
     gone = weakref.ref(large)
@@ -200,7 +200,8 @@ def test_how_many_signals_at_a_time():
     def together(inputs, geometry, backend=reference, *, signals=9, at_most=2**20, rows=16, **options):
         weight = torch.randn(geometry.groups, rows, 16 // geometry.groups * geometry.kernel_elements)
         options = {"quantities": ("gram_weighted",), "memory": 2**20} | options
-        return LayerContraction(weight, geometry, backend, **options).stack_size(inputs, signals, at_most)
+        layer = LayerContraction(weight, geometry, backend, **options)
+        return layer.stack_size(inputs, signals, at_most, by_gram=layer.by_gram(inputs, signals))
 
     assert together([one], linear) == 9
     assert together([one], linear, signals=3) == 1

@@ -28,6 +28,7 @@ __all__ = [
     "left_out",
     "of",
     "otherwise",
+    "places",
     "reasons",
     "runs_with_its_module",
     "ties",
@@ -75,6 +76,11 @@ def ties(model: nn.Module, layer: nn.Module) -> list[str]:
             return []
         place = layer.source.places[0]
     return [name for name, module, _ in _known(model).places.get(place, ()) if module is not place[0]]
+
+
+def places(model: nn.Module) -> candidates.Places:
+    """Return all places of each parameter, by each of its places."""
+    return _known(model).places
 
 
 def of(model: nn.Module) -> dict[str, Use]:

@@ -48,7 +48,7 @@ def sources(model: nn.Module) -> list[Source]:
                 name + label: Use(name + label, source, rows, routed=routed) for label, rows in parts.items()
             }
             found[id(source) if effective else id(parameter)] = source
-    holders = walk.holders(module for _, module in named)
+    holders = walk.holders(module for _, module in named) if found else {}
     for source in found.values():
         source.shared = holders[id(source.parameter)] > len(source.places)
     return [*found.values()]
