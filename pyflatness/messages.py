@@ -127,6 +127,7 @@ def check_tensor(what: str, tensor: object, *, may_be_fake: bool = False) -> Ten
     """Return a dense tensor with values in it."""
     if not isinstance(tensor, Tensor):
         hint = "; pass torch.from_numpy(array)" if type(tensor).__module__ == "numpy" else ""
+        hint = "; pass torch.tensor(…) of it" if isinstance(tensor, list) else hint
         raise InputError(f"{what}: a tensor is wanted, got {type(tensor).__name__}{hint}")
     if tensor.is_nested:
         raise InputError(f"{what}: a dense tensor is wanted, got a nested one; pad it, torch.nested.to_padded_tensor")

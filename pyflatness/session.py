@@ -58,6 +58,10 @@ def public(*taken: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         @functools.wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            place = positional.index("data") if "data" in positional else len(args)
+            if len(args) > place + 1 and all(isinstance(given, Tensor) for given in args[place : place + 2]):
+                pair = ", ".join((*positional[:place], "(inputs, targets)"))
+                raise InputError(f"data: inputs and targets are one argument, a pair: {function.__name__}({pair})")
             if len(args) > len(positional):
                 others = zip(names[len(positional) :], args[len(positional) :], strict=False)
                 by_name = ", ".join(f"{name}={shown(value)}" for name, value in others)

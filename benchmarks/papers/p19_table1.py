@@ -37,7 +37,8 @@ def measure(bench: Bench) -> tuple[dict[str, list[Any]], dict[str, str]]:
     asked = [*BY_LAYERS, *ALWAYS, *BESIDES]
     found = invariances(network.double(), "cross_entropy", (data[0].double(), data[1]), measures=asked, layers="*")
     columns = {key: [getattr(row, key) for row in found.rows] for key in COLUMNS}
-    return columns, {name: f"left as it is: {why}" for name, why in found.skipped.items()}
+    skipped = {name: why.removeprefix(f"layer {name!r}: ") for name, why in found.skipped.items()}
+    return columns, {name: f"left as it is: {why}" for name, why in skipped.items()}
 
 
 def judge(points: Points) -> Found:

@@ -3,7 +3,7 @@ Clean against noisy labels
 ==========================
 
 Two networks learn the same digits to the same training loss, one of them with a tenth of
-the labels random. Which is sharper, in which layers, and how sure is that? This notebook
+the labels random. Which is sharper, in which layers, and how sure is that? This example
 takes a few seconds.
 """
 

@@ -50,7 +50,7 @@ def correlate(
 
     Args:
         test: table or store of the same networks on test data.
-        measures: columns, as 'trace network'.  [default: all of whole networks]
+        measures: columns, as trace of the network or 'trace 3' of layer 3.  [default: all of whole networks]
         layers: values of layers too.
         against: what they are held against: gap, test_error, test_accuracy or test_loss with --test, or any other
             column.

@@ -172,7 +172,7 @@ def correlated(rows: list[dict[str, Any]], given: Sequence[str] = ()) -> Correla
     out = [row["name"] for row in rows if not all(map(math.isfinite, (row["gap"], *map(row.get, MEASURES))))]
     if len(rows) - len(out) < 2:
         return None
-    return correlations(_columns(rows), MEASURES, exclude=out, strata="network", given=given)
+    return correlations(_columns(rows), MEASURES, exclude=out, strata="architecture", given=given)
 
 
 def conclusion(found: Correlations) -> str:
@@ -213,7 +213,7 @@ def commands(folder: Path) -> Iterator[str]:
     train, test = folder / "train.csv", folder / "test.csv"
     yield f"pyflatness layers --model {here['networks.py']}:mlp_1"
     yield f"{scored} --data {here['train.npz']} --out {shlex.quote(str(train))}"
-    yield f"{scored} --data {here['test.npz']} --out {shlex.quote(str(test))}"
+    yield f"{scored} --data {here['test.npz']} --out {shlex.quote(str(test))} --measures weight_norm"
     shown = f"pf.statistics.correlations({json.dumps(str(train))}, test={json.dumps(str(test))})"
     yield f"python -c {shlex.quote(f'import pyflatness as pf; print({shown})')}"
 
@@ -228,8 +228,8 @@ def _require_extras() -> None:
 
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    columns = {name: [row[name] for row in rows] for name in ("name", "network", "gap", *MEASURES)}
-    return columns | {"loss": [row["train_loss"] for row in rows]}
+    columns = {name: [row[name] for row in rows] for name in ("name", "gap", *MEASURES)}
+    return columns | {"loss": [row["train_loss"] for row in rows], "architecture": [row["network"] for row in rows]}
 
 
 def _results(rows: list[dict[str, Any]], found: Correlations | None, seed: int) -> dict[str, Any]:
@@ -266,7 +266,7 @@ def _plot(rows: list[dict[str, Any]], found: Correlations) -> bytes:
 
     figure = Figure(figsize=(11, 5), layout="constrained")
     for panel, measure in zip(figure.subplots(1, len(MEASURES), sharey=True), MEASURES, strict=True):
-        plot_correlation(_columns(rows), measure, exclude=found.excluded, settings="network", axes=panel)
+        plot_correlation(_columns(rows), measure, exclude=found.excluded, settings="architecture", axes=panel)
         said = "\n".join(str(row) for row in found.rows if row.measure == measure)
         panel.set_title(f"networks of one architecture compared\n{said}", fontsize=10)
     image = io.BytesIO()

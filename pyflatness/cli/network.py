@@ -22,6 +22,7 @@ from ..curvature.exports import TOOLS as EXPORTS
 from ..errors import InputError, printable
 from ..losses import auto, divergence
 from ..measures import MEASURES, named
+from ..messages import near
 from ..model import layers as model_layers
 from ..model import selectors
 from ..model.kinds import SUPPORTED
@@ -128,7 +129,7 @@ class Setting:
 
     Attributes:
         data: what returns batches, a DataLoader, a list or a tuple of tensors: file.py:callable or
-            package.module:callable. Or .npz, .txt, .jsonl, .parquet, a folder of images or of a saved data set.
+            package.module:callable. Or .npz, .pt, .txt, .jsonl, .parquet, a folder of images or of a saved data set.
         data_args: keyword arguments of that callable: k=v, with commas or repeated, or a JSON object.
         loss: the loss it was trained with: cross_entropy, mse_loss, … or a class of torch.nn: HuberLoss, …; auto: that
             of a Hugging Face model.
@@ -232,8 +233,9 @@ def loss_of(name: str, options: dict[str, Any]) -> Any:
     try:
         if isinstance(kind, type) and issubclass(kind, nn.Module):
             loss: Any = kind(**tensors)
+        elif name not in losses.names():
+            raise InputError(f"{name!r} is not known; did you mean {_near(name)}?")
         else:
-            losses.resolve(name)
             loss = functools.partial(getattr(F, name), **tensors) if tensors else name
         losses.resolve(loss)
     except TypeError as error:
@@ -241,6 +243,13 @@ def loss_of(name: str, options: dict[str, Any]) -> Any:
     except InputError as error:
         raise click.BadParameter(str(error), param_hint="--loss") from None
     return loss
+
+
+def _near(name: str) -> str:
+    """Return the names of losses that a name which does not exist may mean, for a message."""
+    of_torch = [each for each in dir(nn) if each.endswith("Loss")]
+    plain = {each.lower().replace("_", ""): each for each in (*losses.names(), *of_torch, *losses.names())}
+    return ", ".join(plain[each] for each in near(name.lower().replace("_", ""), plain).split(", "))
 
 
 @command(api.measure, config=True)

@@ -206,6 +206,6 @@ _METADATA = "CSV or JSON file with columns to add to the checkpoints, by their n
 Metadata = Annotated[Path | None, {"names": ["--metadata"], "help": _METADATA}]
 _MAX_LOSS = (
     "Leave out networks with a larger loss; inf leaves none out.  [default: those at chance, or with a loss above five "
-    "times the median]"
+    "times the median and no accuracy above half way from chance to 1]"
 )
 MaxLoss = Annotated[float | None, {"help": _MAX_LOSS}]

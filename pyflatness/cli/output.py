@@ -70,9 +70,11 @@ def show_rows(found: list[Row]) -> None:
     """Print rows as a table, and their errors below it."""
     names = _short([row.checkpoint for row in found])
     show(table_of(found, names))
-    errors = (f"{printable(name)}: {row.error}" for name, row in zip(names, found, strict=True) if row.error)
-    for line in dict.fromkeys(errors):
-        click.echo(printable(line))
+    errors: Notes = {}
+    for name, row in zip(names, found, strict=True):
+        if row.error:
+            errors.setdefault(row.error, set()).add(name)
+    echo(*note_lines(errors))
 
 
 def _short(paths: list[str]) -> list[str]:

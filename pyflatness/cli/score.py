@@ -104,17 +104,18 @@ def score(
         executor: what runs the workers: processes of this machine, this process alone, ray or slurm.
         executor_args: options of ray or slurm, such as partition, time in minutes, cpus_per_task.
         ray_address: address of the Ray cluster to use, or 'auto' to find a running one.  [default: a new, local one]
-        settings: add columns with the metadata that .safetensors files hold.
+        settings: with --store, add columns with the settings that checkpoint files hold.
         fingerprint: which batches tell whether the data are still the same: all, or the first and last alone.
         dry_run: say what there is to do and how long it will take, and keep nothing.
         progress_shown: show a progress bar.  [default: on a terminal; elsewhere a line every half minute]
     """
     if out is not None and store is not None:
         raise click.UsageError("pass one of --out and --store; pyflatness store export writes the table of a store")
-    if store is None and (retry or version or spectrum or shard or table or settings or dry_run or workers > 1):
-        raise click.UsageError(
-            "--retry, --version, --spectrum, --shard, --workers, --metadata, --settings and --dry-run go with --store"
-        )
+    of_stores = {"--retry": retry, "--version": version, "--spectrum": spectrum, "--shard": shard, "--metadata": table}
+    of_stores |= {"--workers": workers > 1, "--settings": settings, "--dry-run": dry_run}
+    used = [name for name, given in of_stores.items() if given]
+    if store is None and used:
+        raise click.UsageError(f"{', '.join(used)}: only with --store FILE, in the place of --out")
     if store is not None and as_json:
         raise click.UsageError(
             "--json goes without --store; of a store pyflatness store ls --json and show --json print what it has"

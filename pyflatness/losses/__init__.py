@@ -51,8 +51,8 @@ __all__ = [
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of losses that :func:`resolve` knows."""
-    return tuple(_NAMES)
+    """Return the names of losses that :func:`resolve` knows; it knows those of their classes too."""
+    return tuple(_OF_FUNCTIONS)
 
 
 def resolve(loss: Any, reduction: Reduction | None = None) -> Loss:
@@ -62,7 +62,7 @@ def resolve(loss: Any, reduction: Reduction | None = None) -> Loss:
     """
     if isinstance(loss, str):
         if loss not in _NAMES:
-            raise InputError(f"loss={loss!r} is not known; choose {', '.join(_NAMES)}, or pass a loss object")
+            raise InputError(f"loss={loss!r} is not known; choose {', '.join(names())}, or pass a loss object")
         loss = _NAMES[loss]
     if isinstance(loss, functools.partial) and isinstance(loss.func, Hashable) and loss.func in _FUNCTIONS:
         loss = _with_options(loss)
@@ -109,4 +109,5 @@ _FUNCTIONS: dict[Any, Callable[..., nn.Module]] = {
     F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
 }
 _DEFAULTS = {function: module() for function, module in _FUNCTIONS.items()}
-_NAMES: dict[str, Any] = {function.__name__: module for function, module in _DEFAULTS.items()}
+_OF_FUNCTIONS: dict[str, Any] = {function.__name__: module for function, module in _DEFAULTS.items()}
+_NAMES = _OF_FUNCTIONS | {type(module).__name__: module for module in _OF_FUNCTIONS.values()}

@@ -12,8 +12,8 @@ from ..errors import FlatnessError, InputError
 from ..messages import is_out_of_memory, second_derivatives, shown
 
 _KNOWN = (nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss)
-_ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
-_ELEMENTWISE_FUNCTIONS = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
+_ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss)
+_ELEMENTWISE_FUNCTIONS = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy)
 # Exceptions that torch raises for a call that does not fit; exceptions of other classes are passed on.
 _OF_A_CALL = (TypeError, ValueError, RuntimeError, IndexError, AttributeError, AssertionError)
 
@@ -34,7 +34,7 @@ def is_nll(loss: Any) -> bool:
 def is_elementwise(loss: Any) -> bool:
     """Return whether a loss is one of torch's that compare outputs with targets of the same shape entry by entry.
 
-    Torch broadcasts other shapes with a warning, and computes another function.
+    Torch broadcasts other shapes with a warning, and computes another function, or refuses them.
     """
     loss = _inner(loss)
     return isinstance(loss, _ELEMENTWISE) or (callable(loss) and loss in _ELEMENTWISE_FUNCTIONS)
@@ -89,7 +89,8 @@ def on_call(loss: Any, outputs: Tensor, targets: Tensor) -> Iterator[None]:
             ) from error
         raise InputError(
             f"loss: {name(loss)} is called as loss(outputs, targets), with outputs {_shape_and_dtype(outputs)} and "
-            f"targets {_shape_and_dtype(targets)}, and raised {type(error).__name__}: {error}; {_way_out(outputs)}"
+            f"targets {_shape_and_dtype(targets)} (losses are computed in float64), and raised {type(error).__name__}: "
+            f"{error}; {_way_out(loss, outputs, targets)}"
         ) from error
 
 
@@ -105,7 +106,9 @@ def _inner(loss: Any) -> Any:
     return loss.func if isinstance(loss, functools.partial) else loss
 
 
-def _way_out(outputs: Any) -> str:
+def _way_out(loss: Any, outputs: Any, targets: Any) -> str:
+    if is_elementwise(loss) and isinstance(targets, Tensor) and not targets.is_floating_point():
+        return "pass targets.float()"
     if isinstance(outputs, Tensor):
         return "pass a callable that takes the model's outputs first and the targets second"
     return (

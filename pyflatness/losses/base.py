@@ -213,10 +213,11 @@ def wrong_shape(what: str, values: Tensor, outputs: Tensor) -> InputError:
     """Return the error for values of another shape than the outputs."""
     shape, advice = tuple(outputs.shape), "pass a value for each output"
     if values.numel() == outputs.numel():
-        advice = f"pass targets.reshape{shape}"
+        advice = f"pass targets.reshape{(-1, *shape[1:])}"
     elif not values.is_floating_point() and values.ndim < outputs.ndim:
         advice += ", as F.one_hot(targets, classes).double()"
-    return InputError(f"{what}: the outputs' shape {shape} is wanted, got {tuple(values.shape)}; {advice}")
+    got = f"{tuple(values.shape)} in a batch of {shape[0]} samples"
+    return InputError(f"{what}: the outputs' shape {shape} is wanted, got {got}; {advice}")
 
 
 def rows_like(what: str, values: Tensor, outputs: Tensor, class_dim: int) -> Tensor:

@@ -11,10 +11,15 @@ from . import advice, log_softmax
 from .base import Loss
 from .cross_entropy import CrossEntropy
 from .custom import CustomLoss
+from .elementwise import BinaryCrossEntropy
 
 PROBABILITIES = (
     "the model's outputs are probabilities (a softmax is in it), and cross-entropy takes a softmax of them again: it "
-    "is meant for logits"
+    "is meant for logits; leave the softmax out, as model[:-1] of a Sequential does"
+)
+OF_A_SIGMOID = (
+    "all outputs of the first batch are between 0 and 1, as behind a sigmoid, and the loss is meant for logits: if the "
+    "model ends in a sigmoid, leave it out, as model[:-1] of a Sequential does"
 )
 NO_CURVATURE = (
     "the loss has second derivative 0 in the outputs of the first batch, as L1 and hinge losses have wherever it "
@@ -29,6 +34,7 @@ OF_GGN_ALONE = (
     "log_softmax, which the GGN leaves out; curvature='hessian' has it, and so has CrossEntropyLoss on logits"
 )
 """A note that concerns estimates by the GGN alone: the Hessian is complete."""
+_ENOUGH = 16  # outputs; as many logits are hardly all between 0 and 1 by chance
 
 
 def refuse_without_curvature(notes: Sequence[str] | None, what: str) -> None:
@@ -53,6 +59,8 @@ def of(loss: Loss, outputs: Tensor, targets: Tensor, parameters: Sequence[Tensor
         notes.append(log_softmax.NOTE)
     elif isinstance(loss, CrossEntropy) and _are_probabilities(outputs):
         notes.append(PROBABILITIES)
+    elif isinstance(loss, (CrossEntropy, BinaryCrossEntropy)) and _are_of_a_sigmoid(outputs):
+        notes.append(OF_A_SIGMOID)
     if isinstance(loss, CustomLoss) and advice.is_nll(loss.loss):
         notes.append(OF_GGN_ALONE if _are_log_probabilities(outputs) else NLL_OF_LOGITS)
     elif isinstance(loss, CustomLoss) and _is_straight(loss, outputs, targets):
@@ -67,6 +75,11 @@ def _are_probabilities(outputs: Tensor) -> bool:
     off = (outputs.double().sum(dim=1) - 1).abs().amax()
     rounding = outputs.shape[1] * torch.finfo(outputs.dtype).eps
     return bool(off <= rounding)
+
+
+def _are_of_a_sigmoid(outputs: Tensor) -> bool:
+    """Return whether all outputs are above 0, as those of a ReLU are not, and at most 1."""
+    return outputs.numel() >= _ENOUGH and bool(outputs.amin() > 0) and bool(outputs.amax() <= 1)
 
 
 def _are_log_probabilities(outputs: Tensor) -> bool:

@@ -44,6 +44,7 @@ from ..errors import InputError, NotYetError
 from ..model import layers, uses
 from ..model.uses import Use
 from ..numerics import lanczos
+from ..numerics.accumulate import raises
 from ..numerics.normal_vectors import NormalVectors
 from ..options import Options
 from ..report import Estimate
@@ -116,6 +117,8 @@ def _values(task: Task) -> Estimates:
                 )
         layers.check_measurable(name, module)
         norm = squared_norm(module)
+        if not math.isfinite(norm) and raises(task.options.nan_policy):
+            layers.check_finite({name: module})
         shared = module._parameters.get("weight")
         squares[id(module if shared is None else shared)] = norm
         found[name] = _norm(norm, name)

@@ -138,7 +138,7 @@ def _matching(
     if not names:
         layers = [name for names in usable for name in names]
         _check_no_parameter(model, layers, selector)
-        listed = near(selector, dict.fromkeys(filter(None, [*layers, *every])))
+        listed = near(selector, filter(None, layers or every))
         raise InputError(f"layer: nothing in the model matches {selector!r}; did you mean {listed}?")
     return names
 

@@ -701,11 +701,13 @@ def explained() -> Iterator[None]:
             raise
         raised = error.__cause__ if isinstance(error.__cause__, StopIteration) else error
         call, parameters_are = getattr(error, _CALL)
+        of_dtype = "same dtype" in str(raised) and parameters_are.startswith("float32")
+        such_as = ", such as inputs.float()" if of_dtype else ""
         try:
             raise InputError(
-                f"model: {call} raised {type(raised).__name__}: {raised}; pass data that fit the model (its parameters "
-                f"are {parameters_are}), or forward=, a function (model, batch) -> (outputs, targets) that calls it as "
-                "it wants to be called"
+                f"model: {call} raised {type(raised).__name__}: {raised}; pass data that fit the model{such_as} (its "
+                f"parameters are {parameters_are}), or forward=, a function (model, batch) -> (outputs, "
+                "targets) that calls it as it wants to be called"
             ) from raised
         finally:
             del raised  # as it would hold this frame, which holds it

@@ -221,7 +221,8 @@ class Recorder:
         if inputs.ndim < kind.least_dims:
             raise InputError(
                 f"layer {name!r} is called on an input {tuple(inputs.shape)} without a dimension for samples; give "
-                f"it one, {(1, *inputs.shape)}"
+                f"it one, {(1, *inputs.shape)}. If the data are a list of single samples, wrap it: DataLoader(data, "
+                "batch_size=256)"
             ).about({name: "its input has no dimension for samples"})
         if self._checking and not (is_of_torch(module) and only_ours()):
             whole = spread.full(inputs), spread.full(output)

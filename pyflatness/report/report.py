@@ -150,7 +150,7 @@ class Estimate(Readable, Measured):
             "" if self.max_error is None else f"off by at most {self.max_error:.2g}",
             f"method {self.method}",
             f"layer {self.layer!r}" if self.layer else "",
-            f"{self.samples} samples" if self.samples else "no data read",
+            _counted(self.samples),
             f"{self.omitted} omitted" if self.omitted else "",
             f"{self.backend} backend",
             *self.notes,
@@ -246,8 +246,12 @@ class Report(Readable):
             return {measure: held[key] for measure, held in self.by_measure().items() if key in held}
         names = ("", key) if isinstance(key, str) else key
         if not isinstance(names, tuple) or len(names) != 2 or not all(isinstance(name, str) for name in names):
-            raise InputError(f"report: report[measure] or report[layer, measure] is wanted, got {shown(key)}")
+            number = isinstance(names, tuple) and any(isinstance(name, int) for name in names)
+            hint = "; a layer's name is text, as in report['0', 'trace']" if number else ""
+            raise InputError(f"report: report[measure] or report[layer, measure] is wanted, got {shown(key)}{hint}")
         layer, measure = names
+        if measure in self.layers and layer in self.measures:
+            raise InputError(f"report: the layer is first, report[{measure!r}, {layer!r}]")
         if measure in self.skipped and (not layer or measure not in self.measures):
             raise InputError(f"report: no value of {measure!r}: {self.skipped[measure]}")
         if measure not in self.measures:
@@ -377,7 +381,7 @@ class Report(Readable):
         first = max(self._estimates.values(), key=lambda estimate: estimate.samples)
         lines = [line for measures in self._side_by_side(rows) for line in ("", *self._table(measures, rows))]
         omitted = f", {first.omitted} omitted" if first.omitted else ""
-        samples = f"{first.samples} samples" if first.samples else "no data read"
+        samples = _counted(first.samples)
         sampled = any(estimate.stderr is not None for estimate in self._estimates.values())
         brackets = ", [95 % intervals]" if sampled else ""
         ends = [f"{samples}{omitted}, {first.backend} backend{brackets}", *self._of_blocks(rows)]
@@ -483,6 +487,10 @@ class Report(Readable):
 def _facts(held: Estimate | Report) -> str:
     """Return an estimate or report as text, in which NaN equals NaN."""
     return json.dumps(held.to_dict(), sort_keys=True)
+
+
+def _counted(samples: int) -> str:
+    return f"{samples} sample{'s' if samples > 1 else ''}" if samples else "no data read"
 
 
 def _number(estimate: Estimate) -> str:

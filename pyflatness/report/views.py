@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _OF_TENSORS = ("per_sample", "per_neuron")
 _NARROWEST = 12  # of a column whose cells may break
+_NAMED = 3  # rows that a note names, if it is on many
 
 
 def rows(report: "Report") -> list[dict[str, Any]]:
@@ -119,17 +120,21 @@ def save(figure: "Figure", path: Any) -> None:
 def footnotes(report: "Report") -> list[str]:
     """Return what a reader of the values should know: the notes on them, and what was left out, with the reasons."""
     by_measure = report.by_measure().values()
-    notes = dict.fromkeys(
-        f"{layer or 'network'}: {note}"
-        for layer in (*report.layers, "")
-        for held in by_measure
-        if layer in held
-        for note in held[layer].notes
-    )
+    on: dict[str, list[str]] = {}
+    for row in (*report.layers, ""):
+        for note in dict.fromkeys(note for held in by_measure if row in held for note in held[row].notes):
+            on.setdefault(note, []).append(row or "network")
     left_out = [f"skipped {names}: {reason}" for names, reason in by_reason(report.skipped)]
     left_out += [f"without {names}: {reason}" for names, reason in by_reason(report.why_uncovered)]
     kinds = [textwrap.fill(f"network, {what}: {names}", 100) for names, what in by_reason(report.network_of)]
-    return [*notes, *(kinds if len(kinds) > 1 else ()), *left_out]
+    lines = (f"{_first(names)}: {note}" for note, names in on.items())
+    return [*lines, *(kinds if len(kinds) > 1 else ()), *left_out]
+
+
+def _first(names: Sequence[str]) -> str:
+    """Return the first names of rows, and how many there are besides."""
+    more = len(names) - _NAMED
+    return ", ".join(names) if more <= 1 else f"{', '.join(names[:_NAMED])} and {more} more"
 
 
 def by_reason(reasons: Mapping[str, str]) -> list[tuple[str, str]]:

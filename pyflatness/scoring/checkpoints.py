@@ -395,15 +395,7 @@ _KNOWN: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
 
 def unpickled(path: Path) -> tuple[dict[str, Tensor], dict[str, str], tuple[str, ...]]:
     """Return a pickled checkpoint's tensors by name, the settings beside them, and notes."""
-    try:
-        is_archive = _check(path)
-        with torch.serialization.safe_globals(_KNOWN), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            content = _loaded(path, mmap=is_archive)
-    except InputError:
-        raise
-    except Exception as error:  # a damaged pickle can raise anything
-        raise InputError(_explained(error, path)) from None
+    content = loaded(path)
     if not isinstance(content, dict):
         raise InputError(f"no state dict but a {type(content).__name__}")
     if _is_state(content):
@@ -423,6 +415,19 @@ def unpickled(path: Path) -> tuple[dict[str, Tensor], dict[str, str], tuple[str,
     others = [repr(key) for key, value in held.items() if key != holder and (_is_state(value) or _has_list(value))]
     notes = (f"the weights under {holder!r} were taken, not those under {' or '.join(others)}",) if others else ()
     return _dense(held[holder]), dict(_scalars(content)), notes
+
+
+def loaded(path: Path) -> Any:
+    """Return what is in a file of ``torch.save``, read as data alone: tensors and plain containers."""
+    try:
+        is_archive = _check(path)
+        with torch.serialization.safe_globals(_KNOWN), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _loaded(path, mmap=is_archive)
+    except InputError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        raise InputError(_explained(error, path)) from None
 
 
 def _loaded(path: Path, *, mmap: bool) -> Any:
@@ -525,7 +530,9 @@ def _explained(error: Exception, path: Path) -> str:
             return refused + (_converted(path) if _may_be_a_model(named[1]) else "")
         found = re.search(r"WeightsUnpickler error: (.+?)(?:\. | Check the documentation|$)", message)
         message = found[1] if found is not None else ""
-    return f"no torch checkpoint, or a damaged one: {type(error).__name__}: {message}"
+    says_nothing = not message or isinstance(error, LookupError)  # as of an operation that no pickle has
+    why = "it cannot be unpickled" if says_nothing else f"{type(error).__name__}: {message}"
+    return f"no torch checkpoint, or a damaged one: {why if path.stat().st_size else 'it is empty'}"
 
 
 _TENSORS = ("torchao.", "optimum.quanto.", "torch.distributed.tensor.")  # modules of subclasses of tensors
@@ -540,8 +547,8 @@ def _may_be_a_model(name: str) -> bool:
 
 def _converted(path: Path) -> str:
     """Return what makes a file of weights of a whole model, as the end of a message."""
-    weights = path.with_name(f"{path.stem}-weights.pt").name
-    load = f"torch.load({path.name!r}, weights_only=False)"
+    weights = str(path.with_name(f"{path.stem}-weights.pt"))
+    load = f"torch.load({str(path)!r}, weights_only=False)"
     return (
         f"; if it is a whole model that you saved yourself, where its class can be imported run "
         f"torch.save({load}.state_dict(), {weights!r}), which runs code in the file"

@@ -23,7 +23,7 @@ from ..errors import InputError, MissingExtraError
 from ..messages import shown
 from ..options import check_count, check_dtype
 from ..report import arrays
-from . import pretrained, specs, text_data
+from . import checkpoints, pretrained, specs, text_data
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -136,6 +136,12 @@ def resolve(spec: str) -> specs.Function:
     if path.is_dir():
         kind = "saved" if any((path / name).is_file() for name in _ON_DISK) else "images"
     if kind not in _READERS:
+        if ":" not in spec:
+            files = ", ".join(name for name in _READERS if name.startswith("."))
+            raise InputError(
+                f"{spec!r}: a file ({files}), a folder of images or of a saved data set, or what returns batches, "
+                "file.py:callable or package.module:callable, is wanted"
+            )
         return specs.resolve(spec)
     if not path.exists():
         raise InputError(f"{spec!r}: there is no such file")
@@ -190,6 +196,26 @@ def read_npz(
         if len(tensor) != len(tensors[first]):
             raise InputError(f"{path}: {len(tensors[first])} samples in {first!r} and {len(tensor)} in {name!r}")
     return text_data.cut(tensors, batch_size) if tokens else tuple(tensors.values())
+
+
+def read_torch(
+    path: Path, *, inputs: str | None = None, targets: str | None = None, count: int | None = None
+) -> tuple[Tensor, ...]:
+    """Return the inputs and targets in a file of ``torch.save``: a pair of tensors, or a dict of tensors by name.
+
+    It is read as data alone. Names are by default those of :data:`INPUTS` and :data:`TARGETS` that are there.
+    """
+    text_data.check_sizes(count, 1)
+    try:
+        found = checkpoints.loaded(path)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    if isinstance(found, (tuple, list)) and len(found) == 2:
+        found = dict(zip((INPUTS[0], TARGETS[0]), found, strict=True))
+    if not isinstance(found, dict) or not all(isinstance(part, Tensor) for part in found.values()):
+        raise InputError(f"{path}: a pair of tensors, or a dict of tensors by name, is wanted; got {shown(found)}")
+    names = _chosen(found, inputs, INPUTS, "inputs"), _chosen(found, targets, TARGETS, "targets")
+    return tuple(found[name][:count] for name in names)
 
 
 @text_data.taking(text_data.batches)
@@ -340,6 +366,8 @@ _READERS: dict[str, tuple[specs.Function, str]] = {  # by a file's ending, or wh
     ".txt": (text_data.read_file, ""),
     ".jsonl": (text_data.read_file, ""),
     ".npz": (read_npz, ""),
+    ".pt": (read_torch, ""),
+    ".pth": (read_torch, ""),
     ".parquet": (read_parquet, "pyarrow"),
     "saved": (read_hugging_face, "datasets"),
     "images": (read_images, "Pillow"),

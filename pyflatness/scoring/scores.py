@@ -97,7 +97,7 @@ class Scores(Result):
                 of which ``gap``, ``test_loss``, ``test_accuracy`` and ``test_error`` are.
             exclude: names of models that do not count in the correlations, and are drawn hollow.
             max_loss: models with a larger loss do not count either; None: those at chance, or with a loss of more than
-                five times the median. The page names them.
+                five times the median and no accuracy above half way from chance to 1. The page names them.
             interval: ``"bootstrap"``, or ``"fisher"``, which takes less time for many models.
             histories: of trainings, by the names that they are shown under.
             colour: a column of metadata, or a word with a number behind it in all names, such as ``"lr"`` of
@@ -129,7 +129,7 @@ class Scores(Result):
             test: scores of the same models on test data.
             exclude: names of models that do not count, and are drawn hollow.
             max_loss: models with a larger loss do not count either; None: those at chance, or with a loss of more than
-                five times the median.
+                five times the median and no accuracy above half way from chance to 1.
             path: where the figure is written too; its ending is its format.
             axes: matplotlib's, to draw into; None: those of a new figure.
 

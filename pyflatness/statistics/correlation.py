@@ -62,7 +62,7 @@ class Correlation(Result):
 
 @dataclass(frozen=True, repr=False)
 class Correlations(Result):
-    """Hold a table of correlations. ``str()`` shows it.
+    """Hold a table of correlations. ``str()`` shows it, and ``found["kappa", "Kendall"]`` is one of them.
 
     A data frame has a row for each measure and statistic, with p-values if there are any.
 
@@ -164,7 +164,7 @@ def correlations(
         y: a column.
         exclude: names of rows to leave out.
         max_loss: networks with a larger ``loss`` are left out and named; None: those at chance, or with a loss of more
-            than five times the median. ``math.inf`` keeps all.
+            than five times the median and no accuracy above half way from chance to 1. ``math.inf`` keeps all.
         test: such a table of the same networks on test data: ``gap`` is its ``loss`` less that of ``table``.
         seed: of the resampling and the permutations.
         interval: ``"bootstrap"``: the percentiles of 2,000 resamples. ``"fisher"``: atanh r is taken as normal.
@@ -234,7 +234,7 @@ def correlations(
     method = intervals.method(interval, clusters is not None, seed_groups is not None)
     method += permutation.method(permutations, clusters, within)
     if inside:
-        method += f"; networks of equal {', '.join(inside)} are compared"
+        method += f"; compared within the same {', '.join(inside)}"
     losses = networks.columns["loss"][kept] if "loss" in {*networks.columns} - {y, *held} else None
     unequal = "" if losses is None else unequal_losses(losses)
     note = unequal and f'{unequal}; given="loss" holds them fixed'

@@ -26,6 +26,7 @@ NETWORK = "network"  # in place of a layer's name, for the network's values
 BY_NAME = "excluded by name"
 _UNTRAINED = 5.0  # times the median loss; a network with a larger loss was not trained as the others were
 _ABOVE_CHANCE = 0.05  # of the largest possible accuracy above chance; a network with less is at chance
+_LEARNED = 0.5  # of it; a network with more was trained, whatever its loss is
 _SAME = 1e-6  # of a loss; losses of the same data differ by less, in their last digits
 _SHOWN = 8  # columns that a message names at most
 _SQLITE = b"SQLite format 3\0"  # the first bytes of a store
@@ -62,8 +63,9 @@ class Networks:
     def left_out(self, exclude: Collection[str] = (), max_loss: float | None = None) -> tuple[str, ...]:
         """Return for each row why it does not count, or "": it is excluded by name, or not trained as the others were.
 
-        Such a network is at chance, or its loss is more than five times the median, where no loss is negative. With
-        ``max_loss`` it is one of a larger loss. If this rule would leave out all networks, it leaves out none.
+        Such a network is at chance. Or its loss is more than five times the median, where no loss is negative, and its
+        accuracy is not known, or less than half way from chance to 1: learning rates alone make losses differ as much.
+        With ``max_loss`` it is one of a larger loss. If this rule would leave out all networks, it leaves out none.
         """
         none = np.full(len(self.names), math.nan)
         loss, accuracy, chance = (self.columns.get(name, none) for name in ("loss", "accuracy", "chance"))
@@ -71,9 +73,10 @@ class Networks:
         middle = float(np.median(there)) if len(there) and there.min() >= 0 else 0.0  # nothing is five times a negative
         bound = max_loss if max_loss is not None else _UNTRAINED * middle if middle > 0 else math.inf
         at_chance = accuracy - chance <= (_ABOVE_CHANCE * (1 - chance) if max_loss is None else -math.inf)
+        too_large = (loss > bound) & ~((accuracy - chance > _LEARNED * (1 - chance)) & (max_loss is None))
         reasons = [
-            f"its loss is {own:.4g}" if own > bound else f"its accuracy of {right:.4g} is that of chance" if out else ""
-            for own, right, out in zip(loss, accuracy, at_chance, strict=True)
+            f"its loss is {own:.4g}" if large else f"its accuracy of {right:.4g} is that of chance" if out else ""
+            for own, large, right, out in zip(loss, too_large, accuracy, at_chance, strict=True)
         ]
         untrained = [""] * len(reasons) if all(reasons) else reasons
         return tuple(why if kept else BY_NAME for why, kept in zip(untrained, self.kept(exclude), strict=True))
@@ -110,8 +113,6 @@ class Networks:
 
     def kept(self, exclude: Collection[str]) -> NDArray[np.bool_]:
         """Return which rows are not excluded, (rows,); a row goes by its name or the file name in it."""
-        if isinstance(exclude, str):
-            raise InputError(f"exclude={shown(exclude)}: a list of names is wanted")
         exclude = check_names("exclude", exclude, " of networks")
         known = [{name, Path(name).name, Path(name).stem} for name in self.names]
         for name in exclude:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.data import TensorDataset
 
 import pyflatness as pf
 from pyflatness.model.data import Batches
@@ -222,6 +223,37 @@ def test_reports_without_what_is_asked():
         report["7", "trace"]
     with pytest.raises(pf.errors.InputError, match="no measure 'kappa'; there are relative_flatness, trace"):
         report["kappa"]
+    with pytest.raises(pf.errors.InputError, match=r"got \(0, 'trace'\); a layer's name is text, as in report\['0', "):
+        report[0, "trace"]
+    with pytest.raises(pf.errors.InputError, match=r"the layer is first, report\['0', 'trace'\]"):
+        report["trace", "0"]
+    with pytest.raises(pf.errors.InputError, match=r"nothing in the model matches 'fc1'; did you mean 0, 2\?"):
+        pf.measure(net(), LOSS, (X, Y), layers="fc1")
+    assert "\n1 sample, " in str(pf.measure(net(), LOSS, (X[:1], Y[:1])))
+
+
+def test_inputs_and_targets_are_one_argument():
+    for call in (pf.measure, pf.relative_flatness):
+        name = call.__name__
+        message = rf"inputs and targets are one argument, a pair: {name}\(model, loss, \(inputs, targets\)\)"
+        with pytest.raises(pf.errors.InputError, match=message):
+            call(net(), LOSS, X, Y)
+
+
+def test_data_of_single_samples():
+    for samples in (TensorDataset(X, Y), [*zip(X, Y, strict=True)]):
+        with pytest.raises(pf.errors.InputError, match=r"wrap it.* DataLoader\(data(set)?, batch_size=256\)"):
+            pf.measure(net(), LOSS, samples)
+
+
+def test_weights_with_nan_have_no_norm():
+    model = net()
+    with torch.no_grad():
+        model[0].weight[0] = torch.nan
+    with pytest.raises(pf.errors.NonFiniteError, match=r"layer '0': its weight has \d entries of NaN or infinity"):
+        pf.measure(model, LOSS, (X, Y), measures="weight_norm")
+    found = pf.measure(model, LOSS, (X, Y), measures="weight_norm", nan_policy="propagate")
+    assert math.isnan(found["weight_norm"].value)
 
 
 def test_modes_in_which_samples_are_not_independent():
@@ -250,7 +282,8 @@ def test_data():
     refused(
         pf.errors.InputError, r"a pair \(outputs, targets\) is wanted", forward=lambda model, batch: model(batch[0])
     )
-    refused(pf.errors.InputError, "a tensor is wanted, got list", data=[(X, Y.tolist())])
+    refused(pf.errors.InputError, r"a tensor is wanted, got list; pass torch\.tensor", data=[(X, Y.tolist())])
+    refused(pf.errors.InputError, r"fit the model, such as inputs\.float\(\)", data=[(X.double(), Y)])
 
 
 def test_a_model_without_numbers():

@@ -60,6 +60,7 @@ def test_every_network_is_in_the_files(made):
             assert row[measure] == pytest.approx(expected, rel=1e-6)
     assert "after the most epochs allowed" in printed
     assert "with the training loss held fixed, Kendall's correlation" in printed
+    assert "compared within the same architecture" in " ".join(printed.split())
 
 
 def test_the_last_sentence_reads_the_interval():

@@ -47,6 +47,21 @@ def test_a_misspelt_measure_has_few_near_ones(slip, meant, tiny, capsys):
         pf.measure(torch.nn.Linear(3, 2), "cross_entropy", [], measures=[slip])
 
 
+@pytest.mark.parametrize(("slip", "meant"), [("crossentropy", "CrossEntropyLoss"), ("nll_loss", "NLLLoss")])
+def test_a_misspelt_loss_has_near_ones(slip, meant, tiny, capsys):
+    assert status(*arguments_of(tiny, saved(tiny, 0, "0.safetensors"), loss=slip)) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"'{slip}' is not known; did you mean" in said
+    assert meant in said.partition("did you mean")[2]
+
+
+def test_an_error_that_checkpoints_share_is_printed_once(tiny, capsys):
+    for number in range(3):
+        Path(tiny).with_name(f"{number}.pt").write_bytes(b"")
+    assert status(*arguments_of(tiny, *(Path(tiny).with_name(f"{number}.pt") for number in range(3)))) == 1
+    assert capsys.readouterr().out.count("it is empty") == 1
+
+
 def test_names_that_are_meant():
     known = [f"ckpts/lr0.00{place}.pt" for place in range(8)]
     assert messages.instead("x", known[:3]) == f"there are {', '.join(known[:3])}"

@@ -72,6 +72,23 @@ def test_negative_log_likelihood_as_its_message_says(data):
     assert summed.value == pytest.approx(expected.value, rel=1e-9)
 
 
+def test_targets_of_binary_cross_entropy(data):
+    """Targets (n,) for outputs (n, 1), and whole numbers, get the same advice as with logits."""
+    model, (x, y) = nn.Sequential(*classifier(M, 1), nn.Sigmoid()), data
+    for loss in (nn.BCELoss(), F.binary_cross_entropy, nn.BCEWithLogitsLoss()):
+        with pytest.raises(pf.errors.InputError, match=rf"of {N} samples; pass targets\.reshape\(-1, 1\)"):
+            pf.relative_flatness(model, loss, (x, (y > 1).float()), "0")
+    with pytest.raises(pf.errors.InputError, match=r"losses are computed in float64.*; pass targets\.float"):
+        pf.relative_flatness(model, nn.BCELoss(), (x, (y > 1).long()[:, None]), "0")
+    pf.relative_flatness(model, nn.BCELoss(), (x, (y > 1).float()[:, None]), "0")
+
+
+def test_names_of_classes_are_names_of_losses(data):
+    model = classifier(M, C)
+    by_class, by_function = (pf.relative_flatness(model, name, data) for name in ("CrossEntropyLoss", "cross_entropy"))
+    assert by_class.value == by_function.value
+
+
 @pytest.mark.parametrize("weights", [WEIGHTS, WEIGHTS.double()])
 def test_subclasses_say_that_they_are(data, weights):
     with pytest.raises(

@@ -74,3 +74,23 @@ def test_the_nll_of_anything_else(last):
     assert "NLLLoss wants log-probabilities" in note
     assert "log_softmax, or pass CrossEntropyLoss" in note
     assert STRAIGHT in note
+
+
+@pytest.mark.parametrize("last", [nn.Sigmoid(), nn.Sequential(nn.Sigmoid(), nn.Flatten())])
+def test_a_sigmoid_before_a_loss_of_logits(last):
+    """It is told from 16 outputs on, which are all between 0 and 1; those of a ReLU may be 0."""
+    x, y = torch.rand(20, 4).double(), torch.arange(20) % 3
+    for loss, targets in ((nn.CrossEntropyLoss(), y), (nn.BCEWithLogitsLoss(), F.one_hot(y, 3).double())):
+        (note,) = pf.relative_flatness(network(last), loss, (x, targets)).notes
+        assert "as behind a sigmoid" in note
+        assert "model[:-1]" in note
+        for end in ([], [nn.ReLU()]):
+            assert not pf.relative_flatness(network(*end), loss, (x, targets), "2").notes
+        assert not pf.relative_flatness(network(last), nn.MSELoss(), (x, F.one_hot(y, 3).double()), "2").notes
+
+
+def test_a_report_prints_a_note_once():
+    printed = str(pf.measure(network(nn.Softmax(1)), nn.CrossEntropyLoss(), DATA))
+    assert printed.count("outputs are probabilities") == 1
+    assert "0, 2, network: the model's outputs are probabilities" in printed
+    assert "leave the softmax out" in printed

@@ -306,7 +306,7 @@ def test_cuts_of_the_study(study):
         text = page(front)
         assert f"{shown[SUM][0]:.2f} [0.28, 0.48] for κ summed" in text
         assert f"{shown[HEAD][0]:.2f} for" in text
-        assert f"{shown[SUM][1]:.2f} [0.06, 0.28] and {shown[HEAD][1]:.2f} [-0.07, 0.16]" in text
+        assert f"{shown[SUM][1]:.2f} [0.06, 0.28] for the sum and {shown[HEAD][1]:.2f} [-0.07, 0.16] for" in text
     sensitivities, sharpnesses = (
         [shown[name] for name in names]
         for names in (("mls", "nmls"), ("trace", "adaptive_sharpness", "scaled_trace", SUM))
@@ -460,7 +460,7 @@ def test_the_study_within_recipes():
     first, told, p = rho(SUM), page("docs/studies.md"), []
     shown = re.search(r"within a recipe is ([^\]]*\]) in the mean", told)[1]
     assert printed(shown) == numbers(first)
-    assert f"a ρ of {shown}" in page("README.md")
+    assert f"a rank correlation ρ of {shown}" in page("README.md")
     assert f"ρ of the sum with the test error is {shown.split(' [')[0]} [" in page("docs/study.md")
     for name in names:
         row = re.search(rf"\| `?{re.escape(name)}`? \|([^|]*)\|([^|]*)\|[^|]*\|([^|]*)\|([^|]*)\|", told)
@@ -477,10 +477,8 @@ def test_settings_alone_and_the_width_over_the_grid(grid):
     design = np.column_stack([np.ones(len(grid)), pandas.get_dummies(grid[SETTINGS].astype(str)).to_numpy(float)])
     fitted = design @ np.linalg.lstsq(design, grid[GAP].to_numpy(), rcond=None)[0]
     both = f"{kendall(fitted, grid[GAP]):.2f}", f"{kendall(1 / grid['width'], grid[GAP]):.2f}"
-    assert f"Settings alone have {both[0]} there, and 1/width {both[1]}" in page("README.md")
-    assert f"settings alone have a τ of {both[0]} with the gap, and one over the width has {both[1]}" in page(
-        "docs/which-measure.md"
-    )
+    for name, of in (("README.md", "there"), ("docs/which-measure.md", "with the gap")):
+        assert f"hyperparameters alone has a τ of {both[0]} {of}, and 1/width {both[1]}" in page(name)
 
 
 def test_steps_over_the_grid(grid):

@@ -93,7 +93,7 @@ def test_a_whole_model_gets_the_line_that_converts_it(tmp_path, monkeypatch) -> 
     with pytest.raises(pf.errors.InputError, match="whole model that you saved yourself") as caught:
         checkpoints.read(tmp_path / "whole.pt")
     line = re.search(r"run (torch\.save\(.*\)), which", str(caught.value))[1]
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(tmp_path.parent)
     exec(line)
     again = network().eval()
     checkpoints.load(again, checkpoints.read(tmp_path / "whole-weights.pt").state)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
 import pyflatness as pf
 from pyflatness.messages import shown
@@ -68,6 +69,21 @@ def test_arrays_that_cannot_be_read(tmp_path: Path) -> None:
     assert "no file of arrays, or a damaged one" in refusal(tmp_path / "cut.npz")
     with pytest.raises(pf.errors.InputError, match="there is no such file"):
         data_specs.resolve(str(tmp_path / "missing.npz"))
+
+
+def test_tensors_that_torch_saved(tmp_path: Path) -> None:
+    x, y = torch.randn(5, 3), torch.arange(5)
+    for number, held in enumerate([(x, y), [x, y], {"images": x, "labels": y}]):
+        torch.save(held, tmp_path / f"{number}.pt")
+        found = data_specs.resolve(str(tmp_path / f"{number}.pt"))(count=4)
+        assert [part.tolist() for part in found] == [x[:4].tolist(), y[:4].tolist()]
+    torch.save({"a": x, "y": y}, tmp_path / "named.pth")
+    assert torch.equal(data_specs.resolve(str(tmp_path / "named.pth"))(inputs="a")[0], x)
+    torch.save(TensorDataset(x, y), tmp_path / "set.pt")  # whose class would be imported
+    assert "not only tensors and plain containers but torch.utils.data" in refusal(tmp_path / "set.pt")
+    for wrong in (x, (x, y, y), {"x": x, "y": 3}):
+        torch.save(wrong, tmp_path / "wrong.pt")
+        assert "a pair of tensors, or a dict of tensors by name, is wanted; got " in refusal(tmp_path / "wrong.pt")
 
 
 def test_a_callable_is_still_one(tiny: str) -> None:

@@ -40,7 +40,8 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     whole = corrupted.archive(state)
     for content in (whole[:3000], whole[:-400] + bytes(400)):
         assert error(content, "pt") == "a damaged torch checkpoint: the archive's end, with its directory, is missing"
-    assert "no torch checkpoint, or a damaged one" in error(b"", "pt")
+    assert error(b"", "pt") == "no torch checkpoint, or a damaged one: it is empty"
+    assert error(b"epoch,loss\n1,0.5\n", "pt") == "no torch checkpoint, or a damaged one: it cannot be unpickled"
 
 
 def test_the_set_is_hostile(tmp_path: Path) -> None:

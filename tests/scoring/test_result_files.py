@@ -304,4 +304,4 @@ def test_the_command_computes_spectra_and_goes_on(tiny: str, capsys) -> None:
     spectrum = [(f"{name}.safetensors", "spectrum", name == "bad") for name in ("1", "2", "bad")]
     assert kinds == spectrum
     assert status(*score[:-4], "--spectrum", "1", "--out", "x.csv", checkpoints[0]) == 2
-    assert "go with --store" in capsys.readouterr().err
+    assert "--spectrum: only with --store FILE" in capsys.readouterr().err

@@ -178,7 +178,6 @@ def test_the_name_of_a_measure_alone_is_answered_with_its_columns_the_network_s_
         (({"a": ["x", "y"], "gap": [1, 2]},), {}, "no column of numbers but 'gap'"),
         ((TABLE, "kapa"), {}, "no column of numbers 'kapa'; did you mean kappa"),
         ((TABLE,), {"exclude": ["net33"]}, "'net33' is not in the table"),
-        ((TABLE,), {"exclude": "net3"}, "a list of names"),
         ((TABLE,), {"exclude": NAMES}, "every row is excluded"),
         (({"a": [1, math.inf], "gap": [1, 2]},), {}, "'a' is empty, NaN or infinite for 1;"),
         ((TABLE,), {"test": {"checkpoint": ["other"], "loss": [1]}}, "20 of the 20 networks are not in it"),

@@ -95,11 +95,13 @@ def test_who_is_not_trained_is_named() -> None:
         networks = tables.read({name: [row[name] for row in held] for name in held[0]})
         return {name: why for name, why in zip(networks.names, networks.left_out((), most), strict=True) if why}
 
-    assert untrained(LOSSES, [1.0] * 6) == {"net 5": "its loss is 2.3"}
+    assert untrained(LOSSES, [math.nan] * 6) == {"net 5": "its loss is 2.3"}  # no classes
+    assert untrained(LOSSES, [1.0] * 5 + [0.3]) == {"net 5": "its loss is 2.3"}
+    assert untrained([*LOSSES[:5], 0.28], [1.0] * 5 + [0.92]) == {}  # another learning rate, and a healthy network
     assert untrained([0.1] * 6, [0.9] * 5 + [0.11]) == {"net 5": "its accuracy of 0.11 is that of chance"}
     assert untrained([0.1] * 6, [0.1] * 6) == {}  # then chance is what is studied
     assert untrained(LOSSES, [1.0] * 5 + [0.1], float("inf")) == {}
-    assert untrained([-0.1, *LOSSES[1:]], [1.0] * 6) == {}  # of a density: five times the median says nothing
+    assert untrained([-0.1, *LOSSES[1:]], [math.nan] * 6) == {}  # of a density: five times the median says nothing
     assert untrained(LOSSES, [1.0] * 6, 0.065) == {"net 4": "its loss is 0.07", "net 5": "its loss is 2.3"}
 
 
@@ -160,3 +162,8 @@ def test_a_figure_for_a_paper(train: Path, test: Path) -> None:
     assert (axes.get_title(), axes.get_xlabel(), axes.get_ylabel()) == ("digits", "κ", "error")
     assert axes.get_xscale() == "log"
     assert axes.get_ylim()[1] < 0.3  # the excluded network's error is 0.9
+
+
+def test_one_name_is_excluded_as_several_are(train: Path, test: Path) -> None:
+    found = pf.statistics.correlations(train, "sharpness network", test=test, exclude="net 4")
+    assert found.excluded == ("net 4", "net 5")
