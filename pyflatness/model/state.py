@@ -83,6 +83,8 @@ def _prepared(model: nn.Module, ranks: Ranks | None) -> tuple[nn.Module, Randomn
         stack.enter_context((fsdp.held if fsdp.is_sharded(model) else spread.held_in_parallel)(model, ranks))
     random = generators.hold(modules)  # the user's model and data may draw random numbers
     interrupts.later(random.put_back)
+    interrupts.later(functools.partial(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()))
+    torch.set_autocast_cache_enabled(False)  # in a block of the user's it has copies of weights before their last step
     if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and loading it takes longer than most calls
         # Compiled code ignores hooks that are added later, and is no graph that can be read.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
