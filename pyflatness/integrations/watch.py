@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +25,7 @@ from ..numerics.process_groups import refuse
 from ..options import EVERY, Options, check_count, check_flag
 from ..report import Report
 from ..training import loaders
-from ..training.budget import HOW, Budget, check, of_distribution
+from ..training.budget import CLOCK, HOW, Budget, check, cost, of_distribution
 from ..training.history import History
 
 NETWORK = "network"
@@ -64,7 +65,9 @@ class Watch:
         by_budget = {} if budget is None else HOW
         if budget is not None:
             check(loss, options)
-        self._options = {"progress": False, **by_budget, **options}
+        # A bar would stand beside the trainer's; elsewhere there are lines of long measurements.
+        quiet = {"progress": False} if budget is not None or sys.stderr.isatty() else {}
+        self._options = {**quiet, **by_budget, **options}
         self._measures: Any = measures
         if measures is not None and (not isinstance(measures, str) or are_named(measures)):
             self._measures = [row.name for row in named(measures)]  # some may be left out in later epochs
@@ -95,7 +98,7 @@ class Watch:
         self._begun, self._spent = time.perf_counter(), 0.0
 
     def _measured(
-        self, epoch: int, step: int, problem: Callable[[], tuple[nn.Module, Any]], batches: Callable[[], Any]
+        self, epoch: float, step: int, problem: Callable[[], tuple[nn.Module, Any]], batches: Callable[[], Any]
     ) -> dict[str, float]:
         """Return the values by the names they are logged under; none, with a warning, if measuring is not possible.
 
@@ -109,7 +112,7 @@ class Watch:
             if self._strict or interrupts.is_raised(error):
                 raise
             kind = type(error).__name__
-            when, about = f"epoch {epoch}", None
+            when, about = f"epoch {epoch:.4g}", None
             if self._budget is not None:
                 when = f"step {step}"
                 about = kind if isinstance(error, NonFiniteError) else None  # its text counts samples of a batch
@@ -123,7 +126,7 @@ class Watch:
         if self._layers is None and report.uncovered:
             names, share = ", ".join(report.uncovered), sum(report.uncovered.values())
             self._once("", f"weights with {share:.2g} of all entries are not measured, nor in any later epoch: {names}")
-        numbers = {} if self._budget is None else {"train_seconds": self._budget.trained}
+        numbers = {} if self._budget is None else {CLOCK: self._budget.trained}
         report = report if self._budget is None else of_distribution(report)
         self.history.add(report, step=step, epoch=epoch, seconds=spent, **numbers)
         values = {
@@ -142,10 +145,9 @@ class Watch:
         if not self.history.records or not prints:
             return
         whole = time.perf_counter() - self._begun
-        share = self._spent / whole if whole else 0.0
         of = {"train": "the training data", "val": "the validation data"}
         data = of[self._data] if isinstance(self._data, str) else "the data passed"
-        print(f"{self._name}: measured on {data} in {self._spent:.1f} s, {share:.1%} of the training's {whole:.1f} s")
+        print(f"{self._name}: {cost(self._spent, whole, f' on {data}')}")
 
     def _limited(self, data: Any) -> Any:
         """Return the first batches as a list: a measure may read them several times, and a loader may shuffle."""

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
+from pyflatness import progress
 from support import trainings
 from support.trainings import rows
 
@@ -70,7 +71,7 @@ def test_a_budget_measures_steps_on_the_batch_that_was_trained_on(tmp_path, caps
     trainer, found, (callback,) = trained(tmp_path, {"budget": 0.999, "strict": True}, gradient_accumulation_steps=2)
     assert found == expected
     first = callback.history[0]
-    assert first.step == 1
+    assert (first.step, first.epoch) == (1, 0.5)
     assert 0 < first.reports["live"]["relative_flatness"].samples <= 4
     assert any("flatness/network/relative_flatness" in row for row in trainer.state.log_history)
     assert not trainer.model._forward_pre_hooks
@@ -130,6 +131,12 @@ def test_values_go_to_the_log_history_and_tensorboard(tmp_path, capsys, monkeypa
     scalars = events.Scalars("train/flatness/relative_flatness/classifier")
     assert [scalar.value for scalar in scalars] == pytest.approx(values)
     assert "flatness: measured on the training data in" in capsys.readouterr().out
+
+
+def test_a_long_measurement_says_how_far_it_is(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "_EVERY", 0.0)
+    trained(tmp_path, {"layers": "classifier"}, max_steps=1)
+    assert "batches: 1 of 4 after 0 s\n" in capsys.readouterr().err
 
 
 def test_a_resumed_training_measures_the_same_epochs(tmp_path):
