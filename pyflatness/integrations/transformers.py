@@ -33,6 +33,9 @@ class FlatnessCallback(Watch, TrainerCallback):  # type: ignore[misc]
     with ``flatness/seconds``, what the measurement took. (The trainer puts ``train/`` in front where it writes to
     TensorBoard and Weights & Biases.) Over ranks all take part, each with the batches of its own loader.
 
+    Exact values behind attention and GELU take hundreds of Hessian products a layer, which a line on standard error
+    says before: name layers, or pass ``probes=1`` or ``budget=``.
+
     What is not possible is skipped with a warning: a measure that the model does not have, data that are not there,
     weights that FSDP1 or DeepSpeed has spread.
 

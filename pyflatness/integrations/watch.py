@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .. import interrupts
+from .. import interrupts, progress
 from ..api import measure
 from ..errors import InputError, NonFiniteError
 from ..measures import are_named, named
@@ -62,12 +61,10 @@ class Watch:
         Options.of(options)
         self._layers, self._data, self._loss, self._path, self._name = layers, data, loss, model, name
         self._budget = None if budget is None else Budget(budget, None if data == "train" else data)
-        by_budget = {} if budget is None else HOW
+        by_budget: dict[str, Any] = {} if budget is None else {"progress": False, **HOW}
         if budget is not None:
             check(loss, options)
-        # A bar would stand beside the trainer's; elsewhere there are lines of long measurements.
-        quiet = {"progress": False} if budget is not None or sys.stderr.isatty() else {}
-        self._options = {**quiet, **by_budget, **options}
+        self._options = {**by_budget, **options}
         self._measures: Any = measures
         if measures is not None and (not isinstance(measures, str) or are_named(measures)):
             self._measures = [row.name for row in named(measures)]  # some may be left out in later epochs
@@ -199,7 +196,8 @@ class Watch:
         return report
 
     def _of(self, model: nn.Module, loss: Any, data: Any, measures: str | list[str] | None) -> Report:
-        return measure(model, loss, data, layers=self._layers, measures=measures, **self._options)
+        with progress.in_lines():  # the trainer may have a bar
+            return measure(model, loss, data, layers=self._layers, measures=measures, **self._options)
 
     def _once(self, beginning: str, text: str, about: str | None = None) -> None:
         """Warn of something once, although it is so in every epoch."""

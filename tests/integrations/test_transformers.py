@@ -1,6 +1,7 @@
 """The callback for the Trainer of transformers: what it measures, logs and keeps, and that training does not notice."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from torch import nn
 
 import pyflatness as pf
 from pyflatness import progress
+from pyflatness.hessian import block_traces
+from pyflatness.passes import limit
 from support import trainings
 from support.trainings import rows
 
@@ -135,8 +138,16 @@ def test_values_go_to_the_log_history_and_tensorboard(tmp_path, capsys, monkeypa
 
 def test_a_long_measurement_says_how_far_it_is(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(progress, "_EVERY", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # where a bar would be beside the trainer's
     trained(tmp_path, {"layers": "classifier"}, max_steps=1)
     assert "batches: 1 of 4 after 0 s\n" in capsys.readouterr().err
+
+
+def test_what_a_long_measurement_takes_is_said_before(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(block_traces, "MANY", 10)
+    monkeypatch.setattr(limit, "MANY", 10)
+    trained(tmp_path, {"layers": "*.output.dense"}, max_steps=1)
+    assert "its exact Hessian value takes 40 Hessian products" in capsys.readouterr().err
 
 
 def test_a_resumed_training_measures_the_same_epochs(tmp_path):
