@@ -4,10 +4,12 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import TypeVar
 
 Item = TypeVar("Item")
-_EVERY = 30.0  # seconds between lines where standard error is no terminal
+_EVERY = 30.0  # seconds between lines where there is no bar
+_in_lines = ContextVar("_in_lines", default=False)
 
 
 class Lines:
@@ -26,6 +28,16 @@ class Lines:
             of = f" of {self._total}" if self._total else ""
             what = f"{self._title}: {self._text}" if self._text else self._title
             print(f"{what}: {self._done:.6g}{of} after {now - self._begun:.0f} s", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def in_lines() -> Iterator[None]:
+    """Print lines on a terminal too inside the context, where another library shows a bar there."""
+    before = _in_lines.set(True)
+    try:
+        yield
+    finally:
+        _in_lines.reset(before)
 
 
 def track(items: Iterable[Item], total: int, title: str, shown: bool | None) -> Iterator[Item]:
@@ -56,7 +68,7 @@ def bar(title: str, total: int, shown: bool | None, what: str = "") -> Iterator[
     if shown is False:
         yield lambda count, text: None
         return
-    if not (sys.stderr.isatty() if shown is None else shown):
+    if not (sys.stderr.isatty() and not _in_lines.get() if shown is None else shown):
         yield Lines(title, total).advance
         return
     from rich.console import Console  # rich takes as long to load as the first measurement

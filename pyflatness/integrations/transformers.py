@@ -33,6 +33,9 @@ class FlatnessTrainerCallback(Watch, TrainerCallback):  # type: ignore[misc]
     with ``flatness/seconds``, what the measurement took. (The trainer puts ``train/`` in front where it writes to
     TensorBoard and Weights & Biases.) Over ranks all take part, each with the batches of its own loader.
 
+    Exact values behind attention and GELU take hundreds of Hessian products a layer, which a line on standard error
+    says before: name layers, or pass ``probes=1`` or ``budget=``.
+
     What is not possible is skipped with a warning: a measure that the model does not have, data that are not there,
     weights that FSDP1 or DeepSpeed has spread.
 
@@ -54,7 +57,8 @@ class FlatnessTrainerCallback(Watch, TrainerCallback):  # type: ignore[misc]
         **options: of :func:`pyflatness.measure`: ``probes``, ``curvature``, ``normalize``, ``forward``, ``memory``, …
 
     Attributes:
-        history: a :class:`pyflatness.results.History` with a record for each measured epoch, counted from 1.
+        history: a :class:`pyflatness.results.History` with a record for each measured epoch, counted from 1, or for
+            each measured step, at a fraction of an epoch.
 
     Raises:
         InputError: measures, options or a model that do not exist; ``loss="auto"`` where the trainer has another loss,
@@ -118,17 +122,17 @@ class FlatnessTrainerCallback(Watch, TrainerCallback):  # type: ignore[misc]
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure the epoch, if it is one that is to be measured, and log the values."""
-        train = kwargs["train_dataloader"]
-        if self._budget is None and _epoch(state) % self._every_n_epochs == 0:
-            self._measure(state, control, lambda: self._batches(train))
+        train, epoch = kwargs["train_dataloader"], _epoch(state)
+        if self._budget is None and epoch % self._every_n_epochs == 0:
+            self._measure(epoch, state, control, lambda: self._batches(train))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure where the budget allows it, and log the values."""
         batch = self._due(self._batch)
         if batch is not None:
-            self._measure(state, control, lambda: [batch])
+            self._measure(float(state.epoch), state, control, lambda: [batch])
 
-    def _measure(self, state: Any, control: Any, batches: Callable[[], Any]) -> None:
+    def _measure(self, epoch: float, state: Any, control: Any, batches: Callable[[], Any]) -> None:
         def problem() -> tuple[nn.Module, Any]:
             if self._trainer.is_deepspeed_enabled:
                 raise InputError(
@@ -137,7 +141,7 @@ class FlatnessTrainerCallback(Watch, TrainerCallback):  # type: ignore[misc]
                 )
             return self._part_of(self._trainer.model), self._loss
 
-        values = self._measured(_epoch(state), state.global_step, problem, batches)
+        values = self._measured(epoch, state.global_step, problem, batches)
         if values:
             due = control.should_log  # of the training's own loss, by logging_strategy="epoch"
             self._trainer.log(values)

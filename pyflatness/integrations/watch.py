@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .. import interrupts
+from .. import interrupts, progress
 from ..api import measure
 from ..errors import InputError, NonFiniteError
 from ..measures import are_named, named
@@ -24,7 +24,7 @@ from ..numerics.process_groups import refuse
 from ..options import EVERY, Options, check_count, check_flag
 from ..report import Report
 from ..training import loaders
-from ..training.budget import HOW, TimeBudget, check, of_distribution
+from ..training.budget import CLOCK, HOW, TimeBudget, check, cost, of_distribution
 from ..training.history import History
 
 NETWORK = "network"
@@ -61,10 +61,10 @@ class Watch:
         Options.of(options)
         self._layers, self._data, self._loss, self._path, self._name = layers, data, loss, model, name
         self._budget = None if budget is None else TimeBudget(budget, None if data == "train" else data)
-        by_budget = {} if budget is None else HOW
+        by_budget: dict[str, Any] = {} if budget is None else {"progress": False, **HOW}
         if budget is not None:
             check(loss, options)
-        self._options = {"progress": False, **by_budget, **options}
+        self._options = {**by_budget, **options}
         self._measures: Any = measures
         if measures is not None and (not isinstance(measures, str) or are_named(measures)):
             self._measures = [row.name for row in named(measures)]  # some may be left out in later epochs
@@ -95,7 +95,7 @@ class Watch:
         self._begun, self._spent = time.perf_counter(), 0.0
 
     def _measured(
-        self, epoch: int, step: int, problem: Callable[[], tuple[nn.Module, Any]], batches: Callable[[], Any]
+        self, epoch: float, step: int, problem: Callable[[], tuple[nn.Module, Any]], batches: Callable[[], Any]
     ) -> dict[str, float]:
         """Return the values by the names they are logged under; none, with a warning, if measuring is not possible.
 
@@ -109,7 +109,7 @@ class Watch:
             if self._strict or interrupts.is_raised(error):
                 raise
             kind = type(error).__name__
-            when, about = f"epoch {epoch}", None
+            when, about = f"epoch {epoch:.4g}", None
             if self._budget is not None:
                 when = f"step {step}"
                 about = kind if isinstance(error, NonFiniteError) else None  # its text counts samples of a batch
@@ -123,7 +123,7 @@ class Watch:
         if self._layers is None and report.uncovered:
             names, share = ", ".join(report.uncovered), sum(report.uncovered.values())
             self._once("", f"weights with {share:.2g} of all entries are not measured, nor in any later epoch: {names}")
-        numbers = {} if self._budget is None else {"train_seconds": self._budget.trained}
+        numbers = {} if self._budget is None else {CLOCK: self._budget.trained}
         report = report if self._budget is None else of_distribution(report)
         self.history.add(report, step=step, epoch=epoch, seconds=spent, **numbers)
         values = {
@@ -142,10 +142,9 @@ class Watch:
         if not self.history.records or not prints:
             return
         whole = time.perf_counter() - self._begun
-        share = self._spent / whole if whole else 0.0
         of = {"train": "the training data", "val": "the validation data"}
         data = of[self._data] if isinstance(self._data, str) else "the data passed"
-        print(f"{self._name}: measured on {data} in {self._spent:.1f} s, {share:.1%} of the training's {whole:.1f} s")
+        print(f"{self._name}: {cost(self._spent, whole, f' on {data}')}")
 
     def _limited(self, data: Any) -> Any:
         """Return the first batches as a list: a measure may read them several times, and a loader may shuffle."""
@@ -197,7 +196,8 @@ class Watch:
         return report
 
     def _of(self, model: nn.Module, loss: Any, data: Any, measures: str | list[str] | None) -> Report:
-        return measure(model, loss, data, layers=self._layers, measures=measures, **self._options)
+        with progress.in_lines():  # the trainer may have a bar
+            return measure(model, loss, data, layers=self._layers, measures=measures, **self._options)
 
     def _once(self, beginning: str, text: str, about: str | None = None) -> None:
         """Warn of something once, although it is so in every epoch."""

@@ -77,7 +77,7 @@ class Batches:
             source = self._fetched()
             for batch in source:
                 taken.append(batch)
-                if _checked_size(batch, len(taken) - 1) > 0:
+                if checked_size(batch, len(taken) - 1) > 0:
                     break
             self._begun = taken, source
         taken, _ = self._begun
@@ -135,7 +135,7 @@ class Batches:
         with progress.bar("batches", len(self), self._shown) as advance:
             for number, batch in enumerate(source):
                 is_whole = isinstance(batch, Whole)
-                if is_whole or _checked_size(batch, number) > 0:
+                if is_whole or checked_size(batch, number) > 0:
                     empty = False
                     if self._compared:
                         read.add(with_samples(batch, size(batch)), size(batch), whole=is_whole)
@@ -262,7 +262,7 @@ def _parts(data: tuple[Any, ...]) -> tuple[Tensor, ...]:
     return tensors
 
 
-def _checked_size(batch: Any, number: int) -> int:
+def checked_size(batch: Any, number: int) -> int:
     """Return the number of samples of a user's batch, or raise if it has none."""
     for part in leaves(batch):
         if isinstance(part, np.ndarray) or (isinstance(part, Tensor) and (without_values(part) or part.is_nested)):

@@ -46,7 +46,7 @@ def observing(
     """
     check_module("model", model)
     with interrupts.undone():
-        if not _has_turn():
+        if not is_measuring():
             interrupts.later(_end_turn)
             _turn.acquire()
         if in_eval:
@@ -54,12 +54,13 @@ def observing(
         yield _prepared(model, ranks)
 
 
-def _has_turn() -> bool:
+def is_measuring() -> bool:
+    """Return whether this thread is inside of :func:`observing`."""
     return bool(_turn._is_owned())  # type: ignore[attr-defined]
 
 
 def _end_turn() -> None:
-    if _has_turn():
+    if is_measuring():
         _turn.release()
 
 
@@ -83,6 +84,8 @@ def _prepared(model: nn.Module, ranks: Ranks | None) -> tuple[nn.Module, Randomn
         stack.enter_context((fsdp.held if fsdp.is_sharded(model) else spread.held_in_parallel)(model, ranks))
     random = generators.hold(modules)  # the user's model and data may draw random numbers
     interrupts.later(random.put_back)
+    interrupts.later(functools.partial(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()))
+    torch.set_autocast_cache_enabled(False)  # in a block of the user's it has copies of weights before their last step
     if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and loading it takes longer than most calls
         # Compiled code ignores hooks that are added later, and is no graph that can be read.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -188,7 +191,7 @@ _inside: list[Found] = []  # of the thread whose turn it is
 
 def _in_child() -> None:
     """Prepare a forked process: restore models if it was another thread's turn, and free the lock."""
-    if not _has_turn():
+    if not is_measuring():
         for found in reversed([*_inside]):
             found.put_back()
     _turn._at_fork_reinit()  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .history import Record
 
 HOW = {"curvature": "ggn", "probes": 1, "per_sample": True}
+CLOCK = "train_seconds"  # the number in a record that says how long the training took until then
 _CHEAPER = 1.6  # twice the samples are cheaper by the sample if they take less than this many times as long
 _OFTEN = 5
 _DRIFTS = (0.0, *(10.0 ** (k / 4) for k in range(-36, 1)))  # relative variances of the drift in a step
@@ -51,6 +53,16 @@ class Ran(NamedTuple):
     trained: float
     spent: float
 
+    @property
+    def cost(self) -> str:
+        """Return in words what the measurements took."""
+        return cost(self.spent, self.trained + self.spent)
+
+
+def cost(spent: float, whole: float, what: str = "") -> str:
+    """Return in words the seconds that measurements, on ``what``, took of the whole time."""
+    return f"measured{what} in {spent:.1f} s, {spent / whole if whole else 0.0:.1%} of the training's {whole:.1f} s"
+
 
 class TimeBudget:
     """Hold the time of a training and of its measurements, and the samples that are measured next.
@@ -66,9 +78,10 @@ class TimeBudget:
                 f"list(itertools.islice(loader, 20)), got {shown(batches)}"
             )
         refuse(process_group, "budget=")  # the other processes cannot know when this one measures
-        is_tensors = isinstance(batches, tuple) and len(batches) > 0 and isinstance(batches[0], Tensor)
+        is_tensors = isinstance(batches, tuple) and len(batches) > 0 and isinstance(batches[0], (Tensor, np.ndarray))
         self._batches = [batches] if is_tensors else batches or ()
-        if batches is not None and min(map(data.size, self._batches), default=0) < 1:
+        sizes = [data.checked_size(batch, number) for number, batch in enumerate(self._batches)]
+        if batches is not None and min(sizes, default=0) < 1:
             raise InputError(
                 "data: budget= goes round in the batches, and each needs samples; there are none in one of them"
             )
@@ -89,7 +102,7 @@ class TimeBudget:
         self.steps, self.trained, self.spent = ran or (0, 0.0, 0.0)
         for record in records if ran is None else ():
             self.steps, self.spent = record.step or 0, self.spent + (record.seconds or 0.0)
-            self.trained = record.numbers.get("train_seconds", 0.0)
+            self.trained = record.numbers.get(CLOCK, 0.0)
 
     def due(self, batch: Any = None, step: int | None = None) -> Any:
         """Count a step of the training, or set its number, and return the batch to measure now, or None."""
@@ -183,8 +196,8 @@ def alarms(held: Sequence[Estimate]) -> tuple[list[int], str]:
     """Return the indices of values at which samples are much more alike than just before.
 
     c = s / value, with s the standard deviation over samples, is then less than :data:`_ALIKE` times the median of the
-    last :data:`_BEFORE` ones. It falls where predictions lose their certainty for all samples at once. If no value
-    could raise an alarm, the second result says in words what is missing.
+    last :data:`_BEFORE` ones. It falls where predictions lose their certainty for all samples at once. If there are
+    more values than these, and none could raise an alarm, the second result says in words what is missing.
     """
     spreads = [
         (place, math.sqrt(_variance(one) * one.samples) / one.value)
@@ -202,7 +215,7 @@ def alarms(held: Sequence[Estimate]) -> tuple[list[int], str]:
         f"so far there are {len(spreads)} with standard errors{sizes}"
     )
     found = [place for place, is_alike in later if is_alike and held[place].samples >= _ENOUGH]
-    return found, missing if most < _ENOUGH else ""
+    return found, missing if len(held) > _BEFORE and most < _ENOUGH else ""
 
 
 def _filtered(values: Sequence[tuple[float, Estimate]], q: float) -> tuple[float, float, float]:

@@ -1,11 +1,13 @@
 """Draw the records of a history over the steps of the training."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import InputError
 from ..options import check_names
 from ..report import Estimate, views
+from .budget import CLOCK
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +33,9 @@ def draw(
     reports = [report for record in records for report in record.reports.values()]
     held = dict.fromkeys(name for report in reports for name in report.measures)
     numbers = dict.fromkeys(name for record in records for name in record.numbers)
-    wanted = [*held, *numbers] if measures is None else check_names("measures", measures)
+    wanted = (
+        [*held, *(name for name in numbers if name != CLOCK)] if measures is None else check_names("measures", measures)
+    )
     if not wanted:
         raise InputError("measures: an empty list; pass None for all that were recorded")
     known = [*dict.fromkeys([*(layer for report in reports for layer in report.layers), ""])]
@@ -110,9 +114,9 @@ def _draw_measure(
             x, y = [place for place, _ in points], [estimate.value for _, estimate in points]
             style = "-" if weights == "live" else "--"
             panel.plot(x, y, style, marker=".", color=colours[layer], label=label)
-            errors = [estimate.stderr or 0.0 for _, estimate in points]
-            if any(errors):
-                low, high = ([v + sign * e for v, e in zip(y, errors, strict=True)] for sign in (-1, 1))
+            if any(estimate.stderr for _, estimate in points):
+                ends = [estimate.interval() or (math.nan, math.nan) for _, estimate in points]
+                low, high = zip(*ends, strict=True)
                 panel.fill_between(x, low, high, color=colours[layer], alpha=0.2, linewidth=0)
 
 
@@ -126,4 +130,5 @@ def _finish(panel: "Axes", along: str, name: str) -> None:
     labels = panel.get_legend_handles_labels()[1]
     if labels:
         outside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1), "borderaxespad": 0}
-        panel.legend(fontsize=8, **({} if len(labels) <= _INSIDE else outside))
+        title = "bands: 95 % intervals" if panel.collections else None
+        panel.legend(fontsize=8, title=title, title_fontsize=8, **({} if len(labels) <= _INSIDE else outside))

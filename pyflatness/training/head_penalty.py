@@ -75,6 +75,8 @@ def flatness_penalty(
     """
     Options(normalize=normalize)
     resolved = losses.known(loss, "formula at a head")
+    if isinstance(bias, Tensor) and not bias.is_floating_point():
+        raise InputError(f"bias: got {bias.dtype}; the order of arguments is (features, weight, bias, targets)")
     check_head(features, weight, bias)
     for what, tensor in (("features", features), ("weight", weight), ("bias", bias)):
         if tensor is not None and is_spread(tensor):

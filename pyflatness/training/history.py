@@ -1,5 +1,6 @@
 """Hold measures of a network over the steps of its training: table, figure and JSON."""
 
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -110,7 +111,9 @@ class History(Readable):
         first time. ``nan_policy="propagate"`` records NaN, and ``"omit"`` leaves out the samples that have it.
 
         Args:
-            step: how many steps the optimiser has taken; None: one more than at the last call.
+            step: how many steps the optimiser has taken; None: one more than at the last call. Where it is less than a
+                record's, as after a return to an older checkpoint, the records of later steps are dropped, with a
+                warning.
             epoch: the epoch, or a fraction of one.
             numbers: whatever else belongs to this step, by name.
 
@@ -120,15 +123,16 @@ class History(Readable):
         Raises:
             InputError: a history without ``budget=``, and as :meth:`record`.
         """
-        budget = self._budget
-        if budget is None or self._measure is None:
+        measure, budget = self._measure_or_raise(), self._budget
+        if budget is None:
             raise InputError("history: step() is for pf.track(…, budget=0.01); record() measures at once")
         batch = budget.due(step=None if step is None else check_count("step", step, 0, "a number of steps"))
+        self._drop_later(budget.steps)
         if batch is None:
             return None
-        when = _checked(budget.steps, epoch, {**numbers, "train_seconds": budget.trained})
+        when = _checked(budget.steps, epoch, {**numbers, budgets.CLOCK: budget.trained})
         try:
-            reports = self._measure(batch)
+            reports = measure(batch)
         except NonFiniteError as error:
             self._once("a step", f"step {budget.steps} is not measured, and no later one with NaN or infinity: {error}")
             return None
@@ -143,11 +147,17 @@ class History(Readable):
         intervals are rather too wide.
 
         Raises:
-            InputError: no records of the measure with steps.
+            InputError: no records of the measure with steps, or steps that go back.
         """
         held = [(float(one.step), one.reports[weights]) for one in self if one.step and weights in one.reports]
         if not any(measure in report.measures for _, report in held):
             raise InputError(f"history: {shown(measure)} of {weights!r} weights is in no record with a step")
+        back = next(((one, other) for (one, _), (other, _) in itertools.pairwise(held) if other < one), None)
+        if back is not None:
+            raise InputError(
+                f"history: after step {back[0]:.0f} comes step {back[1]:.0f}, so that no record is the last; keep "
+                "those of one training, pf.results.History(record for record in history if …)"
+            )
         return budgets.pooled(held, measure)
 
     def record(self, *, step: int | None = None, epoch: float | None = None, **numbers: Any) -> Record:
@@ -170,34 +180,30 @@ class History(Readable):
         """
         if self._budget is not None:
             raise InputError("history: budget= chooses when to measure: call step() after each step of the training")
-        if self._measure is None:
-            raise InputError(
-                "history: this one was read from a file or made without a model; pf.track(model, loss, data, "
-                "history=history, …) goes on with it, and history.add(report, …) takes what was measured otherwise"
-            )
-        when = _checked(step, epoch, numbers)  # before time goes into measuring
+        measure, when = self._measure_or_raise(), _checked(step, epoch, numbers)  # before time goes into measuring
         began = time.perf_counter()
-        reports = self._measure()
+        reports = measure()
         return self._appended(Record(*when, reports, time.perf_counter() - began))
 
     def alarms(self, measure: str = "relative_flatness", weights: str = "live") -> tuple[Record, ...]:
-        """Return the records of ``budget=`` at which something has happened to the training, such as random labels.
+        """Return the records of ``budget=`` at which the values of single samples suddenly vary much less.
 
-        The network's values of single samples are then much more alike than before: their standard deviation over the
-        value is less than 0.65 times the median of the last ten records, from 32 samples on. It is so where
-        predictions lose their certainty for all samples at once. Where no record could be one yet, as after the first
-        steps, a warning says once how many records of how many samples it takes, and how many there are.
+        Their standard deviation over the network's value is then less than 0.65 times the median of the last ten
+        records, which have to be there, and the record has 32 samples or more. It is so where predictions lose their
+        certainty for all samples at once, as when labels become random. It does not find a training that diverges.
+        Where more records than ten cannot be one, since their samples are too few or have no standard errors, a warning
+        says so once.
 
         Raises:
-            InputError: no records of the measure.
+            InputError: records, and none of the measure.
         """
         held = [(one, one.reports[weights]) for one in self if weights in one.reports]
         found = [(one, report[measure]) for one, report in held if measure in report.measures]
-        if not found:
+        if self._records and not found:
             raise InputError(f"history: {shown(measure)} of {weights!r} weights is in no record")
         places, missing = budgets.alarms([value for _, value in found])
         if missing:
-            self._once("alarms", f"alarms() can find none yet: {missing}")
+            self._once("alarms", f"alarms() can find none: {missing}")
         return tuple(found[place][0] for place in places)
 
     def add(
@@ -226,6 +232,28 @@ class History(Readable):
             raise InputError(f"history: a report of pf.measure is wanted, or a dict of them, got {shown(reports)}")
         spent = None if seconds is None else _number("seconds", seconds)
         return self._appended(Record(*_checked(step, epoch, numbers), dict(named), spent))
+
+    def _measure_or_raise(self) -> Callable[..., Mapping[str, Report]]:
+        if self._measure is None:
+            raise InputError(
+                "history: this one was read from a file or made without a model; pf.track(model, loss, data, "
+                "history=history, …) goes on with it, and history.add(report, …) takes what was measured otherwise"
+            )
+        return self._measure
+
+    def _drop_later(self, step: int) -> None:
+        """Drop the records of later steps than the training is at now."""
+        last = self._records[-1].step if self._records else None
+        if last is None or last <= step:
+            return
+        kept = [record for record in self._records if record.step is None or record.step <= step]
+        warnings.warn(
+            f"history: step {step} follows step {last}, as where a training goes on from an older checkpoint: the "
+            f"{len(self) - len(kept)} records of later steps are dropped (step= counts over all epochs)",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        self._records = kept
 
     def _once(self, about: str, text: str) -> None:
         if about not in self._said:
@@ -258,7 +286,12 @@ class History(Readable):
     def __repr__(self) -> str:
         steps = [record.step for record in self if record.step is not None]
         until = f" from step {steps[0]} to {steps[-1]}" if steps else ""
-        return f"History({len(self)} records{until}: {', '.join(self._measures) or 'nothing measured'})"
+        cost = f"; {self.ran.cost}" if self.ran is not None and self.ran.spent else ""
+        return f"History({len(self)} records{until}: {', '.join(self._measures) or 'nothing measured'}{cost})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what pickling and copying keep: the records, which ``pf.track(…, history=)`` goes on with."""
+        return {**vars(self), "_measure": None, "_budget": None, "_ran": self.ran}
 
     def __str__(self) -> str:
         """Return a table of the network's values as a report prints them, a row for each record and kind of weights.
@@ -306,12 +339,13 @@ class History(Readable):
     ) -> "tuple[Figure, list[Axes]]":
         """Draw what was recorded over the steps: an axis for each measure, in it a line for each layer.
 
-        Sampled values have a band of one standard error to each side. The network's value is black, averaged weights
+        Sampled values have a band, their 95 % intervals. The network's value is black, averaged weights
         are dashed. An axis is logarithmic where all that is in it is positive.
 
         Args:
             path: where the figure is written too; its ending is its format.
-            measures: names of measures or of recorded numbers, an axis for each; None: all measures, then all numbers.
+            measures: names of measures or of recorded numbers, an axis for each; None: all measures, then all numbers
+                but ``train_seconds``.
             layers: names of layers, ``""`` for the network; None: all.
             x: ``"step"`` or ``"epoch"``; None: the first of these that all records have, else the records' count.
             axes: matplotlib's, as many as there are measures, to draw into; None: those of a new figure.
@@ -326,6 +360,10 @@ class History(Readable):
         figure, drawn = curves.draw(self._records, measures, layers, x, axes)
         views.save(figure, path)
         return figure, drawn
+
+    def to_csv(self, path: str | Path) -> None:
+        """Write the rows of :meth:`to_frame` as CSV, see :meth:`.Report.to_csv`."""
+        views.write_csv(self._rows(), path)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the records as plain numbers, strings, lists and dicts; nothing is lost."""

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 from .. import private
 from ..errors import InputError
-from ..model import data, layers
+from ..model import data, layers, state
 from ..model.calling import version
 from ..passes import linearity
 from ..passes.batch_layout import Layout, mixed
@@ -174,6 +174,8 @@ class LayerCalls:
 
     @not_compiled
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if state.is_measuring():  # the user's own pass is still the last one
+            return
         self._forget()
         self._running = self._layer is not None and torch.is_grad_enabled()
         self._samples = data.size((args, kwargs))

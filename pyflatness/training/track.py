@@ -1,20 +1,23 @@
 """Track a network while it is trained: measure it at steps that the user chooses."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from typing_extensions import Unpack
 
-from .. import interrupts
+from .. import interrupts, losses
 from ..api import measure
 from ..errors import InputError
+from ..losses import auto
 from ..measures import named
 from ..messages import check_choice, check_module, shown
 from ..model.data import used_up
-from ..model.selectors import Selector
-from ..model.state import in_eval_mode
+from ..model.layers import unwrap
+from ..model.selectors import Selector, select
+from ..model.state import device, in_eval_mode
 from ..options import EVERY, MeasureHow, check_names
 from ..report import Report
 from ..session import public
@@ -71,8 +74,8 @@ def track(
         The history, without a record or with those of ``history``.
 
     Raises:
-        InputError: weights, measures or data that cannot be had. All else that :func:`pyflatness.measure` raises comes
-            with the first record, which is best made before the training.
+        InputError: a loss, layers, weights, measures or data that cannot be had. All else that
+            :func:`pyflatness.measure` raises comes with the first record, which is best made before the training.
 
     Example:
         >>> import torch, pyflatness as pf
@@ -93,10 +96,17 @@ def track(
     """
     named(measures)
     chosen = _chosen(model, weights, averaged)
+    device(model)  # a loss has none
+    if layers is not None:
+        select(unwrap(model), layers)
+    if not auto.is_auto(loss):
+        losses.resolve(loss, how.get("reduction"))
     if hasattr(data, "__next__"):
         raise used_up(data, "and every record reads them")
-    if history is not None and not isinstance(history, History):
-        raise InputError(f"history: a History is wanted, got {type(history).__name__} {shown(history)}")
+    earlier: Any = history
+    if not (earlier is None or isinstance(earlier, History)):
+        hint = "; pass pf.results.History.from_json(path)" if isinstance(earlier, (str, Path)) else ""
+        raise InputError(f"history: a History is wanted, got {type(earlier).__name__} {shown(earlier)}{hint}")
 
     rest: dict[str, Any] = dict(how)
     chooser = None

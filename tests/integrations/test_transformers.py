@@ -1,12 +1,16 @@
 """The callback for the Trainer of transformers: what it measures, logs and keeps, and that training does not notice."""
 
 import copy
+import sys
 
 import pytest
 import torch
 from torch import nn
 
 import pyflatness as pf
+from pyflatness import progress
+from pyflatness.hessian import block_traces
+from pyflatness.passes import limit
 from support import trainings
 from support.trainings import rows
 
@@ -72,7 +76,7 @@ def test_a_budget_measures_steps_on_the_batch_that_was_trained_on(tmp_path, caps
     trainer, found, (callback,) = trained(tmp_path, {"budget": 0.999, "strict": True}, gradient_accumulation_steps=2)
     assert found == expected
     first = callback.history[0]
-    assert first.step == 1
+    assert (first.step, first.epoch) == (1, 0.5)
     assert 0 < first.reports["live"]["relative_flatness"].samples <= 4
     assert any("flatness/network/relative_flatness" in row for row in trainer.state.log_history)
     assert not trainer.model._forward_pre_hooks
@@ -132,6 +136,20 @@ def test_values_go_to_the_log_history_and_tensorboard(tmp_path, capsys, monkeypa
     scalars = events.Scalars("train/flatness/relative_flatness/classifier")
     assert [scalar.value for scalar in scalars] == pytest.approx(values)
     assert "flatness: measured on the training data in" in capsys.readouterr().out
+
+
+def test_a_long_measurement_says_how_far_it_is(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "_EVERY", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # where a bar would be beside the trainer's
+    trained(tmp_path, {"layers": "classifier"}, max_steps=1)
+    assert "batches: 1 of 4 after 0 s\n" in capsys.readouterr().err
+
+
+def test_what_a_long_measurement_takes_is_said_before(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(block_traces, "MANY", 10)
+    monkeypatch.setattr(limit, "MANY", 10)
+    trained(tmp_path, {"layers": "*.output.dense"}, max_steps=1)
+    assert "its exact Hessian value takes 40 Hessian products" in capsys.readouterr().err
 
 
 def test_a_resumed_training_measures_the_same_epochs(tmp_path):

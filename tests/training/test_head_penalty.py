@@ -163,6 +163,7 @@ def test_constant_and_empty_features_when_normalised():
         ({"features": torch.zeros(N, M + 1).double()}, r"features \(7, 6\) do not fit weight \(3, 5\)"),
         ({"features": torch.zeros(N, M)}, "features are torch.float32"),
         ({"bias": torch.zeros(4).double()}, "bias has 4 entries for 3 rows"),
+        ({"bias": torch.arange(4)}, r"bias: got torch.int64; .* \(features, weight, bias, targets\)"),
         ({"targets": torch.full((N,), 3)}, "class 3 does not exist among 3 classes"),
         ({"targets": IGNORING[:4]}, r"class indices of shape \(7,\) are wanted .* got \(4,\)"),
         ({"loss": "l1_loss"}, "loss='l1_loss' is not known"),

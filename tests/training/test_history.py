@@ -4,6 +4,7 @@ import json
 import math
 
 import matplotlib.colors
+import pandas
 import pytest
 import torch
 from torch import nn
@@ -82,6 +83,20 @@ def test_bad_json(source, message):
         pf.results.History.from_json(source)
 
 
+def test_pickling_keeps_the_records(tmp_path):
+    """And not the model, which a checkpoint has."""
+    model = classifier(5, 6, 3)
+    found = pf.track(model, LOSS, (X, Y), budget=0.9)
+    found.step()
+    torch.save({"history": found}, tmp_path / "checkpoint.pt")
+    read = torch.load(tmp_path / "checkpoint.pt", weights_only=False)["history"]
+    assert read == found
+    assert read.ran == found.ran
+    more = pf.track(model, LOSS, (X, Y), history=read)
+    more.record(step=9)
+    assert [record.step for record in more] == [1, 9]
+
+
 def test_a_history_that_was_read_is_gone_on_with(exact):
     read = pf.results.History.from_json(exact.to_json())
     with pytest.raises(
@@ -144,7 +159,7 @@ def test_an_empty_history_is_true_and_its_records_are_a_tuple(exact):
     assert exact.records == tuple(exact)
 
 
-def test_frame_has_a_row_for_every_estimate(exact):
+def test_frame_has_a_row_for_every_estimate(exact, tmp_path):
     frame = exact.to_frame()
     expected = [
         (record.step, record.epoch, weights, layer, measure, estimate.value)
@@ -159,6 +174,10 @@ def test_frame_has_a_row_for_every_estimate(exact):
     assert {*frame["weights"]} == {"live", "swa"}
     assert len(frame["per_sample"][0]) == 12
     assert "per_neuron" not in frame
+    exact.to_csv(tmp_path / "history.csv")
+    written = pandas.read_csv(tmp_path / "history.csv", keep_default_na=False)
+    assert [*written["value"]] == [*frame["value"]]
+    assert [*written.columns] == [name for name in frame.columns if name != "per_sample"]
     table = frame.query("layer == '4' and weights == 'live'").pivot(index="step", columns="measure", values="value")
     assert table.loc[20, "trace"] == exact[2].reports["live"]["4", "trace"]
     assert pf.results.History().to_frame().empty
@@ -186,15 +205,32 @@ def test_an_axis_for_each_measure_and_a_line_for_each_layer(exact, tmp_path):
     assert not axes[1].collections
 
 
-def test_standard_errors_are_bands(sampled):
+def test_intervals_are_bands(sampled):
     _, (panel,) = sampled.plot(measures="trace", layers=["2"], x="epoch")
     assert panel.get_xlabel() == "epoch"
     (live, swa), (band, _) = panel.get_lines(), panel.collections
     assert (live.get_label(), swa.get_label()) == ("2", "2, swa")
     assert matplotlib.colors.same_color(band.get_facecolor()[0][:3], live.get_color())
     estimates = [record.reports["live"]["2", "trace"] for record in sampled]
-    expected = {(x, float(e) + s * e.stderr) for x, e in zip((0, 0.5, 1), estimates, strict=True) for s in (-1, 1)}
+    expected = {(x, end) for x, e in zip((0, 0.5, 1), estimates, strict=True) for end in e.interval()}
+    assert panel.get_legend().get_title().get_text() == "bands: 95 % intervals"
     assert {tuple(point) for point in band.get_paths()[0].vertices} == expected
+
+
+def test_the_time_of_a_training_has_no_axis_unless_it_is_named():
+    found = pf.track(classifier(5, 4, 3), LOSS, (X, Y), budget=0.5)
+    found.step(lr=0.1)
+    assert [panel.get_ylabel() for panel in found.plot()[1]] == ["relative_flatness", "lr"]
+    assert [panel.get_ylabel() for panel in found.plot(measures="train_seconds")[1]] == ["train_seconds"]
+
+
+def test_a_band_has_a_gap_where_an_interval_is_not_known():
+    found = pf.results.History()
+    for step, stderr in enumerate((0.1, math.nan, 0.1)):
+        held = pf.results.Estimate(1.0, stderr, 9, "ggn-sampled", exact=False, backend="reference", dof=8.0)
+        found.add(pf.results.Report(("a",), ("trace",), {("a", "trace"): held}), step=step)
+    _, (panel,) = found.plot(layers="a")
+    assert len(panel.collections) == 1
 
 
 def test_axes_of_the_users(exact):

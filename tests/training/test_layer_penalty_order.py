@@ -59,6 +59,21 @@ def test_a_backward_pass_came_first(layer):
             penalty(outputs, Y)
 
 
+@pytest.mark.parametrize("batch", [64, len(X)])
+def test_passes_that_measure_are_not_the_users(batch):
+    """A record may fall between a forward pass and its penalty, as a budget has it."""
+    model, values = net(), []
+    history = pf.track(model, LOSS, (torch.randn(batch, 4), torch.arange(batch) % 3))
+    with pf.FlatnessPenalty(model, "0", LOSS) as penalty:
+        for measures in (False, True):
+            torch.manual_seed(0)
+            outputs = model(X)
+            if measures:
+                history.record()
+            values.append(penalty(outputs, Y).item())
+    assert values[0] == values[1]
+
+
 def test_a_penalty_that_is_dropped_takes_its_hooks_and_tensors_along():
     model = net()
     penalty, other = pf.FlatnessPenalty(model, "0", LOSS), pf.FlatnessPenalty(model, "0", LOSS)

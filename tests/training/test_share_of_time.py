@@ -182,11 +182,10 @@ def test_an_alarm_is_where_samples_become_alike():
 @pytest.mark.parametrize(
     ("count", "samples", "stderr", "said"),
     [
-        (10, 64, 0.3, "so far there are 10 with standard errors$"),
         (30, 31, 0.3, "so far there are 30 with standard errors, and from the 11th on they have at most 31 samples$"),
         (30, 64, None, "so far there are 0 with standard errors$"),
     ],
-    ids=["few records", "few samples", "exact values"],
+    ids=["few samples", "exact values"],
 )
 def test_where_no_record_could_be_an_alarm_a_warning_says_so_once(count, samples, stderr, said):
     history = pf.results.History()
@@ -197,6 +196,54 @@ def test_where_no_record_could_be_an_alarm_a_warning_says_so_once(count, samples
         assert history.alarms() == history.alarms() == ()
     assert len(found) == 1
     assert found[0].filename == __file__
+
+
+def test_before_an_eleventh_record_there_is_no_alarm_and_no_warning():
+    history = pf.results.History()
+    for step in range(10):
+        assert history.alarms() == ()
+        history.add(report(1.0, None), step=step)
+    assert history.alarms() == ()
+
+
+def test_a_training_that_goes_on_from_an_older_checkpoint_drops_the_records_after_it(monkeypatch):
+    Clock(monkeypatch)  # which stands still, so that every step is measured
+    history = pf.track(classifier(5, 6, 3), LOSS, (X, Y), budget=0.5)
+    for step in (1, 340):
+        assert history.step(step=step)
+    with pytest.warns(RuntimeWarning, match="step 100 follows step 340, .* the 1 records of later steps") as found:
+        history.step(step=100)
+    assert found[0].filename == __file__
+    history.step(step=101)
+    assert [record.step for record in history] == [1, 100, 101]
+    assert history.pooled()["0"] > 0
+
+
+def test_pooled_values_of_steps_that_go_back_are_refused():
+    history = pf.results.History()
+    for step in (1, 340, 100):
+        history.add(report(1.0, 0.1), step=step)
+    with pytest.raises(pf.errors.InputError, match="history: after step 340 comes step 100"):
+        history.pooled()
+
+
+def test_a_history_says_what_its_measurements_took(monkeypatch):
+    clock = Clock(monkeypatch)
+    history = pf.track(classifier(5, 6, 3), LOSS, (X, Y), budget=0.5)
+    assert repr(history) == "History(0 records: nothing measured)"
+    measure = history._measure
+
+    def measured(batch):
+        clock.now += 1.0
+        return measure(batch)
+
+    monkeypatch.setattr(history, "_measure", measured)
+    history.step()
+    clock.now += 0.5
+    history.step()
+    said = "; measured in 1.0 s, 66.7% of the training's 1.5 s)"
+    assert repr(history) == f"History(1 records from step 1 to 1: relative_flatness{said}"
+    assert str(history).splitlines()[0] == repr(history)
 
 
 NAN = X.clone()
@@ -258,6 +305,14 @@ def test_what_is_refused():
             pf.track(model, LOSS, (X, Y), budget=budget)
     with pytest.raises(pf.errors.InputError, match=r"data: budget= .*list\(itertools.islice\(loader, 20\)\), got"):
         pf.track(model, LOSS, loader, budget=0.1)
+    arrays = X.numpy(), Y.numpy()
+    for data in (arrays, [arrays]):
+        with pytest.raises(pf.errors.InputError, match=r"ndarray; pass torch.from_numpy\(array\)"):
+            pf.track(model, LOSS, data, budget=0.1)
+    with pytest.raises(pf.errors.InputError, match="and each needs samples; there are none"):
+        pf.track(model, LOSS, (X[:0], Y[:0]), budget=0.1)
+    with pytest.raises(pf.errors.InputError, match="read from a file or made without a model"):
+        pf.results.History().step()
     with pytest.raises(pf.errors.InputError, match=r"call step\(\) after each step"):
         pf.track(model, LOSS, (X, Y), budget=0.1).record()
     history = pf.track(model, LOSS, (X, Y))

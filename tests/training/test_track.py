@@ -251,7 +251,11 @@ def test_bad_numbers(numbers, message):
         ({"weights": "ema", "averaged": {}}, "averaged: a torch.nn.Module is wanted, got dict"),
         ({"model": nn.Linear}, "model: a torch.nn.Module is wanted, got the class"),
         ({"data": iter([(X, Y)])}, "data: list_iterator can be read once, and every record reads them"),
-        ({"history": [1]}, r"history: a History is wanted, got list \[1\]"),
+        ({"history": [1]}, r"history: a History is wanted, got list \[1\]$"),
+        ({"history": "h.json"}, r"got str 'h.json'; pass pf.results.History.from_json\(path\)"),
+        ({"model": LOSS, "loss": classifier(5, 3)}, r"model: one .* CrossEntropyLoss; .* \(model, loss, data\)"),
+        ({"layers": "fc"}, "layer.*'fc'"),
+        ({"loss": nn.CrossEntropyLoss}, "loss: .*CrossEntropyLoss"),
     ],
 )
 def test_bad_input_is_found_before_the_training(options, message):
