@@ -41,7 +41,7 @@ from rich.table import Column, Table
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from .. import interrupts
+from .. import interrupts, progress
 from ..errors import InputError
 from ..losses import divergence, loss_notes
 from ..losses.divergence import Divergence
@@ -53,6 +53,7 @@ from ..model.uses import Use
 from ..numerics.choice_problem import ChoiceProblem, Indices
 from ..options import CALL, How, Options, check_count, check_flag, check_number, check_numbers, check_probes
 from ..passes.task import Task
+from ..progress import Advance
 from ..reparameterization.reparameterize import duplicate
 from ..report import Estimate, intervals, views
 from ..report.result import Result, write_json
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
 
 Choice = Mapping[str, Format]  # by the name of a weight
 Losses = Callable[..., FoldLosses]  # (choices, other data or None) -> their losses
+_Search = Callable[[float, Advance], "Allocation"]
 _FUSED = (*exports.FUSED, ("query", "key", "value"))
 _BUDGETS = 9  # of a frontier
 _FOLDS, _PARTS = 16, 4  # folds of the samples; parts of the folds, each of which prices the choice of the others
@@ -76,8 +78,17 @@ _TOO_LARGE = (
     "the change is predicted to be more than half of the loss, where second order is a poor guide for choices; what "
     "the loss does is what measured=True finds"
 )
+_UNMEASURED = (
+    "the change is that of these data, to second order and not measured; it leaves out what choosing hides, and has no "
+    "interval"
+)
+_OF_FRONTIER = "change of the loss on these data, to second order"
 _ROUNDS = 3  # expansions at the choice, where the change is so large
 _FITTED = 0.1  # of the held-out loss: if the loss of data is less by this part, the model has fitted them
+
+
+def _quiet(count: float, text: str) -> None:
+    """Show nothing."""
 
 
 def checked(
@@ -223,7 +234,10 @@ def allocate(
         read = _planned(task, layers, known, of_layer, together, tool, stored=size is not None)
         plan = read.plan
         budget = bits if size is None else 8 * size / plan.entries
-        found = read.measured(budget, rounds, held_out) if measured else plan.best(budget)
+        if measured:
+            found = read.measured(budget, rounds, held_out)
+        else:
+            (found,) = plan.searched([(plan.best, budget)])
         task.unite()
     return found
 
@@ -324,6 +338,7 @@ class _Plan:
     loss: float  # before the change; infinite for a divergence, so that no change is large
     told: str  # what a prediction is of
     convex: bool  # whether the loss is
+    shown: bool | None  # whether a search shows a bar
     rest: tuple[str, ...]  # linear modules that are not in the plan
     tool: str | None
     tokens: Mapping[str, int]  # of experts
@@ -347,8 +362,8 @@ class _Plan:
         """Return whether a choice has no more bits a weight."""
         return float(self.choices.sizes[self.choices.cheapest()].sum()) <= bits * self.entries * (1 + 1e-12)
 
-    def best(self, bits: float) -> "Allocation":
-        """Return the best choice that is found for a budget of bits a weight."""
+    def by_second_order(self, bits: float, advance: Advance = _quiet) -> "Allocation":
+        """Return the choice found for a budget of bits a weight, with what second order predicts of these data."""
         if not self.fits(bits):
             cheapest = self.choices.cheapest()
             least = float(self.choices.sizes[cheapest].sum())
@@ -359,26 +374,48 @@ class _Plan:
                 f"{least / self.entries:.6g} bits a weight, {math.ceil(least / 8)} bytes{self.counted}: "
                 f"{'; '.join([listed, *self.dropped])}"
             )
-        chosen, gap = self.choices.best(bits * self.entries)
-        changes = self._changes(chosen)
-        others = [(places, problem.good(bits * self.entries)) for places, problem in self.parts]
-        prices = self.folds.prices(changes)
-        worse = [(places, self.folds.prices(self._changes(other)) - prices) for places, other in others]
-        hidden = _hidden(self.folds.shares, worse)
+        chosen, gap = self.choices.best(bits * self.entries, lambda: advance(0, ""))
         formats = self._formats(chosen)
+        predicted = self.estimate(float(self.folds.shares @ self.prices(formats)), math.nan)
         return Allocation(
             choice={layer: formats[name].name for name, weight in self.weights.items() for layer in weight.modules},
             bits=sum(self.options[place].bits for place in chosen) / self.entries,
             weights=self.entries,
             uncovered=self.uncovered,
             why_uncovered=self.why_uncovered,
-            predicted=self.estimate(float(self.folds.shares @ prices), _error(self.folds.shares, prices), hidden),
+            predicted=replace(predicted, notes=(*predicted.notes, _UNMEASURED)),
             loss_change=None,
             gap=gap if self.convex else math.nan,
             _formats=formats,
-            _of_other_folds=[(places, self._formats(other)) for places, other in others],
+            _of_other_folds=[],
             _plan=self,
         )
+
+    def best(self, bits: float, advance: Advance = _quiet) -> "Allocation":
+        """Return the choice found for a budget of bits a weight, with what other data are predicted to lose by it."""
+        found, shares = self.by_second_order(bits, advance), self.folds.shares
+        others = [
+            (places, self._formats(problem.good(bits * self.entries, lambda: advance(0, ""))))
+            for places, problem in self.parts
+        ]
+        prices = self.prices(found._formats)
+        hidden = _hidden(shares, [(places, self.prices(other) - prices) for places, other in others])
+        predicted = self.estimate(float(shares @ prices), _error(shares, prices), hidden)
+        return replace(found, predicted=predicted, _of_other_folds=others)
+
+    def searched(self, searches: "Sequence[tuple[_Search, float]]") -> "list[Allocation]":
+        """Return what searches find for their budgets of bits a weight, and show how far they are."""
+        found = []
+        with progress.bar("choosing formats", len(searches), self.shown) as advance:
+            for search, bits in searches:
+                found.append(search(bits, advance))
+                advance(1, "")
+        return found
+
+    def prices(self, choice: Choice) -> Tensor:
+        """Return what second order predicts a choice to change the loss of each fold by, (folds,)."""
+        chosen = [option for option in self.options if all(choice[name] is one for name, one in option.formats.items())]
+        return self.folds.prices([place for option in chosen for place in option.places])
 
     def estimate(self, change: float, error: float, hidden: float = 0.0, **facts: Any) -> Estimate:
         """Return the change of the loss on other data: ``change`` on these, plus ``hidden`` that the choice hides.
@@ -394,9 +431,6 @@ class _Plan:
         """Return the format of each weight."""
         found = {name: one for place in chosen for name, one in self.options[place].formats.items()}
         return {name: found[name] for name in self.weights}
-
-    def _changes(self, chosen: Indices) -> list[int]:
-        return [place for option in chosen for place in self.options[option].places]
 
 
 def _planned(
@@ -493,6 +527,7 @@ def _planned(
         loss=math.inf if isinstance(task.loss, Divergence) else costs.loss,
         told="the KL divergence from the model is" if isinstance(task.loss, Divergence) else "the loss changes by",
         convex=task.loss.convex,
+        shown=task.progress,
         rest=tuple(
             name
             for name, layer in selectors.layers(task.model).items()
@@ -633,19 +668,19 @@ class _Read:
     def measured(self, bits: float, rounds: int | None, held_out: Any) -> "Allocation":
         """Return the choice that measured losses show to be best."""
         plan = self.plan
-        tried = self._tried([each.best(bits) for each in self._without_coarsest(bits)])
+        tried = self._tried(plan.searched([(each.best, bits) for each in self._without_coarsest(bits)]))
         taken = min(tried, key=lambda each: each.expected)
         hidden, notes = taken.hidden, tuple[str, ...]()
         if taken is not tried[0]:
             loss = f"{tried[0].expected:.3g}"
-            notes = (f"the choice that is best by second order is expected to change the loss by {loss}",)
+            notes = (f"taken instead of the best by second order, which is expected to change the loss by {loss}",)
         if rounds is None:  # a divergence is expanded at the model's own predictions alone
             rounds = 0 if math.isinf(plan.loss) else _ROUNDS if taken.change > _LARGE * plan.loss else 1
         if len(plan.options) == len(np.unique(plan.choices.group)):  # there is nothing to choose
             rounds = 0
         of_all = taken is tried[0]
         for _ in range(rounds):
-            step = self.at(taken.choice._formats).best(bits)
+            (step,) = plan.searched([(self.at(taken.choice._formats).best, bits)])
             if step.choice == taken.choice.choice:
                 break
             (other,) = self._tried([step])
@@ -784,6 +819,9 @@ class Allocation(Result):
     def frontier(self, bits: Iterable[float] | None = None) -> "Frontier":
         """Return the choices that are predicted to be best under several budgets, by the same probes, unmeasured.
 
+        ``predicted`` of each is the change of the loss of the data of the plan, to second order. It leaves out what
+        choosing hides and has no interval: plan with the budget that you like to measure these.
+
         Args:
             bits: budgets in bits a weight, as ``tool`` stores it where the plan has a ``size``; None: from the cheapest
                 choice to the largest, each by the same factor larger.
@@ -794,7 +832,8 @@ class Allocation(Result):
         problem, weights = self._plan.choices, self.weights
         least, most = problem.sizes[problem.cheapest()].sum() / weights, problem.largest() / weights
         budgets = np.geomspace(least, most, _BUDGETS) if bits is None else check_numbers("bits", bits)
-        return Frontier(tuple(self._plan.best(float(budget)) for budget in budgets))
+        found = self._plan.searched([(self._plan.by_second_order, float(budget)) for budget in budgets])
+        return Frontier((*{_names(each._formats): each for each in found}.values(),), self)
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Return a copy of a model whose weights are as the chosen formats keep them; the model is not changed.
@@ -884,7 +923,10 @@ class Allocation(Result):
         if stored is not None:
             size.append(f"{stored:,} as {self._plan.tool} stores them")
         predicted = intervals.shown(self.predicted.value, self.predicted.interval())
-        told = f"{self.bits:.6g} bits a weight of {self.weights}; on unseen data {self._plan.told} {predicted} (95 %)"
+        of_these = self.loss_change is None and self.predicted.interval() is None
+        whose = "on these data" if of_these else "on unseen data"
+        predicted = f"{self.predicted.value:.6g}" if of_these else f"{predicted} (95 %)"
+        told = f"{self.bits:.6g} bits a weight of {self.weights}; {whose} {self._plan.told} {predicted}"
         why = {name: self.why_uncovered.get(name, "in no layer that can be changed") for name in self.uncovered}
         left_out = [f"without {names}: {reason}" for names, reason in views.by_reason(why)]
         told += ", to second order" if self.loss_change is None else f", on these by {self.loss_change:.3g}"
@@ -897,16 +939,18 @@ class Allocation(Result):
 class Frontier(Result):
     """Hold choices under several budgets; ``str(frontier)`` is a table.
 
-    Its bits are those of the formats, as of ``plan.bits``. A plan for a tool whose bytes are known has these too.
+    Its bits are those of the formats, as of ``plan.bits``. A plan for a tool whose bytes are known has these too. What
+    it predicts is of the data of the plan, to second order and not measured, and so has no interval.
 
     Attributes:
-        plans: the choices, one for each budget.
+        plans: the choices; one that is best under several of the budgets is there once.
     """
 
     plans: tuple[Allocation, ...]
+    _of: Allocation  # the plan whose probes these are
 
     def plot(self, path: str | Path | None = None, *, axes: "Axes | None" = None) -> "tuple[Figure, Axes]":
-        """Draw the predicted change of the loss, with its interval, over bits a weight.
+        """Draw the predicted change of the loss over bits a weight.
 
         Args:
             path: where the figure is written too; its ending is its format.
@@ -916,14 +960,10 @@ class Frontier(Result):
             MissingExtraError: without matplotlib.
         """
         figure, drawn = views.onto(axes)
-        values = [plan.predicted.value for plan in self.plans]
-        ends = [plan.predicted.interval() or (plan.predicted.value,) * 2 for plan in self.plans]
-        drawn.errorbar(
-            [plan.bits for plan in self.plans], values, [(high - low) / 2 for low, high in ends], marker="o", capsize=2
-        )
+        drawn.plot([plan.bits for plan in self.plans], [plan.predicted.value for plan in self.plans], marker="o")
         drawn.set_xscale("log", base=2)
         drawn.xaxis.set_major_formatter("{x:g}")
-        drawn.set(xlabel="bits a weight, as planned", ylabel="predicted change of the loss")
+        drawn.set(xlabel="bits a weight, as planned", ylabel=_OF_FRONTIER)
         drawn.grid(alpha=0.3)
         views.save(figure, path)
         return figure, drawn
@@ -943,8 +983,12 @@ class Frontier(Result):
         stored = [plan._stored() for plan in self.plans]
         known = None not in stored
         sizes = ["bits a weight, as planned", *(["bytes, as stored"] if known else [])]
-        table = Table(*sizes, "predicted change of the loss", "gap", box=box.SIMPLE_HEAD)
+        table = Table(*sizes, _OF_FRONTIER, "gap", box=box.SIMPLE_HEAD)
         for plan, size in zip(self.plans, stored, strict=True):
-            predicted = intervals.shown(plan.predicted.value, plan.predicted.interval())
+            predicted = f"{plan.predicted.value:.3g}"
             table.add_row(f"{plan.bits:.4g}", *([f"{size:,}"] if known else []), predicted, f"{plan.gap:.2g}")
-        return "\n".join(views.text(table, 100))
+        made, of_plan = self._of, float(self._of._plan.folds.shares @ self._of._plan.prices(self._of._formats))
+        told = "not measured, without what choosing hides and so without intervals; "
+        told += f"the plan of {made.bits:.4g} bits is at {of_plan:.3g} to second order"
+        told += "" if made.loss_change is None else f", and at {made.loss_change:.3g} as measured"
+        return "\n".join([*views.text(table, 100), told])

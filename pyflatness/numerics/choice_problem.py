@@ -10,6 +10,7 @@ option, or of two at a time, until none is better.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,16 +57,20 @@ class ChoiceProblem:
         """Return the choice that would be best if Q had no entries between groups."""
         return self._program(self.costs + 0.5 * np.diagonal(self.products), budget)[0]
 
-    def good(self, budget: float) -> Indices:
-        """Return a choice that no exchange improves, found from a single program."""
-        return self._exchanged(self.by_single_costs(budget), budget)
+    def good(self, budget: float, told: Callable[[], None] = lambda: None) -> Indices:
+        """Return a choice that no exchange improves, found from a single program; ``told`` as for :meth:`best`."""
+        return self._exchanged(self.by_single_costs(budget), budget, told)
 
-    def best(self, budget: float) -> tuple[Indices, float]:
-        """Return the best choice found, an option of each group, and a bound on how much better another could be."""
+    def best(self, budget: float, told: Callable[[], None] = lambda: None) -> tuple[Indices, float]:
+        """Return the best choice found, an option of each group, and a bound on how much better another could be.
+
+        ``told`` is called at every program and exchange, to show that the search goes on.
+        """
         chosen = self.by_single_costs(budget)
         found, bound = {tuple(self.cheapest()), tuple(chosen)}, -math.inf
         z = self._indicator(chosen)
         for _ in range(_STEPS):
+            told()
             gradient = self.costs + self.products @ z
             chosen, least = self._program(gradient, budget)
             found.add(tuple(chosen))
@@ -76,7 +81,7 @@ class ChoiceProblem:
                 break
             z = z + min(1.0, down / curved if curved > 0 else 1.0) * step
         ranked = sorted(found, key=self._value_of)[:_STARTS]
-        best = min((self._exchanged(np.array(start), budget) for start in ranked), key=self._value_of)
+        best = min((self._exchanged(np.array(start), budget, told) for start in ranked), key=self._value_of)
         return best, max(0.0, self._value_of(best) - float(bound))
 
     def _value_of(self, chosen: Any) -> float:
@@ -110,11 +115,12 @@ class ChoiceProblem:
         fits = self.sizes[chosen].sum() <= budget * (1 + _ROUNDING)  # SciPy's own tolerance is larger
         return chosen if fits else self.cheapest(), least
 
-    def _exchanged(self, chosen: Indices, budget: float) -> Indices:
+    def _exchanged(self, chosen: Indices, budget: float, told: Callable[[], None] = lambda: None) -> Indices:
         """Return a choice within the budget that no exchange of one or two options improves."""
         q, most, chosen = self.products, budget * (1 + _ROUNDING), chosen.copy()
         other = self.group[:, None] != self.group[None]
         while True:
+            told()
             z, now = self._indicator(chosen), chosen[self.group]  # the option chosen in each option's group
             gradient, larger = self.costs + q @ z, self.sizes - self.sizes[now]
             own = 0.5 * (np.diagonal(q) + np.diagonal(q)[now]) - q[now, np.arange(len(now))]

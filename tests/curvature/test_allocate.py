@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
+from pyflatness import progress
 from pyflatness.curvature import allocate
 from pyflatness.numerics.choice_problem import ChoiceProblem
 
@@ -221,7 +222,9 @@ def test_choices_are_priced_by_samples_that_had_no_part_in_them():
         none = torch.zeros(3 * layers, dtype=torch.float64)
         folds = allocate._Folds(torch.full((16,), 1 / 16).double(), first, gram, torch.tensor(group), none)
         choices, others = folds.problems(options, group)
-        plan = allocate._Plan(options, choices, folds, others, {}, layers, like, 1.0, "", True, (), None, {}, {}, {})
+        plan = allocate._Plan(
+            options, choices, folds, others, {}, layers, like, 1.0, "", True, False, (), None, {}, {}, {}
+        )
         chosen, _ = plan.choices.best(3.0 * layers)
         prices = folds.prices([*chosen])
         own += float(folds.shares @ prices)
@@ -466,18 +469,60 @@ def test_errors_that_add_up_are_not_made_together():
     assert plan.gap >= 0
 
 
-def test_frontier_falls_and_keeps_to_its_budgets(tmp_path):
+def test_frontier_keeps_to_its_budgets_and_has_each_choice_once(tmp_path):
     model, data = _images()
     plan = pf.allocate(model, CE, data, ["int2", "int3", "int4", "keep"], bits=3, measured=False)
-    frontier = plan.frontier([2, 2.5, 3, 4, 64])
+    frontier = plan.frontier([2, 2.5, 3, 4, 64, 65])
     assert all(plan.bits <= budget + 1e-9 for plan, budget in zip(frontier.plans, [2, 2.5, 3, 4, 64], strict=True))
     assert frontier.plans[0].choice == dict.fromkeys(plan.choice, "int2")
     assert frontier.plans[2].choice == plan.choice
-    frontier.plot(tmp_path / "frontier.png")
+    _, axes = frontier.plot(tmp_path / "frontier.png")
     assert (tmp_path / "frontier.png").stat().st_size > 1000
+    assert axes.get_ylabel() == "change of the loss on these data, to second order"
     assert len(frontier.to_frame()) == 5
     assert json.loads(plan.to_json())["choice"] == plan.choice
     assert "bits a weight of" in str(plan)
+
+
+def test_frontier_is_of_these_data_to_second_order_and_has_no_intervals():
+    model, data = _trained(2)
+    few = tuple(part[:40] for part in data)
+    plan = pf.allocate(model, CE, few, ["int3", "int4", "int8"], bits=4, rounds=0)
+    frontier = plan.frontier()
+    assert len({tuple(each.choice.items()) for each in frontier.plans}) == len(frontier.plans)
+    for each in (*frontier.plans, plan):
+        gradient, products = _dense(
+            model, few, [(name, pf.changes.of_format(model, kind)[name]) for name, kind in each.choice.items()]
+        )
+        order = float(gradient.sum() + products.sum() / 2)
+        if each is plan:
+            assert (
+                f"the plan of {plan.bits:.4g} bits is at {order:.3g} to second order, and at {plan.loss_change:.3g} as"
+                in str(frontier)
+            )
+        else:
+            assert each.predicted.value == pytest.approx(order, rel=1e-9)
+            assert each.predicted.interval() is None
+            assert f"on these data the loss changes by {order:.6g}, to second order" in str(each)
+    table, _, told = str(frontier).rpartition("\n")
+    assert "change of the loss on these data, to second order" in table
+    assert "[" not in table
+    assert told.startswith("not measured, without what choosing hides and so without intervals; ")
+
+
+def test_long_searches_show_how_far_they_are(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "_EVERY", 0.0)
+    model, data = _images()
+    plan = pf.allocate(model, CE, data, ["int2", "int3"], bits=2.5, rounds=0)
+    assert "choosing formats: 1 of 1 after 0 s" in capsys.readouterr().err
+    plan.frontier([2, 2.5])
+    lines = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("choosing formats: ") for line in lines)
+    assert lines[-1] == "choosing formats: 2 of 2 after 0 s"
+    assert len(lines) > 8  # within a search too
+    quiet = pf.allocate(model, CE, data, ["int2", "int3"], bits=2.5, rounds=0, progress=False)
+    quiet.frontier([2, 2.5])
+    assert capsys.readouterr().err == ""
 
 
 def test_layers_of_one_weight_and_layers_named_together_have_one_format():
