@@ -50,7 +50,7 @@ from ..model import layers as kinds
 from ..model import selectors, uses
 from ..model.selectors import Selection, Selector
 from ..model.uses import Use
-from ..numerics.choice_problem import ChoiceProblem, Indices
+from ..numerics.choice_problem import ROUNDING, ChoiceProblem, Indices, smallest
 from ..options import CALL, How, Options, check_count, check_flag, check_number, check_numbers, check_probes
 from ..passes.task import Task
 from ..progress import Advance
@@ -231,7 +231,7 @@ def allocate(
     base = divergence.trained_with(model) if of_kl else loss
     with session(model, base, data, options, how, reads=1 + measured, placed=True) as task:
         task = replace(task, loss=Divergence.of(task.loss)) if of_kl else task
-        read = _planned(task, layers, known, of_layer, together, tool, stored=size is not None)
+        read = _planned(task, layers, known, of_layer, together, tool, bits, size)
         plan = read.plan
         budget = bits if size is None else 8 * size / plan.entries
         if measured:
@@ -360,20 +360,11 @@ class _Plan:
 
     def fits(self, bits: float) -> bool:
         """Return whether a choice has no more bits a weight."""
-        return float(self.choices.sizes[self.choices.cheapest()].sum()) <= bits * self.entries * (1 + 1e-12)
+        return float(self.choices.sizes[self.choices.cheapest()].sum()) <= bits * self.entries * (1 + ROUNDING)
 
     def by_second_order(self, bits: float, advance: Advance = _quiet) -> "Allocation":
         """Return the choice found for a budget of bits a weight, with what second order predicts of these data."""
-        if not self.fits(bits):
-            cheapest = self.choices.cheapest()
-            least = float(self.choices.sizes[cheapest].sum())
-            names = Counter(self.options[place].name for place in cheapest)
-            listed = ", ".join(f"{name} for {count} layers" for name, count in names.most_common())
-            raise InputError(
-                f"bits={bits:.6g}, {bits * self.entries / 8:.0f} bytes: the cheapest choice takes "
-                f"{least / self.entries:.6g} bits a weight, {math.ceil(least / 8)} bytes{self.counted}: "
-                f"{'; '.join([listed, *self.dropped])}"
-            )
+        _refuse_less(bits, self.options, self.choices.group, self.entries, self.counted, self.dropped)
         chosen, gap = self.choices.best(bits * self.entries, lambda: advance(0, ""))
         formats = self._formats(chosen)
         predicted = self.estimate(float(self.folds.shares @ self.prices(formats)), math.nan)
@@ -433,6 +424,21 @@ class _Plan:
         return {name: found[name] for name in self.weights}
 
 
+def _refuse_less(
+    bits: float, options: Sequence[_Option], group: Any, entries: int, counted: str, dropped: Sequence[str]
+) -> None:
+    """Raise if a budget of bits a weight is below the cheapest choice of an option for each group."""
+    cheapest = [options[place] for place in smallest(np.array(group), np.array([option.size for option in options]))]
+    least = sum(option.size for option in cheapest)
+    if least > bits * entries * (1 + ROUNDING):
+        names = Counter(option.name for option in cheapest)
+        listed = ", ".join(f"{name} for {count} layers" for name, count in names.most_common())
+        raise InputError(
+            f"bits={bits:.6g}, {bits * entries / 8:.0f} bytes: the cheapest choice takes {least / entries:.6g} bits a "
+            f"weight, {math.ceil(least / 8)} bytes{counted}: {'; '.join([listed, *dropped])}"
+        )
+
+
 def _planned(
     task: Task,
     chosen: Selector | Sequence[Selector] | None,
@@ -440,14 +446,17 @@ def _planned(
     fixed: Mapping[str, Format | Copy],
     together: str | Iterable[Iterable[str]],
     tool: str | None,
-    *,
-    stored: bool,
+    bits: float,
+    size: int | None,
 ) -> "_Read":
     """Return the plan that one sweep over a task's data gives, with functions that read the data again.
 
-    With ``stored`` the budget counts what the tool stores, if that is known.
+    Raises:
+        InputError: see :func:`allocate`; a budget that is too small is noticed before the sweep, where the layers that
+            a dry run shows tell.
     """
-    stored = stored and tool is not None and exports.TOOLS[tool].stored is not None
+    stored = size is not None and tool is not None and exports.TOOLS[tool].stored is not None
+    counted = f" as {tool} stores them" if stored else ""
     task, _ = whole_weights.taken(task.of(chosen))
     task, computed = whole_weights.stored(task)
     modules = task.selection.modules
@@ -474,10 +483,46 @@ def _planned(
         with torch.no_grad():
             return [changes.of_layer(name, modules[name], of_layer(name)[one].change) for one in changing[name]]
 
-    def swept() -> ChangeCosts:
-        return ChangeSweep(task, {name: len(each) for name, each in changing.items()}, made, folds=_FOLDS).found()
+    def swept(first: Callable[[Collection[str]], None] = lambda ran: None) -> ChangeCosts:
+        counts = {name: len(each) for name, each in changing.items()}
+        return ChangeSweep(task, counts, made, folds=_FOLDS, first=first).found()
 
-    costs = swept()
+    def choosable(
+        weights: Mapping[str, Weight], places: Mapping[tuple[str, str], int]
+    ) -> tuple[list[_Option], list[int], int]:
+        """Return the options of weights, the number of the group of each, and the entries of all these weights."""
+        options, group, entries = list[_Option](), list[int](), 0
+        for number, names in enumerate(_united(weights, groups)):
+            once = {weights[name].key: name for name in reversed(names)}.values()
+            entries += sum(weights[name].matrix.numel() for name in once)
+            common = [one for one in of_layer(names[0]) if all(one in of_layer(name) for name in names)]
+            if not common:
+                raise InputError(f"fixed=: {', '.join(map(repr, names))} have one format together, and others here")
+            for one in common:
+                matrices = [(of_layer(name)[one], weights[name].matrix) for name in once]
+                planned = sum(held.bits_of(matrix) * matrix.numel() for held, matrix in matrices)
+                kept = [exports.stored(tool, weights[name], of_layer(name)[one]) for name in once] if stored else []
+                changed = tuple(places[name, one] for name in names if (name, one) in places)
+                counting = 8.0 * sum(map(sum, kept)) if stored else planned
+                options.append(_Option({name: of_layer(name)[one] for name in names}, planned, counting, changed))
+                group.append(number)
+        return options, group, entries
+
+    def refuse_less(ran: Collection[str]) -> None:
+        """Raise if no choice fits the budget, unless layers that did not run yet could lower the mean."""
+        weights = {name: Weight.of(task.model, name, module) for name, module in modules.items()}
+        others = [
+            one.bits_of(weight.matrix) if isinstance(one, Format) else 0.0
+            for name, weight in weights.items()
+            if name not in ran
+            for one in formats_of[name]
+        ]
+        if size is None and min(others, default=math.inf) < bits:
+            return
+        options, group, entries = choosable({name: weights[name] for name in weights if name in ran}, {})
+        _refuse_less(bits if size is None else 8 * size / entries, options, group, entries, counted, dropped)
+
+    costs = swept(refuse_less)
     ran = costs.places.keys()
     told = {*own, *(name for names in groups if not names.isdisjoint(ran) for name in names)}
     idle: set[str] = set()  # layers that did not run, and have a format all the same
@@ -492,21 +537,7 @@ def _planned(
         for name, each in costs.places.items()
         for one, place in zip(changing[name], each, strict=True)
     }
-    options, group, entries = [], [], 0
-    for number, names in enumerate(_united(weights, groups)):
-        once = {weights[name].key: name for name in reversed(names)}.values()
-        entries += sum(weights[name].matrix.numel() for name in once)
-        common = [one for one in of_layer(names[0]) if all(one in of_layer(name) for name in names)]
-        if not common:
-            raise InputError(f"fixed=: {', '.join(map(repr, names))} have one format together, and others here")
-        for one in common:
-            matrices = [(of_layer(name)[one], weights[name].matrix) for name in once]
-            bits = sum(held.bits_of(matrix) * matrix.numel() for held, matrix in matrices)
-            kept = [exports.stored(tool, weights[name], of_layer(name)[one]) for name in once] if stored else []
-            changed = tuple(places[name, one] for name in names if (name, one) in places)
-            size = 8.0 * sum(map(sum, kept)) if stored else bits
-            options.append(_Option({name: of_layer(name)[one] for name in names}, bits, size, changed))
-            group.append(number)
+    options, group, entries = choosable(weights, places)
     of_change = torch.full(costs.gram.shape[1:2], -1, dtype=torch.int64, device="cpu")  # -1: of a layer without options
     for option, number in zip(options, group, strict=True):
         of_change[[*option.places]] = number
@@ -540,7 +571,7 @@ def _planned(
         why_uncovered=uses.reasons(task.model, uncovered)
         | {key: computed[own] for key in uncovered for own in (key, key.rpartition(".")[0]) if own in computed},
         dropped=dropped,
-        counted=f" as {tool} stores them" if stored else "",
+        counted=counted,
     )
 
     def losses(choices: Sequence[Choice], others: Any = None) -> FoldLosses:

@@ -24,7 +24,14 @@ Indices = NDArray[np.int64]
 
 _STEPS, _STARTS = 16, 4  # Frank-Wolfe steps; choices from which exchanges start
 _PROGRAM = {"mip_rel_gap": 1e-5, "node_limit": 5000}  # nodes are limited, not time, so that a plan is reproducible
-_ROUNDING = 1e-12  # relative; a smaller gain does not count, and a smaller excess is within the budget
+ROUNDING = 1e-12  # relative; a smaller gain does not count, and a smaller excess is within the budget
+
+
+def smallest(group: Indices, sizes: Numbers) -> Indices:
+    """Return the smallest option of each group."""
+    order = np.lexsort((sizes, group))
+    found: Indices = order[np.unique(group[order], return_index=True)[1]]
+    return found
 
 
 @dataclass(frozen=True)
@@ -46,8 +53,7 @@ class ChoiceProblem:
 
     def cheapest(self) -> Indices:
         """Return the smallest option of each group."""
-        order = np.lexsort((self.sizes, self.group))
-        return order[np.unique(self.group[order], return_index=True)[1]]
+        return smallest(self.group, self.sizes)
 
     def largest(self) -> float:
         """Return the sum over groups of the size of the largest option."""
@@ -77,7 +83,7 @@ class ChoiceProblem:
             bound = max(bound, self.value(z) + least - float(gradient @ z))
             step = self._indicator(chosen) - z
             down, curved = -gradient @ step, step @ self.products @ step
-            if down <= _ROUNDING * abs(self.value(z)):
+            if down <= ROUNDING * abs(self.value(z)):
                 break
             z = z + min(1.0, down / curved if curved > 0 else 1.0) * step
         ranked = sorted(found, key=self._value_of)[:_STARTS]
@@ -104,7 +110,7 @@ class ChoiceProblem:
             costs / scale,
             constraints=[
                 optimize.LinearConstraint(one_each, 1, 1),
-                optimize.LinearConstraint(self.sizes[None] / budget, 0, 1 + _ROUNDING),
+                optimize.LinearConstraint(self.sizes[None] / budget, 0, 1 + ROUNDING),
             ],
             integrality=np.ones(count),
             bounds=optimize.Bounds(0, 1),
@@ -112,12 +118,12 @@ class ChoiceProblem:
         )
         least = -np.inf if found.mip_dual_bound is None else scale * float(found.mip_dual_bound)
         chosen = self.cheapest() if found.x is None else np.flatnonzero(found.x > 0.5)  # None at the limit of nodes
-        fits = self.sizes[chosen].sum() <= budget * (1 + _ROUNDING)  # SciPy's own tolerance is larger
+        fits = self.sizes[chosen].sum() <= budget * (1 + ROUNDING)  # SciPy's own tolerance is larger
         return chosen if fits else self.cheapest(), least
 
     def _exchanged(self, chosen: Indices, budget: float, told: Callable[[], None] = lambda: None) -> Indices:
         """Return a choice within the budget that no exchange of one or two options improves."""
-        q, most, chosen = self.products, budget * (1 + _ROUNDING), chosen.copy()
+        q, most, chosen = self.products, budget * (1 + ROUNDING), chosen.copy()
         other = self.group[:, None] != self.group[None]
         while True:
             told()
@@ -129,6 +135,6 @@ class ChoiceProblem:
             pairs = single[:, None] + single[None] + q - crossed - crossed.T + crossed[:, now]
             fits = other & (larger[:, None] + larger[None] <= most - self.sizes @ z)
             a, b = np.unravel_index(np.where(fits, pairs, np.inf).argmin(), pairs.shape)
-            if not fits[a, b] or pairs[a, b] >= -_ROUNDING * (abs(self.value(z)) + np.abs(self.costs).max()):
+            if not fits[a, b] or pairs[a, b] >= -ROUNDING * (abs(self.value(z)) + np.abs(self.costs).max()):
                 return chosen
             chosen[self.group[a]], chosen[self.group[b]] = a, b

@@ -510,6 +510,35 @@ def test_frontier_is_of_these_data_to_second_order_and_has_no_intervals():
     assert told.startswith("not measured, without what choosing hides and so without intervals; ")
 
 
+@pytest.mark.parametrize("case", [_images, _texts])
+@pytest.mark.parametrize("budget", [{"bits": 2.9}, {"size": 20}, {"bits": 3.2, "fixed": {"*": "int4"}}])
+def test_a_budget_that_is_too_small_is_noticed_before_the_sweep(case, budget, monkeypatch):
+    model, data = case()
+    monkeypatch.setattr(allocate.ChangeSweep, "_values", lambda self, run: pytest.fail("it sweeps"))
+    with pytest.raises(pf.errors.InputError, match=r"the cheapest choice takes [34] bits a weight, \d+ bytes: int"):
+        pf.allocate(model, CE, data, ["int3", "int8"], **budget)
+
+
+def test_a_layer_that_did_not_run_yet_may_make_a_budget_large_enough():
+    experts = Experts().double().eval()
+    batch = (torch.randn(4, 6).double().abs(), torch.randint(3, (4,)))
+    data = [batch, (-batch[0], batch[1])]
+    how = {"fixed": {"a": "int8", "b": "int2"}, "rounds": 0, "progress": False}
+    plan = pf.allocate(experts, CE, data, ["int2", "int8"], bits=5.5, **how)
+    assert (plan.choice, plan.bits) == ({"a": "int8", "b": "int2"}, 5)
+
+
+class Experts(nn.Module):
+    """Two layers, of which each batch goes through one."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.a(x) if x.sum() > 0 else self.b(x)
+
+
 def test_long_searches_show_how_far_they_are(monkeypatch, capsys):
     monkeypatch.setattr(progress, "_EVERY", 0.0)
     model, data = _images()
