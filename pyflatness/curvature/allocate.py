@@ -78,11 +78,11 @@ _TOO_LARGE = (
     "the change is predicted to be more than half of the loss, where second order is a poor guide for choices; what "
     "the loss does is what measured=True finds"
 )
+_ONE = "there is no interval, since a single sample does not show how samples differ"
 _UNMEASURED = (
     "the change is that of these data, to second order and not measured; it leaves out what choosing hides, and has no "
     "interval"
 )
-_OF_FRONTIER = "change of the loss on these data, to second order"
 _ROUNDS = 3  # expansions at the choice, where the change is so large
 _FITTED = 0.1  # of the held-out loss: if the loss of data is less by this part, the model has fitted them
 
@@ -408,13 +408,15 @@ class _Plan:
         chosen = [option for option in self.options if all(choice[name] is one for name, one in option.formats.items())]
         return self.folds.prices([place for option in chosen for place in option.places])
 
-    def estimate(self, change: float, error: float, hidden: float = 0.0, **facts: Any) -> Estimate:
+    def estimate(
+        self, change: float, error: float, hidden: float = 0.0, *, folds: Tensor | None = None, **facts: Any
+    ) -> Estimate:
         """Return the change of the loss on other data: ``change`` on these, plus ``hidden`` that the choice hides.
 
-        The standard error contains all of ``hidden``.
+        The standard error contains all of ``hidden``. ``folds`` are the shares of those of the data, None: the plan's.
         """
-        value, dof = change + hidden, len(self.folds.shares) - 1
-        notes = (*self.like.notes, *((_TOO_LARGE,) if value > _LARGE * self.loss else ()))
+        value, dof = change + hidden, len(self.folds.shares if folds is None else folds) - 1
+        notes = (*self.like.notes, *((_TOO_LARGE,) if value > _LARGE * self.loss else ()), *(() if dof else (_ONE,)))
         stderr = math.hypot(error, hidden)
         return replace(self.like, value=value, stderr=stderr, dof=float(dof) or None, notes=notes, **facts)
 
@@ -725,9 +727,9 @@ class _Read:
         if held_out is not None:
             others = self.losses([taken.choice._formats], held_out)
             of_others, error = float(others.changes[0] @ others.shares), float(others.errors[0])
-            predicted = plan.estimate(of_others, error, method="definition", samples=others.samples)
-            notes, dof = (*predicted.notes, *_fitted(taken.losses, others)), float(len(others.shares) - 1) or None
-            predicted = replace(predicted, notes=notes, dof=dof)
+            facts: dict[str, Any] = {"method": "definition", "samples": others.samples}
+            predicted = plan.estimate(of_others, error, folds=others.shares, **facts)
+            predicted = replace(predicted, notes=(*predicted.notes, *_fitted(taken.losses, others)))
         return replace(taken.choice, predicted=predicted, loss_change=taken.change, _plan=plan)
 
     def _without_coarsest(self, bits: float) -> "list[_Plan]":
@@ -914,8 +916,12 @@ class Allocation(Result):
             write_json(written, path)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the attributes as plain numbers, strings and dicts."""
-        held = {"choice": dict(self.choice), "bits": self.bits, "weights": self.weights}
+        """Return the attributes as plain numbers, strings and dicts.
+
+        ``tool`` and the ``bytes`` that it stores are None where they are not known, ``interval`` is of 95 %.
+        """
+        held = {"choice": dict(self.choice), "bits": self.bits, "weights": self.weights, "tool": self._plan.tool}
+        held |= {"bytes": self._stored(), "interval": self.predicted.interval()}
         return {**held, "predicted": self.predicted.to_dict(), "loss_change": self.loss_change, "gap": self.gap}
 
     def _rows(self) -> list[dict[str, Any]]:
@@ -994,7 +1000,7 @@ class Frontier(Result):
         drawn.plot([plan.bits for plan in self.plans], [plan.predicted.value for plan in self.plans], marker="o")
         drawn.set_xscale("log", base=2)
         drawn.xaxis.set_major_formatter("{x:g}")
-        drawn.set(xlabel="bits a weight, as planned", ylabel=_OF_FRONTIER)
+        drawn.set(xlabel="bits a weight, as planned", ylabel="change of the loss on these data, to second order")
         drawn.grid(alpha=0.3)
         views.save(figure, path)
         return figure, drawn
@@ -1014,12 +1020,12 @@ class Frontier(Result):
         stored = [plan._stored() for plan in self.plans]
         known = None not in stored
         sizes = ["bits a weight, as planned", *(["bytes, as stored"] if known else [])]
-        table = Table(*sizes, _OF_FRONTIER, "gap", box=box.SIMPLE_HEAD)
+        table = Table(*sizes, "change to second order, unmeasured", "gap", box=box.SIMPLE_HEAD)
         for plan, size in zip(self.plans, stored, strict=True):
             predicted = f"{plan.predicted.value:.3g}"
             table.add_row(f"{plan.bits:.4g}", *([f"{size:,}"] if known else []), predicted, f"{plan.gap:.2g}")
         made, of_plan = self._of, float(self._of._plan.folds.shares @ self._of._plan.prices(self._of._formats))
-        told = "not measured, without what choosing hides and so without intervals; "
+        told = "changes of the loss on these data, without what choosing hides and so without intervals; "
         told += f"the plan of {made.bits:.4g} bits is at {of_plan:.3g} to second order"
         told += "" if made.loss_change is None else f", and at {made.loss_change:.3g} as measured"
         return "\n".join([*views.text(table, 100), told])

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import itertools
 import json
+import pickle
 import re
 
 import numpy as np
@@ -116,6 +117,23 @@ def test_one_sample_has_no_interval():
     plan = pf.allocate(model, CE, (images[:1], labels[:1]), ["int4", "int8"], bits=6)
     assert plan.predicted.interval() is None
     assert f"{plan.predicted.value:.6g} [–]" in str(plan)
+    assert str(plan).endswith("there is no interval, since a single sample does not show how samples differ")
+    two = pf.allocate(model, CE, (images[:2], labels[:2]), ["int4", "int8"], bits=6)
+    assert "a single sample" not in str(two)
+
+
+def test_a_plan_can_be_kept_and_written_with_its_bytes_and_interval():
+    model, data = _images()
+    formats = ["int3", "int4-g16", "fp8", "mxfp4", "2:4", "rank-2", "keep", "gguf:q4_0", "bitsandbytes:nf4"]
+    plan = pf.allocate(model, CE, data, formats, bits=4, rounds=0, probes=2)
+    kept = pickle.loads(pickle.dumps(plan))
+    assert str(kept) == str(plan)
+    assert str(kept.frontier([4, 8])) == str(plan.frontier([4, 8]))
+    assert all(map(torch.equal, kept.apply(model).parameters(), plan.apply(model).parameters()))
+    told = pf.allocate(model, CE, data, ["int3", "int8"], bits=4, rounds=0, probes=2, tool="torchao").to_dict()
+    assert (told["tool"], told["bytes"] > 0) == ("torchao", True)
+    assert told["interval"][0] < told["predicted"]["value"] < told["interval"][1]
+    assert (plan.to_dict()["tool"], plan.to_dict()["bytes"]) == (None, None)
 
 
 def total(folds):
@@ -283,6 +301,7 @@ def test_of_choices_without_the_coarsest_formats_that_of_the_least_cross_validat
         assert plan.loss_change == pytest.approx(own - before, rel=1e-9)
         assert plan.predicted == pytest.approx(own + hidden - before, rel=1e-9)
         assert plan.frontier([budget]).plans[0].choice == tried[0][2]
+        assert ("taken instead of the best by second order, which is expected" in str(plan)) == (taken > 0)
         found.append(taken)
     assert any(found)
 
@@ -505,9 +524,9 @@ def test_frontier_is_of_these_data_to_second_order_and_has_no_intervals():
             assert each.predicted.interval() is None
             assert f"on these data the loss changes by {order:.6g}, to second order" in str(each)
     table, _, told = str(frontier).rpartition("\n")
-    assert "change of the loss on these data, to second order" in table
+    assert "change to second order, unmeasured" in table
     assert "[" not in table
-    assert told.startswith("not measured, without what choosing hides and so without intervals; ")
+    assert told.startswith("changes of the loss on these data, without what choosing hides and so without intervals; ")
 
 
 @pytest.mark.parametrize("case", [_images, _texts])
@@ -619,7 +638,10 @@ BAD = {
     "no budget": ({}, "one budget is wanted"),
     "two budgets": ({"bits": 4, "size": 3}, "one budget is wanted"),
     "too small": ({"bits": 2}, r"the cheapest choice takes 3 bits a weight, \d+ bytes: int3 for 3 layers"),
-    "no format": ({"bits": 4, "formats": ["int9"]}, "'int9' is none; there are int2"),
+    "no format": (
+        {"bits": 4, "formats": ["int9"]},
+        "'int9' is no format that is known; integers have 2 to 8 bits; there are int2",
+    ),
     "no formats": ({"bits": 4, "formats": []}, "an empty list"),
     "formats that are no names": ({"bits": 4, "formats": 4}, "formats: names such as 'int4' are wanted, got 4"),
     "fixed without formats": ({"bits": 4, "fixed": ["0"]}, "fixed: a dict of formats by names of layers is wanted"),
