@@ -196,8 +196,8 @@ def allocate(
     Returns:
         ``choice``, the name of each layer's format; ``bits`` of a weight in the mean; ``predicted``, the change of the
         loss on other data; ``loss_change``, its change on these; ``gap``, how much better another choice could be at
-        most as far as these probes show; ``frontier()`` over budgets; ``apply(model)``, a changed copy; and
-        ``export(tool, path)``.
+        most by these probes' second order, not by the loss; ``frontier()`` over budgets; ``apply(model)``, a changed
+        copy; and ``export(tool, path)``.
 
     Raises:
         InputError: no budget, or one below the cheapest choice, which is named; formats or layers that do not exist; a
