@@ -218,12 +218,13 @@ def session(
         if not ranks.alone:
             _check_same(ranks, module, resolved, options, reads)
         parallel = spread.parallel()  # these ranks have the same samples
+        shown_here = False if parallel.rank else progress
         batches = shards.batches(
             *(data, state.device(module), ranks if parallel.alone else ALONE),
             reads=reads,
             ordered=ordered,
             placed=placed or options.sampled,
-            shown=False if parallel.rank else progress,
+            shown=shown_here,
         )
         resolved = resolved or auto.of_model(module, batches.peek(), reduction)
         with calling.aside():
@@ -234,7 +235,7 @@ def session(
         batches.count_by = functools.partial(_count, module, checked)
         if not parallel.alone:
             _check_same_outputs(parallel, module, batches, checked)
-        yield Task(module, resolved, batches, checked, options, progress)
+        yield Task(module, resolved, batches, checked, options, shown_here)
 
 
 def _count(model: nn.Module, forward: calling.Forward, batch: Whole) -> int:

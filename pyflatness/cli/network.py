@@ -337,7 +337,8 @@ def allocate(
     Args:
         loss: the loss it was trained with: cross_entropy, … or a class of torch.nn; auto: that of a Hugging Face model.
             kl: the KL divergence of the changed model's predictions from the model's.
-        formats: formats to choose from: int2 to int8, int4-g128 and the like, fp8, mxfp4, nvfp4, 2:4, rank-16, keep.
+        formats: formats to choose from: int2 to int8, int4-g128 and the like, fp8, mxfp4, nvfp4, 2:4, rank-16, keep;
+            another tool's as gguf:q4_0 or bitsandbytes:nf4.
         bits: budget in bits a weight. One of --bits and --size is needed.
         fixed: the format of a layer, by its name or a glob, such as lm_head=int8; with commas or repeated. It counts in
             the budget.
@@ -345,7 +346,7 @@ def allocate(
         probes: number of random probes of each sample.
         held_out: data that neither the model nor the choice has seen, which the interval is then of: as --data, with
             its --data-args, --limit and --batch-size.
-        frontier: show what other budgets are predicted to cost too.
+        frontier: show what other budgets are predicted to cost too, to second order and not measured.
     """
     prepare_file(None if export is None else Path(export[1]))
     groups = "vllm" if together == ("vllm",) else [[name.strip() for name in names.split(",")] for names in together]

@@ -41,7 +41,7 @@ from rich.table import Column, Table
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from .. import interrupts
+from .. import interrupts, progress
 from ..errors import InputError
 from ..losses import divergence, loss_notes
 from ..losses.divergence import Divergence
@@ -50,9 +50,10 @@ from ..model import layers as kinds
 from ..model import selectors, uses
 from ..model.selectors import Selection, Selector
 from ..model.uses import Use
-from ..numerics.choice_problem import ChoiceProblem, Indices
+from ..numerics.choice_problem import ROUNDING, ChoiceProblem, Indices, smallest
 from ..options import CALL, How, Options, check_count, check_flag, check_number, check_numbers, check_probes
 from ..passes.task import Task
+from ..progress import Advance
 from ..reparameterization.reparameterize import duplicate
 from ..report import Estimate, intervals, views
 from ..report.result import Result, write_json
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
 
 Choice = Mapping[str, Format]  # by the name of a weight
 Losses = Callable[..., FoldLosses]  # (choices, other data or None) -> their losses
+_Search = Callable[[float, Advance], "Allocation"]
 _FUSED = (*exports.FUSED, ("query", "key", "value"))
 _BUDGETS = 9  # of a frontier
 _FOLDS, _PARTS = 16, 4  # folds of the samples; parts of the folds, each of which prices the choice of the others
@@ -76,8 +78,17 @@ _TOO_LARGE = (
     "the change is predicted to be more than half of the loss, where second order is a poor guide for choices; what "
     "the loss does is what measured=True finds"
 )
+_ONE = "there is no interval, since a single sample does not show how samples differ"
+_UNMEASURED = (
+    "the change is that of these data, to second order and not measured; it leaves out what choosing hides, and has no "
+    "interval"
+)
 _ROUNDS = 3  # expansions at the choice, where the change is so large
 _FITTED = 0.1  # of the held-out loss: if the loss of data is less by this part, the model has fitted them
+
+
+def _quiet(count: float, text: str) -> None:
+    """Show nothing."""
 
 
 def checked(
@@ -185,8 +196,8 @@ def allocate(
     Returns:
         ``choice``, the name of each layer's format; ``bits`` of a weight in the mean; ``predicted``, the change of the
         loss on other data; ``loss_change``, its change on these; ``gap``, how much better another choice could be at
-        most as far as these probes show; ``frontier()`` over budgets; ``apply(model)``, a changed copy; and
-        ``export(tool, path)``.
+        most by these probes' second order, not by the loss; ``frontier()`` over budgets; ``apply(model)``, a changed
+        copy; and ``export(tool, path)``.
 
     Raises:
         InputError: no budget, or one below the cheapest choice, which is named; formats or layers that do not exist; a
@@ -220,10 +231,13 @@ def allocate(
     base = divergence.trained_with(model) if of_kl else loss
     with session(model, base, data, options, how, reads=1 + measured, placed=True) as task:
         task = replace(task, loss=Divergence.of(task.loss)) if of_kl else task
-        read = _planned(task, layers, known, of_layer, together, tool, stored=size is not None)
+        read = _planned(task, layers, known, of_layer, together, tool, bits, size)
         plan = read.plan
         budget = bits if size is None else 8 * size / plan.entries
-        found = read.measured(budget, rounds, held_out) if measured else plan.best(budget)
+        if measured:
+            found = read.measured(budget, rounds, held_out)
+        else:
+            (found,) = plan.searched([(plan.best, budget)])
         task.unite()
     return found
 
@@ -324,6 +338,7 @@ class _Plan:
     loss: float  # before the change; infinite for a divergence, so that no change is large
     told: str  # what a prediction is of
     convex: bool  # whether the loss is
+    shown: bool | None  # whether a search shows a bar
     rest: tuple[str, ...]  # linear modules that are not in the plan
     tool: str | None
     tokens: Mapping[str, int]  # of experts
@@ -345,48 +360,63 @@ class _Plan:
 
     def fits(self, bits: float) -> bool:
         """Return whether a choice has no more bits a weight."""
-        return float(self.choices.sizes[self.choices.cheapest()].sum()) <= bits * self.entries * (1 + 1e-12)
+        return float(self.choices.sizes[self.choices.cheapest()].sum()) <= bits * self.entries * (1 + ROUNDING)
 
-    def best(self, bits: float) -> "Allocation":
-        """Return the best choice that is found for a budget of bits a weight."""
-        if not self.fits(bits):
-            cheapest = self.choices.cheapest()
-            least = float(self.choices.sizes[cheapest].sum())
-            names = Counter(self.options[place].name for place in cheapest)
-            listed = ", ".join(f"{name} for {count} layers" for name, count in names.most_common())
-            raise InputError(
-                f"bits={bits:.6g}, {bits * self.entries / 8:.0f} bytes: the cheapest choice takes "
-                f"{least / self.entries:.6g} bits a weight, {math.ceil(least / 8)} bytes{self.counted}: "
-                f"{'; '.join([listed, *self.dropped])}"
-            )
-        chosen, gap = self.choices.best(bits * self.entries)
-        changes = self._changes(chosen)
-        others = [(places, problem.good(bits * self.entries)) for places, problem in self.left_out]
-        prices = self.folds.prices(changes)
-        worse = [(places, self.folds.prices(self._changes(other)) - prices) for places, other in others]
-        hidden = _hidden(self.folds.shares, worse)
+    def by_second_order(self, bits: float, advance: Advance = _quiet) -> "Allocation":
+        """Return the choice found for a budget of bits a weight, with what second order predicts of these data."""
+        _refuse_less(bits, self.options, self.choices.group, self.entries, self.counted, self.dropped)
+        chosen, gap = self.choices.best(bits * self.entries, lambda: advance(0, ""))
         formats = self._formats(chosen)
+        predicted = self.estimate(float(self.folds.shares @ self.prices(formats)), math.nan)
         return Allocation(
             choice={layer: formats[name].name for name, weight in self.weights.items() for layer in weight.modules},
             bits=sum(self.options[place].bits for place in chosen) / self.entries,
             weights=self.entries,
             uncovered=self.uncovered,
             why_uncovered=self.why_uncovered,
-            predicted=self.estimate(float(self.folds.shares @ prices), _error(self.folds.shares, prices), hidden),
+            predicted=replace(predicted, notes=(*predicted.notes, _UNMEASURED)),
             loss_change=None,
             gap=gap if self.convex else math.nan,
             _formats=formats,
-            _of_other_folds=[(places, self._formats(other)) for places, other in others],
+            _of_other_folds=[],
             _plan=self,
         )
 
-    def estimate(self, change: float, error: float, hidden: float = 0.0, **facts: Any) -> Estimate:
+    def best(self, bits: float, advance: Advance = _quiet) -> "Allocation":
+        """Return the choice found for a budget of bits a weight, with what other data are predicted to lose by it."""
+        found, shares = self.by_second_order(bits, advance), self.folds.shares
+        others = [
+            (places, self._formats(problem.good(bits * self.entries, lambda: advance(0, ""))))
+            for places, problem in self.left_out
+        ]
+        prices = self.prices(found._formats)
+        hidden = _hidden(shares, [(places, self.prices(other) - prices) for places, other in others])
+        predicted = self.estimate(float(shares @ prices), _error(shares, prices), hidden)
+        return replace(found, predicted=predicted, _of_other_folds=others)
+
+    def searched(self, searches: "Sequence[tuple[_Search, float]]") -> "list[Allocation]":
+        """Return what searches find for their budgets of bits a weight, and show how far they are."""
+        found = []
+        with progress.bar("choosing formats", len(searches), self.shown) as advance:
+            for search, bits in searches:
+                found.append(search(bits, advance))
+                advance(1, "")
+        return found
+
+    def prices(self, choice: Choice) -> Tensor:
+        """Return what second order predicts a choice to change the loss of each fold by, (folds,)."""
+        chosen = [option for option in self.options if all(choice[name] is one for name, one in option.formats.items())]
+        return self.folds.prices([place for option in chosen for place in option.places])
+
+    def estimate(
+        self, change: float, error: float, hidden: float = 0.0, *, folds: Tensor | None = None, **facts: Any
+    ) -> Estimate:
         """Return the change of the loss on other data: ``change`` on these, plus ``hidden`` that the choice hides.
 
-        The standard error contains all of ``hidden``.
+        The standard error contains all of ``hidden``. ``folds`` are the shares of those of the data, None: the plan's.
         """
-        value, dof = change + hidden, len(self.folds.shares) - 1
-        notes = (*self.like.notes, *((_TOO_LARGE,) if value > _LARGE * self.loss else ()))
+        value, dof = change + hidden, len(self.folds.shares if folds is None else folds) - 1
+        notes = (*self.like.notes, *((_TOO_LARGE,) if value > _LARGE * self.loss else ()), *(() if dof else (_ONE,)))
         stderr = math.hypot(error, hidden)
         return replace(self.like, value=value, stderr=stderr, dof=float(dof) or None, notes=notes, **facts)
 
@@ -395,8 +425,20 @@ class _Plan:
         found = {name: one for place in chosen for name, one in self.options[place].formats.items()}
         return {name: found[name] for name in self.weights}
 
-    def _changes(self, chosen: Indices) -> list[int]:
-        return [place for option in chosen for place in self.options[option].places]
+
+def _refuse_less(
+    bits: float, options: Sequence[_Option], group: Any, entries: int, counted: str, dropped: Sequence[str]
+) -> None:
+    """Raise if a budget of bits a weight is below the cheapest choice of an option for each group."""
+    cheapest = [options[place] for place in smallest(np.array(group), np.array([option.size for option in options]))]
+    least = sum(option.size for option in cheapest)
+    if least > bits * entries * (1 + ROUNDING):
+        names = Counter(option.name for option in cheapest)
+        listed = ", ".join(f"{name} for {count} layers" for name, count in names.most_common())
+        raise InputError(
+            f"bits={bits:.6g}, {bits * entries / 8:.0f} bytes: the cheapest choice takes {least / entries:.6g} bits a "
+            f"weight, {math.ceil(least / 8)} bytes{counted}: {'; '.join([listed, *dropped])}"
+        )
 
 
 def _planned(
@@ -406,14 +448,17 @@ def _planned(
     fixed: Mapping[str, Format | Copy],
     together: str | Iterable[Iterable[str]],
     tool: str | None,
-    *,
-    stored: bool,
+    bits: float,
+    size: int | None,
 ) -> "_Read":
     """Return the plan that one sweep over a task's data gives, with functions that read the data again.
 
-    With ``stored`` the budget counts what the tool stores, if that is known.
+    Raises:
+        InputError: see :func:`allocate`; a budget that is too small is noticed before the sweep, where the layers that
+            a dry run shows tell.
     """
-    stored = stored and tool is not None and exports.TOOLS[tool].stored is not None
+    stored = size is not None and tool is not None and exports.TOOLS[tool].stored is not None
+    counted = f" as {tool} stores them" if stored else ""
     task, _ = whole_weights.taken(task.of(chosen))
     task, computed = whole_weights.stored(task)
     modules = task.selection.modules
@@ -440,10 +485,46 @@ def _planned(
         with torch.no_grad():
             return [changes.of_layer(name, modules[name], of_layer(name)[one].change) for one in changing[name]]
 
-    def swept() -> ChangeCosts:
-        return ChangeSweep(task, {name: len(each) for name, each in changing.items()}, made, folds=_FOLDS).found()
+    def swept(first: Callable[[Collection[str]], None] = lambda ran: None) -> ChangeCosts:
+        counts = {name: len(each) for name, each in changing.items()}
+        return ChangeSweep(task, counts, made, folds=_FOLDS, first=first).found()
 
-    costs = swept()
+    def choosable(
+        weights: Mapping[str, Weight], places: Mapping[tuple[str, str], int]
+    ) -> tuple[list[_Option], list[int], int]:
+        """Return the options of weights, the number of the group of each, and the entries of all these weights."""
+        options, group, entries = list[_Option](), list[int](), 0
+        for number, names in enumerate(_united(weights, groups)):
+            once = {weights[name].key: name for name in reversed(names)}.values()
+            entries += sum(weights[name].matrix.numel() for name in once)
+            common = [one for one in of_layer(names[0]) if all(one in of_layer(name) for name in names)]
+            if not common:
+                raise InputError(f"fixed=: {', '.join(map(repr, names))} have one format together, and others here")
+            for one in common:
+                matrices = [(of_layer(name)[one], weights[name].matrix) for name in once]
+                planned = sum(held.bits_of(matrix) * matrix.numel() for held, matrix in matrices)
+                kept = [exports.stored(tool, weights[name], of_layer(name)[one]) for name in once] if stored else []
+                changed = tuple(places[name, one] for name in names if (name, one) in places)
+                counting = 8.0 * sum(map(sum, kept)) if stored else planned
+                options.append(_Option({name: of_layer(name)[one] for name in names}, planned, counting, changed))
+                group.append(number)
+        return options, group, entries
+
+    def refuse_less(ran: Collection[str]) -> None:
+        """Raise if no choice fits the budget, unless layers that did not run yet could lower the mean."""
+        weights = {name: Weight.of(task.model, name, module) for name, module in modules.items()}
+        others = [
+            one.bits_of(weight.matrix) if isinstance(one, Format) else 0.0
+            for name, weight in weights.items()
+            if name not in ran
+            for one in formats_of[name]
+        ]
+        if size is None and min(others, default=math.inf) < bits:
+            return
+        options, group, entries = choosable({name: weights[name] for name in weights if name in ran}, {})
+        _refuse_less(bits if size is None else 8 * size / entries, options, group, entries, counted, dropped)
+
+    costs = swept(refuse_less)
     ran = costs.places.keys()
     told = {*own, *(name for names in groups if not names.isdisjoint(ran) for name in names)}
     idle: set[str] = set()  # layers that did not run, and have a format all the same
@@ -458,21 +539,7 @@ def _planned(
         for name, each in costs.places.items()
         for one, place in zip(changing[name], each, strict=True)
     }
-    options, group, entries = [], [], 0
-    for number, names in enumerate(_united(weights, groups)):
-        once = {weights[name].key: name for name in reversed(names)}.values()
-        entries += sum(weights[name].matrix.numel() for name in once)
-        common = [one for one in of_layer(names[0]) if all(one in of_layer(name) for name in names)]
-        if not common:
-            raise InputError(f"fixed=: {', '.join(map(repr, names))} have one format together, and others here")
-        for one in common:
-            matrices = [(of_layer(name)[one], weights[name].matrix) for name in once]
-            bits = sum(held.bits_of(matrix) * matrix.numel() for held, matrix in matrices)
-            kept = [exports.stored(tool, weights[name], of_layer(name)[one]) for name in once] if stored else []
-            changed = tuple(places[name, one] for name in names if (name, one) in places)
-            size = 8.0 * sum(map(sum, kept)) if stored else bits
-            options.append(_Option({name: of_layer(name)[one] for name in names}, bits, size, changed))
-            group.append(number)
+    options, group, entries = choosable(weights, places)
     of_change = torch.full(costs.gram.shape[1:2], -1, dtype=torch.int64, device="cpu")  # -1: of a layer without options
     for option, number in zip(options, group, strict=True):
         of_change[[*option.places]] = number
@@ -493,6 +560,7 @@ def _planned(
         loss=math.inf if isinstance(task.loss, Divergence) else costs.loss,
         told="the KL divergence from the model is" if isinstance(task.loss, Divergence) else "the loss changes by",
         convex=task.loss.convex,
+        shown=task.progress,
         rest=tuple(
             name
             for name, layer in selectors.layers(task.model).items()
@@ -505,7 +573,7 @@ def _planned(
         why_uncovered=uses.reasons(task.model, uncovered)
         | {key: computed[own] for key in uncovered for own in (key, key.rpartition(".")[0]) if own in computed},
         dropped=dropped,
-        counted=f" as {tool} stores them" if stored else "",
+        counted=counted,
     )
 
     def losses(choices: Sequence[Choice], others: Any = None) -> FoldLosses:
@@ -633,19 +701,19 @@ class _Read:
     def measured(self, bits: float, rounds: int | None, held_out: Any) -> "Allocation":
         """Return the choice that measured losses show to be best."""
         plan = self.plan
-        tried = self._tried([each.best(bits) for each in self._without_coarsest(bits)])
+        tried = self._tried(plan.searched([(each.best, bits) for each in self._without_coarsest(bits)]))
         taken = min(tried, key=lambda each: each.expected)
         hidden, notes = taken.hidden, tuple[str, ...]()
         if taken is not tried[0]:
             loss = f"{tried[0].expected:.3g}"
-            notes = (f"the choice that is best by second order is expected to change the loss by {loss}",)
+            notes = (f"taken instead of the best by second order, which is expected to change the loss by {loss}",)
         if rounds is None:  # a divergence is expanded at the model's own predictions alone
             rounds = 0 if math.isinf(plan.loss) else _ROUNDS if taken.change > _LARGE * plan.loss else 1
         if len(plan.options) == len(np.unique(plan.choices.group)):  # there is nothing to choose
             rounds = 0
         of_all = taken is tried[0]
         for _ in range(rounds):
-            step = self.at(taken.choice._formats).best(bits)
+            (step,) = plan.searched([(self.at(taken.choice._formats).best, bits)])
             if step.choice == taken.choice.choice:
                 break
             (other,) = self._tried([step])
@@ -659,9 +727,9 @@ class _Read:
         if held_out is not None:
             others = self.losses([taken.choice._formats], held_out)
             of_others, error = float(others.changes[0] @ others.shares), float(others.errors[0])
-            predicted = plan.estimate(of_others, error, method="definition", samples=others.samples)
-            notes, dof = (*predicted.notes, *_fitted(taken.losses, others)), float(len(others.shares) - 1) or None
-            predicted = replace(predicted, notes=notes, dof=dof)
+            facts: dict[str, Any] = {"method": "definition", "samples": others.samples}
+            predicted = plan.estimate(of_others, error, folds=others.shares, **facts)
+            predicted = replace(predicted, notes=(*predicted.notes, *_fitted(taken.losses, others)))
         return replace(taken.choice, predicted=predicted, loss_change=taken.change, _plan=plan)
 
     def _without_coarsest(self, bits: float) -> "list[_Plan]":
@@ -784,6 +852,9 @@ class Allocation(Result):
     def frontier(self, bits: Iterable[float] | None = None) -> "Frontier":
         """Return the choices that are predicted to be best under several budgets, by the same probes, unmeasured.
 
+        ``predicted`` of each is the change of the loss of the data of the plan, to second order. It leaves out what
+        choosing hides and has no interval: plan with the budget that you like to measure these.
+
         Args:
             bits: budgets in bits a weight, as ``tool`` stores it where the plan has a ``size``; None: from the cheapest
                 choice to the largest, each by the same factor larger.
@@ -794,7 +865,8 @@ class Allocation(Result):
         problem, weights = self._plan.choices, self.weights
         least, most = problem.sizes[problem.cheapest()].sum() / weights, problem.largest() / weights
         budgets = np.geomspace(least, most, _BUDGETS) if bits is None else check_numbers("bits", bits)
-        return Frontier(tuple(self._plan.best(float(budget)) for budget in budgets))
+        found = self._plan.searched([(self._plan.by_second_order, float(budget)) for budget in budgets])
+        return Frontier((*{_names(each._formats): each for each in found}.values(),), self)
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Return a copy of a model whose weights are as the chosen formats keep them; the model is not changed.
@@ -844,8 +916,12 @@ class Allocation(Result):
             write_json(written, path)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the attributes as plain numbers, strings and dicts."""
-        held = {"choice": dict(self.choice), "bits": self.bits, "weights": self.weights}
+        """Return the attributes as plain numbers, strings and dicts.
+
+        ``tool`` and the ``bytes`` that it stores are None where they are not known, ``interval`` is of 95 %.
+        """
+        held = {"choice": dict(self.choice), "bits": self.bits, "weights": self.weights, "tool": self._plan.tool}
+        held |= {"bytes": self._stored(), "interval": self.predicted.interval()}
         return {**held, "predicted": self.predicted.to_dict(), "loss_change": self.loss_change, "gap": self.gap}
 
     def _rows(self) -> list[dict[str, Any]]:
@@ -884,7 +960,10 @@ class Allocation(Result):
         if stored is not None:
             size.append(f"{stored:,} as {self._plan.tool} stores them")
         predicted = intervals.shown(self.predicted.value, self.predicted.interval())
-        told = f"{self.bits:.6g} bits a weight of {self.weights}; on unseen data {self._plan.told} {predicted} (95 %)"
+        of_these = self.loss_change is None and self.predicted.interval() is None
+        whose = "on these data" if of_these else "on unseen data"
+        predicted = f"{self.predicted.value:.6g}" if of_these else f"{predicted} (95 %)"
+        told = f"{self.bits:.6g} bits a weight of {self.weights}; {whose} {self._plan.told} {predicted}"
         why = {name: self.why_uncovered.get(name, "in no layer that can be changed") for name in self.uncovered}
         left_out = [f"without {names}: {reason}" for names, reason in views.by_reason(why)]
         told += ", to second order" if self.loss_change is None else f", on these by {self.loss_change:.3g}"
@@ -897,16 +976,18 @@ class Allocation(Result):
 class Frontier(Result):
     """Hold choices under several budgets; ``str(frontier)`` is a table.
 
-    Its bits are those of the formats, as of ``plan.bits``. A plan for a tool whose bytes are known has these too.
+    Its bits are those of the formats, as of ``plan.bits``. A plan for a tool whose bytes are known has these too. What
+    it predicts is of the data of the plan, to second order and not measured, and so has no interval.
 
     Attributes:
-        plans: the choices, one for each budget.
+        plans: the choices; one that is best under several of the budgets is there once.
     """
 
     plans: tuple[Allocation, ...]
+    _of: Allocation  # the plan whose probes these are
 
     def plot(self, path: str | Path | None = None, *, axes: "Axes | None" = None) -> "tuple[Figure, Axes]":
-        """Draw the predicted change of the loss, with its interval, over bits a weight.
+        """Draw the predicted change of the loss over bits a weight.
 
         Args:
             path: where the figure is written too; its ending is its format.
@@ -916,14 +997,10 @@ class Frontier(Result):
             MissingExtraError: without matplotlib.
         """
         figure, drawn = views.onto(axes)
-        values = [plan.predicted.value for plan in self.plans]
-        ends = [plan.predicted.interval() or (plan.predicted.value,) * 2 for plan in self.plans]
-        drawn.errorbar(
-            [plan.bits for plan in self.plans], values, [(high - low) / 2 for low, high in ends], marker="o", capsize=2
-        )
+        drawn.plot([plan.bits for plan in self.plans], [plan.predicted.value for plan in self.plans], marker="o")
         drawn.set_xscale("log", base=2)
         drawn.xaxis.set_major_formatter("{x:g}")
-        drawn.set(xlabel="bits a weight, as planned", ylabel="predicted change of the loss")
+        drawn.set(xlabel="bits a weight, as planned", ylabel="change of the loss on these data, to second order")
         drawn.grid(alpha=0.3)
         views.save(figure, path)
         return figure, drawn
@@ -943,8 +1020,12 @@ class Frontier(Result):
         stored = [plan._stored() for plan in self.plans]
         known = None not in stored
         sizes = ["bits a weight, as planned", *(["bytes, as stored"] if known else [])]
-        table = Table(*sizes, "predicted change of the loss", "gap", box=box.SIMPLE_HEAD)
+        table = Table(*sizes, "change to second order, unmeasured", "gap", box=box.SIMPLE_HEAD)
         for plan, size in zip(self.plans, stored, strict=True):
-            predicted = intervals.shown(plan.predicted.value, plan.predicted.interval())
+            predicted = f"{plan.predicted.value:.3g}"
             table.add_row(f"{plan.bits:.4g}", *([f"{size:,}"] if known else []), predicted, f"{plan.gap:.2g}")
-        return "\n".join(views.text(table, 100))
+        made, of_plan = self._of, float(self._of._plan.folds.shares @ self._of._plan.prices(self._of._formats))
+        told = "changes of the loss on these data, without what choosing hides and so without intervals; "
+        told += f"the plan of {made.bits:.4g} bits is at {of_plan:.3g} to second order"
+        told += "" if made.loss_change is None else f", and at {made.loss_change:.3g} as measured"
+        return "\n".join([*views.text(table, 100), told])

@@ -16,7 +16,7 @@ the sums are kept for each fold, and show how they would differ for other data.
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -186,7 +186,8 @@ class ChangeSweep:
     ``counts`` is the number of changes of each layer; ``made`` returns them once the layer has run. With ``probes=``
     cotangents are random signs over a sample's columns, unless it has no more columns than probes. With ``products``
     the second order is left to Hessian products where the model is not certified to be linear, and where these are
-    less work than all cotangents. With ``folds`` sample i belongs to fold i modulo their number.
+    less work than all cotangents. With ``folds`` sample i belongs to fold i modulo their number. ``first`` is called
+    before the first backward pass, with the layers that a dry run showed to run.
     """
 
     def __init__(
@@ -197,9 +198,11 @@ class ChangeSweep:
         *,
         products: bool = False,
         folds: int = 0,
+        first: Callable[[Collection[str]], None] = lambda ran: None,
     ) -> None:
         self._task, self._made, self._options, self._folds = task, made, task.options, folds
         self._forms: dict[str, LayerForm] = {}
+        self._first = first
         ends = [0, *itertools.accumulate(counts.get(name, 0) for name in task.selection.modules)]
         self._places = {name: range(*ends[i : i + 2]) for i, name in enumerate(task.selection.modules)}
         self._count, draws = ends[-1], task.options.draws
@@ -230,7 +233,7 @@ class ChangeSweep:
         """Return the sums."""
         task, shard = self._task, self._task.batches.shard
         totals = Totals(task.loss.reduction, task.options, self._error, shard=shard)
-        self._runner.each(self._values, totals.add)
+        self._runner.each(self._values, totals.add, first=lambda: self._first(self._runner.modules))
         names = frozenset(self._runner.modules)
         facts = {
             "many": self._many,

@@ -55,9 +55,13 @@ def why_not(tool: str, weight: Weight, held: Format | Copy) -> str:
         )
     if not all(weight.kinds):
         return f"it is a part of a parameter and no module, which {tool} cannot be told of"
-    other = [kind for kind in weight.kinds if kind not in made.kinds]
+    other = [name for name, kind in zip(weight.modules, weight.kinds, strict=True) if kind not in made.kinds]
+    able = [name for name in weight.modules if name not in other]
+    if other and able:
+        return f"{able[0]!r} is one weight with {other[0]!r}, which {tool} does not quantise"
     if other:
-        return f"{tool} quantises no {other[0]} layers in this way, but {', '.join(made.kinds)}"
+        kinds = ", ".join("Conv1D" if kind == "TransposedLinear" else kind for kind in made.kinds)
+        return f"{tool} quantises no {weight.kinds[0]} layers in this way, but {kinds}"
     if len(weight.kinds) > 1 and not made.unties:
         return f"{' and '.join(map(repr, weight.modules))} are one weight, of which {tool} would quantise a part alone"
     size = held.scheme.get("group_size")

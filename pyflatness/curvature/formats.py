@@ -34,7 +34,7 @@ from ..errors import InputError
 from ..messages import shown
 
 _FP8, _FP4 = 448.0, 6.0  # the largest numbers
-_NAMES = "int2 … int8, int4-g128 (of groups), fp8, mxfp4, nvfp4, 2:4, rank-16, keep"
+_NAMES = "int2 … int8, int4-g128 (of groups), fp8, mxfp4, nvfp4, 2:4, rank-16, keep, gguf:q4_0, bitsandbytes:nf4"
 _NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
     *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
@@ -143,8 +143,8 @@ def named(name: "str | Format", tool: str | None = None) -> Format:
     whose = own or tool
     tools = [whose] if whose else ["torchao", "llm-compressor"]
     kept = {
-        "2:4": Format("2:4", lambda d, m, own: own / 2 + 1, lambda w: w + two_of_four(w)),
-        "keep": _OF_GGUF if whose == "gguf" else Format("keep", lambda d, m, own: own, lambda w: w, {}, native=True),
+        "2:4": Format("2:4", _half, _with_two_of_four),
+        "keep": Format("keep", 16, _as_half, {}, native=True) if whose == "gguf" else _KEEP,
     }.get(base)
     ranks = re.fullmatch(r"rank-([1-9]\d*)", str(base))
     kept = _of_factors(base, int(ranks[1])) if ranks else kept
@@ -158,15 +158,48 @@ def named(name: "str | Format", tool: str | None = None) -> Format:
             made: Format = found[1](*(int(part) if part else None for part in found[0].groups()))
             return replace(made, name=name, tool=each, native=True)
     if kept is None or not isinstance(name, str):
-        of_tool = f" of {whose}" if whose else ""
-        patterns = ", ".join([*map(_readable, TOOLS[tools[0]]), "keep"]) if of_tool else _NAMES
+        patterns = ", ".join([*map(_readable, TOOLS[whose]), "keep"]) if whose else _NAMES
+        known = f"of {whose}" if whose else "that is known"
         raise InputError(
-            f"formats: {shown(name)} is none{of_tool}; there are {patterns}, and pf.changes.Format for your own"
+            f"formats: {shown(name)} is no format {known}; {_hint(base)}there are {patterns}, and pf.changes.Format "
+            "for your own"
         )
     return kept
 
 
-_OF_GGUF = Format("keep", 16, lambda w: w.half().to(w.dtype), {}, native=True)  # what its file calls f16
+def _own(rows: int, columns: int, own: int) -> float:
+    return own
+
+
+def _half(rows: int, columns: int, own: int) -> float:
+    return own / 2 + 1
+
+
+def _itself(matrix: Tensor) -> Tensor:
+    return matrix
+
+
+def _as_half(matrix: Tensor) -> Tensor:
+    """Return what a file of gguf calls f16."""
+    return matrix.half().to(matrix.dtype)
+
+
+def _with_two_of_four(matrix: Tensor) -> Tensor:
+    return matrix + two_of_four(matrix)
+
+
+_KEEP = Format("keep", _own, _itself, {}, native=True)
+
+
+def _hint(name: object) -> str:
+    """Return what is wrong with a name that is nearly one of a format; empty where it is not."""
+    integers = re.fullmatch(r"int(\d+)(?:-g(\d+))?", str(name))
+    if integers and not 2 <= int(integers[1]) <= 8:
+        return "integers have 2 to 8 bits; "
+    if integers and integers[2] and not int(integers[2]):
+        return "a group has at least one weight; "
+    owner = next((tool for tool, own in TOOLS.items() if any(re.fullmatch(pattern, str(name)) for pattern in own)), "")
+    return f"{owner} has it, as {f'{owner}:{name}'!r} or with tool={owner!r}; " if owner else ""
 
 
 def _readable(pattern: str) -> str:
@@ -178,28 +211,29 @@ def _readable(pattern: str) -> str:
 def _integers(bits: int, group: int | None = None, *, rule: Callable[..., Tensor]) -> Format:
     """Return the format of integers, with a scale for each row, or one of 16 bits for each group of entries."""
     scheme = {"type": "int", "bits": bits, "group_size": group}
+    held = partial(_with_scales, bits=bits, scale=16, size=group) if group else bits
+    return Format("", held, partial(by_groups, size=group, kept=partial(rule, bits=bits)), scheme)
 
-    def of_matrix(rows: int, columns: int, own: int) -> float:
-        return bits + (16 * -(-columns // group) / columns if group else 0)
 
-    return Format("", of_matrix, lambda matrix: by_groups(matrix, group, partial(rule, bits=bits)), scheme)
+def _with_scales(rows: int, columns: int, own: int, *, bits: float, scale: int, size: int) -> float:
+    """Return the bits of a weight with those of the scales of groups of ``size`` entries of a row."""
+    return bits + scale * -(-columns // size) / columns
 
 
 def _floats(size: int, scale: str, function: Callable[[Tensor], Tensor]) -> Format:
     """Return the format of numbers of 4 bits with a scale of 8 bits for each group."""
-
-    def of_matrix(rows: int, columns: int, own: int) -> float:
-        return 4 + 8 * -(-columns // size) / columns
-
     scheme = {"type": "float", "bits": 4, "group_size": size, "scale": scale}
-    return Format("", of_matrix, lambda matrix: by_groups(matrix, size, function), scheme)
+    held = partial(_with_scales, bits=4, scale=8, size=size)
+    return Format("", held, partial(by_groups, size=size, kept=function), scheme)
 
 
 def _blocks(kind: str, bits: float, function: Callable[[Tensor], Tensor]) -> Format:
     """Return a format of llama.cpp's, in blocks of 32."""
-    return Format(
-        "", bits, lambda matrix: by_groups(matrix, 32, lambda rows: function(rows.float()).to(rows)), {"type": kind}
-    )
+    return Format("", bits, partial(by_groups, size=32, kept=partial(_in_float32, function)), {"type": kind})
+
+
+def _in_float32(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    return function(rows.float()).to(rows)
 
 
 def _fp8(rule: Callable[[Tensor], Tensor]) -> Format:
@@ -207,10 +241,15 @@ def _fp8(rule: Callable[[Tensor], Tensor]) -> Format:
 
 
 def _of_factors(name: str, rank: int) -> Format:
-    def bits(rows: int, columns: int, own: int) -> float:
-        return own * min(1.0, rank * (rows + columns) / (rows * columns))
+    return Format(name, partial(_of_two_factors, rank), partial(_to_rank, rank))
 
-    return Format(name, bits, lambda matrix: matrix + of_rank(matrix, rank))
+
+def _of_two_factors(rank: int, rows: int, columns: int, own: int) -> float:
+    return own * min(1.0, rank * (rows + columns) / (rows * columns))
+
+
+def _to_rank(rank: int, matrix: Tensor) -> Tensor:
+    return matrix + of_rank(matrix, rank)
 
 
 def integers(rows: Tensor, bits: int) -> Tensor:

@@ -10,6 +10,7 @@ option, or of two at a time, until none is better.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,14 @@ Indices = NDArray[np.int64]
 
 _STEPS, _STARTS = 16, 4  # Frank-Wolfe steps; choices from which exchanges start
 _PROGRAM = {"mip_rel_gap": 1e-5, "node_limit": 5000}  # nodes are limited, not time, so that a plan is reproducible
-_ROUNDING = 1e-12  # relative; a smaller gain does not count, and a smaller excess is within the budget
+ROUNDING = 1e-12  # relative; a smaller gain does not count, and a smaller excess is within the budget
+
+
+def smallest(group: Indices, sizes: Numbers) -> Indices:
+    """Return the smallest option of each group."""
+    order = np.lexsort((sizes, group))
+    found: Indices = order[np.unique(group[order], return_index=True)[1]]
+    return found
 
 
 @dataclass(frozen=True)
@@ -45,8 +53,7 @@ class ChoiceProblem:
 
     def cheapest(self) -> Indices:
         """Return the smallest option of each group."""
-        order = np.lexsort((self.sizes, self.group))
-        return order[np.unique(self.group[order], return_index=True)[1]]
+        return smallest(self.group, self.sizes)
 
     def largest(self) -> float:
         """Return the sum over groups of the size of the largest option."""
@@ -56,27 +63,31 @@ class ChoiceProblem:
         """Return the choice that would be best if Q had no entries between groups."""
         return self._program(self.costs + 0.5 * np.diagonal(self.products), budget)[0]
 
-    def good(self, budget: float) -> Indices:
-        """Return a choice that no exchange improves, found from a single program."""
-        return self._exchanged(self.by_single_costs(budget), budget)
+    def good(self, budget: float, told: Callable[[], None] = lambda: None) -> Indices:
+        """Return a choice that no exchange improves, found from a single program; ``told`` as for :meth:`best`."""
+        return self._exchanged(self.by_single_costs(budget), budget, told)
 
-    def best(self, budget: float) -> tuple[Indices, float]:
-        """Return the best choice found, an option of each group, and a bound on how much better another could be."""
+    def best(self, budget: float, told: Callable[[], None] = lambda: None) -> tuple[Indices, float]:
+        """Return the best choice found, an option of each group, and a bound on how much better another could be.
+
+        ``told`` is called at every program and exchange, to show that the search goes on.
+        """
         chosen = self.by_single_costs(budget)
         found, bound = {tuple(self.cheapest()), tuple(chosen)}, -math.inf
         z = self._indicator(chosen)
         for _ in range(_STEPS):
+            told()
             gradient = self.costs + self.products @ z
             chosen, least = self._program(gradient, budget)
             found.add(tuple(chosen))
             bound = max(bound, self.value(z) + least - float(gradient @ z))
             step = self._indicator(chosen) - z
             down, curved = -gradient @ step, step @ self.products @ step
-            if down <= _ROUNDING * abs(self.value(z)):
+            if down <= ROUNDING * abs(self.value(z)):
                 break
             z = z + min(1.0, down / curved if curved > 0 else 1.0) * step
         ranked = sorted(found, key=self._value_of)[:_STARTS]
-        best = min((self._exchanged(np.array(start), budget) for start in ranked), key=self._value_of)
+        best = min((self._exchanged(np.array(start), budget, told) for start in ranked), key=self._value_of)
         return best, max(0.0, self._value_of(best) - float(bound))
 
     def _value_of(self, chosen: Any) -> float:
@@ -99,7 +110,7 @@ class ChoiceProblem:
             costs / scale,
             constraints=[
                 optimize.LinearConstraint(one_each, 1, 1),
-                optimize.LinearConstraint(self.sizes[None] / budget, 0, 1 + _ROUNDING),
+                optimize.LinearConstraint(self.sizes[None] / budget, 0, 1 + ROUNDING),
             ],
             integrality=np.ones(count),
             bounds=optimize.Bounds(0, 1),
@@ -107,14 +118,15 @@ class ChoiceProblem:
         )
         least = -np.inf if found.mip_dual_bound is None else scale * float(found.mip_dual_bound)
         chosen = self.cheapest() if found.x is None else np.flatnonzero(found.x > 0.5)  # None at the limit of nodes
-        fits = self.sizes[chosen].sum() <= budget * (1 + _ROUNDING)  # SciPy's own tolerance is larger
+        fits = self.sizes[chosen].sum() <= budget * (1 + ROUNDING)  # SciPy's own tolerance is larger
         return chosen if fits else self.cheapest(), least
 
-    def _exchanged(self, chosen: Indices, budget: float) -> Indices:
+    def _exchanged(self, chosen: Indices, budget: float, told: Callable[[], None] = lambda: None) -> Indices:
         """Return a choice within the budget that no exchange of one or two options improves."""
-        q, most, chosen = self.products, budget * (1 + _ROUNDING), chosen.copy()
+        q, most, chosen = self.products, budget * (1 + ROUNDING), chosen.copy()
         other = self.group[:, None] != self.group[None]
         while True:
+            told()
             z, now = self._indicator(chosen), chosen[self.group]  # the option chosen in each option's group
             gradient, larger = self.costs + q @ z, self.sizes - self.sizes[now]
             own = 0.5 * (np.diagonal(q) + np.diagonal(q)[now]) - q[now, np.arange(len(now))]
@@ -123,6 +135,6 @@ class ChoiceProblem:
             pairs = single[:, None] + single[None] + q - crossed - crossed.T + crossed[:, now]
             fits = other & (larger[:, None] + larger[None] <= most - self.sizes @ z)
             a, b = np.unravel_index(np.where(fits, pairs, np.inf).argmin(), pairs.shape)
-            if not fits[a, b] or pairs[a, b] >= -_ROUNDING * (abs(self.value(z)) + np.abs(self.costs).max()):
+            if not fits[a, b] or pairs[a, b] >= -ROUNDING * (abs(self.value(z)) + np.abs(self.costs).max()):
                 return chosen
             chosen[self.group[a]], chosen[self.group[b]] = a, b

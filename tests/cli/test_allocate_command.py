@@ -42,6 +42,8 @@ def test_prints_the_choice_and_writes_it_for_another_tool(command, tmp_path):
     shown = command(*options, "--frontier", "--export", "torchao", str(tmp_path / "plan.json"))
     assert shown.exit_code == 0
     assert "bits a weight of 56" in shown.output
+    assert "change to second order, unmeasured" in shown.output
+    assert "without what choosing hides and so without intervals; the plan of" in shown.output
     assert shown.output.count("\n") > 12
     held = json.loads(command(*options, "--json").output)
     assert held["bits"] <= 5
@@ -80,12 +82,18 @@ def test_plans_by_the_divergence_from_the_model(command):
 
 
 BAD = {
-    "format": (["--formats", "int4,foo", "--bits", "4"], "'foo' is none; there are int2 … int8, int4-g128"),
+    "format": (
+        ["--formats", "int4,foo", "--bits", "4"],
+        "'foo' is no format that is known; there are int2 … int8, int4-g128",
+    ),
     "format of a tool": (
         ["--formats", "nf4", "--bits", "4", "--export", "torchao", "plan.json"],
-        r"'nf4' is none of torchao; there are int\[2-8\], with -gN for groups, fp8, keep",
+        r"'nf4' is no format of torchao; bitsandbytes has it, .*there are int\[2-8\], with -gN for groups, fp8, keep",
     ),
-    "fixed": (["--formats", "int4", "--bits", "4", "--fixed", "2=foo"], "'foo' is none; there are int2"),
+    "fixed": (
+        ["--formats", "int4", "--bits", "4", "--fixed", "2=foo"],
+        "'foo' is no format that is known; there are int2",
+    ),
     "tool": (["--formats", "int4", "--bits", "4", "--export", "foo", "plan.json"], "tool='foo': choose one of"),
     "no budget": (["--formats", "int4"], "one budget is wanted"),
 }

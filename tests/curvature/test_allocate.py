@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import itertools
 import json
+import pickle
 import re
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import pyflatness as pf
+from pyflatness import progress
 from pyflatness.curvature import allocate
 from pyflatness.numerics.choice_problem import ChoiceProblem
 
@@ -115,6 +117,23 @@ def test_one_sample_has_no_interval():
     plan = pf.allocate(model, CE, (images[:1], labels[:1]), ["int4", "int8"], bits=6)
     assert plan.predicted.interval() is None
     assert f"{plan.predicted.value:.6g} [–]" in str(plan)
+    assert str(plan).endswith("there is no interval, since a single sample does not show how samples differ")
+    two = pf.allocate(model, CE, (images[:2], labels[:2]), ["int4", "int8"], bits=6)
+    assert "a single sample" not in str(two)
+
+
+def test_a_plan_can_be_kept_and_written_with_its_bytes_and_interval():
+    model, data = _images()
+    formats = ["int3", "int4-g16", "fp8", "mxfp4", "2:4", "rank-2", "keep", "gguf:q4_0", "bitsandbytes:nf4"]
+    plan = pf.allocate(model, CE, data, formats, bits=4, rounds=0, probes=2)
+    kept = pickle.loads(pickle.dumps(plan))
+    assert str(kept) == str(plan)
+    assert str(kept.frontier([4, 8])) == str(plan.frontier([4, 8]))
+    assert all(map(torch.equal, kept.apply(model).parameters(), plan.apply(model).parameters()))
+    told = pf.allocate(model, CE, data, ["int3", "int8"], bits=4, rounds=0, probes=2, tool="torchao").to_dict()
+    assert (told["tool"], told["bytes"] > 0) == ("torchao", True)
+    assert told["interval"][0] < told["predicted"]["value"] < told["interval"][1]
+    assert (plan.to_dict()["tool"], plan.to_dict()["bytes"]) == (None, None)
 
 
 def total(folds):
@@ -221,7 +240,9 @@ def test_choices_are_priced_by_samples_that_had_no_part_in_them():
         none = torch.zeros(3 * layers, dtype=torch.float64)
         folds = allocate._Folds(torch.full((16,), 1 / 16).double(), first, gram, torch.tensor(group), none)
         choices, others = folds.problems(options, group)
-        plan = allocate._Plan(options, choices, folds, others, {}, layers, like, 1.0, "", True, (), None, {}, {}, {})
+        plan = allocate._Plan(
+            options, choices, folds, others, {}, layers, like, 1.0, "", True, False, (), None, {}, {}, {}
+        )
         chosen, _ = plan.choices.best(3.0 * layers)
         prices = folds.prices([*chosen])
         own += float(folds.shares @ prices)
@@ -280,6 +301,7 @@ def test_of_choices_without_the_coarsest_formats_that_of_the_least_cross_validat
         assert plan.loss_change == pytest.approx(own - before, rel=1e-9)
         assert plan.predicted == pytest.approx(own + hidden - before, rel=1e-9)
         assert plan.frontier([budget]).plans[0].choice == tried[0][2]
+        assert ("taken instead of the best by second order, which is expected" in str(plan)) == (taken > 0)
         found.append(taken)
     assert any(found)
 
@@ -466,18 +488,89 @@ def test_errors_that_add_up_are_not_made_together():
     assert plan.gap >= 0
 
 
-def test_frontier_falls_and_keeps_to_its_budgets(tmp_path):
+def test_frontier_keeps_to_its_budgets_and_has_each_choice_once(tmp_path):
     model, data = _images()
     plan = pf.allocate(model, CE, data, ["int2", "int3", "int4", "keep"], bits=3, measured=False)
-    frontier = plan.frontier([2, 2.5, 3, 4, 64])
+    frontier = plan.frontier([2, 2.5, 3, 4, 64, 65])
     assert all(plan.bits <= budget + 1e-9 for plan, budget in zip(frontier.plans, [2, 2.5, 3, 4, 64], strict=True))
     assert frontier.plans[0].choice == dict.fromkeys(plan.choice, "int2")
     assert frontier.plans[2].choice == plan.choice
-    frontier.plot(tmp_path / "frontier.png")
+    _, axes = frontier.plot(tmp_path / "frontier.png")
     assert (tmp_path / "frontier.png").stat().st_size > 1000
+    assert axes.get_ylabel() == "change of the loss on these data, to second order"
     assert len(frontier.to_frame()) == 5
     assert json.loads(plan.to_json())["choice"] == plan.choice
     assert "bits a weight of" in str(plan)
+
+
+def test_frontier_is_of_these_data_to_second_order_and_has_no_intervals():
+    model, data = _trained(2)
+    few = tuple(part[:40] for part in data)
+    plan = pf.allocate(model, CE, few, ["int3", "int4", "int8"], bits=4, rounds=0)
+    frontier = plan.frontier()
+    assert len({tuple(each.choice.items()) for each in frontier.plans}) == len(frontier.plans)
+    for each in (*frontier.plans, plan):
+        gradient, products = _dense(
+            model, few, [(name, pf.changes.of_format(model, kind)[name]) for name, kind in each.choice.items()]
+        )
+        order = float(gradient.sum() + products.sum() / 2)
+        if each is plan:
+            assert (
+                f"the plan of {plan.bits:.4g} bits is at {order:.3g} to second order, and at {plan.loss_change:.3g} as"
+                in str(frontier)
+            )
+        else:
+            assert each.predicted.value == pytest.approx(order, rel=1e-9)
+            assert each.predicted.interval() is None
+            assert f"on these data the loss changes by {order:.6g}, to second order" in str(each)
+    table, _, told = str(frontier).rpartition("\n")
+    assert "change to second order, unmeasured" in table
+    assert "[" not in table
+    assert told.startswith("changes of the loss on these data, without what choosing hides and so without intervals; ")
+
+
+@pytest.mark.parametrize("case", [_images, _texts])
+@pytest.mark.parametrize("budget", [{"bits": 2.9}, {"size": 20}, {"bits": 3.2, "fixed": {"*": "int4"}}])
+def test_a_budget_that_is_too_small_is_noticed_before_the_sweep(case, budget, monkeypatch):
+    model, data = case()
+    monkeypatch.setattr(allocate.ChangeSweep, "_values", lambda self, run: pytest.fail("it sweeps"))
+    with pytest.raises(pf.errors.InputError, match=r"the cheapest choice takes [34] bits a weight, \d+ bytes: int"):
+        pf.allocate(model, CE, data, ["int3", "int8"], **budget)
+
+
+def test_a_layer_that_did_not_run_yet_may_make_a_budget_large_enough():
+    experts = Experts().double().eval()
+    batch = (torch.randn(4, 6).double().abs(), torch.randint(3, (4,)))
+    data = [batch, (-batch[0], batch[1])]
+    how = {"fixed": {"a": "int8", "b": "int2"}, "rounds": 0, "progress": False}
+    plan = pf.allocate(experts, CE, data, ["int2", "int8"], bits=5.5, **how)
+    assert (plan.choice, plan.bits) == ({"a": "int8", "b": "int2"}, 5)
+
+
+class Experts(nn.Module):
+    """Two layers, of which each batch goes through one."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.a(x) if x.sum() > 0 else self.b(x)
+
+
+def test_long_searches_show_how_far_they_are(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "_EVERY", 0.0)
+    model, data = _images()
+    plan = pf.allocate(model, CE, data, ["int2", "int3"], bits=2.5, rounds=0)
+    assert "choosing formats: 1 of 1 after 0 s" in capsys.readouterr().err
+    plan.frontier([2, 2.5])
+    lines = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("choosing formats: ") for line in lines)
+    assert lines[-1] == "choosing formats: 2 of 2 after 0 s"
+    assert len(lines) > 8  # within a search too
+    quiet = pf.allocate(model, CE, data, ["int2", "int3"], bits=2.5, rounds=0, progress=False)
+    quiet.frontier([2, 2.5])
+    assert capsys.readouterr().err == ""
 
 
 def test_layers_of_one_weight_and_layers_named_together_have_one_format():
@@ -545,7 +638,10 @@ BAD = {
     "no budget": ({}, "one budget is wanted"),
     "two budgets": ({"bits": 4, "size": 3}, "one budget is wanted"),
     "too small": ({"bits": 2}, r"the cheapest choice takes 3 bits a weight, \d+ bytes: int3 for 3 layers"),
-    "no format": ({"bits": 4, "formats": ["int9"]}, "'int9' is none; there are int2"),
+    "no format": (
+        {"bits": 4, "formats": ["int9"]},
+        "'int9' is no format that is known; integers have 2 to 8 bits; there are int2",
+    ),
     "no formats": ({"bits": 4, "formats": []}, "an empty list"),
     "formats that are no names": ({"bits": 4, "formats": 4}, "formats: names such as 'int4' are wanted, got 4"),
     "fixed without formats": ({"bits": 4, "fixed": ["0"]}, "fixed: a dict of formats by names of layers is wanted"),

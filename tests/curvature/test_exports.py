@@ -357,3 +357,16 @@ def test_auto_round_resolves_each_layer_as_it_is_planned(tmp_path):
         wanted = (16, None) if chosen == "keep" else (int(bits), int(size))
         got = resolved[name]["bits"], None if chosen == "keep" else resolved[name]["group_size"]
         assert got == wanted, name
+
+
+@pytest.mark.parametrize("tool", ["gptqmodel", "modelopt", "auto-round"])
+def test_a_tied_head_is_said_to_be_one_weight_with_what_the_tool_does_not_quantise(tool):
+    model, data = _llama(tied=True)
+    plan = pf.allocate(model, CE, data, ["int4", "int8"], bits=6, tool=tool, probes=1, measured=False)
+    wanted = (
+        f"without lm_head.weight: 'lm_head' is one weight with 'model.embed_tokens', which {tool} does not quantise"
+    )
+    assert wanted in " ".join(str(plan).split())
+    untied, _ = _llama(tied=False)
+    with pytest.raises(pf.errors.InputError, match="quantises no Embedding layers in this way, but Linear"):
+        pf.allocate(untied, CE, data, ["int4"], bits=6, tool=tool, layers=["model.embed_tokens"])

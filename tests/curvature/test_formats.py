@@ -145,8 +145,17 @@ def test_a_name_says_whose_format_it_is():
     assert pf.changes.named("mxfp4").tool == "llm-compressor"
     assert pf.changes.named("modelopt:int4").tool == pf.changes.named("int4", "modelopt").tool == "modelopt"
     assert pf.changes.named("keep", "gguf").tool == ""
-    with pytest.raises(pf.errors.InputError, match="'q4_0' is none of torchao"):
+    with pytest.raises(pf.errors.InputError, match="'q4_0' is no format of torchao; gguf has it"):
         pf.changes.named("q4_0", "torchao")
+    for name, message in (
+        ("q4_0", r"'q4_0' is no format that is known; gguf has it, as 'gguf:q4_0' or with tool='gguf'; there are int2"),
+        ("nf4", "bitsandbytes has it, as 'bitsandbytes:nf4'"),
+        ("int16", "'int16' is no format that is known; integers have 2 to 8 bits; there are int2"),
+        ("int4-g0", "a group has at least one weight"),
+        ("foo", r"'foo' is no format that is known; there are int2 .* gguf:q4_0, bitsandbytes:nf4, and pf"),
+    ):
+        with pytest.raises(pf.errors.InputError, match=message):
+            pf.changes.named(name)
     with pytest.raises(pf.errors.InputError, match="tool: 'mlx' is none of those with formats: torchao, "):
         pf.changes.named("mlx:int4")
 
