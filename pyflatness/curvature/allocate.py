@@ -364,7 +364,7 @@ class _Plan:
 
     def by_second_order(self, bits: float, advance: Advance = _quiet) -> "Allocation":
         """Return the choice found for a budget of bits a weight, with what second order predicts of these data."""
-        _refuse_less(bits, self.options, self.choices.group, self.entries, self.counted, self.dropped)
+        _refuse_less(bits * self.entries, self.options, self.choices.group, self.entries, self.counted, self.dropped)
         chosen, gap = self.choices.best(bits * self.entries, lambda: advance(0, ""))
         formats = self._formats(chosen)
         predicted = self.estimate(float(self.folds.shares @ self.prices(formats)), math.nan)
@@ -427,17 +427,17 @@ class _Plan:
 
 
 def _refuse_less(
-    bits: float, options: Sequence[_Option], group: Any, entries: int, counted: str, dropped: Sequence[str]
+    budget: float, options: Sequence[_Option], group: Any, entries: int, counted: str, dropped: Sequence[str]
 ) -> None:
-    """Raise if a budget of bits a weight is below the cheapest choice of an option for each group."""
+    """Raise if a budget of bits for all weights is below the cheapest choice of an option for each group."""
     cheapest = [options[place] for place in smallest(np.array(group), np.array([option.size for option in options]))]
     least = sum(option.size for option in cheapest)
-    if least > bits * entries * (1 + ROUNDING):
+    if least > budget * (1 + ROUNDING):
         names = Counter(option.name for option in cheapest)
         listed = ", ".join(f"{name} for {count} layers" for name, count in names.most_common())
         raise InputError(
-            f"bits={bits:.6g}, {bits * entries / 8:.0f} bytes: the cheapest choice takes {least / entries:.6g} bits a "
-            f"weight, {math.ceil(least / 8)} bytes{counted}: {'; '.join([listed, *dropped])}"
+            f"bits={budget / entries:.6g}, {budget / 8:.0f} bytes: the cheapest choice takes {least / entries:.6g} "
+            f"bits a weight, {math.ceil(least / 8)} bytes{counted}: {'; '.join([listed, *dropped])}"
         )
 
 
@@ -522,7 +522,7 @@ def _planned(
         if size is None and min(others, default=math.inf) < bits:
             return
         options, group, entries = choosable({name: weights[name] for name in weights if name in ran}, {})
-        _refuse_less(bits if size is None else 8 * size / entries, options, group, entries, counted, dropped)
+        _refuse_less(bits * entries if size is None else 8.0 * size, options, group, entries, counted, dropped)
 
     costs = swept(refuse_less)
     ran = costs.places.keys()
