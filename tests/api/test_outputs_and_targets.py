@@ -33,9 +33,9 @@ TARGETS = {
     "classes for values": (
         nn.MSELoss(),
         Y,
-        r"targets: the outputs' shape \(12, 3\) is wanted, got \(12,\); .* F.one_hot\(targets, classes\)",
+        r"the outputs' shape \(12, 3\) is wanted, got \(12,\) in a batch of 12 samples; .* F.one_hot\(targets, classes\)",
     ),
-    "flat": (nn.MSELoss(), torch.zeros(36), r"got \(36,\); pass targets.reshape\(12, 3\)"),
+    "flat": (nn.MSELoss(), torch.zeros(36), r"got \(36,\) in a batch of 12 samples; pass targets.reshape\(-1, 3\)"),
     "whole numbers": (nn.BCEWithLogitsLoss(), torch.ones(12, 3).long(), r"got torch.int64; convert with .double\(\)"),
 }
 
