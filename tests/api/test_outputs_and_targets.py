@@ -33,7 +33,7 @@ TARGETS = {
     "classes for values": (
         nn.MSELoss(),
         Y,
-        r"the outputs' shape \(12, 3\) is wanted, got \(12,\) in a batch of 12 samples; .* F.one_hot\(targets, classes\)",
+        r"outputs' shape \(12, 3\) is wanted, got \(12,\) in a batch of 12 samples; .* F.one_hot\(targets, classes\)",
     ),
     "flat": (nn.MSELoss(), torch.zeros(36), r"got \(36,\) in a batch of 12 samples; pass targets.reshape\(-1, 3\)"),
     "whole numbers": (nn.BCEWithLogitsLoss(), torch.ones(12, 3).long(), r"got torch.int64; convert with .double\(\)"),
