@@ -232,7 +232,9 @@ def intervention(found: Study, pairs: pandas.DataFrame) -> str:
     kappa, norm, random = within_pairs.WAYS
     recipe = found.frame.set_index("name")["recipe"]
     counted = pairs[pairs["name"].isin(recipe.index)]
-    errors, heads = (counted.pivot(index="name", columns="way", values=column) for column in (TARGET, HEAD))
+    errors, losses, heads = (
+        counted.pivot(index="name", columns="way", values=column) for column in (*within.TARGETS, HEAD)
+    )
     if len(errors) < 2:
         return "The intervention has not been run."
     moved = 100 * pandas.DataFrame({norm: errors[kappa] - errors[norm], random: errors[kappa] - errors[random]})
@@ -241,13 +243,19 @@ def intervention(found: Study, pairs: pandas.DataFrame) -> str:
     assert main.low is not None
     assert main.high is not None
     what = "a difference is shown" if main.low > 0 or main.high < 0 else "no difference is shown"
+    began = found.frame.set_index("name").loc[errors.index]
+    by = (100 * errors.sub(began[TARGET], axis=0)).groupby(recipe[errors.index].to_numpy()).mean()
+    since = ", ".join(claims.shown(mean(way, by[way].to_numpy())) for way in within_pairs.WAYS)
+    rise = losses.sub(began[within.TARGETS[1]], axis=0).mean()
     kept = heads[kappa] / heads[norm]
     return (
         f"The intervention was run on {pairs['name'].nunique()} networks of the first {within_pairs.NETWORKS}, of "
         f"which {len(errors)} of {len(means)} recipes count. The test error after 200 steps against the gradient of κ "
         f"of the head, less that after as many against the norm's, is {claims.shown(main)} percentage points: "
         f"**{what}**. Less that after random steps it is {claims.shown(beside)}. κ of the head is then "
-        f"{kept.median():.2f} times (median) what it is after steps against the norm's gradient."
+        f"{kept.median():.2f} times (median) what it is after steps against the norm's gradient. Since the steps "
+        f"began, the test error has changed by {since} points (κ, norm, random), and the test loss by "
+        f"{', '.join(f'{rise[way]:.2g}' for way in within_pairs.WAYS)}."
     )
 
 

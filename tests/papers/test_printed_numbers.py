@@ -473,6 +473,30 @@ def test_the_study_within_recipes():
         assert holm == pytest.approx(largest, rel=0.06)
 
 
+def test_the_intervention_within_recipes():
+    """Means over recipes of differences of test errors in percentage points, with Student's intervals."""
+    pairs, frame = (pandas.read_csv(DOCS / "study" / f"{name}.csv") for name in ("within_pairs", "within"))
+    settings = ["data", "architecture", "rate", "batch_size", "optimizer"]
+    before, ways = "test error", ("relative_flatness head", "weight_norm", "random")
+    recipes = frame.groupby(settings)[before]
+    fine = recipes.transform(lambda errors: errors.notna().mean()) >= 0.8
+    frame = frame[fine & ((frame["data"] != "cifar10") | (recipes.transform("mean") < 0.6))]
+    errors = pairs.pivot(index="name", columns="way", values=before)
+    errors = errors.join(frame.set_index("name")[[*settings, before]], how="inner")
+
+    def numbers(one, other):
+        values = (100 * (errors[one] - errors[other])).groupby([errors[name] for name in settings]).mean()
+        half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+        return pytest.approx([values.mean(), values.mean() - half, values.mean() + half], abs=0.0051)
+
+    told = page("docs/studies.md")
+    told = told[told.index("The intervention was run on") :]
+    shown = [[float(number) for number in each] for each in re.findall(r"(-?[\d.]+) \[(-?[\d.]+), (-?[\d.]+)\]", told)]
+    assert f"on {pairs['name'].nunique()} networks of the first 240, of which {len(errors)} of" in told
+    assert shown[:2] == [numbers(ways[0], other) for other in ways[1:]]
+    assert shown[2:5] == [numbers(way, before) for way in ways]
+
+
 def test_settings_alone_and_the_width_over_the_grid(grid):
     design = np.column_stack([np.ones(len(grid)), pandas.get_dummies(grid[SETTINGS].astype(str)).to_numpy(float)])
     fitted = design @ np.linalg.lstsq(design, grid[GAP].to_numpy(), rcond=None)[0]

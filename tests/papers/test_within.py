@@ -173,6 +173,7 @@ def test_the_intervention_is_judged_by_recipes(rows):
         for way in within_pairs.WAYS:
             shift = -0.01 if way == within_report.HEAD else 0.0
             numbers = {"test error": shift + 0.001 * generator.random(), within_report.HEAD: 1 + generator.random()}
+            numbers["test loss"] = generator.random()
             made.append({"name": name, "way": way, **numbers})
     pairs = pandas.DataFrame(made)
     counted = found.frame[found.frame["name"].isin(pairs["name"])]
