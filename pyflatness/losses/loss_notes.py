@@ -57,10 +57,8 @@ def of(loss: Loss, outputs: Tensor, targets: Tensor, parameters: Sequence[Tensor
         )
     if isinstance(loss, log_softmax.OfLogits):
         notes.append(log_softmax.NOTE)
-    elif isinstance(loss, CrossEntropy) and _are_probabilities(outputs):
-        notes.append(PROBABILITIES)
-    elif isinstance(loss, (CrossEntropy, BinaryCrossEntropy)) and _are_of_a_sigmoid(outputs):
-        notes.append(OF_A_SIGMOID)
+    elif isinstance(loss, (CrossEntropy, BinaryCrossEntropy)):
+        notes += _of_probabilities(loss, outputs)
     if isinstance(loss, CustomLoss) and advice.is_nll(loss.loss):
         notes.append(OF_GGN_ALONE if _are_log_probabilities(outputs) else NLL_OF_LOGITS)
     elif isinstance(loss, CustomLoss) and _is_straight(loss, outputs, targets):
@@ -68,18 +66,24 @@ def of(loss: Loss, outputs: Tensor, targets: Tensor, parameters: Sequence[Tensor
     return tuple(notes)
 
 
-def _are_probabilities(outputs: Tensor) -> bool:
-    """Return whether the outputs (n, C, …) are at least 0 and add up to 1 over the classes."""
-    if outputs.ndim < 2 or outputs.shape[1] < 2 or not outputs.numel() or not bool(outputs.amin() >= 0):
+def _of_probabilities(loss: Loss, outputs: Tensor) -> list[str]:
+    """Return a note if the outputs (n, C, …) are probabilities; for others the host waits for the device once."""
+    least = float(outputs.amin()) if outputs.numel() else -1.0
+    if not least >= 0:
+        return []
+    if isinstance(loss, CrossEntropy) and _add_up_to_one(outputs):
+        return [PROBABILITIES]
+    # Those of a ReLU have zeros among them.
+    within = outputs.numel() >= _ENOUGH and least > 0 and bool(outputs.amax() <= 1)
+    return [OF_A_SIGMOID] if within else []
+
+
+def _add_up_to_one(outputs: Tensor) -> bool:
+    """Return whether the outputs (n, C, …) add up to 1 over the classes."""
+    if outputs.ndim < 2 or outputs.shape[1] < 2:
         return False
     off = (outputs.double().sum(dim=1) - 1).abs().amax()
-    rounding = outputs.shape[1] * torch.finfo(outputs.dtype).eps
-    return bool(off <= rounding)
-
-
-def _are_of_a_sigmoid(outputs: Tensor) -> bool:
-    """Return whether all outputs are above 0, as those of a ReLU are not, and at most 1."""
-    return outputs.numel() >= _ENOUGH and bool(outputs.amin() > 0) and bool(outputs.amax() <= 1)
+    return bool(off <= outputs.shape[1] * torch.finfo(outputs.dtype).eps)
 
 
 def _are_log_probabilities(outputs: Tensor) -> bool:
