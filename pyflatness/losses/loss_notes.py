@@ -34,6 +34,7 @@ OF_GGN_ALONE = (
     "log_softmax, which the GGN leaves out; curvature='hessian' has it, and so has CrossEntropyLoss on logits"
 )
 """A note that concerns estimates by the GGN alone: the Hessian is complete."""
+_PRODUCTS = "Addmm", "Mm", "Bmm", "UnsafeView", "Convolution"  # autograd's nodes of layers whose outputs are logits
 _ENOUGH = 16  # outputs; as many logits are hardly all between 0 and 1 by chance
 
 
@@ -46,7 +47,7 @@ def refuse_without_curvature(notes: Sequence[str] | None, what: str) -> None:
 
 def of(loss: Loss, outputs: Tensor, targets: Tensor, parameters: Sequence[Tensor]) -> tuple[str, ...]:
     """Return notes for estimates, from the outputs and targets of some samples."""
-    outputs, notes = outputs.detach(), []
+    last, outputs, notes = outputs.grad_fn, outputs.detach(), []
     real = [parameter.dtype for parameter in parameters if parameter.is_floating_point()]
     finer = [dtype for dtype in real if torch.promote_types(dtype, outputs.dtype) != outputs.dtype]
     if finer:
@@ -58,7 +59,8 @@ def of(loss: Loss, outputs: Tensor, targets: Tensor, parameters: Sequence[Tensor
     if isinstance(loss, log_softmax.OfLogits):
         notes.append(log_softmax.NOTE)
     elif isinstance(loss, (CrossEntropy, BinaryCrossEntropy)):
-        notes += _of_probabilities(loss, outputs)
+        of_product = last is not None and last.name().startswith(_PRODUCTS)
+        notes += [] if of_product else _of_probabilities(loss, outputs)
     if isinstance(loss, CustomLoss) and advice.is_nll(loss.loss):
         notes.append(OF_GGN_ALONE if _are_log_probabilities(outputs) else NLL_OF_LOGITS)
     elif isinstance(loss, CustomLoss) and _is_straight(loss, outputs, targets):
