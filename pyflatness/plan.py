@@ -280,10 +280,7 @@ class Measurement:
         weights and sums.
         """
         try:
-            if together:
-                with self._ranks.agreed(", ".join(row.name for row in rows)):
-                    yield
-            else:
+            with self._ranks.agreed(", ".join(row.name for row in rows)) if together else contextlib.nullcontext():
                 yield
         except InputError as error:
             check_followed(self._task.options.nan_policy, error)

@@ -59,6 +59,10 @@ Advance = Callable[[float, str], None]
 """Takes how many more items are done, and the text to show beside the title; empty: the text stays."""
 
 
+def quiet(count: float, text: str) -> None:
+    """Show nothing."""
+
+
 @contextlib.contextmanager
 def bar(title: str, total: int, shown: bool | None, what: str = "") -> Iterator[Advance]:
     """Show a bar with the time that is left on standard error, inside a ``with`` block.
@@ -66,7 +70,7 @@ def bar(title: str, total: int, shown: bool | None, what: str = "") -> Iterator[
     ``shown`` as for :func:`track`; ``what`` is counted.
     """
     if shown is False:
-        yield lambda count, text: None
+        yield quiet
         return
     if not (sys.stderr.isatty() and not _in_lines.get() if shown is None else shown):
         yield Lines(title, total).advance

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,12 +56,13 @@ def public(*taken: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         names = [*parameters]
         needed = [name for name in names if parameters[name].default is _NEEDED]  # behind a loss that need not be given
         positional = [name for name in names if parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY]
+        in_front = [*itertools.takewhile(lambda name: name != "data", positional)]
 
         @functools.wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
-            place = positional.index("data") if "data" in positional else len(args)
-            if len(args) > place + 1 and all(isinstance(given, Tensor) for given in args[place : place + 2]):
-                pair = ", ".join((*positional[:place], "(inputs, targets)"))
+            given = args[len(in_front) : len(in_front) + 2]
+            if "data" in positional and len(given) == 2 and all(isinstance(part, Tensor) for part in given):
+                pair = ", ".join((*in_front, "(inputs, targets)"))
                 raise InputError(f"data: inputs and targets are one argument, a pair: {function.__name__}({pair})")
             if len(args) > len(positional):
                 others = zip(names[len(positional) :], args[len(positional) :], strict=False)

@@ -125,11 +125,9 @@ def dense_rows(matrix: Tensor) -> Tensor:
 
 def array(tensor: Tensor) -> tuple[int, int]:
     """Return the address of a contiguous tensor and its number of elements."""
-    if tensor.is_neg():
-        raise _negated()
     if not tensor.is_contiguous():
         raise BackendError(f"a contiguous tensor is wanted, got strides {tensor.stride()}")
-    return tensor.data_ptr(), tensor.numel()
+    return _address(tensor), tensor.numel()
 
 
 def layer_sizes(inputs: Tensor, cotangent: Tensor | None, geometry: Geometry) -> tuple[tuple[int, ...], ...]:
@@ -149,23 +147,21 @@ def layer_sizes(inputs: Tensor, cotangent: Tensor | None, geometry: Geometry) ->
 
 def span(tensor: Tensor) -> tuple[int, int]:
     """Return the address of a tensor of any strides, and the number of elements from its first to its last."""
-    if tensor.is_neg():
-        raise _negated()
     if tensor.is_contiguous():
-        return tensor.data_ptr(), tensor.numel()
+        return _address(tensor), tensor.numel()
     last = 0
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         last += (size - 1) * stride
-    return tensor.data_ptr(), last + 1 if tensor.numel() else 0
+    return _address(tensor), last + 1 if tensor.numel() else 0
 
 
 def strided(matrix: Tensor) -> tuple[int, int]:
     """Return the address of a matrix with contiguous rows, and the number of elements from its first to its last."""
-    if matrix.is_neg():
-        raise _negated()
     n, m = matrix.shape
-    return matrix.data_ptr(), (n - 1) * matrix.stride(0) + m if n and m else 0
+    return _address(matrix), (n - 1) * matrix.stride(0) + m if n and m else 0
 
 
-def _negated() -> BackendError:
-    return BackendError("a tensor whose memory holds its numbers is wanted, got one that is negated lazily")
+def _address(tensor: Tensor) -> int:
+    if tensor.is_neg():
+        raise BackendError("a tensor whose memory holds its numbers is wanted, got one that is negated lazily")
+    return tensor.data_ptr()

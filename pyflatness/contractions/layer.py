@@ -351,10 +351,12 @@ class LayerContraction(Contractor):
         return groups * places**2 * self._itemsize if by_gram and places > 1 else 0
 
     def by_gram(self, inputs: Calls, count: int) -> bool:
-        """Return whether Gram matrices take fewer multiply-adds for ``count`` cotangents, or are the given route."""
-        if self._route is not None:
-            return self._route == "gram"
-        found = self.multiply_adds(self._prepared.places(inputs[0]), count)
+        """Return whether the route is that of Gram matrices: the given one, or else the cheaper one."""
+        return self.gram_is_cheaper(inputs[0], count) if self._route is None else self._route == "gram"
+
+    def gram_is_cheaper(self, phi: Tensor, count: int) -> bool:
+        """Return whether Gram matrices take fewer multiply-adds for ``count`` cotangents."""
+        found = self.multiply_adds(self._prepared.places(phi), count)
         return found["gram"] < found["direct"]
 
     def multiply_adds(self, places: int, count: int) -> dict[str, float]:
@@ -372,8 +374,7 @@ class LayerContraction(Contractor):
         groups, d, m = layer.shape
         total = coefficients.new_zeros(groups, d, d)
         phi = promoted(inputs[0])
-        found = self.multiply_adds(layer.places(phi), 1)
-        by_gram = len(inputs) == 1 and found["gram"] < found["direct"]
+        by_gram = len(inputs) == 1 and self.gram_is_cheaper(phi, 1)
         places = sum(map(layer.places, inputs))
         # The Gram matrix and two factors, or patches and M; the summands are copied in float64, twice as large.
         elements = places * (places + 6 * d) if by_gram else m * (places + 3 * d)

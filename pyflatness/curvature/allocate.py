@@ -53,7 +53,7 @@ from ..model.uses import Use
 from ..numerics.choice_problem import ROUNDING, ChoiceProblem, Indices, smallest
 from ..options import CALL, How, Options, check_count, check_flag, check_number, check_numbers, check_probes
 from ..passes.task import Task
-from ..progress import Advance
+from ..progress import Advance, quiet
 from ..reparameterization.reparameterize import duplicate
 from ..report import Estimate, intervals, views
 from ..report.result import Result, write_json
@@ -85,10 +85,6 @@ _UNMEASURED = (
 )
 _ROUNDS = 3  # expansions at the choice, where the change is so large
 _FITTED = 0.1  # of the held-out loss: if the loss of data is less by this part, the model has fitted them
-
-
-def _quiet(count: float, text: str) -> None:
-    """Show nothing."""
 
 
 def checked(
@@ -362,7 +358,7 @@ class _Plan:
         """Return whether a choice has no more bits a weight."""
         return float(self.choices.sizes[self.choices.cheapest()].sum()) <= bits * self.entries * (1 + ROUNDING)
 
-    def by_second_order(self, bits: float, advance: Advance = _quiet) -> "Allocation":
+    def by_second_order(self, bits: float, advance: Advance) -> "Allocation":
         """Return the choice found for a budget of bits a weight, with what second order predicts of these data."""
         _refuse_less(bits * self.entries, self.options, self.choices.group, self.entries, self.counted, self.dropped)
         chosen, gap = self.choices.best(bits * self.entries, lambda: advance(0, ""))
@@ -382,7 +378,7 @@ class _Plan:
             _plan=self,
         )
 
-    def best(self, bits: float, advance: Advance = _quiet) -> "Allocation":
+    def best(self, bits: float, advance: Advance = quiet) -> "Allocation":
         """Return the choice found for a budget of bits a weight, with what other data are predicted to lose by it."""
         found, shares = self.by_second_order(bits, advance), self.folds.shares
         others = [

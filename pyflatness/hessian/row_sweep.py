@@ -24,7 +24,7 @@ from ..losses import Loss
 from ..model import layers
 from ..model.selectors import Selection
 from ..numerics import lanczos
-from ..numerics.accumulate import Accumulator
+from ..numerics.accumulate import Accumulator, all_finite
 from ..numerics.lanczos import LargestEigenvalues
 from ..passes import cotangents, linearity, normalize
 from ..passes.layer_form import LayerForm
@@ -59,7 +59,7 @@ class _RowMicroBatch:
 
     def is_finite(self, name: str) -> bool:
         blocks = [self.blocks[name]] if name in self.blocks else []
-        return all(bool(tensor.isfinite().all()) for tensor in (*self.weighted.get(name, ()), *blocks))
+        return all(map(all_finite, (*self.weighted.get(name, ()), *blocks)))
 
 
 class RowSweep:
@@ -280,7 +280,7 @@ class RowSweep:
             def take(found: tuple[int, dict[str, Tensor]]) -> None:
                 number, products = found
                 for name, product in products.items():
-                    self._check_batch(number, name, bool(product.isfinite().all()))
+                    self._check_batch(number, name, all_finite(product))
                     sums[name] += product
 
             self._runner.each(lambda run: (run.number, _products_of_run(run, loss, modules, sent, most)), take)

@@ -190,27 +190,20 @@ class _Columns:
         self._several = max(1, min(_COLUMNS, _AT_ONCE // max(1, p.numel())))  # columns that are computed at once
         self._first, self._made = -1, p  # the number of the first of these, and the columns (k, rows, C)
 
-    def _q(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return q and the most probable class of some rows."""
-        largest, top = self._largest[rows].sqrt(), self._top[rows]
-        return (self._p[rows] / (1 + largest)).scatter_(1, top, largest), top
-
-    def _parts(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+    def _with_roots(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, the roots √(scale p) and the most probable class of some rows."""
-        q, top = self._q(rows)
-        return q, self._p[rows].sqrt().mul_(self._scale[rows].sqrt().to(q.dtype).unsqueeze(1)), top
+        p, largest, top = self._p[rows], self._largest[rows].sqrt(), self._top[rows]
+        q = (p / (1 + largest)).scatter_(1, top, largest)
+        return q, p.sqrt().mul_(self._scale[rows].sqrt().to(q.dtype).unsqueeze(1)), top
 
     def _blocks(self) -> Iterator[slice]:
         few = max(1, _AT_ONCE // max(1, self._p.shape[1]))
         return (slice(start, start + few) for start in range(0, max(1, len(self._p)), few))
 
-    def _each(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        return ((rows, *self._parts(rows)) for rows in self._blocks())
-
     @cached_property
     def _whole(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return -q, the classes other than k, and their roots, for all columns."""
-        q, roots, top = self._parts(slice(None))
+        q, roots, top = self._with_roots(slice(None))
         numbers = torch.arange(roots.shape[1] - 1, device=top.device)
         classes = numbers + (top <= numbers)
         return -q, classes, roots.gather(1, classes)
@@ -258,20 +251,20 @@ class _Columns:
 
         def mixed(signs: Tensor) -> list[tuple[Tensor, float]]:
             found = self._p.new_empty(self._p.shape, dtype=torch.result_type(self._p, signs))
-            for rows, q, roots, top in self._each():
+            for rows in self._blocks():
+                q, roots, top = self._with_roots(rows)
                 signed = torch.mul(roots, signs[rows].to(found.dtype), out=found[rows]).scatter_(1, top, 0.0)
                 signed.sub_(q * signed.sum(dim=1, keepdim=True))
             return [(found, 1.0)]
 
         def weights() -> Tensor:
-            each = [roots.double().square_().scatter_(1, top, 0.0) for _, _, roots, top in self._each()]
-            return torch.cat(each)
+            return (self._p * self._scale.unsqueeze(1)).scatter_(1, self._top, 0.0)
 
         return Mixtures(mixed, weights, lambda index: _Columns(self._p[index], self._scale[index]).mixtures())
 
     def eigenbasis(self) -> Mixtures:
         """Return mixtures of the loss Hessian's eigenvectors."""
-        q, roots, top = self._parts(slice(None))
+        q, roots, top = self._with_roots(slice(None))
         return _eigenbasis(q, roots.scatter_(1, top, 0.0))
 
     def contrasts(self) -> Mixtures:

@@ -32,6 +32,7 @@ from ..losses import risk
 from ..messages import check_choice, in_words, span
 from ..model import calling, data, parameters
 from ..numerics import lanczos
+from ..numerics.accumulate import all_finite
 from ..numerics.signs import RandomVectors
 from ..options import CALL, How, Options, check_count, check_flag, check_number
 from ..passes.cut_batches import CutBatches
@@ -148,7 +149,7 @@ class Ascent:
                 best.copy_(u)
             else:
                 idle += 1
-            if step == self.steps or not bool(gradient.isfinite().all()):
+            if step == self.steps or not all_finite(gradient):
                 break
             if idle == _PATIENCE:
                 size, idle = size / 2, 0

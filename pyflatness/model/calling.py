@@ -248,14 +248,9 @@ def run(
     """
     with private.without_functions():  # these are not the model's operations
         count = batch.counted or -1 if isinstance(batch, data.Whole) else data.size(batch)
-    samples, runs = now["samples"], now["runs"]
-    now.update(samples=count, runs=runs + 1)
-    try:
-        with interrupts.users_code():
-            result = _run(model, batch, forward, tensor)
-    finally:
-        now.update(samples=samples, runs=runs)
-    if not runs:
+    with interrupts.users_code(), _let(samples=count, runs=now["runs"] + 1):
+        result = _run(model, batch, forward, tensor)
+    if not now["runs"]:
         now["samples"] = count  # activation checkpointing may run parts of the model on it again
     return result
 

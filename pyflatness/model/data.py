@@ -383,8 +383,7 @@ def size(batch: Any) -> int:
     elif isinstance(batch, Mapping):
         parts = [batch["labels"]] if isinstance(batch.get("labels"), Tensor) else batch.values()
     for part in parts:
-        found = (part.shape[0] if part.ndim else -1) if isinstance(part, Tensor) else size(part)
-        if found >= 0:
+        if (found := size(part)) >= 0:
             return found
     return -1
 

@@ -121,7 +121,7 @@ class ChoiceProblem:
         fits = self.sizes[chosen].sum() <= budget * (1 + ROUNDING)  # SciPy's own tolerance is larger
         return chosen if fits else self.cheapest(), least
 
-    def _exchanged(self, chosen: Indices, budget: float, told: Callable[[], None] = lambda: None) -> Indices:
+    def _exchanged(self, chosen: Indices, budget: float, told: Callable[[], None]) -> Indices:
         """Return a choice within the budget that no exchange of one or two options improves."""
         q, most, chosen = self.products, budget * (1 + ROUNDING), chosen.copy()
         other = self.group[:, None] != self.group[None]

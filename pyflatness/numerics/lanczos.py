@@ -19,6 +19,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from .accumulate import all_finite
+
 MAX_PRODUCTS = 200  # the most products of a search by default
 _FEWEST = 4  # the fewest vectors of a basis before a restart
 
@@ -53,7 +55,7 @@ def largest(start: Tensor, *, tolerance: float, size: int, max_products: int | N
     while True:
         image = yield basis[:, -1]
         products += 1
-        if not bool(image.isfinite().all()):  # only for nan_policy="propagate"
+        if not all_finite(image):  # only for nan_policy="propagate"
             nothing = start.new_full((len(start),), torch.nan)
             return LargestEigenvalues(nothing, nothing, products, converged=False)
         coefficients, rest = orthogonalised(basis, image)

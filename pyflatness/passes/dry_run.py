@@ -324,7 +324,7 @@ def saved_storages() -> Iterator[dict[int, int]]:
     def pack(tensor: Tensor) -> Tensor:
         with private.without_functions():
             if type(tensor) is Tensor or not isinstance(tensor, nn.Parameter):  # class first: isinstance is slow
-                storages[memory_of(tensor)] = tensor.numel() * tensor.element_size()  # as _bytes, for every one
+                storages[memory_of(tensor)] = _bytes(tensor)
             return tensor.detach()  # the tensor itself would hold its graph, in a cycle that is never freed
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

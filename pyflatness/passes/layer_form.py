@@ -1,6 +1,5 @@
 """Convert a chosen layer to the common form that all contractions take, rescaled for normalised values."""
 
-import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -57,10 +56,7 @@ class LayerForm:
 
     def of(self, quantities: Sequence[str]) -> "LayerForm":
         """Return the layer's form for other quantities."""
-        form = copy.copy(self)
-        form.quantities, form.memory = quantities, (Memory(), Memory())
-        vars(form).pop("_own", None)  # the contraction of its quantities
-        return form
+        return type(self)(self.name, self._module, quantities, self._options, self._scale)
 
     def contraction(self, run: Run) -> Contractor:
         """Return the contraction for the layer's calls in this run."""

@@ -142,14 +142,14 @@ def test_samples_that_cannot_be_told_apart():
 
 @every(name=NETWORKS, route=ROUTES, engine=ENGINES)
 def test_every_backend_instruction_set_and_route(name, route, engine, monkeypatch):
-    monkeypatch.setattr(LayerContraction, "by_gram", lambda *_: route == "gram")
+    monkeypatch.setattr(LayerContraction, "gram_is_cheaper", lambda *_: route == "gram")
     for measures in (OF_TRACES, OF_TRACES[2:], OF_WEIGHTS, (*OF_TRACES, *OF_WEIGHTS)):
         check_backend(CASES[name], measures, engine)
 
 
 @every(together=1, case=OTHERS, route=ROUTES, engine=ENGINES)
 def test_every_backend_and_route_of_other_layers(case, route, engine, monkeypatch):
-    monkeypatch.setattr(LayerContraction, "by_gram", lambda *_: route == "gram")
+    monkeypatch.setattr(LayerContraction, "gram_is_cheaper", lambda *_: route == "gram")
     check_backend(case, (*OF_TRACES, *OF_WEIGHTS), engine)
 
 
