@@ -79,6 +79,7 @@ class Base(nn.Module):
 """,
     "stale_config.py": "SHIFT = 1.0\n",
     "stale_settings.py": "SHIFT = 1.0\n",
+    "stale_other.py": "SHIFT = 1.0\n",
     "stale_late.py": "FACTOR = 1.0\n\ndef late(x):\n    return FACTOR * x\n",
     "stale_helpers.py": "def scaled(scale):\n    return lambda x: scale * x\n",
     "facts.json": '{"scale": 2.0, "author": "A"}',
@@ -296,6 +297,16 @@ def test_a_network_of_other_attributes_in_each_process_is_measured_anew_and_that
         scores = pf.score(["a.safetensors"], "mse_loss", "stale_data.py:data", **options)
         assert scores.computed == 1
         assert any("network of other attributes in each process" in note for note in scores.notes)
+
+
+def test_a_number_of_a_module_that_no_file_imports(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module is set by a program, in the place of another."""
+    other = importlib.import_module("stale_other")
+    monkeypatch.setattr(net(), "stale_settings", other)
+    assert scored().computed == 1
+    assert scored().computed == 0
+    monkeypatch.setattr(other, "SHIFT", 3.0)
+    assert scored().computed == 1
 
 
 def test_workers_may_have_a_module_by_another_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
