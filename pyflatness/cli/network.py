@@ -248,7 +248,8 @@ def loss_of(name: str, options: dict[str, Any]) -> Any:
 def _near(name: str) -> str:
     """Return the names of losses that a name which does not exist may mean, for a message."""
     of_torch = [each for each in dir(nn) if each.endswith("Loss")]
-    plain = {each.lower().replace("_", ""): each for each in (*of_torch, *losses.names())}
+    # Ours twice: they come first where nothing is near, and win where torch's class has the same letters.
+    plain = {each.lower().replace("_", ""): each for each in (*losses.names(), *of_torch, *losses.names())}
     return ", ".join(plain[each] for each in near(name.lower().replace("_", ""), plain).split(", "))
 
 
