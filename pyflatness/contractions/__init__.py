@@ -1,6 +1,6 @@
 """Provide the operations that measures are made of, on the chosen backend.
 
-``kernels in C++ (compiled) or torch (reference)  ->  contractions (here)  ->  losses  ->  measures``
+``torch (reference), or kernels in C++, CUDA or Triton  ->  contractions (here)  ->  losses, sweep  ->  measures``
 """
 
 from .backends import NAMES as BACKENDS
