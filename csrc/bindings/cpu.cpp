@@ -286,9 +286,9 @@ void gram(Array rows, const std::array<int64_t, 4>& strides, int64_t n, int64_t 
 }
 
 template <typename T>
-int64_t gram_rooted_workspace(int64_t positions, int64_t d, int threads) {
+int64_t gram_rooted_workspace(int64_t positions, int64_t d, int64_t roots, int threads) {
   limit_work({positions, positions, d});
-  return of<T>(selected->gram).gram_rooted_workspace(positions, d, threads);
+  return of<T>(selected->gram).gram_rooted_workspace(positions, d, roots, threads);
 }
 
 template <typename T>
@@ -305,7 +305,7 @@ void gram_rooted(Array rows, const std::array<int64_t, 4>& strides, int64_t n, i
   const T* g = pointer<const T>("patch_gram", patch_gram, product({n, groups, positions, positions}));
   double* o = pointer<double>("out", out, product(n, groups));
   const auto& kernels = of<T>(selected->gram);  // while the GIL is held
-  T* b = pointer<T>("workspace", workspace, kernels.gram_rooted_workspace(positions, d, threads));
+  T* b = pointer<T>("workspace", workspace, kernels.gram_rooted_workspace(positions, d, roots, threads));
   py::gil_scoped_release release;
   kernels.gram_rooted(a, n, groups, positions, d, r, roots, triangular, g, o, b, threads);
 }

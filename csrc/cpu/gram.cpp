@@ -13,6 +13,7 @@ constexpr double kShiftCost = 4;            // one addition of a shifted row, in
 constexpr int64_t kFewPlaces = 64;          // up to here the lanes of `gram` run along the rows
 constexpr int64_t kRootedBytes = 96 << 10;  // rows of R δ that `gram_rooted` makes before it contracts them
 constexpr int64_t kDotBytes = 16 << 10;     // rows of `gram` that stay in the first cache
+constexpr int64_t kStrip = 96;              // places of a part of an item: a multiple of kPanelColumns
 
 // What is multiplied with itself: pixels of the padded input, of which the Gram matrix of patches is a sum of shifted
 // copies, or (with strides, or if the taps reach much further than the places) the patches themselves.
@@ -52,11 +53,11 @@ int64_t patch_gram_workspace(const Layer& layer, int threads) {
   return maximum(threads, 1) * GramPlan<T>(layer).own();
 }
 
-// square[j, i] = or += Σ_k x[k, j] x[k, i] for i >= j, and some below; rows of both `ld` apart.
+// square[j, i] = or += Σ_k x[k, j] x[k, i] for first <= j < last and i >= j, and some below; rows of both `ld` apart.
 template <typename T, bool Add>
-void add_square(const T* x, int64_t depth, int64_t q, int64_t ld, T* square) {
+void add_square(const T* x, int64_t depth, int64_t q, int64_t ld, int64_t first, int64_t last, T* square) {
   using S = Simd<T>;
-  for (int64_t j = 0; j < q; j += kPanelColumns) {
+  for (int64_t j = first; j < last; j += kPanelColumns) {
     const auto panel = [&](int64_t i, auto vectors) __attribute__((always_inline)) {
       panel_tile<T, decltype(vectors)::value, kPanelColumns, true>(
           x + i, ld, x + j, ld, depth, [&](int c, int v, typename S::Vec sum) __attribute__((always_inline)) {
@@ -135,31 +136,36 @@ void mirror(T* out, int64_t size) {
   }
 }
 
+// With fewer items than threads the rows of an item's matrix are shared among them, if no shifts are summed; each
+// thread packs the inputs for itself.
 template <typename T>
 void patch_gram(const Layer& layer, const Strided<T>& inputs, T* out, T* workspace, int threads) {
   const GramPlan<T> plan(layer);
   const int64_t positions = layer.positions(), items = layer.n * layer.groups;
+  const int64_t strips = !plan.shifted && items < threads ? blocks_of(positions, kStrip) : 1;
 #pragma omp parallel num_threads(product_team(threads, items, plan.depth* plan.q* plan.q))
   {
     T* x = workspace + thread_index() * plan.own();
     T* square = x + plan.input;
     T* wide = square + plan.square;
 #pragma omp for schedule(dynamic)
-    for (int64_t item = 0; item < items; ++item) {
+    for (int64_t task = 0; task < items * strips; ++task) {
+      const int64_t item = task / strips, begin = task % strips * kStrip;
+      const int64_t end = strips > 1 ? minimum(begin + kStrip, positions) : plan.q;
       const T* from = inputs.data + item / layer.groups * inputs.stride[0] +
                       item % layer.groups * layer.channels * inputs.stride[1];
       for (int64_t first = 0; first < plan.depth; first += kDepth) {
         const int64_t count = minimum(kDepth, plan.depth - first);
         pack_grid(plan, from, inputs, first, count, x);
         if (first == 0)
-          add_square<T, false>(x, count, plan.q, plan.ld, square);
+          add_square<T, false>(x, count, plan.q, plan.ld, begin, end, square);
         else
-          add_square<T, true>(x, count, plan.q, plan.ld, square);
+          add_square<T, true>(x, count, plan.q, plan.ld, begin, end, square);
       }
       T* gram = out + item * positions * positions;
       const int64_t last = pixel(layer, plan.grid, plan.shifted, positions - 1);
       const int64_t run = plan.shifted ? layer.places[2] : positions;  // places that follow one another in the grid
-      for (int64_t p = 0; p < positions; ++p) {
+      for (int64_t p = begin; p < minimum(end, positions); ++p) {
         const int64_t start = pixel(layer, plan.grid, plan.shifted, p);
         const T* row = square + start * (plan.ld + 1);
         if (plan.shifts > 1) {
@@ -167,14 +173,23 @@ void patch_gram(const Layer& layer, const Strided<T>& inputs, T* out, T* workspa
           row = wide;
         }
         for (int64_t to = p; to < positions;) {
-          const int64_t end = minimum(positions, (to / run + 1) * run);
+          const int64_t stop = minimum(positions, (to / run + 1) * run);
           const T* source = row + pixel(layer, plan.grid, plan.shifted, to) - start;
-          for (int64_t k = to; k < end; ++k) gram[p * positions + k] = source[k - to];
-          to = end;
+          for (int64_t k = to; k < stop; ++k) gram[p * positions + k] = source[k - to];
+          to = stop;
         }
       }
-      mirror(gram, positions);
+      if (strips == 1) mirror(gram, positions);
     }
+  }
+  for (int64_t item = 0; strips > 1 && item < items; ++item) mirror(out + item * positions * positions, positions);
+}
+
+// out[item] = Σ of its shares
+void add_shares(const double* sums, int64_t items, int64_t shares, double* out) {
+  for (int64_t item = 0; item < items; ++item) {
+    out[item] = 0;
+    for (int64_t share = 0; share < shares; ++share) out[item] += sums[item * shares + share];
   }
 }
 
@@ -195,10 +210,16 @@ struct RowsPlan {
   static int64_t columns_ld(int64_t positions) { return round_up(positions, kLanes) + kLanes; }
 };
 
+// Elements of T that `gram` packs the rows of an item to.
+template <typename T>
+int64_t gram_packed(int64_t positions, int64_t r) {
+  return maximum(positions * round_up(r, Simd<T>::kLanes), r * RowsPlan<T>::columns_ld(positions));
+}
+
 template <typename T>
 int64_t gram_workspace(int64_t positions, int64_t r, int threads) {
-  constexpr int64_t lanes = Simd<T>::kLanes;
-  return maximum(threads, 1) * maximum(positions * round_up(r, lanes), r * RowsPlan<T>::columns_ld(positions));
+  const int64_t sums = blocks_of(positions, kStrip) * static_cast<int64_t>(sizeof(double) / sizeof(T));
+  return maximum(threads, 1) * (gram_packed<T>(positions, r) + sums);
 }
 
 // rows[p * ld + k] = a_p[k] (dots) or rows[k * ld + p] = a_p[k], with zeros behind the last k or p.
@@ -300,16 +321,18 @@ double edge_gram(const T* a, int64_t stride, int64_t depth, const T* g, int64_t 
   return total;
 }
 
-// Σ <a_p, a_p'> g[p, p'] from a[k, p], with zeros behind the last place; the triangle is cut by whole vectors.
+// Σ <a_p, a_p'> g[p, p'] over begin <= p' < end from a[k, p], with zeros behind the last place; the triangle is cut by
+// whole vectors.
 template <typename T>
-double gram_of_columns(const T* a, int64_t stride, int64_t positions, int64_t r, const T* g) {
+double gram_of_columns(const T* a, int64_t stride, int64_t positions, int64_t r, int64_t begin, int64_t end,
+                       const T* g) {
   using S = Simd<T>;
   double total = 0;
   for (int64_t first = 0; first < r; first += kDepth) {
     const int64_t depth = minimum(kDepth, r - first);
     const T* rows = a + first * stride;
-    for (int64_t j = 0; j < positions; j += kPanelColumns)
-      with_columns<kPanelColumns, kPanelStep>(positions - j, [&](auto width) __attribute__((always_inline)) {
+    for (int64_t j = begin; j < end; j += kPanelColumns)
+      with_columns<kPanelColumns, kPanelStep>(end - j, [&](auto width) __attribute__((always_inline)) {
         const auto panel = [&](int64_t i, auto vectors) __attribute__((always_inline)) {
           constexpr int kVectors = decltype(vectors)::value, kWidth = decltype(width)::value;
           if (i + kVectors * S::kLanes <= positions && j + kWidth <= positions)
@@ -325,23 +348,37 @@ double gram_of_columns(const T* a, int64_t stride, int64_t positions, int64_t r,
   return total;
 }
 
+// Strips of places are summed apart and added in their order, whatever the threads; with fewer items than threads they
+// are shared among them.
 template <typename T>
 void gram(const Strided<T>& a, int64_t samples, int64_t groups, int64_t positions, int64_t r, const T* g, double* out,
           T* workspace, int threads) {
-  const int64_t own = gram_workspace<T>(positions, r, 1), items = samples * groups;
+  const int64_t own = gram_packed<T>(positions, r), items = samples * groups;
   const RowsPlan<T> plan(a.stride, positions, r);
-#pragma omp parallel for num_threads(product_team(threads, items, positions * positions * r)) schedule(dynamic)
-  for (int64_t item = 0; item < items; ++item) {
-    const T* rows = a.data + item / groups * a.stride[0] + item % groups * a.stride[1];
-    if (!plan.in_place) {
-      T* packed = workspace + thread_index() * own;
-      pack_gram_rows(rows, a.data + a.count, a.stride, positions, r, plan, packed);
-      rows = packed;
+  const int64_t parts = plan.dots ? 1 : blocks_of(positions, kStrip), together = items < threads ? 1 : parts;
+  const int64_t shares = blocks_of(parts, together);
+  double* sums = reinterpret_cast<double*>(workspace + maximum(threads, 1) * own);
+#pragma omp parallel num_threads(product_team(threads, items, positions * positions * r))
+  {
+    int64_t held = -1;  // the item whose rows are packed
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < items * shares; ++task) {
+      const int64_t item = task / shares, part = task % shares * together;
+      const T* rows = a.data + item / groups * a.stride[0] + item % groups * a.stride[1];
+      if (!plan.in_place) {
+        T* packed = workspace + thread_index() * own;
+        if (item != held) pack_gram_rows(rows, a.data + a.count, a.stride, positions, r, plan, packed);
+        rows = packed, held = item;
+      }
+      const T* square = g + item * positions * positions;
+      double sum = plan.dots ? gram_of_rows(rows, plan.ld, positions, r, square) : 0;
+      for (int64_t strip = part; !plan.dots && strip < part + together; ++strip)
+        sum += gram_of_columns(rows, plan.ld, positions, r, strip * kStrip, minimum((strip + 1) * kStrip, positions),
+                               square);
+      (shares > 1 ? sums[task] : out[item]) = sum;
     }
-    const T* square = g + item * positions * positions;
-    out[item] = plan.dots ? gram_of_rows(rows, plan.ld, positions, r, square)
-                          : gram_of_columns(rows, plan.ld, positions, r, square);
   }
+  if (shares > 1) add_shares(sums, items, shares, out);
 }
 
 // How `gram_rooted` reads δ, places along the lanes: where it is, or packed to rows `ld` apart with zeros behind them.
@@ -362,9 +399,11 @@ struct RootedPlan {
 };
 
 template <typename T>
-int64_t gram_rooted_workspace(int64_t positions, int64_t d, int threads) {
+int64_t gram_rooted_workspace(int64_t positions, int64_t d, int64_t roots, int threads) {
   const int64_t strides[5] = {0, 0, 0, 0, 0};
-  return maximum(threads, 1) * RootedPlan<T>(strides, positions, d).own(d);
+  const RootedPlan<T> plan(strides, positions, d);
+  const int64_t sums = blocks_of(roots, plan.rows) * static_cast<int64_t>(sizeof(double) / sizeof(T));
+  return maximum(threads, 1) * (plan.own(d) + sums);
 }
 
 // a[c, p] = Σ_k root[c, k] delta[k, p] for `count` rows of the root from `first` on; of a triangular one k begins at c.
@@ -394,29 +433,41 @@ void turn_rows(const T* root, int64_t d, bool triangular, int64_t first, int64_t
   if (i < positions) strip(i, Count<1>{});
 }
 
+// With fewer items than threads (long sequences, one at a time) an item's rows of R δ are shared among them, and each
+// packs δ for itself. The parts of an item are added in their order, whatever the threads.
 template <typename T>
 void gram_rooted(const Strided<T>& delta, int64_t samples, int64_t groups, int64_t positions, int64_t d, const T* root,
                  int64_t roots, bool triangular, const T* g, double* out, T* workspace, int threads) {
   const RootedPlan<T> plan(delta.stride, positions, d);
-  const int64_t own = plan.own(d), items = samples * groups;
-#pragma omp parallel for num_threads(product_team(threads, items, positions * roots * (positions + d))) \
-    schedule(dynamic)
-  for (int64_t item = 0; item < items; ++item) {
-    const T* rows = delta.data + item / groups * delta.stride[0] + item % groups * delta.stride[1];
+  const int64_t own = plan.own(d), items = samples * groups, parts = blocks_of(roots, plan.rows);
+  const int64_t together = items < threads ? 1 : parts, shares = blocks_of(parts, together);
+  double* sums = reinterpret_cast<double*>(workspace + maximum(threads, 1) * own);
+#pragma omp parallel num_threads(product_team(threads, items, positions * roots * (positions + d)))
+  {
     T* packed = workspace + thread_index() * own;
     T* turned = packed + d * plan.ld;
-    if (!plan.delta.in_place) {
-      pack_gram_rows(rows, delta.data + delta.count, delta.stride, positions, d, plan.delta, packed);
-      rows = packed;
-    }
-    out[item] = 0;
-    for (int64_t first = 0; first < roots; first += plan.rows) {
-      const int64_t count = minimum(plan.rows, roots - first);
-      turn_rows(root + item % groups * roots * d, d, triangular, first, count, rows, plan.delta.ld, positions, turned,
-                plan.ld);
-      out[item] += gram_of_columns(turned, plan.ld, positions, count, g + item * positions * positions);
+    int64_t held = -1;  // the item whose δ is packed
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < items * shares; ++task) {
+      const int64_t item = task / shares, part = task % shares * together;
+      const T* rows = delta.data + item / groups * delta.stride[0] + item % groups * delta.stride[1];
+      if (!plan.delta.in_place) {
+        if (item != held)
+          pack_gram_rows(rows, delta.data + delta.count, delta.stride, positions, d, plan.delta, packed);
+        rows = packed, held = item;
+      }
+      double sum = 0;
+      for (int64_t first = part * plan.rows; first < minimum((part + together) * plan.rows, roots);
+           first += plan.rows) {
+        const int64_t count = minimum(plan.rows, roots - first);
+        turn_rows(root + item % groups * roots * d, d, triangular, first, count, rows, plan.delta.ld, positions, turned,
+                  plan.ld);
+        sum += gram_of_columns(turned, plan.ld, positions, count, 0, positions, g + item * positions * positions);
+      }
+      (shares > 1 ? sums[task] : out[item]) = sum;
     }
   }
+  if (shares > 1) add_shares(sums, items, shares, out);
 }
 
 template <typename T>

@@ -191,7 +191,7 @@ struct GramKernels {
                int threads);
 
   // Elements of T that `gram_rooted` works in.
-  int64_t (*gram_rooted_workspace)(int64_t positions, int64_t d, int threads);
+  int64_t (*gram_rooted_workspace)(int64_t positions, int64_t d, int64_t roots, int threads);
 
   // out = sum_pp' <root a_p, root a_p'> g[p, p'] for each of n matrices; a triangular root has zeros below its
   // diagonal.

@@ -265,9 +265,10 @@ class Compiled(Kernels):
         if factor.shape[1] < _FEW_ROWS or factor[0].numel() * factor.element_size() > _LARGEST_FACTOR:
             return super().gram_weighted(rows, factor, patch_gram, triangular=triangular)
         rows, patch_gram, threads = plain(rows), dense(patch_gram), torch.get_num_threads()
-        padded = dense(torch.nn.functional.pad(factor, (0, 0, 0, -factor.shape[1] % _FACTOR_ROWS)))
+        short = -factor.shape[1] % _FACTOR_ROWS
+        padded = dense(torch.nn.functional.pad(factor, (0, 0, 0, short)) if short else factor)
         _, groups, positions, d = rows.shape
-        workspace = rows.new_empty(self._kernel("gram_rooted_workspace", rows)(positions, d, threads))
+        workspace = rows.new_empty(self._kernel("gram_rooted_workspace", rows)(positions, d, padded.shape[1], threads))
         kernel, factors = self._kernel("gram_rooted", rows, padded, patch_gram), array(padded)
         grams, working = array(patch_gram), array(workspace)
         out = rows.new_empty(len(rows), groups, dtype=torch.float64)

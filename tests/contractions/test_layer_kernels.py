@@ -200,6 +200,20 @@ def test_threads_and_few_samples(engine, threads, samples):
             )
 
 
+@every(engine=ENGINES, dtype=DTYPES, positions=[60, 96, 97, 500], samples=[1, 2, 5])
+def test_long_sequences_are_shared_among_threads_and_sums_do_not_depend_on_these(engine, dtype, positions, samples):
+    case = (samples, 1, 40, 34, (1, 1, positions), (1, 1, 1), (1, 1, 1), (1, 1, 1))
+    inputs, signal, geometry, root, _ = layer(case, dtype, roots=24)
+    check_grams(engine.module, inputs, signal, geometry)
+    found = []
+    for threads in (1, 2, 4) if engine.backend == "compiled" else ():
+        with on_threads(threads):
+            grams, rows = engine.module.patch_gram(inputs, geometry), geometry.rows(signal)
+            weighted = engine.module.gram_weighted(rows, root, grams, triangular=False)
+            found.append((grams, engine.module.gram(rows, grams), weighted))
+    assert all(all(map(torch.equal, found[0], other)) for other in found[1:])
+
+
 @every(engine=ENGINES, dtype=DTYPES, samples=[1, 7, 8, 9, 26], threads=[1, 2, 3])
 def test_samples_that_look_at_the_weight_together(engine, dtype, samples, threads):
     """Where nothing but weighted sums is made of M; in several tiles, the last of which is not full."""

@@ -83,7 +83,7 @@ void check_layer(const pyflatness::Kernels& kernels, const Layer& l, pyflatness:
         row[i % d] = T(i % d + 1);
         if (!triangular) row[0] += 1;
       }
-      auto scratch = normal<T>(g.gram_rooted_workspace(positions, d, threads));
+      auto scratch = normal<T>(g.gram_rooted_workspace(positions, d, rooted, threads));
       g.gram_rooted(rows, l.n, l.groups, positions, d, unit.data(), rooted, triangular, patch_gram.data(),
                     contracted.data(), scratch.data(), threads);
       for (int64_t matrix = 0; matrix < matrices; ++matrix) {
