@@ -18,6 +18,7 @@ from .base import Known, Reduction, Terms
 AUTO = "auto"
 _SAMPLES = 2  # samples of the first batch for which the loss is compared with the model's own
 _MOST_LOGITS = 2**22  # of two samples; if they have more, one sample is compared
+_POSITIONS, _TERMS = 64, 16  # of a causal model's sequences the first positions are compared if they have these terms
 _RTOL = 1e-4
 _WAY_OUT = (
     "pass loss=, and where outputs and labels do not fit as they are, forward=, a function (model, batch) -> "
@@ -81,11 +82,27 @@ class Returned:
 
 
 def _few(model: nn.Module, batch: Any) -> Any:
-    few = data.first(batch, min(_SAMPLES, data.size(batch)))
+    """Return the samples, and of a causal language model the positions, on which losses are compared."""
     own = hugging_face.inner(model)
+    few = _first_positions(own, data.first(batch, min(_SAMPLES, data.size(batch))))
     vocabulary = getattr(getattr(own, "config", None), "vocab_size", None) or 1
     most = max((leaf.numel() for leaf in data.leaves(few) if isinstance(leaf, Tensor) and leaf.ndim == 2), default=1)
-    return few if most * vocabulary <= _MOST_LOGITS else data.first(batch, 1)
+    return few if most * vocabulary <= _MOST_LOGITS else data.first(few, 1)
+
+
+def _first_positions(own: nn.Module | None, batch: Any) -> Any:
+    """Return the first positions of a causal language model's sequences, or all if they have few terms or other inputs.
+
+    Two passes over whole sequences would take a tenth to a half of a call with one probe.
+    """
+    if own is None or not (isinstance(batch, Mapping) and hugging_face.is_causal(own)):
+        return batch
+    shapes = {part.shape if isinstance(part, Tensor) else None for part in batch.values()}
+    if len(shapes) > 1 or None in shapes or len(*shapes) != 2 or "input_ids" not in batch:
+        return batch
+    short = {key: part[:, :_POSITIONS] for key, part in batch.items()}
+    terms = (hugging_face.causal_labels(short)[:, 1:] != hugging_face.IGNORED).sum()
+    return short if int(terms) >= _TERMS else batch
 
 
 def of_transformers(model: nn.Module) -> nn.Module:

@@ -94,6 +94,19 @@ def test_tokens_are_the_labels_of_a_causal_model_that_is_given_none():
     )
 
 
+@pytest.mark.parametrize(("first", "seen"), [(0, {64}), (70, {100})])
+def test_long_sequences_are_compared_by_their_first_positions(first, seen):
+    """By all of them where the first ones have no labels, as behind a long question."""
+    net, batch = FAMILIES["Llama"]()
+    tokens = batch["input_ids"].repeat(1, 20)[:, :100]
+    labels = tokens.clone()
+    labels[:, :first] = -100
+    lengths = set()
+    net.model.embed_tokens.register_forward_hook(lambda module, args, output: lengths.add(args[0].shape[1]))
+    assert isinstance(auto.of_model(net, {"input_ids": tokens, "labels": labels}), losses.CrossEntropy)
+    assert lengths == seen
+
+
 def test_images_as_pairs():
     net, batch = FAMILIES["ViT"]()
     pair = batch["pixel_values"], batch["labels"]
