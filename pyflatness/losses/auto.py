@@ -97,8 +97,10 @@ def _first_positions(own: nn.Module | None, batch: Any) -> Any:
     """
     if own is None or not (isinstance(batch, Mapping) and hugging_face.is_causal(own)):
         return batch
-    shapes = {part.shape if isinstance(part, Tensor) else None for part in batch.values()}
-    if len(shapes) > 1 or None in shapes or len(*shapes) != 2 or "input_ids" not in batch:
+    tokens = batch.get("input_ids")
+    if not isinstance(tokens, Tensor) or tokens.ndim != 2:
+        return batch
+    if any(not isinstance(part, Tensor) or part.shape != tokens.shape for part in batch.values()):
         return batch
     short = {key: part[:, :_POSITIONS] for key, part in batch.items()}
     terms = (hugging_face.causal_labels(short)[:, 1:] != hugging_face.IGNORED).sum()
