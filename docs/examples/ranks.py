@@ -73,7 +73,7 @@ with tempfile.TemporaryDirectory() as folder:
     Path(folder, "evaluate.py").write_text(SCRIPT)
     torch.save(model.state_dict(), Path(folder, "model.pt"))
     torch.save(data, Path(folder, "digits.pt"))
-    run = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+    run = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True)
 print(run.stdout)
 
 # %%
