@@ -73,7 +73,8 @@ with tempfile.TemporaryDirectory() as folder:
     Path(folder, "evaluate.py").write_text(SCRIPT)
     torch.save(model.state_dict(), Path(folder, "model.pt"))
     torch.save(data, Path(folder, "digits.pt"))
-    run = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True)
+    how = {"stdout": subprocess.PIPE, "text": True}
+    run = subprocess.run(command, cwd=folder, check=True, **how)
 print(run.stdout)
 
 # %%
