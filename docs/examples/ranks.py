@@ -73,8 +73,9 @@ with tempfile.TemporaryDirectory() as folder:
     Path(folder, "evaluate.py").write_text(SCRIPT)
     torch.save(model.state_dict(), Path(folder, "model.pt"))
     torch.save(data, Path(folder, "digits.pt"))
-    how = {"stdout": subprocess.PIPE, "text": True}
-    run = subprocess.run(command, cwd=folder, check=True, **how)
+    run = subprocess.run(
+        command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True
+    )
 print(run.stdout)
 
 # %%
