@@ -205,8 +205,10 @@ def test_long_sequences_are_shared_among_threads_and_sums_do_not_depend_on_these
     case = (samples, 1, 40, 34, (1, 1, positions), (1, 1, 1), (1, 1, 1), (1, 1, 1))
     inputs, signal, geometry, root, _ = layer(case, dtype, roots=24)
     check_grams(engine.module, inputs, signal, geometry)
+    if engine.backend == "reference":
+        return  # a matrix library's sums may depend on the threads
     found = []
-    for threads in (1, 2, 4) if engine.backend == "compiled" else ():
+    for threads in (1, 2, 4):
         with on_threads(threads):
             grams, rows = engine.module.patch_gram(inputs, geometry), geometry.rows(signal)
             weighted = engine.module.gram_weighted(rows, root, grams, triangular=False)

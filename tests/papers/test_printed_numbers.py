@@ -208,11 +208,8 @@ def test_networks_of_the_paper_of_2019():
     def correlations(measures, places):
         return [pearson(networks[f"{name} {place}"], networks["gap"]) for name in measures for place in places]
 
-    hidden, traces, neurons = (
-        ("fc1", "fc2", "fc3", "fc4"),
-        ("scaled_trace",),
-        ("neuron_flatness", "neuron_flatness_max"),
-    )
+    hidden = "fc1", "fc2", "fc3", "fc4"
+    traces, neurons = ("scaled_trace",), ("neuron_flatness", "neuron_flatness_max")
     of_layers = correlations(traces, hidden)
     whole = correlations((*traces, "largest_scaled_trace", *neurons), ["network"])
     highest = max(correlations(traces + neurons, hidden))
