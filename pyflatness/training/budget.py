@@ -170,10 +170,12 @@ def _of_distribution(held: Estimate) -> Estimate:
 def pooled(reports: Sequence[tuple[float, Report]], measure: str) -> dict[str, Estimate]:
     """Return each layer's last value, estimated from all records; older ones count less the faster values drift.
 
-    The model is a random walk of the value, with a variance of q in a step relative to the value, observed with each
-    record's standard error; Kalman's filter estimates it. The variance of a record is the layer's mean variance for its
-    number of samples. q is the largest that makes the records of the last half of the steps nearly as likely as the
-    likeliest q does, in the mean over the layers. Intervals are therefore rather too wide.
+    The model is a random walk of the value, observed with each record's standard error; Kalman's filter estimates it.
+    All variances are relative to the square of the value: q for the walk in a step, and for a record the layer's mean
+    over the records at its number of samples, so that the weights of records do not depend on their values. q is the
+    largest that makes the records of the last half of the steps nearly as likely as the likeliest q does, in the mean
+    over the layers. Intervals are therefore rather too wide. A layer with a value that is not positive has its last
+    record's.
     """
     held = [(step, report.by_measure()[measure]) for step, report in reports if measure in report.measures]
     held = [one for one in held if all(map(math.isfinite, map(float, one[1].values())))] or held[-1:]
@@ -219,18 +221,22 @@ def alarms(held: Sequence[Estimate]) -> tuple[list[int], str]:
 
 
 def _filtered(values: Sequence[tuple[float, Estimate]], q: float) -> tuple[float, float, float]:
-    """Return a layer's last value by Kalman's filter, its variance, and the log-likelihood of the records."""
-    mean = sum(one.value for _, one in values) / len(values)
-    spread = sum(_variance(one) * one.samples for _, one in values) / len(values)
+    """Return a layer's last value by Kalman's filter, its variance, and the log-likelihood of the records.
+
+    Inside, variances and differences are relative to the level.
+    """
+    if min(one.value for _, one in values) <= 0:
+        return values[-1][1].value, _variance(values[-1][1]), 0.0
+    spread = sum(_variance(one) * one.samples / one.value**2 for _, one in values) / len(values)
     (step, first), *others = values
     level, variance, likelihood = first.value, spread / first.samples, 0.0
     for now, one in others if spread else ():
-        variance += q * (now - step) * mean**2
-        off, step = one.value - level, now
+        variance += q * (now - step)
+        off, step = one.value / level - 1, now
         total = variance + spread / one.samples
-        likelihood -= (math.log(total) + off**2 / total) / 2
-        level, variance = level + variance / total * off, variance * (1 - variance / total)
-    return level, variance, likelihood
+        likelihood -= (math.log(total * level**2) + off**2 / total) / 2
+        level, variance = level * (1 + variance / total * off), variance * (1 - variance / total)
+    return level, variance * level**2, likelihood
 
 
 def _variance(held: Estimate) -> float:

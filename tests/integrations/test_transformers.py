@@ -71,9 +71,11 @@ def trained(folder, *callbacks, **options):
     return trainer, found, made
 
 
-def test_a_budget_measures_steps_on_the_batch_that_was_trained_on(tmp_path, capsys):
-    _, expected, _ = trained(tmp_path, gradient_accumulation_steps=2)
-    trainer, found, (callback,) = trained(tmp_path, {"budget": 0.999, "strict": True}, gradient_accumulation_steps=2)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_budget_measures_steps_on_the_batch_that_was_trained_on(tmp_path, capsys, bf16):
+    how = {"gradient_accumulation_steps": 2, "bf16": bf16}
+    _, expected, _ = trained(tmp_path, **how)
+    trainer, found, (callback,) = trained(tmp_path, {"budget": 0.999, "strict": True}, **how)
     assert found == expected
     first = callback.history[0]
     assert (first.step, first.epoch) == (1, 0.5)
