@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import pyflatness as pf
 from pyflatness.scoring import checkpoints, specs
 from support import ROOT
-from support.score_runs import arguments_of, rows_of, saved, status, tiny_net
+from support.score_runs import arguments_of, needs_pickles, rows_of, saved, status, tiny_net
 
 ZOO = ROOT.parent / "shared" / "zoo"
 CHOICES = ("relative_flatness", "relative_flatness_std", "trace")
@@ -172,6 +172,7 @@ def _variants(tiny: str) -> list[Path]:
     return [plain, *(folder / name for name in ("b.ckpt", "c.ckpt", "d.safetensors"))]
 
 
+@needs_pickles
 @pytest.mark.parametrize("store", [False, True])
 def test_notes_are_printed_once(tiny: str, store: bool, capsys: pytest.CaptureFixture[str]) -> None:
     paths = _variants(tiny)
