@@ -35,16 +35,10 @@ def main() -> int:
         constraints.parent.mkdir(exist_ok=True)
         constraints.write_text("\n".join(json.loads(_found(r"^requires = (\[.*\])$", settings))).replace(">=", "=="))
         # Each torch asks for one Triton, so that the oldest Triton of the extra would choose torch. It is left out.
-        overrides = ROOT / "build" / "overrides.txt"
+        overrides = constraints.with_name("overrides.txt")
         overrides.write_text("triton; sys_platform == 'none'\n")
-        versions = [
-            "--resolution",
-            "lowest-direct",
-            "--build-constraints",
-            str(constraints),
-            "--overrides",
-            str(overrides),
-        ]
+        versions = ["--resolution", "lowest-direct", "--build-constraints", str(constraints)]
+        versions += ["--overrides", str(overrides)]
     _uv("venv", "--clear", "--python", python, folder)
     how = "-C", "cmake.define.PYFLATNESS_CUDA=OFF", "-C", f"build-dir={folder / 'kernels'}"
     _uv("pip", "install", "--python", folder, *versions, *how, "--editable", f"{ROOT}[test]")
