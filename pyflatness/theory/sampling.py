@@ -201,26 +201,17 @@ def representativeness(
                 _sums(psi_k, (places == k).long(), 2, rho, probes, seed).against_the_rest([1])
                 for k, psi_k in enumerate(refitted)
             ]
-        tested = None if test is None else whole.against(_risk(Psi(test[0], weight, bias, test[1], resolved)))
+        tested = None
+        if test is not None:
+            psi = Psi(test[0], weight, bias, test[1], resolved)
+            one_group = torch.zeros(len(psi.features), dtype=torch.int64, device="cpu")
+            tested = whole.against(_sums(psi, one_group, 1, rho, 0, seed).mean())
     return summary(held_out, tested, rho=rho, features=m, samples=n, probes=probes, refitted=fit is not None)
 
 
 def default_rho(samples: int, features: int) -> float:
     """Return n^(-1/(4+m)) (Petzka et al. 2021, Theorem 6)."""
     return float(samples ** (-1 / (4 + features)))
-
-
-def refit(fit: Fit, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the weight and the bias that the user's function fits."""
-    check_function("fit", fit, "(features, targets) -> (weight, bias)")
-    with torch.enable_grad():
-        result = fit(features, targets)
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise InputError(f"fit: a pair (weight, bias) is wanted, got {type(result).__name__}")
-    weight, bias = (None if tensor is None else tensor.detach() for tensor in result)
-    if weight is None:
-        raise InputError("fit: a pair (weight, bias) is wanted, got None for the weight")
-    return weight, bias
 
 
 def assigned(samples: int, folds: int, seed: int) -> Tensor:
@@ -346,9 +337,16 @@ class Psi:
             yield outputs - change
 
     def refitted(self, fit: Fit, sample: Tensor) -> "Psi":
-        """Return ψ fitted on some of the samples, with all samples as its data."""
+        """Return ψ with the weight and bias that the user's function fits to some samples, and all samples as data."""
+        check_function("fit", fit, "(features, targets) -> (weight, bias)")
         index = sample.to(self.features.device)
-        weight, bias = refit(fit, self.features[index], self.targets[index])
+        with torch.enable_grad():
+            result = fit(self.features[index], self.targets[index])
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise InputError(f"fit: a pair (weight, bias) is wanted, got {type(result).__name__}")
+        weight, bias = (None if tensor is None else tensor.detach() for tensor in result)
+        if weight is None:
+            raise InputError("fit: a pair (weight, bias) is wanted, got None for the weight")
         return Psi(self.features, weight, bias, self.targets, self.loss)
 
 
@@ -356,12 +354,6 @@ def _sums(psi: Psi, groups: Tensor, count: int, rho: float, probes: int, seed: i
     sums, outputs = NoiseSums(psi.loss, count, probes), psi.outputs()
     sums.add(outputs, psi.targets, groups, psi.noisy(outputs, rho, probes, seed))
     return sums
-
-
-def _risk(psi: Psi) -> float:
-    sums, outputs = NoiseSums(psi.loss, 1, 0), psi.outputs()
-    sums.add(outputs, psi.targets, torch.zeros(len(outputs), dtype=torch.int64, device="cpu"), iter(()))
-    return sums.mean()
 
 
 def _by_probe(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
