@@ -215,7 +215,7 @@ def generalization_bound(
     seed = Options.of(how).seed
     kappa, uniform = None if kappa is None else _number("kappa", kappa), check_flag("uniform", uniform)
     rho = None if rho is None else check_number("rho", rho)
-    with session(model, loss, train, how={**how, "process_group": False}, reads=3) as task:
+    with session(model, loss, train, how=how, reads=3) as task:
         perturbed = Perturbed(task, layer)
         name, m = perturbed.name, _features(perturbed)
         samples = sum(data.size(batch) for batch in task.batches)

@@ -393,8 +393,7 @@ def largest_robustness(
     refuse(how.get("process_group"), "largest_robustness", "matrix_robustness is, ")
     rho, starts = check_number("rho", rho), check_count("starts", starts, 1)
     steps, options = check_count("steps", steps, 1), Options.of(how)
-    alone = {**how, "process_group": False}
-    with session(model, loss, data, options, alone, reads=1 + starts * (steps + 1)) as task:
+    with session(model, loss, data, options, how, reads=1 + starts * (steps + 1)) as task:
         perturbed = Perturbed(task, layer)
         task.forward.compare_by_itself()
         w = perturbed.matrix
