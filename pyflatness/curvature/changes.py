@@ -207,8 +207,7 @@ def between(model: nn.Module, other: nn.Module | Mapping[str, Tensor], *, layers
     state = other if isinstance(other, Mapping) else _state(other, None if layers is None else [*own])
     state = {kinds.without_compile(name): value for name, value in state.items()}
     for name, module in own.items():
-        key, weight = _key(name, module), module.weight
-        assert isinstance(weight, Tensor)
+        key, weight = _key(name, module), kinds.weight_of(module)
         value = state.get(key)
         if value is None and isinstance(module, Use):  # files have a weight that is shared under one of its names
             value = next((state[other] for other in _names(model, module) if other in state), None)
@@ -219,7 +218,7 @@ def between(model: nn.Module, other: nn.Module | Mapping[str, Tensor], *, layers
         if value is None or value.shape != weight.shape:
             got = "none" if value is None else f"one of shape {tuple(value.shape)}"
             raise InputError(f"other: a weight {key!r} of shape {tuple(weight.shape)} is wanted, got {got}")
-        found[name] = promoted(value.detach().to(weight)) - promoted(weight.detach())
+        found[name] = promoted(value.detach().to(weight)) - promoted(weight)
     if not found:
         raise InputError("other: it has the weight of no layer of the model; it has " + ", ".join([*state][:5]))
     return found

@@ -128,8 +128,7 @@ class Weight:
     @classmethod
     def of(cls, model: nn.Module, name: str, module: nn.Module) -> "Weight":
         """Return the weight of a layer."""
-        weight, held = module.weight, parameter(module)
-        assert isinstance(weight, Tensor)
+        weight, held = layers.weight_of(module), parameter(module)
         assert held is not None
         places = module.source.places if isinstance(module, Use) else [(module, "weight")]  # attached or not
         parameters = tuple(

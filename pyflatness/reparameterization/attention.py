@@ -206,8 +206,7 @@ def _multiply_rows(model: nn.Module, rows: HeadRows, matrices: Tensor) -> None:
 def _multiply_columns(model: nn.Module, rows: HeadRows, matrices: Tensor) -> None:
     """Multiply the columns of each head, (d, h), by its group's matrix."""
     module = model.get_submodule(rows.module)
-    weight = module.weight
-    assert isinstance(weight, Tensor)
+    weight = layers.weight_of(module)
     each = matrices.repeat_interleave(rows.heads // len(matrices), dim=0)
     columns = layers.as_matrix(module, weight).double().unflatten(1, (rows.heads, -1))
     weight.copy_(layers.as_weight(module, torch.einsum("dhi,hij->dhj", columns, each).flatten(1)))
