@@ -237,7 +237,7 @@ def generalization_bound(
     found = min(
         (
             summary(
-                [sums.against_the_rest([k]) for k in range(folds)],
+                [sums.without(k) for k in range(folds)],
                 None if measured is None else sums.against(measured.test.loss),
                 rho=bandwidth,
                 features=m,

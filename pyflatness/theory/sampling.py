@@ -194,12 +194,11 @@ def representativeness(
         places = assigned(n, folds, seed)
         whole = _sums(psi, places, folds, rho, probes, seed)
         if fit is None:
-            held_out = [whole.against_the_rest([k]) for k in range(folds)]
+            held_out = [whole.without(k) for k in range(folds)]
         else:
             refitted = [psi.refitted(fit, places != k) for k in range(folds)]
             held_out = [
-                _sums(psi_k, (places == k).long(), 2, rho, probes, seed).against_the_rest([1])
-                for k, psi_k in enumerate(refitted)
+                _sums(psi_k, (places == k).long(), 2, rho, probes, seed).without(1) for k, psi_k in enumerate(refitted)
             ]
         tested = None
         if test is not None:
@@ -291,18 +290,14 @@ class NoiseSums:
         """Return the normaliser of all loss terms."""
         return accumulate.normaliser(float(self._weights.sum()))
 
-    def against(self, held_out: float) -> tuple[Decomposition, Tensor]:
-        """Return the decomposition of all groups against the mean loss of other data, and E_Rep by probe."""
-        return self._decomposed(held_out, torch.ones(len(self._own), dtype=torch.bool, device="cpu"))
+    def without(self, group: int) -> tuple[Decomposition, Tensor]:
+        """Return the decomposition with one group held out and the others as the sample, and E_Rep by probe."""
+        normaliser = accumulate.normaliser(float(self._weights[group]))
+        return self.against(float(self._own[group]) / normaliser, torch.arange(len(self._own), device="cpu") != group)
 
-    def against_the_rest(self, held_out: Sequence[int]) -> tuple[Decomposition, Tensor]:
-        """Return the decomposition with some groups held out and the others as the sample, and E_Rep by probe."""
-        sample = torch.ones(len(self._own), dtype=torch.bool, device="cpu")
-        sample[[*held_out]] = False
-        normaliser = accumulate.normaliser(float(self._weights[~sample].sum()))
-        return self._decomposed(float(self._own[~sample].sum()) / normaliser, sample)
-
-    def _decomposed(self, held_out: float, sample: Tensor) -> tuple[Decomposition, Tensor]:
+    def against(self, held_out: float, sample: Tensor | None = None) -> tuple[Decomposition, Tensor]:
+        """Return the decomposition of some groups, or all, against the mean loss of other data, and E_Rep by probe."""
+        sample = torch.ones(len(self._own), dtype=torch.bool, device="cpu") if sample is None else sample
         normaliser = accumulate.normaliser(float(self._weights[sample].sum()))
         own, noisy = float(self._own[sample].sum()) / normaliser, self._noisy[:, sample].sum(dim=1) / normaliser
         smooth = float(noisy.mean())
