@@ -24,7 +24,7 @@ from ..numerics.process_groups import refuse
 from ..options import EVERY, Options, check_count, check_flag
 from ..report import Report
 from ..training import loaders
-from ..training.budget import CLOCK, HOW, TimeBudget, check, cost, of_distribution
+from ..training.budget import CLOCK, HOW, Ran, TimeBudget, check, of_distribution
 from ..training.history import History
 
 NETWORK = "network"
@@ -127,7 +127,7 @@ class Watch:
         report = report if self._budget is None else of_distribution(report)
         self.history.add(report, step=step, epoch=epoch, seconds=spent, **numbers)
         values = {
-            self._logged_as(name, layer): found.value
+            f"{self._name}/{name}/{layer}" if layer else f"{self._name}/{NETWORK}/{name}": found.value
             for name, held in report.by_measure().items()
             for layer, found in held.items()
         }
@@ -141,10 +141,10 @@ class Watch:
         """Print what the measurements have cost since :meth:`_begin`, where something was measured."""
         if not self.history.records or not prints:
             return
-        whole = time.perf_counter() - self._begun
+        ran = Ran(0, time.perf_counter() - self._begun - self._spent, self._spent)
         of = {"train": "the training data", "val": "the validation data"}
         data = of[self._data] if isinstance(self._data, str) else "the data passed"
-        print(f"{self._name}: {cost(self._spent, whole, f' on {data}')}")
+        print(f"{self._name}: {ran.cost(f' on {data}')}")
 
     def _limited(self, data: Any) -> Any:
         """Return the first batches as a list: a measure may read them several times, and a loader may shuffle."""
@@ -189,9 +189,6 @@ class Watch:
     def _warn(self, text: str) -> None:
         if not _is_distributed() or dist.get_rank() == 0:
             warnings.warn(f"{self._name}: {text}", RuntimeWarning, stacklevel=2)
-
-    def _logged_as(self, measure: str, layer: str) -> str:
-        return f"{self._name}/{measure}/{layer}" if layer else f"{self._name}/{NETWORK}/{measure}"
 
 
 @contextlib.contextmanager
