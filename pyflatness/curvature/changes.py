@@ -210,7 +210,9 @@ def between(model: nn.Module, other: nn.Module | Mapping[str, Tensor], *, layers
         key, weight = _key(name, module), kinds.weight_of(module)
         value = state.get(key)
         if value is None and isinstance(module, Use):  # files have a weight that is shared under one of its names
-            value = next((state[other] for other in _names(model, module) if other in state), None)
+            named = kinds.unwrap(model).named_parameters(remove_duplicate=False)
+            own_names = [other for other, parameter in named if parameter is module.source.parameter]
+            value = next((state[other] for other in own_names if other in state), None)
         if value is not None and isinstance(module, Use) and module.rows is not None:
             value = value[module.rows]
         if value is None and layers is None:
@@ -239,12 +241,6 @@ def _key(name: str, module: nn.Module) -> str:
     if isinstance(module, Use) and not module.source.of_module:
         return name if module.rows is None else name.rpartition("[")[0]
     return f"{name}.weight" if name else "weight"
-
-
-def _names(model: nn.Module, use: Use) -> list[str]:
-    """Return all names of the parameter of a use."""
-    named = kinds.unwrap(model).named_parameters(remove_duplicate=False)
-    return [name for name, parameter in named if parameter is use.source.parameter]
 
 
 def of_layer(name: str, module: nn.Module, change: Callable[[Tensor], Tensor]) -> Tensor:
