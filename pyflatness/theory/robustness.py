@@ -343,7 +343,7 @@ def matrix_robustness(
             raise InputError(
                 f"matrix: layer {perturbed.name!r} has {m} columns, ({m}, {m}) is wanted, got {tuple(matrix.shape)}"
             )
-        turned = product(perturbed.matrix, matrix.detach().to(perturbed.matrix).view(-1, m, m))
+        turned = product(perturbed.matrix, matrix.detach().to(perturbed.matrix).expand(groups, m, m))
         values, own = perturbed.risks([layers.as_weight(perturbed.layer, turned.flatten(0, 1))], steps)
     grid = torch.tensor(steps, dtype=torch.float64, device="cpu")
     return MatrixRobustness(grid, values[0] - own.value, own.value, perturbed.name, own.samples)
