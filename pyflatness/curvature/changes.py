@@ -29,6 +29,7 @@ calls is a layer shows when the model runs; its rows are those of the first dime
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -204,7 +205,11 @@ def between(model: nn.Module, other: nn.Module | Mapping[str, Tensor], *, layers
         InputError: no such layers, no such weights, or of another shape.
     """
     own, found = _layers(model, layers), {}
-    state = other if isinstance(other, Mapping) else _state(other, None if layers is None else [*own])
+    if isinstance(other, Mapping):
+        state: Mapping[str, Any] = other
+    else:  # weights as parametrisations make them
+        others = _layers(other, None if layers is None else [*own]).items()
+        state = {_key(name, one): one.source.parameter if isinstance(one, Use) else one.weight for name, one in others}
     state = {kinds.without_compile(name): value for name, value in state.items()}
     for name, module in own.items():
         key, weight = _key(name, module), kinds.weight_of(module)
@@ -223,16 +228,6 @@ def between(model: nn.Module, other: nn.Module | Mapping[str, Tensor], *, layers
         found[name] = promoted(value.detach().to(weight)) - promoted(weight)
     if not found:
         raise InputError("other: it has the weight of no layer of the model; it has " + ", ".join([*state][:5]))
-    return found
-
-
-def _state(model: nn.Module, chosen: Layers) -> dict[str, Tensor]:
-    """Return the weights of layers, as parametrisations make them, by their keys in a state dict without these."""
-    found = {}
-    for name, module in _layers(model, chosen).items():
-        weight = module.source.parameter if isinstance(module, Use) else module.weight
-        assert isinstance(weight, Tensor)
-        found[_key(name, module)] = weight
     return found
 
 
