@@ -48,7 +48,7 @@ from ..losses.divergence import Divergence
 from ..messages import check_choice, check_module, check_path, instead, shown
 from ..model import layers as kinds
 from ..model import selectors, uses
-from ..model.selectors import Selection, Selector
+from ..model.selectors import Selector
 from ..model.uses import Use
 from ..numerics.choice_problem import ROUNDING, ChoiceProblem, Indices, smallest
 from ..options import CALL, How, Options, check_count, check_flag, check_number, check_numbers, check_probes
@@ -614,11 +614,11 @@ def _of_tool(
     Raises:
         InputError: the tool keeps a layer that was named, or all layers, in none of the formats.
     """
-    selection, refused = task.selection, {}
     kept: dict[str, Sequence[Format | Copy]] = {}
+    refused: dict[str, str] = {}
     dropped: Counter[tuple[str, str]] = Counter()
     for name, formats in formats_of.items():
-        weight = Weight.of(task.model, name, selection.modules[name])
+        weight = Weight.of(task.model, name, task.selection.modules[name])
         reasons = {one.name: exports.why_not(tool, weight, one) for one in formats}
         able = [one for one in formats if not reasons[one.name]]
         if able:
@@ -626,12 +626,8 @@ def _of_tool(
             dropped.update((one, reason) for one, reason in reasons.items() if reason)
         else:
             refused[name] = reasons[formats[0].name]
-    wrong = [name for name in refused if name in selection.named or not kept]
-    if wrong:
-        raise InputError(f"layer {wrong[0]!r}: {refused[wrong[0]]}")
-    modules = {name: selection.modules[name] for name in kept}
     told = tuple(f"no {one} in {count} of the layers: {reason}" for (one, reason), count in dropped.items())
-    return replace(task, selection=Selection(modules, selection.named, selection.optional)), kept, refused, told
+    return whole_weights.without(task, refused), kept, refused, told
 
 
 def _fixed(fixed: Mapping[str, Format | Copy], owner: Mapping[str, str]) -> dict[str, Format | Copy]:

@@ -29,6 +29,7 @@ calls is a layer shows when the model runs; its rows are those of the first dime
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -204,14 +205,19 @@ def between(model: nn.Module, other: nn.Module | Mapping[str, Tensor], *, layers
         InputError: no such layers, no such weights, or of another shape.
     """
     own, found = _layers(model, layers), {}
-    state = other if isinstance(other, Mapping) else _state(other, None if layers is None else [*own])
+    if isinstance(other, Mapping):
+        state: Mapping[str, Any] = other
+    else:  # weights as parametrisations make them
+        others = _layers(other, None if layers is None else [*own]).items()
+        state = {_key(name, one): one.source.parameter if isinstance(one, Use) else one.weight for name, one in others}
     state = {kinds.without_compile(name): value for name, value in state.items()}
     for name, module in own.items():
-        key, weight = _key(name, module), module.weight
-        assert isinstance(weight, Tensor)
+        key, weight = _key(name, module), kinds.weight_of(module)
         value = state.get(key)
         if value is None and isinstance(module, Use):  # files have a weight that is shared under one of its names
-            value = next((state[other] for other in _names(model, module) if other in state), None)
+            named = kinds.unwrap(model).named_parameters(remove_duplicate=False)
+            own_names = [other for other, parameter in named if parameter is module.source.parameter]
+            value = next((state[other] for other in own_names if other in state), None)
         if value is not None and isinstance(module, Use) and module.rows is not None:
             value = value[module.rows]
         if value is None and layers is None:
@@ -219,19 +225,9 @@ def between(model: nn.Module, other: nn.Module | Mapping[str, Tensor], *, layers
         if value is None or value.shape != weight.shape:
             got = "none" if value is None else f"one of shape {tuple(value.shape)}"
             raise InputError(f"other: a weight {key!r} of shape {tuple(weight.shape)} is wanted, got {got}")
-        found[name] = promoted(value.detach().to(weight)) - promoted(weight.detach())
+        found[name] = promoted(value.detach().to(weight)) - promoted(weight)
     if not found:
         raise InputError("other: it has the weight of no layer of the model; it has " + ", ".join([*state][:5]))
-    return found
-
-
-def _state(model: nn.Module, chosen: Layers) -> dict[str, Tensor]:
-    """Return the weights of layers, as parametrisations make them, by their keys in a state dict without these."""
-    found = {}
-    for name, module in _layers(model, chosen).items():
-        weight = module.source.parameter if isinstance(module, Use) else module.weight
-        assert isinstance(weight, Tensor)
-        found[_key(name, module)] = weight
     return found
 
 
@@ -240,12 +236,6 @@ def _key(name: str, module: nn.Module) -> str:
     if isinstance(module, Use) and not module.source.of_module:
         return name if module.rows is None else name.rpartition("[")[0]
     return f"{name}.weight" if name else "weight"
-
-
-def _names(model: nn.Module, use: Use) -> list[str]:
-    """Return all names of the parameter of a use."""
-    named = kinds.unwrap(model).named_parameters(remove_duplicate=False)
-    return [name for name, parameter in named if parameter is use.source.parameter]
 
 
 def of_layer(name: str, module: nn.Module, change: Callable[[Tensor], Tensor]) -> Tensor:

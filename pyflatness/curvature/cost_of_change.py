@@ -156,8 +156,7 @@ def _checked(modules: Mapping[str, nn.Module], changes: Mapping[str, Any]) -> di
     for name, change in changes.items():
         if name not in modules:
             raise InputError(f"changes: {name!r} is not the name of one layer; here these are {', '.join(modules)}")
-        weight = modules[name].weight
-        assert isinstance(weight, Tensor)
+        weight = layers.weight_of(modules[name])
         if not isinstance(change, Tensor) or change.shape != weight.shape:
             got = f"one of shape {tuple(change.shape)}" if isinstance(change, Tensor) else shown(change)
             raise InputError(

@@ -160,13 +160,11 @@ def _for_bitsandbytes(choice: Choice, rest: Rest) -> Any:
 
 def _for_auto_round(choice: Choice, rest: Rest) -> Any:
     """Return a ``layer_config`` of full names of layers, which count more than parts of names."""
-    return {name: _of_auto_round(held) for name, held in choice.items()} | {name: {"bits": 16} for name in rest}
-
-
-def _of_auto_round(held: Format) -> dict[str, Any]:
-    if not held.scheme:
-        return {"bits": 16}
-    return {"bits": held.scheme["bits"], "group_size": held.scheme["group_size"] or -1, "sym": True}
+    return {name: {"bits": 16} for name in (*choice, *rest)} | {
+        name: {"bits": held.scheme["bits"], "group_size": held.scheme["group_size"] or -1, "sym": True}
+        for name, held in choice.items()
+        if held.scheme
+    }
 
 
 def _for_modelopt(choice: Choice, rest: Rest) -> str:
@@ -220,11 +218,8 @@ def _for_gguf(choice: Choice, rest: Rest) -> str:
 
 def _demand_of_auto_round(weight: Weight, held: Format) -> str:
     rows, columns = weight.matrix.shape
-    return (
-        f"auto-round leaves a layer of {rows} × {columns} at 16 bits: not multiples of 32"
-        if rows % 32 or columns % 32
-        else ""
-    )
+    told = f"auto-round leaves a layer of {rows} × {columns} at 16 bits: not multiples of 32"
+    return told if rows % 32 or columns % 32 else ""
 
 
 def _bytes_of_torchao(held: Format, rows: int, columns: int, own: int) -> int:

@@ -142,13 +142,15 @@ def named(name: "str | Format", tool: str | None = None) -> Format:
     own, _, base = name.rpartition(":") if isinstance(name, str) and name != "2:4" else ("", "", name)
     whose = own or tool
     tools = [whose] if whose else ["torchao", "llm-compressor"]
-    kept = {
-        "2:4": Format("2:4", _half, _with_two_of_four),
-        "keep": Format("keep", 16, _as_half, {}, native=True) if whose == "gguf" else _KEEP,
-    }.get(base)
     ranks = re.fullmatch(r"rank-([1-9]\d*)", str(base))
-    kept = _of_factors(base, int(ranks[1])) if ranks else kept
-    for each in tools if kept is None else ():
+    if ranks:
+        rank = int(ranks[1])
+        return Format(base, partial(_of_two_factors, rank), partial(_to_rank, rank))
+    if base == "2:4":
+        return Format("2:4", _half, _with_two_of_four)
+    if base == "keep":
+        return Format("keep", 16, _as_half, {}, native=True) if whose == "gguf" else _KEEP
+    for each in tools:
         if each not in TOOLS:
             raise InputError(f"tool: {shown(each)} is none of those with formats: {', '.join(TOOLS)}")
         found = next(
@@ -157,14 +159,12 @@ def named(name: "str | Format", tool: str | None = None) -> Format:
         if found is not None:
             made: Format = found[1](*(int(part) if part else None for part in found[0].groups()))
             return replace(made, name=name, tool=each, native=True)
-    if kept is None or not isinstance(name, str):
-        patterns = ", ".join([*map(_readable, TOOLS[whose]), "keep"]) if whose else _NAMES
-        known = f"of {whose}" if whose else "that is known"
-        raise InputError(
-            f"formats: {shown(name)} is no format {known}; {_hint(base)}there are {patterns}, and pf.changes.Format "
-            "for your own"
-        )
-    return kept
+    patterns = ", ".join([*map(_readable, TOOLS[whose]), "keep"]) if whose else _NAMES
+    known = f"of {whose}" if whose else "that is known"
+    raise InputError(
+        f"formats: {shown(name)} is no format {known}; {_hint(base)}there are {patterns}, and pf.changes.Format for "
+        "your own"
+    )
 
 
 def _own(rows: int, columns: int, own: int) -> float:
@@ -240,10 +240,6 @@ def _fp8(rule: Callable[[Tensor], Tensor]) -> Format:
     return Format("", 8, rule, {"type": "float", "bits": 8, "group_size": None})
 
 
-def _of_factors(name: str, rank: int) -> Format:
-    return Format(name, partial(_of_two_factors, rank), partial(_to_rank, rank))
-
-
 def _of_two_factors(rank: int, rows: int, columns: int, own: int) -> float:
     return own * min(1.0, rank * (rows + columns) / (rows * columns))
 
@@ -252,17 +248,12 @@ def _to_rank(rank: int, matrix: Tensor) -> Tensor:
     return matrix + of_rank(matrix, rank)
 
 
-def integers(rows: Tensor, bits: int) -> Tensor:
-    """Return rows as torchao's integers times their scale."""
+def integers(rows: Tensor, bits: int, *, divided: bool = False) -> Tensor:
+    """Return rows as integers times their scale: torchao's, or with ``divided`` those of rows divided by the scale."""
     top = 2 ** (bits - 1)
     scale = largest(rows) / ((2**bits - 1) / 2)
-    return torch.where(scale > 0, (rows * (1.0 / scale)).round().clamp(-top, top - 1) * scale, 0.0)
-
-
-def _divided(rows: Tensor, bits: int) -> Tensor:
-    top = 2 ** (bits - 1)
-    scale = largest(rows) / ((2**bits - 1) / 2)
-    return torch.where(scale > 0, (rows / scale).round().clamp(-top, top - 1) * scale, 0.0)
+    levels = rows / scale if divided else rows * (1.0 / scale)
+    return torch.where(scale > 0, levels.round().clamp(-top, top - 1) * scale, 0.0)
 
 
 def _narrow(rows: Tensor, bits: int) -> Tensor:
@@ -357,12 +348,12 @@ _INT = r"int([2-8])(?:-g([1-9]\d*))?"
 TOOLS: dict[str, dict[str, Callable[..., Format]]] = {
     "torchao": {_INT: partial(_integers, rule=integers), "fp8": lambda: _fp8(_fp8_exact)},
     "llm-compressor": {
-        _INT: partial(_integers, rule=_divided),
+        _INT: partial(_integers, rule=partial(integers, divided=True)),
         "fp8": lambda: _fp8(_fp8_native),
         "mxfp4": lambda: _floats(32, "uint8", _mxfp4),
         "nvfp4": lambda: _floats(16, "float8_e4m3fn", _nvfp4),
     },
-    "gptqmodel": {r"int([2348])(?:-g([1-9]\d*))?": partial(_integers, rule=_divided)},
+    "gptqmodel": {r"int([2348])(?:-g([1-9]\d*))?": partial(_integers, rule=partial(integers, divided=True))},
     "auto-round": {_INT: partial(_integers, rule=_signed_half)},
     "modelopt": {_INT: partial(_integers, rule=_narrow)},
     "gguf": {

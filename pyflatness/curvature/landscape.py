@@ -359,9 +359,7 @@ def _begun(out: Path | None, ranks: Ranks) -> Landscape | None:
 
 def _made(wanted: "SliceRequest", layers: Any, seed: int) -> str:
     """Return a text that identifies the wanted eigenvectors; empty without such, or if layers are modules."""
-    names = (
-        [layers] if layers is None or isinstance(layers, str) else [*layers] if isinstance(layers, Sequence) else [()]
-    )
+    names = [*layers] if isinstance(layers, Sequence) and not isinstance(layers, str) else [layers]
     if wanted.given != "eigenvectors" or not all(name is None or isinstance(name, str) for name in names):
         return ""
     return f"{wanted.count} of {names!r}, seed {seed}, normalization {wanted.normalization!r}"

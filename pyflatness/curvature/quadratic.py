@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..hessian.parameter_products import ParameterProducts
+from ..model import parameters
 from ..model.directions import Direction
 from ..passes.task import Task
 
@@ -55,19 +56,11 @@ def quadratic(task: Task, directions: Sequence[Direction], value: float) -> Quad
     """Return the quadratic model along directions of parameters, where E(θ) is ``value``."""
     try:
         products = ParameterProducts(task, {name for direction in directions for name in direction.values})
-        rows = torch.stack([_vector(products, direction) for direction in directions])
+        none = {name: torch.zeros_like(values) for name, values in parameters.every(task.model).items()}
+        every = ([(none | direction.values)[name] for name in products.names] for direction in directions)
+        rows = torch.stack([torch.cat([change.double().flatten() for change in each]) for each in every])
         gradient, turned = products.gradient(), products({products.names: rows})[products.names]
     except InputError as error:
         raise type(error)(f"{error}; quadratic=False leaves the quadratic model out").about(error.layers) from error
     hessian = rows @ turned.T
     return Quadratic(value, (rows @ gradient).cpu(), (0.5 * (hessian + hessian.T)).cpu())
-
-
-def _vector(products: ParameterProducts, direction: Direction) -> Tensor:
-    """Return a direction as one vector (N,) float64, in the order of the products."""
-    parts = products.as_weights(
-        products.names, torch.zeros(products.size(products.names), dtype=torch.float64, device=products.device)
-    )
-    for name, change in direction.values.items():
-        parts[name].copy_(change)
-    return torch.cat([parts[name].flatten() for name in products.names])

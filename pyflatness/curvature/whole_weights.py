@@ -73,13 +73,18 @@ def stored(task: Task) -> tuple[Task, dict[str, str]]:
     Raises:
         InputError: a layer that was named, or every layer, has a weight that is computed.
     """
-    modules, named = task.selection.modules, task.selection.named
-    computed = {name: _COMPUTED for name, module in modules.items() if parameter(module) is None}
-    kept = {name: module for name, module in modules.items() if name not in computed}
-    wrong = [name for name in computed if name in named] if kept else [*computed]
-    if wrong:
-        raise InputError(f"layer {wrong[0]!r}: {_COMPUTED}")
-    return replace(task, selection=Selection(kept, named, task.selection.optional)), computed
+    computed = {name: _COMPUTED for name, module in task.selection.modules.items() if parameter(module) is None}
+    return without(task, computed), computed
+
+
+def without(task: Task, reasons: Mapping[str, str]) -> Task:
+    """Return the task without the layers that have a reason for it; raise if one was named, or if none is left."""
+    chosen = task.selection
+    kept = {name: module for name, module in chosen.modules.items() if name not in reasons}
+    for name, reason in reasons.items():
+        if name in chosen.named or not kept:
+            raise InputError(f"layer {name!r}: {reason}")
+    return replace(task, selection=Selection(kept, chosen.named, chosen.optional))
 
 
 def refuse_computed(task: Task) -> None:
@@ -123,8 +128,7 @@ class Weight:
     @classmethod
     def of(cls, model: nn.Module, name: str, module: nn.Module) -> "Weight":
         """Return the weight of a layer."""
-        weight, held = module.weight, parameter(module)
-        assert isinstance(weight, Tensor)
+        weight, held = layers.weight_of(module), parameter(module)
         assert held is not None
         places = module.source.places if isinstance(module, Use) else [(module, "weight")]  # attached or not
         parameters = tuple(

@@ -24,7 +24,7 @@ from ..numerics.process_groups import refuse
 from ..options import EVERY, Options, check_count, check_flag
 from ..report import Report
 from ..training import loaders
-from ..training.budget import CLOCK, HOW, TimeBudget, check, cost, of_distribution
+from ..training.budget import CLOCK, HOW, Ran, TimeBudget, check, of_distribution
 from ..training.history import History
 
 NETWORK = "network"
@@ -127,7 +127,7 @@ class Watch:
         report = report if self._budget is None else of_distribution(report)
         self.history.add(report, step=step, epoch=epoch, seconds=spent, **numbers)
         values = {
-            self._logged_as(name, layer): found.value
+            f"{self._name}/{name}/{layer}" if layer else f"{self._name}/{NETWORK}/{name}": found.value
             for name, held in report.by_measure().items()
             for layer, found in held.items()
         }
@@ -141,10 +141,10 @@ class Watch:
         """Print what the measurements have cost since :meth:`_begin`, where something was measured."""
         if not self.history.records or not prints:
             return
-        whole = time.perf_counter() - self._begun
+        ran = Ran(0, time.perf_counter() - self._begun - self._spent, self._spent)
         of = {"train": "the training data", "val": "the validation data"}
         data = of[self._data] if isinstance(self._data, str) else "the data passed"
-        print(f"{self._name}: {cost(self._spent, whole, f' on {data}')}")
+        print(f"{self._name}: {ran.cost(f' on {data}')}")
 
     def _limited(self, data: Any) -> Any:
         """Return the first batches as a list: a measure may read them several times, and a loader may shuffle."""
@@ -168,36 +168,17 @@ class Watch:
                 return self._report(model, loss, some)
 
     def _report(self, model: nn.Module, loss: Any, data: Any) -> Report:
-        """Return a report of all measures; of measures that were named, those that are possible, from now on."""
-        names = self._measures if isinstance(self._measures, list) and len(self._measures) > 1 else []
-        refused: dict[str, Any] = {}
-        try:
-            report = self._of(model, loss, data, self._measures)
-            refused = {name: why for name, why in report.skipped.items() if name in {*names} - {*report.measures}}
+        """Return a report; measures that were named and cannot be had are left out from now on, with a warning."""
+        with progress.in_lines():  # the trainer may have a bar
+            report = measure(model, loss, data, layers=self._layers, measures=self._measures, **self._options)
+        if isinstance(self._measures, list):
+            refused = {name: why for name, why in report.skipped.items() if name not in report.measures}
             if refused and self._strict:
                 raise InputError(next(iter(refused.values())))
-        except InputError:
-            if self._strict or not names:
-                raise
-            for name in names:
-                try:
-                    self._of(model, loss, data, [name])
-                except InputError as error:
-                    refused[name] = error
-            possible = [name for name in names if name not in refused]
-            if not possible:
-                raise next(iter(refused.values())) from None
-            report = self._of(model, loss, data, possible)
-        for name, why in refused.items():
-            again = isinstance(why, NonFiniteError)  # the weights of another epoch may be finite
-            self._warn(f"{name} is left out{'' if again else ' from now on'}: {why}")
-        if names:
-            self._measures = [n for n in names if n not in refused or isinstance(refused[n], NonFiniteError)]
+            for name, why in refused.items():
+                self._warn(f"{name} is left out from now on: {why}")
+            self._measures = [name for name in self._measures if name not in refused]
         return report
-
-    def _of(self, model: nn.Module, loss: Any, data: Any, measures: str | list[str] | None) -> Report:
-        with progress.in_lines():  # the trainer may have a bar
-            return measure(model, loss, data, layers=self._layers, measures=measures, **self._options)
 
     def _once(self, beginning: str, text: str, about: str | None = None) -> None:
         """Warn of something once, although it is so in every epoch."""
@@ -208,9 +189,6 @@ class Watch:
     def _warn(self, text: str) -> None:
         if not _is_distributed() or dist.get_rank() == 0:
             warnings.warn(f"{self._name}: {text}", RuntimeWarning, stacklevel=2)
-
-    def _logged_as(self, measure: str, layer: str) -> str:
-        return f"{self._name}/{measure}/{layer}" if layer else f"{self._name}/{NETWORK}/{measure}"
 
 
 @contextlib.contextmanager

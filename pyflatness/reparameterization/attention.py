@@ -146,21 +146,21 @@ def largest_group(
 
 
 def _of_module(name: str, module: nn.Module) -> Attention | None:
-    if isinstance(module, nn.MultiheadAttention):
-        e, heads = module.embed_dim, module.num_heads
-        if module.bias_k is not None:
-            return None  # it has a key that no projection makes
-        packed = module.in_proj_weight is not None
-        q, k, v = (
-            HeadRows(
-                name, "in_proj_weight" if packed else f"{key}_proj_weight", "in_proj_bias", first * e, heads, e // heads
-            )
-            for first, key in enumerate("qkv")
-        )
-        return Attention(name, q, k, v, HeadRows(_inside(name, "out_proj"), "weight", "", 0, heads, e // heads))
+    """Return where a module has the heads of its attention; None for another module, or one of an unknown kind."""
     size = getattr(module, "head_dim", None)
     if not isinstance(size, int):
         return None
+
+    def rows(child: str, heads: int, first: int = 0, weight: str = "weight", bias: str = "bias") -> HeadRows:
+        return HeadRows(".".join(filter(None, (name, child))), weight, bias, first * heads * size, heads, size)
+
+    if isinstance(module, nn.MultiheadAttention):
+        if module.bias_k is not None:
+            return None  # it has a key that no projection makes
+        packed = module.in_proj_weight is not None
+        weights = ["in_proj_weight" if packed else f"{key}_proj_weight" for key in "qkv"]
+        q, k, v = (rows("", module.num_heads, first, weight, "in_proj_bias") for first, weight in enumerate(weights))
+        return Attention(name, q, k, v, rows("out_proj", module.num_heads))
     children = dict(module.named_children())
     output = next((key for key in _OUTPUTS if key in children), "")
     if {"q_proj", "k_proj", "v_proj"} <= children.keys() and output:
@@ -168,22 +168,13 @@ def _of_module(name: str, module: nn.Module) -> Attention | None:
         heads = [layers.without_entries(layer).shape[0] // size for layer in linear if layers.is_linear(layer)]
         if len(heads) < len(linear):
             return None
-        q, k, v = (
-            HeadRows(_inside(name, f"{key}_proj"), "weight", "bias", 0, count, size)
-            for key, count in zip("qkv", heads, strict=False)
-        )
-        return Attention(name, q, k, v, HeadRows(_inside(name, output), "weight", "", 0, heads[0], size))
+        q, k, v = (rows(f"{key}_proj", count) for key, count in zip("qkv", heads, strict=False))
+        return Attention(name, q, k, v, rows(output, heads[0]))
     if {"c_attn", "c_proj"} <= children.keys() and not getattr(module, "is_cross_attention", False):
-        e = len(layers.matrix(children["c_attn"])[0]) // 3
-        q, k, v = (
-            HeadRows(_inside(name, "c_attn"), "weight", "bias", first * e, e // size, size) for first in range(3)
-        )
-        return Attention(name, q, k, v, HeadRows(_inside(name, "c_proj"), "weight", "", 0, e // size, size))
+        count = len(layers.matrix(children["c_attn"])[0]) // 3 // size
+        q, k, v = (rows("c_attn", count, first) for first in range(3))
+        return Attention(name, q, k, v, rows("c_proj", count))
     return None
-
-
-def _inside(name: str, child: str) -> str:
-    return f"{name}.{child}" if name else child
 
 
 def _check(model: nn.Module, rows: HeadRows) -> None:
@@ -215,8 +206,7 @@ def _multiply_rows(model: nn.Module, rows: HeadRows, matrices: Tensor) -> None:
 def _multiply_columns(model: nn.Module, rows: HeadRows, matrices: Tensor) -> None:
     """Multiply the columns of each head, (d, h), by its group's matrix."""
     module = model.get_submodule(rows.module)
-    weight = module.weight
-    assert isinstance(weight, Tensor)
+    weight = layers.weight_of(module)
     each = matrices.repeat_interleave(rows.heads // len(matrices), dim=0)
     columns = layers.as_matrix(module, weight).double().unflatten(1, (rows.heads, -1))
     weight.copy_(layers.as_weight(module, torch.einsum("dhi,hij->dhj", columns, each).flatten(1)))

@@ -54,9 +54,8 @@ class Folding:
             if name in self.into:
                 layer = copy.get_submodule(self.into[name])
                 scale_rows(layer, scale)
-                assert isinstance(layer.weight, Tensor)
                 bias = shift + layer.bias.double() if isinstance(layer.bias, Tensor) else shift
-                layer.bias = nn.Parameter(bias.to(layer.weight.dtype))
+                layer.bias = nn.Parameter(bias.to(layers.weight_of(layer).dtype))
                 norm.weight = norm.bias = None  # type: ignore[assignment]
             elif norm.affine:
                 norm.weight.copy_(scale)

@@ -150,8 +150,7 @@ def check_same(
 
 def scale_rows(module: nn.Module, factors: Tensor) -> None:
     """Multiply the rows of a layer's weight and bias, in place, by factors (d,) or (1,) float64."""
-    weight, bias = module.weight, getattr(module, "bias", None)
-    assert isinstance(weight, Tensor)
+    weight, bias = layers.weight_of(module), getattr(module, "bias", None)
     rows = layers.as_matrix(module, weight).double() * factors.view(-1, 1)
     weight.copy_(layers.as_weight(module, rows))
     if isinstance(bias, Tensor):
@@ -160,8 +159,7 @@ def scale_rows(module: nn.Module, factors: Tensor) -> None:
 
 def scale_columns(module: nn.Module, factors: Tensor) -> None:
     """Multiply the columns of a layer's weight, in place, by factors of its input features or channels, float64."""
-    weight = module.weight
-    assert isinstance(weight, Tensor)
+    weight = layers.weight_of(module)
     columns = layers.as_matrix(module, weight).double().unflatten(0, (layers.kind_of(module).groups, -1))
     weight.copy_(layers.as_weight(module, (columns * normalize.of_columns(module, factors)).flatten(0, 1)))
 

@@ -35,7 +35,6 @@ bound says nothing. α is infinite for every density that does not vanish at 0, 
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +56,7 @@ from ..plan import of_layer
 from ..report import Estimate
 from ..session import public, session
 from .gap import GeneralizationGap, performance
-from .perturbed import Change, Perturbed, kernel_noise
+from .perturbed import Perturbed, kernel_noise
 from .sampling import FOLDS, PROBES, NoiseSums, Representativeness, assigned, default_rho, summary
 
 _FRACTIONS = (0.25, 0.5, 0.75, 1.0)  # of δ, the bandwidths that Theorem 15 chooses among
@@ -216,7 +215,7 @@ def generalization_bound(
     seed = Options.of(how).seed
     kappa, uniform = None if kappa is None else _number("kappa", kappa), check_flag("uniform", uniform)
     rho = None if rho is None else check_number("rho", rho)
-    with session(model, loss, train, how={**how, "process_group": False}, reads=3) as task:
+    with session(model, loss, train, how=how, reads=3) as task:
         perturbed = Perturbed(task, layer)
         name, m = perturbed.name, _features(perturbed)
         samples = sum(data.size(batch) for batch in task.batches)
@@ -238,7 +237,7 @@ def generalization_bound(
     found = min(
         (
             summary(
-                [sums.against_the_rest([k]) for k in range(folds)],
+                [sums.without(k) for k in range(folds)],
                 None if measured is None else sums.against(measured.test.loss),
                 rho=bandwidth,
                 features=m,
@@ -271,6 +270,7 @@ def _sums(
     """Return the sums of the loss over each fold, both without noise on the layer's features and with it."""
     (folds, probes), start = counts, 0
     sums = NoiseSums(loss, folds, probes)
+    weight = layers.as_weight(perturbed.layer, layers.matrix(perturbed.layer)[0])
     generator: torch.Generator | None = None
     for number, batch in enumerate(batches):
         outputs, targets = perturbed.outputs(batch)
@@ -281,22 +281,11 @@ def _sums(
                 f"{tuple(inputs.shape)}"
             )
         generator = generator or torch.Generator(inputs.device).manual_seed(seed)
-        change = _noisy(perturbed.layer, kernel_noise(inputs, rho, probes, generator))
-        displaced = (outputs for _ in range(probes) for outputs in perturbed.displaced(change, (1.0, -1.0)))
-        sums.add(outputs, targets, places[start : start + count], displaced, number)
+        noise = kernel_noise(inputs, rho, probes, generator)
+        noisy = (each for xi in noise for each in perturbed.displaced(weight.to(xi.dtype), (1.0, -1.0), xi))
+        sums.add(outputs, targets, places[start : start + count], noisy, number)
         start += count
     return sums
-
-
-def _noisy(layer: nn.Module, drawn: Iterator[Tensor]) -> Change:
-    """Return the change Δz = w ξ, which takes the next ξ at every call."""
-    weight = layers.as_weight(layer, layers.matrix(layer)[0])
-
-    def change(inputs: Tensor, output: Tensor) -> Tensor:
-        xi = next(drawn)
-        return layers.kind_of(layer).affine(xi, weight.to(xi.dtype), None, output)
-
-    return change
 
 
 def _number(name: str, value: Any) -> float:

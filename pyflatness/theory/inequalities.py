@@ -384,8 +384,7 @@ def interpolation_error(
     refuse(how.get("process_group"), "interpolation_error", "sharpness and interpolation_sharpness are, ")
     adaptive = check_flag("adaptive", adaptive)
     reads = 3 + check_flag("second_derivatives", second_derivatives)
-    alone = {**how, "process_group": False}
-    with session(model, _half_squared_error, data, Options.of(how), alone, reads=reads) as task:
+    with session(model, _half_squared_error, data, Options.of(how), how, reads=reads) as task:
         residual = _residual(task)
         sharpness = diagonal.estimate(task, adaptive=adaptive)
         near = at_interpolation(task, adaptive=adaptive)

@@ -34,7 +34,7 @@ from ..report import Estimate, Result, views
 from ..session import public
 
 WAYS = ("layer-wise", "neuron-wise")
-OF_ATTENTION = ("attention rows", "attention columns")
+OF_ATTENTION = {"attention rows": "qkv", "attention columns": "o"}  # and the matrices that each compares
 _EXACT, _ROUNDED = 1e-6, 1e-3  # tolerance of exact values in double precision, and of all others
 
 
@@ -157,12 +157,12 @@ def invariances(
     before = measure(model, loss, data, layers=layers, measures=measures, **how)
     tolerance = _EXACT if next(model.parameters()).dtype == torch.float64 else _ROUNDED
     found: dict[str, list[Invariance]] = {name: [] for name in before.measures}
-    known = [one for name, one in attention.attentions(model).items() if name in matrices]
-    places_of = dict(zip(OF_ATTENTION, (_layers(known, "qkv"), _layers(known, "o")), strict=True))
-    changes: list[tuple[dict[str, Any], dict[str, Any]]] = [(matrices, places_of)] if matrices else []
+    changes: list[tuple[dict[str, Any], dict[str, Any]]] = []  # each with the places whose values a way compares
     if multiplied:
-        each = {way: {name: drawn[way] for name, drawn in multiplied.items()} for way in WAYS}
-        changes[:0] = [(change, {way: None}) for way, change in each.items()]
+        changes += [({name: drawn[way] for name, drawn in multiplied.items()}, {way: None}) for way in WAYS]
+    if matrices:
+        known = [one for name, one in attention.attentions(model).items() if name in matrices]
+        changes.append((matrices, {way: _layers(known, held) for way, held in OF_ATTENTION.items()}))
     for change, ways in changes:
         other = reparameterize(model, change, data, **running)
         after = measure(other, loss, data, layers=layers, measures=measures, **how).by_measure()

@@ -6,7 +6,7 @@ on the sphere and r = δt, t of density proportional to t^(m-1) exp(-t²/2) on (
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -110,10 +110,6 @@ def orthonormal(groups: int, rows: int, m: int, generator: torch.Generator, like
     return rows_of
 
 
-Change = Callable[[Tensor, Tensor], Tensor]
-"""The layer's input φ and its output -> Δz, of the shape of the layer's output."""
-
-
 class Perturbed:
     """Run a model with one of its layers perturbed.
 
@@ -158,16 +154,28 @@ class Perturbed:
             )
         return self._call.inputs.detach()
 
-    def displaced(self, change: Change, scales: Sequence[float]) -> Iterator[Tensor]:
-        """Yield outputs of the batch at z + s Δz for each s."""
-        call = self._call
+    def displaced(self, weight: Tensor, scales: Sequence[float], features: Tensor | None = None) -> Iterator[Tensor]:
+        """Yield outputs of the batch at z + s Δz for each s, where Δz is what a weight makes of features.
+
+        The weight has the shape of the layer's own. Without ``features`` they are the layer's inputs, in each call.
+        """
+        affine, call = layers.kind_of(self.layer).affine, self._call
+
+        def change(inputs: Tensor, output: Tensor) -> Tensor:
+            return affine((inputs if features is None else features).to(weight.dtype), weight, None, output)
+
         delta = None if call is None else change(call.inputs.detach(), call.output)
         shift = None if delta is None else self._of_outputs(delta)
+
+        def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+            added = change(args[0] if args else kwargs["input"], output) if delta is None else delta
+            return (promoted(output) + scale * added).to(output.dtype)
+
         for scale in scales:
             if shift is not None:
                 yield self._outputs.double() + scale * shift
                 continue
-            with calling.dry_run(), self._attached(), _adding(self.layer, _scaled(change, delta, scale)):
+            with calling.dry_run(), self._attached(), self.layer.register_forward_hook(add, with_kwargs=True):
                 outputs, _ = self._task.run(self._batch)
             yield outputs
 
@@ -186,7 +194,7 @@ class Perturbed:
             own += risk.finite(task.loss.value(outputs, targets), policy, number)
             for row, change in zip(values, changes, strict=True):
                 with torch.set_grad_enabled(change.requires_grad):
-                    for place, outputs in enumerate(self.displaced(by_weight(self.layer, change), scales)):
+                    for place, outputs in enumerate(self.displaced(change, scales)):
                         value = task.loss.value(outputs, targets)
                         if change.requires_grad:
                             self._add_gradient(value, change, number)
@@ -220,31 +228,6 @@ class Perturbed:
         like_z = torch.empty_strided(z.shape, z.stride(), dtype=torch.float64, device=z.device)
         like_z.copy_(delta)
         return like_z.as_strided(outputs.shape, outputs.stride(), outputs.storage_offset() - z.storage_offset())
-
-
-def _scaled(change: Change, known: Tensor | None, scale: float) -> Change:
-    return lambda inputs, output: scale * (change(inputs, output) if known is None else known)
-
-
-@contextlib.contextmanager
-def _adding(layer: nn.Module, addition: Change) -> Iterator[None]:
-    """Add a function of the layer's input and output to its output while the context is open."""
-
-    def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
-        inputs = args[0] if args else kwargs["input"]
-        return (promoted(output) + addition(inputs, output)).to(output.dtype)
-
-    handle = layer.register_forward_hook(add, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def by_weight(layer: nn.Module, weight: Tensor) -> Change:
-    """Return the change Δz = Δw φ for a tensor of the shape of the layer's weight."""
-    affine = layers.kind_of(layer).affine
-    return lambda inputs, output: affine(inputs.to(weight.dtype), weight, None, output)
 
 
 def turns(layer: nn.Module, generator: torch.Generator) -> Iterator[Tensor]:

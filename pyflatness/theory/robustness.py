@@ -343,7 +343,7 @@ def matrix_robustness(
             raise InputError(
                 f"matrix: layer {perturbed.name!r} has {m} columns, ({m}, {m}) is wanted, got {tuple(matrix.shape)}"
             )
-        turned = product(perturbed.matrix, matrix.detach().to(perturbed.matrix).view(-1, m, m))
+        turned = product(perturbed.matrix, matrix.detach().to(perturbed.matrix).expand(groups, m, m))
         values, own = perturbed.risks([layers.as_weight(perturbed.layer, turned.flatten(0, 1))], steps)
     grid = torch.tensor(steps, dtype=torch.float64, device="cpu")
     return MatrixRobustness(grid, values[0] - own.value, own.value, perturbed.name, own.samples)
@@ -393,8 +393,7 @@ def largest_robustness(
     refuse(how.get("process_group"), "largest_robustness", "matrix_robustness is, ")
     rho, starts = check_number("rho", rho), check_count("starts", starts, 1)
     steps, options = check_count("steps", steps, 1), Options.of(how)
-    alone = {**how, "process_group": False}
-    with session(model, loss, data, options, alone, reads=1 + starts * (steps + 1)) as task:
+    with session(model, loss, data, options, how, reads=1 + starts * (steps + 1)) as task:
         perturbed = Perturbed(task, layer)
         task.forward.compare_by_itself()
         w = perturbed.matrix

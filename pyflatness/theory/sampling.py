@@ -194,33 +194,23 @@ def representativeness(
         places = assigned(n, folds, seed)
         whole = _sums(psi, places, folds, rho, probes, seed)
         if fit is None:
-            held_out = [whole.against_the_rest([k]) for k in range(folds)]
+            held_out = [whole.without(k) for k in range(folds)]
         else:
             refitted = [psi.refitted(fit, places != k) for k in range(folds)]
             held_out = [
-                _sums(psi_k, (places == k).long(), 2, rho, probes, seed).against_the_rest([1])
-                for k, psi_k in enumerate(refitted)
+                _sums(psi_k, (places == k).long(), 2, rho, probes, seed).without(1) for k, psi_k in enumerate(refitted)
             ]
-        tested = None if test is None else whole.against(_risk(Psi(test[0], weight, bias, test[1], resolved)))
+        tested = None
+        if test is not None:
+            psi = Psi(test[0], weight, bias, test[1], resolved)
+            one_group = torch.zeros(len(psi.features), dtype=torch.int64, device="cpu")
+            tested = whole.against(_sums(psi, one_group, 1, rho, 0, seed).mean())
     return summary(held_out, tested, rho=rho, features=m, samples=n, probes=probes, refitted=fit is not None)
 
 
 def default_rho(samples: int, features: int) -> float:
     """Return n^(-1/(4+m)) (Petzka et al. 2021, Theorem 6)."""
     return float(samples ** (-1 / (4 + features)))
-
-
-def refit(fit: Fit, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the weight and the bias that the user's function fits."""
-    check_function("fit", fit, "(features, targets) -> (weight, bias)")
-    with torch.enable_grad():
-        result = fit(features, targets)
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise InputError(f"fit: a pair (weight, bias) is wanted, got {type(result).__name__}")
-    weight, bias = (None if tensor is None else tensor.detach() for tensor in result)
-    if weight is None:
-        raise InputError("fit: a pair (weight, bias) is wanted, got None for the weight")
-    return weight, bias
 
 
 def assigned(samples: int, folds: int, seed: int) -> Tensor:
@@ -300,18 +290,14 @@ class NoiseSums:
         """Return the normaliser of all loss terms."""
         return accumulate.normaliser(float(self._weights.sum()))
 
-    def against(self, held_out: float) -> tuple[Decomposition, Tensor]:
-        """Return the decomposition of all groups against the mean loss of other data, and E_Rep by probe."""
-        return self._decomposed(held_out, torch.ones(len(self._own), dtype=torch.bool, device="cpu"))
+    def without(self, group: int) -> tuple[Decomposition, Tensor]:
+        """Return the decomposition with one group held out and the others as the sample, and E_Rep by probe."""
+        normaliser = accumulate.normaliser(float(self._weights[group]))
+        return self.against(float(self._own[group]) / normaliser, torch.arange(len(self._own), device="cpu") != group)
 
-    def against_the_rest(self, held_out: Sequence[int]) -> tuple[Decomposition, Tensor]:
-        """Return the decomposition with some groups held out and the others as the sample, and E_Rep by probe."""
-        sample = torch.ones(len(self._own), dtype=torch.bool, device="cpu")
-        sample[[*held_out]] = False
-        normaliser = accumulate.normaliser(float(self._weights[~sample].sum()))
-        return self._decomposed(float(self._own[~sample].sum()) / normaliser, sample)
-
-    def _decomposed(self, held_out: float, sample: Tensor) -> tuple[Decomposition, Tensor]:
+    def against(self, held_out: float, sample: Tensor | None = None) -> tuple[Decomposition, Tensor]:
+        """Return the decomposition of some groups, or all, against the mean loss of other data, and E_Rep by probe."""
+        sample = torch.ones(len(self._own), dtype=torch.bool, device="cpu") if sample is None else sample
         normaliser = accumulate.normaliser(float(self._weights[sample].sum()))
         own, noisy = float(self._own[sample].sum()) / normaliser, self._noisy[:, sample].sum(dim=1) / normaliser
         smooth = float(noisy.mean())
@@ -346,9 +332,16 @@ class Psi:
             yield outputs - change
 
     def refitted(self, fit: Fit, sample: Tensor) -> "Psi":
-        """Return ψ fitted on some of the samples, with all samples as its data."""
+        """Return ψ with the weight and bias that the user's function fits to some samples, and all samples as data."""
+        check_function("fit", fit, "(features, targets) -> (weight, bias)")
         index = sample.to(self.features.device)
-        weight, bias = refit(fit, self.features[index], self.targets[index])
+        with torch.enable_grad():
+            result = fit(self.features[index], self.targets[index])
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise InputError(f"fit: a pair (weight, bias) is wanted, got {type(result).__name__}")
+        weight, bias = (None if tensor is None else tensor.detach() for tensor in result)
+        if weight is None:
+            raise InputError("fit: a pair (weight, bias) is wanted, got None for the weight")
         return Psi(self.features, weight, bias, self.targets, self.loss)
 
 
@@ -356,12 +349,6 @@ def _sums(psi: Psi, groups: Tensor, count: int, rho: float, probes: int, seed: i
     sums, outputs = NoiseSums(psi.loss, count, probes), psi.outputs()
     sums.add(outputs, psi.targets, groups, psi.noisy(outputs, rho, probes, seed))
     return sums
-
-
-def _risk(psi: Psi) -> float:
-    sums, outputs = NoiseSums(psi.loss, 1, 0), psi.outputs()
-    sums.add(outputs, psi.targets, torch.zeros(len(outputs), dtype=torch.int64, device="cpu"), iter(()))
-    return sums.mean()
 
 
 def _by_probe(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -53,15 +53,11 @@ class Ran(NamedTuple):
     trained: float
     spent: float
 
-    @property
-    def cost(self) -> str:
-        """Return in words what the measurements took."""
-        return cost(self.spent, self.trained + self.spent)
-
-
-def cost(spent: float, whole: float, what: str = "") -> str:
-    """Return in words the seconds that measurements, on ``what``, took of the whole time."""
-    return f"measured{what} in {spent:.1f} s, {spent / whole if whole else 0.0:.1%} of the training's {whole:.1f} s"
+    def cost(self, what: str = "") -> str:
+        """Return in words the seconds that the measurements, on ``what``, took of the whole time."""
+        whole = self.trained + self.spent
+        share = self.spent / whole if whole else 0.0
+        return f"measured{what} in {self.spent:.1f} s, {share:.1%} of the training's {whole:.1f} s"
 
 
 class TimeBudget:

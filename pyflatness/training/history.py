@@ -286,7 +286,7 @@ class History(Readable):
     def __repr__(self) -> str:
         steps = [record.step for record in self if record.step is not None]
         until = f" from step {steps[0]} to {steps[-1]}" if steps else ""
-        cost = f"; {self.ran.cost}" if self.ran is not None and self.ran.spent else ""
+        cost = f"; {self.ran.cost()}" if self.ran is not None and self.ran.spent else ""
         return f"History({len(self)} records{until}: {', '.join(self._measures) or 'nothing measured'}{cost})"
 
     def __getstate__(self) -> dict[str, Any]:

@@ -166,7 +166,7 @@ class FlatnessPenalty:
         outputs, targets, loss, items = self._taken(outputs, targets)
         if not outputs.is_floating_point():
             raise InputError(f"outputs: got {outputs.dtype}; the order of arguments is penalty(outputs, targets)")
-        terms = LossTerms.of(outputs, check_tensor("targets", targets), loss)
+        terms = LossTerms(outputs, check_tensor("targets", targets), loss)
         calls = [watched.last(outputs) for watched in self._watched]
         contents = [(watched, watched.contents) for watched in self._watched]
 
@@ -322,21 +322,16 @@ def _check_kind(name: str, module: nn.Module) -> None:
         )
 
 
-@dataclass(frozen=True)
 class LossTerms:
-    """Hold a batch's loss terms, which of them the loss does not ignore (terms,), and its outputs, with their graph."""
+    """Hold a batch's loss terms, which of them the loss does not ignore (terms,), and its outputs, with their graph.
 
-    used: Tensor
-    _outputs: Tensor
-    _rows: losses.Rows
-    _loss: losses.Known
+    Outputs are (n, C, …), or (n,).
+    """
 
-    @classmethod
-    def of(cls, outputs: Tensor, targets: Tensor, loss: losses.Known) -> "LossTerms":
-        """Return the terms of outputs (n, C, …), or (n,)."""
-        rows = losses.rows(outputs, targets, loss)
-        used = torch.ones_like(rows.terms.scale, dtype=torch.bool) if rows.terms.used is None else rows.terms.used
-        return cls(used, outputs, rows, loss)
+    def __init__(self, outputs: Tensor, targets: Tensor, loss: losses.Known) -> None:
+        self._outputs, self._loss, self._rows = outputs, loss, losses.rows(outputs, targets, loss)
+        used = self._rows.terms.used
+        self.used = torch.ones_like(self._rows.terms.scale, dtype=torch.bool) if used is None else used
 
     def reduced(self, total: Tensor) -> Tensor:
         """Return a sum over the terms as the loss reduces it; a mean over none is NaN, with gradients of 0."""

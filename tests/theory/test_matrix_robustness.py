@@ -39,11 +39,12 @@ def test_one_matrix(name, reduction):
     assert (found.loss, found.layer, found.samples) == (pytest.approx(own), name, 6)
 
 
-def test_groups_of_a_convolution_have_matrices_of_their_own():
+@pytest.mark.parametrize("several", [True, False])
+def test_groups_of_a_convolution_have_matrices_of_their_own_or_one(several):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(4, 6, 2, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(24, 3)).double()
     x, y = normal(1, 8, 4, 3, 3), torch.arange(8) % 3
-    weight, matrices = net[0].weight.detach(), normal(2, 2, 8, 8)
+    weight, matrices = net[0].weight.detach(), normal(2, 2, 8, 8) if several else normal(2, 8, 8)
     turned = (weight.view(2, 3, 8) @ matrices).view_as(weight)
     found = pf.theory.matrix_robustness(net, LOSS, (x, y), "0", matrix=matrices, rho=[0.4])
     own = displaced(net, "0", 0 * weight, data=(x, y))
