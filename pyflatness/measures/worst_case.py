@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ..errors import InputError, NonFiniteError
-from ..hessian.eigenvalues import tolerance_of
 from ..hessian.parameter_products import ParameterProducts
 from ..losses import risk
 from ..messages import check_choice, in_words, span
@@ -240,7 +239,7 @@ class _Place:
         budget = self._task.budget()
         start = RandomVectors(seed, self.size, self.device).draw().unsqueeze(0)
         basis = max(1, budget.bases // (8 * self.size))
-        search = lanczos.largest(start, tolerance=tolerance_of(products), size=basis)
+        search = lanczos.largest(start, tolerance=products.tolerance, size=basis)
         scale = torch.cat([self._scale(w).flatten().double() for w in self._theta.values()])
 
         def times(vectors: Tensor) -> Tensor:
