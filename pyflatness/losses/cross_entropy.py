@@ -30,7 +30,6 @@ class CrossEntropy(Known):
     ignore_index: int
     label_smoothing: float
     reduction: Reduction
-    elementwise: ClassVar[bool] = False
     by_rows: ClassVar[bool] = True
 
     def class_dim(self, outputs: Tensor) -> int:
