@@ -47,13 +47,15 @@ class Measure:
     network_of: str = "the sum over layers"
     granularity: str = "layer, network"  # what it is a number of: "layer", "network", "layer, network"
     invariant: str = "none"
-    cost: str = "one sweep, shared"
+    cost: str = "one sweep, shared"  # of one that follows from another always the cost of that one
     reads: int = 1  # how often the data are read
 
     def __post_init__(self) -> None:
         ways = self.quantity, self.compute, self.of_jacobians, self.derive
         assert sum(how is not None for how in ways) == 1, self.name
         assert (self.base is None) == (self.derive is None), self.name
+        if self.base is not None:
+            object.__setattr__(self, "cost", f"that of {self.base}, shared")
         if not self.of_layers:
             object.__setattr__(self, "network_of", WHOLE)
 
