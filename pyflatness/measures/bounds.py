@@ -168,20 +168,6 @@ def at_interpolation(task: Task, *, adaptive: bool = False, per_sample: bool = F
     return of_outputs(replace(task, options=options), adaptive=adaptive)
 
 
-def _estimate(samples: Samples, value: float, layer: str, caveat: str) -> Estimate:
-    return Estimate(
-        value=value,
-        stderr=None,
-        samples=int(samples.kept.sum()),
-        method="jacobian",
-        exact=True,
-        backend=samples.backend,
-        layer=layer,
-        omitted=int((~samples.kept).sum()),
-        notes=(f"bounds: {NO_GUARANTEE}, {caveat}",) if caveat else (),
-    )
-
-
 def _values(
     of_layer: Callable[[NetworkTerms, LayerTerms], float] | None,
     of_network: Callable[[NetworkTerms], float] | None,
@@ -192,10 +178,14 @@ def _values(
     net, found = NetworkTerms(samples, sharpness), {}
     if of_layer is not None:
         for layer in net.layers:
-            found[layer.name] = _estimate(samples, of_layer(net, layer), layer.name, layer.caveat)
+            found[layer.name] = samples.estimate(of_layer(net, layer), layer.name, _notes(layer.caveat))
     if of_network is not None:
-        found[""] = _estimate(samples, of_network(net), "", net.caveat)
+        found[""] = samples.estimate(of_network(net), "", _notes(net.caveat))
     return found
+
+
+def _notes(caveat: str) -> list[str]:
+    return [f"bounds: {NO_GUARANTEE}, {caveat}"] if caveat else []
 
 
 def _sharpness_bounds(samples: Samples) -> Estimates:

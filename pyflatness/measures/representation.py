@@ -85,18 +85,7 @@ def estimate(samples: Samples, each: Tensor, place: str) -> Estimate:
     lost = int((counted == -torch.inf).sum())
     if lost:
         notes.append(f"log_volume: {lost} of {len(counted)} samples have a J of lower rank, and no volume")
-    return Estimate(
-        value=float(counted.mean()),
-        stderr=None,
-        samples=len(counted),
-        method="jacobian",
-        exact=True,
-        backend=samples.backend,
-        per_sample=each if samples.task.options.per_sample else None,
-        layer=place,
-        omitted=len(each) - len(counted),
-        notes=tuple(notes),
-    )
+    return samples.estimate(float(counted.mean()), place, notes, each)
 
 
 MLS = Measure(

@@ -6,7 +6,7 @@ these give G = J Jᵀ and a few sums. J is held for one micro-batch, of a size w
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -25,6 +25,7 @@ from ..passes.layer_form import LayerForm
 from ..passes.recorder import RecordedCall
 from ..passes.runner import Run, Runner
 from ..passes.task import Task
+from ..report import Estimate
 from .jacobian_rows import QUANTITIES, PlaceRows, WeightGradient
 
 _SMALL = 32  # the most outputs for which kernels have eigenvalues
@@ -62,6 +63,22 @@ class Samples:
     def counted(self, place: str, quantity: str) -> Tensor:
         """Return a quantity of the samples that count."""
         return self._found[place][quantity][self.kept]
+
+    def estimate(self, value: float, place: str, notes: Sequence[str], per_sample: Tensor | None = None) -> Estimate:
+        """Return the estimate of a value at a layer's input, or of the model's or the network's ("")."""
+        counted = int(self.kept.sum())
+        return Estimate(
+            value=value,
+            stderr=None,
+            samples=counted,
+            method="jacobian",
+            exact=True,
+            backend=self.backend,
+            per_sample=per_sample if self.task.options.per_sample else None,
+            layer=place,
+            omitted=len(self.kept) - counted,
+            notes=tuple(notes),
+        )
 
 
 @dataclass
