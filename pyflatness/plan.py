@@ -192,7 +192,7 @@ class Measurement:
         again = all(self._ranks.exchange("whether the data can be read again", again))
         try:
             with self._ranks.agreed("the pass for the head"):
-                estimate = head_sums.total(source, self._task.loss, options).estimate()
+                estimate = head_sums.Total(source, self._task.loss, options).estimate()
         except Exception as error:
             by_sweep = isinstance(error, head.NotTheHeadError) or is_out_of_memory(error)
             if not by_sweep or options.tolerance or not again:
