@@ -281,21 +281,16 @@ def _groups(task: Task, m: int | None) -> Iterator[tuple[Any, int]]:
 
 
 def _with_normalized_outputs(forward: calling.Forward) -> Any:
-    """Return a ``forward`` for a task that normalises the outputs."""
+    """Return a ``forward`` that divides outputs by the root mean square of a sample's deviations from their mean."""
 
     def normalized(model: Any, batch: Any) -> tuple[Tensor, Any]:
         outputs, targets = calling.run(model, batch, forward)
-        return _normalized(outputs), targets
+        if outputs.ndim != 2:
+            raise InputError(f"normalize_logits=True is for outputs (n, classes), got {tuple(outputs.shape)}")
+        spread = (outputs - outputs.mean(dim=1, keepdim=True)).square().mean(dim=1, keepdim=True).sqrt()
+        return outputs / spread, targets
 
     return normalized
-
-
-def _normalized(outputs: Tensor) -> Tensor:
-    """Return each sample's outputs over the root mean square of their deviations from their mean."""
-    if outputs.ndim != 2:
-        raise InputError(f"normalize_logits=True is for outputs (n, classes), got {tuple(outputs.shape)}")
-    spread = (outputs - outputs.mean(dim=1, keepdim=True)).square().mean(dim=1, keepdim=True).sqrt()
-    return outputs / spread
 
 
 @public(*CALL, "seed", "memory")
