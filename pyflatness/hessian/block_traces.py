@@ -86,10 +86,8 @@ class BlockTraces:
         self._basis = _basis(whole, self._traced, partial(form.factor, run))
         self._behind = [name for name in quantities if QUANTITIES[name].of_outputs]
         others = [name for name in quantities if name not in (*self._traced, *self._behind)]
-        self._entries = EntriesAndNeurons(self._weight, form.kernel_elements, others, whole)
-        self._everything = None
-        if tells_all(quantities):
-            self._everything = EntriesAndNeurons(self._weight, form.kernel_elements, quantities, whole)
+        by_entries = quantities if tells_all(quantities) else others
+        self._entries = EntriesAndNeurons(self._weight, form.kernel_elements, by_entries, whole)
         calls, self._columns = run.calls(form.name), self._weight.shape[2]  # ρ, the columns of K
         self.in_weight = form.by_weight or form.name in run.differentiated or linearity.feeds_itself(calls)
         if not self.in_weight:
@@ -99,8 +97,8 @@ class BlockTraces:
     @property
     def products(self) -> int:
         """Return the most Hessian products that an exact value may take."""
-        if self._everything is not None:
-            return self._everything.products(self._columns)
+        if self._entries.tell_all:
+            return self._entries.products(self._columns)
         traced = len(self._weight) * self._basis.size * self._columns if self._traced or not self._quantities else 0
         groups, d, _ = self._weight.shape
         behind = groups * d * min(d, self._columns) if self._behind else 0
@@ -110,8 +108,8 @@ class BlockTraces:
         """Return the quantities of every sample, and the summands of those that are sums over neurons."""
         self._check_affordable()
         with self._directions() as directions:
-            if self._everything is not None:
-                return self._on_all_columns(self._everything.exact(directions, self._run.samples))
+            if self._entries.tell_all:
+                return self._on_all_columns(self._entries.exact(directions, self._run.samples))
             total = self._weight.new_zeros(0, self._run.samples, dtype=torch.float64)
             if self._traced:
                 total = self._sums(directions, self._basis)
