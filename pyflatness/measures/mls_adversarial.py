@@ -82,17 +82,12 @@ def mls_adversarial(
 
 
 def _estimate(task: Task, steps: int = STEPS, rho: float | None = None, *, normalized: bool = False) -> Estimate:
-    with task.forward.in_full():
-        return _of_outputs(task, steps, rho, normalized=normalized)
-
-
-def _of_outputs(task: Task, steps: int, rho: float | None, *, normalized: bool) -> Estimate:
     signs, shard, done = Signs(task.options.seed, [0]), task.batches.shard, 0
     found, over = [], Accumulator(task.options.nan_policy)
     cuts = task.cut_batches(
         lambda some: _Ascent(task, some, 0, rho).values(1, signs, shard.numbers(0, batching.size(some)))
     )
-    with recorder.frozen(task.model):
+    with task.forward.in_full(), recorder.frozen(task.model):
         for number, micro_batch in cuts.numbered(task.batches):
             ascent = _Ascent(task, micro_batch, number, rho)
             values = ascent.values(steps, signs, shard.numbers(done, len(ascent.sizes)))
