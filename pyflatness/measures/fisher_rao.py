@@ -80,12 +80,12 @@ class _Tangent:
 
     def __init__(self, task: Task, theta: parameters.Parameters) -> None:
         self._task, self._theta = task, theta
-        self._forward_mode, self._reason = True, ""
+        self._reason = ""  # why forward mode does not serve
 
     def of(self, batch: Any) -> tuple[Tensor, Tensor, Any]:
         """Return outputs, their derivative along θ, and targets."""
         with sdpa_kernel(SDPBackend.MATH):  # other kernels of attention have no forward mode and no second derivative
-            if self._forward_mode:
+            if not self._reason:
                 try:
                     outputs, change, targets = self._by_forward_mode(batch)
                     if not bool((outputs.isfinite() & ~change.isfinite()).any()):
@@ -93,7 +93,6 @@ class _Tangent:
                     self._reason = "they overflow"
                 except NotImplementedError as error:
                     self._reason = str(error).splitlines()[0]
-                self._forward_mode = False
             return self._by_backward_passes(batch)
 
     def _by_forward_mode(self, batch: Any) -> tuple[Tensor, Tensor, Any]:
