@@ -273,7 +273,7 @@ class Summed(LayerRoute):
 
 
 class Stacked(LayerRoute):
-    """Compute |M|² and |R M|² of at most ``size`` cotangents together, and no others beyond a stack of that size."""
+    """Compute |M|² and |R M|² of at most ``size`` cotangents together, so that it does not take any number of them."""
 
     def __init__(self, layer: PreparedWeight, phi: Tensor, size: int, *, by_gram: bool, squares: bool) -> None:
         half = layer.half_factor is not None and phi.dtype == layer.half_factor.dtype

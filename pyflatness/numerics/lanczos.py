@@ -68,7 +68,8 @@ def largest(start: Tensor, *, tolerance: float, size: int, max_products: int | N
         done |= small
         if bool(done.all()) or products >= max_products:
             break
-        if basis.shape[1] >= max(size, _FEWEST):  # the upper half is mapped to itself and one direction by H
+        if basis.shape[1] >= max(size, _FEWEST):
+            # H maps the upper half of the Ritz vectors to itself and one direction.
             kept = basis.shape[1] // 2
             basis, projected = vectors[:, :, -kept:].mT @ basis, torch.diag_embed(values[:, -kept:])
         following = torch.where(norm > 0, 1 / norm, 0.0).unsqueeze(1) * rest
