@@ -183,9 +183,7 @@ MLS_ADVERSARIAL = Measure(
     name="mls_adversarial",
     formula="mean_i max_δ |f(x_i + δ) - f(x_i)| / |δ|, |δ| small, by gradient ascent",
     source="From Loss Flatness to Compressed Representations, Eq. 47",
-    of_layers=False,
-    compute=lambda task: {"": _estimate(task)},
-    granularity="network",
+    of_network=_estimate,
     invariant="layer-wise, neuron-wise",
     cost=f"{STEPS + 2} forward passes and {STEPS} backward passes",
 )
@@ -193,9 +191,7 @@ NORMALIZED_MLS_ADVERSARIAL = Measure(
     name="normalized_mls_adversarial",
     formula="mean_i |x_i|² max_δ |f(x_i + δ) - f(x_i)|² / |δ|², |δ| small, by gradient ascent",
     source="From Loss Flatness to Compressed Representations, Definition F.1 and Eq. 47",
-    of_layers=False,
-    compute=lambda task: {"": _estimate(task, normalized=True)},
-    granularity="network",
+    of_network=partial(_estimate, normalized=True),
     invariant="layer-wise, neuron-wise",
     cost=MLS_ADVERSARIAL.cost,
 )
