@@ -16,6 +16,7 @@ Estimates = dict[str, Estimate]  # of one measure, by layer; "" is the network
 WHOLE = "of the whole model"
 LARGEST = "the largest of the layers"
 TOGETHER = "of the layers together"
+OF_JACOBIANS = "one forward pass and one backward pass per output of the model, shared by all measures of Jacobians"
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Measure:
     network_of: str = "the sum over layers"
     granularity: str = "layer, network"  # what it is a number of: "layer", "network", "layer, network"
     invariant: str = "none"
-    cost: str = "one sweep, shared"  # of one that follows from another always the cost of that one
+    cost: str = ""  # by default that of the sweep or of the other measure, which are shared
     reads: int = 1  # how often the data are read
 
     def __post_init__(self) -> None:
@@ -60,8 +61,9 @@ class Measure:
         ways = self.quantity, self.compute, self.of_jacobians, self.derive
         assert sum(how is not None for how in ways) == 1, self.name
         assert (self.base is None) == (self.derive is None), self.name
-        if self.base is not None:
-            object.__setattr__(self, "cost", f"that of {self.base}, shared")
+        if not self.cost:
+            of_sweep = "one sweep, shared" if self.of_jacobians is None else OF_JACOBIANS
+            object.__setattr__(self, "cost", of_sweep if self.base is None else f"that of {self.base}, shared")
         if not self.of_layers:
             object.__setattr__(self, "network_of", WHOLE)
 

@@ -40,8 +40,7 @@ from ..errors import InputError
 from ..model import layers as layer_weights
 from ..report import Estimate
 from ..sweep.jacobians import Samples
-from .base import TOGETHER, Estimates, Measure, Task
-from .representation import COST
+from .base import OF_JACOBIANS, TOGETHER, Estimates, Measure, Task
 from .sharpness import of_outputs
 
 NEEDS = ("log_volume", "weights", "past", "rescaled")
@@ -200,7 +199,6 @@ MLS_BOUND = Measure(
     of_jacobians=partial(_values, lambda net, layer: layer.mls_bound, None),
     needs=NEEDS,
     granularity="layer",
-    cost=COST,
 )
 NMLS_BOUND = Measure(
     name="nmls_bound",
@@ -209,7 +207,6 @@ NMLS_BOUND = Measure(
     of_jacobians=partial(_values, None, NetworkTerms.nmls),
     needs=NEEDS,
     granularity="network",
-    cost=COST,
     network_of=TOGETHER,
 )
 LOG_VOLUME_BOUND = Measure(
@@ -218,7 +215,6 @@ LOG_VOLUME_BOUND = Measure(
     source="From Loss Flatness to Compressed Representations, Eq. 9 and 10",
     of_jacobians=partial(_values, lambda net, layer: net.log_volume([layer]), lambda net: net.log_volume(net.layers)),
     needs=NEEDS,
-    cost=COST,
     network_of=TOGETHER,
 )
 MLS_SHARPNESS_BOUND = Measure(
@@ -227,7 +223,7 @@ MLS_SHARPNESS_BOUND = Measure(
     source="From Loss Flatness to Compressed Representations, Eq. 11 (Eq. 48, D) and 12",
     of_jacobians=_sharpness_bounds,
     needs=NEEDS,
-    cost=f"{COST}; and a sweep for S, one backward pass per output",
+    cost=f"{OF_JACOBIANS}; and a sweep for S, one backward pass per output",
     reads=2,
     network_of=TOGETHER,
 )
